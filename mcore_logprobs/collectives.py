@@ -1,0 +1,133 @@
+"""Every collective that the library makes, and how shards' row statistics become one.
+
+Groups are explicit; None is one process and a no-op. The autograd-aware ones say what their
+backward sends. A plain all-reduce inside autograd would give the non-owning ranks a wrong gradient,
+so none is used there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.groups import group_size
+
+__all__ = [
+    "all_gather_dim0",
+    "all_gather_stack",
+    "all_reduce_sum",
+    "all_reduce_sum_async",
+    "all_to_all_dim0",
+    "reduce_scatter_dim0",
+    "reduce_scatter_dim0_async",
+    "sum_gradient",
+]
+
+
+def all_gather_stack(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`[...]` on each rank -> `[size, ...]` on every rank. One all-gather; not differentiable."""
+    if group_size(group) == 1:
+        return x.unsqueeze(0)
+    return all_gather_dim0(x.unsqueeze(0), group)
+
+
+def all_gather_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`[n, ...]` on each rank -> `[size*n, ...]`, rank by rank. Not differentiable.
+
+    Returns x itself on one process.
+    """
+    size = group_size(group)
+    if size == 1:
+        return x
+    x = x.contiguous()
+    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out
+
+
+def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum over ranks, in a new tensor (x itself on one process). Not differentiable."""
+    if group_size(group) == 1:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def all_reduce_sum_async(x: Tensor, group: ProcessGroup | None) -> Any | None:
+    """Start summing x over ranks in place; `wait()` on what is returned, None on one process.
+
+    x must be contiguous and the library's own.
+    """
+    if group_size(group) == 1:
+        return None
+    return dist.all_reduce(x, group=group, async_op=True)
+
+
+def reduce_scatter_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`[size*n, ...]` on each rank -> this rank's `[n, ...]` of the sum. Not differentiable.
+
+    Returns x itself on one process.
+    """
+    if group_size(group) == 1:
+        return x
+    out, work = reduce_scatter_dim0_async(x.contiguous(), group)
+    work.wait()
+    return out
+
+
+def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any]:
+    """As `reduce_scatter_dim0`, without waiting: (output, work); more than one rank only."""
+    size = group_size(group)
+    assert size > 1
+    if x.shape[0] % size:
+        raise ValueError(f"reduce-scatter: expected dim 0 divisible by {size}, got {x.shape[0]}")
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0], ctx.group), None
+
+
+def all_to_all_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Block i of x's dim 0 goes to rank i; the result is the blocks that came, in rank order.
+
+    Differentiable: the backward is the same all-to-all.
+
+    Raises:
+        ValueError: dim 0 is not divisible by the group's size.
+    """
+    size = group_size(group)
+    if x.shape[0] % size:
+        raise ValueError(f"all-to-all: expected dim 0 divisible by {size}, got {x.shape[0]}")
+    return x if size == 1 else _AllToAll.apply(x, group)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grads[0], ctx.group), None
+
+
+def sum_gradient(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Identity forward; backward sums the ranks' gradients (one all-reduce)."""
+    return x if group_size(group) == 1 else _SumGradient.apply(x, group)

@@ -1,0 +1,221 @@
+"""Process groups: which ranks share a vocabulary (TP) and which share a sequence (CP).
+
+The one place that looks groups up. Below the public functions a group is always explicit:
+a `ProcessGroup`, or `None` for "this process alone".
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+__all__ = [
+    "ParallelGroups",
+    "VocabShard",
+    "group_rank",
+    "group_size",
+    "resolve_cp_group",
+    "resolve_tp_group",
+]
+
+
+def resolve_tp_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The tensor-parallel group that `group=None` means; see `_resolve`."""
+    return _resolve(group, "tp_group", "get_tensor_model_parallel_group")
+
+
+def resolve_cp_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The context-parallel group that `group=None` means; see `_resolve`."""
+    return _resolve(group, "cp_group", "get_context_parallel_group")
+
+
+def _resolve(group: ProcessGroup | None, name: str, getter: str) -> ProcessGroup | None:
+    """Turn a caller's `group` into an explicit one, or None for one process.
+
+    In order: the caller's own; Megatron's, where `megatron.core.parallel_state` is initialised; one
+    process, where torch.distributed is not initialised or has one rank. Several ranks and none of
+    these is a ValueError: a shard must never pass for the whole vocabulary or sequence.
+    """
+    if group is not None:
+        if not hasattr(group, "size") or not hasattr(group, "rank"):
+            raise ValueError(f"{name}: expected a torch.distributed ProcessGroup, got {group!r}")
+        if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+            raise ValueError(f"{name}: this process (rank {_global_rank()}) is not in the group")
+        return group
+    state = megatron_parallel_state()
+    if state is not None:
+        return getattr(state, getter)()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"{name}=None, but torch.distributed has {dist.get_world_size()} ranks and Megatron's "
+            f"parallel_state is not initialised: pass {name}=..., the group whose ranks share the "
+            f"{'vocabulary' if name == 'tp_group' else 'sequence'} "
+            "(a group of this rank alone where nothing is sharded)"
+        )
+    return None
+
+
+def megatron_parallel_state() -> Any | None:
+    """`megatron.core.parallel_state` if someone imported *and* initialised it, else None.
+
+    Looked up in sys.modules: whoever initialised it has imported it, and nobody else should pay
+    for the import.
+    """
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return state
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks in the group; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank within the group; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The two groups that this library communicates over; None means one process.
+
+    Attributes:
+        tp: tensor-parallel group, whose ranks share the vocabulary.
+        cp: context-parallel group, whose ranks share the sequence.
+    """
+
+    tp: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+
+    @classmethod
+    def from_megatron(cls) -> ParallelGroups:
+        """Megatron's global groups.
+
+        Raises:
+            ValueError: `megatron.core.parallel_state` is not initialised.
+        """
+        state = megatron_parallel_state()
+        if state is None:
+            raise ValueError(
+                "megatron.core.parallel_state is not initialised: call initialize_model_parallel "
+                "first, or use ParallelGroups.from_model or from_device_mesh"
+            )
+        return cls(tp=state.get_tensor_model_parallel_group(), cp=state.get_context_parallel_group())
+
+    @classmethod
+    def from_model(cls, model: Any) -> ParallelGroups:
+        """The groups that a Megatron model was built with.
+
+        Reads, through any wrapper's `.module`: `pg_collection` (or its older name `model_comm_pgs`),
+        then the model's `tp_group` and `cp_group`; what the model does not carry comes from
+        Megatron's global groups.
+
+        Raises:
+            ValueError: the model carries no group and Megatron's are not initialised.
+        """
+        module = model
+        while True:
+            collection = getattr(module, "pg_collection", None)
+            if collection is None:
+                collection = getattr(module, "model_comm_pgs", None)
+            tp = getattr(collection, "tp", None) or getattr(module, "tp_group", None)
+            cp = getattr(collection, "cp", None) or getattr(module, "cp_group", None)
+            if tp is not None and cp is not None:
+                return cls(tp=tp, cp=cp)
+            inner = getattr(module, "module", None)
+            if inner is None:
+                break
+            module = inner
+        fallback = cls.from_megatron()
+        return cls(tp=tp or fallback.tp, cp=cp or fallback.cp)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: Any, *, tp: str = "tp", cp: str = "cp") -> ParallelGroups:
+        """The groups of a `torch.distributed.DeviceMesh`'s dimensions named `tp` and `cp`.
+
+        A dimension that the mesh lacks is one process.
+
+        Raises:
+            ValueError: the mesh has no named dimensions, or neither of the two.
+        """
+        names = tuple(mesh.mesh_dim_names or ())
+        if tp not in names and cp not in names:
+            raise ValueError(
+                f"device mesh: expected a dimension named {tp!r} or {cp!r}, got {names}"
+            )
+        return cls(
+            tp=mesh.get_group(tp) if tp in names else None,
+            cp=mesh.get_group(cp) if cp in names else None,
+        )
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's columns of the padded vocabulary: global ids `[start, end)`.
+
+    Attributes:
+        group: the TP group, None for one process.
+        width: columns on this rank, V/TP, the same on every rank.
+        vocab_size: true vocabulary size, at most V; global columns at or past it count as -inf.
+    """
+
+    group: ProcessGroup | None
+    width: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, width: int, group: ProcessGroup | None, vocab_size: int | None) -> VocabShard:
+        """The shard of `width` columns that this rank of the (explicit) group owns.
+
+        Raises:
+            ValueError: no columns, or vocab_size outside [1, V].
+        """
+        padded = width * group_size(group)
+        if width < 1:
+            raise ValueError(f"vocabulary shard: expected at least 1 column, got {width}")
+        if vocab_size is None:
+            vocab_size = padded
+        elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+            raise ValueError(f"vocab_size: expected an int or None, got {vocab_size!r}")
+        elif not 1 <= vocab_size <= padded:
+            raise ValueError(
+                f"vocab_size: expected 1 to {padded} (V/TP {width} x TP {group_size(group)}), "
+                f"got {vocab_size}"
+            )
+        return cls(group=group, width=width, vocab_size=vocab_size)
+
+    @property
+    def rank(self) -> int:
+        return group_rank(self.group)
+
+    @property
+    def tp_size(self) -> int:
+        return group_size(self.group)
+
+    @property
+    def start(self) -> int:
+        return self.rank * self.width
+
+    @property
+    def end(self) -> int:
+        return self.start + self.width
+
+    @property
+    def padded_size(self) -> int:
+        """V, the padded global vocabulary."""
+        return self.width * self.tp_size
+
+    @property
+    def valid_width(self) -> int:
+        """How many of this rank's columns are true vocabulary; they come first. May be 0."""
+        return max(0, min(self.width, self.vocab_size - self.start))
