@@ -1,0 +1,52 @@
+"""Fresh memory filled with NaN, so that a read before a write shows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_FACTORIES: tuple[tuple[Any, str], ...] = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
+
+
+def _poison(x: torch.Tensor) -> None:
+    with torch.no_grad():
+        if x.is_floating_point() or x.is_complex():
+            x.fill_(float("nan"))
+        elif x.dtype is torch.bool:
+            x.fill_(True)
+        else:
+            x.fill_(torch.iinfo(x.dtype).max)
+
+
+def _poisoned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = factory(*args, **kwargs)
+        _poison(x)
+        return x
+
+    return make
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within it `torch.empty` and its siblings, called from Python, give NaN (integers: the
+    largest value) instead of whatever the allocator had."""
+    saved = [(owner, name, getattr(owner, name)) for owner, name in _FACTORIES]
+    for owner, name, factory in saved:
+        setattr(owner, name, _poisoned(factory))
+    try:
+        yield
+    finally:
+        for owner, name, factory in saved:
+            setattr(owner, name, factory)
