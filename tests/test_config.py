@@ -1,0 +1,235 @@
+"""LogprobConfig: validation, and the same values by every way in."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import yaml
+
+from mcore_logprobs.config import LogprobConfig, add_logprob_args
+
+# A value other than the default for every field, as Python, as flag text and as YAML text.
+OTHER = {
+    "output": ("loss", "loss", "loss"),
+    "fused": ("require", "require", "require"),
+    "entropy": (True, "true", "true"),
+    "target_rank": (True, "true", "yes"),
+    "temperature": (0.5, "5e-1", "5e-1"),
+    "vocab_size": (50257, "50257", "50257"),
+    "ignore_index": (-1, "-1", "-1"),
+    "label_smoothing": (0.1, "0.1", "0.1"),
+    "softcap": (30.0, "30", "30"),
+    "logits_dtype": (torch.bfloat16, "bfloat16", "bf16"),
+    "chunk_size": (64, "64", "64"),
+    "backend": ("torch", "torch", "torch"),
+}
+NAMES = [f.name for f in dataclasses.fields(LogprobConfig)]
+
+BAD = [
+    ("output", "logits"),
+    ("output", None),
+    ("fused", 1),
+    ("fused", "always"),
+    ("fused", None),
+    ("entropy", "yes"),
+    ("entropy", 0),
+    ("target_rank", None),
+    ("temperature", 0.0),
+    ("temperature", -1.0),
+    ("temperature", math.inf),
+    ("temperature", math.nan),
+    ("temperature", "1.0"),
+    ("temperature", True),
+    ("temperature", None),
+    ("vocab_size", 0),
+    ("vocab_size", 32000.0),
+    ("vocab_size", True),
+    ("ignore_index", None),
+    ("ignore_index", -100.0),
+    ("label_smoothing", -0.1),
+    ("label_smoothing", 1.0),
+    ("label_smoothing", math.nan),
+    ("softcap", 0.0),
+    ("softcap", -30.0),
+    ("logits_dtype", torch.int64),
+    ("logits_dtype", "fp12"),
+    ("chunk_size", 0),
+    ("chunk_size", 1.5),
+    ("backend", "cuda"),
+]
+
+
+def parser() -> argparse.ArgumentParser:
+    return add_logprob_args(argparse.ArgumentParser())
+
+
+def flag(name: str) -> str:
+    return "--logprob-" + name.replace("_", "-")
+
+
+def test_defaults_are_the_contract() -> None:
+    assert dataclasses.asdict(LogprobConfig()) == {
+        "output": "stats",
+        "fused": True,
+        "entropy": False,
+        "target_rank": False,
+        "temperature": 1.0,
+        "vocab_size": None,
+        "ignore_index": -100,
+        "label_smoothing": 0.0,
+        "softcap": None,
+        "logits_dtype": torch.float32,
+        "chunk_size": None,
+        "backend": "auto",
+    }
+
+
+def test_every_way_in_gives_byte_equal_defaults(tmp_path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "section.yaml").write_text("model: tiny\nmcore_logprobs: {}\n")
+    expected = pickle.dumps(LogprobConfig())
+    for config in (
+        LogprobConfig.from_yaml(tmp_path / "empty.yaml"),
+        LogprobConfig.from_yaml(tmp_path / "section.yaml"),
+        LogprobConfig.from_args(parser().parse_args([])),
+        LogprobConfig.from_args(argparse.Namespace()),
+        LogprobConfig.from_transformer_config(argparse.Namespace(hidden_size=64)),
+        LogprobConfig.from_dict({}),
+        LogprobConfig.from_dict(LogprobConfig().as_dict()),
+    ):
+        assert pickle.dumps(config) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_setting_by_every_way_in(name, tmp_path) -> None:
+    value, flag_text, yaml_text = OTHER[name]
+    expected = LogprobConfig(**{name: value})
+    assert expected != LogprobConfig()
+    assert LogprobConfig.from_args(parser().parse_args([flag(name), flag_text])) == expected
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{name}: {yaml_text}\n")
+    assert LogprobConfig.from_yaml(path) == expected
+    path.write_text(f"steps: 2\nmcore_logprobs:\n  {name}: {yaml_text}\n")
+    assert LogprobConfig.from_yaml(path) == expected
+    on_config = argparse.Namespace(**{f"logprob_{name}": value}, sequence_parallel=True)
+    assert LogprobConfig.from_transformer_config(on_config) == expected
+    path.write_text(yaml.safe_dump(expected.as_dict()))
+    assert LogprobConfig.from_yaml(path) == expected
+
+
+def test_switches_have_bare_and_negative_forms() -> None:
+    config = LogprobConfig.from_args(
+        parser().parse_args(["--logprob-entropy", "--logprob-target-rank", "--logprob-no-fused"])
+    )
+    assert (config.entropy, config.target_rank, config.fused) == (True, True, False)
+    config = LogprobConfig.from_args(parser().parse_args(["--logprob-fused", "false"]))
+    assert config.fused is False
+
+
+def test_namespace_is_plain_data() -> None:
+    args = parser().parse_args(["--logprob-logits-dtype", "torch.bfloat16"])
+    assert json.loads(json.dumps(vars(args)))["logprob_logits_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_bad_value_names_field_expected_and_got(name, value) -> None:
+    with pytest.raises(ValueError, match="expected") as caught:
+        LogprobConfig(**{name: value})
+    assert f"LogprobConfig.{name}" in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("temperature", "0"), ("backend", "gpu"), ("chunk_size", "-1")]
+)
+def test_bad_flag_ends_with_usage(name, text, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([flag(name), text])
+    message = capsys.readouterr().err
+    assert flag(name) in message
+    assert "expected" in message
+    assert repr(text) in message
+
+
+def test_loss_output_has_no_place_for_extras() -> None:
+    with pytest.raises(ValueError, match="output='stats'"):
+        LogprobConfig(output="loss", entropy=True)
+
+
+def test_unknown_key_lists_known_ones_and_suggests(tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("temprature: 0.7\n")
+    with pytest.raises(ValueError, match="did you mean 'temperature'") as caught:
+        LogprobConfig.from_yaml(path)
+    assert str(path) in str(caught.value)
+    assert all(name in str(caught.value) for name in NAMES)
+    path.write_text("- temperature\n")
+    with pytest.raises(ValueError, match="mapping"):
+        LogprobConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize("read", [LogprobConfig.from_args, LogprobConfig.from_transformer_config])
+def test_near_miss_attribute_raises_and_foreign_one_does_not(read) -> None:
+    with pytest.raises(ValueError, match="logprob_temperature"):
+        read(argparse.Namespace(logprob_temprature=0.7))
+    foreign = argparse.Namespace(logprob_batch_size=4, logprob_entropy=True)
+    assert read(foreign) == LogprobConfig(entropy=True)
+
+
+def test_frozen_and_hashable() -> None:
+    config = LogprobConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.temperature = 2.0  # type: ignore[misc]
+    assert hash(config) == hash(LogprobConfig(temperature=1))
+    assert dataclasses.replace(config, temperature=2).temperature == 2.0
+    with pytest.raises(ValueError, match="temperature"):
+        dataclasses.replace(config, temperature=0)
+
+
+def test_real_transformer_config() -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    assert LogprobConfig.from_transformer_config(config) == LogprobConfig()
+    config.logprob_entropy = True
+    config.logprob_logits_dtype = "bfloat16"
+    assert LogprobConfig.from_transformer_config(config) == LogprobConfig(
+        entropy=True, logits_dtype=torch.bfloat16
+    )
+
+
+def test_megatron_lm_parser_takes_the_flags() -> None:
+    """Megatron-LM's own argument parser, from the 0.19 wheel that tests/run.sh unpacks."""
+    unpacked = os.environ.get("MCORE_LOGPROBS_MEGATRON_019")
+    if not unpacked:
+        pytest.skip("MCORE_LOGPROBS_MEGATRON_019 is not set: run tests/run.sh")
+    script = """
+        import sys, typing
+        if sys.version_info < (3, 12):  # Megatron 0.19 is written for 3.12
+            typing.override = lambda f: f
+        from mcore_logprobs.config import LogprobConfig, add_logprob_args
+        from megatron.training.arguments import parse_args
+        sys.argv = ["pretrain_gpt.py", "--num-layers", "2", "--logprob-entropy",
+                    "--logprob-fused", "require", "--logprob-ignore-index", "-1"]
+        print(LogprobConfig.from_args(parse_args(extra_args_provider=add_logprob_args)).as_dict())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([unpacked, os.getcwd()])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = LogprobConfig(entropy=True, fused="require", ignore_index=-1).as_dict()
+    assert done.stdout.strip().splitlines()[-1] == repr(expected)

@@ -1,0 +1,316 @@
+"""The package as a whole: what importing it costs, its public names, its layers, its docstrings."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcore_logprobs
+
+PACKAGE = Path(mcore_logprobs.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = ("triton", "megatron", "transformer_engine")
+
+# ---- the public names and signatures (DESIGN section 3; outside code relies on them) -----------
+
+COMMON = {"tp_group": None, "temperature": 1.0, "vocab_size": None, "chunk_size": None}
+COMMON |= {"backend": "auto"}
+TARGETED = COMMON | {"ignore_index": -100}
+LAYOUT = {"cp_group": None, "layout": "zigzag", "cu_seqlens": None}
+LINEAR = TARGETED | {
+    "entropy": False,
+    "target_rank": False,
+    "bias": None,
+    "logit_scale": 1.0,
+    "softcap": None,
+    "sequence_parallel": False,
+    "logits_dtype": torch.float32,
+    "compact": False,
+    "gradient_accumulation_fusion": False,
+}
+LOGITS = "vocab_parallel_logits"
+
+# name: (positional arguments, keywords that must exist with these defaults)
+SIGNATURES = {
+    "vocab_parallel_logprobs": ([LOGITS, "target"], TARGETED),
+    "vocab_parallel_entropy": ([LOGITS], COMMON),
+    "vocab_parallel_target_rank": ([LOGITS, "target"], TARGETED),
+    "vocab_parallel_token_stats": (
+        [LOGITS, "target"],
+        TARGETED | {"entropy": False, "target_rank": False},
+    ),
+    "vocab_parallel_log_softmax": ([LOGITS], {"tp_group": None, "temperature": 1.0}),
+    "vocab_parallel_topk": ([LOGITS, "k"], {"tp_group": None}),
+    "vocab_parallel_gather": ([LOGITS, "ids"], {"tp_group": None, "log_softmax": False}),
+    "vocab_parallel_sampling_logprobs": (
+        [LOGITS, "target"],
+        {"tp_group": None, "temperature": 1.0, "top_k": None, "top_p": 1.0},
+    ),
+    "vocab_parallel_soft_cross_entropy": (["student_logits", "teacher_logits"], {"tp_group": None}),
+    "vocab_parallel_kl_div": (
+        ["student_logits", "teacher_logits"],
+        {"tp_group": None, "kind": "forward"},
+    ),
+    "all_to_all_vp2sp": (["x"], {"tp_group": None}),
+    "all_to_all_sp2vp": (["x"], {"tp_group": None}),
+    "linear_token_stats": (["hidden", "weight", "target"], LINEAR),
+    "linear_policy_loss": (
+        ["hidden", "weight", "target", "loss_fn"],
+        LINEAR | {"denominator": 1.0},
+    ),
+    "context_parallel_shard": (["x"], LAYOUT | {"seq_dim": 1}),
+    "context_parallel_gather": (["x"], LAYOUT | {"seq_dim": 1, "grad": "sum"}),
+    "context_parallel_positions": (["seq_len"], LAYOUT),
+    "context_parallel_shift": (["x"], LAYOUT | {"seq_dim": 1, "fill": 0}),
+}
+OTHER_NAMES = [
+    "TokenStats",
+    "LogprobConfig",
+    "ParallelGroups",
+    "PatchHandle",
+    "add_logprob_args",
+    "logprob_output_processor",
+    "patch_gpt_model",
+    "unpatch_gpt_model",
+]
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *OTHER_NAMES])
+def test_public_name_is_importable(name) -> None:
+    assert name in mcore_logprobs.__all__
+    assert getattr(mcore_logprobs, name) is getattr(mcore_logprobs, name)
+    assert name in dir(mcore_logprobs)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature_is_the_contract(name) -> None:
+    positional, keywords = SIGNATURES[name]
+    parameters = inspect.signature(getattr(mcore_logprobs, name)).parameters
+    kinds = inspect.Parameter
+    assert [
+        n for n, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD,)
+    ] == positional
+    for keyword, default in keywords.items():
+        assert keyword in parameters, f"{name} lacks the keyword {keyword}"
+        assert parameters[keyword].kind is kinds.KEYWORD_ONLY
+        assert parameters[keyword].default == default
+    var_positional = [n for n, p in parameters.items() if p.kind is kinds.VAR_POSITIONAL]
+    assert len(var_positional) == (1 if name == "linear_policy_loss" else 0)
+
+
+def test_classes_have_the_contract_s_members() -> None:
+    fields = [f.name for f in dataclasses.fields(mcore_logprobs.TokenStats)]
+    assert fields == ["logprobs", "entropy", "target_rank", "lse"]
+    assert isinstance(mcore_logprobs.TokenStats.loss, property)
+    groups = [f.name for f in dataclasses.fields(mcore_logprobs.ParallelGroups)]
+    assert groups[:2] == ["tp", "cp"]
+    for source in ("from_megatron", "from_model", "from_device_mesh"):
+        assert callable(getattr(mcore_logprobs.ParallelGroups, source))
+    assert callable(mcore_logprobs.PatchHandle.remove)
+    assert hasattr(mcore_logprobs.PatchHandle, "__enter__")
+
+
+def test_all_is_sorted_out_and_complete() -> None:
+    assert len(set(mcore_logprobs.__all__)) == len(mcore_logprobs.__all__)
+    for name in mcore_logprobs.__all__:
+        assert getattr(mcore_logprobs, name) is not None
+    with pytest.raises(AttributeError, match="vocab_parallel_logprob'"):
+        _ = mcore_logprobs.vocab_parallel_logprob
+
+
+@pytest.mark.parametrize("module", ["nemo_rl", "roll"])
+def test_dropin_module_imports(module) -> None:
+    importlib.import_module(f"mcore_logprobs.dropin.{module}")
+
+
+# ---- docstrings --------------------------------------------------------------------------------
+
+
+def takes_or_gives_tensors(function) -> bool:
+    return "Tensor" in str(inspect.signature(function))
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *OTHER_NAMES])
+def test_docstring_says_what_a_caller_needs(name) -> None:
+    thing = getattr(mcore_logprobs, name)
+    doc = inspect.getdoc(thing) or ""
+    assert len(doc) > 60, f"{name} has no docstring worth the name"
+    if not inspect.isfunction(thing):
+        return
+    raises = ("patch_gpt_model", "context_parallel_shard", "vocab_parallel_logprobs")
+    if takes_or_gives_tensors(thing):
+        assert "[" in doc, f"{name}'s docstring gives no shapes"
+    if name in raises:
+        assert "Raises" in doc, f"{name}'s docstring does not say what it raises"
+
+
+# ---- imports -----------------------------------------------------------------------------------
+
+
+def run_python(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=PACKAGE.parent,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_import_is_light() -> None:
+    out = run_python(
+        f"""
+        import sys, torch
+        before = set(sys.modules)
+        import mcore_logprobs
+        mcore_logprobs.LogprobConfig, mcore_logprobs.TokenStats
+        mcore_logprobs.vocab_parallel_logprobs, mcore_logprobs.linear_token_stats
+        added = {{name.split('.')[0] for name in set(sys.modules) - before}}
+        assert not added & set({HEAVY!r}), added & set({HEAVY!r})
+        assert not torch.cuda.is_initialized()
+        print('ok')
+        """
+    )
+    assert out.strip() == "ok"
+
+
+def test_works_with_torch_alone() -> None:
+    """Logits to log-probabilities where none of the optional packages can be imported."""
+    out = run_python(
+        f"""
+        import sys
+        class Refuse:
+            def find_spec(self, name, path=None, target=None):
+                if name.split('.')[0] in {(*HEAVY, "yaml", "numpy")!r}:
+                    raise ModuleNotFoundError(name)
+        sys.meta_path.insert(0, Refuse())
+        import torch
+        import mcore_logprobs
+        logits = torch.randn(3, 11, dtype=torch.float64)
+        target = torch.tensor([0, 10, 5])
+        got = mcore_logprobs.vocab_parallel_logprobs(logits.float(), target)
+        want = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+        print(float((got - want).abs().max()) < 1e-5)
+        """
+    )
+    assert out.strip() == "True"
+
+
+# ---- layers ------------------------------------------------------------------------------------
+
+# A unit may import units of a lower level, and its own. A new unit must be given a level here.
+LEVELS = {
+    "config": 0,
+    "kernels": 0,
+    "groups": 1,
+    "collectives": 1,
+    "context_parallel": 2,
+    "diagnostics": 2,
+    "losses": 2,
+    "ops": 2,
+    "megatron": 3,
+    "bench": 4,
+    "doctor": 4,
+    "dropin": 4,
+    "testing": 4,
+    "__main__": 5,
+}
+# Units that may import the others of their own level (each direction named).
+SIDEWAYS = {
+    ("collectives", "groups"),
+    ("bench", "testing"),
+    ("diagnostics", "ops"),
+    ("ops", "context_parallel"),
+}
+MAY_IMPORT_MEGATRON = {"groups", "megatron", "dropin", "bench", "doctor", "testing"}
+
+
+def unit_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.AST, bool]]:
+    """(dotted name, node, whether at the module's top) for each import, `from a import b` as a.b."""
+    tree = ast.parse(path.read_text())
+    package = path.relative_to(PACKAGE.parent).parts[:-1]
+    top = set(map(id, top_level(tree)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node, id(node) in top
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            base += [node.module] if node.module else []
+            for alias in node.names:
+                yield ".".join([*base, alias.name]), node, id(node) in top
+
+
+def top_level(tree: ast.Module) -> Iterator[ast.AST]:
+    """Statements that run on import: not in functions, not under `if TYPE_CHECKING`."""
+    stack: list[ast.AST] = list(tree.body)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        stack.extend(ast.iter_child_nodes(node))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_downward_only(path) -> None:
+    unit = unit_of(path)
+    if unit == "__init__":
+        return
+    assert unit in LEVELS, f"{unit} has no level: give it one in {__file__}"
+    for name, node, _ in imports(path):
+        if not name.startswith("mcore_logprobs."):
+            continue
+        other = name.split(".")[1]
+        if other not in LEVELS:  # a name of the package itself: use the defining module instead
+            pytest.fail(f"{path}:{node.lineno} imports {name} through the package's root")
+        allowed = other == unit or LEVELS[other] < LEVELS[unit] or (unit, other) in SIDEWAYS
+        assert allowed, f"{path}:{node.lineno}: {unit} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_heavy_packages_are_imported_where_they_belong(path) -> None:
+    unit = unit_of(path)
+    in_triton_file = unit == "kernels" and path.name.startswith("triton_")
+    for name, node, top in imports(path):
+        where = f"{path}:{node.lineno} imports {name}"
+        root = name.split(".")[0]
+        if root in ("megatron", "transformer_engine"):
+            assert unit in MAY_IMPORT_MEGATRON, where
+            assert not top, f"{where} at the module's top: import it inside the function"
+        if root == "triton" and not in_triton_file:
+            assert not top, f"{where} at the module's top: import it inside the function"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").glob("*.py")), ids=lambda p: p.name)
+def test_kernels_never_communicate(path) -> None:
+    for name, node, _ in imports(path):
+        assert not name.startswith("torch.distributed"), f"{path}:{node.lineno}"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) != "torch.distributed", f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_stay_small_enough_to_read(path) -> None:
+    limit = 500 if path.name.startswith("triton_") else 400
+    lines = len(path.read_text().splitlines())
+    assert lines <= limit, f"{path} has {lines} lines, at most {limit}"
