@@ -186,6 +186,12 @@ def test_import_is_light() -> None:
     assert out.strip() == "ok"
 
 
+def test_every_folder_of_the_package_is_one() -> None:
+    """setuptools ships only folders with an __init__.py."""
+    folders = {path.parent for path in MODULES}
+    assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []
+
+
 def test_works_with_torch_alone() -> None:
     """Logits to log-probabilities where none of the optional packages can be imported."""
     out = run_python(
@@ -242,7 +248,7 @@ def unit_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[str, ast.AST, bool]]:
-    """(dotted name, node, whether at the module's top) for each import, `from a import b` as a.b."""
+    """(dotted name, node, whether it runs on import); `from a import b` is named a.b."""
     tree = ast.parse(path.read_text())
     package = path.relative_to(PACKAGE.parent).parts[:-1]
     top = set(map(id, top_level(tree)))
@@ -295,9 +301,10 @@ def test_heavy_packages_are_imported_where_they_belong(path) -> None:
         root = name.split(".")[0]
         if root in ("megatron", "transformer_engine"):
             assert unit in MAY_IMPORT_MEGATRON, where
-            assert not top, f"{where} at the module's top: import it inside the function"
+            # testing/ builds subclasses of Megatron's layers; nothing imports it by itself.
+            assert not top or unit == "testing", f"{where} at the module's top"
         if root == "triton" and not in_triton_file:
-            assert not top, f"{where} at the module's top: import it inside the function"
+            assert not top, f"{where} at the module's top"
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").glob("*.py")), ids=lambda p: p.name)
