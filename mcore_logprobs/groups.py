@@ -110,7 +110,9 @@ class ParallelGroups:
                 "megatron.core.parallel_state is not initialised: call initialize_model_parallel "
                 "first, or use ParallelGroups.from_model or from_device_mesh"
             )
-        return cls(tp=state.get_tensor_model_parallel_group(), cp=state.get_context_parallel_group())
+        return cls(
+            tp=state.get_tensor_model_parallel_group(), cp=state.get_context_parallel_group()
+        )
 
     @classmethod
     def from_model(cls, model: Any) -> ParallelGroups:

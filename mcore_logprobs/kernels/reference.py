@@ -1,0 +1,234 @@
+"""The torch backend: eager, readable, on any device; the ground truth for the others.
+
+A chunk of rows at a time, at most two float32 copies of a chunk alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype
+
+__all__ = [
+    "count_higher",
+    "finished_logits",
+    "gather_target",
+    "grad_logits",
+    "row_chunks",
+    "row_stats",
+]
+
+
+def row_chunks(rows: int, chunk_size: int) -> Iterator[slice]:
+    """Slices of at most `chunk_size` rows that cover `rows` rows; none for zero rows."""
+    for start in range(0, rows, chunk_size):
+        yield slice(start, min(start + chunk_size, rows))
+
+
+def finished_logits(logits: Tensor, spec: RowSpec, bias: Tensor | None = None) -> Tensor:
+    """z of the module `stats`, float32 or float64; logits itself where nothing is to be done.
+
+    Args:
+        logits: `[..., v]`, raw; not modified.
+        bias: `[v]` or None.
+    """
+    z = logits.to(accumulator_dtype(logits.dtype))
+    if spec.softcap is None and bias is None:
+        return z if spec.is_plain else z * spec.multiplier
+    if spec.softcap is not None:
+        z = torch.tanh(z * (spec.logit_scale / spec.softcap)) * spec.softcap
+    elif spec.logit_scale != 1.0:
+        z = z * spec.logit_scale
+    if bias is not None:
+        z = z + bias
+    return z / spec.temperature if spec.temperature != 1.0 else z
+
+
+def gather_target(values: Tensor, target: Tensor, fill: float) -> Tensor:
+    """`values[i, target[i]]`, or `fill` where target[i] is negative (another shard's, or ignored).
+
+    Args:
+        values: `[n, v]`; v may be 0 if every target is negative.
+        target: `[n]` int64, columns of this block.
+    """
+    if values.shape[-1] == 0:
+        return values.new_full(target.shape, fill)
+    picked = values.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(target >= 0, picked, fill)
+
+
+def row_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    chunk_size: int,
+) -> Tensor:
+    """The row statistics of a block of logits.
+
+    Args:
+        logits: `[n, v]` raw logits, any float dtype, any row stride; not modified.
+        target: `[n]` int64, a column of this block, or -1 where the target is not in it.
+        spec: how z is made and which statistics are wanted; `spec.valid <= v`.
+        bias: `[v]` or None.
+        threshold: `[n]`, with `spec.rank` only: the target's value, against which `higher` counts.
+            Raw logits in the logits' own units without a bias (the way from y to z increases, and
+            raw values compare exactly on every backend), z with one.
+        chunk_size: rows at a time, at least 1.
+
+    Returns:
+        `[k, n]` float32 (float64 for float64 logits), rows as `spec.fields` says.
+    """
+    rows = logits.shape[0]
+    out = torch.empty(
+        len(spec.fields), rows, dtype=accumulator_dtype(logits.dtype), device=logits.device
+    )
+    for chunk in row_chunks(rows, chunk_size):
+        limit = None if threshold is None else threshold[chunk]
+        _chunk_stats(
+            logits[chunk, : spec.valid],
+            target[chunk],
+            spec,
+            None if bias is None else bias[: spec.valid],
+            limit,
+            out[:, chunk],
+        )
+    return out
+
+
+def _chunk_stats(
+    logits: Tensor,  # [c, valid]
+    target: Tensor,  # [c]
+    spec: RowSpec,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    out: Tensor,  # [k, c]
+) -> None:
+    row = dict(zip(spec.fields, out.unbind(0), strict=True))
+    if logits.shape[-1] == 0:
+        out.zero_()
+        row["max"].fill_(-torch.inf)
+        return
+    z = finished_logits(logits, spec, bias)
+    top = z.amax(-1)
+    row["max"].copy_(top)
+    row["target"].copy_(gather_target(z, target, 0.0))
+    if spec.rank:
+        assert threshold is not None
+        row["higher"].copy_(_count(logits if bias is None else z, target, threshold))
+    if spec.smoothing:
+        is_finite = ~z.isneginf()
+        row["finite"].copy_(is_finite.sum(-1))
+        row["zsum"].copy_(torch.where(is_finite, z, 0.0).sum(-1))
+    shifted = z - torch.where(top.isneginf(), 0.0, top).unsqueeze(-1)
+    del z
+    if not spec.entropy:
+        row["sum"].copy_(shifted.exp_().sum(-1))
+        return
+    shifted.clamp_(min=LOG_ZERO)
+    weight = shifted.exp()
+    row["sum"].copy_(weight.sum(-1))
+    row["entropy"].copy_(weight.mul_(shifted).sum(-1))
+
+
+def count_higher(
+    logits: Tensor, target: Tensor, threshold: Tensor, *, valid: int, chunk_size: int
+) -> Tensor:
+    """How many of the first `valid` columns, the target's own aside, are above the threshold.
+
+    Args:
+        logits, target, chunk_size: as in `row_stats`.
+        threshold: `[n]`, a raw logit for each row.
+
+    Returns:
+        `[n]` int64.
+    """
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    for chunk in row_chunks(logits.shape[0], chunk_size):
+        out[chunk] = _count(logits[chunk, :valid], target[chunk], threshold[chunk])
+    return out
+
+
+def _count(values: Tensor, target: Tensor, threshold: Tensor) -> Tensor:
+    # The threshold came from a value of this dtype, so that the way back is exact. The target's own
+    # column is left out by name: on another path its value may differ from the threshold by an ulp.
+    limit = threshold.to(values.dtype)
+    higher = (values > limit.unsqueeze(-1)).sum(-1)
+    own = gather_target(values, target, -torch.inf) > limit
+    return higher - own.long()
+
+
+def grad_logits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    coef: Tensor,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor,
+    chunk_size: int,
+) -> None:
+    """Write the gradient with respect to raw logits.
+
+    With p = exp(z - lse), and per row the coefficients a, b, c, d:
+
+        dz[v] = p[v] * (a + b * (z[v] - lse)) + c * [v == target] + d * [z[v] finite]
+        dy[v] = dz[v] * dz/dy,   0 at masked columns
+
+    A row whose four coefficients are all 0 gets exactly 0, whatever its logits hold (NaN included:
+    attention gives NaN at padding tokens).
+
+    Args:
+        logits, target, spec, bias, chunk_size: as in `row_stats`; target may be -1.
+        lse: `[n]`, of whole rows.
+        coef: `[4, n]`, rows a, b, c, d.
+        out: `[n, v]`, any dtype and row stride; may be `logits` itself. Every entry is written.
+    """
+    for chunk in row_chunks(logits.shape[0], chunk_size):
+        out[chunk, spec.valid :] = 0
+        if spec.valid:
+            _chunk_grad(
+                logits[chunk, : spec.valid],
+                target[chunk],
+                lse[chunk],
+                coef[:, chunk],
+                spec,
+                None if bias is None else bias[: spec.valid],
+                out[chunk, : spec.valid],
+            )
+
+
+def _chunk_grad(
+    logits: Tensor,  # [c, valid]
+    target: Tensor,  # [c]
+    lse: Tensor,  # [c]
+    coef: Tensor,  # [4, c]
+    spec: RowSpec,
+    bias: Tensor | None,
+    out: Tensor,  # [c, valid]
+) -> None:
+    a, b, on_target, everywhere = (part.unsqueeze(-1) for part in coef)
+    logp = finished_logits(logits, spec, bias) - lse.unsqueeze(-1)
+    logp.clamp_(min=LOG_ZERO)
+    grad = logp.exp()
+    grad.mul_(logp.mul(b).add_(a) if spec.entropy else a)
+    if spec.smoothing:
+        grad.add_(torch.where(logp > LOG_ZERO, everywhere, 0.0))
+    # One entry a row. The gather and the write go through float32, so that the target's entry, the
+    # difference of two nearly equal numbers where p is near 1, is rounded to the output once.
+    column = target.clamp(min=0).unsqueeze(-1)
+    own = torch.where((target >= 0).unsqueeze(-1), on_target, 0.0)
+    rows = torch.arange(target.shape[0], device=target.device)
+    grad.index_put_((rows, column.squeeze(-1)), (grad.gather(-1, column) + own).squeeze(-1))
+    if spec.softcap is not None:
+        scaled = logits.to(grad.dtype).mul(spec.logit_scale / spec.softcap)
+        grad.mul_(scaled.tanh_().square_().neg_().add_(1.0))
+    if spec.multiplier != 1.0:
+        grad.mul_(spec.multiplier)
+    out.copy_(grad.masked_fill_((coef == 0).all(0).unsqueeze(-1), 0.0))
