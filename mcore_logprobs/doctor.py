@@ -1,0 +1,323 @@
+"""`python -m mcore_logprobs doctor`: what is installed, what will be used and why, and whether it
+computes what it should.
+
+Nothing here needs Megatron, Triton or Transformer Engine: what does not import is reported with the
+exception that it raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import json
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SelfTest", "main", "megatron_hooks", "report", "self_test"]
+
+# (name shown, distribution, module whose import shows that it works)
+_PACKAGES = (
+    ("mcore-logprobs", "mcore-logprobs", "mcore_logprobs"),
+    ("torch", "torch", "torch"),
+    ("megatron-core", "megatron-core", "megatron.core"),
+    ("triton", "triton", "triton"),
+    ("transformer-engine", "transformer-engine", "transformer_engine.pytorch"),
+)
+_MODELS = (
+    ("GPTModel", "megatron.core.models.gpt", "GPTModel"),
+    ("HybridModel", "megatron.core.models.hybrid.hybrid_model", "HybridModel"),
+    ("MambaModel", "megatron.core.models.mamba", "MambaModel"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report; 0 if the self-test is within its bounds, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m mcore_logprobs doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    as_json = parser.parse_args(argv).json
+    found = report()
+    print(json.dumps(found, indent=2) if as_json else _as_text(found))
+    return 0 if found["ok"] else 1
+
+
+def report() -> dict[str, Any]:
+    """Everything that `doctor` knows, as plain data that `json` can write.
+
+    Makes no collective. `ok` is whether every check of the self-test is within its bound.
+    """
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    tests = [test for device in devices for test in self_test(device)]
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _package(dist, module) for name, dist, module in _PACKAGES},
+        "devices": {d: torch.cuda.get_device_name() if d == "cuda" else "" for d in devices},
+        "backends": {device: _backends(device) for device in devices},
+        "megatron_hooks": megatron_hooks(),
+        "groups": _groups(),
+        "self_test": [asdict(test) | {"ok": test.ok} for test in tests],
+        "ok": all(test.ok for test in tests),
+    }
+
+
+def _package(distribution: str, module: str) -> dict[str, str]:
+    """Version and where it was imported from, or the reason why it was not."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["version"] = metadata.version(distribution)
+    imported, error = _import(module)
+    if imported is None:
+        found["error"] = error
+    else:
+        found["version"] = str(getattr(imported, "__version__", found.get("version", "unknown")))
+        found["path"] = str(getattr(imported, "__file__", ""))
+    return found
+
+
+def _import(module: str) -> tuple[Any, str]:
+    """(module, "") or (None, the exception's type and message).
+
+    Any exception counts: a package built for another CUDA raises OSError or RuntimeError, not
+    ImportError, and that reason is what the reader needs.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _backends(device: str) -> dict[str, Any]:
+    """The backends for a device, best first, with the reasons, and what `auto` takes."""
+    from mcore_logprobs.kernels import registry
+
+    taken = {}
+    for shape in ((8, 512), (1024, 32768)):
+        logits = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        backend: Any = registry.select("auto", logits)
+        taken[f"{list(shape)} bfloat16"] = backend.__name__.rpartition(".")[2]
+    return {"choices": [asdict(choice) for choice in registry.explain(device)], "auto": taken}
+
+
+def megatron_hooks() -> dict[str, Any]:
+    """Which parts of the seam each of Megatron's models offers, by looking at its signatures.
+
+    Returns:
+        for each model class either `{"error": why it does not import}` or `scale_logits`,
+        `compute_language_model_loss` and `output_processor` as booleans, and `patch` and
+        `processor`: whether `patch_gpt_model` and `logprob_output_processor` can be used.
+    """
+    hooks: dict[str, Any] = {}
+    for name, module, attribute in _MODELS:
+        imported, error = _import(module)
+        model = getattr(imported, attribute, None)
+        if model is None:
+            hooks[name] = {"error": error or f"{module} has no {attribute}"}
+            continue
+        has_loss = callable(getattr(model, "compute_language_model_loss", None))
+        has_processor = "output_processor" in inspect.signature(model.forward).parameters
+        hooks[name] = {
+            "scale_logits": callable(getattr(model, "_scale_logits", None)),
+            "compute_language_model_loss": has_loss,
+            "output_processor": has_processor,
+            "patch": has_loss,
+            "processor": has_processor,
+        }
+    return hooks
+
+
+def _groups() -> dict[str, Any]:
+    """The process groups of this process, as far as they are initialised."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return {"torch.distributed": "not initialised: group=None means this process alone"}
+    found: dict[str, Any] = {
+        "torch.distributed": f"{dist.get_backend()}, rank {dist.get_rank()} of "
+        f"{dist.get_world_size()}"
+    }
+    from mcore_logprobs.groups import (
+        ParallelGroups,
+        group_rank,
+        group_size,
+        megatron_parallel_state,
+    )
+
+    if megatron_parallel_state() is None:
+        found["megatron"] = "parallel_state is not initialised: pass tp_group and cp_group"
+        return found
+    groups = ParallelGroups.from_megatron()
+    for axis, group in (("tp", groups.tp), ("cp", groups.cp)):
+        found[axis] = f"rank {group_rank(group)} of {group_size(group)}"
+    return found
+
+
+# ---- self-test ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """One comparison with float64: `error` is the largest difference, `bound` what is allowed.
+
+    The error of a value is absolute (nats, ranks), that of a gradient is relative to the largest
+    entry of the float64 one.
+    """
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+
+_ROWS, _HIDDEN, _VOCAB, _TRUE_VOCAB, _TEMPERATURE = 67, 48, 1031, 1009, 0.7
+# A bf16 gradient is right to half a unit in its last place.
+_GRAD_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
+
+
+def self_test(device: str = "cpu") -> list[SelfTest]:
+    """Log-probability, entropy, rank and gradients on one process against plain float64 torch.
+
+    Covers the logits path and the fused path, float32 and bfloat16, with ignored targets, padded
+    vocabulary, a temperature, and another upstream gradient for each token. Makes no collective;
+    returns no checks where torch.distributed runs several ranks, which would read as a shard.
+    """
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return []
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight = normal(_ROWS, _HIDDEN), normal(_VOCAB, _HIDDEN) / _HIDDEN**0.5
+    upstream = normal(2, _ROWS).to(device)
+    target = torch.randint(_TRUE_VOCAB, (_ROWS,), generator=generator)
+    target[::9] = -100
+    target = target.to(device)
+    tests = []
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (hidden @ weight.T).to(device, dtype)
+        head = (hidden.to(device, dtype), weight.to(device, dtype))
+        label = f"{device} {str(dtype).removeprefix('torch.')}"
+        tests += _compare(f"logits {label}", _on_logits, lambda y: y, (logits,), target, upstream)
+        tests += _compare(
+            f"fused {label}", _on_hidden, lambda h, w: h @ w.T, head, target, upstream
+        )
+    return tests
+
+
+def _on_logits(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
+    from mcore_logprobs.ops.token_stats import vocab_parallel_token_stats
+
+    return vocab_parallel_token_stats(inputs[0], target, **options)
+
+
+def _on_hidden(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
+    from mcore_logprobs.ops.linear import linear_token_stats
+
+    return linear_token_stats(inputs[0], inputs[1], target, **options)
+
+
+def _compare(
+    label: str,
+    function: Callable[..., Any],
+    to_logits: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    target: Tensor,
+    upstream: Tensor,
+) -> list[SelfTest]:
+    """Runs `function` on `inputs` and the same mathematics in float64 on the same numbers."""
+    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    stats = function(
+        leaves,
+        target,
+        entropy=True,
+        target_rank=True,
+        temperature=_TEMPERATURE,
+        vocab_size=_TRUE_VOCAB,
+    )
+    (upstream[0] * stats.logprobs + upstream[1] * stats.entropy).sum().backward()
+
+    exact = tuple(x.detach().double().requires_grad_() for x in inputs)
+    logits = to_logits(*exact)[:, :_TRUE_VOCAB] / _TEMPERATURE
+    keep = target >= 0
+    safe_target = target.clamp(min=0)[:, None]
+    logp = logits.log_softmax(-1)
+    logprobs = torch.where(keep, logp.gather(-1, safe_target)[:, 0], 0.0)
+    entropy = torch.where(keep, -(logp.exp() * logp).sum(-1), 0.0)
+    rank = torch.where(keep, (logits > logits.gather(-1, safe_target)).sum(-1), -1)
+    (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+
+    tests = [
+        SelfTest(f"{label} logprob", _largest(stats.logprobs, logprobs), 1e-5),
+        SelfTest(f"{label} entropy", _largest(stats.entropy, entropy), 1e-5),
+        SelfTest(f"{label} rank", _largest(stats.target_rank, rank), 0.0),
+    ]
+    names = ("logits",) if len(leaves) == 1 else ("hidden", "weight")
+    for name, leaf, reference in zip(names, leaves, exact, strict=True):
+        assert leaf.grad is not None
+        assert reference.grad is not None
+        scale = float(reference.grad.abs().max())
+        error = _largest(leaf.grad, reference.grad) / scale
+        tests.append(SelfTest(f"{label} d{name}", error, _GRAD_BOUND[leaf.dtype]))
+    return tests
+
+
+def _largest(got: Tensor, expected: Tensor) -> float:
+    difference = float((got.detach().double() - expected.detach().double()).abs().max())
+    return difference if difference == difference else float("inf")  # NaN must not pass
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+def _as_text(found: dict[str, Any]) -> str:
+    lines = ["Packages", f"  {'python':20} {found['python']}"]
+    for name, package in found["packages"].items():
+        version = package.get("version", "not installed")
+        error = f"  does not import: {package['error']}" if "error" in package else ""
+        lines.append(f"  {name:20} {version}{error}")
+    lines.append("Backends")
+    for device, backends in found["backends"].items():
+        lines.append(f"  {device} {found['devices'][device]}".rstrip())
+        for choice in backends["choices"]:
+            state = "available" if choice["available"] else "not available"
+            lines.append(f"    {choice['name']:18} {state}: {choice['reason']}")
+        for case, taken in backends["auto"].items():
+            lines.append(f"    auto takes {taken} for {case}")
+    lines.append("Megatron hooks")
+    for model, hooks in found["megatron_hooks"].items():
+        if "error" in hooks:
+            lines.append(f"  {model:20} {hooks['error']}")
+            continue
+        parts = ", ".join(
+            f"{name} {'yes' if hooks[name] else 'no'}"
+            for name in ("compute_language_model_loss", "scale_logits", "output_processor")
+        )
+        lines.append(f"  {model:20} {parts}")
+    lines.append("Groups")
+    lines += [f"  {name:20} {text}" for name, text in found["groups"].items()]
+    lines.append("Self-test against float64 (largest error, bound)")
+    for test in found["self_test"]:
+        mark = "ok" if test["ok"] else "OUT OF BOUND"
+        lines.append(f"  {test['name']:28} {test['error']:.1e}  {test['bound']:.1e}  {mark}")
+    if not found["self_test"]:
+        lines.append("  not run: torch.distributed has several ranks; run it in one process")
+    lines.append("All checks passed." if found["ok"] else "The self-test FAILED.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""`python -m mcore_logprobs doctor`: its report, its exit status, and that it notices mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_logprobs import __main__, doctor
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_report_is_complete_and_passes() -> None:
+    found = doctor.report()
+    assert found["ok"]
+    assert found["packages"]["torch"]["version"] == torch.__version__
+    assert "version" in found["packages"]["megatron-core"]
+    assert "not initialised" in found["groups"]["torch.distributed"]
+    choices = {choice["name"]: choice for choice in found["backends"]["cpu"]["choices"]}
+    assert choices["torch"]["available"]
+    assert all(choice["reason"] for choice in choices.values())
+    taken = set(found["backends"]["cpu"]["auto"].values())
+    assert taken
+    hooks = found["megatron_hooks"]["GPTModel"]
+    assert hooks["compute_language_model_loss"]
+    assert hooks["patch"]
+    checks = [test["name"] for test in found["self_test"]]
+    for path in ("logits", "fused"):
+        for dtype in ("float32", "bfloat16"):
+            for value in ("logprob", "entropy", "rank"):
+                assert f"{path} cpu {dtype} {value}" in checks
+    assert any(name.endswith("dlogits") for name in checks)
+    assert any(name.endswith("dweight") for name in checks)
+
+
+def test_text_and_json_commands(capsys) -> None:
+    assert __main__.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for heading in ("Packages", "Backends", "Megatron hooks", "Groups", "Self-test"):
+        assert heading in text
+    assert text.rstrip().endswith("All checks passed.")
+    assert __main__.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_unknown_command_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(["diagnose"])
+    assert "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["logprobs", "entropy", "target_rank"])
+def test_a_wrong_value_fails_the_self_test(field, monkeypatch, capsys) -> None:
+    honest = doctor._on_logits
+
+    def off_by_a_little(inputs, target, **options):
+        stats = honest(inputs, target, **options)
+        value = getattr(stats, field)
+        setattr(stats, field, value + (1 if field == "target_rank" else 1e-4))
+        return stats
+
+    monkeypatch.setattr(doctor, "_on_logits", off_by_a_little)
+    assert doctor.main([]) == 1
+    text = capsys.readouterr().out
+    assert "OUT OF BOUND" in text
+    assert text.rstrip().endswith("FAILED.")
+
+
+def test_a_wrong_gradient_fails_the_self_test(monkeypatch) -> None:
+    honest = doctor._on_hidden
+
+    def half_the_gradient(inputs, target, **options):
+        halves = tuple(x / 2 + x.detach() / 2 for x in inputs)
+        return honest(halves, target, **options)
+
+    monkeypatch.setattr(doctor, "_on_hidden", half_the_gradient)
+    failed = {test.name for test in doctor.self_test() if not test.ok}
+    kinds = {name.rpartition(" ")[2] for name in failed}
+    assert {"dhidden", "dweight"} <= kinds
+    assert "logprob" not in {
+        name.rpartition(" ")[2] for name in failed if "float32" in name.split()
+    }
+
+
+def test_nan_is_out_of_bound() -> None:
+    assert doctor._largest(torch.tensor([float("nan")]), torch.zeros(1)) == float("inf")
+
+
+def test_without_optional_packages() -> None:
+    """Neither Megatron nor Triton nor Transformer Engine: reported with the real reason."""
+    script = """
+        import sys
+        class Refuse:
+            def find_spec(self, name, path=None, target=None):
+                root = name.split('.')[0]
+                if root == 'megatron':
+                    raise ModuleNotFoundError("no megatron here")
+                if root in ('triton', 'transformer_engine'):
+                    raise OSError(f"lib{root}.so: cannot open shared object file")
+        sys.meta_path.insert(0, Refuse())
+        from mcore_logprobs import doctor
+        sys.exit(doctor.main([]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "ModuleNotFoundError: no megatron here" in done.stdout
+    assert "OSError: libtransformer_engine.so: cannot open shared object file" in done.stdout
+    assert "All checks passed." in done.stdout
+
+
+def groups_seen_by_a_rank() -> dict[str, object]:
+    found = doctor.report()
+    return {"groups": found["groups"], "self_test": found["self_test"], "ok": found["ok"]}
+
+
+def test_under_several_ranks(ranks) -> None:
+    for rank, found in enumerate(ranks(2).run(groups_seen_by_a_rank)):
+        assert f"rank {rank} of 2" in found["groups"]["torch.distributed"]
+        assert found["self_test"] == []  # a shard must not be judged as a whole vocabulary
