@@ -89,11 +89,8 @@ class RankPool:
         answers = self._answers(fn, args, kwargs, timeout)
         errors = [a.error for a in answers]
         if any(e is not None for e in errors):
-            kind = (
-                RankTimeout
-                if all(e is None or a.hung for a, e in zip(answers, errors))
-                else RankError
-            )
+            raised = any(a.error is not None and not a.hung for a in answers)
+            kind = RankError if raised else RankTimeout
             raise kind(_describe(answers), errors)
         return [a.value for a in answers]
 
@@ -278,7 +275,7 @@ def grid_groups(*, tp: int = 1, cp: int = 1) -> ParallelGroups:
         mine = []
         for rows in (tp_rows, cp_rows):
             made = [dist.new_group(row) for row in rows]
-            mine.append(next(g for g, row in zip(made, rows) if rank in row))
+            mine.append(next(g for g, row in zip(made, rows, strict=True) if rank in row))
         _grids[tp, cp] = ParallelGroups(tp=mine[0], cp=mine[1])
     return _grids[tp, cp]
 

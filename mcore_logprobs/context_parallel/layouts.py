@@ -1,0 +1,197 @@
+"""Which token of a sequence lives where: index arithmetic, no communication.
+
+Each sequence (the whole one, or each packed one) is cut into equal chunks. "zigzag": 2*CP chunks,
+rank r holds chunk r and then chunk 2*CP-1-r, which balances causal attention; this is the order of
+Megatron's `get_batch_on_this_cp_rank` and Transformer Engine's `thd_get_partitioned_indices`.
+"contiguous": CP chunks, rank r holds chunk r. A rank's chunks of all packed sequences follow one
+another, sequence by sequence.
+
+Three numberings of tokens meet here, all int64:
+    global: position in the whole (packed) sequence, 0 to length-1;
+    local: position in a rank's part, 0 to length/CP-1;
+    slot: rank * (length/CP) + local, the order in which an all-gather returns tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How `cp_size` ranks share `length` tokens. Make one by `SequenceLayout.of`.
+
+    Attributes:
+        chunks: chunks a sequence, 2*CP for zigzag and CP for contiguous (1 where CP is 1).
+        bounds: cumulative lengths [sequences + 1], int64; [0, length] where nothing is packed.
+    """
+
+    cp_size: int
+    chunks: int
+    length: int
+    bounds: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        layout: str,
+        cp_size: int,
+        length: int,
+        cu_seqlens: Tensor | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> SequenceLayout:
+        """Check and describe a layout of `length` (global) tokens.
+
+        The values of cu_seqlens are checked by ValueError on CPU and by a device-side assert, with
+        no synchronisation, elsewhere.
+
+        Raises:
+            ValueError: unknown layout; a length not divisible by the number of chunks; cu_seqlens
+                of the wrong shape, dtype or device, not starting at 0, decreasing, not ending at
+                `length`, or with a sequence not divisible by the number of chunks.
+        """
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+        chunks = cp_size * 2 if layout == "zigzag" and cp_size > 1 else cp_size
+        if length < 0 or length % chunks:
+            raise ValueError(
+                f"sequence length: expected a multiple of {chunks} ({layout}, CP {cp_size}), "
+                f"got {length}"
+            )
+        if cu_seqlens is None:
+            bounds = torch.arange(2, device=device) * length
+        else:
+            _check_cu_seqlens(cu_seqlens, chunks, length, device)
+            bounds = cu_seqlens.to(torch.int64).contiguous()
+        return cls(cp_size=cp_size, chunks=chunks, length=length, bounds=bounds)
+
+    @property
+    def local_length(self) -> int:
+        return self.length // self.cp_size
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Chunks of each sequence on one rank: 2 or 1."""
+        return self.chunks // self.cp_size
+
+    def positions(self, rank: int) -> Tensor:
+        """Global position of each of the rank's tokens [length/CP]."""
+        sequence, offset, chunk = self._locate_local(rank)
+        width = self._chunk_width[sequence]
+        return self.bounds[sequence] + chunk * width + offset % width
+
+    def gather_order(self) -> Tensor:
+        """Slot of each global position [length]."""
+        position = torch.arange(self.length, device=self.bounds.device)
+        sequence = self._sequence_of(position, self.bounds)
+        width = self._chunk_width[sequence]
+        offset = position - self.bounds[sequence]
+        owner, which = self._owner(offset // width)
+        local = self._local_bounds[sequence] + which * width + offset % width
+        return owner * self.local_length + local
+
+    def slot_positions(self) -> Tensor:
+        """Global position of each slot [length]: the inverse of `gather_order`."""
+        return torch.cat([self.positions(rank) for rank in range(self.cp_size)])
+
+    def chunk_starts(self) -> Tensor:
+        """Local index of the first token of each chunk [chunks_per_rank * sequences].
+
+        All sequences' first chunks, then all second ones. An empty sequence's entry is in range
+        (where length > 0) and of no meaning.
+        """
+        which = torch.arange(self.chunks_per_rank, device=self.bounds.device)
+        starts = self._local_bounds[:-1] + which[:, None] * self._chunk_width
+        return starts.flatten().clamp(max=max(self.local_length - 1, 0))
+
+    def next_sources(self, rank: int) -> Tensor:
+        """Where the token after each of the rank's tokens is [length/CP].
+
+        An index into the rank's own tokens, followed by every rank's `chunk_starts` tokens in rank
+        order, followed by one filler, which stands after a sequence's last token.
+        """
+        sequence, offset, chunk = self._locate_local(rank)
+        n_sequences = self.bounds.numel() - 1
+        per_rank = self.chunks_per_rank * n_sequences
+        owner, which = self._owner(chunk + 1)
+        boundary = self.local_length + owner * per_rank + which * n_sequences + sequence
+        filler = self.local_length + self.cp_size * per_rank
+        at_chunk_end = (offset + 1) % self._chunk_width[sequence] == 0
+        following = torch.arange(1, self.local_length + 1, device=self.bounds.device)
+        across = torch.where(chunk + 1 == self.chunks, filler, boundary)
+        return torch.where(at_chunk_end, across, following)
+
+    @property
+    def _chunk_width(self) -> Tensor:
+        # An empty sequence has no tokens to index, but a division by its width must be defined.
+        return (self.bounds.diff() // self.chunks).clamp(min=1)
+
+    @property
+    def _local_bounds(self) -> Tensor:
+        return self.bounds // self.cp_size
+
+    @staticmethod
+    def _sequence_of(position: Tensor, bounds: Tensor) -> Tensor:
+        # The last sequence that starts at or before the position: never an empty one.
+        return torch.searchsorted(bounds, position, right=True) - 1
+
+    def _locate_local(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For each of the rank's tokens: its sequence, its offset in the rank's part of that
+        sequence, and its chunk's number within the sequence."""
+        bounds = self._local_bounds
+        local = torch.arange(self.local_length, device=bounds.device)
+        sequence = self._sequence_of(local, bounds)
+        offset = local - bounds[sequence]
+        which = offset // self._chunk_width[sequence]
+        # which is 0 or 1: chunk r, or chunk 2*CP-1-r.
+        chunk = rank + which * (self.chunks - 1 - 2 * rank)
+        return sequence, offset, chunk
+
+    def _owner(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank that holds a chunk, and whether as its first (0) or second (1) one.
+
+        One past the last chunk gives something in range and of no meaning.
+        """
+        second = chunk >= self.cp_size
+        owner = torch.where(second, self.chunks - 1 - chunk, chunk).clamp(min=0)
+        return owner, second.to(torch.int64)
+
+
+def _check_cu_seqlens(
+    cu_seqlens: Tensor, chunks: int, length: int, device: torch.device | None
+) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens: expected an int32 or int64 tensor, got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(
+            "cu_seqlens: expected shape [sequences + 1] with at least one sequence, got "
+            f"{list(cu_seqlens.shape)}"
+        )
+    if device is not None and cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens: expected device {device}, got {cu_seqlens.device}")
+    lengths = cu_seqlens.diff()
+    checks = {
+        "start at 0": cu_seqlens[0] == 0,
+        "never decrease": (lengths >= 0).all(),
+        f"end at the sequence length {length}": cu_seqlens[-1] == length,
+        f"have sequences padded to a multiple of {chunks}": (lengths % chunks == 0).all(),
+    }
+    if cu_seqlens.device.type == "cpu":
+        for what, holds in checks.items():
+            if not holds:
+                raise ValueError(f"cu_seqlens: expected to {what}, got {_short(cu_seqlens)}")
+    else:
+        holds = torch.stack(list(checks.values())).all()
+        torch._assert_async(holds, f"cu_seqlens: expected to {', '.join(checks)}")
+
+
+def _short(cu_seqlens: Tensor) -> str:
+    values = cu_seqlens.tolist()
+    return str(values) if len(values) <= 16 else f"{values[:12]} ... {values[-2:]}"
