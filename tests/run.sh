@@ -36,7 +36,7 @@ stage() {  # stage NAME COMMAND...: runs the command and remembers whether it fa
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 tests() {
-    python -m pytest "$@" 2>&1 | tee "$log"
+    python -m pytest --durations=10 "$@" 2>&1 | tee "$log"
     return "${PIPESTATUS[0]}"
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -118,6 +119,27 @@ def test_without_optional_packages() -> None:
     assert "ModuleNotFoundError: no megatron here" in done.stdout
     assert "OSError: libtransformer_engine.so: cannot open shared object file" in done.stdout
     assert "All checks passed." in done.stdout
+
+
+def test_hooks_of_the_newest_megatron() -> None:
+    """Found by looking at the classes, so the same code sees what 0.19 has and 0.16 has not."""
+    unpacked = os.environ.get("MCORE_LOGPROBS_MEGATRON_019")
+    if not unpacked:
+        pytest.skip("MCORE_LOGPROBS_MEGATRON_019 is not set: run tests/run.sh")
+    script = "import json; from mcore_logprobs import doctor; print(json.dumps(doctor.report()))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([unpacked, str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["packages"]["megatron-core"]["version"] == "0.19.2"
+    assert found["megatron_hooks"]["GPTModel"]["processor"]
+    assert found["megatron_hooks"]["HybridModel"]["patch"]
+    assert not found["megatron_hooks"]["HybridModel"]["processor"]
 
 
 def groups_seen_by_a_rank() -> dict[str, object]:

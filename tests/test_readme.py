@@ -64,7 +64,7 @@ def test_python_blocks_run(ranks) -> None:
 def test_a_broken_block_would_be_noticed(ranks) -> None:
     from mcore_logprobs.testing.distributed import RankError
 
-    with pytest.raises(RankError, match="README.md block 0"):
+    with pytest.raises(RankError, match=r"README\.md block 0"):
         ranks(1).run(run_blocks, [BLOCKS[0].replace("LogprobConfig(", "LogprobConfig(tempo=1, ")])
 
 
