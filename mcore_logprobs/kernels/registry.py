@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -74,7 +74,7 @@ def default_chunk_size(width: int, device: torch.device) -> int:
     return max(1, budget // (4 * max(1, width)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def explain(device_type: str) -> tuple[Choice, ...]:
     """Every backend for tensors on this type of device, best first."""
     return (Choice("torch", True, "eager torch, on any device"),)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import registry
-from mcore_logprobs.kernels.reference import finished_logits, row_chunks
+from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype, finish, merge
 from mcore_logprobs.ops.inputs import open_logits
 from mcore_logprobs.ops.rows import Rows
