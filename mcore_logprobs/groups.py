@@ -118,8 +118,8 @@ class ParallelGroups:
     def from_model(cls, model: Any) -> ParallelGroups:
         """The groups that a Megatron model was built with.
 
-        Reads, through any wrapper's `.module`: `pg_collection` (or its older name `model_comm_pgs`),
-        then the model's `tp_group` and `cp_group`; what the model does not carry comes from
+        Reads, through any wrapper's `.module`: `pg_collection` (once named `model_comm_pgs`), then
+        the model's `tp_group` and `cp_group`; what the model does not carry comes from
         Megatron's global groups.
 
         Raises:

@@ -29,8 +29,7 @@ def check_inplace_backward(logits: Tensor) -> None:
     ):
         raise ValueError("inplace_backward=True: the logits are an expanded tensor")
     node = logits.grad_fn
-    for name in dir(node):
-        if name.startswith("_saved_") and name in ("_saved_result", "_saved_output"):
-            raise ValueError(
-                f"inplace_backward=True: {type(node).__name__} needs the logits for its own backward"
-            )
+    if hasattr(node, "_saved_result") or hasattr(node, "_saved_output"):
+        raise ValueError(
+            f"inplace_backward=True: {type(node).__name__} needs the logits for its own backward"
+        )

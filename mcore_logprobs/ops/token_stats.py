@@ -1,4 +1,4 @@
-"""Per-token statistics from vocab-parallel logits: one pass, one collective, one gradient tensor."""
+"""Per-token statistics from vocab-parallel logits: one pass, one collective, one gradient."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ class _TokenStats(torch.autograd.Function):
     """(logprobs, entropy or None, rank or None, lse), each `[...]`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, local: LocalTarget, opts: _Options
-    ) -> Any:
+    def forward(ctx: Any, logits: Tensor, local: LocalTarget, opts: _Options) -> Any:
         rows = Rows(logits)
         column, keep = rows.flat(local.column), rows.flat(local.keep)
         done = shard_stats(rows, logits, column, opts)
@@ -111,10 +109,10 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         on_logprobs, on_entropy, _, on_lse = grads
         if on_logprobs is None and on_entropy is None and on_lse is None:
-            return None, None, None, None
+            return None, None, None
         logits, column, keep, lse, entropy, finite = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(logits)
@@ -144,7 +142,7 @@ class _TokenStats(torch.autograd.Function):
                 out=out,
                 chunk_size=opts.chunk_size,
             )
-        return grad, None, None, None
+        return grad, None, None
 
 
 def shard_stats(rows: Rows, logits: Tensor, column: Tensor, opts: _Options) -> FinishedStats:
@@ -258,8 +256,9 @@ def vocab_parallel_token_stats(
         vocab_size: true vocabulary; columns at or past it count as -inf. None: all V.
         ignore_index: a target that asks for nothing: logprob 0, entropy 0, rank -1, lse 0, no
             gradient, whatever its logits hold. None: no such target.
-        label_smoothing: a in [0, 1): the target distribution has 1 - a on the target and a / (K - 1)
-            on each of the K - 1 others (Megatron's convention, over the whole true vocabulary).
+        label_smoothing: a in [0, 1): the target distribution has 1 - a on the target and
+            a / (K - 1) on each of the K - 1 others (Megatron's convention, over the whole true
+            vocabulary).
         softcap: z = softcap * tanh(logits / softcap) first, as Gemma does.
         chunk_size: rows at a time for backends that chunk; None: from a memory budget.
         backend: "auto", "torch" or "triton".
@@ -310,4 +309,4 @@ def vocab_parallel_token_stats(
         backend=registry.select(backend, logits),
         inplace_backward=inplace_backward,
     )
-    return TokenStats(*_TokenStats.apply(logits, target, local, opts))
+    return TokenStats(*_TokenStats.apply(logits, local, opts))
