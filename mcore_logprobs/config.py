@@ -221,8 +221,9 @@ class LogprobConfig:
         fields are not repeated here. `patch_gpt_model` reads these itself, from the model it is
         given: `sequence_parallel` (whether hidden states are split over the sequence),
         `gradient_accumulation_fusion` (weight gradients go into `main_grad`),
-        `defer_embedding_wgrad_compute` (refused), `fp8`/`fp4` settings of the output layer (the
-        logits path), and, through the model's `_scale_logits`, `use_mup` and `mup_output_mult`.
+        `defer_embedding_wgrad_compute` and an FP8 output layer (both take the logits path, or
+        raise with fused="require"), and, through the model's `_scale_logits`, `use_mup` with
+        `mup_output_mult`.
 
         Raises:
             ValueError: a misspelt attribute, or a value that its field does not accept.

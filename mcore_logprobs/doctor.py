@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import inspect
 import json
 import platform
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SelfTest", "main", "megatron_hooks", "report", "self_test"]
+__all__ = ["SelfTest", "main", "report", "self_test"]
 
 # (name shown, distribution, module whose import shows that it works)
 _PACKAGES = (
@@ -32,11 +31,6 @@ _PACKAGES = (
     ("megatron-core", "megatron-core", "megatron.core"),
     ("triton", "triton", "triton"),
     ("transformer-engine", "transformer-engine", "transformer_engine.pytorch"),
-)
-_MODELS = (
-    ("GPTModel", "megatron.core.models.gpt", "GPTModel"),
-    ("HybridModel", "megatron.core.models.hybrid.hybrid_model", "HybridModel"),
-    ("MambaModel", "megatron.core.models.mamba", "MambaModel"),
 )
 
 
@@ -50,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if found["ok"] else 1
 
 
-def report() -> dict[str, Any]:
+def report(model: Any = None) -> dict[str, Any]:
     """Everything that `doctor` knows, as plain data that `json` can write.
 
-    Makes no collective. `ok` is whether every check of the self-test is within its bound.
+    With a Megatron model (wrapped or not), "head" says whether `patch_gpt_model` can take the fused
+    path on it, and if not, why. Makes no collective. "ok" is whether every check of the self-test
+    is within its bound.
     """
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     tests = [test for device in devices for test in self_test(device)]
@@ -62,7 +58,8 @@ def report() -> dict[str, Any]:
         "packages": {name: _package(dist, module) for name, dist, module in _PACKAGES},
         "devices": {d: torch.cuda.get_device_name() if d == "cuda" else "" for d in devices},
         "backends": {device: _backends(device) for device in devices},
-        "megatron_hooks": megatron_hooks(),
+        "megatron": _megatron_hooks(),
+        **({} if model is None else {"head": _head(model)}),
         "groups": _groups(),
         "self_test": [asdict(test) | {"ok": test.ok} for test in tests],
         "ok": all(test.ok for test in tests),
@@ -110,31 +107,19 @@ def _backends(device: str) -> dict[str, Any]:
     return {"choices": [asdict(choice) for choice in registry.explain(device)], "auto": taken}
 
 
-def megatron_hooks() -> dict[str, Any]:
-    """Which parts of the seam each of Megatron's models offers, by looking at its signatures.
+def _megatron_hooks() -> dict[str, str]:
+    from mcore_logprobs.megatron.versions import megatron_features
 
-    Returns:
-        for each model class either `{"error": why it does not import}` or `scale_logits`,
-        `compute_language_model_loss` and `output_processor` as booleans, and `patch` and
-        `processor`: whether `patch_gpt_model` and `logprob_output_processor` can be used.
-    """
-    hooks: dict[str, Any] = {}
-    for name, module, attribute in _MODELS:
-        imported, error = _import(module)
-        model = getattr(imported, attribute, None)
-        if model is None:
-            hooks[name] = {"error": error or f"{module} has no {attribute}"}
-            continue
-        has_loss = callable(getattr(model, "compute_language_model_loss", None))
-        has_processor = "output_processor" in inspect.signature(model.forward).parameters
-        hooks[name] = {
-            "scale_logits": callable(getattr(model, "_scale_logits", None)),
-            "compute_language_model_loss": has_loss,
-            "output_processor": has_processor,
-            "patch": has_loss,
-            "processor": has_processor,
-        }
-    return hooks
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return megatron_features()
+
+
+def _head(model: Any) -> str:
+    from mcore_logprobs.megatron.heads import head_report
+
+    head = head_report(model)
+    return "fused" if head.fusable else f"logits path: {head.reason}"
 
 
 def _groups() -> dict[str, Any]:
@@ -299,15 +284,8 @@ def _as_text(found: dict[str, Any]) -> str:
         for case, taken in backends["auto"].items():
             lines.append(f"    auto takes {taken} for {case}")
     lines.append("Megatron hooks")
-    for model, hooks in found["megatron_hooks"].items():
-        if "error" in hooks:
-            lines.append(f"  {model:20} {hooks['error']}")
-            continue
-        parts = ", ".join(
-            f"{name} {'yes' if hooks[name] else 'no'}"
-            for name in ("compute_language_model_loss", "scale_logits", "output_processor")
-        )
-        lines.append(f"  {model:20} {parts}")
+    lines += [f"  {name:20} {text}" for name, text in found["megatron"].items()]
+    lines += [f"  {'head':20} {found['head']}"] if "head" in found else []
     lines.append("Groups")
     lines += [f"  {name:20} {text}" for name, text in found["groups"].items()]
     lines.append("Self-test against float64 (largest error, bound)")

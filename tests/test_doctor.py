@@ -28,9 +28,7 @@ def test_report_is_complete_and_passes() -> None:
     assert all(choice["reason"] for choice in choices.values())
     taken = set(found["backends"]["cpu"]["auto"].values())
     assert taken
-    hooks = found["megatron_hooks"]["GPTModel"]
-    assert hooks["compute_language_model_loss"]
-    assert hooks["patch"]
+    assert "compute_language_model_loss" in found["megatron"]["GPTModel"]
     checks = [test["name"] for test in found["self_test"]]
     for path in ("logits", "fused"):
         for dtype in ("float32", "bfloat16"):
@@ -137,9 +135,9 @@ def test_hooks_of_the_newest_megatron() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["packages"]["megatron-core"]["version"] == "0.19.2"
-    assert found["megatron_hooks"]["GPTModel"]["processor"]
-    assert found["megatron_hooks"]["HybridModel"]["patch"]
-    assert not found["megatron_hooks"]["HybridModel"]["processor"]
+    assert "output_processor" in found["megatron"]["GPTModel"]
+    assert "compute_language_model_loss" in found["megatron"]["HybridModel"]
+    assert "output_processor" not in found["megatron"]["HybridModel"]
 
 
 def groups_seen_by_a_rank() -> dict[str, object]:
@@ -151,3 +149,24 @@ def test_under_several_ranks(ranks) -> None:
     for rank, found in enumerate(ranks(2).run(groups_seen_by_a_rank)):
         assert f"rank {rank} of 2" in found["groups"]["torch.distributed"]
         assert found["self_test"] == []  # a shard must not be judged as a whole vocabulary
+
+
+def head_of_a_model(adapter: bool) -> str:
+    from mcore_logprobs.testing import megatron_models as mm
+    from mcore_logprobs.testing.cpu_runtime import cpu_runtime
+
+    with cpu_runtime():
+        mm.init_model_parallel()
+        try:
+            model = mm.build_gpt_model(mm.transformer_config(), vocab_size=64)
+            if adapter:
+                model.output_layer = torch.nn.Sequential(model.output_layer)
+            return str(doctor.report(torch.nn.Sequential(model))["head"])
+        finally:
+            mm.destroy_model_parallel()
+
+
+def test_says_whether_a_model_s_head_can_be_fused(ranks) -> None:
+    assert ranks(1).run(head_of_a_model, False) == ["fused"]
+    (reason,) = ranks(1).run(head_of_a_model, True)
+    assert reason.startswith("logits path: the output layer is a Sequential")
