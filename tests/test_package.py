@@ -128,6 +128,17 @@ def test_all_is_sorted_out_and_complete() -> None:
         _ = mcore_logprobs.vocab_parallel_logprob
 
 
+def test_stub_has_the_same_names() -> None:
+    """Type checkers cannot follow the lazy loading; __init__.pyi must say the same as _EXPORTS."""
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    declared: dict[str, set[str]] = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.asname == alias.name for alias in node.names)
+            declared.setdefault(str(node.module), set()).update(a.name for a in node.names)
+    assert declared == {home: set(names) for home, names in mcore_logprobs._EXPORTS.items()}
+
+
 @pytest.mark.parametrize("module", ["nemo_rl", "roll"])
 def test_dropin_module_imports(module) -> None:
     importlib.import_module(f"mcore_logprobs.dropin.{module}")
