@@ -1,4 +1,5 @@
 """What type checkers see of the names that `__init__.py` loads on first use."""
+# isort: skip_file
 
 from mcore_logprobs.config import (
     LogprobConfig as LogprobConfig,
