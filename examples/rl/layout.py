@@ -1,0 +1,146 @@
+"""Which rank is which, and the few collectives that the example makes itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import RunConfig
+from .errors import SetupError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This process's place. Groups are Megatron's own."""
+
+    rank: int
+    world: int
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    tp_rank: int
+    cp_rank: int
+    pp_rank: int
+    dp_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+
+def start_processes(config: RunConfig) -> None:
+    """torch.distributed, from torchrun's environment."""
+    if "RANK" not in os.environ:
+        raise SetupError("start with torchrun, for example: torchrun --nproc-per-node 3 ...")
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            raise SetupError("device: cuda, but torch sees no GPU here; use a CPU config")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    elif torch.cuda.is_available():
+        raise SetupError("device: cpu on a machine with a GPU; set CUDA_VISIBLE_DEVICES= (empty)")
+    # A rank that dies takes the others with it in minutes at most, whatever they wait for.
+    dist.init_process_group(
+        "nccl" if config.device == "cuda" else "gloo", timeout=timedelta(minutes=5)
+    )
+
+
+def start_megatron(config: RunConfig) -> Layout:
+    """Megatron's parallel groups and generators."""
+    from megatron.core import parallel_state as ps
+
+    from mcore_logprobs.testing import megatron_models
+
+    p = config.parallel
+    megatron_models.init_model_parallel(tp=p.tp, cp=p.cp, pp=p.pp, seed=config.seed + 1)
+    return Layout(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        tp=p.tp,
+        cp=p.cp,
+        pp=p.pp,
+        dp=ps.get_data_parallel_world_size(),
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        cp_rank=ps.get_context_parallel_rank(),
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        dp_rank=ps.get_data_parallel_rank(),
+        device=torch.device("cpu")
+        if config.device == "cpu"
+        else torch.device("cuda", torch.cuda.current_device()),
+    )
+
+
+def megatron_runtime(config: RunConfig) -> AbstractContextManager:
+    """On CPU, the shims under which Megatron runs there; on a GPU, nothing."""
+    from mcore_logprobs.testing.cpu_runtime import cpu_runtime
+
+    return cpu_runtime()
+
+
+def on_main(fn: Callable[[], T]) -> T:
+    """Runs `fn` on rank 0 and gives every rank its result; its SetupError is raised on all."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = fn()
+        except SetupError as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise SetupError(box[1])
+    return box[0]
+
+
+def on_all(fn: Callable[[], T]) -> T:
+    """Runs `fn` on every rank; a SetupError on one is raised on all, so that none waits."""
+    result, message = None, None
+    try:
+        result = fn()
+    except SetupError as error:
+        message = f"rank {dist.get_rank()}: {error}"
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    for found in messages:
+        if found is not None:
+            raise SetupError(found)
+    return result  # type: ignore[return-value]
+
+
+def from_last_stage(tensor: Tensor, layout: Layout) -> Tensor:
+    """Every pipeline stage gets the last stage's `tensor`."""
+    if layout.pp == 1:
+        return tensor
+    from megatron.core import parallel_state as ps
+
+    dist.broadcast(
+        tensor,
+        src=ps.get_pipeline_model_parallel_last_rank(),
+        group=ps.get_pipeline_model_parallel_group(),
+    )
+    return tensor
+
+
+def gather_rows(tensor: Tensor, layout: Layout) -> Tensor:
+    """Rows of all data-parallel ranks, in order: [n / DP, s] -> [n, s]."""
+    if layout.dp == 1:
+        return tensor
+    from megatron.core import parallel_state as ps
+
+    out = tensor.new_empty((tensor.shape[0] * layout.dp, *tensor.shape[1:]))
+    dist.all_gather_into_tensor(out, tensor.contiguous(), group=ps.get_data_parallel_group())
+    return out

@@ -1,0 +1,101 @@
+"""The optimizer step: torch's AdamW on CPU, Megatron's own optimizer on a GPU.
+
+Megatron's optimizers insist on CUDA tensors. On CPU, everything before the step is Megatron's
+(DDP's gradient buffers, finalize_model_grads); the step itself is torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .config import OptimizerSection
+
+
+def make_optimizer(
+    section: OptimizerSection, model: Any, *, device: torch.device, dtype: Any
+) -> Any:
+    if device.type == "cpu":
+        return CpuAdamW(section, model)
+    return GpuOptimizer(section, model, dtype)
+
+
+class CpuAdamW:
+    """torch.optim.AdamW over the gradients that Megatron's DDP summed into `main_grad`."""
+
+    def __init__(self, section: OptimizerSection, model: Any) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.clip_grad = section.clip_grad
+        self.adamw = torch.optim.AdamW(
+            self.params,
+            lr=section.lr,
+            betas=(section.beta1, section.beta2),
+            weight_decay=section.weight_decay,
+        )
+
+    def step(self) -> float:
+        """Clips by the norm over the whole model, steps, and returns that norm."""
+        norm = global_grad_norm(self.params)
+        scale = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
+        for param in self.params:
+            param.grad = param.main_grad.mul_(scale).to(param.dtype)
+        self.adamw.step()
+        for param in self.params:
+            param.grad = None
+        return norm
+
+    def state_dict(self) -> dict:
+        return self.adamw.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.adamw.load_state_dict(state)
+
+
+def global_grad_norm(params: list[torch.Tensor]) -> float:
+    """L2 norm of the model's gradient: TP-replicated and shared parameters count once.
+
+    One all-reduce over the model-parallel (TP x PP) group; the gradients are already equal over
+    context- and data-parallel ranks.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    total = torch.zeros((), dtype=torch.float64)
+    for param in params:
+        if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
+            total += param.main_grad.double().square().sum()
+    dist.all_reduce(total, group=ps.get_model_parallel_group())
+    return total.sqrt().item()
+
+
+class GpuOptimizer:
+    """Megatron's optimizer (float32 master weights under bf16). Needs a GPU; not run on CPU."""
+
+    def __init__(self, section: OptimizerSection, model: Any, dtype: torch.dtype) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=section.lr,
+            min_lr=section.lr,
+            adam_beta1=section.beta1,
+            adam_beta2=section.beta2,
+            weight_decay=section.weight_decay,
+            clip_grad=section.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+        )
+        self.optimizer = get_megatron_optimizer(config, [model])
+
+    def step(self) -> float:
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+    def state_dict(self) -> dict:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state)

@@ -1,0 +1,173 @@
+"""The trained model: statistics of given tokens, and gradients, through Megatron's own schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_logprobs import LogprobConfig, TokenStats, context_parallel_gather, patch_gpt_model
+
+from .batch import Batch, MicroBatch, micro_batches
+from .config import RunConfig
+from .grpo import GrpoLoss
+from .layout import Layout, from_last_stage, gather_rows
+
+_FIELDS = {
+    "logprobs": torch.float32,
+    "entropy": torch.float32,
+    "target_rank": torch.int64,
+    "lse": torch.float32,
+}
+
+
+class Policy:
+    """A GPTModel (this rank's part) with what a policy is asked for.
+
+    trainable: wraps the model into Megatron's DDP, whose buffers gather the gradients.
+    """
+
+    def __init__(
+        self, model: Any, config: RunConfig, layout: Layout, *, vocab_size: int, trainable: bool
+    ) -> None:
+        self.gpt_model = model  # bare, for its weights
+        self.model = model
+        self.config, self.layout = config, layout
+        self.megatron_config = model.config
+        g = config.grpo
+        self.loss = GrpoLoss(g.clip_low, g.clip_high, g.kl_coef)
+        # The sampler's temperature, so that the ratio compares like with like; the true
+        # vocabulary, so that padded columns are never counted.
+        self.train_config = dataclasses.replace(
+            LogprobConfig.from_dict(config.logprobs),
+            temperature=config.rollout.temperature,
+            vocab_size=vocab_size,
+        )
+        self.score_config = dataclasses.replace(self.train_config, entropy=True, target_rank=True)
+        if config.model.dtype == "bfloat16":
+            from megatron.core.transformer.module import Float16Module
+
+            self.model = Float16Module(self.megatron_config, self.model)
+        if trainable:
+            self._wrap_ddp()
+        else:
+            self.model.requires_grad_(False)
+
+    def _wrap_ddp(self) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        self.model = DistributedDataParallel(
+            config=self.megatron_config,
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+            module=self.model,
+        )
+        self.megatron_config.finalize_model_grads_func = finalize_model_grads
+        self.megatron_config.no_sync_func = self.model.no_sync
+
+    @torch.no_grad()
+    def stats(self, batch: Batch) -> TokenStats:
+        """Statistics of the batch's labels: float32 [n, s] on every rank, whatever the layout."""
+
+        def keep(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Tensor, TokenStats]:
+            return stats.logprobs.sum(), micro.batch.mask.sum().int(), stats
+
+        with patch_gpt_model(self.model, self.score_config):
+            found = self.run(batch, keep, forward_only=True)
+        whole = {
+            name: self._whole([getattr(stats, name) for stats in found], batch, dtype)
+            for name, dtype in _FIELDS.items()
+        }
+        return TokenStats(**whole)
+
+    def accumulate_gradients(self, batch: Batch) -> dict[str, float]:
+        """One forward and backward over the batch; leaves the mean loss's gradient, summed over
+        all ranks, in `main_grad`. Returns the mean loss and the clipped share of tokens."""
+        self.model.zero_grad_buffer()
+        with patch_gpt_model(self.model, self.train_config):
+            found = self.run(batch, self._loss, forward_only=False)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.layout.device)
+        for part in found:
+            sums += part
+        from megatron.core import parallel_state as ps
+
+        dist.all_reduce(sums, group=ps.get_data_parallel_group(with_context_parallel=True))
+        loss, clipped, tokens = from_last_stage(sums, self.layout).tolist()
+        return {"loss": loss / tokens, "clip_fraction": clipped / tokens}
+
+    def _loss(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Tensor, Tensor]:
+        b = micro.batch
+        per_token = self.loss(
+            stats.logprobs, stats.entropy, b.old_logprobs, b.ref_logprobs, b.advantages
+        )
+        loss = (per_token * b.mask).sum()
+        return self._report(micro, loss, stats)
+
+    def _report(
+        self, micro: MicroBatch, loss: Tensor, stats: TokenStats
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Megatron's three outputs: the sum, the tokens that it is over, and what to report."""
+        b = micro.batch
+        clipped = self.loss.clipped(stats.logprobs.detach(), b.old_logprobs, b.advantages)
+        tokens = b.mask.sum()
+        report = torch.stack([loss.detach().double(), (clipped & b.mask).sum(), tokens])
+        return loss, tokens.int(), report
+
+    def run(
+        self, batch: Batch, loss_func: Any, *, forward_only: bool, with_labels: bool = True
+    ) -> list[Any]:
+        """Megatron's forward-backward over this rank's micro-batches: `loss_func(micro, output)`
+        gives (sum, tokens, report); returns the reports, on the last pipeline stage. Without
+        labels the output is the model's vocab-parallel logits."""
+        from megatron.core import parallel_state as ps
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        size = self.config.grpo.micro_batch
+        micros = list(
+            micro_batches(
+                batch,
+                size=size,
+                dp_rank=self.layout.dp_rank,
+                dp=self.layout.dp,
+                cp_group=ps.get_context_parallel_group(),
+            )
+        )
+
+        def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
+            micro = next(iterator)
+            output = model(
+                input_ids=micro.batch.tokens,
+                position_ids=micro.position_ids,
+                attention_mask=None,  # causal; padding stands to the right
+                labels=micro.batch.labels if with_labels else None,
+            )
+            return output, partial(loss_func, micro)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micros),
+            model=[self.model],
+            num_microbatches=len(micros),
+            seq_length=batch.tokens.shape[1],
+            micro_batch_size=size,
+            forward_only=forward_only,
+        )
+
+    def _whole(self, parts: list[Tensor], batch: Batch, dtype: torch.dtype) -> Tensor:
+        """The last stage's [micro_batch, s / CP] parts -> [n, s] on every rank."""
+        from megatron.core import parallel_state as ps
+
+        if self.layout.last_stage:
+            cp_group = ps.get_context_parallel_group()
+            local = context_parallel_gather(torch.cat(parts), cp_group=cp_group, seq_dim=1)
+            whole = gather_rows(local, self.layout)
+        else:
+            whole = torch.empty(batch.tokens.shape, dtype=dtype, device=self.layout.device)
+        return from_last_stage(whole, self.layout)

