@@ -104,6 +104,14 @@ def test_packed_sequences_are_told_apart():
     assert stats.sequences == 3
 
 
+def test_rows_of_packed_sequences_are_told_apart_too():
+    x = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]]).double()
+    d = torch.tensor([[0.1, 0.2, 0.4], [-0.1, 0.3, 0.5]]).double()
+    stats = compare_logprobs(x + d, x, cu_seqlens=torch.tensor([0, 2, 3]))
+    expected = torch.tensor([0.1 + 0.2, 0.4, -0.1 + 0.3, 0.5]).double().exp()
+    torch.testing.assert_close(stats.sequence_ratio, expected)
+
+
 def test_no_mask_is_every_token_and_equal_inputs_show_no_mismatch():
     x = -torch.rand(3, 4)
     stats = compare_logprobs(x, x.clone())

@@ -32,7 +32,8 @@ def _poisoned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = factory(*args, **kwargs)
-        _poison(x)
+        if not torch.compiler.is_compiling():  # the compiler cannot trace a filled empty tensor
+            _poison(x)
         return x
 
     return make
@@ -41,7 +42,7 @@ def _poisoned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Within it `torch.empty` and its siblings, called from Python, give NaN (integers: the
-    largest value) instead of whatever the allocator had."""
+    largest value) instead of whatever the allocator had. Compiled code is left as it is."""
     saved = [(owner, name, getattr(owner, name)) for owner, name in _FACTORIES]
     for owner, name, factory in saved:
         setattr(owner, name, _poisoned(factory))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mcore_logprobs.context_parallel import (
@@ -199,6 +200,26 @@ def test_a_group_smaller_than_the_world(ranks):
     first = [0, 1, 2, 3, 12, 13, 14, 15]
     second = list(range(4, 12))
     assert ranks(4).run(_subgroup) == [first, first, second, second]
+
+
+def _megatrons_group() -> list:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    try:
+        whole = torch.arange(16).reshape(16, 1)
+        local = context_parallel_shard(whole, seq_dim=0)
+        _same(context_parallel_gather(local, seq_dim=0), whole)
+        shifted = context_parallel_shift(local, seq_dim=0, fill=-1)
+        assert context_parallel_positions(16).tolist() == local.flatten().tolist()
+        return shifted.flatten().tolist()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_no_group_means_megatrons(ranks):
+    first = [1, 2, 3, 4, 13, 14, 15, -1]
+    second = list(range(5, 13))
+    # 4 ranks: data parallel 2 x context parallel 2.
+    assert ranks(4).run(_megatrons_group) == [first, second, first, second]
 
 
 def test_without_torch_distributed_it_is_one_process():

@@ -148,6 +148,14 @@ def test_fresh_memory_is_poisoned_here_and_on_the_ranks(ranks):
                 assert (x == torch.iinfo(x.dtype).max).all()
 
 
+def test_poisoned_memory_leaves_compiled_code_alone():
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x).copy_(x * 2)
+
+    compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
+    assert compiled(torch.ones(3)).tolist() == [2.0] * 3
+
+
 def test_grid_groups_have_tp_fastest(ranks):
     got = ranks(4).run(_grid, tp=2, cp=2)
     assert [g[0] for g in got] == [[0, 1], [0, 1], [2, 3], [2, 3]]
