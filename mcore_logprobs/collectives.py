@@ -18,6 +18,7 @@ from mcore_logprobs.groups import group_size
 
 __all__ = [
     "all_gather_dim0",
+    "all_gather_dim0_async",
     "all_gather_stack",
     "all_reduce_sum",
     "all_reduce_sum_async",
@@ -40,18 +41,33 @@ def all_gather_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
     Returns x itself on one process.
     """
+    if group_size(group) == 1:
+        return x
+    out, work = all_gather_dim0_async(x.contiguous(), group)
+    if work is not None:
+        work.wait()
+    return out
+
+
+def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any | None]:
+    """As `all_gather_dim0`, without waiting: (output, work or None if there is nothing to send).
+
+    x must be contiguous and stay as it is until the work is done.
+    """
     size = group_size(group)
     if size == 1:
-        return x
-    x = x.contiguous()
+        return x, None
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x, group=group)
-    return out
+    # Empty on one rank is empty on all: nothing to send.
+    work = None
+    if x.numel():
+        work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
+    return out, work
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum over ranks, in a new tensor (x itself on one process). Not differentiable."""
-    if group_size(group) == 1:
+    if group_size(group) == 1 or x.numel() == 0:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
@@ -63,7 +79,7 @@ def all_reduce_sum_async(x: Tensor, group: ProcessGroup | None) -> Any | None:
 
     x must be contiguous and the library's own.
     """
-    if group_size(group) == 1:
+    if group_size(group) == 1 or x.numel() == 0:
         return None
     return dist.all_reduce(x, group=group, async_op=True)
 
@@ -76,17 +92,24 @@ def reduce_scatter_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if group_size(group) == 1:
         return x
     out, work = reduce_scatter_dim0_async(x.contiguous(), group)
-    work.wait()
+    if work is not None:
+        work.wait()
     return out
 
 
-def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any]:
-    """As `reduce_scatter_dim0`, without waiting: (output, work); more than one rank only."""
+def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any | None]:
+    """As `reduce_scatter_dim0`, without waiting: (output, work or None if nothing is sent).
+
+    x must be contiguous and stay as it is until the work is done.
+    """
     size = group_size(group)
-    assert size > 1
+    if size == 1:
+        return x, None
     if x.shape[0] % size:
         raise ValueError(f"reduce-scatter: expected dim 0 divisible by {size}, got {x.shape[0]}")
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    if not x.numel():
+        return out, None
     return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
 
 

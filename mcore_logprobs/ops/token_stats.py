@@ -36,6 +36,7 @@ from mcore_logprobs.ops.rows import Rows
 
 __all__ = [
     "TokenStats",
+    "blank_ignored",
     "gradient_coefficients",
     "target_logits",
     "vocab_parallel_token_stats",
@@ -89,23 +90,13 @@ class _TokenStats(torch.autograd.Function):
         rows = Rows(logits)
         column, keep = rows.flat(local.column), rows.flat(local.keep)
         done = shard_stats(rows, logits, column, opts)
-        logprobs = torch.where(keep, done.logprobs, 0.0)
-        entropy = None if done.entropy is None else torch.where(keep, done.entropy, 0.0)
-        rank = None if done.higher is None else torch.where(keep, done.higher.long(), -1)
-        lse = torch.where(keep, done.lse, 0.0)
-
         ctx.opts = opts
         ctx.save_for_backward(logits, column, keep, done.lse, done.entropy, done.finite)
         ctx.set_materialize_grads(False)
-        if rank is not None:
-            rank = rows.unflat(rank)
-            ctx.mark_non_differentiable(rank)
-        return (
-            rows.unflat(logprobs),
-            None if entropy is None else rows.unflat(entropy),
-            rank,
-            rows.unflat(lse),
-        )
+        outputs = [None if x is None else rows.unflat(x) for x in blank_ignored(done, keep)]
+        if outputs[2] is not None:
+            ctx.mark_non_differentiable(outputs[2])
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -116,11 +107,8 @@ class _TokenStats(torch.autograd.Function):
         logits, column, keep, lse, entropy, finite = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(logits)
-        flat = [
-            None if grad is None else rows.flat(grad) for grad in (on_logprobs, on_entropy, on_lse)
-        ]
         coef = gradient_coefficients(
-            *flat,
+            *(None if g is None else rows.flat(g) for g in (on_logprobs, on_entropy, on_lse)),
             keep=keep,
             lse=lse,
             entropy=entropy,
@@ -168,6 +156,18 @@ def shard_stats(rows: Rows, logits: Tensor, column: Tensor, opts: _Options) -> F
     )
     merged = merge(all_gather_stack(stats, opts.shard.group), opts.spec)
     return finish(merged, opts.spec, opts.label_smoothing)
+
+
+def blank_ignored(
+    done: FinishedStats, keep: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(logprobs, entropy or None, rank or None, lse) with ignored rows as the contract has them."""
+    return (
+        torch.where(keep, done.logprobs, 0.0),
+        None if done.entropy is None else torch.where(keep, done.entropy, 0.0),
+        None if done.higher is None else torch.where(keep, done.higher.long(), -1),
+        torch.where(keep, done.lse, 0.0),
+    )
 
 
 def target_logits(blocks: list[tuple[slice, Tensor]], column: Tensor, shard: VocabShard) -> Tensor:

@@ -1,0 +1,41 @@
+"""Matrix products with float32 results, whatever the operands' dtype.
+
+On CUDA, bfloat16 and float16 operands go to the tensor cores as they are and come out in float32.
+On a CPU without matrix units for them such products take four times as long as float32 ones, so a
+block of the operand is cast first: the products of bf16 numbers are exact in float32 either way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_product", "operand", "operand_dtype", "product"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which operands of this dtype are multiplied on this device."""
+    if dtype in _HALF and device.type == "cuda":
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
+
+
+def operand(x: Tensor) -> Tensor:
+    """x in its `operand_dtype`; x itself where it has it already."""
+    return x.to(operand_dtype(x.dtype, x.device))
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """`out = a @ b`; a and b of one dtype, out of at least float32."""
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    return torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """`out += a @ b`, added in out's dtype."""
+    if a.dtype == out.dtype:
+        return torch.addmm(out, a, b, out=out)
+    return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
