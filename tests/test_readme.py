@@ -35,6 +35,7 @@ def run_blocks(blocks: list[str]) -> dict[str, Any]:
                 "position_ids": torch.arange(8).expand(2, 8),
                 "attention_mask": None,
                 "parser": argparse.ArgumentParser(),
+                "model_provider": lambda pre_process, post_process: model,
             }
             before = set(vars(model))
             for number, block in enumerate(blocks):
