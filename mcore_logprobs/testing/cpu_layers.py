@@ -93,7 +93,9 @@ class CpuCoreAttention(nn.Module):
             mask = (q_seq[:, None] == k_seq) & (q_pos[:, None] >= k_pos)
 
         out = nn.functional.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),  # [b, heads, s, d]
+            query.permute(1, 2, 0, 3),  # [b, heads, s, d]
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.softmax_scale,

@@ -1,0 +1,170 @@
+"""`DeferredLogits`: what a patched output layer returns instead of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class DeferredLogits:
+    """Stands for `hidden @ weight.T`, which nobody has computed yet.
+
+    The patched loss reads the fields and never forms the logits. Everything else (a method or
+    attribute of a tensor, an operator, a torch function, indexing, pickling) gets the real logits
+    `[s, b, V/TP]`, computed at that moment by the layer's own forward, so that whoever looks at
+    them sees what an unpatched model has. Only `repr` does not compute: a debugger must not start
+    collectives.
+
+    Attributes:
+        hidden: [s, b, h], or [s/TP, b, h] where `sequence_parallel`.
+        weight: [V/TP, h]; bias: [V/TP] or None.
+        scale: number that the product is multiplied by (MuP).
+        sequence_parallel: whether hidden is split over the TP ranks along the sequence.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_parallel: bool,
+        compute: Callable[[], Tensor],
+        scale: float = 1.0,
+    ) -> None:
+        self.hidden = hidden
+        self.weight = weight
+        self.bias = bias
+        self.scale = scale
+        self.sequence_parallel = sequence_parallel
+        self._compute = compute
+        self._computed: dict[bool, Tensor] = {}
+
+    def materialize(self) -> Tensor:
+        """The real logits [s, b, V/TP]; computed at the first call and kept with the handle.
+
+        Those computed without gradients are not given to a caller who wants gradients. Collectives:
+        those of the output layer's forward (an all-gather under sequence parallelism).
+        """
+        grad = torch.is_grad_enabled()
+        if grad not in self._computed:
+            self._computed[grad] = self._compute()
+        return self._computed[grad]
+
+    def scaled(self, factor: float, apply: Callable[[Tensor], Tensor]) -> DeferredLogits:
+        """The same logits times `factor`; `apply` does it to real ones."""
+        return DeferredLogits(
+            hidden=self.hidden,
+            weight=self.weight,
+            bias=self.bias,
+            sequence_parallel=self.sequence_parallel,
+            compute=lambda: apply(self.materialize()),
+            scale=self.scale * factor,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"DeferredLogits(hidden={list(self.hidden.shape)}, weight={list(self.weight.shape)}, "
+            f"scale={self.scale}, sequence_parallel={self.sequence_parallel})"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_Deferred") or "_compute" not in self.__dict__:
+            raise AttributeError(name)  # half built: copy and pickle look around
+        return getattr(self.materialize(), name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.materialize().__deepcopy__(memo)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*_materialized(args), **_materialized(kwargs or {}))
+
+
+class DeferringHead:
+    """In place of `output_layer.forward` of a ColumnParallelLinear: returns (handle, bias)."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **other: Any,
+    ) -> tuple[Any, Tensor | None]:
+        """Gathered logits, and what the layer itself refuses, are left to the layer itself."""
+        layer = self.layer
+        original = type(layer).forward
+        whose = layer.weight if weight is None else weight
+        expected = (layer.output_size_per_partition, layer.input_size)
+        if runtime_gather_output or other or whose is None or tuple(whose.shape) != expected:
+            return original(layer, input_, weight, runtime_gather_output, **other)
+        sequence_parallel = layer.sequence_parallel
+
+        def compute() -> Tensor:
+            # Inference switches the flag around the call, which may be over by now.
+            now, layer.sequence_parallel = layer.sequence_parallel, sequence_parallel
+            try:
+                return original(layer, input_, weight, runtime_gather_output)[0]
+            finally:
+                layer.sequence_parallel = now
+
+        handle = DeferredLogits(
+            hidden=input_,
+            weight=whose,
+            bias=None if layer.skip_bias_add else layer.bias,
+            sequence_parallel=sequence_parallel,
+            compute=compute,
+        )
+        return handle, layer.bias if layer.skip_bias_add else None
+
+
+def scale_deferred(logits: Any, config: Any, original: Callable[[Any], Any]) -> Any:
+    """`original`, Megatron's `_scale_logits` bound to its model, for handles and for logits."""
+    if not isinstance(logits, DeferredLogits):
+        return original(logits)
+    if not config.use_mup or config.mup_output_mult == 1.0:
+        return logits
+    return logits.scaled(config.mup_output_mult, original)
+
+
+def _materialized(value: Any) -> Any:
+    """`value` with every handle in tuples, lists and dicts replaced by its logits."""
+    if isinstance(value, DeferredLogits):
+        return value.materialize()
+    if type(value) in (tuple, list):
+        return type(value)(_materialized(v) for v in value)
+    if type(value) is dict:
+        return {k: _materialized(v) for k, v in value.items()}
+    return value
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.materialize(), name)(*_materialized(args), **_materialized(kwargs))
+
+    method.__name__ = name
+    return method
+
+
+# Python looks operators up on the class, past __getattr__.
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
+    "matmul rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift "
+    "neg pos abs invert lt le gt ge eq ne len iter getitem setitem contains "
+    "bool int float index array format"
+)
+for _name in (f"__{operator}__" for operator in _OPERATORS.split()):
+    if hasattr(torch.Tensor, _name):
+        setattr(DeferredLogits, _name, _forwarded(_name))
+DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -1,0 +1,80 @@
+"""The official hook, for those who want no patch: `GPTModel.forward(output_processor=...)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.megatron.handle import DeferringHead, scale_deferred
+from mcore_logprobs.megatron.head_loss import head_output
+from mcore_logprobs.megatron.heads import (
+    head_tp_group,
+    layer_report,
+    say_unfused,
+    takes_fused_path,
+)
+from mcore_logprobs.ops.token_stats import TokenStats
+
+
+def logprob_output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None = None,
+    labels: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    context: LogprobConfig | None = None,
+    scale_logits: Any = None,
+    config: Any = None,
+    **unused: Any,
+) -> TokenStats | Tensor:
+    """Megatron's output processor (0.18 and later): what a patched model returns, without a patch.
+
+        stats = model(ids, positions, mask, labels=labels,
+                      output_processor=logprob_output_processor,
+                      output_processor_context=LogprobConfig(entropy=True))
+
+    Shape: hidden_states [s, b, h] ([s/TP, b, h] under sequence parallelism), labels [b, s]; a
+    TokenStats of [b, s] tensors or a [b, s] loss. With labels=None: logits [b, s, V/TP].
+
+    `context` is a `LogprobConfig`; None reads the model's config. The output layer is called as a
+    module, so that its hooks run.
+
+    Raises:
+        ValueError: a context that is not a LogprobConfig; a head that cannot be fused under
+            fused="require"; those of the operations.
+    """
+    if context is not None and not isinstance(context, LogprobConfig):
+        raise ValueError(
+            f"output_processor_context: expected a LogprobConfig or None, got {type(context)}"
+        )
+    if context is None:
+        context = LogprobConfig.from_transformer_config(config)
+    call = {"weight": output_weight, "runtime_gather_output": runtime_gather_output}
+    scale = scale_logits or (lambda logits: logits)
+    if labels is None:
+        return scale(output_layer(hidden_states, **call)[0]).transpose(0, 1).contiguous()
+
+    weight = output_layer.weight if output_weight is None else output_weight
+    report = layer_report(output_layer, weight, scale_logits)
+    tp_group = head_tp_group(output_layer)
+    if takes_fused_path(context, report):
+        logits = scale_deferred(_defer(output_layer, hidden_states, call), config, scale)
+    else:
+        if context.fused:
+            say_unfused(report.reason, tp_group)
+        logits = scale(output_layer(hidden_states, **call)[0])
+    return head_output(labels, logits, context, layer=output_layer, tp_group=tp_group)
+
+
+def _defer(layer: Any, hidden: Tensor, call: dict[str, Any]) -> Any:
+    """Call the module, hooks and all, with a forward that returns a handle for this once."""
+    if "forward" in vars(layer):  # patched already
+        return layer(hidden, **call)[0]
+    vars(layer)["forward"] = DeferringHead(layer).forward
+    try:
+        return layer(hidden, **call)[0]
+    finally:
+        del vars(layer)["forward"]

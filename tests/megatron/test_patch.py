@@ -1,0 +1,337 @@
+"""A patched real GPTModel against the unpatched one: losses, gradients, and no trace left."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.megatron import patch_gpt_model, unpatch_gpt_model
+from mcore_logprobs.ops.token_stats import TokenStats
+from mcore_logprobs.testing import megatron_models as mm
+from tests.megatron.common import (
+    VOCAB,
+    loss_of,
+    make_batch,
+    megatron,
+    relative,
+    step,
+    tiny_config,
+    worst,
+)
+
+# (TP, CP, sequence parallel)
+LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (3, 1, True), (1, 2, False), (2, 2, True)]
+
+
+def compare(
+    tp: int,
+    cp: int,
+    sp: bool,
+    settings: dict[str, Any],
+    *,
+    tied: bool = True,
+    packed: bool = False,
+    **config: Any,
+) -> dict[str, float]:
+    """On one rank: errors of the patched model's losses and gradients against the unpatched."""
+    with megatron(tp=tp, cp=cp) as parallel_state:
+        model = mm.build_gpt_model(
+            tiny_config(tp, sequence_parallel=sp, **config), vocab_size=VOCAB, tied=tied
+        )
+        batch = make_batch(parallel_state, packed=packed)
+        expected, expected_grads = step(model, batch)
+        with patch_gpt_model(model, LogprobConfig(**settings)):
+            got, grads = step(model, batch)
+        assert isinstance(got, TokenStats) == (settings.get("output", "stats") == "stats")
+        return {
+            "loss": relative(loss_of(got), expected),
+            "grad": worst(grads, expected_grads),
+        }
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("tp", "cp", "sp"), LAYOUTS)
+def test_same_loss_and_gradients(ranks, tp, cp, sp, tied, fused):
+    settings = {"fused": fused, "entropy": True, "target_rank": True}
+    for errors in ranks(tp * cp).run(compare, tp, cp, sp, settings, tied=tied):
+        assert errors["loss"] < 1e-5
+        assert errors["grad"] < 1e-5
+
+
+@pytest.mark.parametrize(("tp", "cp", "sp"), [(1, 1, False), (2, 1, True), (1, 2, False)])
+def test_packed_sequences(ranks, tp, cp, sp):
+    for errors in ranks(tp * cp).run(compare, tp, cp, sp, {}, packed=True):
+        assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ],
+    ids=["full", "selective"],
+)
+@pytest.mark.parametrize("output", ["stats", "loss"])
+def test_activation_recompute(ranks, recompute, output):
+    for errors in ranks(2).run(compare, 2, 1, True, {"output": output}, **recompute):
+        assert max(errors.values()) < 1e-5
+
+
+def all_outputs(tp: int, sp: bool, settings: dict[str, Any]) -> dict[str, float]:
+    """Errors of every field of the TokenStats against float64 from the model's own logits."""
+    with megatron(tp=tp) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(tp, sequence_parallel=sp), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        labels = batch["labels"] % settings["vocab_size"]
+        labels[0, 3] = -100
+        with patch_gpt_model(model, LogprobConfig(**settings)):
+            stats = model(**batch["inputs"], labels=labels)
+        logits = model(**batch["inputs"], runtime_gather_output=True).double()  # [b, s, V]
+    logits = settings["softcap"] * torch.tanh(logits / settings["softcap"])
+    logits = logits / settings["temperature"]
+    logits[..., settings["vocab_size"] :] = -torch.inf
+    logp = logits.log_softmax(-1)
+    kept = labels != -100
+    picked = labels.masked_fill(~kept, 0)[..., None]
+    expected = {
+        "logprobs": logp.gather(-1, picked)[..., 0],
+        "entropy": -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1),
+        "lse": logits.logsumexp(-1),
+    }
+    errors = {n: relative(getattr(stats, n), e * kept) for n, e in expected.items()}
+    rank = (logits > logits.gather(-1, picked)).sum(-1).masked_fill(~kept, -1)
+    errors["target_rank"] = (stats.target_rank != rank).double().mean().item()
+    return errors
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True), (3, False)])
+def test_every_field(ranks, tp, sp, fused):
+    settings = {
+        "fused": fused,
+        "entropy": True,
+        "target_rank": True,
+        "temperature": 0.7,
+        "softcap": 5.0,
+        "vocab_size": VOCAB - 5,
+        "chunk_size": 7,
+    }
+    for errors in ranks(tp).run(all_outputs, tp, sp, settings):
+        assert errors["target_rank"] == 0
+        assert max(errors.values()) < 2e-6
+
+
+def snapshot(model: Any) -> list[dict[str, Any]]:
+    return [dict(vars(m)) for m in model.modules()]
+
+
+def no_trace(tp: int, tied: bool, fused: bool) -> bool:
+    with megatron(tp=tp) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB, tied=tied)
+        batch = make_batch(parallel_state)
+        before = snapshot(model)
+        logits, (loss, grads) = model(**batch["inputs"]), step(model, batch)
+
+        handle = patch_gpt_model(model, LogprobConfig(fused=fused))
+        assert handle.active
+        # labels=None: as if never patched, to the last bit.
+        assert torch.equal(model(**batch["inputs"]), logits)
+        step(model, batch)
+        handle.remove()
+        assert not handle.active
+        handle.remove()
+
+        after = snapshot(model)
+        assert [d.keys() for d in after] == [d.keys() for d in before]
+        same = [a[k] is b[k] for a, b in zip(after, before, strict=True) for k in b]
+        assert all(same)
+        assert torch.equal(model(**batch["inputs"]), logits)
+        again, grads_again = step(model, batch)
+        assert torch.equal(again, loss)
+        assert all(torch.equal(grads_again[n], grads[n]) for n in grads)
+        return True
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_leaves_no_trace(ranks, tied, fused):
+    assert all(ranks(2).run(no_trace, 2, tied, fused))
+
+
+def gradient_through_labels_none(tp: int) -> float:
+    """A loss of the caller's own on the logits of a patched model."""
+    with megatron(tp=tp) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+
+        def own_loss() -> dict[str, Tensor]:
+            model.zero_grad(set_to_none=True)
+            model(**batch["inputs"]).float().pow(2).mean().backward()
+            return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+        expected = own_loss()
+        with patch_gpt_model(model):
+            return worst(own_loss(), expected)
+
+
+def test_gradients_of_real_logits(ranks):
+    assert ranks(2).run(gradient_through_labels_none, 2) == [0.0, 0.0]
+
+
+def idempotence() -> None:
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        before = snapshot(model)
+        outer = patch_gpt_model(model, LogprobConfig(entropy=True))
+        with patch_gpt_model(model, LogprobConfig(entropy=True)) as inner:
+            assert inner.active
+        assert outer.active  # an inner block leaves the outer patch in place
+        with pytest.raises(ValueError, match="patched already"):
+            patch_gpt_model(model, LogprobConfig(entropy=False))
+        assert model(**batch["inputs"], labels=batch["labels"]).entropy is not None
+        unpatch_gpt_model(model)
+        unpatch_gpt_model(model)
+        assert not outer.active
+        assert [list(d) for d in snapshot(model)] == [list(d) for d in before]
+        patch_gpt_model(model, LogprobConfig(output="loss"))
+        patch_gpt_model(model, LogprobConfig(output="loss")).remove()
+        assert [list(d) for d in snapshot(model)] == [list(d) for d in before]
+
+
+def test_patching_twice(ranks):
+    ranks(1).run(idempotence)
+
+
+def foreign_changes() -> None:
+    """Someone else's attributes survive, and an unpatch that would drop them refuses."""
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        theirs = lambda labels, logits: torch.zeros(())  # noqa: E731
+        model.compute_language_model_loss = theirs
+        with patch_gpt_model(model) as handle:
+            assert isinstance(model(**batch["inputs"], labels=batch["labels"]), TokenStats)
+            model.output_layer.forward = ours = model.output_layer.forward
+            handle.remove()
+        assert vars(model)["compute_language_model_loss"] is theirs
+        assert ours.__name__ == "forward" and "forward" not in vars(model.output_layer)
+
+        handle = patch_gpt_model(model)
+        model.output_layer.forward = theirs
+        with pytest.raises(ValueError, match="replaced by something else"):
+            handle.remove()
+        assert handle.active
+        del model.output_layer.forward
+
+
+def test_other_peoples_patches(ranks):
+    ranks(1).run(foreign_changes)
+
+
+def hooks_fire(tied: bool) -> None:
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=tied)
+        batch = make_batch(parallel_state)
+        seen: list[str] = []
+        model.output_layer.register_forward_pre_hook(lambda m, args: seen.append("before"))
+        model.output_layer.register_forward_hook(
+            lambda m, args, out: seen.append(tuple(out[0].shape))
+        )
+        expected = model(**batch["inputs"], labels=batch["labels"])
+        unpatched = list(seen)
+        seen.clear()
+        with patch_gpt_model(model):
+            got = model(**batch["inputs"], labels=batch["labels"])
+        assert seen == unpatched == ["before", (24, 2, VOCAB)]
+        assert relative(got.loss, expected) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_output_layer_hooks_fire_once(ranks, tied):
+    ranks(1).run(hooks_fire, tied)
+
+
+def copies_and_frozen() -> None:
+    with megatron() as parallel_state:
+        batch = make_batch(parallel_state)
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        with patch_gpt_model(model):
+            # Methods of a copy must look at the copy's weights.
+            twin = _copy_without_groups(model)
+            with torch.no_grad():
+                twin.output_layer.weight.zero_()
+            uniform = twin(**batch["inputs"], labels=batch["labels"]).logprobs
+            assert relative(uniform, torch.full_like(uniform, -torch.tensor(VOCAB).log())) < 1e-6
+
+            model.output_layer.weight.requires_grad_(False)
+            _, grads = step(model, batch)
+            assert "output_layer.weight" not in grads
+            assert "decoder.layers.0.mlp.linear_fc1.weight" in grads
+            with torch.no_grad():
+                assert not model(**batch["inputs"], labels=batch["labels"]).lse.requires_grad
+
+
+def _copy_without_groups(model: Any) -> Any:
+    """copy.deepcopy, with process groups shared (they cannot be copied)."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.distributed.ProcessGroup) or "ProcessGroup" in str(
+                type(value)
+            ):
+                memo[id(value)] = value
+    return copy.deepcopy(model, memo)
+
+
+def test_copies_and_frozen_weights(ranks):
+    ranks(1).run(copies_and_frozen)
+
+
+def biased_head() -> float:
+    """A head with a bias, which Megatron's own GPTModel never builds but wrappers do."""
+    with megatron() as parallel_state:
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        config = tiny_config()
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=False)
+        model.output_layer = ColumnParallelLinear(
+            config.hidden_size, VOCAB, config=config, init_method=config.init_method, bias=True
+        )
+        torch.nn.init.normal_(model.output_layer.bias)
+        batch = make_batch(parallel_state)
+        expected, expected_grads = step(model, batch)
+        with patch_gpt_model(model, LogprobConfig(fused="require")):
+            got, grads = step(model, batch)
+        assert "output_layer.bias" in grads
+        return max(relative(got.loss, expected), worst(grads, expected_grads))
+
+
+def test_head_with_a_bias(ranks):
+    assert ranks(1).run(biased_head)[0] < 1e-5
+
+
+def config_from_the_model() -> None:
+    with megatron() as parallel_state:
+        config = tiny_config()
+        config.logprob_entropy = True
+        config.logprob_temperature = 0.5
+        model = mm.build_gpt_model(config, vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        with patch_gpt_model(model):
+            got = model(**batch["inputs"], labels=batch["labels"])
+        logp = (model(**batch["inputs"]) / 0.5).log_softmax(-1)
+        expected = logp.gather(-1, batch["labels"][..., None])[..., 0]
+        assert got.entropy is not None
+        assert relative(got.logprobs, expected) < 1e-5
+
+
+def test_settings_from_the_transformer_config(ranks):
+    ranks(1).run(config_from_the_model)
