@@ -75,7 +75,11 @@ def _package(distribution: str, module: str) -> dict[str, str]:
     if imported is None:
         found["error"] = error
     else:
-        found["version"] = str(getattr(imported, "__version__", found.get("version", "unknown")))
+        # The module's own word counts: another version may shadow what pip installed. But Megatron
+        # adds the commit of whatever repository it lies in, ours if that has the environment.
+        version = str(getattr(imported, "__version__", found.get("version", "unknown")))
+        if version.partition("+")[0] != found.get("version"):
+            found["version"] = version
         found["path"] = str(getattr(imported, "__file__", ""))
     return found
 
@@ -112,7 +116,10 @@ def _megatron_hooks() -> dict[str, str]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return megatron_features()
+        found = megatron_features()
+    if len(found) > 1:
+        found.pop("megatron-core")  # imported: its version is among the packages
+    return found
 
 
 def _head(model: Any) -> str:
