@@ -106,7 +106,7 @@ def _backends(device: str) -> dict[str, Any]:
     for shape in ((8, 512), (1024, 32768)):
         logits = torch.empty(shape, dtype=torch.bfloat16, device=device)
         backend: Any = registry.select("auto", logits)
-        name = backend.__name__.rpartition(".")[2]
+        name = backend.__name__.rpartition(".")[2].removesuffix("_backend")
         taken[f"{list(shape)} bfloat16"] = "torch" if name == "reference" else name
     return {"choices": [asdict(choice) for choice in registry.explain(device)], "auto": taken}
 
