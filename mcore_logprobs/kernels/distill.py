@@ -1,0 +1,280 @@
+"""Two distributions over the same columns: divergences in one pass, mergeable over blocks.
+
+With student logits s and teacher logits t (finished, as in the module `stats`), p = softmax(s) and
+q = softmax(t), a block yields five numbers a row, the *pair statistics*:
+
+    max_s, sum_s    m = max s, sum exp(s - m)         max_t, sum_t    likewise of t
+    cross           forward        sum exp(t - m_t) ((t - m_t) - (s - m_s))
+                    reverse        sum exp(s - m_s) ((s - m_s) - (t - m_t))
+                    cross_entropy  -sum exp(t - m_t) (s - m_s)
+
+from which, over whole rows,
+
+    KL(q || p) = cross / sum_t + log sum_s - log sum_t        KL(p || q): the roles swapped
+    H(q, p)    = cross / sum_t + log sum_s
+
+Taking everything about the maxima keeps the difference of two equal distributions exactly 0. The
+generalised Jensen-Shannon divergence needs both log-sum-exps first and a second pass. log 0 is
+`LOG_ZERO`, so that a column that one of the two lacks costs much, but not infinitely much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels.reference import finished_logits
+from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype
+
+__all__ = [
+    "KINDS",
+    "PAIR_STATS",
+    "FinishedPair",
+    "PairSpec",
+    "finish_pair",
+    "jsd_sums",
+    "merge_pairs",
+    "pair_dtype",
+    "pair_grad",
+    "pair_stats",
+]
+
+KINDS = ("forward", "reverse", "jsd", "cross_entropy")
+PAIR_STATS = 5  # rows of the tensor of pair statistics
+
+# |log p - log q| beyond which the rarer of the two is 0 to float64's precision.
+_FAR = 60.0
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """How both sides' raw logits become s and t, and what is wanted of them.
+
+    Attributes:
+        kind: one of KINDS.
+        beta: the teacher's weight in the mixture beta q + (1 - beta) p; "jsd" only.
+    """
+
+    student: RowSpec
+    teacher: RowSpec
+    kind: str
+    beta: float = 0.5
+
+
+def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
+    """float32, or float64 where either side is."""
+    return torch.promote_types(accumulator_dtype(student), accumulator_dtype(teacher))
+
+
+def pair_stats(
+    student: Tensor,
+    teacher: Tensor,
+    spec: PairSpec,
+    *,
+    out: Tensor,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+) -> None:
+    """Write the pair statistics of one chunk.
+
+    Args:
+        student, teacher: `[c, v]` raw logits, any float dtype and row stride; not modified.
+        out: `[5, c]`. Its cross is 0 for "jsd".
+        student_bias, teacher_bias: `[v]` or None.
+    """
+    if spec.student.valid == 0:
+        out.zero_()
+        out[0::2].fill_(-torch.inf)
+        out[4].zero_()
+        return
+    s = _finished(student, spec.student, student_bias, out.dtype)
+    t = _finished(teacher, spec.teacher, teacher_bias, out.dtype)
+    out[0], out[2] = s.amax(-1), t.amax(-1)
+    s, t = _about(s, out[0]), _about(t, out[2])
+    exp_s, exp_t = s.exp(), t.exp()
+    out[1], out[3] = exp_s.sum(-1), exp_t.sum(-1)
+    if spec.kind == "forward":
+        out[4] = exp_t.mul_(t.sub_(s)).sum(-1)
+    elif spec.kind == "reverse":
+        out[4] = exp_s.mul_(s.sub_(t)).sum(-1)
+    elif spec.kind == "cross_entropy":
+        out[4] = exp_t.mul_(s).sum(-1).neg_()
+    else:
+        out[4].zero_()
+
+
+def _finished(logits: Tensor, spec: RowSpec, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    bias = None if bias is None else bias[: spec.valid]
+    return finished_logits(logits[:, : spec.valid], spec, bias).to(dtype)
+
+
+def _about(z: Tensor, top: Tensor) -> Tensor:
+    """z - top, new; 0 in a row of -inf alone, whose weight the merge takes to 0."""
+    top = top.unsqueeze(-1)
+    empty = top.isneginf()
+    shifted = z - torch.where(empty, 0.0, top)
+    return shifted.clamp_(min=LOG_ZERO).masked_fill_(empty, 0.0)
+
+
+def merge_pairs(stats: Tensor, spec: PairSpec) -> Tensor:
+    """`[parts, 5, n]`, statistics of blocks or shards of the same rows -> `[5, n]` of their union.
+
+    One part is returned as it is.
+    """
+    if stats.shape[0] == 1:
+        return stats[0]
+    max_s, sum_s, max_t, sum_t, cross = stats.unbind(1)
+    top_s, shift_s = _merge_max(max_s)
+    top_t, shift_t = _merge_max(max_t)
+    exp_s, exp_t = shift_s.exp(), shift_t.exp()
+    if spec.kind == "forward":
+        cross = exp_t * (cross + (shift_t - shift_s) * sum_t)
+    elif spec.kind == "reverse":
+        cross = exp_s * (cross + (shift_s - shift_t) * sum_s)
+    elif spec.kind == "cross_entropy":
+        cross = exp_t * (cross - shift_s * sum_t)
+    return torch.stack([top_s, (sum_s * exp_s).sum(0), top_t, (sum_t * exp_t).sum(0), cross.sum(0)])
+
+
+def _merge_max(parts: Tensor) -> tuple[Tensor, Tensor]:
+    top = parts.amax(0)
+    return top, (parts - torch.where(top.isneginf(), 0.0, top)).clamp(min=LOG_ZERO)
+
+
+@dataclass(frozen=True)
+class FinishedPair:
+    """Of whole rows; all `[n]`.
+
+    Attributes:
+        value: the divergence in nats ("jsd": 0, it takes a second pass).
+        usable: bool, False in a row whose logits are all -inf on either side; value is 0 there.
+        lse_s, lse_t: log-sum-exp of either side; 0 in rows of -inf alone.
+    """
+
+    value: Tensor
+    usable: Tensor
+    lse_s: Tensor
+    lse_t: Tensor
+
+
+def finish_pair(stats: Tensor, spec: PairSpec) -> FinishedPair:
+    """Whole rows' pair statistics `[5, n]` to the divergence and both log-sum-exps."""
+    max_s, sum_s, max_t, sum_t, cross = stats.unbind(0)
+    log_s, log_t = sum_s.log(), sum_t.log()
+    no_s, no_t = max_s.isneginf(), max_t.isneginf()
+    if spec.kind == "forward":
+        value = (cross / sum_t + (log_s - log_t)).clamp(min=0.0)
+    elif spec.kind == "reverse":
+        value = (cross / sum_s + (log_t - log_s)).clamp(min=0.0)
+    elif spec.kind == "cross_entropy":
+        value = cross / sum_t + log_s
+    else:
+        value = torch.zeros_like(cross)
+    return FinishedPair(
+        value=torch.where(no_s | no_t, 0.0, value),
+        usable=~(no_s | no_t),
+        lse_s=torch.where(no_s, 0.0, max_s + log_s),
+        lse_t=torch.where(no_t, 0.0, max_t + log_t),
+    )
+
+
+def _log_probs(
+    logits: Tensor, lse: Tensor, spec: RowSpec, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    logp = _finished(logits, spec, bias, dtype) - lse.unsqueeze(-1)
+    return logp.clamp_(min=LOG_ZERO)
+
+
+def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
+    """log p - log(beta q + (1 - beta) p), exact where p and q are close."""
+    gap = (logq - logp).clamp_(min=-_FAR, max=_FAR)
+    return gap.expm1_().mul_(beta).log1p_().neg_()
+
+
+def jsd_sums(
+    student: Tensor,
+    teacher: Tensor,
+    lse_s: Tensor,
+    lse_t: Tensor,
+    spec: PairSpec,
+    *,
+    out: Tensor,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+) -> None:
+    """Write a chunk's share of KL(q || M) and KL(p || M), M = beta q + (1 - beta) p.
+
+    Both add up over blocks and shards.
+
+    Args:
+        student, teacher, student_bias, teacher_bias: as in `pair_stats`.
+        lse_s, lse_t: `[c]`, of whole rows.
+        out: `[2, c]`.
+    """
+    if spec.student.valid == 0:
+        out.zero_()
+        return
+    logp = _log_probs(student, lse_s, spec.student, student_bias, out.dtype)
+    logq = _log_probs(teacher, lse_t, spec.teacher, teacher_bias, out.dtype)
+    out[0] = _log_over_mixture(logq, logp, 1.0 - spec.beta).mul_(logq.exp()).sum(-1)
+    out[1] = _log_over_mixture(logp, logq, spec.beta).mul_(logp.exp()).sum(-1)
+
+
+def pair_grad(
+    student: Tensor,
+    teacher: Tensor,
+    lse_s: Tensor,
+    lse_t: Tensor,
+    inner: Tensor,
+    upstream: Tensor,
+    spec: PairSpec,
+    *,
+    out: Tensor,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+) -> None:
+    """Write one chunk's gradient with respect to the student's raw logits.
+
+        forward, cross_entropy   ds = g (p - q)
+        reverse                  ds = g p (log p - log q - KL(p || q))
+        jsd                      ds = g (1 - beta) p (log p - log M - KL(p || M))
+
+    A row whose g is 0 gets exactly 0, whatever its logits hold.
+
+    Args:
+        student, teacher, lse_s, lse_t, student_bias, teacher_bias: as in `jsd_sums`.
+        inner: `[c]`, the divergence at the end of the formula; unused by the first.
+        upstream: `[c]`, g.
+        out: `[c, v]`, any dtype; may be `student` itself. Every entry is written.
+    """
+    valid = spec.student.valid
+    out[:, valid:] = 0
+    if valid == 0:
+        return
+    dtype = pair_dtype(lse_s.dtype, lse_t.dtype)
+    logp = _log_probs(student, lse_s, spec.student, student_bias, dtype)
+    logq = _log_probs(teacher, lse_t, spec.teacher, teacher_bias, dtype)
+    g = upstream.to(dtype).unsqueeze(-1)
+    if spec.kind in ("forward", "cross_entropy"):
+        grad = logp.exp_().sub_(logq.exp_()).mul_(g)
+    else:
+        p = logp.exp()
+        if spec.kind == "reverse":
+            grad = logp.sub_(logq)
+        else:
+            grad = _log_over_mixture(logp, logq, spec.beta)
+            g = g * (1.0 - spec.beta)
+        grad.sub_(inner.unsqueeze(-1)).mul_(p).mul_(g)
+    _to_raw(grad, student[:, :valid], spec.student)
+    out[:, :valid].copy_(grad.masked_fill_(g == 0, 0.0))
+
+
+def _to_raw(grad: Tensor, logits: Tensor, spec: RowSpec) -> None:
+    """Gradient of finished logits to that of raw ones, in place."""
+    if spec.softcap is not None:
+        scaled = logits.to(grad.dtype).mul(spec.logit_scale / spec.softcap)
+        grad.mul_(scaled.tanh_().square_().neg_().add_(1.0))
+    if spec.multiplier != 1.0:
+        grad.mul_(spec.multiplier)
