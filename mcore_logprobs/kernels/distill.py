@@ -145,22 +145,23 @@ def _merge_max(parts: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class FinishedPair:
-    """Of whole rows; all `[n]`.
+    """Of whole rows; `[n]` where nothing else is said.
 
     Attributes:
         value: the divergence in nats ("jsd": 0, it takes a second pass).
         usable: bool, False in a row whose logits are all -inf on either side; value is 0 there.
-        lse_s, lse_t: log-sum-exp of either side; 0 in rows of -inf alone.
+        norm_s, norm_t: `[2, n]`, either side's m and log sum; 0 in rows of -inf alone. Kept apart,
+            so that log p = (z - m) - log sum takes the difference of large numbers exactly.
     """
 
     value: Tensor
     usable: Tensor
-    lse_s: Tensor
-    lse_t: Tensor
+    norm_s: Tensor
+    norm_t: Tensor
 
 
 def finish_pair(stats: Tensor, spec: PairSpec) -> FinishedPair:
-    """Whole rows' pair statistics `[5, n]` to the divergence and both log-sum-exps."""
+    """Whole rows' pair statistics `[5, n]` to the divergence and both normalisers."""
     max_s, sum_s, max_t, sum_t, cross = stats.unbind(0)
     log_s, log_t = sum_s.log(), sum_t.log()
     no_s, no_t = max_s.isneginf(), max_t.isneginf()
@@ -175,16 +176,16 @@ def finish_pair(stats: Tensor, spec: PairSpec) -> FinishedPair:
     return FinishedPair(
         value=torch.where(no_s | no_t, 0.0, value),
         usable=~(no_s | no_t),
-        lse_s=torch.where(no_s, 0.0, max_s + log_s),
-        lse_t=torch.where(no_t, 0.0, max_t + log_t),
+        norm_s=torch.where(no_s, 0.0, torch.stack([max_s, log_s])),
+        norm_t=torch.where(no_t, 0.0, torch.stack([max_t, log_t])),
     )
 
 
 def _log_probs(
-    logits: Tensor, lse: Tensor, spec: RowSpec, bias: Tensor | None, dtype: torch.dtype
+    logits: Tensor, norm: Tensor, spec: RowSpec, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    logp = _finished(logits, spec, bias, dtype) - lse.unsqueeze(-1)
-    return logp.clamp_(min=LOG_ZERO)
+    top, log_sum = norm.unsqueeze(-1)
+    return (_finished(logits, spec, bias, dtype) - top).sub_(log_sum).clamp_(min=LOG_ZERO)
 
 
 def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
@@ -196,8 +197,8 @@ def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 def jsd_sums(
     student: Tensor,
     teacher: Tensor,
-    lse_s: Tensor,
-    lse_t: Tensor,
+    norm_s: Tensor,
+    norm_t: Tensor,
     spec: PairSpec,
     *,
     out: Tensor,
@@ -210,14 +211,14 @@ def jsd_sums(
 
     Args:
         student, teacher, student_bias, teacher_bias: as in `pair_stats`.
-        lse_s, lse_t: `[c]`, of whole rows.
+        norm_s, norm_t: `[2, c]`, of whole rows.
         out: `[2, c]`.
     """
     if spec.student.valid == 0:
         out.zero_()
         return
-    logp = _log_probs(student, lse_s, spec.student, student_bias, out.dtype)
-    logq = _log_probs(teacher, lse_t, spec.teacher, teacher_bias, out.dtype)
+    logp = _log_probs(student, norm_s, spec.student, student_bias, out.dtype)
+    logq = _log_probs(teacher, norm_t, spec.teacher, teacher_bias, out.dtype)
     out[0] = _log_over_mixture(logq, logp, 1.0 - spec.beta).mul_(logq.exp()).sum(-1)
     out[1] = _log_over_mixture(logp, logq, spec.beta).mul_(logp.exp()).sum(-1)
 
@@ -225,8 +226,8 @@ def jsd_sums(
 def pair_grad(
     student: Tensor,
     teacher: Tensor,
-    lse_s: Tensor,
-    lse_t: Tensor,
+    norm_s: Tensor,
+    norm_t: Tensor,
     inner: Tensor,
     upstream: Tensor,
     spec: PairSpec,
@@ -244,7 +245,7 @@ def pair_grad(
     A row whose g is 0 gets exactly 0, whatever its logits hold.
 
     Args:
-        student, teacher, lse_s, lse_t, student_bias, teacher_bias: as in `jsd_sums`.
+        student, teacher, norm_s, norm_t, student_bias, teacher_bias: as in `jsd_sums`.
         inner: `[c]`, the divergence at the end of the formula; unused by the first.
         upstream: `[c]`, g.
         out: `[c, v]`, any dtype; may be `student` itself. Every entry is written.
@@ -253,9 +254,9 @@ def pair_grad(
     out[:, valid:] = 0
     if valid == 0:
         return
-    dtype = pair_dtype(lse_s.dtype, lse_t.dtype)
-    logp = _log_probs(student, lse_s, spec.student, student_bias, dtype)
-    logq = _log_probs(teacher, lse_t, spec.teacher, teacher_bias, dtype)
+    dtype = pair_dtype(norm_s.dtype, norm_t.dtype)
+    logp = _log_probs(student, norm_s, spec.student, student_bias, dtype)
+    logq = _log_probs(teacher, norm_t, spec.teacher, teacher_bias, dtype)
     g = upstream.to(dtype).unsqueeze(-1)
     if spec.kind in ("forward", "cross_entropy"):
         grad = logp.exp_().sub_(logq.exp_()).mul_(g)

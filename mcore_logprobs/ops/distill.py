@@ -67,25 +67,32 @@ class _Divergence(torch.autograd.Function):
         if spec.kind == "jsd":
             sums = stats[:2]
             for part, s, t in rows.chunks(opts.chunk_size, student, teacher):
-                jsd_sums(s, t, done.lse_s[part], done.lse_t[part], spec, out=sums[:, part])
+                jsd_sums(s, t, done.norm_s[:, part], done.norm_t[:, part], spec, out=sums[:, part])
             from_teacher, inner = all_reduce_sum(sums, group)
             value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
         keep = done.usable if mask is None else done.usable & rows.flat(mask)
         ctx.opts = opts
-        ctx.save_for_backward(student, teacher, done.lse_s, done.lse_t, inner, keep)
+        ctx.save_for_backward(student, teacher, done.norm_s, done.norm_t, inner, keep)
         return rows.unflat(torch.where(keep, value, 0.0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        student, teacher, lse_s, lse_t, inner, keep = ctx.saved_tensors
+        student, teacher, norm_s, norm_t, inner, keep = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(student)
         upstream = torch.where(keep, rows.flat(grads[0]), 0.0)
         grad = torch.empty_like(student)
         for part, s, t, out in rows.chunks(opts.chunk_size, student, teacher, grad):
             pair_grad(
-                s, t, lse_s[part], lse_t[part], inner[part], upstream[part], opts.spec, out=out
+                s,
+                t,
+                norm_s[:, part],
+                norm_t[:, part],
+                inner[part],
+                upstream[part],
+                opts.spec,
+                out=out,
             )
         return grad, None, None, None
 

@@ -15,6 +15,7 @@ from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import registry
 from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, finish, merge
+from mcore_logprobs.ops.gather import scatter_gradient
 from mcore_logprobs.ops.inputs import (
     check_flag,
     check_group_tensor,
@@ -61,12 +62,15 @@ class _PickAndEntropy(torch.autograd.Function):
         packed = torch.cat([torch.cat(stats, dim=1), torch.cat(picked).t()])
         parts = all_gather_stack(packed, opts.shard.group)  # [TP, fields + k, n]
         fields = len(spec.fields)
-        done = finish(merge(parts[:, :fields], spec), spec)
+        merged = merge(parts[:, :fields].contiguous(), spec)
+        norm = torch.stack([merged[0], merged[1].log()])  # m, log s
+        norm = torch.where(merged[0].isneginf(), 0.0, norm).unsqueeze(-1)
         values = parts[:, fields:].sum(0).t()  # one rank owns each id, the others sent 0
         if opts.normalize == "vocab":
-            values = values - done.lse.unsqueeze(-1)
+            values = (values - norm[0]).sub_(norm[1])
+        done = finish(merged, spec)
         ctx.opts = opts
-        ctx.save_for_backward(logits, columns, done.lse, done.entropy)
+        ctx.save_for_backward(logits, columns, norm, done.entropy)
         ctx.set_materialize_grads(False)
         entropy = None if done.entropy is None else rows.unflat(done.entropy)
         return rows.unflat(values), entropy
@@ -77,33 +81,28 @@ class _PickAndEntropy(torch.autograd.Function):
         on_picked, on_entropy = grads
         if on_picked is None and on_entropy is None:
             return None, None, None
-        logits, columns, lse, entropy = ctx.saved_tensors
+        logits, columns, norm, entropy = ctx.saved_tensors
         opts: _Options = ctx.opts
-        rows, valid = Rows(logits), opts.spec.valid
+        rows = Rows(logits)
         # dz = g_k [v == id_k] + p (a + b log p), a = -sum_k g_k - h H, b = -h
-        picked = None if on_picked is None else rows.flat(on_picked).to(lse.dtype)
-        a = torch.zeros_like(lse)
+        picked = None if on_picked is None else rows.flat(on_picked)
+        h = None if on_entropy is None else rows.flat(on_entropy).unsqueeze(-1)
+        a = torch.zeros_like(norm[0])
         if picked is not None and opts.normalize == "vocab":
-            a = a - picked.sum(-1)
-        h = None if on_entropy is None else rows.flat(on_entropy)
+            a = a - picked.sum(-1, keepdim=True)
         if h is not None:
-            a = a - h * entropy
+            a = a - h * entropy.unsqueeze(-1)
+        if picked is None:
+            picked, columns = norm.new_zeros(rows.count, 0), columns[:, :0]
         grad = torch.empty_like(logits)
         for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
-            out[:, valid:] = 0
-            if valid == 0:
-                continue
-            logp = finished_logits(block[:, :valid], opts.spec) - lse[part].unsqueeze(-1)
-            logp.clamp_(min=LOG_ZERO)
-            dz = logp.exp()
-            scale = a[part].unsqueeze(-1)
-            dz.mul_(scale if h is None else scale - logp.mul_(h[part].unsqueeze(-1)))
-            if picked is not None:
-                own = columns[part]
-                dz.scatter_add_(
-                    -1, own.clamp(min=0), torch.where(own >= 0, picked[part], 0.0).to(dz.dtype)
-                )
-            out[:, :valid] = dz.mul_(opts.spec.multiplier)
+            base = None
+            if h is not None or opts.normalize == "vocab":
+                logp = (finished_logits(block, opts.spec) - norm[0, part]).sub_(norm[1, part])
+                logp.clamp_(min=LOG_ZERO)
+                base = logp.exp()
+                base.mul_(a[part] if h is None else a[part] - logp.mul_(h[part]))
+            scatter_gradient(picked[part], columns[part], opts.spec, out, base)
         return grad, None, None
 
 

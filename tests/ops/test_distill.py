@@ -183,6 +183,18 @@ def test_close_distributions_keep_their_digits() -> None:
         assert (got - want).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_logits_lose_no_digits(kind: str) -> None:
+    """A row's constant says nothing; float32 has a step of 0.001 at 1e4."""
+    step = 2.0**-7
+    student, teacher, upstream = sample((5,), 40, torch.float32)
+    student, teacher = (student / step).round() * step, (teacher / step).round() * step
+    leaf = (student + 8192).requires_grad_()
+    value = divergence(leaf, teacher - 8192, kind)
+    value.backward(upstream)
+    check(value, leaf.grad, student, teacher, upstream, kind)
+
+
 def test_masked_rows_give_nothing_whatever_they_hold() -> None:
     student, teacher, upstream = sample((2, 4), 20, torch.float32)
     mask = torch.tensor([[True, False, True, True], [False, True, True, False]])
