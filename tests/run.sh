@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 # Creates .venv on the first run (minutes) and activates it; later runs find it ready.
 source examples/setup_env.sh || { echo "tests/run.sh: the environment could not be set up" >&2; exit 1; }
-export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=1
 
 # The newest Megatron-Core asks pip for Python 3.12 but runs on 3.11 too, so tests reach it from an
 # unpacked wheel, beside the version that pip installs here.
