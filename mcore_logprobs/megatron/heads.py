@@ -169,7 +169,7 @@ def _reason_against_scale(scale_logits: Any) -> str:
     if scale_logits is None or _is_ours(scale_logits):
         return ""
     known = getattr(LanguageModule, "_scale_logits", None)
-    if getattr(scale_logits, "__func__", None) is not known:
+    if known is None or getattr(scale_logits, "__func__", None) is not known:
         return "its logits go through a _scale_logits that is not Megatron's own"
     return ""
 

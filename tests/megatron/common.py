@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +44,7 @@ def zigzag(x: Tensor, rank: int, size: int, bounds: tuple[int, ...] | None = Non
     """What CP rank `rank` holds of [b, s]: pieces rank and 2*size-1-rank of each sequence."""
     bounds = bounds or (0, x.shape[1])
     parts = []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         pieces = x[:, start:end].chunk(2 * size, dim=1)
         parts += [pieces[rank], pieces[2 * size - 1 - rank]]
     return torch.cat(parts, dim=1)

@@ -222,7 +222,8 @@ def foreign_changes() -> None:
             model.output_layer.forward = ours = model.output_layer.forward
             handle.remove()
         assert vars(model)["compute_language_model_loss"] is theirs
-        assert ours.__name__ == "forward" and "forward" not in vars(model.output_layer)
+        assert ours.__name__ == "forward"
+        assert "forward" not in vars(model.output_layer)
 
         handle = patch_gpt_model(model)
         model.output_layer.forward = theirs

@@ -1,0 +1,116 @@
+"""`DeferredLogits`: the loss reads its fields, everyone else gets real logits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs.megatron.handle import DeferredLogits
+
+
+class Head:
+    """Counts how often the logits were computed."""
+
+    def __init__(self) -> None:
+        self.hidden = torch.randn(5, 2, 4, requires_grad=True)
+        self.weight = torch.randn(6, 4, requires_grad=True)
+        self.calls = 0
+
+    def logits(self) -> Tensor:
+        self.calls += 1
+        return self.hidden @ self.weight.t()
+
+    def handle(self) -> DeferredLogits:
+        return DeferredLogits(
+            hidden=self.hidden,
+            weight=self.weight,
+            bias=None,
+            sequence_parallel=False,
+            compute=self.logits,
+        )
+
+
+TOUCHES: dict[str, Any] = {
+    "method": lambda x: x.transpose(0, 1).contiguous(),
+    "attribute": lambda x: torch.zeros(x.shape),
+    "size": lambda x: torch.zeros(x.size(-1)),
+    "torch function": lambda x: torch.argmax(x, dim=-1),
+    "keyword": lambda x: torch.softmax(input=x, dim=-1),
+    "list": lambda x: torch.cat([x, x]),
+    "functional": lambda x: torch.nn.functional.gelu(x),
+    "multiply": lambda x: x * 2,
+    "multiply from the left": lambda x: 2 * x,
+    "tensor first": lambda x: torch.ones(6) + x,
+    "matmul": lambda x: x @ torch.ones(6),
+    "index": lambda x: x[1:, 0],
+    "compare": lambda x: x > 0,
+    "equal": lambda x: x == x,
+    "negate": lambda x: -x,
+    "iterate": lambda x: torch.stack(list(x)),
+    "length": lambda x: torch.tensor(len(x)),
+    "max": lambda x: x.max(dim=-1)[0],
+    "copy": lambda x: x.detach().clone(),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "in place": lambda x: x.clone().add_(x),
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy().copy()),
+    "where": lambda x: torch.where(torch.ones(6) > 0, x, 0.0),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_any_touch_gets_the_logits(touch):
+    head = Head()
+    expected = TOUCHES[touch](head.logits())
+    head.calls = 0
+    got = TOUCHES[touch](head.handle())
+    assert isinstance(got, Tensor)
+    assert torch.equal(got, expected)
+    assert head.calls == 1
+
+
+def test_deep_copy_is_a_tensor():
+    head = Head()
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(head.handle()), head.logits())
+
+
+def test_looking_does_not_compute():
+    head = Head()
+    handle = head.handle()
+    assert "hidden=[5, 2, 4]" in repr(handle)
+    assert hash(handle) == hash(handle)
+    assert handle is not None
+    assert handle.hidden is head.hidden
+    assert handle.scaled(2.0, lambda x: x * 2).scale == 2.0
+    assert head.calls == 0
+
+
+def test_gradients_flow_and_logits_are_computed_once():
+    head = Head()
+    handle = head.handle()
+    (handle.sum() + handle.pow(2).sum()).backward()
+    assert head.calls == 1
+    expected = torch.autograd.grad(head.logits().sum() + head.logits().pow(2).sum(), head.hidden)
+    assert torch.allclose(head.hidden.grad, expected[0])
+
+
+def test_logits_without_gradients_are_not_kept_for_a_caller_with_them():
+    head = Head()
+    handle = head.handle()
+    with torch.no_grad():
+        assert not handle.max().requires_grad
+        assert not handle.min().requires_grad
+    assert head.calls == 1
+    assert handle.max().requires_grad
+
+
+def test_scaled_handle_gives_scaled_logits():
+    head = Head()
+    scaled = head.handle().scaled(0.5, lambda x: x * 0.5).scaled(3.0, lambda x: x * 3.0)
+    assert scaled.scale == 1.5
+    assert torch.equal(scaled + 0, head.logits() * 0.5 * 3.0)

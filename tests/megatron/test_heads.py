@@ -1,0 +1,257 @@
+"""Which heads can be deferred: found at patch time, said once, refused under fused="require"."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.megatron import find_language_models, head_report, patch_gpt_model
+from mcore_logprobs.megatron import heads as heads_module
+from mcore_logprobs.testing import megatron_models as mm
+from tests.megatron.common import (
+    VOCAB,
+    loss_of,
+    make_batch,
+    megatron,
+    relative,
+    step,
+    tiny_config,
+    worst,
+)
+
+
+class LoRAHead(nn.Module):
+    """An adapter around the output layer, as PEFT libraries wrap it."""
+
+    def __init__(self, inner: Any, rank: int = 2) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.input_size, rank, bias=False)
+        self.up = nn.Linear(rank, inner.output_size_per_partition, bias=False)
+
+    @property
+    def weight(self) -> Any:
+        return self.inner.weight
+
+    def forward(self, x: Any, weight: Any = None, **kwargs: Any) -> Any:
+        out, bias = self.inner(x, weight=weight, **kwargs)
+        return out + self.up(self.down(x)), bias
+
+
+def lora(model: Any) -> None:
+    torch.manual_seed(3)
+    model.output_layer = LoRAHead(model.output_layer)
+
+
+def wrapped_forward(model: Any) -> None:
+    layer, original = model.output_layer, model.output_layer.forward
+    layer.forward = lambda *args, **kwargs: original(*args, **kwargs)
+
+
+def subclass(model: Any) -> None:
+    """A head that caps its own logits, as Gemma's does."""
+    base = type(model.output_layer)
+
+    class Capped(base):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, bias = super().forward(*args, **kwargs)
+            return 3.0 * torch.tanh(out / 3.0), bias
+
+    model.output_layer.__class__ = Capped
+
+
+def gathered(model: Any) -> None:
+    model.output_layer.gather_output = True
+
+
+def skipped_bias(model: Any) -> None:
+    layer = model.output_layer
+    layer.bias = nn.Parameter(torch.zeros(layer.output_size_per_partition))
+    layer.skip_bias_add = True
+
+
+def backward_hook(model: Any) -> None:
+    model.output_layer.register_full_backward_hook(lambda *args: None)
+
+
+CASES = {
+    "lora": (lora, "LoRAHead"),
+    "wrapped": (wrapped_forward, "something else has replaced"),
+    "subclass": (subclass, "Capped overrides"),
+    "gathered": (gathered, "gather_output"),
+    "skipped bias": (skipped_bias, "skip_bias_add"),
+    "backward hook": (backward_hook, "backward hooks"),
+}
+
+
+def fall_back(tp: int, case: str) -> dict[str, Any]:
+    """Patched against Megatron's loss on the same odd head."""
+    change, reason = CASES[case]
+    with megatron(tp=tp) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB, tied=False)
+        assert head_report(model) == (True, "")
+        batch = make_batch(parallel_state)
+        plain, plain_grads = step(model, batch)
+        change(model)
+        fusable, why = head_report(model)
+        assert not fusable
+        assert reason in why
+        with pytest.raises(ValueError, match="fused='require'"):
+            patch_gpt_model(model, LogprobConfig(fused="require"))
+        assert "compute_language_model_loss" not in vars(model)
+
+        # Megatron's own loss takes gathered logits for a shard, and overwrites logits that a
+        # backward hook watches: there, what the head gave before the change is right.
+        unchanged = case in ("gathered", "backward hook")
+        expected, grads = (plain, plain_grads) if unchanged else step(model, batch)
+        heads_module._said.clear()
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("mcore_logprobs").addHandler(handler)
+        for _ in range(2):
+            with patch_gpt_model(model, LogprobConfig(entropy=True)):
+                got, got_grads = step(model, batch)
+        logging.getLogger("mcore_logprobs").removeHandler(handler)
+        return {
+            "loss": relative(loss_of(got), expected),
+            "grad": worst(got_grads, grads),
+            "lines": lines,
+        }
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_takes_the_logits_path(ranks, tp, case):
+    for rank, result in enumerate(ranks(tp).run(fall_back, tp, case)):
+        assert result["loss"] < 1e-5
+        assert result["grad"] < 1e-5
+        assert len(result["lines"]) == (1 if rank == 0 else 0)
+        assert all(CASES[case][1] in line for line in result["lines"])
+
+
+def other_reasons() -> None:
+    with megatron():
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        layer = model.output_layer
+        layer.config.defer_embedding_wgrad_compute = True
+        assert "deferred" in head_report(model).reason
+        layer.config.defer_embedding_wgrad_compute = False
+        layer.disable_grad_reduce = True
+        assert "disable_grad_reduce" in head_report(model).reason
+        layer.disable_grad_reduce = False
+        model._scale_logits = lambda logits: logits.tanh()
+        assert "_scale_logits" in head_report(model).reason
+        del model._scale_logits
+
+        class Float8(nn.Parameter):
+            """Stands in for a quantised weight class."""
+
+        layer.weight = Float8(layer.weight.data)
+        assert "Float8" in head_report(model).reason
+        layer.weight = nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+        assert "float8" in head_report(model).reason
+
+
+def test_other_reasons(ranks):
+    ranks(1).run(other_reasons)
+
+
+class VisionLanguageModel(nn.Module):
+    def __init__(self, language_model: Any) -> None:
+        super().__init__()
+        self.vision = nn.Linear(2, 2)
+        self.language_model = language_model
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.language_model(**kwargs)
+
+
+def wrappers() -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    with megatron() as parallel_state:
+        config = tiny_config(dtype=torch.bfloat16)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB)
+        wrapped = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(),
+            Float16Module(config, VisionLanguageModel(model)),
+        )
+        assert find_language_models(wrapped) == [model]
+        assert find_language_models([wrapped]) == [model]
+        batch = make_batch(parallel_state)
+        with patch_gpt_model([wrapped]):
+            stats = wrapped(**batch["inputs"], labels=batch["labels"])
+            assert stats.logprobs.dtype == torch.float32  # a dataclass passes Float16Module
+            assert stats.logprobs.shape == batch["labels"].shape
+        with pytest.raises(ValueError, match="got Linear"):
+            patch_gpt_model(nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="expected a Megatron model"):
+            patch_gpt_model("model")
+        with pytest.raises(ValueError, match="2 language models"):
+            patch_gpt_model(nn.ModuleDict({"policy": model, "teacher": VisionLanguageModel(model)}))
+
+
+def test_finds_the_language_model(ranks):
+    ranks(1).run(wrappers)
+
+
+def mamba_model() -> dict[str, float]:
+    """MambaModel (of attention and MLP layers, which need no CUDA kernels): the same seam."""
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.ssm import mamba_block
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    with megatron() as parallel_state:
+        config = tiny_config(num_layers=4)
+        parts = mm.gpt_block_spec(config).layer_specs[0].submodules
+        norm, bda = parts.input_layernorm, parts.self_attn_bda
+        attention = ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=norm, self_attention=parts.self_attention, self_attn_bda=bda
+            ),
+        )
+        mlp = ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
+            ),
+        )
+        stack = MambaStackSubmodules(attention_layer=attention, mlp_layer=mlp)
+        # Its last norm is Transformer Engine's by name; everything else comes from the spec.
+        te_norm, mamba_block.TENorm = mamba_block.TENorm, norm
+        model = MambaModel(
+            config=config,
+            mamba_stack_spec=ModuleSpec(module=MambaStack, submodules=stack),
+            vocab_size=VOCAB,
+            max_sequence_length=64,
+            hybrid_override_pattern="*-*-",
+            share_embeddings_and_output_weights=True,
+        )
+        mamba_block.TENorm = te_norm
+        batch = make_batch(parallel_state)
+        logits = model(**batch["inputs"])
+        expected, expected_grads = step(model, batch)
+        with patch_gpt_model(model, LogprobConfig(fused="require")):
+            assert torch.equal(model(**batch["inputs"]), logits)
+            got, grads = step(model, batch)
+        return {"loss": relative(got.loss, expected), "grad": worst(grads, expected_grads)}
+
+
+def test_mamba_model(ranks):
+    errors = ranks(1).run(mamba_model)[0]
+    assert max(errors.values()) < 1e-5
