@@ -6,10 +6,13 @@ by name that cannot be had is a ValueError, never a silent substitute.
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +52,7 @@ class Backend(Protocol):
         self,
         logits: Tensor,
         target: Tensor,
-        lse: Tensor,
+        shift: Tensor,
         coef: Tensor,
         spec: RowSpec,
         *,
@@ -68,16 +71,92 @@ class Choice:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A backend that `auto` may take.
+
+    Attributes:
+        module: imported when first taken.
+        availability: device type -> Choice; may import what it needs.
+        refusal: logits -> why it cannot serve this call, or None.
+        by_default: device types on which `auto` takes it; elsewhere it is had by name only.
+    """
+
+    name: str
+    module: str
+    availability: Callable[[str], Choice]
+    refusal: Callable[[Tensor], str | None]
+    by_default: tuple[str, ...]
+
+
 def default_chunk_size(width: int, device: torch.device) -> int:
     """Rows at a time for `width` columns, from the memory budget of the device."""
     budget = _CHUNK_BYTES["cpu" if device.type == "cpu" else "other"]
     return max(1, budget // (4 * max(1, width)))
 
 
+# ---- Triton ------------------------------------------------------------------------------------
+
+_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _triton_availability(device_type: str) -> Choice:
+    def refused(reason: str) -> Choice:
+        return Choice("triton", False, reason)
+
+    wants_interpreter = os.environ.get("TRITON_INTERPRET") == "1"
+    if device_type != "cuda" and not (device_type == "cpu" and wants_interpreter):
+        return refused(
+            f"Triton kernels need a CUDA device, not {device_type}"
+            " (TRITON_INTERPRET=1 runs them on a CPU, slowly, for tests)"
+        )
+    version, interpreted, error = _import_triton()
+    if error:
+        return refused(f"triton does not import: {error}")
+    if device_type == "cpu" and not interpreted:
+        return refused("TRITON_INTERPRET=1 must be set before triton is first imported")
+    how = "interpreted" if interpreted else "compiled for this GPU"
+    return Choice("triton", True, f"Triton {version}, kernels {how}")
+
+
 @cache
+def _import_triton() -> tuple[str, bool, str]:
+    """(version, whether the interpreter runs the kernels, "") or ("", False, the error)."""
+    try:
+        import triton
+
+        from mcore_logprobs.kernels import triton_backend
+    except Exception as error:  # a Triton built for another torch or driver raises all sorts
+        return "", False, f"{type(error).__name__}: {error}"
+    return triton.__version__, triton_backend.is_interpreted(), ""
+
+
+def _triton_refusal(logits: Tensor) -> str | None:
+    if logits.dtype not in _TRITON_DTYPES:
+        return f"expected logits of float16, bfloat16 or float32, got {logits.dtype}"
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        return f"expected logits whose last stride is 1, got strides {logits.stride()}"
+    return None
+
+
+# ---- choice ------------------------------------------------------------------------------------
+
+# Best first. torch, which serves everything, ends every search.
+_CANDIDATES: tuple[_Candidate, ...] = (
+    _Candidate(
+        "triton",
+        "mcore_logprobs.kernels.triton_backend",
+        _triton_availability,
+        _triton_refusal,
+        by_default=("cuda",),
+    ),
+)
+_TORCH = Choice("torch", True, "eager torch, on any device")
+
+
 def explain(device_type: str) -> tuple[Choice, ...]:
     """Every backend for tensors on this type of device, best first."""
-    return (Choice("torch", True, "eager torch, on any device"),)
+    return (*(candidate.availability(device_type) for candidate in _CANDIDATES), _TORCH)
 
 
 def select(backend: str, logits: Tensor) -> Backend:
@@ -88,6 +167,28 @@ def select(backend: str, logits: Tensor) -> Backend:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    if backend == "triton":
-        raise ValueError("backend='triton': not available")
+    device_type = logits.device.type
+    for candidate in _CANDIDATES:
+        by_name = backend == candidate.name
+        if not by_name and not (backend == "auto" and device_type in candidate.by_default):
+            continue
+        choice = candidate.availability(device_type)
+        reason = candidate.refusal(logits) if choice.available else choice.reason
+        if reason is None:
+            _log_once(candidate.name, device_type, choice.reason)
+            return cast(Backend, importlib.import_module(candidate.module))
+        if by_name:
+            raise ValueError(f"backend={backend!r} cannot be had: {reason}")
+        _log_once("not " + candidate.name, device_type, reason)
+    _log_once("torch", device_type, _TORCH.reason)
     return reference
+
+
+_logged: set[tuple[str, str, str]] = set()
+
+
+def _log_once(name: str, device_type: str, reason: str) -> None:
+    if torch.compiler.is_compiling() or (name, device_type, reason) in _logged:
+        return
+    _logged.add((name, device_type, reason))
+    logger.info("backend for %s tensors: %s (%s)", device_type, name, reason)

@@ -1,0 +1,130 @@
+"""The Triton backend: every function a custom operator, for torch.compile and CUDA graphs.
+
+`kernels.reference` documents the three functions. The chunk size is of no use here, as nothing but
+the results is ever written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels.triton_common import is_interpreted
+
+__all__ = ["count_higher", "grad_logits", "is_interpreted", "row_stats"]
+
+
+def row_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    chunk_size: int = 0,
+) -> Tensor:
+    """As `kernels.reference.row_stats`; float16, bfloat16 or float32 with a last stride of 1."""
+    return _row_stats(logits, target, bias, threshold, *_flatten(spec))
+
+
+def count_higher(
+    logits: Tensor, target: Tensor, threshold: Tensor, *, valid: int, chunk_size: int = 0
+) -> Tensor:
+    """As `kernels.reference.count_higher`; dtypes and strides as in `row_stats`."""
+    return _count_higher(logits, target, threshold, valid)
+
+
+def grad_logits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    coef: Tensor,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor,
+    chunk_size: int = 0,
+) -> None:
+    """As `kernels.reference.grad_logits`; dtypes and strides as in `row_stats`, for out too."""
+    _grad_logits(logits, target, lse, coef, bias, out, *_flatten(spec))
+
+
+# ---- operators: a RowSpec travels as its fields ------------------------------------------------
+
+_SPEC_SCHEMA = (
+    "int valid, float logit_scale, float? softcap, float temperature, "
+    "bool entropy, bool rank, bool smoothing"
+)
+
+
+def _flatten(spec: RowSpec) -> tuple[Any, ...]:
+    return (
+        spec.valid,
+        float(spec.logit_scale),
+        None if spec.softcap is None else float(spec.softcap),
+        float(spec.temperature),
+        spec.entropy,
+        spec.rank,
+        spec.smoothing,
+    )
+
+
+@custom_op(
+    "mcore_logprobs::row_stats",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor target, Tensor? bias, Tensor? threshold, {_SPEC_SCHEMA})"
+    " -> Tensor",
+)
+def _row_stats(
+    logits: Tensor, target: Tensor, bias: Tensor | None, threshold: Tensor | None, *spec: Any
+) -> Tensor:
+    return triton_stats.row_stats(logits, target, RowSpec(*spec), bias=bias, threshold=threshold)
+
+
+@_row_stats.register_fake
+def _(
+    logits: Tensor, target: Tensor, bias: Tensor | None, threshold: Tensor | None, *spec: Any
+) -> Tensor:
+    return logits.new_empty(len(RowSpec(*spec).fields), logits.shape[0], dtype=torch.float32)
+
+
+@custom_op(
+    "mcore_logprobs::count_higher",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor target, Tensor threshold, int valid) -> Tensor",
+)
+def _count_higher(logits: Tensor, target: Tensor, threshold: Tensor, valid: int) -> Tensor:
+    return triton_rank.count_higher(logits, target, threshold, valid=valid)
+
+
+@_count_higher.register_fake
+def _(logits: Tensor, target: Tensor, threshold: Tensor, valid: int) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+@custom_op(
+    "mcore_logprobs::grad_logits",
+    mutates_args=("out",),
+    schema="(Tensor logits, Tensor target, Tensor lse, Tensor coef, Tensor? bias, "
+    f"Tensor(a!) out, {_SPEC_SCHEMA}) -> ()",
+)
+def _grad_logits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    coef: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *spec: Any,
+) -> None:
+    triton_grad.grad_logits(logits, target, lse, coef, RowSpec(*spec), bias=bias, out=out)
+
+
+@_grad_logits.register_fake
+def _(*_: Any) -> None:
+    return None

@@ -1,0 +1,170 @@
+"""What the Triton kernels share: finished logits, an accurate tanh, and how work is laid out.
+
+Every kernel walks a row in tiles of `groups x lanes` columns, `lanes` being what one thread reads
+with one 16-byte load. A reduction over the lanes never leaves its thread, so that the loop over the
+tiles has no barrier; threads are reduced once, after it.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels import stats
+
+__all__ = [
+    "LOG2E",
+    "LOG_ZERO",
+    "Plan",
+    "device_of",
+    "finished",
+    "is_interpreted",
+    "launch_plan",
+    "tanh",
+    "transform_args",
+    "with_unit_stride",
+]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
+
+# Programs for each multiprocessor when rows alone are too few. A dozen are resident at a time, and
+# with several rounds of them the last, part-filled round costs little.
+_PROGRAMS_PER_PROCESSOR = 32
+# A tile this large gives a warp four 16-byte loads to have in flight.
+_TILE_BYTES = 8192
+_NUM_WARPS = 4
+
+
+@triton.jit
+def tanh(x):
+    """tanh to 2 units in the last place; the usual 1 - 2 / (exp(2x) + 1) loses small x."""
+    square = x * x
+    series = -6.615748585e-03 * square + 2.131274034e-02
+    series = series * square - 5.391006557e-02
+    series = series * square + 1.333311761e-01
+    series = series * square - 3.333333205e-01
+    small = x + x * (square * series)
+    # exp overflows to inf for large x, and 2 / inf is 0.
+    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    large = tl.where(x < 0.0, -large, large)
+    return tl.where(tl.abs(x) < 0.55, small, large)
+
+
+@triton.jit
+def finished(
+    y,
+    bias_ptr,
+    columns,
+    mask,
+    scale,
+    softcap,
+    temperature,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """z of raw logits `y` in float32 (`kernels.stats`); the caller masks afterwards.
+
+    Returns (z, tanh(logit_scale * y / softcap), or y where there is no softcap).
+    """
+    z = y
+    if HAS_SCALE:
+        z = z * scale
+    capped = z
+    if HAS_SOFTCAP:
+        capped = tanh(z)
+        z = capped * softcap
+    if HAS_BIAS:
+        z = z + tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_TEMPERATURE:
+        # Rounded as torch rounds it: with a bias, ranks compare z of two origins.
+        z = tl.div_rn(z, temperature)
+    return z, capped
+
+
+def transform_args(spec: stats.RowSpec, bias: Tensor | None) -> dict[str, Any]:
+    """The arguments of `finished`, by name, save for its tensors."""
+    late_temperature = spec.temperature != 1.0 and (spec.softcap is not None or bias is not None)
+    if spec.softcap is not None:
+        scale = spec.logit_scale / spec.softcap
+    elif late_temperature:
+        scale = spec.logit_scale
+    else:
+        scale = spec.multiplier if bias is None else spec.logit_scale
+    return {
+        "scale": scale,
+        "softcap": 1.0 if spec.softcap is None else spec.softcap,
+        "temperature": spec.temperature,
+        "HAS_SCALE": scale != 1.0,
+        "HAS_SOFTCAP": spec.softcap is not None,
+        "HAS_BIAS": bias is not None,
+        "HAS_TEMPERATURE": late_temperature,
+    }
+
+
+def is_interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter: decided when Triton was first imported."""
+    # Triton's own functions and ours are decorated at different moments; both must agree.
+    return not any(isinstance(function, triton.JITFunction) for function in (tl.sum, finished))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one launch covers its rows.
+
+    Attributes:
+        splits: programs that share a row.
+        columns: columns of a row that one program walks; a multiple of the tile.
+        lanes, groups: the shape of a tile, `groups x lanes` columns.
+        num_warps: warps of a program.
+    """
+
+    splits: int
+    columns: int
+    lanes: int
+    groups: int
+    num_warps: int
+
+    @property
+    def tile(self) -> int:
+        return self.lanes * self.groups
+
+
+def launch_plan(rows: int, width: int, logits: Tensor) -> Plan:
+    """Split each row over as many programs as it takes to fill the chip, and no more."""
+    size = logits.element_size()
+    lanes = 16 // size
+    tile = min(_TILE_BYTES // size, max(32 * lanes, triton.next_power_of_2(max(1, width))))
+    tiles = triton.cdiv(max(1, width), tile)
+    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(logits.device), max(1, rows))
+    per_program = triton.cdiv(tiles, min(tiles, wanted))
+    splits = triton.cdiv(tiles, per_program)
+    return Plan(splits, per_program * tile, lanes, tile // lanes, _NUM_WARPS)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter: one program after another
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def device_of(tensor: Tensor) -> Any:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def with_unit_stride(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where its last dimension is strided (small tensors only)."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

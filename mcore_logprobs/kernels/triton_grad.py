@@ -1,0 +1,198 @@
+"""The gradient with respect to raw logits, one read and one write, as a Triton kernel."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels.triton_common import (
+    LOG2E,
+    LOG_ZERO,
+    device_of,
+    finished,
+    is_interpreted,
+    transform_args,
+    with_unit_stride,
+)
+
+__all__ = ["grad_kernel", "grad_logits"]
+
+_TILE = 4096
+# Tiles of one program: enough to spread the cost of reading the row's coefficients first.
+_TILES = 4
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _write_tile(
+    row_ptr,
+    out_row_ptr,
+    bias_ptr,
+    start,
+    valid,
+    width,
+    column,
+    lse,
+    a,
+    b,
+    on_target,
+    everywhere,
+    slope,
+    scale,
+    softcap,
+    temperature,
+    MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_SLOPE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+):
+    columns = start + tl.arange(0, TILE)
+    if MASKED:
+        mask = columns < valid
+        y = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    else:
+        mask = None
+        y = tl.load(row_ptr + columns).to(tl.float32)
+    z, capped = finished(
+        y, bias_ptr, columns, mask, scale, softcap, temperature,
+        HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE,
+    )  # fmt: skip
+    logp = z - lse
+    grad = tl.exp2(logp * LOG2E)
+    factor = a
+    if ENTROPY:
+        factor = a + b * tl.maximum(logp, LOG_ZERO)
+    grad = grad * factor
+    if SMOOTHING:
+        grad += tl.where(logp > LOG_ZERO, everywhere, 0.0)
+    grad += tl.where(columns == column, on_target, 0.0)
+    if HAS_SOFTCAP:
+        grad = grad * (1.0 - capped * capped)
+    if HAS_SLOPE:
+        grad = grad * slope
+    grad = grad.to(out_row_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(out_row_ptr + columns, tl.where(mask, grad, 0.0), mask=columns < width)
+    else:
+        tl.store(out_row_ptr + columns, grad)
+
+
+@triton.jit
+def grad_kernel(
+    logits_ptr,  # [n, v]
+    out_ptr,  # [n, v]; may be logits_ptr
+    target_ptr,  # [n] int64
+    lse_ptr,  # [n]
+    coef_ptr,  # [4, n]
+    bias_ptr,  # [v]
+    valid,
+    width,
+    row_stride,
+    out_row_stride,
+    coef_stride,
+    splits,
+    slope,
+    scale,
+    softcap,
+    temperature,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_SLOPE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+):
+    """One row's columns `[split * TILES * TILE, ...)`."""
+    program = tl.program_id(0)
+    row = program // splits
+    start = (program % splits) * (TILES * TILE)
+    stop = tl.minimum(start + TILES * TILE, width)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    out_row_ptr = out_ptr + row.to(tl.int64) * out_row_stride
+    a = tl.load(coef_ptr + row).to(tl.float32)
+    b = tl.load(coef_ptr + coef_stride + row).to(tl.float32)
+    on_target = tl.load(coef_ptr + 2 * coef_stride + row).to(tl.float32)
+    everywhere = tl.load(coef_ptr + 3 * coef_stride + row).to(tl.float32)
+    lse = tl.load(lse_ptr + row).to(tl.float32)
+    column = tl.load(target_ptr + row).to(tl.int32)
+
+    if (a != 0.0) | (b != 0.0) | (on_target != 0.0) | (everywhere != 0.0):
+        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
+        for at in range(start, whole, TILE):
+            _write_tile(
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, lse,
+                a, b, on_target, everywhere, slope, scale, softcap, temperature, False, TILE,
+                HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
+            )  # fmt: skip
+        for at in range(whole, stop, TILE):
+            _write_tile(
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, lse,
+                a, b, on_target, everywhere, slope, scale, softcap, temperature, True, TILE,
+                HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
+            )  # fmt: skip
+    else:
+        zeros = tl.zeros([TILE], out_ptr.dtype.element_ty)
+        for at in range(start, stop, TILE):
+            columns = at + tl.arange(0, TILE)
+            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+
+
+def grad_logits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    coef: Tensor,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As `kernels.reference.grad_logits`, for logits and out whose last stride is 1."""
+    rows, width = logits.shape
+    if logits.numel() == 0:
+        return
+    if is_interpreted() and out.dtype == torch.bfloat16:
+        # The interpreter truncates to bfloat16 where a GPU rounds.
+        rounded = torch.empty(rows, width, dtype=torch.float32, device=out.device)
+        grad_logits(logits, target, lse, coef, spec, bias=bias, out=rounded)
+        out.copy_(rounded)
+        return
+    tile = min(_TILE, max(128, triton.next_power_of_2(width)))
+    splits = triton.cdiv(width, tile * _TILES)
+    coef = with_unit_stride(coef)
+    with device_of(logits):
+        grad_kernel[(rows * splits,)](
+            logits,
+            out,
+            with_unit_stride(target),
+            with_unit_stride(lse),
+            coef,
+            None if bias is None else with_unit_stride(bias),
+            spec.valid,
+            width,
+            logits.stride(0),
+            out.stride(0),
+            coef.stride(0),
+            splits,
+            spec.multiplier,
+            **transform_args(spec, bias),
+            TILE=tile,
+            TILES=_TILES,
+            HAS_SLOPE=spec.multiplier != 1.0,
+            ENTROPY=spec.entropy,
+            SMOOTHING=spec.smoothing,
+            num_warps=_NUM_WARPS,
+        )

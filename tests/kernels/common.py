@@ -1,0 +1,116 @@
+"""Logits for the kernels' tests: every kind of row that a kernel must survive, in every layout."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, finish
+from mcore_logprobs.testing.oracles import assert_no_worse
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EVERYTHING = {"entropy": True, "rank": True, "smoothing": True}
+# The names of RowSpec's options that change z; "bias" stands for a bias vector.
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "scale": {"logit_scale": 0.25},
+    "softcap": {"softcap": 3.0},
+    "bias": {"bias": True},
+    "bias, hot": {"bias": True, "temperature": 1.7, "logit_scale": 0.5},
+    "all": {"bias": True, "temperature": 1.7, "logit_scale": 0.5, "softcap": 3.0},
+}
+
+
+def make_logits(rows: int, width: int, dtype: torch.dtype, kind: str = "normal") -> Tensor:
+    """`[rows, width]` on the device under test.
+
+    Kinds: "low" and "high" lie within a few units of -120 and +80; "holes" has -inf in every third
+    column, in the whole first row, and everywhere but in one column of the last.
+    """
+    y = torch.randn(rows, width)
+    y = {"normal": 3.0 * y, "low": y - 120.0, "high": y + 80.0, "holes": 3.0 * y}[kind]
+    if kind == "holes" and rows:
+        y[:, ::3] = -torch.inf
+        y[0] = -torch.inf
+        y[-1, : width - 1] = -torch.inf
+        y[-1, width - 1] = 1.0
+    return y.to(DEVICE, dtype)
+
+
+def lay_out(logits: Tensor, layout: str) -> Tensor:
+    """The same values, with rows that lie otherwise; NaN between them."""
+    rows, width = logits.shape
+    if layout == "wide":  # rows of a wider tensor, off a 16-byte boundary
+        home = torch.full((rows, width + 7), torch.nan, dtype=logits.dtype, device=DEVICE)
+        view = home[:, 3 : 3 + width]
+    elif layout == "every other":
+        home = torch.full((2 * rows, width), torch.nan, dtype=logits.dtype, device=DEVICE)
+        view = home[::2]
+    else:
+        assert layout == "far"  # the second row starts past 2^31 elements
+        view = far_rows(rows, width, logits.dtype)
+    view.copy_(logits)
+    return view
+
+
+def far_rows(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """`[rows, width]`, its row stride over 2^31 elements; memory that is not touched is free."""
+    stride = (1 << 31) + 64
+    elements = (rows - 1) * stride + width
+    if DEVICE == "cuda":
+        home = torch.empty(elements, dtype=dtype, device=DEVICE)
+    else:
+        home = torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
+    return home.as_strided((rows, width), (stride, 1))
+
+
+def make_target(rows: int, valid: int, logits: Tensor) -> Tensor:
+    """`[rows]` columns below `valid` that hold a finite logit where there is one; -1 for some."""
+    finite = logits[:, :valid].isfinite().float() + 1e-6
+    target = torch.multinomial(finite, 1).squeeze(-1) if rows else finite.new_zeros(0).long()
+    target[1::4] = -1
+    return target
+
+
+def make_threshold(logits: Tensor, spec: RowSpec, bias: Tensor | None, target: Tensor) -> Tensor:
+    """What `higher` counts against: the target's value, any of the row's where there is none."""
+    values = logits.float() if bias is None else reference.finished_logits(logits, spec, bias)
+    return values.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
+def make_bias(transform: dict[str, Any], width: int) -> Tensor | None:
+    return torch.randn(width, device=DEVICE) if transform.get("bias") else None
+
+
+def make_spec(valid: int, transform: dict[str, Any], wanted: dict[str, bool]) -> RowSpec:
+    options = {name: value for name, value in transform.items() if name != "bias"}
+    return replace(RowSpec(valid), **options, **wanted)
+
+
+def assert_stats(
+    got: Tensor, plain: Tensor, exact: Tensor, spec: RowSpec, *, ulps: float = 4.0
+) -> None:
+    """`[k, n]` statistics, finished, are no worse than plain torch's against float64's."""
+    done: list[FinishedStats] = [finish(stats, spec) for stats in (got, plain, exact)]
+    assert_no_worse(*(d.lse for d in done), ulps=ulps, name="lse")
+    # A shard of -inf alone has no log-probability, and one without the target gives no meaning to
+    # it; both still have to merge, which takes `target` as it is.
+    assert_no_worse(got[2], plain[2], exact[2], ulps=ulps, name="target")
+    some = exact[1] > 0
+    assert_no_worse(*(d.logprobs[some] for d in done), ulps=ulps, name="logprobs")
+    assert torch.equal(got[0].isneginf(), exact[0].isneginf())
+    if spec.entropy:
+        assert_no_worse(*(d.entropy for d in done), ulps=ulps, name="entropy")
+    if spec.rank:
+        assert torch.equal(got[spec.fields.index("higher")].double(), done[2].higher.double())
+    if spec.smoothing:
+        zsum = spec.fields.index("zsum")
+        assert_no_worse(got[zsum], plain[zsum], exact[zsum], ulps=8 * ulps, name="zsum")
+        assert torch.equal(got[zsum + 1].double(), exact[zsum + 1])
