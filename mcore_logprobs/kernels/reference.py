@@ -166,7 +166,7 @@ def _count(values: Tensor, target: Tensor, threshold: Tensor) -> Tensor:
 def grad_logits(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    shift: Tensor,
     coef: Tensor,
     spec: RowSpec,
     *,
@@ -176,9 +176,9 @@ def grad_logits(
 ) -> None:
     """Write the gradient with respect to raw logits.
 
-    With p = exp(z - lse), and per row the coefficients a, b, c, d:
+    With w = exp(z - shift), and per row the coefficients a, b, c, d:
 
-        dz[v] = p[v] * (a + b * (z[v] - lse)) + c * [v == target] + d * [z[v] finite]
+        dz[v] = w[v] * (a + b * (z[v] - shift)) + c * [v == target] + d * [z[v] finite]
         dy[v] = dz[v] * dz/dy,   0 at masked columns
 
     A row whose four coefficients are all 0 gets exactly 0, whatever its logits hold (NaN included:
@@ -186,7 +186,8 @@ def grad_logits(
 
     Args:
         logits, target, spec, bias, chunk_size: as in `row_stats`; target may be -1.
-        lse: `[n]`, of whole rows.
+        shift: `[n]`, each whole row's maximum (its lse does too, but has been rounded at the scale
+            of z, and w carries that error).
         coef: `[4, n]`, rows a, b, c, d.
         out: `[n, v]`, any dtype and row stride; may be `logits` itself. Every entry is written.
     """
@@ -196,7 +197,7 @@ def grad_logits(
             _chunk_grad(
                 logits[chunk, : spec.valid],
                 target[chunk],
-                lse[chunk],
+                shift[chunk],
                 coef[:, chunk],
                 spec,
                 None if bias is None else bias[: spec.valid],
@@ -207,19 +208,20 @@ def grad_logits(
 def _chunk_grad(
     logits: Tensor,  # [c, valid]
     target: Tensor,  # [c]
-    lse: Tensor,  # [c]
+    shift: Tensor,  # [c]
     coef: Tensor,  # [4, c]
     spec: RowSpec,
     bias: Tensor | None,
     out: Tensor,  # [c, valid]
 ) -> None:
     a, b, on_target, everywhere = (part.unsqueeze(-1) for part in coef)
-    logp = finished_logits(logits, spec, bias) - lse.unsqueeze(-1)
-    logp.clamp_(min=LOG_ZERO)
-    grad = logp.exp()
-    grad.mul_(logp.mul(b).add_(a) if spec.entropy else a)
-    if spec.smoothing:
-        grad.add_(torch.where(logp > LOG_ZERO, everywhere, 0.0))
+    shifted = finished_logits(logits, spec, bias) - shift.unsqueeze(-1)
+    is_finite = ~shifted.isneginf() if spec.smoothing else None
+    shifted.clamp_(min=LOG_ZERO)
+    grad = shifted.exp()
+    grad.mul_(shifted.mul(b).add_(a) if spec.entropy else a)
+    if is_finite is not None:
+        grad.add_(torch.where(is_finite, everywhere, 0.0))
     # One entry a row. The gather and the write go through float32, so that the target's entry, the
     # difference of two nearly equal numbers where p is near 1, is rounded to the output once.
     column = target.clamp(min=0).unsqueeze(-1)

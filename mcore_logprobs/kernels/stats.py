@@ -108,6 +108,8 @@ class FinishedStats:
         entropy: -sum p log p in nats, or None.
         higher: columns with a larger logit than the target's, or None.
         lse: log-sum-exp of z; 0 where every z is -inf, so that exp(z - lse) is 0 there and not NaN.
+        top, log_sum: the two terms of lse, the maximum and log s. Take (z - top) - log_sum for
+            log p where z may be large: their sum has been rounded, by up to 5e-4 at z = 1e4.
         finite: finite z in the row, or None.
     """
 
@@ -115,17 +117,20 @@ class FinishedStats:
     entropy: Tensor | None
     higher: Tensor | None
     lse: Tensor
+    top: Tensor
+    log_sum: Tensor
     finite: Tensor | None
 
 
 def finish(stats: Tensor, spec: RowSpec, label_smoothing: float = 0.0) -> FinishedStats:
     """Whole rows' statistics `[k, n]` to log-probabilities, entropy and the rest."""
     row = dict(zip(spec.fields, stats.unbind(0), strict=True))
-    log_sum = row["sum"].log()
     empty = row["max"].isneginf()
-    lse = torch.where(empty, 0.0, row["max"] + log_sum)
+    top = torch.where(empty, 0.0, row["max"])
+    log_sum = torch.where(empty, 0.0, row["sum"].log())
+    lse = top + log_sum
     # (t - m) - log s, not t - (m + log s): the difference of two large numbers is taken exactly.
-    logprobs = (row["target"] - row["max"]) - log_sum
+    logprobs = (row["target"] - top) - log_sum
     entropy = None
     if spec.entropy:
         entropy = torch.where(empty, 0.0, log_sum - row["entropy"] / row["sum"]).clamp(min=0.0)
@@ -134,7 +139,7 @@ def finish(stats: Tensor, spec: RowSpec, label_smoothing: float = 0.0) -> Finish
         assert finite is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, finite)
         logprobs = target_weight * logprobs + other_weight * (row["zsum"] - finite * lse)
-    return FinishedStats(logprobs, entropy, row.get("higher"), lse, finite)
+    return FinishedStats(logprobs, entropy, row.get("higher"), lse, top, log_sum, finite)
 
 
 def smoothing_weights(label_smoothing: float, finite: Tensor) -> tuple[Tensor, Tensor]:

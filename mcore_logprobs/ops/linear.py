@@ -32,6 +32,7 @@ class HeadGradients:
         hidden: `[n_local, h]`; weight `[v, h]`; bias `[v]` or None.
         needs: which of the three are wanted; an unwanted one costs no product.
         main_grad: where dWeight is added, or None.
+        wide: leave the gradients in float32 (float64 for float64).
     """
 
     def __init__(
@@ -43,32 +44,45 @@ class HeadGradients:
         opts: LinearOptions,
         *,
         needs: tuple[bool, bool, bool],
-        main_grad: Tensor | None,
+        main_grad: Tensor | None = None,
+        wide: bool = False,
     ) -> None:
         self.hidden = self.weight = self.bias = None
-        self._spec = opts.spec
+        self._wide = wide
         if needs[0]:
-            self.hidden = HiddenGradient(hidden, opts.group, tiles, scatter=opts.sequence_parallel)
+            self.hidden = HiddenGradient(
+                hidden, opts.group, tiles, scatter=opts.sequence_parallel, wide=wide
+            )
         if needs[1]:
             self.weight = WeightGradient(
-                weight, main_grad=main_grad, tiles=len(tiles.local), valid=opts.spec.valid
+                weight,
+                main_grad=main_grad,
+                tiles=len(tiles.local),
+                valid=opts.spec.valid,
+                wide=wide,
             )
         if needs[2] and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
         self._bias_like = bias
         self._tile: Tensor | None = None
 
-    def add(self, number: int, tile: Tensor, chunk: Chunk, dlogits: Tensor) -> None:
-        """One chunk's products: dWeight and dHidden."""
+    def add(
+        self, number: int, tile: Tensor, columns: slice, weight: Tensor, dlogits: Tensor
+    ) -> None:
+        """One chunk's products: dWeight and dHidden.
+
+        Args:
+            tile: `[rows, h]`, weight: `[columns, h]`, dlogits: `[rows, columns]`; operand dtype.
+        """
         if self.weight is not None:
-            self.weight.add(number == 0, chunk.columns, dlogits, tile)
+            self.weight.add(number == 0, columns, dlogits, tile)
         if self.hidden is not None:
             if self._tile is None:
                 wide = torch.promote_types(tile.dtype, torch.float32)
                 self._tile = torch.empty_like(tile, dtype=wide)
-                product(dlogits, chunk.weight, self._tile)
+                product(dlogits, weight, self._tile)
             else:
-                add_product(dlogits, chunk.weight, self._tile)
+                add_product(dlogits, weight, self._tile)
 
     def add_bias(self, columns: slice, dz: Tensor, factor: float) -> None:
         """Add `factor * sum over rows of dz`."""
@@ -90,7 +104,7 @@ class HeadGradients:
         """(dHidden, dWeight, dBias), None where unwanted or gone into main_grad."""
         bias = None
         if self.bias is not None and self._bias_like is not None:
-            bias = self.bias.to(self._bias_like.dtype)
+            bias = self.bias if self._wide else self.bias.to(self._bias_like.dtype)
         return (
             None if self.hidden is None else self.hidden.finish(),
             None if self.weight is None else self.weight.finish(),
@@ -104,7 +118,7 @@ def add_chunk_gradient(
     number: int,
     tile: Tensor,
     chunk: Chunk,
-    lse: Tensor,
+    shift: Tensor,
     coef: Tensor,
 ) -> None:
     """dLogits of a chunk from its rows' coefficients, and from them the head's gradients.
@@ -112,13 +126,10 @@ def add_chunk_gradient(
     With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on top.
     A head with both a softcap and a bias takes the two steps apart.
     """
-    spec = chunk.spec
-    if gradients.bias is None:
-        gradients.add(number, tile, chunk, head.chunk_grad(chunk, lse, coef))
-    elif spec.softcap is None:
-        dlogits = head.chunk_grad(chunk, lse, coef)
-        gradients.add_bias(chunk.columns, dlogits, 1.0 / spec.logit_scale)
-        gradients.add(number, tile, chunk, dlogits)
+    spec, columns = chunk.spec, chunk.columns
+    if gradients.bias is None or spec.softcap is None:
+        dlogits = head.chunk_grad(chunk, shift, coef)
+        gradients.add_bias(columns, dlogits, 1.0 / spec.logit_scale)
     else:
         slope = torch.tanh(chunk.logits.to(head.wide) * (spec.logit_scale / spec.softcap))
         capped = replace(
@@ -126,10 +137,11 @@ def add_chunk_gradient(
             logits=slope * spec.softcap,
             spec=replace(spec, logit_scale=1.0, softcap=None),
         )
-        dlogits = head.chunk_grad(capped, lse, coef)
-        gradients.add_bias(chunk.columns, dlogits, 1.0)
+        dz = head.chunk_grad(capped, shift, coef)
+        gradients.add_bias(columns, dz, 1.0)
         slope.square_().neg_().add_(1.0).mul_(spec.logit_scale)
-        gradients.add(number, tile, chunk, (dlogits * slope).to(dlogits.dtype))
+        dlogits = (dz * slope).to(dz.dtype)
+    gradients.add(number, tile, columns, head.weight_block(columns), dlogits)
 
 
 class _LinearTokenStats(torch.autograd.Function):
@@ -157,7 +169,7 @@ class _LinearTokenStats(torch.autograd.Function):
         keep = tiles.ordered(local.keep)
         ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
         ctx.save_for_backward(
-            hidden, weight, bias, column, keep, done.lse, done.entropy, done.finite
+            hidden, weight, bias, column, keep, done.top, done.log_sum, done.entropy, done.finite
         )
         ctx.set_materialize_grads(False)
         outputs = [None if x is None else tiles.restored(x) for x in blank_ignored(done, keep)]
@@ -171,13 +183,13 @@ class _LinearTokenStats(torch.autograd.Function):
         on_logprobs, on_entropy, _, on_lse = grads
         if on_logprobs is None and on_entropy is None and on_lse is None:
             return (None,) * 5
-        hidden, weight, bias, column, keep, lse, entropy, finite = ctx.saved_tensors
+        hidden, weight, bias, column, keep, top, log_sum, entropy, finite = ctx.saved_tensors
         opts: LinearOptions = ctx.opts
         tiles = _tiles(hidden, opts)
         coef = gradient_coefficients(
             *(None if g is None else tiles.ordered(g) for g in (on_logprobs, on_entropy, on_lse)),
             keep=keep,
-            lse=lse,
+            log_sum=log_sum,
             entropy=entropy,
             finite=finite,
             smoothing=opts.label_smoothing,
@@ -195,7 +207,7 @@ class _LinearTokenStats(torch.autograd.Function):
         head = Head(weight, bias, opts)
         for number, rows, tile in tiles:
             for chunk in head.chunks(tile, column[rows]):
-                add_chunk_gradient(gradients, head, number, tile, chunk, lse[rows], coef[:, rows])
+                add_chunk_gradient(gradients, head, number, tile, chunk, top[rows], coef[:, rows])
             gradients.end_tile(number, tile)
         return (*gradients.finish(), None, None)
 
@@ -253,8 +265,8 @@ def linear_token_stats(
         logits_dtype: what the products are rounded to. float32 (the default) also for bfloat16
             operands: the rounding of the logits is the main source of mismatch between trainer and
             rollout engine. torch.bfloat16 gives what a bfloat16 head gives.
-        compact: compute only rows whose target is not ignore_index; the same results, and prompt and
-            padding tokens cost no product. One host sync.
+        compact: compute only rows whose target is not ignore_index; the same results, and prompt
+            and padding tokens cost no product. One host sync.
         gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad` in place, as
             Megatron's linear layers do (`grad_added_to_main_grad` and `zero_out_wgrad` honoured).
         chunk_size: rows a tile; None: 2048 on a CPU and 8192 on a GPU. The block of columns follows
@@ -274,8 +286,8 @@ def linear_token_stats(
     tile of hidden, forward and backward, one ahead of the products.
 
     Memory: a chunk of logits and, where operands are bfloat16, its gradient; the gradients; for a
-    bfloat16 weight without main_grad and more than one tile, dWeight in float32. Saved for backward:
-    the inputs and a few numbers a row.
+    bfloat16 weight without main_grad and more than one tile, dWeight in float32. Saved for
+    backward: the inputs and a few numbers a row.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_token_stats`.

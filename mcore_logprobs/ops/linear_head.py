@@ -62,15 +62,13 @@ class Chunk:
 
     Attributes:
         columns: the block's columns in the shard.
-        logits: `[rows, columns]`, a buffer that the next chunk overwrites.
-        weight: `[columns, h]` in the operand dtype.
+        logits: `[rows, columns]`, in a buffer that the next chunk overwrites unless it is held.
         target: `[rows]` int64, the target's column in the block or -1.
         spec, bias: of the block.
     """
 
     columns: slice
     logits: Tensor
-    weight: Tensor
     target: Tensor
     spec: RowSpec
     bias: Tensor | None
@@ -82,6 +80,7 @@ class Head:
     def __init__(self, weight: Tensor, bias: Tensor | None, opts: LinearOptions) -> None:
         self.weight, self.bias, self.opts = weight.detach(), bias, opts
         self._buffer: Tensor | None = None
+        self._block: tuple[slice, Tensor] | None = None
 
     @cached_property
     def wide(self) -> torch.dtype:
@@ -93,41 +92,52 @@ class Head:
         """What the logits are rounded to: as asked for, and float64 for a float64 weight."""
         return torch.float64 if self.wide == torch.float64 else self.opts.logits_dtype
 
-    def chunks(self, tile: Tensor, column: Tensor) -> Iterator[Chunk]:
+    def weight_block(self, columns: slice) -> Tensor:
+        """`[columns, h]` of the weight in the operand dtype; the latest block is kept."""
+        if self._block is None or self._block[0] != columns:
+            self._block = None  # a cast block's memory can serve the next
+            self._block = (columns, operand(self.weight[columns]))
+        return self._block[1]
+
+    def chunks(self, tile: Tensor, column: Tensor, *, hold: bool = False) -> Iterator[Chunk]:
         """The logits of one tile, block by block over the columns that are true vocabulary.
 
         Args:
             tile: `[rows, h]` in the operand dtype.
             column: `[rows]`, the target's column in the shard or -1.
+            hold: give each block a place of its own, so that all of them last until the next call.
         """
+        rows = tile.shape[0]
+        if hold:
+            self._reserve(rows * self.opts.spec.valid)
         for columns in row_chunks(self.opts.spec.valid, self.opts.block_columns):
-            weight = operand(self.weight[columns])
             width = columns.stop - columns.start
             local = column - columns.start
             yield Chunk(
                 columns=columns,
-                logits=self.logits(tile, weight),
-                weight=weight,
+                logits=self.logits(tile, columns, start=rows * columns.start if hold else 0),
                 target=torch.where((local >= 0) & (local < width), local, -1),
                 spec=replace(self.opts.spec, valid=width),
                 bias=None if self.bias is None else self.bias[columns],
             )
 
-    def logits(self, tile: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """`tile @ weight^T` in logits_dtype, into `out` or this head's buffer."""
-        dtype = self.logits_dtype
-        if dtype == tile.dtype != self.wide:  # tensor cores with a low-precision result
-            return torch.mm(tile, weight.t(), out=out)
-        if out is None:
-            out = self._rectangle(tile.shape[0], weight.shape[0])
+    def logits(self, tile: Tensor, columns: slice, *, start: int = 0) -> Tensor:
+        """`tile @ weight[columns]^T` in logits_dtype, in the buffer from element `start`."""
+        weight = self.weight_block(columns)
+        if self.logits_dtype == tile.dtype != self.wide:  # tensor cores, low-precision result
+            return tile @ weight.t()
+        shape = (tile.shape[0], weight.shape[0])
+        size = shape[0] * shape[1]
+        out = self._reserve(start + size)[start : start + size].view(shape)
         product(tile, weight.t(), out)
         # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
-        return out if dtype == out.dtype else out.to(dtype)
+        return out.to(self.logits_dtype)
 
-    def _rectangle(self, rows: int, columns: int) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < rows * columns:
-            self._buffer = self.weight.new_empty(rows * columns, dtype=self.wide)
-        return self._buffer[: rows * columns].view(rows, columns)
+    def _reserve(self, size: int) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = None
+            self._buffer = self.weight.new_empty(size, dtype=self.wide)
+        return self._buffer
 
     def backend(self, logits: Tensor) -> registry.Backend:
         return registry.select(self.opts.backend, logits)
@@ -136,14 +146,16 @@ class Head:
         """Row statistics of one tile over this rank's columns, `[k, rows]`."""
         spec = self.opts.spec
         threshold = self.target_threshold(tile, column) if spec.rank else None
-        total: Tensor | None = None
+        total = self.no_columns(tile)
         for chunk in self.chunks(tile, column):
-            stats = self.chunk_stats(chunk, threshold)
-            total = stats if total is None else merge(torch.stack([total, stats]), spec)
-        if total is None:  # this rank has no true vocabulary
-            total = tile.new_zeros(len(spec.fields), tile.shape[0], dtype=self.wide)
-            total[0] = -torch.inf
+            total = merge(torch.stack([total, self.chunk_stats(chunk, threshold)]), spec)
         return total
+
+    def no_columns(self, tile: Tensor) -> Tensor:
+        """The row statistics of no columns at all, `[k, rows]`, to merge others into."""
+        stats = tile.new_zeros(len(self.opts.spec.fields), tile.shape[0], dtype=self.wide)
+        stats[0] = -torch.inf
+        return stats
 
     def chunk_stats(self, chunk: Chunk, threshold: Tensor | None) -> Tensor:
         """`kernels.reference.row_stats` of a chunk."""
@@ -156,7 +168,7 @@ class Head:
             chunk_size=registry.default_chunk_size(chunk.logits.shape[1], chunk.logits.device),
         )
 
-    def chunk_grad(self, chunk: Chunk, lse: Tensor, coef: Tensor) -> Tensor:
+    def chunk_grad(self, chunk: Chunk, shift: Tensor, coef: Tensor) -> Tensor:
         """dLogits of a chunk `[rows, columns]` in the operand dtype, over the logits if it fits."""
         logits = chunk.logits
         dtype = operand_dtype(self.weight.dtype, self.weight.device)
@@ -164,7 +176,7 @@ class Head:
         self.backend(logits).grad_logits(
             logits,
             chunk.target,
-            lse,
+            shift,
             coef,
             chunk.spec,
             bias=chunk.bias,

@@ -1,4 +1,4 @@
-"""The pieces of the fused path: hidden states in row tiles, logits in blocks, gradients as they come.
+"""The pieces of the fused path: hidden states in tiles, logits in blocks, gradients as they come.
 
 A *tile* is some rows of the hidden states; a *block* is some columns of the vocabulary. Only one
 tile-by-block rectangle of logits, the chunk, exists at a time. Under sequence parallelism a tile is
@@ -27,7 +27,7 @@ from mcore_logprobs.groups import group_size
 from mcore_logprobs.kernels.products import add_product, operand, product
 from mcore_logprobs.kernels.reference import row_chunks
 
-__all__ = ["HiddenGradient", "HiddenTiles", "WeightGradient"]
+__all__ = ["HiddenGradient", "HiddenTiles", "WeightGradient", "main_grad_stand_in"]
 
 
 class HiddenTiles:
@@ -85,13 +85,20 @@ class HiddenGradient:
     """Collects dHidden tile by tile: float32 within a tile, summed over TP while the next is made.
 
     The sum over TP is an all-reduce, or a reduce-scatter under sequence parallelism, in float32,
-    rounded to the hidden states' dtype once.
+    rounded to the hidden states' dtype once (not at all if `wide`).
     """
 
     def __init__(
-        self, hidden: Tensor, group: ProcessGroup | None, tiles: HiddenTiles, *, scatter: bool
+        self,
+        hidden: Tensor,
+        group: ProcessGroup | None,
+        tiles: HiddenTiles,
+        *,
+        scatter: bool,
+        wide: bool = False,
     ) -> None:
-        self.grad = torch.empty_like(hidden)
+        dtype = torch.promote_types(hidden.dtype, torch.float32) if wide else hidden.dtype
+        self.grad = torch.empty_like(hidden, dtype=dtype)
         self._group, self._tiles, self._scatter = group, tiles, scatter
         self._pending: tuple[int, Tensor, Any | None] | None = None
 
@@ -105,7 +112,7 @@ class HiddenGradient:
         self._pending = (number, out, work)
 
     def finish(self) -> Tensor:
-        """`[n_local, h]` in the hidden states' dtype."""
+        """`[n_local, h]` in the hidden states' dtype, or float32."""
         self._settle()
         return self.grad
 
@@ -129,21 +136,30 @@ class WeightGradient:
     Args:
         weight: `[v, h]`.
         main_grad: None, or Megatron's `weight.main_grad`, to which the gradient is added.
+        wide: leave the gradient in float32.
         tiles: how many tiles will contribute to each block.
         valid: columns past it are masked: their gradient is 0.
     """
 
-    def __init__(self, weight: Tensor, *, main_grad: Tensor | None, tiles: int, valid: int) -> None:
-        self._weight, self._main_grad, self._once = weight, main_grad, tiles <= 1
-        wide = torch.promote_types(weight.dtype, torch.float32)
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        main_grad: Tensor | None,
+        tiles: int,
+        valid: int,
+        wide: bool = False,
+    ) -> None:
+        self._weight, self._main_grad = weight, main_grad
+        self._wide = torch.promote_types(weight.dtype, torch.float32)
+        self._dtype = self._wide if wide else weight.dtype
+        self._fresh = main_grad is None
         self._sum: Tensor | None = None
         if main_grad is None:
-            self._sum = torch.empty_like(weight, dtype=weight.dtype if self._once else wide)
+            self._sum = torch.empty_like(weight, dtype=self._dtype if tiles <= 1 else self._wide)
             self._sum[valid if tiles else 0 :] = 0
-        elif main_grad.dtype == wide:
+        elif main_grad.dtype == self._wide:
             self._sum = main_grad
-        self._wide = wide
-        self._fresh = main_grad is None
 
     def add(self, first: bool, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
         """Add `dlogits^T @ hidden`, `[columns, h]`; `first` for the first tile of the block.
@@ -165,10 +181,10 @@ class WeightGradient:
             self._main_grad[columns].add_(part)
 
     def finish(self) -> Tensor | None:
-        """The weight's gradient in its dtype, or what stands for it when main_grad has it."""
+        """The weight's gradient, or what stands for it when main_grad has it."""
         if self._main_grad is None:
             assert self._sum is not None
-            return self._sum.to(self._weight.dtype)
+            return self._sum.to(self._dtype)
         return main_grad_stand_in(self._weight)
 
 

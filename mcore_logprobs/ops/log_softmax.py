@@ -14,11 +14,11 @@ from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import registry
 from mcore_logprobs.kernels.reference import finished_logits
-from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype, finish, merge
+from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, accumulator_dtype, finish, merge
 from mcore_logprobs.ops.inputs import open_logits
 from mcore_logprobs.ops.rows import Rows
 
-__all__ = ["log_sum_exp", "vocab_parallel_log_softmax"]
+__all__ = ["vocab_parallel_log_softmax"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Options:
     backend: registry.Backend
 
 
-def log_sum_exp(
+def _whole_rows(
     rows: Rows,
     logits: Tensor,
     shard: VocabShard,
@@ -37,44 +37,47 @@ def log_sum_exp(
     *,
     chunk_size: int,
     backend: registry.Backend,
-) -> Tensor:
-    """Each row's log-sum-exp over the whole vocabulary, `[n]`. One all-gather of `[3, n]`."""
+) -> FinishedStats:
+    """Each row's statistics over the whole vocabulary, `[n]`. One all-gather of `[3, n]`."""
     nobody = torch.full((rows.count,), -1, dtype=torch.int64, device=logits.device)
     stats = [
         backend.row_stats(block, nobody[part], spec, chunk_size=chunk_size)
         for part, block in rows.blocks(logits)
     ]
-    return finish(merge(all_gather_stack(torch.cat(stats, dim=1), shard.group), spec), spec).lse
+    return finish(merge(all_gather_stack(torch.cat(stats, dim=1), shard.group), spec), spec)
 
 
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, opts: _Options) -> Tensor:
         rows = Rows(logits)
-        lse = log_sum_exp(
+        done = _whole_rows(
             rows, logits, opts.shard, opts.spec, chunk_size=opts.chunk_size, backend=opts.backend
         )
         result = torch.empty_like(logits, dtype=accumulator_dtype(logits.dtype))
         valid = opts.spec.valid
         for part, block, out in rows.chunks(opts.chunk_size, logits, result):
             z = finished_logits(block[:, :valid], opts.spec)
-            torch.sub(z, lse[part].unsqueeze(-1), out=out[:, :valid])
+            # Not z - lse: the difference of large numbers is taken exactly.
+            torch.sub(z, done.top[part].unsqueeze(-1), out=out[:, :valid])
+            out[:, :valid] -= done.log_sum[part].unsqueeze(-1)
             out[:, valid:] = -torch.inf
         ctx.opts = opts
-        ctx.save_for_backward(logits, lse)
+        ctx.save_for_backward(logits, done.top, done.log_sum)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        logits, lse = ctx.saved_tensors
+        logits, top, log_sum = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(logits)
         valid = opts.spec.valid
         total = all_reduce_sum(rows.flat(grads[0][..., :valid].sum(-1)), opts.shard.group)
+        total = total * log_sum.neg().exp()  # p = exp(z - top) / s
         grad = torch.empty_like(logits)
         for part, block, upstream, out in rows.chunks(opts.chunk_size, logits, grads[0], grad):
-            p = finished_logits(block[:, :valid], opts.spec) - lse[part].unsqueeze(-1)
+            p = finished_logits(block[:, :valid], opts.spec) - top[part].unsqueeze(-1)
             p.exp_().mul_(total[part].unsqueeze(-1))
             out[:, :valid] = torch.sub(upstream[:, :valid], p, out=p).mul_(opts.spec.multiplier)
             out[:, valid:] = 0

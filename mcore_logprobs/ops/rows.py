@@ -33,14 +33,15 @@ class Rows:
         """`[..., *rest]` -> `[n, *rest]` in walking order; a copy only where it must be."""
         rest = range(len(self._order), per_row.dim())
         shape = (self.count, *per_row.shape[len(self._order) :])
-        return per_row.permute(*self._order, *rest).reshape(shape)
+        return per_row.permute((*self._order, *rest)).reshape(shape)
 
     def unflat(self, flat: Tensor) -> Tensor:
         """The inverse of `flat`: `[n, *rest]` -> `[..., *rest]`, contiguous."""
-        walked = flat.reshape(*(self._lead[dim] for dim in self._order), *flat.shape[1:])
+        lead = (self._lead[dim] for dim in self._order)
+        walked = flat.reshape((*lead, *flat.shape[1:]))
         inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
         rest = range(len(self._order), walked.dim())
-        return walked.permute(*inverse, *rest).contiguous()
+        return walked.permute((*inverse, *rest)).contiguous()
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """2-D views that cover the rows in walking order: (slice of the flat rows, a view of each).
@@ -53,7 +54,7 @@ class Rows:
         """
         start = 0
         for views in _collapse(
-            [t.permute(*self._order, *range(len(self._order), t.dim())) for t in tensors]
+            [t.permute((*self._order, *range(len(self._order), t.dim()))) for t in tensors]
         ):
             stop = start + views[0].shape[0]
             yield slice(start, stop), *views

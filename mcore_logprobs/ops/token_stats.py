@@ -91,7 +91,9 @@ class _TokenStats(torch.autograd.Function):
         column, keep = rows.flat(local.column), rows.flat(local.keep)
         done = shard_stats(rows, logits, column, opts)
         ctx.opts = opts
-        ctx.save_for_backward(logits, column, keep, done.lse, done.entropy, done.finite)
+        ctx.save_for_backward(
+            logits, column, keep, done.top, done.log_sum, done.entropy, done.finite
+        )
         ctx.set_materialize_grads(False)
         outputs = [None if x is None else rows.unflat(x) for x in blank_ignored(done, keep)]
         if outputs[2] is not None:
@@ -104,13 +106,13 @@ class _TokenStats(torch.autograd.Function):
         on_logprobs, on_entropy, _, on_lse = grads
         if on_logprobs is None and on_entropy is None and on_lse is None:
             return None, None, None
-        logits, column, keep, lse, entropy, finite = ctx.saved_tensors
+        logits, column, keep, top, log_sum, entropy, finite = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(logits)
         coef = gradient_coefficients(
             *(None if g is None else rows.flat(g) for g in (on_logprobs, on_entropy, on_lse)),
             keep=keep,
-            lse=lse,
+            log_sum=log_sum,
             entropy=entropy,
             finite=finite,
             smoothing=opts.label_smoothing,
@@ -124,7 +126,7 @@ class _TokenStats(torch.autograd.Function):
             opts.backend.grad_logits(
                 block,
                 column[part],
-                lse[part],
+                top[part],
                 coef[:, part],
                 spec,
                 out=out,
@@ -183,7 +185,7 @@ def gradient_coefficients(
     on_lse: Tensor | None,
     *,
     keep: Tensor,
-    lse: Tensor,
+    log_sum: Tensor,
     entropy: Tensor | None,
     finite: Tensor | None,
     smoothing: float,
@@ -194,17 +196,19 @@ def gradient_coefficients(
 
         dz = g (q - p) - h p (log p + H) + l p
 
-    so a = l - g - h H, b = -h; without label smoothing c = g, d = 0.
+    so that with log p in place of z - shift, a = l - g - h H and b = -h; without label smoothing
+    c = g, d = 0. The kernels' shift is the row's maximum m, so that a and b are scaled to match:
+    log p = (z - m) - log s.
 
     Args:
         on_logprobs, on_entropy, on_lse: `[n]` or None for zero.
         keep: `[n]` bool; other rows get coefficients 0, and with them exactly no gradient.
-        lse, entropy, finite: `[n]`, what the forward found.
+        log_sum, entropy, finite: `[n]`, what the forward found.
 
     Returns:
-        `[4, n]` in lse's dtype.
+        `[4, n]` in log_sum's dtype.
     """
-    coef = lse.new_zeros(4, lse.shape[0])
+    coef = log_sum.new_zeros(4, log_sum.shape[0])
     if on_lse is not None:
         coef[0] += on_lse
     if on_logprobs is not None:
@@ -219,6 +223,8 @@ def gradient_coefficients(
         target_weight, other_weight = smoothing_weights(smoothing, finite)
         coef[2] *= target_weight
         coef[3] = on_logprobs * other_weight
+    coef[0] -= coef[1] * log_sum
+    coef[:2] *= log_sum.neg().exp()
     return coef.masked_fill_(~keep, 0.0)
 
 
