@@ -211,8 +211,7 @@ def test_real_transformer_config() -> None:
 def test_megatron_lm_parser_takes_the_flags() -> None:
     """Megatron-LM's own argument parser, from the 0.19 wheel that tests/run.sh unpacks."""
     unpacked = os.environ.get("MCORE_LOGPROBS_MEGATRON_019")
-    if not unpacked:
-        pytest.skip("MCORE_LOGPROBS_MEGATRON_019 is not set: run tests/run.sh")
+    assert unpacked, "MCORE_LOGPROBS_MEGATRON_019 is not set: run tests/run.sh"
     script = """
         import sys, typing
         if sys.version_info < (3, 12):  # Megatron 0.19 is written for 3.12
