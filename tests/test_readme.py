@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def test_every_public_function_is_in_the_task_table() -> None:
         if name.startswith(("vocab_parallel_", "linear_", "context_parallel_", "all_to_all_"))
     }
     assert {name for name in functions if f"`{name}`" not in README} == set()
+
+
+def test_modules_exist() -> None:
+    modules = set(re.findall(r"mcore_logprobs(?:\.[a-z_]+)+", README))
+    assert "mcore_logprobs.diagnostics" in modules
+    for dotted in modules:
+        assert pkgutil.resolve_name(dotted) is not None
 
 
 def test_flags_exist() -> None:
