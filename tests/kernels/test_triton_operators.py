@@ -1,0 +1,120 @@
+"""The kernels behind the public operations: chosen by name, compiled around, captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_logprobs import linear_token_stats, vocab_parallel_target_rank
+from mcore_logprobs import vocab_parallel_token_stats as token_stats
+from mcore_logprobs.kernels import reference, registry, triton_backend
+from mcore_logprobs.kernels.stats import RowSpec
+from tests.kernels.common import DEVICE, make_logits
+
+RUN_IN_INTERPRETER = True
+SPEC = RowSpec(190, logit_scale=0.5, softcap=4.0, temperature=0.8, entropy=True, smoothing=True)
+
+
+def _inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    logits = make_logits(6, 200, dtype)
+    target = torch.tensor([0, 5, -1, 100, 189, 7], device=DEVICE)
+    return logits, target, torch.full((6,), 9.0, device=DEVICE), torch.randn(4, 6, device=DEVICE)
+
+
+def test_triton_is_had_by_name_and_serves_what_it_can():
+    logits = make_logits(2, 8, torch.bfloat16)
+    assert registry.select("triton", logits) is triton_backend
+    assert registry.select("auto", logits) is (triton_backend if DEVICE == "cuda" else reference)
+    choices = {choice.name: choice for choice in registry.explain(DEVICE)}
+    assert choices["triton"].available
+    for refused, reason in ((logits.double(), "float64"), (logits.t(), "last stride is 1")):
+        with pytest.raises(ValueError, match=reason):
+            registry.select("triton", refused)
+        assert registry.select("auto", refused) is reference
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_operations_on_logits_agree_with_torch(dtype, inplace):
+    # [s, b, V] seen as [b, s, V], without its last position: rows of two strides.
+    leaves = [make_logits(12, 300, dtype).view(4, 3, 300).requires_grad_() for _ in range(2)]
+    leaves[1].data.copy_(leaves[0].data)
+    target = torch.randint(280, (3, 3), device=DEVICE)
+    target[1, 1] = -100
+    upstream = torch.randn(3, 3, device=DEVICE)
+    results = []
+    for leaf, backend in zip(leaves, ("torch", "triton"), strict=True):
+        logits = (leaf * 1.0).transpose(0, 1)[:, :-1]
+        options = {"temperature": 0.9, "vocab_size": 280, "backend": backend}
+        rank = vocab_parallel_target_rank(logits, target, **options)
+        stats = token_stats(
+            logits, target, entropy=True, target_rank=True, label_smoothing=0.1,
+            inplace_backward=inplace, **options,
+        )  # fmt: skip
+        (upstream * (stats.logprobs - 0.5 * stats.entropy + 0.1 * stats.lse)).sum().backward()
+        assert torch.equal(stats.target_rank, rank)
+        results.append((stats.logprobs, stats.entropy, stats.lse, rank))
+    for name, torchs, tritons in zip(("logprobs", "entropy", "lse", "rank"), *results, strict=True):
+        torch.testing.assert_close(tritons, torchs, rtol=1e-6, atol=1e-5, msg=name)
+    tolerance = {"rtol": 2**-7, "atol": 1e-6} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad, **tolerance)
+
+
+def test_the_fused_path_agrees_with_torch():
+    hidden, weight = torch.randn(7, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
+    target = torch.randint(290, (7,), device=DEVICE)
+    results = []
+    for backend in ("torch", "triton"):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        stats = linear_token_stats(
+            *leaves, target, entropy=True, softcap=5.0, temperature=0.7, vocab_size=290,
+            chunk_size=4, backend=backend,
+        )  # fmt: skip
+        (stats.logprobs + stats.entropy).sum().backward()
+        results.append((stats.logprobs, stats.entropy, *(leaf.grad for leaf in leaves)))
+    for torchs, tritons in zip(*results, strict=True):
+        torch.testing.assert_close(tritons, torchs, rtol=1e-4, atol=1e-5)
+
+
+def test_operators_declare_what_they_do():
+    # Schema, fake implementation and what torch.compile sees, by torch's own checker.
+    logits, target, lse, coef = _inputs()
+    spec = triton_backend._flatten(SPEC)
+    threshold = logits[:, 0].float()
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    for operator, arguments in (
+        (triton_backend._row_stats, (logits, target, None, None, *spec)),
+        (triton_backend._count_higher, (logits, target.clamp(min=0), threshold, 190)),
+        (triton_backend._grad_logits,
+         (logits, target, lse, coef, None, torch.empty_like(logits), *spec)),
+    ):  # fmt: skip
+        torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_one_graph_under_torch_compile(inplace):
+    def run(logits, target, lse, coef):
+        stats = triton_backend.row_stats(logits * 2, target, SPEC)
+        out = logits * 2 if inplace else torch.zeros_like(logits)
+        source = out if inplace else logits * 2
+        triton_backend.grad_logits(source, target, lse + stats[0], coef, SPEC, out=out)
+        return stats, out + 1
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for inputs in (_inputs(), _inputs(torch.float32)):
+        for got, expected in zip(compiled(*inputs), run(*inputs), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+def test_captured_in_a_cuda_graph():
+    logits, target, _, _ = _inputs()
+    token_stats(logits, target.clamp(min=0), entropy=True)  # compile before the capture
+    graph = torch.cuda.CUDAGraph()
+    target = target.clamp(min=0)
+    with torch.cuda.graph(graph):
+        stats = token_stats(logits, target, entropy=True)
+    logits.copy_(make_logits(6, 200, torch.bfloat16))
+    graph.replay()
+    expected = token_stats(logits, target, entropy=True, backend="torch")
+    torch.testing.assert_close(stats.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
