@@ -6,7 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from mcore_logprobs.collectives import all_gather_dim0
+from mcore_logprobs.groups import group_size, resolve_tp_group
+
+_BEST_ELEMENTS = 1 << 23  # logits at a time when only the largest are wanted
 
 
 class DeferredLogits:
@@ -22,7 +27,8 @@ class DeferredLogits:
         hidden: [s, b, h], or [s/TP, b, h] where `sequence_parallel`.
         weight: [V/TP, h]; bias: [V/TP] or None.
         scale: number that the product is multiplied by (MuP).
-        sequence_parallel: whether hidden is split over the TP ranks along the sequence.
+        sequence_parallel: whether hidden is split over the TP ranks along the sequence, and
+        tp_group: over which.
     """
 
     def __init__(
@@ -33,14 +39,18 @@ class DeferredLogits:
         bias: Tensor | None,
         sequence_parallel: bool,
         compute: Callable[[], Tensor],
+        tp_group: Any = None,
         scale: float = 1.0,
+        finish: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
         self.hidden = hidden
         self.weight = weight
         self.bias = bias
         self.scale = scale
         self.sequence_parallel = sequence_parallel
+        self.tp_group = tp_group
         self._compute = compute
+        self._finish = finish
         self._computed: dict[bool, Tensor] = {}
 
     def materialize(self) -> Tensor:
@@ -51,7 +61,7 @@ class DeferredLogits:
         """
         grad = torch.is_grad_enabled()
         if grad not in self._computed:
-            self._computed[grad] = self._compute()
+            self._computed[grad] = self._finish(self._compute())
         return self._computed[grad]
 
     def scaled(self, factor: float, apply: Callable[[Tensor], Tensor]) -> DeferredLogits:
@@ -61,9 +71,60 @@ class DeferredLogits:
             weight=self.weight,
             bias=self.bias,
             sequence_parallel=self.sequence_parallel,
-            compute=lambda: apply(self.materialize()),
+            tp_group=self.tp_group,
+            compute=self._compute,
             scale=self.scale * factor,
+            finish=lambda logits: apply(self._finish(logits)),
         )
+
+    def size(self, dim: int | None = None) -> Any:
+        """The logits' size, without computing them."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def shape(self) -> torch.Size:
+        rows = self.hidden.shape[0]
+        if self.sequence_parallel:
+            rows *= group_size(self.tp_group)
+        return torch.Size((rows, *self.hidden.shape[1:-1], self.weight.shape[0]))
+
+    def max(self, *args: Any, **kwargs: Any) -> Any:
+        """`Tensor.max`; over the vocabulary and without gradients, a few rows at a time.
+
+        Megatron counts accepted multi-token predictions so, from 0.19 on.
+        """
+        if self._over_vocabulary(args, kwargs):
+            return self._best()
+        return self.materialize().max(*_materialized(args), **_materialized(kwargs))
+
+    def argmax(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`Tensor.argmax`, by the same means."""
+        if self._over_vocabulary(args, kwargs):
+            return self._best().indices
+        return self.materialize().argmax(*args, **kwargs)
+
+    def _over_vocabulary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        dims = (*args, *kwargs.values())
+        last = len(self.shape) - 1
+        named = set(kwargs) <= {"dim"}
+        return not torch.is_grad_enabled() and named and len(dims) == 1 and dims[0] in (-1, last)
+
+    def _best(self) -> torch.return_types.max:
+        """(largest logit, its local column) of each token, [s, b] each, never holding the logits.
+
+        Collectives: under sequence parallelism an all-gather of hidden.
+        """
+        hidden = self.hidden
+        if self.sequence_parallel:
+            hidden = all_gather_dim0(hidden, self.tp_group)
+        values = hidden.new_empty(self.shape[:-1])
+        indices = torch.empty_like(values, dtype=torch.int64)
+        rows = max(1, _BEST_ELEMENTS // (self.shape[1:].numel()))
+        for start in range(0, self.shape[0], rows):
+            some = slice(start, start + rows)
+            logits = nn.functional.linear(hidden[some], self.weight, self.bias)
+            values[some], indices[some] = self._finish(logits).max(dim=-1)
+        return torch.return_types.max((values, indices))
 
     def __repr__(self) -> str:
         return (
@@ -86,7 +147,10 @@ class DeferredLogits:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return func(*_materialized(args), **_materialized(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in (torch.max, torch.argmax) and args and isinstance(args[0], cls):
+            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+        return func(*_materialized(args), **_materialized(kwargs))
 
 
 class DeferringHead:
@@ -124,6 +188,7 @@ class DeferringHead:
             weight=whose,
             bias=None if layer.skip_bias_add else layer.bias,
             sequence_parallel=sequence_parallel,
+            tp_group=resolve_tp_group(getattr(layer, "tp_group", None)),
             compute=compute,
         )
         return handle, layer.bias if layer.skip_bias_add else None

@@ -43,11 +43,15 @@ def head_output(
     if isinstance(logits, DeferredLogits):
         from mcore_logprobs.ops.linear import linear_token_stats
 
+        # Megatron scales the product with its bias, the operation the product alone.
+        bias = logits.bias
+        if bias is not None and logits.scale != 1.0:
+            bias = bias * logits.scale
         stats = linear_token_stats(
             logits.hidden,
             logits.weight,
             target,
-            bias=logits.bias,
+            bias=bias,
             logit_scale=logits.scale,
             sequence_parallel=logits.sequence_parallel,
             logits_dtype=config.logits_dtype,

@@ -70,37 +70,43 @@ def head_tp_group(layer: Any) -> Any:
     return resolve_tp_group(getattr(layer, "tp_group", None))
 
 
-def head_report(model: Any) -> HeadReport:
+def head_report(model: Any, *, softcap: float | None = None) -> HeadReport:
     """Whether the head of `model` (wrapped or not) can take the fused path, and if not, why.
 
-    Stages without a head are fusable: there is nothing to do. For `doctor` and for the patch.
+    Stages without a head are fusable: there is nothing to do. `softcap` is that of the config to
+    come, if it has one. For `doctor` and for the patch.
 
     Raises:
         ValueError: no language model is found in `model`.
     """
     for language_model in find_language_models(model):
         if has_head(language_model):
-            report = _model_report(language_model)
+            report = _model_report(language_model, softcap)
             if not report.fusable:
                 return report
     return HeadReport(True, "")
 
 
-def _model_report(language_model: Any) -> HeadReport:
+def _model_report(language_model: Any, softcap: float | None) -> HeadReport:
     layer = language_model.output_layer
     weight = getattr(layer, "weight", None)
     if weight is None and hasattr(language_model, "shared_embedding_or_output_weight"):
         weight = language_model.shared_embedding_or_output_weight()
-    return layer_report(layer, weight, getattr(language_model, "_scale_logits", None))
+    scale_logits = getattr(language_model, "_scale_logits", None)
+    return layer_report(layer, weight, scale_logits, softcap=softcap)
 
 
-def layer_report(layer: Any, weight: Any, scale_logits: Any) -> HeadReport:
+def layer_report(
+    layer: Any, weight: Any, scale_logits: Any, *, softcap: float | None
+) -> HeadReport:
     """The same for an output layer, the weight it is called with, and what scales its logits."""
     reason = (
         _reason_against_layer(layer)
         or _reason_against_weight(weight)
         or _reason_against_scale(scale_logits)
     )
+    if not reason and softcap is not None and layer.bias is not None:
+        reason = "its bias would have to come before the softcap"
     return HeadReport(not reason, reason)
 
 

@@ -58,7 +58,7 @@ def logprob_output_processor(
         return scale(output_layer(hidden_states, **call)[0]).transpose(0, 1).contiguous()
 
     weight = output_layer.weight if output_weight is None else output_weight
-    report = layer_report(output_layer, weight, scale_logits)
+    report = layer_report(output_layer, weight, scale_logits, softcap=context.softcap)
     tp_group = head_tp_group(output_layer)
     if takes_fused_path(context, report):
         logits = scale_deferred(_defer(output_layer, hidden_states, call), config, scale)

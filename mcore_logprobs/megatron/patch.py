@@ -146,7 +146,7 @@ class _HeadPatch:
         self.model = model
         self.layer = model.output_layer
         self.config = config
-        self.report = head_report(model)
+        self.report = head_report(model, softcap=config.softcap)
         self.fused = takes_fused_path(config, self.report)
         self.installed = False
         self._deferring = DeferringHead(self.layer)

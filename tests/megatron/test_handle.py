@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_logprobs.megatron import handle as handle_module
 from mcore_logprobs.megatron.handle import DeferredLogits
 
 
@@ -37,8 +38,8 @@ class Head:
 
 TOUCHES: dict[str, Any] = {
     "method": lambda x: x.transpose(0, 1).contiguous(),
-    "attribute": lambda x: torch.zeros(x.shape),
-    "size": lambda x: torch.zeros(x.size(-1)),
+    "attribute": lambda x: torch.zeros(1, dtype=x.dtype),
+    "strides": lambda x: torch.zeros(x.stride(0)),
     "torch function": lambda x: torch.argmax(x, dim=-1),
     "keyword": lambda x: torch.softmax(input=x, dim=-1),
     "list": lambda x: torch.cat([x, x]),
@@ -86,6 +87,8 @@ def test_looking_does_not_compute():
     assert hash(handle) == hash(handle)
     assert handle is not None
     assert handle.hidden is head.hidden
+    assert handle.size() == handle.shape == (5, 2, 6)
+    assert handle.size(-1) == 6
     assert handle.scaled(2.0, lambda x: x * 2).scale == 2.0
     assert head.calls == 0
 
@@ -103,7 +106,7 @@ def test_logits_without_gradients_are_not_kept_for_a_caller_with_them():
     head = Head()
     handle = head.handle()
     with torch.no_grad():
-        assert not handle.max().requires_grad
+        assert not handle.sum().requires_grad
         assert not handle.min().requires_grad
     assert head.calls == 1
     assert handle.max().requires_grad
@@ -114,3 +117,26 @@ def test_scaled_handle_gives_scaled_logits():
     scaled = head.handle().scaled(0.5, lambda x: x * 0.5).scaled(3.0, lambda x: x * 3.0)
     assert scaled.scale == 1.5
     assert torch.equal(scaled + 0, head.logits() * 0.5 * 3.0)
+
+
+@pytest.mark.parametrize("budget", [1, 13, 1 << 20])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_largest_logits_without_the_logits(monkeypatch, budget, scaled):
+    monkeypatch.setattr(handle_module, "_BEST_ELEMENTS", budget)
+    head = Head()
+    handle = head.handle()
+    expected = head.logits().detach()
+    if scaled:  # a negative scale: the smallest product wins
+        handle, expected = handle.scaled(-2.0, lambda x: x * -2.0), expected * -2.0
+    head.calls = 0
+    with torch.no_grad():
+        for found in (handle.max(dim=-1), handle.max(2), torch.max(handle, dim=-1)):
+            assert torch.allclose(found.values, expected.max(-1).values)
+            assert torch.equal(found.indices, expected.argmax(-1))
+        assert torch.equal(torch.argmax(handle, dim=-1), expected.argmax(-1))
+        assert torch.equal(handle.argmax(-1), expected.argmax(-1))
+        assert head.calls == 0
+        assert torch.equal(handle.max(), expected.max())
+        assert torch.equal(handle.max(dim=0).values, expected.max(dim=0).values)
+        assert torch.equal(handle.argmax(dim=-1, keepdim=True), expected.argmax(-1, keepdim=True))
+    assert handle.max(dim=-1).values.requires_grad

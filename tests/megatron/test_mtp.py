@@ -23,13 +23,14 @@ from tests.megatron.common import (
 )
 
 
-def logged_losses(run: Any) -> torch.Tensor:
-    """What Megatron logged for each MTP head while `run` ran."""
+def logged_metrics(run: Any) -> dict[str, torch.Tensor]:
+    """What Megatron logged for each MTP head while `run` ran: losses, from 0.19 on also hits."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     MTPLossLoggingHelper.tracker.clear()
     run()
-    return MTPLossLoggingHelper.tracker["values"].clone()
+    tracker = MTPLossLoggingHelper.tracker
+    return {k.replace("loss_", ""): v.clone() for k, v in tracker.items() if torch.is_tensor(v)}
 
 
 def compare(
@@ -40,17 +41,17 @@ def compare(
         model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=tied, mtp=True)
         batch = make_batch(parallel_state)
         results: dict[str, Any] = {}
-        logged = {"plain": logged_losses(lambda: results.update(plain=step(model, batch)))}
+        logged = {"plain": logged_metrics(lambda: results.update(plain=step(model, batch)))}
         with patch_gpt_model(model, LogprobConfig(**settings)):
-            logged["ours"] = logged_losses(lambda: results.update(ours=step(model, batch)))
+            logged["ours"] = logged_metrics(lambda: results.update(ours=step(model, batch)))
         (expected, expected_grads), (got, grads) = results["plain"], results["ours"]
         assert isinstance(got, TokenStats) == (settings.get("output", "stats") == "stats")
-        assert logged["plain"].min() > 1.0
+        assert logged["plain"]["values"].min() > 1.0
         assert "_postprocess" not in vars(model)
         return {
             "loss": relative(loss_of(got), expected),
             "grad": worst(grads, expected_grads),
-            "logged": relative(logged["ours"], logged["plain"]),
+            "logged": worst(logged["ours"], logged["plain"]),
         }
 
 

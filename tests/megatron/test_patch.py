@@ -336,3 +336,71 @@ def config_from_the_model() -> None:
 
 def test_settings_from_the_transformer_config(ranks):
     ranks(1).run(config_from_the_model)
+
+
+def never_materializes(mtp: bool) -> None:
+    from mcore_logprobs.megatron.handle import DeferredLogits
+
+    with megatron(tp=2) as parallel_state:
+        extra = {"mtp_num_layers": 1} if mtp else {}
+        config = tiny_config(sequence_parallel=True, **extra)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=mtp)
+        batch = make_batch(parallel_state)
+        original = DeferredLogits.materialize
+        calls: list[str] = []
+
+        def counting(self: Any) -> Tensor:
+            calls.append("logits")
+            return original(self)
+
+        DeferredLogits.materialize = counting  # type: ignore[method-assign]
+        try:
+            with patch_gpt_model(model, LogprobConfig(entropy=True, target_rank=True)):
+                step(model, batch)
+                assert not calls
+                model(**batch["inputs"], labels=None if not mtp else batch["labels"])
+        finally:
+            DeferredLogits.materialize = original  # type: ignore[method-assign]
+        assert calls == ([] if mtp else ["logits"])
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_logits_are_never_computed(ranks, mtp):
+    ranks(2).run(never_materializes, mtp)
+
+
+def main_grad_fusion(tied: bool, mtp: bool) -> float:
+    """gradient_accumulation_fusion of the head alone (the other layers' needs a CUDA extension)."""
+    with megatron(tp=2) as parallel_state:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        extra = {"mtp_num_layers": 1} if mtp else {}
+        config = tiny_config(sequence_parallel=True, **extra)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=tied, mtp=mtp)
+        ddp = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        batches = [make_batch(parallel_state, seed=seed) for seed in range(3)]
+
+        def accumulate() -> dict[str, Tensor]:
+            ddp.zero_grad_buffer()
+            for batch in batches:
+                output = ddp(**batch["inputs"], labels=batch["labels"])
+                (loss_of(output) * batch["weights"]).sum().backward()
+            finalize_model_grads([ddp])
+            return {n: p.main_grad.clone() for n, p in model.named_parameters()}
+
+        expected = accumulate()
+        with patch_gpt_model(ddp, LogprobConfig(fused="require")):
+            model.output_layer.gradient_accumulation_fusion = True
+            return worst(accumulate(), expected)
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_gradient_accumulation_fusion(ranks, tied, mtp):
+    assert max(ranks(2).run(main_grad_fusion, tied, mtp)) < 1e-5
