@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_logprobs.ops.inputs import check_fraction, check_optional_positive, check_positive
+from mcore_logprobs.ops.inputs import check_fraction, check_positive
 
 __all__ = [
     "KL",
@@ -313,7 +313,7 @@ def _dpo_margin(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    check_optional_positive("beta", beta)
+    check_positive("beta", beta)
     check_fraction("label_smoothing", label_smoothing)
     return beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
 
