@@ -7,6 +7,9 @@ block of the operand is cast first: the products of bf16 numbers are exact in fl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -31,11 +34,44 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """`out = a @ b`; a and b of one dtype, out of at least float32."""
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
-    return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    if _has_wide_mm(a.dtype, a.device):
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """`out += a @ b`, added in out's dtype."""
     if a.dtype == out.dtype:
         return torch.addmm(out, a, b, out=out)
-    return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    if _has_wide_addmm(a.dtype, a.device):
+        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    return out.add_(product(a, b, torch.empty_like(out)))
+
+
+# torch.mm has had out_dtype since 2.8, on CUDA alone; torch.addmm since then too, but the first
+# releases refused to add to a float32 tensor. Asked for once each, by trying.
+
+
+@cache
+def _has_wide_mm(dtype: torch.dtype, device: torch.device) -> bool:
+    a, out = _probe(dtype, device)
+    return _works(lambda: torch.mm(a, a, out_dtype=out.dtype, out=out))
+
+
+@cache
+def _has_wide_addmm(dtype: torch.dtype, device: torch.device) -> bool:
+    a, out = _probe(dtype, device)
+    return _works(lambda: torch.addmm(out, a, a, out_dtype=out.dtype, out=out))
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    a = torch.zeros(16, 16, dtype=dtype, device=device)
+    return a, torch.zeros(16, 16, dtype=torch.float32, device=device)
+
+
+def _works(call: Callable[[], Tensor]) -> bool:
+    try:
+        call()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True

@@ -1,0 +1,52 @@
+"""Products with float32 results, also where torch cannot give them from low-precision operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_logprobs.kernels import products
+from tests.kernels.common import DEVICE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_low_precision_operands_give_what_float32_ones_would(dtype):
+    wide = torch.promote_types(dtype, torch.float32)
+    a = torch.randn(24, 40, device=DEVICE).to(dtype)
+    b = torch.randn(40, 16, device=DEVICE).to(dtype)
+    exact = a.double() @ b.double()
+    out = products.product(a, b, torch.full((24, 16), torch.nan, dtype=wide, device=DEVICE))
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    products.add_product(a, b, out)
+    torch.testing.assert_close(out.double(), 2 * exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_mm", [False, True])
+def test_releases_of_torch_without_wide_results(has_mm, monkeypatch):
+    # An older torch raises TypeError for out_dtype; the first with it refused a float32 addend.
+    real = torch.mm
+
+    def mm(a, b, *, out=None, out_dtype=None):
+        if out_dtype is None:
+            return real(a, b, out=out)
+        if not has_mm:
+            raise TypeError("unexpected keyword argument 'out_dtype'")
+        return out.copy_(a.double() @ b.double())
+
+    monkeypatch.setattr(torch, "mm", mm)
+    for probe in (products._has_wide_mm, products._has_wide_addmm):
+        probe.cache_clear()
+    try:
+        test_low_precision_operands_give_what_float32_ones_would(torch.bfloat16)
+        assert products._has_wide_mm(torch.bfloat16, torch.device(DEVICE)) == has_mm
+    finally:
+        for probe in (products._has_wide_mm, products._has_wide_addmm):
+            probe.cache_clear()
+
+
+def test_operands_are_cast_only_where_there_is_no_matrix_unit_for_them():
+    assert products.operand_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    assert products.operand_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
+    assert products.operand_dtype(torch.float64, torch.device("cuda")) == torch.float64
+    x = torch.randn(2, 2)
+    assert products.operand(x) is x
