@@ -1,0 +1,78 @@
+"""Which tensors a piece of code makes, and how many bytes of them live at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Made", "TensorsMade"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """One new storage: the operator that made it, its bytes, and the first tensor's looks."""
+
+    op: str
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TensorsMade(TorchDispatchMode):
+    """Within it, every storage that an operator makes is recorded once; views make none.
+
+    Works in the backward pass too, on the CPU, where autograd runs in the caller's thread. What an
+    operator needs inside itself is not seen.
+
+        with TensorsMade() as made:
+            ...
+        made.larger_than(1 << 20), made.peak
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Made] = []
+        self.peak = 0
+        self._live: dict[StorageWeakRef, int] = {}
+
+    def larger_than(self, nbytes: int) -> list[Made]:
+        """The storages of more than `nbytes`, in the order of their making."""
+        return [made for made in self.made if made.nbytes > nbytes]
+
+    @property
+    def live(self) -> int:
+        """Bytes of those storages that were made within and are still there."""
+        for ref in [ref for ref in self._live if ref.expired()]:
+            del self._live[ref]
+        return sum(self._live.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            ref = _storage(tensor)
+            if ref in before or ref in self._live:
+                continue
+            nbytes = tensor.untyped_storage().nbytes()
+            self._live[ref] = nbytes
+            self.made.append(Made(str(func), nbytes, tuple(tensor.shape), tensor.dtype))
+        self.peak = max(self.peak, self.live)
+        return out
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [
+        leaf
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    ]
