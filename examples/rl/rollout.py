@@ -64,6 +64,7 @@ class RolloutEngine:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **kwargs)
         except (ImportError, OSError, ValueError) as error:
             raise SetupError(f"model {section.source!r} does not load: {error}") from None
+        renew_rotary_buffers(model)
         return cls(model, ChatTokenizer(tokenizer), device)
 
     @torch.no_grad()
@@ -122,6 +123,20 @@ class RolloutEngine:
         labels = labels.to(self.device)
         picked = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         return picked.masked_fill(labels < 0, 0.0)
+
+
+def renew_rotary_buffers(model: Any) -> None:
+    """Computes the rotary frequencies again, from the model's configuration.
+
+    They are in no checkpoint, and transformers 5 makes models on the meta device first: where it
+    was imported inside Megatron's CPU runtime, its initialisation skips these buffers and leaves
+    uninitialised memory. The model still talks then, but nonsense; the self-check caught it.
+    """
+    for module in model.modules():
+        if hasattr(module, "inv_freq") and hasattr(module, "config"):
+            fresh = type(module)(module.config)
+            for name, buffer in fresh.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(module.inv_freq.device))
 
 
 def left_pad(
