@@ -88,7 +88,10 @@ def run(config: RunConfig, args: argparse.Namespace, console: Console) -> None:
             trainer.self_check()
             if args.resume:
                 trainer.resume(args.resume)
-            trainer.run()
+            if args.compare:
+                trainer.compare()
+            else:
+                trainer.run()
     finally:
         dist.destroy_process_group()
 

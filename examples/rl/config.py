@@ -195,6 +195,10 @@ def validate(config: RunConfig, world_size: int) -> None:
         g.policy_loss in ("stats", "linear"),
         f"grpo.policy_loss: expected stats or linear, got {g.policy_loss}",
     )
+    require(
+        g.policy_loss == "stats" or config.logprobs.get("fused", True),
+        "grpo.policy_loss: linear needs logprobs.fused: true, got false",
+    )
 
 
 def validate_model(config: RunConfig, llama: Any) -> None:

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_logprobs import TokenStats
+from mcore_logprobs.diagnostics import compare_logprobs
+from mcore_logprobs.losses import kl_k3
 
 from .batch import Batch
-from .grpo import kl_k3
 from .layout import Layout
 from .rollout import Sample
 
@@ -50,18 +51,17 @@ class StepRecord:
 def token_metrics(batch: Batch, stats: TokenStats) -> dict[str, float]:
     """From the old policy's statistics, its reference and the rollout engine's figures."""
     mask = batch.mask
-    logprobs, rollout = stats.logprobs[mask], batch.rollout_logprobs[mask]
-    rank = stats.target_rank[mask].double()
-    difference = (logprobs - rollout).abs()
+    mismatch = compare_logprobs(
+        stats.logprobs, batch.rollout_logprobs, mask, target_rank=stats.target_rank, seq_dim=1
+    )
     return {
-        "kl_reference": kl_k3(logprobs, batch.ref_logprobs[mask]).mean().item(),
+        "kl_reference": kl_k3(stats.logprobs, batch.ref_logprobs)[mask].mean().item(),
         "entropy": stats.entropy[mask].mean().item(),
-        "target_rank_mean": rank.mean().item(),
-        "target_rank_p95": torch.quantile(rank, 0.95).item(),
-        "rollout_diff_mean": difference.mean().item(),
-        "rollout_diff_max": difference.max().item(),
-        # Sampled from the engine: KL(engine || trainer).
-        "rollout_kl_k3": kl_k3(rollout, logprobs).mean().item(),
+        "target_rank_mean": mismatch.target_ranks.mean,
+        "target_rank_p95": mismatch.target_ranks.p95,
+        "rollout_diff_mean": mismatch.abs_diff_mean,
+        "rollout_diff_max": mismatch.abs_diff_max,
+        "rollout_kl_k3": mismatch.k3,
     }
 
 

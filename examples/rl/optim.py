@@ -63,7 +63,7 @@ def global_grad_norm(params: list[torch.Tensor]) -> float:
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=params[0].device)
     for param in params:
         if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
             total += param.main_grad.double().square().sum()

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs import LogprobConfig, TokenStats, context_parallel_gather, patch_gpt_model
+from mcore_logprobs.losses import ClippedLoss, clip_fraction
 
 from .batch import Batch, MicroBatch, micro_batches
 from .config import RunConfig
-from .grpo import GrpoLoss
 from .layout import Layout, from_last_stage, gather_rows
+from .linear_head import PolicyLoss, policy_loss_head
 
 _FIELDS = {
     "logprobs": torch.float32,
@@ -39,7 +40,10 @@ class Policy:
         self.config, self.layout = config, layout
         self.megatron_config = model.config
         g = config.grpo
-        self.loss = GrpoLoss(g.clip_low, g.clip_high, g.kl_coef)
+        # A loss per token, of that token's figures alone.
+        self.loss = ClippedLoss(clip_low=g.clip_low, clip_high=g.clip_high, kl_coef=g.kl_coef)
+        self.padded_vocab = model.vocab_size
+        self.in_hand: MicroBatch | None = None  # the micro-batch of the running forward
         # The sampler's temperature, so that the ratio compares like with like; the true
         # vocabulary, so that padded columns are never counted.
         self.train_config = dataclasses.replace(
@@ -87,12 +91,23 @@ class Policy:
         }
         return TokenStats(**whole)
 
-    def accumulate_gradients(self, batch: Batch) -> dict[str, float]:
+    def accumulate_gradients(self, batch: Batch, *, way: str | None = None) -> dict[str, float]:
         """One forward and backward over the batch; leaves the mean loss's gradient, summed over
-        all ranks, in `main_grad`. Returns the mean loss and the clipped share of tokens."""
+        all ranks, in `main_grad`. Returns the mean loss and the clipped share of tokens.
+
+        way: "logits", "fused" or "linear" (see compare.py); None: what the configuration says.
+        """
+        if way is None:
+            fused = "fused" if self.train_config.fused else "logits"
+            way = "linear" if self.config.grpo.policy_loss == "linear" else fused
         self.model.zero_grad_buffer()
-        with patch_gpt_model(self.model, self.train_config):
-            found = self.run(batch, self._loss, forward_only=False)
+        config = dataclasses.replace(self.train_config, fused=way != "logits")
+        with patch_gpt_model(self.model, config):
+            if way == "linear":
+                with policy_loss_head(self.gpt_model, config, self.loss, self._loss_inputs):
+                    found = self.run(batch, self._loss_of_head, forward_only=False)
+            else:
+                found = self.run(batch, self._loss_of_stats, forward_only=False)
         sums = torch.zeros(3, dtype=torch.float64, device=self.layout.device)
         for part in found:
             sums += part
@@ -102,22 +117,32 @@ class Policy:
         loss, clipped, tokens = from_last_stage(sums, self.layout).tolist()
         return {"loss": loss / tokens, "clip_fraction": clipped / tokens}
 
-    def _loss(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Tensor, Tensor]:
-        b = micro.batch
-        per_token = self.loss(
-            stats.logprobs, stats.entropy, b.old_logprobs, b.ref_logprobs, b.advantages
-        )
-        loss = (per_token * b.mask).sum()
-        return self._report(micro, loss, stats)
+    def _loss_inputs(self) -> tuple[Tensor, ...]:
+        b = self.in_hand.batch
+        reference = (b.ref_logprobs,) if self.loss.kl_coef > 0 else ()
+        return (b.old_logprobs, b.advantages, *reference)
+
+    def _loss_of_stats(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Tensor, Tensor]:
+        per_token = self.loss(stats.logprobs, stats.entropy, *self._loss_inputs())
+        return self._report(micro, (per_token * micro.batch.mask).sum(), stats)
+
+    def _loss_of_head(self, micro: MicroBatch, out: PolicyLoss) -> tuple[Tensor, Tensor, Tensor]:
+        return self._report(micro, out.loss, out.stats)
 
     def _report(
         self, micro: MicroBatch, loss: Tensor, stats: TokenStats
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Megatron's three outputs: the sum, the tokens that it is over, and what to report."""
         b = micro.batch
-        clipped = self.loss.clipped(stats.logprobs.detach(), b.old_logprobs, b.advantages)
+        clipped = clip_fraction(
+            stats.logprobs,
+            b.old_logprobs,
+            b.advantages,
+            clip_low=self.loss.clip_low,
+            clip_high=self.loss.clip_high,
+        )
         tokens = b.mask.sum()
-        report = torch.stack([loss.detach().double(), (clipped & b.mask).sum(), tokens])
+        report = torch.stack([loss.detach().double(), clipped.sum().double(), tokens.double()])
         return loss, tokens.int(), report
 
     def run(
@@ -141,7 +166,7 @@ class Policy:
         )
 
         def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
-            micro = next(iterator)
+            micro = self.in_hand = next(iterator)
             output = model(
                 input_ids=micro.batch.tokens,
                 position_ids=micro.position_ids,

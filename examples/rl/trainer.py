@@ -12,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import checkpoint, selfcheck
 from .batch import Batch, group_advantages, make_batch
+from .compare import compare
 from .config import RunConfig, validate_model
 from .layout import Layout, on_main
 from .metrics import Reporter, StepRecord, peak_memory_gib, sample_metrics, token_metrics
 from .model import WeightBridge, build_gpt_model
-from .optim import make_optimizer
+from .optim import global_grad_norm, make_optimizer
 from .plot import plot_run
 from .policy import Policy
 from .rollout import RolloutEngine, Sample
@@ -157,6 +158,15 @@ class Trainer:
             f"target rank {apart['target_rank']:.0f}"
         )
         selfcheck.require_close(apart["logprobs"], bound)
+
+    def compare(self) -> list[dict]:
+        """Loss, gradient norm and memory of one update with and without fusion; no step."""
+        samples, _ = on_main(self._rollout)
+        group_advantages(samples, normalise_std=self.config.grpo.normalise_std)
+        batch = self._batch(samples)
+        batch.old_logprobs = batch.ref_logprobs = self.policy.stats(batch).logprobs
+        params = [p for p in self.policy.model.parameters() if p.requires_grad]
+        return compare(self.policy, batch, lambda: global_grad_norm(params), self.console)
 
     def save(self, path: Path) -> None:
         checkpoint.save(
