@@ -157,8 +157,11 @@ def grad_logits(
     coef: Tensor,
     spec: RowSpec,
     *,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     out: Tensor,
+    tile: int = _TILE,
+    tiles: int = _TILES,
+    num_warps: int = _NUM_WARPS,
 ) -> None:
     """As `kernels.reference.grad_logits`, for logits and out whose last stride is 1."""
     rows, width = logits.shape
@@ -170,8 +173,8 @@ def grad_logits(
         grad_logits(logits, target, lse, coef, spec, bias=bias, out=rounded)
         out.copy_(rounded)
         return
-    tile = min(_TILE, max(128, triton.next_power_of_2(width)))
-    splits = triton.cdiv(width, tile * _TILES)
+    tile = min(tile, max(128, triton.next_power_of_2(width)))
+    splits = triton.cdiv(width, tile * tiles)
     coef = with_unit_stride(coef)
     with device_of(logits):
         grad_kernel[(rows * splits,)](
@@ -190,9 +193,9 @@ def grad_logits(
             spec.multiplier,
             **transform_args(spec, bias),
             TILE=tile,
-            TILES=_TILES,
+            TILES=tiles,
             HAS_SLOPE=spec.multiplier != 1.0,
             ENTROPY=spec.entropy,
             SMOOTHING=spec.smoothing,
-            num_warps=_NUM_WARPS,
+            num_warps=num_warps,
         )

@@ -13,6 +13,7 @@ from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import (
     LOG2E,
     LOG_ZERO,
+    Plan,
     device_of,
     finished,
     launch_plan,
@@ -20,7 +21,7 @@ from mcore_logprobs.kernels.triton_common import (
     with_unit_stride,
 )
 
-__all__ = ["merge_kernel", "row_stats", "stats_kernel"]
+__all__ = ["merge_splits", "row_stats", "stats_kernel"]
 
 
 @triton.jit
@@ -194,11 +195,10 @@ def merge_kernel(
     FIELDS: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """`kernels.stats.merge` of the splits, in one launch."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS)
     mask = (split < splits)[:, None] & (row < rows)[None, :]
-    part = parts_ptr + (split * FIELDS * rows)[:, None] + row[None, :]
+    part = parts_ptr + (split.to(tl.int64) * FIELDS * rows)[:, None] + row[None, :]
     top = tl.load(part, mask=mask, other=float("-inf"))
     total = tl.load(part + rows, mask=mask, other=0.0)
     row_top = tl.max(top, 0)
@@ -221,13 +221,14 @@ def row_stats(
     target: Tensor,
     spec: RowSpec,
     *,
-    bias: Tensor | None,
-    threshold: Tensor | None,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """As `kernels.reference.row_stats`, for logits whose last stride is 1."""
     rows = logits.shape[0]
     fields = len(spec.fields)
-    plan = launch_plan(rows, spec.valid, logits)
+    plan = plan or launch_plan(rows, spec.valid, logits)
     out = torch.empty(fields, rows, dtype=torch.float32, device=logits.device)
     if rows == 0:
         return out
@@ -256,15 +257,21 @@ def row_stats(
             num_warps=plan.num_warps,
         )
         if plan.splits > 1:
-            merge_kernel[(triton.cdiv(rows, 16),)](
-                parts,
-                out,
-                rows,
-                plan.splits,
-                SPLITS=triton.next_power_of_2(plan.splits),
-                ROWS=16,
-                FIELDS=fields,
-                ENTROPY=spec.entropy,
-                num_warps=4,
-            )
+            merge_splits(parts, out, spec)
     return out
+
+
+def merge_splits(parts: Tensor, out: Tensor, spec: RowSpec) -> None:
+    """`kernels.stats.merge` of `[splits, k, n]` into `out` `[k, n]`, in one launch."""
+    splits, fields, rows = parts.shape
+    merge_kernel[(triton.cdiv(rows, 8),)](
+        parts,
+        out,
+        rows,
+        splits,
+        SPLITS=triton.next_power_of_2(splits),
+        ROWS=8,
+        FIELDS=fields,
+        ENTROPY=spec.entropy,
+        num_warps=4,
+    )

@@ -142,9 +142,7 @@ def test_splits_merge_as_shards_do():
         parts[:, 0] = 40.0 * parts[:, 0] - 20.0
         parts[0, 0, 0], parts[0, 1:4, 0] = -torch.inf, 0.0
         out = torch.empty(parts.shape[1:], device=DEVICE)
-        triton_stats.merge_kernel[(2,)](
-            parts, out, rows, splits, SPLITS=8, ROWS=16, FIELDS=len(spec.fields), ENTROPY=True
-        )
+        triton_stats.merge_splits(parts, out, spec)
         torch.testing.assert_close(out, merge(parts, spec), rtol=2e-6, atol=1e-6)
 
 

@@ -1,0 +1,30 @@
+"""The tiled forward that is measured beside the chunked one gives the same statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_logprobs.bench.tiled_forward import TileConfig, tiled_row_stats
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.stats import RowSpec
+from tests.kernels.common import DEVICE, assert_stats, make_target
+
+RUN_IN_INTERPRETER = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_against_the_reference(dtype):
+    # Not bfloat16, which the interpreter multiplies as integers.
+    rows, columns, valid, depth = 67, 333, 300, 96
+    hidden = torch.randn(rows, depth, device=DEVICE).to(dtype)
+    weight = (torch.randn(columns, depth, device=DEVICE) / 5).to(dtype)
+    exact = hidden.double() @ weight.double().t()
+    spec = RowSpec(valid, entropy=True)
+    target = make_target(rows, valid, exact)
+    got = tiled_row_stats(hidden, weight, target, spec, TileConfig(32, 64, 32, 4, 2))
+    plain = reference.row_stats(exact.float(), target, spec, chunk_size=rows)
+    truth = reference.row_stats(exact, target, spec, chunk_size=rows)
+    # tf32 is what Triton multiplies float32 in on a GPU.
+    ulps = 2e4 if dtype == torch.float32 and DEVICE == "cuda" else 8.0
+    assert_stats(got, plain, truth, spec, ulps=ulps)
