@@ -41,9 +41,11 @@ def _resolve(group: ProcessGroup | None, name: str, getter: str) -> ProcessGroup
     these is a ValueError: a shard must never pass for the whole vocabulary or sequence.
     """
     if group is not None:
-        if not hasattr(group, "size") or not hasattr(group, "rank"):
+        # What `new_group` gives a process that the group leaves out is no ProcessGroup.
+        outside = dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER
+        if not outside and not (hasattr(group, "size") and hasattr(group, "rank")):
             raise ValueError(f"{name}: expected a torch.distributed ProcessGroup, got {group!r}")
-        if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+        if outside or group.rank() < 0:
             raise ValueError(f"{name}: this process (rank {_global_rank()}) is not in the group")
         return group
     state = megatron_parallel_state()
