@@ -1,0 +1,230 @@
+"""The torch backend and the merge: properties that hold for any logits, found by hypothesis.
+
+Distributions, cuts, permutations and chunks are drawn; expectations come from float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.stats import RowSpec, finish, merge
+from mcore_logprobs.testing import oracles
+
+EVERYTHING = RowSpec(valid=0, entropy=True, rank=True, smoothing=True)
+
+
+@st.composite
+def rows(draw, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """(logits `[n, v]` with some -inf, target `[n]` at finite columns)."""
+    n, v = draw(st.integers(1, 6)), draw(st.integers(2, 40))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    scale = draw(st.sampled_from([0.1, 1.0, 5.0, 40.0]))
+    logits = torch.randn(n, v, generator=generator) * scale + offset
+    target = torch.randint(0, v, (n,), generator=generator)
+    if draw(st.booleans()):
+        gone = torch.rand(n, v, generator=generator) < draw(st.sampled_from([0.1, 0.9]))
+        logits[gone.scatter(-1, target[:, None], False)] = -torch.inf
+    return logits, target
+
+
+def _cut(logits: Tensor, target: Tensor, cuts: list[int], chunk_size: int = 3) -> Tensor:
+    """Each shard's statistics, `[parts, k, n]`; shards lie between cuts and may be empty."""
+    width = logits.shape[1]
+    edges = [0, *sorted(min(cut, width) for cut in cuts), width]
+    own = logits.gather(1, target[:, None]).squeeze(1)
+    parts = []
+    for start, stop in pairwise(edges):
+        here = (target >= start) & (target < stop)
+        parts.append(
+            reference.row_stats(
+                logits[:, start:stop],
+                torch.where(here, target - start, -1),
+                replace(EVERYTHING, valid=stop - start),
+                threshold=own,
+                chunk_size=chunk_size,
+            )
+        )
+    return torch.stack(parts)
+
+
+@given(rows(), st.lists(st.integers(0, 40), max_size=4))
+def test_shards_merge_to_the_whole(drawn, cuts):
+    logits, target = drawn
+    merged = finish(merge(_cut(logits, target, cuts), EVERYTHING), EVERYTHING)
+    exact = oracles.token_stats(logits, target)
+    plain = oracles.token_stats(logits, target, dtype=torch.float32)
+    oracles.assert_no_worse(merged.logprobs, plain.logprobs, exact.logprobs, name="logprobs")
+    oracles.assert_no_worse(merged.entropy, plain.entropy, exact.entropy, name="entropy")
+    oracles.assert_no_worse(merged.lse, plain.lse, exact.lse, name="lse")
+    assert torch.equal(merged.higher.long(), exact.target_rank)
+    assert torch.equal(merged.finite.long(), logits.isfinite().sum(-1))
+
+
+@given(rows(), st.lists(st.integers(0, 40), min_size=2, max_size=5), st.randoms())
+def test_merging_knows_no_order(drawn, cuts, random):
+    logits, target = drawn
+    parts = _cut(logits, target, cuts)
+    order = list(range(len(parts)))
+    random.shuffle(order)
+    one, other = merge(parts, EVERYTHING), merge(parts[order], EVERYTHING)
+    torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+    # Two at a time gives the same as all at once.
+    folded = parts[0]
+    for part in parts[1:]:
+        folded = merge(torch.stack([folded, part]), EVERYTHING)
+    torch.testing.assert_close(folded, one, rtol=2e-6, atol=2e-6)
+
+
+@given(rows(), st.floats(-300, 300))
+def test_a_shift_of_a_row_changes_only_its_lse(drawn, shift):
+    logits, target = drawn
+    # A shift that float32 represents on top of these logits: the inputs themselves stay exact.
+    logits = (logits.clamp(-64, 64) * 64).round() / 64
+    logits = torch.where(drawn[0].isneginf(), -torch.inf, logits)
+    shift = round(shift * 64) / 64
+    plain = finish(merge(_cut(logits, target, [5]), EVERYTHING), EVERYTHING)
+    moved = finish(merge(_cut(logits + shift, target, [5]), EVERYTHING), EVERYTHING)
+    torch.testing.assert_close(moved.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(moved.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(moved.lse, plain.lse + shift, rtol=1e-6, atol=1e-6)
+    assert torch.equal(moved.higher, plain.higher)
+
+
+@given(rows(), st.randoms(), st.integers(1, 7))
+def test_rows_do_not_know_each_other(drawn, random, chunk_size):
+    logits, target = drawn
+    order = list(range(len(logits)))
+    random.shuffle(order)
+    straight = _cut(logits, target, [7], chunk_size=1)
+    shuffled = _cut(logits[order], target[order], [7], chunk_size=chunk_size)
+    torch.testing.assert_close(shuffled, straight[..., order], rtol=1e-6, atol=0)
+
+
+@given(rows(), st.randoms())
+def test_columns_may_be_permuted(drawn, random):
+    logits, target = drawn
+    order = list(range(logits.shape[1]))
+    random.shuffle(order)
+    place = torch.empty(len(order), dtype=torch.int64)
+    place[torch.tensor(order)] = torch.arange(len(order))
+    one = finish(merge(_cut(logits, target, []), EVERYTHING), EVERYTHING)
+    two = finish(merge(_cut(logits[:, order], place[target], []), EVERYTHING), EVERYTHING)
+    torch.testing.assert_close(two.logprobs, one.logprobs, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(two.entropy, one.entropy, rtol=2e-6, atol=2e-6)
+    assert torch.equal(two.higher, one.higher)
+
+
+@given(rows(), st.sampled_from([0.0, 0.1, 0.7]))
+def test_bounds(drawn, smoothing):
+    logits, target = drawn
+    done = finish(merge(_cut(logits, target, [3]), EVERYTHING), EVERYTHING, smoothing)
+    count = done.finite
+    assert (done.logprobs <= 0).all()
+    assert (done.entropy >= 0).all()
+    assert (done.entropy <= count.log() + 1e-5).all()
+    assert (done.higher < count).all()
+    assert ((done.higher >= 0) & (done.higher == done.higher.round())).all()
+    assert (done.lse >= logits.amax(-1) - 1e-5).all()
+
+
+# ---- the gradient kernel ------------------------------------------------------------------------
+
+
+def _grad(logits: Tensor, target: Tensor, coef: Tensor, spec: RowSpec, **options) -> Tensor:
+    out = torch.empty_like(logits)
+    shift = torch.where(logits.isnan(), -torch.inf, logits).amax(-1)
+    reference.grad_logits(logits, target, shift, coef, spec, out=out, **options)
+    return out
+
+
+@given(rows(), st.integers(1, 7))
+def test_the_gradient_is_the_formula(drawn, chunk_size):
+    logits, target = drawn
+    n, v = logits.shape
+    generator = torch.Generator().manual_seed(n * 41 + v)
+    coef = torch.randn(4, n, generator=generator)
+    spec = RowSpec(valid=v, entropy=True, smoothing=True)
+    found = _grad(logits, target, coef, spec, chunk_size=chunk_size)
+    z = logits.double()
+    a, b, c, d = coef.double().unsqueeze(-1)
+    shifted = z - z.amax(-1, keepdim=True)
+    finite = ~z.isneginf()
+    exact = torch.where(finite, shifted.exp() * (a + b * shifted), 0.0).nan_to_num(0.0)
+    exact = exact + torch.where(finite, d, 0.0)
+    exact[torch.arange(n), target] += c.squeeze(-1)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@given(rows())
+def test_a_row_with_no_coefficient_gets_exactly_nothing(drawn):
+    logits, target = drawn
+    coef = torch.randn(4, len(logits))
+    coef[:, 0] = 0.0
+    logits[0] = float("nan")
+    spec = RowSpec(valid=logits.shape[1], entropy=True, smoothing=True)
+    found = _grad(logits, target, coef, spec, chunk_size=4)
+    assert not found[0].any()
+    assert found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("valid", [0, 1, 5, 8])
+def test_masked_columns_get_exactly_nothing(valid):
+    logits = torch.randn(3, 8)
+    logits[:, valid:] = float("nan")
+    coef = torch.randn(4, 3)
+    spec = RowSpec(valid=valid, entropy=True, smoothing=True, softcap=3.0)
+    target = torch.tensor([-1, 0, 0]) if valid else torch.tensor([-1, -1, -1])
+    found = _grad(logits, target, coef, spec, chunk_size=2)
+    assert not found[:, valid:].any()
+    assert found.isfinite().all()
+
+
+def test_over_the_logits_themselves():
+    logits = torch.randn(5, 8)
+    coef, target = torch.randn(4, 5), torch.tensor([0, 3, -1, 7, 2])
+    spec = RowSpec(valid=6, entropy=True, temperature=0.5, softcap=2.0)
+    target = torch.where(target < 6, target, -1)
+    expected = _grad(logits, target, coef, spec, chunk_size=2)
+    shift = logits.amax(-1)
+    reference.grad_logits(logits, target, shift, coef, spec, out=logits, chunk_size=2)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_finished_logits_take_their_steps_in_order(temperature, scale, softcap, bias):
+    raw = torch.randn(4, 9) * 4
+    kept = raw.clone()
+    offsets = torch.randn(9) if bias else None
+    options = {"logit_scale": scale, "softcap": softcap, "temperature": temperature}
+    found = reference.finished_logits(raw, RowSpec(valid=9, **options), offsets)
+    exact = oracles.finished_logits(raw, bias=offsets, **options)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.equal(raw, kept)
+
+
+def test_finished_logits_of_every_dtype():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raw = torch.randn(2, 3).to(dtype)
+        found = reference.finished_logits(raw, RowSpec(valid=3))
+        assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert torch.equal(found.double(), raw.double())
+
+
+@pytest.mark.parametrize(("rows_", "size"), [(0, 3), (1, 1), (7, 3), (6, 3), (5, 100)])
+def test_chunks_cover_the_rows_once(rows_, size):
+    chunks = list(reference.row_chunks(rows_, size))
+    covered = [i for chunk in chunks for i in range(chunk.start, chunk.stop)]
+    assert covered == list(range(rows_))
+    assert all(chunk.stop - chunk.start <= size for chunk in chunks)
