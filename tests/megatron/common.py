@@ -123,3 +123,52 @@ def reduced_norm(model: Any, attribute: str = "grad") -> float:
             total += getattr(param, attribute).double().pow(2).sum()
     dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
     return total.sqrt().item()
+
+
+def attention_and_mlp_model(config: Any) -> Any:
+    """HybridModel (0.18 and later) or MambaModel of layers that need no CUDA kernels."""
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+        stack, stack_parts = block.HybridStack, block.HybridStackSubmodules
+        names = {"stack": "hybrid_stack_spec", "pattern": "hybrid_layer_pattern"}
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.ssm import mamba_block as block
+
+        stack, stack_parts = block.MambaStack, block.MambaStackSubmodules
+        names = {"stack": "mamba_stack_spec", "pattern": "hybrid_override_pattern"}
+
+    parts = mm.gpt_block_spec(config).layer_specs[0].submodules
+    norm = parts.input_layernorm
+    attention = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=parts.self_attention,
+        self_attn_bda=parts.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+    layers = stack_parts(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    # The stack's last norm is Transformer Engine's by name; all else comes from the spec.
+    te_norm, block.TENorm = block.TENorm, norm
+    try:
+        return Model(
+            config=config,
+            vocab_size=VOCAB,
+            max_sequence_length=64,
+            share_embeddings_and_output_weights=True,
+            **{names["stack"]: ModuleSpec(module=stack, submodules=layers)},
+            **{names["pattern"]: "*-*-"},
+        )
+    finally:
+        block.TENorm = te_norm

@@ -111,64 +111,6 @@ def test_mtp_acceptance_counts(ranks, tp):
     ranks(tp).run(mtp_without_labels, tp)
 
 
-def hybrid_model() -> dict[str, float]:
-    """HybridModel of attention and MLP layers, which need no CUDA kernels."""
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
-    with megatron() as parallel_state:
-        config = tiny_config(num_layers=4)
-        parts = mm.gpt_block_spec(config).layer_specs[0].submodules
-        norm = parts.input_layernorm
-        attention = ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=norm,
-                self_attention=parts.self_attention,
-                self_attn_bda=parts.self_attn_bda,
-            ),
-        )
-        mlp = ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
-            ),
-        )
-        stack = ModuleSpec(
-            module=hybrid_block.HybridStack,
-            submodules=hybrid_block.HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp),
-        )
-        # Its last norm is Transformer Engine's by name; everything else comes from the spec.
-        te_norm, hybrid_block.TENorm = hybrid_block.TENorm, norm
-        model = HybridModel(
-            config=config,
-            hybrid_stack_spec=stack,
-            vocab_size=VOCAB,
-            max_sequence_length=64,
-            hybrid_layer_pattern="*-*-",
-            share_embeddings_and_output_weights=True,
-        )
-        hybrid_block.TENorm = te_norm
-        batch = make_batch(parallel_state)
-        logits = model(**batch["inputs"])
-        expected, expected_grads = step(model, batch)
-        with patch_gpt_model(model, LogprobConfig(fused="require")):
-            assert torch.equal(model(**batch["inputs"]), logits)
-            got, grads = step(model, batch)
-        return {"loss": relative(got.loss, expected), "grad": worst(grads, expected_grads)}
-
-
-def test_hybrid_model(ranks):
-    errors = ranks(1).run(hybrid_model)[0]
-    assert max(errors.values()) < 1e-5
-
-
 def test_doctor_names_the_hooks():
     found = megatron_features()
     assert "forward(output_processor=)" in found["GPTModel"]

@@ -15,6 +15,7 @@ from mcore_logprobs.megatron import heads as heads_module
 from mcore_logprobs.testing import megatron_models as mm
 from tests.megatron.common import (
     VOCAB,
+    attention_and_mlp_model,
     loss_of,
     make_batch,
     megatron,
@@ -204,45 +205,8 @@ def test_finds_the_language_model(ranks):
 
 
 def mamba_model() -> dict[str, float]:
-    """MambaModel (of attention and MLP layers, which need no CUDA kernels): the same seam."""
-    from megatron.core.models.mamba import MambaModel
-    from megatron.core.ssm import mamba_block
-    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
     with megatron() as parallel_state:
-        config = tiny_config(num_layers=4)
-        parts = mm.gpt_block_spec(config).layer_specs[0].submodules
-        norm, bda = parts.input_layernorm, parts.self_attn_bda
-        attention = ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=norm, self_attention=parts.self_attention, self_attn_bda=bda
-            ),
-        )
-        mlp = ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
-            ),
-        )
-        stack = MambaStackSubmodules(attention_layer=attention, mlp_layer=mlp)
-        # Its last norm is Transformer Engine's by name; everything else comes from the spec.
-        te_norm, mamba_block.TENorm = mamba_block.TENorm, norm
-        model = MambaModel(
-            config=config,
-            mamba_stack_spec=ModuleSpec(module=MambaStack, submodules=stack),
-            vocab_size=VOCAB,
-            max_sequence_length=64,
-            hybrid_override_pattern="*-*-",
-            share_embeddings_and_output_weights=True,
-        )
-        mamba_block.TENorm = te_norm
+        model = attention_and_mlp_model(tiny_config(num_layers=4))
         batch = make_batch(parallel_state)
         logits = model(**batch["inputs"])
         expected, expected_grads = step(model, batch)
@@ -252,6 +216,6 @@ def mamba_model() -> dict[str, float]:
         return {"loss": relative(got.loss, expected), "grad": worst(grads, expected_grads)}
 
 
-def test_mamba_model(ranks):
+def test_mamba_or_hybrid_model(ranks):
     errors = ranks(1).run(mamba_model)[0]
     assert max(errors.values()) < 1e-5

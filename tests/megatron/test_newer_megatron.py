@@ -32,9 +32,9 @@ def test_on_newer_megatron():
     ).stdout.split()[-1]
     assert tuple(int(n) for n in version.split(".")[:2]) >= (0, 19), version
 
-    files = ["newer_checks.py", "test_mtp.py", "test_patch.py", "test_pipeline.py"]
+    files = ["newer_checks", "test_heads", "test_mtp", "test_patch", "test_pipeline"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *(str(HERE / name) for name in files)],
+        [sys.executable, "-m", "pytest", *(str(HERE / f"{name}.py") for name in files)],
         env=env,
         cwd=REPO,
         capture_output=True,

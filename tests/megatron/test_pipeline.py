@@ -43,6 +43,8 @@ def train_step(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config.finalize_model_grads_func = finalize_model_grads
+    no_sync = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     for chunk in chunks:
         chunk.zero_grad_buffer()
 
