@@ -1,0 +1,159 @@
+"""Other implementations, as far as they import here; for those that do not, the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_logprobs.groups import megatron_parallel_state
+
+__all__ = ["linear_peers", "logits_peers"]
+
+Peers = dict[str, Callable[..., Tensor]]
+
+
+def _megatron_cross_entropies(target: Tensor) -> Peers:
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if megatron_parallel_state() is None:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    group = parallel_state.get_tensor_model_parallel_group()
+    column = target.unsqueeze(1)  # Megatron's layout is [s, b]
+    return {
+        "megatron": lambda z: vocab_parallel_cross_entropy(z.unsqueeze(1), column),
+        "megatron fused": lambda z: fused_vocab_parallel_cross_entropy(
+            z.unsqueeze(1), column, group
+        ),
+    }
+
+
+def _torch_cross_entropy(target: Tensor) -> Peers:
+    _one_rank()
+    return {"torch cross_entropy": lambda z: F.cross_entropy(z.float(), target, reduction="none")}
+
+
+def _compiled_cross_entropy(target: Tensor) -> Peers:
+    _one_rank()
+    compiled = torch.compile(lambda z: F.cross_entropy(z.float(), target, reduction="none"))
+    return {"torch.compile": compiled}
+
+
+def _liger_cross_entropy(target: Tensor) -> Peers:
+    _one_rank()
+    _cuda(target)
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    # It writes the gradient over its input in the forward: give it a copy, in its own time.
+    return {"liger (on a copy)": lambda z: liger_cross_entropy(z.clone(), target, reduction="sum")}
+
+
+def _quack_cross_entropy(target: Tensor) -> Peers:
+    _one_rank()
+    _cuda(target)
+    from quack.cross_entropy import cross_entropy
+
+    return {"quack": lambda z: cross_entropy(z, target, reduction="none")}
+
+
+def _te_cross_entropy(target: Tensor) -> Peers:
+    _cuda(target)
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+    group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    column = target.unsqueeze(1)
+    return {
+        "transformer-engine": lambda z: parallel_cross_entropy(
+            z.unsqueeze(1).clone(), column, 0.0, False, group
+        )
+    }
+
+
+def _liger_linear(target: Tensor) -> Peers:
+    _one_rank()
+    _cuda(target)
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return {
+        "liger fused linear": lambda h, w: liger_fused_linear_cross_entropy(
+            h, w, target, reduction="sum"
+        )
+    }
+
+
+def _cut_cross_entropy(target: Tensor) -> Peers:
+    _one_rank()
+    _cuda(target)
+    from cut_cross_entropy import linear_cross_entropy
+
+    return {
+        "cut-cross-entropy": lambda h, w: linear_cross_entropy(h, w, target, reduction="none"),
+        # Its default skips small gradient entries; this one keeps all.
+        "cut-cross-entropy exact": lambda h, w: linear_cross_entropy(
+            h, w, target, reduction="none", impl="cce_exact"
+        ),
+    }
+
+
+def _torch_linear(target: Tensor) -> Peers:
+    _one_rank()
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no functional.linear_cross_entropy")
+    function = F.linear_cross_entropy
+    return {"torch linear_cross_entropy": lambda h, w: function(h, w, target, reduction="sum")}
+
+
+def logits_peers(target: Tensor) -> tuple[Peers, dict[str, str]]:
+    """Functions `logits [n, V/TP] -> loss [n] or scalar`; and what could not be had."""
+    return _collect(
+        target,
+        {
+            "megatron": _megatron_cross_entropies,
+            "torch cross_entropy": _torch_cross_entropy,
+            "torch.compile": _compiled_cross_entropy,
+            "liger": _liger_cross_entropy,
+            "quack": _quack_cross_entropy,
+            "transformer-engine": _te_cross_entropy,
+        },
+    )
+
+
+def linear_peers(target: Tensor) -> tuple[Peers, dict[str, str]]:
+    """Functions `(hidden [n, h], weight [V, h]) -> loss [n] or scalar`; and what is not here."""
+    return _collect(
+        target,
+        {
+            "torch linear_cross_entropy": _torch_linear,
+            "liger fused linear": _liger_linear,
+            "cut-cross-entropy": _cut_cross_entropy,
+        },
+    )
+
+
+def _collect(target: Tensor, makers: dict[str, Callable[[Tensor], Peers]]) -> Any:
+    found: Peers = {}
+    absent: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            found.update(make(target))
+        except Exception as error:  # whatever a foreign import raises is the reason
+            absent[name] = f"{type(error).__name__}: {error}"[:160]
+    return found, absent
+
+
+def _one_rank() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError("works on one rank only")
+
+
+def _cuda(target: Tensor) -> None:
+    if not target.is_cuda:
+        raise RuntimeError("works on CUDA only")

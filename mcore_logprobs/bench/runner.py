@@ -1,0 +1,264 @@
+"""Measuring: contenders take turns, a fixed number of rounds, medians.
+
+The number of rounds never depends on what was measured: under torchrun all ranks make the same
+calls. Every round runs every contender once, so that a slow minute of the machine hits all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_logprobs.testing.counting import CollectivesMade
+
+__all__ = ["Contender", "Measurement", "Workload", "measure"]
+
+
+@dataclass
+class Contender:
+    """One way to do the work.
+
+    Attributes:
+        forward: takes the workload's inputs, gives a differentiable tensor, or any tensor if
+            `differentiable` is False.
+        inputs: what forward gets, and by what the backward differentiates.
+        is_floor: a bare machine limit that others are divided by, not a way to do the work.
+        is_peer: somebody else's: if it raises, that is noted and the run goes on.
+        check: the result's and gradients' error against float64, or None.
+        backward: a floor's own backward; None: autograd's.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    inputs: Sequence[Tensor] = ()
+    differentiable: bool = True
+    is_floor: bool = False
+    is_peer: bool = False
+    check: Callable[[Tensor, Sequence[Tensor]], tuple[float, float]] | None = None
+    backward: Callable[[], None] | None = None
+
+
+@dataclass
+class Workload:
+    """Contenders at one shape.
+
+    Attributes:
+        shape: what identifies the point, such as {"rows": 1024, "vocab": 131072, "dtype": "bf16"}.
+        absent: peers that could not be had, with the reason.
+    """
+
+    title: str
+    shape: dict[str, Any]
+    contenders: list[Contender]
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Measurement:
+    """Of one contender at one shape. Seconds and bytes; spreads are interquartile ranges.
+
+    Attributes:
+        peak: bytes beyond what was there before, at the highest point of forward and backward.
+        collectives: names, forward and backward, and the bytes this rank puts into them.
+        error: (result, gradients) against float64: largest absolute error of the result, largest
+            error of a gradient relative to its largest entry.
+        floor: forward, backward and both, as a share of the machine's limit measured in this run.
+    """
+
+    name: str
+    forward: float
+    backward: float | None
+    both: float
+    spread: float
+    peak: int | None = None
+    collectives: list[str] = field(default_factory=list)
+    sent: int = 0
+    error: tuple[float, float] | None = None
+    floor: dict[str, float] = field(default_factory=dict)
+
+
+def measure(load: Workload, *, rounds: int, warmup: int) -> list[Measurement]:
+    """Measure all contenders of a workload; a peer that raises is noted in `load.absent`."""
+    results, alive = {}, []
+    for contender in load.contenders:
+        try:
+            for _ in range(max(1, warmup)):
+                _timed(contender)
+            results[contender.name] = _inspect(contender)
+            alive.append(contender)
+        except Exception as error:
+            if not contender.is_peer:
+                raise
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            load.absent[contender.name] = reason[:200]
+        _settle()
+    times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in alive}
+    for _ in range(rounds):
+        for contender in alive:
+            times[contender.name].append(_timed(contender))
+    for contender in alive:
+        forward = [t[0] for t in times[contender.name]]
+        backward = [t[1] for t in times[contender.name]]
+        both = [sum(t) for t in times[contender.name]]
+        result = results[contender.name]
+        result.forward, result.both = statistics.median(forward), statistics.median(both)
+        result.backward = statistics.median(backward) if contender.differentiable else None
+        result.spread = _quartile_range(both)
+    _floors(load, results)
+    return [results[c.name] for c in alive]
+
+
+def _floors(load: Workload, results: dict[str, Measurement]) -> None:
+    floors = [c.name for c in load.contenders if c.is_floor and c.name in results]
+    if not floors:
+        return
+    base = results[floors[0]]
+    for result in results.values():
+        if result is base:
+            continue
+        result.floor["forward"] = base.forward / result.forward
+        alone = result.backward is None  # no backward: held to the forward's limit only
+        result.floor["both"] = result.floor["forward"] if alone else base.both / result.both
+        if result.backward and base.backward:
+            result.floor["backward"] = base.backward / result.backward
+
+
+def _timed(contender: Contender) -> tuple[float, float]:
+    device = contender.inputs[0].device if contender.inputs else torch.device("cpu")
+    mark = _Clock(device)
+    out = contender.forward(*contender.inputs)
+    middle = mark.lap()
+    if contender.backward is not None:
+        contender.backward()
+    elif contender.differentiable:
+        torch.autograd.grad(out, list(contender.inputs), _upstream(out))
+    return middle, mark.lap()
+
+
+class _Clock:
+    """Seconds between laps, of the slowest rank; CUDA events on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
+        if self._cuda:
+            torch.cuda.synchronize()
+        self._start = self._now()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self) -> float:
+        now = self._now()
+        if self._cuda:
+            torch.cuda.synchronize()
+            seconds = self._start.elapsed_time(now) / 1000.0
+        else:
+            seconds = now - self._start
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            slowest = torch.tensor(seconds, device="cuda" if self._cuda else "cpu")
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            seconds = float(slowest)
+        self._start = self._now()
+        return seconds
+
+
+def _upstream(out: Tensor) -> Tensor:
+    """A gradient that differs from row to row, so that no contender may assume one for all."""
+    if out.dim() == 0:
+        return torch.ones_like(out)
+    ramp = torch.linspace(0.5, 1.5, out.numel(), device=out.device)
+    return ramp.view(out.shape).to(out.dtype)
+
+
+def _inspect(contender: Contender) -> Measurement:
+    """One untimed run: peak memory, collectives, error."""
+    result = Measurement(contender.name, 0.0, None, 0.0, 0.0)
+    inputs = list(contender.inputs)
+    with _Peak(inputs) as peak:
+        out = contender.forward(*inputs)
+        if contender.differentiable and contender.backward is None:
+            grads = torch.autograd.grad(out, inputs, _upstream(out))
+    if not contender.is_floor:
+        result.peak = peak.nbytes
+    if contender.check is not None:
+        result.error = contender.check(out.detach(), grads if contender.differentiable else ())
+    if dist.is_initialized() and dist.get_world_size() > 1 and contender.backward is None:
+        with CollectivesMade() as made:
+            out = contender.forward(*inputs)
+            if contender.differentiable:
+                torch.autograd.grad(out, inputs, _upstream(out))
+        result.collectives, result.sent = made.names, made.nbytes
+    return result
+
+
+class _Peak:
+    """Peak memory of a block, beyond what was there before.
+
+    CUDA: the caching allocator's peak. CPU: the peak of the process's resident memory, which the
+    kernel keeps (VmHWM); freed memory is handed back first, so that none of it is reused unseen.
+    None where the system does not tell.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._cuda = bool(inputs) and inputs[0].is_cuda
+        self.nbytes: int | None = None
+
+    def __enter__(self) -> _Peak:
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return self
+        _settle()
+        try:
+            with open("/proc/self/clear_refs", "w") as refs:
+                refs.write("5")
+        except OSError:
+            self._before = -1
+            return self
+        self._before = _resident("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+            self.nbytes = torch.cuda.max_memory_allocated() - self._before
+        elif self._before >= 0:
+            self.nbytes = max(0, _resident("VmHWM") - self._before)
+
+
+def _resident(key: str) -> int:
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _settle() -> None:
+    """Hand freed memory back to the system, where the C library can."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return
+
+
+def _quartile_range(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
