@@ -1,0 +1,213 @@
+"""NeMo-RL's fused path: from hidden states, and the patched forward of a real GPTModel."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs.dropin import nemo_rl
+from mcore_logprobs.testing import megatron_models as mm
+from mcore_logprobs.testing.memory import TensorsMade
+from tests.dropin.common import LAYOUTS, Rank, assert_near, next_token_logprobs, zigzag
+from tests.dropin.common import VOCAB as SMALL_VOCAB
+from tests.megatron.common import SEQ, VOCAB, make_batch, megatron, relative, tiny_config, worst
+
+B, H = 2, 6
+
+
+def run_hidden(tp: int, cp: int, d: dict[str, Tensor], chunk_size: Any) -> dict[str, Tensor]:
+    r = Rank(tp, cp)
+    mine = zigzag(d["hidden"], r.cp.rank(), cp).transpose(0, 1)  # [s/CP, b, h]
+    hidden = mine.chunk(tp)[r.tp.rank()].clone().requires_grad_()
+    weight = d["weight"][r.range[0] : r.range[1]].clone().requires_grad_()
+    value = nemo_rl.from_parallel_hidden_states_to_logprobs(
+        hidden, weight, None, None, d["ids"], *r.range, r.tp, False, r.cp_group, chunk_size
+    )
+    (value * d["upstream"]).sum().backward()
+    tied = nemo_rl.from_parallel_hidden_states_to_logprobs(
+        hidden, None, weight, True, d["ids"], *r.range, r.tp, True, r.cp_group, chunk_size
+    )
+    assert not tied.requires_grad
+    assert torch.equal(tied, value.detach())
+    return {"value": value, "hidden": hidden.grad, "weight": weight.grad}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize(("length", "padded"), [(8, 8), (9, 12)])
+@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
+def test_hidden_states(
+    ranks, tp: int, cp: int, length: int, padded: int, chunk_size: int | None
+) -> None:
+    padded = max(padded, 2 * tp * cp)
+    d = {
+        "hidden": torch.randn(B, padded, H),
+        "weight": torch.randn(SMALL_VOCAB, H),
+        "ids": torch.randint(0, SMALL_VOCAB, (B, length)),
+        "upstream": torch.randn(B, length - 1),
+    }
+    leaves = {name: d[name].double().requires_grad_() for name in ("hidden", "weight")}
+    want = next_token_logprobs(leaves["hidden"] @ leaves["weight"].t(), d["ids"])
+    (want * d["upstream"].double()).sum().backward()
+    results = ranks(tp * cp).run(run_hidden, tp, cp, d, chunk_size)
+    for result in results:
+        assert_near(result["value"], want.detach(), 5e-6)
+    weight = torch.zeros(SMALL_VOCAB, H, dtype=torch.float64)
+    hidden = torch.zeros(B, padded, H, dtype=torch.float64)
+    place = torch.arange(padded)[None]
+    for rank, result in enumerate(results):
+        rows = zigzag(place, rank // tp, cp)[0].chunk(tp)[rank % tp]
+        hidden[:, rows] = result["hidden"].transpose(0, 1).double()
+        width = SMALL_VOCAB // tp
+        weight[rank % tp * width :][:width] += result["weight"].double()
+    # The backward of the gather over CP sums the same loss of every rank.
+    assert_near(hidden, leaves["hidden"].grad * cp, 1e-5)
+    assert_near(weight, leaves["weight"].grad * cp, 1e-5)
+
+
+def gathered(model: Any, batch: dict[str, Any]) -> Tensor:
+    """This CP rank's whole-vocabulary logits from the unpatched model, differentiable."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(model(**batch["inputs"]))
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels: bool) -> dict:
+    """Errors of the patched forward against the unpatched model's own logits."""
+    with megatron(tp=tp, cp=cp) as parallel_state:
+        config = tiny_config(tp, sequence_parallel=sp)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=tied)
+        model.eval()
+        batch = make_batch(parallel_state, packed=packed)
+        rank, ids = parallel_state.get_context_parallel_rank(), batch["inputs"]["input_ids"]
+        bounds = (0, 8, SEQ) if packed else (0, SEQ)
+        place = [zigzag(torch.arange(SEQ)[None], r, cp, bounds)[0] for r in range(cp)]
+        # The tokens of the whole sequence, as the ranks hold them.
+        parts = [torch.empty_like(ids) for _ in range(cp)]
+        torch.distributed.all_gather(
+            parts, ids.contiguous(), group=parallel_state.get_context_parallel_group()
+        )
+        whole = torch.cat(parts, 1)[:, torch.cat(place).argsort()]
+        following = torch.full_like(whole, -1)
+        for start, end in itertools.pairwise(bounds):
+            following[:, start : end - 1] = whole[:, start + 1 : end]
+        weights = torch.rand(whole.shape, generator=torch.Generator().manual_seed(2))
+
+        # Expected: this rank's own tokens by plain torch, each with the weight it will have.
+        mine = following[:, place[rank]]
+        logp = gathered(model, batch).double().log_softmax(-1)
+        own = logp.gather(-1, mine.clamp(min=0)[..., None])[..., 0]
+        own = torch.where(mine >= 0, own, 0.0)
+        (own * weights[:, place[rank]]).sum().backward()
+        expected_grads = gradients(model)
+
+        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
+        try:
+            logits_after = model(**batch["inputs"])
+            got = model(
+                **batch["inputs"],
+                labels=whole if whole_labels else ids,
+                return_logprobs_for_linear_ce_fusion=True,
+            )
+            (got * weights[:, :-1] / cp).sum().backward()
+            grads = gradients(model)
+        finally:
+            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+        assert got.shape == (whole.shape[0], SEQ - 1)
+        assert torch.equal(logits_after, model(**batch["inputs"]))
+        # The last position has no next token: drop it from what was expected.
+        here = got[:, place[rank].clamp(max=SEQ - 2)]
+        here = torch.where(place[rank] < SEQ - 1, here, 0.0)
+        return {
+            "value": relative(here, own),
+            "grad": worst(grads, expected_grads),
+            "zeros": int((got == 0).sum()) - (len(bounds) - 2) * whole.shape[0],
+        }
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    ("tp", "cp", "sp"), [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
+)
+def test_patched_forward(ranks, tp: int, cp: int, sp: bool, packed: bool, tied: bool) -> None:
+    for errors in ranks(tp * cp).run(run_model, tp, cp, sp, packed, tied, False):
+        assert errors["value"] < 1e-5
+        assert errors["grad"] < 1e-5
+        assert errors["zeros"] == 0
+
+
+def test_whole_labels_over_cp(ranks) -> None:
+    for errors in ranks(2).run(run_model, 1, 2, False, False, True, True):
+        assert max(errors.values()) < 1e-5
+
+
+def class_patch() -> None:
+    with megatron() as parallel_state:
+        from megatron.core.models.gpt import GPTModel
+
+        batch = make_batch(parallel_state)
+        ids = batch["inputs"]["input_ids"]
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        before, names = GPTModel.forward, set(vars(GPTModel))
+        flag = "return_logprobs_for_linear_ce_fusion"
+        nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()  # nothing to undo
+        for chunk_size in (4, 7):  # the second call only changes the chunk size
+            nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=chunk_size)
+            assert GPTModel._linear_ce_fusion_chunk_size == chunk_size
+        parameters = inspect.signature(GPTModel.forward).parameters
+        assert set(parameters) == set(inspect.signature(before).parameters) | {flag}
+        with pytest.raises(ValueError, match="expected labels"):
+            model(**batch["inputs"], **{flag: True})
+        state = dict(vars(model))
+        with torch.no_grad():
+            direct = nemo_rl._gpt_forward_with_linear_ce_fusion(
+                model, ids, batch["inputs"]["position_ids"], None, labels=ids, **{flag: True}
+            )
+            assert torch.equal(model(**batch["inputs"], labels=ids, **{flag: True}), direct)
+            plain = nemo_rl._gpt_forward_with_linear_ce_fusion(
+                model, ids, batch["inputs"]["position_ids"], None
+            )
+            assert torch.equal(plain, model(**batch["inputs"]))
+        assert dict(vars(model)) == state  # the head's patch is gone after each call
+        nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+        assert GPTModel.forward is before
+        assert set(vars(GPTModel)) == names
+        with pytest.raises(ValueError, match="chunk_size: expected an int >= 1, got 0"):
+            nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=0)
+
+
+def test_the_class_is_as_before(ranks) -> None:
+    ranks(1).run(class_patch)
+
+
+def largest_tensor() -> int:
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=48 * VOCAB)
+        batch = make_batch(parallel_state)
+        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=2)
+        try:
+            with TensorsMade() as made:
+                model(
+                    **batch["inputs"],
+                    labels=batch["inputs"]["input_ids"],
+                    return_logprobs_for_linear_ce_fusion=True,
+                )
+        finally:
+            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+        return max(tensor.nbytes for tensor in made.made)
+
+
+def test_no_logits_are_held(ranks) -> None:
+    logits = 2 * SEQ * 48 * VOCAB * 4
+    assert ranks(1).run(largest_tensor)[0] < logits / 4

@@ -1,0 +1,325 @@
+"""NeMo-RL's functions from logits to log-probabilities: TP, CP, padding, packing, DTensors."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs.dropin import nemo_rl
+from tests.dropin.common import (
+    LAYOUTS,
+    VOCAB,
+    Rank,
+    assert_near,
+    filtered,
+    next_token_logprobs,
+    spread,
+    zigzag,
+)
+
+B = 2
+SAMPLING = {
+    "none": None,
+    "off": SimpleNamespace(top_k=-1, top_p=1.0, temperature=0.5),
+    "top-k": SimpleNamespace(top_k=9, top_p=1.0, temperature=1.0),
+    "both": SimpleNamespace(top_k=14, top_p=0.8, temperature=1.0),
+}
+
+
+def make(length: int, padded: int) -> dict[str, Tensor]:
+    """Ids `[b, length]`; logits `[b, padded, V]`, as a model on padded ids gives them."""
+    generator = torch.Generator().manual_seed(length)
+    return {
+        "logits": torch.randn(B, padded, VOCAB, generator=generator) * 2,
+        "ids": torch.randint(0, VOCAB, (B, length), generator=generator),
+        "upstream": torch.randn(B, length - 1, generator=generator),
+    }
+
+
+def on_finite(value: Tensor, upstream: Tensor) -> Tensor:
+    """A loss that leaves out filtered targets."""
+    return (torch.where(value.isfinite(), value, 0.0) * upstream).sum()
+
+
+def expected(d: dict[str, Tensor], sampling: Any) -> tuple[Tensor, Tensor]:
+    leaf = d["logits"].double().requires_grad_()
+    filters = () if sampling is None else (sampling.top_k, sampling.top_p)
+    value = next_token_logprobs(leaf, d["ids"], *filters)
+    on_finite(value, d["upstream"].double()).backward()
+    return value.detach(), leaf.grad
+
+
+def run(
+    tp: int, cp: int, d: dict[str, Tensor], sampling: str, chunk_size: int | None, route: str
+) -> dict[str, Tensor]:
+    r = Rank(tp, cp)
+    leaf = r.shard(d["logits"])
+    ids, parameters = d["ids"].clone(), SAMPLING[sampling]
+    if route == "from_parallel":
+        value = nemo_rl.from_parallel_logits_to_logprobs(
+            leaf, ids, *r.range, r.tp, False, r.cp_group, chunk_size, parameters
+        )
+    else:
+        value = nemo_rl.get_next_token_logprobs_from_logits(
+            ids,
+            leaf,
+            vocab_parallel_rank=r.tp.rank(),
+            vocab_parallel_group=r.tp,
+            context_parallel_group=r.cp_group,
+            sampling_params=parameters,
+        )
+    on_finite(value, d["upstream"]).backward()
+    assert torch.equal(ids, d["ids"])
+    quiet = nemo_rl.from_parallel_logits_to_logprobs(
+        leaf, ids, *r.range, r.tp, True, r.cp_group, chunk_size, parameters
+    )
+    assert not quiet.requires_grad
+    assert torch.equal(quiet, value.detach())
+    return {"value": value, "grad": leaf.grad}
+
+
+@pytest.mark.parametrize("route", ["from_parallel", "get_next_token"])
+@pytest.mark.parametrize(("sampling", "chunk_size"), [("none", None), ("none", 2), ("off", 3)])
+@pytest.mark.parametrize(("length", "padded"), [(8, 8), (9, 12)])
+@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
+def test_sharded(
+    ranks, tp: int, cp: int, length: int, padded: int, sampling: str, chunk_size: Any, route: str
+) -> None:
+    d = make(length, padded)
+    want, want_grad = expected(d, SAMPLING[sampling])
+    results = ranks(tp * cp).run(run, tp, cp, d, sampling, chunk_size, route)
+    for result in results:
+        assert result["value"].shape == (B, length - 1)
+        assert result["value"].dtype == torch.float32
+        assert_near(result["value"], want)
+    # Every rank computes the whole loss, and the gather's backward sums over CP.
+    grad = spread([result["grad"] for result in results], tp, cp, d["logits"].shape)
+    assert_near(grad, want_grad * cp)
+
+
+@pytest.mark.parametrize("sampling", ["top-k", "both"])
+@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
+def test_sampling_filters(ranks, tp: int, cp: int, sampling: str) -> None:
+    d = make(9, 12)
+    want, want_grad = expected(d, SAMPLING[sampling])
+    assert 0 < want.isfinite().sum() < want.numel()
+    results = ranks(tp * cp).run(run, tp, cp, d, sampling, 2, "from_parallel")
+    for result in results:
+        assert_near(result["value"], want)
+    grad = spread([result["grad"] for result in results], tp, cp, d["logits"].shape)
+    assert_near(grad, want_grad * cp)
+
+
+def whole_logits(d: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Neither a group nor a DTensor: all columns are here, whatever the world is."""
+    leaf = d["logits"].clone().requires_grad_()
+    value = nemo_rl.get_next_token_logprobs_from_logits(
+        d["ids"], leaf, sampling_params=SAMPLING["both"]
+    )
+    on_finite(value, d["upstream"]).backward()
+    return {"value": value, "grad": leaf.grad}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_plain_logits(ranks, world: int) -> None:
+    d = make(6, 6)
+    want, want_grad = expected(d, SAMPLING["both"])
+    for result in ranks(world).run(whole_logits, d):
+        assert_near(result["value"], want)
+        assert_near(result["grad"], want_grad)
+
+
+def rank_mismatch() -> None:
+    r = Rank(2, 1)
+    nemo_rl.get_next_token_logprobs_from_logits(
+        torch.zeros(1, 4, dtype=torch.int64),
+        torch.randn(1, 4, 12),
+        vocab_parallel_rank=1 - r.tp.rank(),
+        vocab_parallel_group=r.tp,
+    )
+
+
+def test_another_ranks_range_raises_everywhere(ranks) -> None:
+    for error in ranks(2).run_expecting_errors(rank_mismatch):
+        assert isinstance(error, ValueError)
+        assert "vocab_start_index, vocab_end_index: expected" in str(error)
+
+
+# ---- packed sequences ----
+
+LENGTHS = (8, 4, 16, 4)  # padded to 2 * CP
+BOUNDS = (0, 8, 12, 28, 32)
+
+
+def run_packed(
+    tp: int, cp: int, d: dict[str, Tensor], unpacked: int, sampling: str, rolled: bool
+) -> dict[str, Tensor]:
+    r = Rank(tp, cp)
+    leaf = r.shard(d["logits"], BOUNDS)
+    target = d["ids"].clone()
+    if rolled:
+        parts = [target[:, a:b].roll(-1, 1) for a, b in itertools.pairwise(BOUNDS)]
+        target = zigzag(torch.cat(parts, 1), r.cp.rank(), cp, BOUNDS)
+    value = nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(
+        leaf,
+        target,
+        torch.tensor(BOUNDS, dtype=torch.int32),
+        unpacked,
+        *r.range,
+        r.tp,
+        False,
+        r.cp_group,
+        3,
+        SAMPLING[sampling],
+        rolled,
+    )
+    on_finite(value, d["upstream"][:, : unpacked - 1]).backward()
+    return {"value": value, "grad": leaf.grad}
+
+
+def expected_packed(d: dict[str, Tensor], unpacked: int, sampling: Any) -> tuple[Tensor, Tensor]:
+    leaf = d["logits"].double().requires_grad_()
+    filters = () if sampling is None else (sampling.top_k, sampling.top_p)
+    out = torch.zeros(len(LENGTHS), unpacked - 1, dtype=torch.float64)
+    for i, (a, b) in enumerate(itertools.pairwise(BOUNDS)):
+        one = next_token_logprobs(leaf[:, a:b], d["ids"][:, a:b], *filters)[0]
+        kept = min(len(one), unpacked - 1)
+        out[i, :kept] = one[:kept]
+    on_finite(out, d["upstream"][:, : unpacked - 1].double()).backward()
+    return out.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize(("unpacked", "sampling"), [(16, "none"), (20, "none"), (7, "top-k")])
+@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
+def test_packed(ranks, tp: int, cp: int, unpacked: int, sampling: str, rolled: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    d = {
+        "logits": torch.randn(1, BOUNDS[-1], VOCAB, generator=generator) * 2,
+        "ids": torch.randint(0, VOCAB, (1, BOUNDS[-1]), generator=generator),
+        "upstream": torch.randn(len(LENGTHS), 19, generator=generator),
+    }
+    want, want_grad = expected_packed(d, unpacked, SAMPLING[sampling])
+    results = ranks(tp * cp).run(run_packed, tp, cp, d, unpacked, sampling, rolled)
+    for result in results:
+        assert result["value"].shape == (len(LENGTHS), unpacked - 1)
+        assert_near(result["value"], want)
+    shape = d["logits"].shape
+    grad = spread([result["grad"] for result in results], tp, cp, shape, BOUNDS)
+    assert_near(grad, want_grad * cp)
+
+
+# ---- DTensors ----
+
+
+@functools.cache
+def device_mesh(tp: int, cp: int) -> Any:
+    """Once for each layout and rank: a mesh makes groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if cp == 1:
+        return init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    return init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+
+
+def run_dtensor(
+    tp: int, cp: int, d: dict[str, Tensor], route: str, sampling: str
+) -> dict[str, Tensor]:
+    """On a mesh (cp, tp), the sequence lying in an order of its own, as seq_index says."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = device_mesh(tp, cp)
+    length = d["ids"].shape[1]
+    seq_index = None
+    logits, target = d["logits"], d["ids"]
+    if cp > 1:
+        place = torch.arange(length)[None]
+        seq_index = torch.cat([zigzag(place, rank, cp)[0] for rank in range(cp)])
+        logits = logits[:, seq_index]
+        target = distribute_tensor(target[:, seq_index], mesh["cp"], [Shard(1)])
+    placements = [Shard(1), Shard(2)] if cp > 1 else [Shard(2)]
+    leaf = distribute_tensor(logits, mesh, placements).detach().requires_grad_()
+    group = mesh.get_group("tp")
+    width, rank = VOCAB // tp, group.rank()
+    parameters = SAMPLING[sampling]
+    if route == "dtensor_from_parallel":
+        value = nemo_rl.dtensor_from_parallel_logits_to_logprobs(
+            leaf.to_local(),
+            target,
+            rank * width,
+            (rank + 1) * width,
+            group,
+            seq_index=seq_index,
+            chunk_size=2,
+            sampling_params=parameters,
+        )
+    elif route == "from_vocab_parallel":
+        value = nemo_rl.get_logprobs_from_vocab_parallel_logits(
+            leaf, target, seq_index, 2, parameters
+        )
+    else:
+        value = nemo_rl.get_next_token_logprobs_from_logits(
+            target, leaf, seq_index, sampling_params=parameters
+        )
+    on_finite(value, d["upstream"]).backward()
+    grad = leaf.grad.full_tensor()
+    if seq_index is not None:
+        grad = grad[:, seq_index.argsort()]
+    return {"value": value, "grad": grad}
+
+
+@pytest.mark.parametrize(
+    ("route", "sampling"),
+    [
+        ("dtensor_from_parallel", "none"),
+        ("from_vocab_parallel", "top-k"),
+        ("get_next_token", "none"),
+    ],
+)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_dtensors(ranks, tp: int, cp: int, route: str, sampling: str) -> None:
+    d = make(8, 8)
+    want, want_grad = expected(d, SAMPLING[sampling])
+    for result in ranks(tp * cp).run(run_dtensor, tp, cp, d, route, sampling):
+        assert_near(result["value"], want)
+        # DTensor's convention: every rank computes the same loss, once.
+        assert_near(result["grad"], want_grad)
+
+
+def missing_seq_index() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = device_mesh(1, 2)
+    target = distribute_tensor(torch.zeros(1, 8, dtype=torch.int64), mesh["cp"], [Shard(1)])
+    nemo_rl.dtensor_from_parallel_logits_to_logprobs(
+        torch.randn(1, 4, VOCAB), target, 0, VOCAB, mesh.get_group("tp")
+    )
+
+
+def test_a_target_over_cp_needs_its_index(ranks) -> None:
+    for error in ranks(2).run_expecting_errors(missing_seq_index):
+        assert isinstance(error, ValueError)
+        assert "seq_index: expected the global indices" in str(error)
+
+
+def test_wrong_kinds_of_logits_raise() -> None:
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="expected a DTensor, got Tensor"):
+        nemo_rl.get_logprobs_from_vocab_parallel_logits(torch.randn(1, 4, 8), ids)
+    with pytest.raises(ValueError, match=r"sequence length: expected at most 3 .* got 4"):
+        nemo_rl.from_parallel_logits_to_logprobs(torch.randn(1, 3, 8), ids, 0, 8, None)
+
+
+def test_the_filter_of_these_tests_is_a_samplers() -> None:
+    """By hand: p = 0.5, 0.25, 0.125, 0.125."""
+    z = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert filtered(z, 3, 1.0).isfinite().tolist() == [True, True, True, True]
+    assert filtered(z, 2, 1.0).isfinite().tolist() == [True, True, False, False]
+    assert filtered(z, None, 0.6).isfinite().tolist() == [True, True, False, False]
+    assert filtered(z, 2, 0.6).isfinite().tolist() == [True, False, False, False]
