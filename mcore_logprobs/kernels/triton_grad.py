@@ -74,7 +74,7 @@ def _write_tile(
         factor = a + b * tl.maximum(logp, LOG_ZERO)
     grad = grad * factor
     if SMOOTHING:
-        grad += tl.where(logp > LOG_ZERO, everywhere, 0.0)
+        grad += tl.where(logp > float("-inf"), everywhere, 0.0)
     grad += tl.where(columns == column, on_target, 0.0)
     if HAS_SOFTCAP:
         grad = grad * (1.0 - capped * capped)
