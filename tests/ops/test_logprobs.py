@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
 import pytest
 import torch
 import torch.distributed as dist
