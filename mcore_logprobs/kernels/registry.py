@@ -17,12 +17,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels import inductor_backend, inductor_compile, reference
 from mcore_logprobs.kernels.stats import RowSpec
 
 __all__ = ["BACKENDS", "Backend", "Choice", "default_chunk_size", "explain", "select"]
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "inductor")
 logger = logging.getLogger("mcore_logprobs")
 
 # Bytes of one float32 copy of a chunk. On a CPU it should stay in the cache; on a GPU it must be
@@ -80,6 +80,7 @@ class _Candidate:
         availability: device type -> Choice; may import what it needs.
         refusal: logits -> why it cannot serve this call, or None.
         by_default: device types on which `auto` takes it; elsewhere it is had by name only.
+        unworthy: logits -> why `auto` leaves this call to another, though it could be served.
     """
 
     name: str
@@ -87,6 +88,7 @@ class _Candidate:
     availability: Callable[[str], Choice]
     refusal: Callable[[Tensor], str | None]
     by_default: tuple[str, ...]
+    unworthy: Callable[[Tensor], str | None] = lambda logits: None
 
 
 def default_chunk_size(width: int, device: torch.device) -> int:
@@ -139,6 +141,40 @@ def _triton_refusal(logits: Tensor) -> str | None:
     return None
 
 
+# ---- inductor ----------------------------------------------------------------------------------
+
+
+def _inductor_availability(device_type: str) -> Choice:
+    if device_type != "cpu":
+        return Choice("inductor", False, f"compiled for CPU tensors only, not {device_type}")
+    obstacle = inductor_compile.obstacle()
+    if obstacle is not None:
+        return Choice("inductor", False, obstacle)
+    return Choice(
+        "inductor",
+        True,
+        f"torch.compile with {inductor_compile.compiler()}: seconds at the first use, cached on "
+        f"disk; auto takes it from {inductor_backend.MIN_NUMEL} logits on; softcap, bias and label "
+        "smoothing go through eager torch",
+    )
+
+
+def _inductor_refusal(logits: Tensor) -> str | None:
+    if logits.dtype not in inductor_backend.DTYPES:
+        return f"expected logits of float32, bfloat16 or float16, got {logits.dtype}"
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        return "expected logits whose last stride is 1"
+    return None
+
+
+def _inductor_unworthy(logits: Tensor) -> str | None:
+    if torch.compiler.is_compiling():
+        return "the caller is being compiled already"
+    if logits.numel() < inductor_backend.MIN_NUMEL:
+        return f"fewer than {inductor_backend.MIN_NUMEL} logits"
+    return None
+
+
 # ---- choice ------------------------------------------------------------------------------------
 
 # Best first. torch, which serves everything, ends every search.
@@ -149,6 +185,14 @@ _CANDIDATES: tuple[_Candidate, ...] = (
         _triton_availability,
         _triton_refusal,
         by_default=("cuda",),
+    ),
+    _Candidate(
+        "inductor",
+        "mcore_logprobs.kernels.inductor_backend",
+        _inductor_availability,
+        _inductor_refusal,
+        by_default=("cpu",),
+        unworthy=_inductor_unworthy,
     ),
 )
 _TORCH = Choice("torch", True, "eager torch, on any device")
@@ -174,6 +218,8 @@ def select(backend: str, logits: Tensor) -> Backend:
             continue
         choice = candidate.availability(device_type)
         reason = candidate.refusal(logits) if choice.available else choice.reason
+        if reason is None and not by_name:
+            reason = candidate.unworthy(logits)
         if reason is None:
             _log_once(candidate.name, device_type, choice.reason)
             return cast(Backend, importlib.import_module(candidate.module))

@@ -1,0 +1,244 @@
+"""The inductor backend: the reference's functions for a CPU, compiled.
+
+The logits are read from memory once, forward and backward; nothing of their size is made, so that
+`chunk_size` has no meaning here. Forward walks the vocabulary in blocks that stay in the
+first-level cache while maximum and sums are taken, and merges them as shards are merged: sums of
+2048 terms at a time also round less than the sum of a whole row.
+
+Compiled are float32, bfloat16 and float16 logits with any temperature, scale, row stride, entropy
+and rank. What is rare (softcap, bias, label smoothing, one row, under two blocks of columns) and
+the columns past the last whole block go to the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.inductor_compile import NotCompiled, assert_compiled, call_compiled
+from mcore_logprobs.kernels.reference import gather_target
+from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, merge
+
+__all__ = ["DTYPES", "MIN_NUMEL", "count_higher", "grad_logits", "row_stats"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Logits from which on `auto` takes this backend: eager passes over fewer take milliseconds.
+MIN_NUMEL = 1 << 21
+
+# Columns a block: 8 KiB of float32, well within a first-level cache.
+_BLOCK = 2048
+_MIN_BLOCKS = 2  # torch.compile makes a kernel of its own for a size of 1
+
+
+def row_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    chunk_size: int,
+) -> Tensor:
+    """As `reference.row_stats`."""
+    blocks = spec.valid // _BLOCK
+    if blocks >= _MIN_BLOCKS and _is_common(logits, spec, bias):
+        try:
+            return _row_stats(logits, target, spec, threshold, chunk_size)
+        except NotCompiled:
+            pass
+    return reference.row_stats(
+        logits, target, spec, bias=bias, threshold=threshold, chunk_size=chunk_size
+    )
+
+
+def count_higher(
+    logits: Tensor, target: Tensor, threshold: Tensor, *, valid: int, chunk_size: int
+) -> Tensor:
+    """As `reference.count_higher`."""
+    whole = valid - valid % _BLOCK
+    if whole >= _MIN_BLOCKS * _BLOCK and _is_common(logits, None, None):
+        limit = threshold.to(logits.dtype)
+        try:
+            higher = call_compiled(_count_kernel, logits[:, :whole], limit).sum(-1).long()
+        except NotCompiled:
+            pass
+        else:
+            higher -= (gather_target(logits, target, -torch.inf) > limit).long()
+            if whole < valid:
+                higher += (logits[:, whole:valid] > limit.unsqueeze(-1)).sum(-1)
+            return higher
+    return reference.count_higher(logits, target, threshold, valid=valid, chunk_size=chunk_size)
+
+
+def grad_logits(
+    logits: Tensor,
+    target: Tensor,
+    shift: Tensor,
+    coef: Tensor,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor,
+    chunk_size: int,
+) -> None:
+    """As `reference.grad_logits`."""
+    if spec.valid >= _MIN_BLOCKS * _BLOCK and _is_common(logits, spec, bias):
+        try:
+            _grad_logits(logits, target, shift, coef, spec, out)
+            return
+        except NotCompiled:
+            pass
+    reference.grad_logits(
+        logits, target, shift, coef, spec, bias=bias, out=out, chunk_size=chunk_size
+    )
+
+
+def _is_common(logits: Tensor, spec: RowSpec | None, bias: Tensor | None) -> bool:
+    return (
+        logits.shape[0] > 1
+        and logits.dtype in DTYPES
+        and logits.stride(-1) == 1
+        and bias is None
+        and (spec is None or (spec.softcap is None and not spec.smoothing))
+    )
+
+
+def _row_stats(
+    logits: Tensor, target: Tensor, spec: RowSpec, threshold: Tensor | None, chunk_size: int
+) -> Tensor:
+    whole = spec.valid - spec.valid % _BLOCK
+    head = logits[:, :whole]
+    block_stats = call_compiled(_stats_kernel, head, _scalar(spec.multiplier), spec.entropy)
+    top = block_stats[0]  # [n, blocks]
+    parts = top.new_zeros(top.shape[1] + (whole < spec.valid), len(spec.fields), top.shape[0])
+    head_parts = parts[: top.shape[1]]
+    head_target = torch.where(target < whole, target, -1)
+    for name, values in zip(("max", "sum", "entropy"), block_stats, strict=False):
+        head_parts[:, spec.fields.index(name)] = values.t()
+    parts[0, 2] = gather_target(head, head_target, 0.0).float() * spec.multiplier
+    if spec.rank:
+        assert threshold is not None
+        limit = threshold.to(logits.dtype)
+        higher = spec.fields.index("higher")
+        head_parts[:, higher] = call_compiled(_count_kernel, head, limit).t()
+        parts[0, higher] -= (gather_target(head, head_target, -torch.inf) > limit).float()
+    if whole < spec.valid:
+        parts[-1] = reference.row_stats(
+            logits[:, whole : spec.valid],
+            torch.where(target >= whole, target - whole, -1),
+            replace(spec, valid=spec.valid - whole),
+            threshold=threshold,
+            chunk_size=chunk_size,
+        )
+    return merge(parts, spec)
+
+
+def _grad_logits(
+    logits: Tensor, target: Tensor, shift: Tensor, coef: Tensor, spec: RowSpec, out: Tensor
+) -> None:
+    a, b, on_target, _ = coef * spec.multiplier
+    alive = (coef != 0).any(0)
+    # The target's entry is computed apart, from the logit before anything is written over it, and
+    # rounded once: near p = 1 it is the difference of two nearly equal numbers.
+    column = target.clamp(min=0)
+    rows = torch.arange(target.shape[0])
+    shifted = logits[rows, column].float() * spec.multiplier - shift
+    shifted.clamp_(min=LOG_ZERO)
+    own = shifted.exp() * (a + b * shifted if spec.entropy else a)
+    own = torch.where(alive, own + torch.where(target >= 0, on_target, 0.0), 0.0)
+
+    source, result = logits[:, : spec.valid], out[:, : spec.valid]
+    factors = (_scalar(spec.multiplier), shift, a, b, alive, spec.entropy)
+    if _same_memory(source, result):
+        call_compiled(_grad_inplace_kernel, result, *factors)
+    elif source.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
+        raise NotCompiled("the gradient's layout differs from the logits' in the same memory")
+    else:
+        call_compiled(_grad_kernel, source, result, *factors)
+    out[:, spec.valid :] = 0
+    out[rows, column] = own.to(out.dtype)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
+def _scalar(value: float) -> Tensor:
+    # A tensor, not a float: torch.compile would make a kernel for each value.
+    return torch.tensor(value, dtype=torch.float32)
+
+
+# ---- kernels: what torch.compile sees -----------------------------------------------------------
+
+
+def _stats_kernel(logits: Tensor, multiplier: Tensor, entropy: bool) -> tuple[Tensor, ...]:
+    """`[n, blocks * _BLOCK]` -> (max, sum, entropy if wanted) of each block, `[n, blocks]`."""
+    assert_compiled()
+    z = logits.unflatten(1, (logits.shape[1] // _BLOCK, _BLOCK)).float() * multiplier
+    top = z.amax(-1)
+    # As a tuple: stacked, the maximum's loop and the sum's would not be fused.
+    shifted = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)
+    if not entropy:
+        return top, shifted.exp().sum(-1)
+    shifted = shifted.clamp(min=LOG_ZERO)
+    weight = shifted.exp()
+    return top, weight.sum(-1), (weight * shifted).sum(-1)
+
+
+def _count_kernel(logits: Tensor, limit: Tensor) -> Tensor:
+    """`[n, blocks * _BLOCK]`, `[n]` -> how many of each block are higher, `[n, blocks]` float32."""
+    assert_compiled()
+    blocks = logits.unflatten(1, (logits.shape[1] // _BLOCK, _BLOCK))
+    # float32 holds every count of a block, and is summed faster than int64.
+    return torch.where(blocks > limit[:, None, None], 1.0, 0.0).sum(-1)
+
+
+def _grad_values(
+    logits: Tensor,
+    multiplier: Tensor,
+    shift: Tensor,
+    a: Tensor,
+    b: Tensor,
+    alive: Tensor,
+    entropy: bool,
+) -> Tensor:
+    shifted = logits.float() * multiplier - shift[:, None]
+    if entropy:
+        shifted = shifted.clamp(min=LOG_ZERO)
+        values = shifted.exp() * (a[:, None] + b[:, None] * shifted)
+    else:
+        values = shifted.exp() * a[:, None]
+    return torch.where(alive[:, None], values, 0.0)
+
+
+def _grad_kernel(
+    logits: Tensor,
+    out: Tensor,
+    multiplier: Tensor,
+    shift: Tensor,
+    a: Tensor,
+    b: Tensor,
+    alive: Tensor,
+    entropy: bool,
+) -> None:
+    """`[n, v]` -> the gradient without the target's own term, into out `[n, v]`."""
+    assert_compiled()
+    out.copy_(_grad_values(logits, multiplier, shift, a, b, alive, entropy))
+
+
+def _grad_inplace_kernel(
+    logits: Tensor,
+    multiplier: Tensor,
+    shift: Tensor,
+    a: Tensor,
+    b: Tensor,
+    alive: Tensor,
+    entropy: bool,
+) -> None:
+    """As `_grad_kernel`, over the logits."""
+    assert_compiled()
+    logits.copy_(_grad_values(logits, multiplier, shift, a, b, alive, entropy))
