@@ -28,7 +28,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     name = pyfuncitem.originalname
-    _interpreter().submit(_call, pyfuncitem.module.__name__, name, arguments).result(timeout=120)
+    _interpreter().submit(_call, pyfuncitem.module.__name__, name, arguments).result(timeout=240)
     return True
 
 
