@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import registry
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.kernels.stats import (
     FinishedStats,
@@ -121,7 +122,9 @@ class _TokenStats(torch.autograd.Function):
             opts.spec, entropy=on_entropy is not None, smoothing=opts.label_smoothing > 0.0
         )
         logits = logits.detach()
-        grad = logits if opts.inplace_backward else torch.empty_like(logits)
+        grad = logits
+        if not opts.inplace_backward:
+            grad = prefer_huge_pages(torch.empty_like(logits))
         for part, block, out in rows.blocks(logits, grad):
             opts.backend.grad_logits(
                 block,
