@@ -43,25 +43,31 @@ class _Sampling(torch.autograd.Function):
         opts: FilterOptions = ctx.opts
         rows, valid = Rows(logits), opts.shard.valid_width
         upstream = torch.where(live, rows.flat(grads[0]), 0.0)
-        ids = torch.arange(valid, device=logits.device)
+        # Comparisons are written into floating-point buffers: far faster in torch than masks.
+        ids = torch.arange(valid, device=logits.device, dtype=value.dtype)
+        tie = last.clamp(max=valid).to(value.dtype)
         grad = torch.empty_like(logits)
         for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
             out[:, valid:] = 0
             if not valid:
                 continue
-            per_row = (t[part].unsqueeze(-1) for t in (upstream, value, last, top, log_sum))
-            g, lowest, tie, highest, total = per_row
+            per_row = (t[part].unsqueeze(-1) for t in (upstream, value, tie, top, log_sum))
+            g, lowest, last_kept, highest, total = per_row
             x = block[:, :valid].to(value.dtype)
-            kept = (x == lowest).logical_and_(ids <= tie).logical_or_(x > lowest)
+            kept, dz = torch.empty_like(x), torch.empty_like(x)
+            torch.le(ids, last_kept, out=kept)
+            kept.mul_(torch.eq(x, lowest, out=dz)).add_(torch.gt(x, lowest, out=dz))
             # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-            dz = (x - highest).mul_(opts.multiplier).sub_(total).exp_().mul_(kept).mul_(-g)
+            torch.sub(x, highest, out=dz).mul_(opts.multiplier).sub_(total).exp_()
+            dz.mul_(kept).mul_(-g)
             own = column[part]
             row = torch.arange(own.shape[0], device=own.device)
             at = own.clamp(min=0)
             extra = torch.where(own >= 0, g.squeeze(-1), 0.0)
             dz.index_put_((row, at), dz[row, at] + extra)
-            # A row that asks for nothing gets exactly 0, whatever its logits hold.
-            out[:, :valid] = dz.mul_(opts.multiplier).masked_fill_(g == 0, 0.0)
+            # A row that asks for nothing gets 0, whatever its logits hold; others are finite.
+            out[:, :valid] = dz.mul_(opts.multiplier).nan_to_num_(0.0, 0.0, 0.0)
+            del x, kept, dz  # before the next chunk makes its own
         return grad, None, None, None
 
 
@@ -106,9 +112,10 @@ def vocab_parallel_sampling_logprobs(
         backend: checked; with both filters off it computes, else the work is torch's everywhere.
 
     Collectives, forward, over TP: one all-gather of `[2 + c, n]` with c = top_k + 1 or 128; with
-    top-p one all-reduce of `[n]`. Rows whose cut-off these c largest logits of each rank do not show
-    (nearly flat ones, masses of ties, top_k past 1023) share about 11 all-reduces of `[7, rows]`
-    (16-bit logits: 6; float64: 22) a filter, and one all-gather of `[2, rows]`. Backward none.
+    top-p one all-reduce of `[n]`. Rows whose cut-off these c largest logits of each rank do not
+    show (nearly flat ones, masses of ties, top_k past 1023) share 4 to 15 all-reduces of
+    `[7, rows]` (float64: to 26) and two all-gathers a filter, of `[128, rows]` and `[2, rows]`.
+    Backward none.
     Replay: one all-gather of `[3, n]`. Filters off: as `vocab_parallel_logprobs`.
 
     Host syncs: one a call, whether rows need the search, and one a round of it. None in replay.

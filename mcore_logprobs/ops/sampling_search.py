@@ -1,9 +1,11 @@
 """The cut of rows that candidates do not settle, by a search over the values a logit can have.
 
 Floating-point numbers, read as integers the right way, keep their order. On these keys the search
-narrows an interval (lo, hi] eightfold a round until it holds one value: 11 rounds for float32,
+narrows an interval (lo, hi] eightfold a round until it holds one value: 15 rounds for float32,
 fewer for 16-bit logits. A round is one pass over the rows and one all-reduce of `[7, rows]`,
-whatever the vocabulary. Let A(t) be the mass (or number) of tokens above t. The cut is the smallest t with
+whatever the vocabulary. The first rounds cut the interval into equal parts by value, after which
+each rank's largest logits within it mostly hold the cut, and are looked at once.
+Let A(t) be the mass (or number) of tokens above t. The cut is the smallest t with
 
     A(t) < top_p * total      (top-p)            A(t) < k      (top-k, A counts)
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["HardRows", "kept_on_rank", "search_cut"]
 
 _WAYS = 8
+_BY_VALUE = 4  # rounds before the look at the logits within
+_WITHIN = 128  # logits of each rank looked at
 _ROUNDS = 40  # float64's 64 bits in threes, and some rounds for the last few values
 
 
@@ -95,6 +99,20 @@ class HardRows:
             out[0, part] = self._weight(x, part).mul_(x > limit).sum(-1).double()
         everyone = all_gather_stack(out, self.shard.group)
         return everyone[:, 0].sum(0), everyone[:, 1].long()
+
+    def largest_up_to(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest raw logits of each row that are at most `value`, descending, `[r, m]`; and
+        `[r]` the edge above which none is missing. One all-gather.
+        """
+        c = min(_WITHIN, self.shard.width)
+        out = torch.full((c, value.shape[0]), -torch.inf, dtype=self.dtype, device=value.device)
+        for part, x in self.chunks():
+            x.masked_fill_(x > value[part].unsqueeze(-1), -torch.inf)
+            found = x.topk(min(c, x.shape[-1]), dim=-1).values
+            out[: found.shape[-1], part] = found.t()
+        everyone = all_gather_stack(out, self.shard.group)  # [ranks, c, r]
+        listed = everyone.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
+        return listed, everyone[:, -1].amax(0)
 
     def nth_tie(self, value: Tensor, nth: Tensor) -> Tensor:
         """This rank's column of the `nth` token (from 1) equal to `value`; -1 where nth is 0."""
@@ -164,21 +182,48 @@ def _smallest_below(
     Args:
         low, high: `[r]` int64 keys; A(low) is at least the limit, A(high) under it.
     """
-    for _ in range(_ROUNDS):
+    ways = torch.arange(1, _WAYS, device=low.device).unsqueeze(-1)
+    above_high = torch.zeros_like(limit)
+    for done in range(_ROUNDS):
         if bool((high - low == 1).all()):  # a host sync a round
             break
+        if done == _BY_VALUE:
+            found = _look_within(rows, keys.value(high), above_high, limit, count=count)
+            settled = found.isfinite()
+            high = torch.where(settled, keys.of(found), high)
+            low = torch.where(settled, high - 1, low)
+            continue
         # high - low may overflow; the pivots cannot, and int64 wraps.
-        step = ((high >> 3) - (low >> 3)).clamp(min=1)
-        ways = torch.arange(1, _WAYS, device=low.device).unsqueeze(-1)
-        pivots = torch.minimum(low + ways * step, high - 1).clamp(min=low + 1)
-        under = rows.above(keys.value(pivots), count=count) < limit
+        pivots = low + ways * ((high >> 3) - (low >> 3)).clamp(min=1)
+        if done < _BY_VALUE:
+            bottom, span = keys.value(low), keys.value(high) - keys.value(low)
+            by_value = keys.of(bottom + span * (ways / _WAYS).to(span.dtype))
+            pivots = torch.where(span.isfinite(), by_value, pivots)
+        # Between the bounds, and in order even where two of them are the same.
+        pivots = torch.minimum(pivots, high - 1).clamp(min=low + 1)
+        totals = rows.above(keys.value(pivots), count=count)
         # A falls, so that the pivots under the limit are the last ones.
-        first = (~under).sum(0)
+        first = (totals >= limit).sum(0, keepdim=True)
         bounds = torch.cat([low.unsqueeze(0), pivots, high.unsqueeze(0)])
-        low = bounds.gather(0, first.unsqueeze(0)).squeeze(0)
-        high = bounds.gather(0, first.unsqueeze(0) + 1).squeeze(0)
-        high = torch.maximum(high, low + 1)
+        low = bounds.gather(0, first).squeeze(0)
+        high = torch.maximum(bounds.gather(0, first + 1).squeeze(0), low + 1)
+        totals = torch.cat([totals, above_high.unsqueeze(0)])
+        above_high = totals.gather(0, first).squeeze(0)
     return keys.value(high)
+
+
+def _look_within(
+    rows: HardRows, value: Tensor, above: Tensor, limit: Tensor, *, count: bool
+) -> Tensor:
+    """The cut where the largest logits up to `value`, whose A is `above`, show it; else NaN."""
+    listed, edge = rows.largest_up_to(value)
+    weight = torch.ones_like(listed, dtype=torch.float64)
+    if not count:
+        weight = rows.weight_of(listed.t()).t()
+    before = above.unsqueeze(-1) + weight.cumsum(-1) - weight
+    kept = (before < limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
+    found = listed.gather(-1, kept - 1).squeeze(-1)
+    return torch.where(found > edge, found, torch.nan)
 
 
 class _Keys:
