@@ -9,6 +9,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from mcore_logprobs import LogprobConfig
+
 from .errors import SetupError
 
 
@@ -195,6 +197,13 @@ def validate(config: RunConfig, world_size: int) -> None:
         g.policy_loss in ("stats", "linear"),
         f"grpo.policy_loss: expected stats or linear, got {g.policy_loss}",
     )
+    own = {"output", "temperature", "vocab_size", "entropy", "target_rank", "ignore_index"}
+    for key in sorted(own & set(config.logprobs)):
+        raise SetupError(f"logprobs.{key} is set by the run itself; leave it out")
+    try:
+        LogprobConfig.from_dict(config.logprobs)
+    except ValueError as error:
+        raise SetupError(f"logprobs: {error}") from None
     require(
         g.policy_loss == "stats" or config.logprobs.get("fused", True),
         "grpo.policy_loss: linear needs logprobs.fused: true, got false",

@@ -1,0 +1,295 @@
+"""The GRPO step itself, on real Megatron models: learning, layouts, resume, mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_logprobs.testing.distributed import RankPool
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "tiny-cpu.yaml"
+SMOLLM2 = ROOT / "configs" / "smollm2-cpu.yaml"
+Ranks = Callable[[int], RankPool]
+
+
+@contextmanager
+def _trainer(
+    path: Path = TINY, *, sections: dict[str, dict[str, Any]] | None = None, **given: Any
+) -> Iterator[Any]:
+    """A Trainer inside a rank; `given` is what the command line can give."""
+    from rich.console import Console
+
+    from examples.rl.config import load_config, override, validate
+    from examples.rl.layout import megatron_runtime, start_megatron
+    from examples.rl.trainer import Trainer
+    from mcore_logprobs.testing import megatron_models
+
+    config = override(load_config(path), **given)
+    for name, values in (sections or {}).items():
+        section = getattr(config, name)
+        section = (
+            {**section, **values}
+            if isinstance(section, dict)
+            else dataclasses.replace(section, **values)
+        )
+        config = dataclasses.replace(config, **{name: section})
+    validate(config, torch.distributed.get_world_size())
+    with megatron_runtime(config):
+        try:
+            yield Trainer(config, start_megatron(config), Console(quiet=True))
+        finally:
+            megatron_models.destroy_model_parallel()
+
+
+def _learn(out: str, steps: int) -> list[float]:
+    with _trainer(output_dir=out, steps=steps) as trainer:
+        trainer.self_check()
+        return [record.reward for record in trainer.run()]
+
+
+def test_the_tiny_model_learns(ranks: Ranks, tmp_path: Path) -> None:
+    """TP 2 x CP 2 with sequence parallelism. Chance is 1/8; a policy that gives one letter always
+    stays there too, so that the bound is out of reach without the right gradient."""
+    rewards = ranks(4).run(_learn, str(tmp_path), 45, timeout=280)[0]
+    start, end = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
+    assert start < 0.2, rewards
+    assert end > 0.6, rewards
+    lines = (tmp_path / "tiny-cpu" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 45
+    assert (tmp_path / "tiny-cpu" / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _one_update(layout: dict[str, int], sequence_parallel: bool) -> dict[str, Any]:
+    """One rollout's figures and gradients, by each way through the head."""
+    from examples.rl.batch import group_advantages
+    from examples.rl.config import load_config
+    from examples.rl.layout import on_main
+    from examples.rl.optim import global_grad_norm
+
+    # Two layers for the pipeline's two stages; tied, so that both hold the embedding.
+    llama = {**load_config(TINY).model.random, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    sections = {
+        "parallel": {"sequence_parallel": sequence_parallel},
+        "rollout": {"prompts": 4, "group_size": 4},
+        "grpo": {"micro_batch": 4, "kl_coef": 0.1},
+        "model": {"random": llama},
+    }
+    with _trainer(sections=sections, **layout) as trainer:
+        torch.manual_seed(5)  # the sampler's, on rank 0
+        samples, _ = on_main(trainer._rollout)
+        group_advantages(samples, normalise_std=True)
+        batch = trainer._batch(samples)
+        stats = trainer.policy.stats(batch)
+        # Old and reference figures that differ from the policy's, so that no term vanishes.
+        batch.old_logprobs = torch.where(batch.mask, stats.logprobs + 0.1, 0.0)
+        batch.ref_logprobs = torch.where(batch.mask, stats.logprobs - 0.3, 0.0)
+        params = list(trainer.policy.model.parameters())
+        found: dict[str, Any] = {"tokens": batch.tokens, "stats": stats}
+        for way in ("logits", "fused", "linear"):
+            report = trainer.policy.accumulate_gradients(batch, way=way)
+            found[way] = (report["loss"], report["clip_fraction"], global_grad_norm(params))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "sequence_parallel"),
+    [
+        (2, {"tp": 1, "cp": 2, "pp": 1}, False),
+        (2, {"tp": 1, "cp": 1, "pp": 1}, False),  # data parallel 2
+        (4, {"tp": 2, "cp": 2, "pp": 1}, True),
+        (4, {"tp": 2, "cp": 1, "pp": 2}, False),
+    ],
+    ids=["cp2", "dp2", "tp2-cp2-sp", "tp2-pp2"],
+)
+def test_layouts_and_ways_agree(
+    ranks: Ranks, world: int, layout: dict[str, int], sequence_parallel: bool, one_rank: dict
+) -> None:
+    """Loss, clip fraction and gradient norm do not depend on the layout or on the head's way."""
+    found = ranks(world).run(_one_update, layout, sequence_parallel, timeout=280)
+    for rank in found:
+        width = one_rank["tokens"].shape[1]
+        assert rank["tokens"][:, :width].tolist() == one_rank["tokens"].tolist()
+        for name in ("logprobs", "entropy", "target_rank"):
+            torch.testing.assert_close(
+                getattr(rank["stats"], name)[:, :width],
+                getattr(one_rank["stats"], name),
+                rtol=1e-5,
+                atol=2e-6,
+            )
+        for way in ("logits", "fused", "linear"):
+            assert rank[way] == pytest.approx(one_rank["logits"], rel=2e-5), way
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict:
+    from mcore_logprobs.testing.distributed import get_pool
+
+    return get_pool(1).run(_one_update, {"tp": 1, "cp": 1, "pp": 1}, False, timeout=280)[0]
+
+
+def test_one_rank_ways_agree(one_rank: dict) -> None:
+    for way in ("fused", "linear"):
+        assert one_rank[way] == pytest.approx(one_rank["logits"], rel=1e-5)
+    assert one_rank["logits"][2] > 0.01
+
+
+def _resume(out: str) -> list[tuple[Any, Any]]:
+    """(what 4 steps give, what 2 and 2 resumed steps give), for each thing that must be equal."""
+    small = {"rollout": {"prompts": 4, "group_size": 4}, "grpo": {"micro_batch": 16}}
+    untimed = ("seconds", "rollout_tokens_per_s", "train_tokens_per_s", "peak_memory_gib")
+
+    def results(trainer: Any) -> tuple[list, dict, dict]:
+        records = [dataclasses.asdict(r) for r in trainer.run()]
+        kept = [{k: v for k, v in r.items() if k not in untimed} for r in records]
+        weights = {k: v.clone() for k, v in trainer.policy.gpt_model.named_parameters()}
+        return kept, weights, trainer.optimizer.state_dict()["state"]
+
+    given = {"tp": 2, "cp": 1, "steps": 4}
+    with _trainer(sections=small, output_dir=out + "/whole", save_every=2, **given) as trainer:
+        straight = results(trainer)
+    torch.manual_seed(99)  # what the checkpoint must put right
+    with _trainer(sections=small, output_dir=out + "/resumed", **given) as trainer:
+        trainer.resume(Path(out) / "whole" / "tiny-cpu" / "checkpoints" / "step_2")
+        assert trainer.step == 2
+        resumed = results(trainer)
+    pairs = [(straight[0][2:], resumed[0])]
+    pairs += [(value, resumed[1][name]) for name, value in straight[1].items()]
+    for key, state in straight[2].items():
+        pairs += [(state[name], resumed[2][key][name]) for name in ("exp_avg", "exp_avg_sq")]
+    return pairs
+
+
+def test_resume_is_bit_exact(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, pairs in enumerate(ranks(2).run(_resume, str(tmp_path), timeout=280)):
+        records, *tensors = pairs
+        if rank == 0:  # the reporter
+            assert len(records[0]) == 2
+        assert records[0] == records[1]
+        assert len(tensors) > 20
+        assert all(torch.equal(a, b) for a, b in tensors)
+
+
+def _resume_elsewhere(out: str, sections: dict, given: dict) -> None:
+    with _trainer(sections=sections, **given) as trainer:
+        trainer.resume(Path(out))
+
+
+def _save(out: str) -> None:
+    with _trainer(tp=2, cp=1) as trainer:
+        trainer.save(Path(out))
+
+
+def test_resume_refuses_what_is_not_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    pool = ranks(2)
+    pool.run(_save, saved, timeout=280)
+    for path, sections, given, message in (
+        (saved, {}, {"tp": 1, "cp": 2}, "was saved with parallel"),
+        (saved, {"optimizer": {"lr": 0.5}}, {"tp": 2, "cp": 1}, "was saved with optimizer"),
+        (str(tmp_path / "none"), {}, {"tp": 2, "cp": 1}, "is no checkpoint"),
+    ):
+        errors = pool.run_expecting_errors(_resume_elsewhere, path, sections, given, timeout=280)
+        assert [message in str(error) for error in errors] == [True, True], errors
+    (Path(saved) / "rank_1.pt").unlink()
+    errors = pool.run_expecting_errors(_resume_elsewhere, saved, {}, {"tp": 2, "cp": 1})
+    assert ["rank_1.pt is missing" in str(error) for error in errors] == [True, True], errors
+
+
+def _build(sections: dict, given: dict) -> None:
+    with _trainer(sections=sections, **given):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sections", "given", "message"),
+    [
+        ({"model": {"source": "pypi:no_such_model"}}, {}, "'no_such_model' is not installed"),
+        ({"model": {"source": "/nowhere"}}, {}, "/nowhere does not exist"),
+        ({"task": {"name": "no_such_task"}}, {}, "no_such_task"),
+    ],
+)
+def test_mistakes_are_told_on_every_rank(
+    ranks: Ranks, sections: dict, given: dict, message: str
+) -> None:
+    """Found on rank 0 alone, raised everywhere."""
+    layout = {"tp": 2, "cp": 1, **given}
+    errors = ranks(2).run_expecting_errors(_build, sections, layout, timeout=280)
+    assert [message in str(error) for error in errors] == [True, True], errors
+
+
+def test_layout_that_does_not_divide_the_model(ranks: Ranks) -> None:
+    errors = ranks(3).run_expecting_errors(_build, {}, {"tp": 3, "cp": 1}, timeout=280)
+    assert all("attention heads (4) do not divide by TP 3" in str(e) for e in errors), errors
+
+
+def _real_weights(sections: dict) -> tuple[float, dict[str, float]]:
+    from examples.rl import selfcheck
+    from examples.rl.layout import on_main
+    from examples.rl.rollout import Sample
+
+    with _trainer(SMOLLM2, sections=sections) as trainer:
+
+        def texts() -> list[Sample]:
+            prompts = [trainer._encode(trainer.task.problem(i)) for i in range(2)]
+            return [Sample(p, len(p), [], 0) for p in prompts]
+
+        batch = trainer._batch(on_main(texts), all_tokens=True)
+        return (
+            selfcheck.check_against_rollout_engine(trainer.policy, trainer.engine, batch),
+            selfcheck.check_against_single_process(trainer.policy, batch),
+        )
+
+
+def test_real_weights_against_transformers(ranks: Ranks) -> None:
+    """SmolLM2-135M at TP 3: Megatron's log-probabilities are transformers' own."""
+    sections = {"rollout": {"prompts": 1, "group_size": 2}, "grpo": {"micro_batch": 2}}
+    for against_engine, against_one in ranks(3).run(_real_weights, sections, timeout=280):
+        assert against_engine < 2e-4
+        assert against_one["logprobs"] < 1e-5
+        assert against_one["entropy"] < 1e-5
+        assert against_one["target_rank"] == 0
+
+
+def _wrong_weights() -> None:
+    """A conversion mistake: gate and up exchanged in one layer of one rank."""
+    with _trainer(tp=2, cp=1) as trainer, torch.no_grad():
+        if trainer.layout.rank == 1:
+            fc1 = trainer.policy.gpt_model.decoder.layers[0].mlp.linear_fc1.weight
+            fc1.copy_(torch.cat(fc1.chunk(2)[::-1]))
+        trainer.self_check()
+
+
+def test_self_check_catches_a_conversion_mistake(ranks: Ranks) -> None:
+    errors = ranks(2).run_expecting_errors(_wrong_weights, timeout=280)
+    assert all("self-check failed" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", str(TINY), "--tp", "3"], "TP 3 x CP 2 x PP 1 needs a multiple of 6"),
+        (["--config", "no.yaml"], "config file no.yaml does not exist"),
+    ],
+)
+def test_command_line_mistakes(arguments: list[str], message: str) -> None:
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "4", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "rl_step.py"), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 2
+    assert f"rank 1: error: {message}" in done.stderr
+    assert "Traceback" not in done.stderr
