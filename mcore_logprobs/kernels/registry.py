@@ -6,13 +6,11 @@ by name that cannot be had is a ValueError, never a silent substitute.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -76,7 +74,7 @@ class _Candidate:
     """A backend that `auto` may take.
 
     Attributes:
-        module: imported when first taken.
+        load: gives the module, which is imported when first taken.
         availability: device type -> Choice; may import what it needs.
         refusal: logits -> why it cannot serve this call, or None.
         by_default: device types on which `auto` takes it; elsewhere it is had by name only.
@@ -84,7 +82,7 @@ class _Candidate:
     """
 
     name: str
-    module: str
+    load: Callable[[], Backend]
     availability: Callable[[str], Choice]
     refusal: Callable[[Tensor], str | None]
     by_default: tuple[str, ...]
@@ -121,16 +119,28 @@ def _triton_availability(device_type: str) -> Choice:
     return Choice("triton", True, f"Triton {version}, kernels {how}")
 
 
-@cache
+_triton_failure: list[str] = []
+
+
 def _import_triton() -> tuple[str, bool, str]:
     """(version, whether the interpreter runs the kernels, "") or ("", False, the error)."""
+    # A failed import is not tried again. No functools.cache: torch.compile traces through here.
+    if _triton_failure:
+        return "", False, _triton_failure[0]
     try:
         import triton
 
-        from mcore_logprobs.kernels import triton_backend
+        from mcore_logprobs.kernels import triton_common
     except Exception as error:  # a Triton built for another torch or driver raises all sorts
-        return "", False, f"{type(error).__name__}: {error}"
-    return triton.__version__, triton_backend.is_interpreted(), ""
+        _triton_failure.append(f"{type(error).__name__}: {error}")
+        return "", False, _triton_failure[0]
+    return triton.__version__, triton_common.INTERPRETED, ""
+
+
+def _load_triton() -> Backend:
+    from mcore_logprobs.kernels import triton_backend
+
+    return triton_backend
 
 
 def _triton_refusal(logits: Tensor) -> str | None:
@@ -181,14 +191,14 @@ def _inductor_unworthy(logits: Tensor) -> str | None:
 _CANDIDATES: tuple[_Candidate, ...] = (
     _Candidate(
         "triton",
-        "mcore_logprobs.kernels.triton_backend",
+        _load_triton,
         _triton_availability,
         _triton_refusal,
         by_default=("cuda",),
     ),
     _Candidate(
         "inductor",
-        "mcore_logprobs.kernels.inductor_backend",
+        lambda: inductor_backend,
         _inductor_availability,
         _inductor_refusal,
         by_default=("cpu",),
@@ -222,7 +232,7 @@ def select(backend: str, logits: Tensor) -> Backend:
             reason = candidate.unworthy(logits)
         if reason is None:
             _log_once(candidate.name, device_type, choice.reason)
-            return cast(Backend, importlib.import_module(candidate.module))
+            return candidate.load()
         if by_name:
             raise ValueError(f"backend={backend!r} cannot be had: {reason}")
         _log_once("not " + candidate.name, device_type, reason)

@@ -14,9 +14,8 @@ from torch.library import custom_op
 
 from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.kernels.triton_common import is_interpreted
 
-__all__ = ["count_higher", "grad_logits", "is_interpreted", "row_stats"]
+__all__ = ["count_higher", "grad_logits", "row_stats"]
 
 
 def row_stats(

@@ -22,12 +22,12 @@ from torch import Tensor
 from mcore_logprobs.kernels import stats
 
 __all__ = [
+    "INTERPRETED",
     "LOG2E",
     "LOG_ZERO",
     "Plan",
     "device_of",
     "finished",
-    "is_interpreted",
     "launch_plan",
     "tanh",
     "transform_args",
@@ -113,10 +113,9 @@ def transform_args(spec: stats.RowSpec, bias: Tensor | None) -> dict[str, Any]:
     }
 
 
-def is_interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter: decided when Triton was first imported."""
-    # Triton's own functions and ours are decorated at different moments; both must agree.
-    return not any(isinstance(function, triton.JITFunction) for function in (tl.sum, finished))
+# Whether the kernels run in Triton's interpreter: decided when Triton was first imported. Its own
+# functions and ours are decorated at different moments, and both must agree.
+INTERPRETED = not any(isinstance(function, triton.JITFunction) for function in (tl.sum, finished))
 
 
 @dataclass(frozen=True)

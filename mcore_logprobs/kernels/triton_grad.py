@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import (
+    INTERPRETED,
     LOG2E,
     LOG_ZERO,
     device_of,
     finished,
-    is_interpreted,
     transform_args,
     with_unit_stride,
 )
@@ -167,7 +167,7 @@ def grad_logits(
     rows, width = logits.shape
     if logits.numel() == 0:
         return
-    if is_interpreted() and out.dtype == torch.bfloat16:
+    if INTERPRETED and out.dtype == torch.bfloat16:
         # The interpreter truncates to bfloat16 where a GPU rounds.
         rounded = torch.empty(rows, width, dtype=torch.float32, device=out.device)
         grad_logits(logits, target, lse, coef, spec, bias=bias, out=rounded)
