@@ -26,6 +26,7 @@ from mcore_logprobs.kernels.distill import (
 )
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.ops.distill_topk import vocab_parallel_topk_distill
+from mcore_logprobs.ops.dtensor import unwrap_rows
 from mcore_logprobs.ops.inputs import check_positive, open_logits
 from mcore_logprobs.ops.rows import Rows
 
@@ -233,7 +234,7 @@ def _divergence(
     )
     logits, shard = student.logits, student.shard
     check_same_rows("teacher_logits", teacher.logits, logits.shape, logits.device)
-    check_mask(mask, logits.shape[:-1], logits.device)
+    mask = check_mask(mask, logits.shape[:-1], logits.device)
     spec = PairSpec(
         student=RowSpec(valid=shard.valid_width, temperature=temperature),
         teacher=RowSpec(valid=shard.valid_width, temperature=teacher_temperature),
@@ -270,11 +271,13 @@ def check_same_rows(name: str, got: Tensor, shape: torch.Size, device: torch.dev
         raise ValueError(f"{name}: expected device {device}, got {got.device}")
 
 
-def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> None:
-    """None, or bool of exactly this shape and device, or a ValueError."""
+def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """None, or bool of exactly this shape and device, or a ValueError; a DTensor's local part."""
     if mask is None:
-        return
+        return None
+    mask = unwrap_rows(mask, "mask")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask: expected a bool tensor or None, got {got}")
     check_same_rows("mask", mask, shape, device)
+    return mask

@@ -15,6 +15,7 @@ from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import registry
 from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, finish, merge
+from mcore_logprobs.ops.dtensor import unwrap_rows
 from mcore_logprobs.ops.gather import scatter_gradient
 from mcore_logprobs.ops.inputs import (
     check_flag,
@@ -167,6 +168,7 @@ def vocab_parallel_topk_distill(
         name="student_logits",
     )
     logits, shard = opened.logits, opened.shard
+    teacher_topk_logits = unwrap_rows(teacher_topk_logits, "teacher_topk_logits")
     check_group_tensor(teacher_topk_logits, "teacher_topk_logits", min_dim=1)
     k = teacher_topk_logits.shape[-1]
     if k < 1:

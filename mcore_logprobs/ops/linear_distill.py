@@ -98,7 +98,7 @@ def linear_kl_div(
     group = resolve_tp_group(tp_group)
     ranks = group_size(group) if sequence_parallel else 1
     lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
-    check_mask(mask, lead, hidden.device)
+    mask = check_mask(mask, lead, hidden.device)
     shared: dict[str, Any] = {
         "entropy": False,
         "target_rank": False,

@@ -6,6 +6,7 @@ backward recomputes both.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,6 +56,9 @@ class _GivenTeacher:
     """
 
     def __init__(self, logits: Tensor, order: Tensor | None) -> None:
+        # Where the leading dimensions have no common stride they are indexed instead.
+        with contextlib.suppress(RuntimeError):
+            logits = logits.view(-1, logits.shape[-1])
         self._logits, self._order = logits, order
         self.dtype = logits.dtype
 

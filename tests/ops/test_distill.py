@@ -259,6 +259,32 @@ def test_refuses_what_it_cannot_do() -> None:
         vocab_parallel_kl_div(logits, logits[:, :7])
 
 
+def run_dtensor(student: Tensor, teacher: Tensor, mask: Tensor, upstream: Tensor) -> dict:
+    """On a mesh (dp, tp): rows over dp, columns over tp; the groups come from the mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    placements = [Shard(0), Shard(student.dim() - 1)]
+    leaf = distribute_tensor(student, mesh, placements).detach().requires_grad_()
+    value = vocab_parallel_kl_div(
+        leaf,
+        distribute_tensor(teacher, mesh, placements),
+        mask=distribute_tensor(mask, mesh, [Shard(0), Replicate()]),
+    )
+    value.backward(upstream)
+    return {"value": value, "grad": leaf.grad.full_tensor()}
+
+
+def test_dtensors(ranks) -> None:
+    student, teacher, upstream = sample((4, 3), 20, torch.float32)
+    mask = torch.rand(4, 3) < 0.6
+    want, _ = reference(student, teacher, upstream, "forward")
+    for result in ranks(2).run(run_dtensor, student, teacher, mask, upstream):
+        assert (result["value"] - want * mask).abs().max() < 1e-5
+        check(None, result["grad"], student, teacher, upstream * mask, "forward")
+
+
 # ---- top-k ----
 
 

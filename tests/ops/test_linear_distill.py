@@ -225,6 +225,16 @@ def test_hidden_size_and_layout_of_the_teachers_logits() -> None:
     assert torch.equal(flat, want.flatten())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows(kind: str) -> None:
+    hidden, weight = torch.empty(0, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    value = linear_kl_div(hidden, weight, torch.empty(0, 10), kind=kind)
+    value.sum().backward()
+    assert value.shape == (0,)
+    assert hidden.grad.shape == (0, 8)
+    assert (weight.grad == 0).all()
+
+
 def test_refuses_what_it_cannot_do() -> None:
     hidden, weight, logits = torch.randn(4, 8), torch.randn(10, 8), torch.randn(4, 10)
     teacher = {"teacher_hidden": torch.randn(4, 6), "teacher_weight": torch.randn(10, 6)}
