@@ -34,12 +34,19 @@ def logged_metrics(run: Any) -> dict[str, torch.Tensor]:
 
 
 def compare(
-    tp: int, cp: int, sp: bool, settings: dict[str, Any], *, tied: bool = True, heads: int = 2
+    tp: int,
+    cp: int,
+    sp: bool,
+    settings: dict[str, Any],
+    *,
+    tied: bool = True,
+    heads: int = 2,
+    packed: bool = False,
 ) -> dict[str, float]:
     with megatron(tp=tp, cp=cp) as parallel_state:
         config = tiny_config(tp, sequence_parallel=sp, mtp_num_layers=heads)
         model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=tied, mtp=True)
-        batch = make_batch(parallel_state)
+        batch = make_batch(parallel_state, packed=packed)
         results: dict[str, Any] = {}
         logged = {"plain": logged_metrics(lambda: results.update(plain=step(model, batch)))}
         with patch_gpt_model(model, LogprobConfig(**settings)):
@@ -66,6 +73,12 @@ def test_same_losses_and_gradients(ranks, tp, cp, sp, settings):
 
 def test_untied(ranks):
     for errors in ranks(2).run(compare, 2, 1, True, {}, tied=False):
+        assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize(("tp", "cp", "sp"), [(2, 1, True), (2, 2, True)])
+def test_packed_sequences(ranks, tp, cp, sp):
+    for errors in ranks(tp * cp).run(compare, tp, cp, sp, {}, packed=True):
         assert max(errors.values()) < 1e-5
 
 

@@ -64,7 +64,9 @@ def test_same_loss_and_gradients(ranks, tp, cp, sp, tied, fused):
         assert errors["grad"] < 1e-5
 
 
-@pytest.mark.parametrize(("tp", "cp", "sp"), [(1, 1, False), (2, 1, True), (1, 2, False)])
+@pytest.mark.parametrize(
+    ("tp", "cp", "sp"), [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
+)
 def test_packed_sequences(ranks, tp, cp, sp):
     for errors in ranks(tp * cp).run(compare, tp, cp, sp, {}, packed=True):
         assert max(errors.values()) < 1e-5
