@@ -119,9 +119,9 @@ def _logits_error(
         want = want - 0.01 * (logp.exp() * logp).sum(-1)
     upstream = torch.linspace(0.5, 1.5, out.numel(), device=out.device)[rows].double()
     (want_grad,) = torch.autograd.grad(want, z, upstream)
-    error = (out[rows].double() - want).abs().max()
+    error = (out[rows].double() - want.detach()).abs().max()
     grad_error = (grads[0][rows].double() - want_grad).abs().max() / want_grad.abs().max()
-    return float(error), float(grad_error)
+    return error.item(), grad_error.item()
 
 
 def _head(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,9 +206,9 @@ def _linear_error(
     want = z.log_softmax(-1).gather(1, target[rows, None]).squeeze(1)
     upstream = torch.linspace(0.5, 1.5, out.numel(), device=out.device)[rows].double()
     (want_grad,) = torch.autograd.grad(want, h, upstream)
-    error = (out[rows].double() - want).abs().max()
+    error = (out[rows].double() - want.detach()).abs().max()
     grad_error = (grads[0][rows].double() - want_grad).abs().max() / want_grad.abs().max()
-    return float(error), float(grad_error)
+    return error.item(), grad_error.item()
 
 
 def policy_case(shape: Shape) -> Workload:

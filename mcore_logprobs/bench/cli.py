@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_logprobs.bench.cases import CASES, Shape
+from mcore_logprobs.bench.peers import stop_megatron
 from mcore_logprobs.bench.report import Point, as_json, machine, plot, print_table
 from mcore_logprobs.bench.runner import measure
 
@@ -95,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 load.contenders.clear()
                 points.append((load, results))
     finally:
+        stop_megatron()
         if started:
             dist.destroy_process_group()
     if first and args.json:

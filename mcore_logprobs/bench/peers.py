@@ -12,9 +12,10 @@ from torch import Tensor
 
 from mcore_logprobs.groups import megatron_parallel_state
 
-__all__ = ["linear_peers", "logits_peers"]
+__all__ = ["linear_peers", "logits_peers", "stop_megatron"]
 
 Peers = dict[str, Callable[..., Tensor]]
+_started: list[Callable[[], None]] = []  # what undoes the groups made for Megatron's sake
 
 
 def _megatron_cross_entropies(target: Tensor) -> Peers:
@@ -24,8 +25,10 @@ def _megatron_cross_entropies(target: Tensor) -> Peers:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _started.append(dist.destroy_process_group)
     if megatron_parallel_state() is None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+        _started.append(parallel_state.destroy_model_parallel)
     group = parallel_state.get_tensor_model_parallel_group()
     column = target.unsqueeze(1)  # Megatron's layout is [s, b]
     return {
@@ -109,6 +112,12 @@ def _torch_linear(target: Tensor) -> Peers:
         raise ImportError(f"torch {torch.__version__} has no functional.linear_cross_entropy")
     function = F.linear_cross_entropy
     return {"torch linear_cross_entropy": lambda h, w: function(h, w, target, reduction="sum")}
+
+
+def stop_megatron() -> None:
+    """Undo the process groups that Megatron's cross entropies needed and nobody else had made."""
+    while _started:
+        _started.pop()()
 
 
 def logits_peers(target: Tensor) -> tuple[Peers, dict[str, str]]:
