@@ -93,7 +93,7 @@ def logits_table(rows: int, vocab: int, iterations: int) -> None:
                 copy / 2,
                 partial(triton_stats.row_stats, logits, target, specs[spec_name], plan=shape),
             )
-    lse = torch.full((rows,), 12.0, device=DEVICE)
+    shift = torch.full((rows,), 12.0, device=DEVICE)
     coef = torch.randn(4, rows, device=DEVICE)
     for entropy in (False, True):
         spec = RowSpec(vocab, entropy=entropy)
@@ -102,14 +102,14 @@ def logits_table(rows: int, vocab: int, iterations: int) -> None:
                 f"gradient{', entropy' if entropy else ''}: {tiles} tiles of {tile}, {warps} warps",
                 copy,
                 partial(
-                    triton_grad.grad_logits, logits, target, lse, coef, spec,
+                    triton_grad.grad_logits, logits, target, shift, coef, spec,
                     out=out, tile=tile, tiles=tiles, num_warps=warps,
                 ),
             )  # fmt: skip
     line(
         "gradient in place",
         copy,
-        lambda: triton_grad.grad_logits(logits, target, lse, coef, RowSpec(vocab), out=logits),
+        lambda: triton_grad.grad_logits(logits, target, shift, coef, RowSpec(vocab), out=logits),
     )
 
 

@@ -41,7 +41,7 @@ def count_higher(
 def grad_logits(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    shift: Tensor,
     coef: Tensor,
     spec: RowSpec,
     *,
@@ -50,7 +50,7 @@ def grad_logits(
     chunk_size: int = 0,
 ) -> None:
     """As `kernels.reference.grad_logits`; dtypes and strides as in `row_stats`, for out too."""
-    _grad_logits(logits, target, lse, coef, bias, out, *_flatten(spec))
+    _grad_logits(logits, target, shift, coef, bias, out, *_flatten(spec))
 
 
 # ---- operators: a RowSpec travels as its fields ------------------------------------------------
@@ -109,19 +109,19 @@ def _(logits: Tensor, target: Tensor, threshold: Tensor, valid: int) -> Tensor:
 @custom_op(
     "mcore_logprobs::grad_logits",
     mutates_args=("out",),
-    schema="(Tensor logits, Tensor target, Tensor lse, Tensor coef, Tensor? bias, "
+    schema="(Tensor logits, Tensor target, Tensor shift, Tensor coef, Tensor? bias, "
     f"Tensor(a!) out, {_SPEC_SCHEMA}) -> ()",
 )
 def _grad_logits(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    shift: Tensor,
     coef: Tensor,
     bias: Tensor | None,
     out: Tensor,
     *spec: Any,
 ) -> None:
-    triton_grad.grad_logits(logits, target, lse, coef, RowSpec(*spec), bias=bias, out=out)
+    triton_grad.grad_logits(logits, target, shift, coef, RowSpec(*spec), bias=bias, out=out)
 
 
 @_grad_logits.register_fake

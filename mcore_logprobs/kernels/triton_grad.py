@@ -37,7 +37,7 @@ def _write_tile(
     valid,
     width,
     column,
-    lse,
+    shift,
     a,
     b,
     on_target,
@@ -67,14 +67,14 @@ def _write_tile(
         y, bias_ptr, columns, mask, scale, softcap, temperature,
         HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE,
     )  # fmt: skip
-    logp = z - lse
-    grad = tl.exp2(logp * LOG2E)
+    shifted = z - shift
+    grad = tl.exp2(shifted * LOG2E)
     factor = a
     if ENTROPY:
-        factor = a + b * tl.maximum(logp, LOG_ZERO)
+        factor = a + b * tl.maximum(shifted, LOG_ZERO)
     grad = grad * factor
     if SMOOTHING:
-        grad += tl.where(logp > float("-inf"), everywhere, 0.0)
+        grad += tl.where(shifted > float("-inf"), everywhere, 0.0)
     grad += tl.where(columns == column, on_target, 0.0)
     if HAS_SOFTCAP:
         grad = grad * (1.0 - capped * capped)
@@ -92,7 +92,7 @@ def grad_kernel(
     logits_ptr,  # [n, v]
     out_ptr,  # [n, v]; may be logits_ptr
     target_ptr,  # [n] int64
-    lse_ptr,  # [n]
+    shift_ptr,  # [n]
     coef_ptr,  # [4, n]
     bias_ptr,  # [v]
     valid,
@@ -126,20 +126,20 @@ def grad_kernel(
     b = tl.load(coef_ptr + coef_stride + row).to(tl.float32)
     on_target = tl.load(coef_ptr + 2 * coef_stride + row).to(tl.float32)
     everywhere = tl.load(coef_ptr + 3 * coef_stride + row).to(tl.float32)
-    lse = tl.load(lse_ptr + row).to(tl.float32)
+    shift = tl.load(shift_ptr + row).to(tl.float32)
     column = tl.load(target_ptr + row).to(tl.int32)
 
     if (a != 0.0) | (b != 0.0) | (on_target != 0.0) | (everywhere != 0.0):
         whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
-                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, lse,
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
                 a, b, on_target, everywhere, slope, scale, softcap, temperature, False, TILE,
                 HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
             )  # fmt: skip
         for at in range(whole, stop, TILE):
             _write_tile(
-                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, lse,
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
                 a, b, on_target, everywhere, slope, scale, softcap, temperature, True, TILE,
                 HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
             )  # fmt: skip
@@ -153,7 +153,7 @@ def grad_kernel(
 def grad_logits(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    shift: Tensor,
     coef: Tensor,
     spec: RowSpec,
     *,
@@ -170,7 +170,7 @@ def grad_logits(
     if INTERPRETED and out.dtype == torch.bfloat16:
         # The interpreter truncates to bfloat16 where a GPU rounds.
         rounded = torch.empty(rows, width, dtype=torch.float32, device=out.device)
-        grad_logits(logits, target, lse, coef, spec, bias=bias, out=rounded)
+        grad_logits(logits, target, shift, coef, spec, bias=bias, out=rounded)
         out.copy_(rounded)
         return
     tile = min(tile, max(128, triton.next_power_of_2(width)))
@@ -181,7 +181,7 @@ def grad_logits(
             logits,
             out,
             with_unit_stride(target),
-            with_unit_stride(lse),
+            with_unit_stride(shift),
             coef,
             None if bias is None else with_unit_stride(bias),
             spec.valid,

@@ -24,7 +24,12 @@ pytestmark = pytest.mark.skipif(
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLOATS = ("scale", "softcap", "temperature", "slope")
-POINTERS = {"target_ptr": "*i64", "lse_ptr": "*fp32", "coef_ptr": "*fp32", "threshold_ptr": "*fp32"}
+POINTERS = {
+    "target_ptr": "*i64",
+    "shift_ptr": "*fp32",
+    "coef_ptr": "*fp32",
+    "threshold_ptr": "*fp32",
+}
 PLAIN = {"HAS_SCALE": False, "HAS_SOFTCAP": False, "HAS_BIAS": False, "HAS_TEMPERATURE": False}
 CAPPED = {**PLAIN, "HAS_SCALE": True, "HAS_SOFTCAP": True, "HAS_TEMPERATURE": True}
 

@@ -41,19 +41,20 @@ def _check(
     z = reference.finished_logits(
         logits[:, : spec.valid].double(), spec, None if wide is None else wide[: spec.valid]
     )
-    lse = z.logsumexp(-1)
-    lse = torch.where(lse.isneginf(), 0.0, lse).float()
+    shift = z.amax(-1) if spec.valid and rows else torch.zeros(rows, device=DEVICE)
+    shift = torch.where(shift.isneginf(), 0.0, shift).float()
+    coef[:2] /= (z - shift.unsqueeze(-1)).exp().sum(-1).clamp(min=1.0)
     exact = torch.full(logits.shape, torch.nan, dtype=torch.float64, device=DEVICE)
     reference.grad_logits(
-        logits.double(), target, lse.double(), coef.double(), spec,
+        logits.double(), target, shift.double(), coef.double(), spec,
         bias=wide, out=exact, chunk_size=16,
     )  # fmt: skip
     plain = torch.full_like(exact, torch.nan, dtype=out_dtype or logits.dtype)
     common = {"bias": bias, "chunk_size": 16}
-    reference.grad_logits(logits, target, lse, coef, spec, out=plain, **common)
+    reference.grad_logits(logits, target, shift, coef, spec, out=plain, **common)
     if out is None:
         out = torch.full_like(plain, torch.nan)
-    triton_backend.grad_logits(logits, target, lse, coef, spec, out=out, **common)
+    triton_backend.grad_logits(logits, target, shift, coef, spec, out=out, **common)
     assert_no_worse(out, plain, exact, name="gradient")
     assert (out[:, spec.valid :] == 0).all()
     assert (out[2::5] == 0).all()
@@ -100,9 +101,9 @@ def test_rows_without_coefficients_are_zero_whatever_they_hold():
     out = torch.full_like(logits, torch.nan)
     coef = torch.zeros(4, 2, device=DEVICE)
     coef[0, 0] = 1.0
-    target, lse = torch.tensor([3, 4], device=DEVICE), torch.full((2,), torch.nan, device=DEVICE)
-    lse[0] = 8.0
-    triton_backend.grad_logits(logits, target, lse, coef, RowSpec(1152, **BOTH), out=out)
+    target, shift = torch.tensor([3, 4], device=DEVICE), torch.full((2,), torch.nan, device=DEVICE)
+    shift[0] = 8.0
+    triton_backend.grad_logits(logits, target, shift, coef, RowSpec(1152, **BOTH), out=out)
     assert (out[0] > 0).all()
     assert (out[1] == 0).all()
 
@@ -111,10 +112,10 @@ def test_rows_without_coefficients_are_zero_whatever_they_hold():
 def test_in_place(dtype):
     logits = make_logits(6, 1152, dtype)
     out, target = torch.empty_like(logits), make_target(6, 1100, logits)
-    lse, coef = torch.full((6,), 10.0, device=DEVICE), torch.randn(4, 6, device=DEVICE)
+    shift, coef = torch.full((6,), 10.0, device=DEVICE), torch.randn(4, 6, device=DEVICE)
     spec = RowSpec(1100, **BOTH)
-    triton_backend.grad_logits(logits, target, lse, coef, spec, out=out)
-    triton_backend.grad_logits(logits, target, lse, coef, spec, out=logits)
+    triton_backend.grad_logits(logits, target, shift, coef, spec, out=out)
+    triton_backend.grad_logits(logits, target, shift, coef, spec, out=logits)
     assert torch.equal(logits, out)
 
 
@@ -132,5 +133,13 @@ def test_rows_with_a_stride_in_and_out(layout):
     _check(lay_out(logits, layout), RowSpec(1152, **BOTH), out=spaced if far is None else far)
 
 
-def test_zero_rows_and_zero_columns():
+def test_smoothing_reaches_every_finite_column_however_unlikely():
+    logits = make_logits(2, 300, torch.float32)
+    logits[:, 7], logits[:, 8] = -3e4, -torch.inf
+    out = _check(logits, RowSpec(300, smoothing=True))
+    assert (out[:, 7] != 0).all()
+    assert (out[:, 8] == 0).all()
+
+
+def test_zero_rows():
     _check(make_logits(0, 1152, torch.bfloat16), RowSpec(1152, **BOTH))

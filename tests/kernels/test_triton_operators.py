@@ -78,7 +78,7 @@ def test_the_fused_path_agrees_with_torch():
 
 def test_operators_declare_what_they_do():
     # Schema, fake implementation and what torch.compile sees, by torch's own checker.
-    logits, target, lse, coef = _inputs()
+    logits, target, shift, coef = _inputs()
     spec = triton_backend._flatten(SPEC)
     threshold = logits[:, 0].float()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
@@ -86,18 +86,18 @@ def test_operators_declare_what_they_do():
         (triton_backend._row_stats, (logits, target, None, None, *spec)),
         (triton_backend._count_higher, (logits, target.clamp(min=0), threshold, 190)),
         (triton_backend._grad_logits,
-         (logits, target, lse, coef, None, torch.empty_like(logits), *spec)),
+         (logits, target, shift, coef, None, torch.empty_like(logits), *spec)),
     ):  # fmt: skip
         torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_one_graph_under_torch_compile(inplace):
-    def run(logits, target, lse, coef):
+    def run(logits, target, shift, coef):
         stats = triton_backend.row_stats(logits * 2, target, SPEC)
         out = logits * 2 if inplace else torch.zeros_like(logits)
         source = out if inplace else logits * 2
-        triton_backend.grad_logits(source, target, lse + stats[0], coef, SPEC, out=out)
+        triton_backend.grad_logits(source, target, shift + stats[0], coef, SPEC, out=out)
         return stats, out + 1
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
