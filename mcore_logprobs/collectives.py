@@ -7,6 +7,7 @@ so none is used there.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -111,6 +112,15 @@ def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Te
     if not x.numel():
         return out, None
     return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
+
+
+# torch 2.13 renames these two; the names here serve every torch that this package does.
+warnings.filterwarnings(
+    "ignore",
+    message=r".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated",
+    category=FutureWarning,
+    module=r"mcore_logprobs\.collectives",
+)
 
 
 class _AllToAll(torch.autograd.Function):
