@@ -1,0 +1,263 @@
+"""The compiled CPU kernels against the reference and float64, and what happens where they fail.
+
+Every kind of tensor (dtype, contiguous or not) and of statistics compiles a kernel of its own, in
+about a second: the cases here share a few.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from mcore_logprobs import vocab_parallel_target_rank, vocab_parallel_token_stats
+from mcore_logprobs.kernels import inductor_backend, inductor_compile, reference, registry
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.stats import RowSpec, finish
+from mcore_logprobs.testing.memory import TensorsMade
+
+BLOCK = 2048
+# rows, width, valid: the last block is not whole, and columns past it are masked.
+ROWS, WIDTH, VALID = 9, 3 * BLOCK + 100, 3 * BLOCK + 37
+PLAIN = RowSpec(VALID, temperature=0.7)
+FULL = RowSpec(VALID, entropy=True, rank=True)
+
+
+@pytest.fixture(autouse=True)
+def _must_compile() -> Iterator[None]:
+    """No case may pass because the reference computed it."""
+    assert inductor_compile.obstacle() is None
+    yield
+    assert inductor_compile.obstacle() is None
+
+
+def make_rows(dtype: torch.dtype, *, strided: bool) -> tuple[Tensor, Tensor]:
+    """Logits `[ROWS, WIDTH]` with -inf blocks and a NaN row (3), and targets, two of them -1."""
+    y = 3.0 * torch.randn(ROWS, WIDTH + 5 if strided else WIDTH)
+    y[:, 7] = -torch.inf
+    y[1, : 2 * BLOCK] = -torch.inf
+    y[2] = -torch.inf
+    y[2, 9] = 1.0
+    y[3] = torch.nan
+    target = torch.randint(0, VALID, (ROWS,))
+    target[2], target[5] = 9, VALID - 1
+    target[3] = target[4] = -1
+    return y.to(dtype)[:, :WIDTH], target
+
+
+def thresholds(logits: Tensor, target: Tensor) -> Tensor:
+    return reference.gather_target(logits, target, 0.0).float()
+
+
+CASES = pytest.mark.parametrize(
+    ("dtype", "strided", "spec"),
+    [
+        (torch.bfloat16, True, FULL),
+        (torch.float32, False, PLAIN),
+        (torch.float32, True, FULL),
+        (torch.float16, False, PLAIN),
+    ],
+    ids=["bf16 strided", "fp32", "fp32 strided", "fp16"],
+)
+
+
+@CASES
+def test_statistics_are_the_references(dtype, strided, spec):
+    logits, target = make_rows(dtype, strided=strided)
+    threshold = thresholds(logits, target) if spec.rank else None
+    want = reference.row_stats(logits, target, spec, threshold=threshold, chunk_size=4)
+    got = inductor_backend.row_stats(logits, target, spec, threshold=threshold, chunk_size=4)
+    assert got.dtype == torch.float32
+    for name, expected, actual in zip(spec.fields, want, got, strict=True):
+        exact = name in ("max", "target", "higher")
+        rtol = 0.0 if exact else 2e-6
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=0.0, equal_nan=True)
+
+
+def test_rounding_is_below_the_references():
+    logits = 3.0 * torch.randn(16, 32 * BLOCK)
+    target = torch.randint(0, 32 * BLOCK, (16,))
+    spec = RowSpec(32 * BLOCK, entropy=True)
+    exact = finish(reference.row_stats(logits.double(), target, spec, chunk_size=4), spec)
+
+    def error(module) -> tuple[float, float]:
+        done = finish(module.row_stats(logits, target, spec, chunk_size=4), spec)
+        return (
+            float((done.logprobs - exact.logprobs).abs().max()),
+            float((done.entropy - exact.entropy).abs().max()),
+        )
+
+    logprobs, entropy = error(inductor_backend)
+    assert logprobs <= 2e-6  # an ulp or two of a log-probability near 15
+    assert entropy <= 4e-6
+    assert logprobs <= error(reference)[0] + 1e-6
+
+
+@CASES
+def test_counts_are_the_references(dtype, strided, spec):
+    logits, target = make_rows(dtype, strided=strided)
+    arguments = (logits, target, thresholds(logits, target))
+    want = reference.count_higher(*arguments, valid=VALID, chunk_size=4)
+    got = inductor_backend.count_higher(*arguments, valid=VALID, chunk_size=4)
+    assert got.dtype == torch.int64
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["apart", "in place"])
+@CASES
+def test_gradients_are_the_references(dtype, strided, spec, inplace):
+    logits, target = make_rows(dtype, strided=strided)
+    shift = logits.float().nan_to_num(neginf=-1e4).amax(-1) / spec.temperature
+    coef = torch.randn(4, ROWS)
+    coef[3] = 0.0
+    coef[1] *= spec.entropy
+    coef[:, 3] = coef[:, 6] = 0.0  # the NaN row and one more are dead
+    want = torch.empty_like(logits)
+    reference.grad_logits(logits, target, shift, coef, spec, out=want, chunk_size=4)
+    # A gradient in place is given as another view of the same memory, as operations do.
+    out = logits[:] if inplace else torch.empty_like(logits)
+    inductor_backend.grad_logits(logits, target, shift, coef, spec, out=out, chunk_size=4)
+    rtol = 4.0 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out, want, rtol=rtol, atol=1e-7)
+    for zero in (out[3], out[6], out[:, VALID:]):
+        assert torch.equal(zero, torch.zeros_like(zero))
+
+
+def test_one_compilation_serves_every_size():
+    def run(rows: int, width: int) -> None:
+        logits, target = torch.randn(rows, width), torch.zeros(rows, dtype=torch.int64)
+        spec, coef = RowSpec(width), torch.ones(4, rows)
+        inductor_backend.row_stats(logits, target, spec, chunk_size=1)
+        inductor_backend.grad_logits(
+            logits,
+            target,
+            torch.zeros(rows),
+            coef,
+            spec,
+            out=torch.empty_like(logits),
+            chunk_size=1,
+        )
+
+    run(5, 3 * BLOCK)
+    graphs = counters["stats"]["unique_graphs"]
+    for rows, blocks in ((2, 2), (3, 3), (33, 5), (6, 7)):
+        run(rows, blocks * BLOCK)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_nothing_of_the_logits_size_is_made():
+    rows, width = 64, 8 * BLOCK
+    logits, target = torch.randn(rows, width).bfloat16(), torch.zeros(rows, dtype=torch.int64)
+    spec, shift, coef = RowSpec(width), torch.zeros(rows), torch.ones(4, rows)
+
+    def passes() -> None:
+        inductor_backend.row_stats(logits, target, spec, chunk_size=1)
+        inductor_backend.count_higher(logits, target, shift, valid=width, chunk_size=1)
+        inductor_backend.grad_logits(logits, target, shift, coef, spec, out=logits[:], chunk_size=1)
+
+    passes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        passes()
+    allocated = [event.cpu_memory_usage for event in profiled.events()]
+    assert 0 < max(allocated) < logits.nbytes / 16
+
+
+def test_public_operations_agree_with_torch():
+    logits = torch.randn(2, 6, 2 * BLOCK + 8).bfloat16()
+    target = torch.randint(0, 2 * BLOCK, (2, 6))
+    target[0, 0] = -100
+
+    def run(backend: str) -> list[Tensor]:
+        leaf = logits.clone().requires_grad_()
+        # A slice of rows: blocks of one row stride each.
+        stats = vocab_parallel_token_stats(
+            leaf[:, :-1], target[:, :-1], entropy=True, vocab_size=2 * BLOCK + 3, backend=backend
+        )
+        (stats.logprobs.square().sum() + stats.entropy.sum()).backward()
+        rank = vocab_parallel_target_rank(leaf, target, backend=backend)
+        return [stats.logprobs, stats.entropy, rank, leaf.grad.float()]
+
+    for got, want in zip(run("inductor"), run("torch"), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [RowSpec(WIDTH, softcap=5.0), RowSpec(WIDTH, smoothing=True), RowSpec(BLOCK)],
+    ids=["softcap", "smoothing", "one block"],
+)
+def test_what_is_rare_is_the_references(spec):
+    logits, target = make_rows(torch.float32, strided=False)
+    target = target.clamp(max=BLOCK - 1)
+    results = [
+        module.row_stats(logits, target, spec, chunk_size=4)
+        for module in (inductor_backend, reference)
+    ]
+    torch.testing.assert_close(*results, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def run_both() -> tuple[Tensor, Tensor]:
+    logits, target = make_rows(torch.float32, strided=False)
+    a, b = (
+        module.row_stats(logits, target, PLAIN, chunk_size=4)
+        for module in (inductor_backend, reference)
+    )
+    return a, b
+
+
+def test_a_failed_compilation_is_said_once_and_leaves_the_reference(monkeypatch, caplog):
+    def broken(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        raise RuntimeError("no such header\nand much more")
+
+    monkeypatch.setattr(inductor_compile, "_kernels", {})
+    monkeypatch.setattr(inductor_compile, "_compile", broken)
+    monkeypatch.setattr(inductor_compile, "_failure", None)
+    with caplog.at_level(logging.WARNING, logger="mcore_logprobs"):
+        for _ in range(2):
+            torch.testing.assert_close(*run_both(), rtol=0.0, atol=0.0, equal_nan=True)
+    (record,) = caplog.records
+    assert "RuntimeError: no such header; the torch backend" in record.getMessage()
+    assert "no such header" in str(inductor_compile.obstacle())
+    large = torch.zeros(inductor_backend.MIN_NUMEL // BLOCK, BLOCK)
+    assert registry.select("auto", large) is reference
+    with pytest.raises(ValueError, match=r"'inductor' cannot be had: .*no such header"):
+        registry.select("inductor", large)
+    monkeypatch.undo()
+
+
+def test_where_torch_compiles_nothing_the_reference_takes_over():
+    with TensorsMade() as made:
+        torch.testing.assert_close(*run_both(), rtol=0.0, atol=0.0, equal_nan=True)
+    assert made.made
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(*run_both(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_auto_takes_it_for_large_logits_of_a_cpu(monkeypatch):
+    large = torch.zeros(inductor_backend.MIN_NUMEL // BLOCK, BLOCK)
+    assert registry.select("auto", large) is inductor_backend
+    assert registry.select("auto", large[1:]) is reference
+    assert registry.select("auto", large.double()) is reference
+    assert registry.select("inductor", large[:2]) is inductor_backend
+    with pytest.raises(ValueError, match="'inductor' cannot be had: expected logits of float32"):
+        registry.select("inductor", large.double())
+    monkeypatch.setattr(inductor_compile, "compiler", lambda: None)
+    assert registry.select("auto", large) is reference
+    (choice,) = (c for c in registry.explain("cpu") if c.name == "inductor")
+    assert not choice.available
+    assert "no C++ compiler" in choice.reason
+    (choice,) = (c for c in registry.explain("cuda") if c.name == "inductor")
+    assert not choice.available
+    monkeypatch.undo()
+
+
+def test_huge_pages_are_a_hint():
+    for size in (3, 1 << 22):
+        fresh = torch.empty(size)
+        assert prefer_huge_pages(fresh) is fresh
+        assert torch.equal(fresh.fill_(1.0), torch.ones(size))
