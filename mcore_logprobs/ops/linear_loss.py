@@ -125,6 +125,9 @@ class _LinearPolicyLoss(torch.autograd.Function):
         ctx.fused = needs[1] and opts.gradient_accumulation_fusion
         ctx.gradients = gradients.finish()
         ctx.set_materialize_grads(False)
+        if not parts:  # no rows at all: outputs of no rows
+            nothing = finish(head.no_columns(hidden[:0]), opts.spec, opts.label_smoothing)
+            parts.append(blank_ignored(nothing, keep))
         results = _join(parts, tiles)
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
         return (total, *results)
