@@ -19,7 +19,7 @@ from .policy import Policy
 WAYS = {
     "logits": "logits held, then the statistics of each token",
     "fused": "hidden states to statistics; logits computed twice, in chunks",
-    "linear": "loss formed in the head; logits computed once, in chunks",
+    "linear": "loss formed in the head; logits of answers only, once, in chunks",
 }
 
 

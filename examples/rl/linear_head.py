@@ -49,8 +49,10 @@ def policy_loss_head(
             loss_fn,
             *(t.T.contiguous() for t in per_token_tensors()),
             sequence_parallel=deferred.sequence_parallel,
+            compact=True,  # prompts and padding cost no product
             temperature=config.temperature,
             vocab_size=config.vocab_size,
+            logits_dtype=config.logits_dtype,
             chunk_size=config.chunk_size,
             backend=config.backend,
         )

@@ -19,6 +19,7 @@ from .errors import SetupError
 from .tokenizer import ChatTokenizer, LetterTokenizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes from installed packages
+os.environ.setdefault("TQDM_DISABLE", "1")  # the run has its own progress bar
 
 
 @dataclass
