@@ -119,7 +119,6 @@ warnings.filterwarnings(
     "ignore",
     message=r".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated",
     category=FutureWarning,
-    module=r"mcore_logprobs\.collectives",
 )
 
 
