@@ -8,6 +8,7 @@ from typing import Any
 from .metrics import StepRecord
 
 _INK, _FAINT = "#1f2933", "#d5dbe1"
+_LEGEND = {"framealpha": 0.8, "edgecolor": "none"}
 _BLUE, _RED, _GREEN, _VIOLET = "#2563eb", "#dc2626", "#059669", "#7c3aed"
 
 
@@ -43,7 +44,7 @@ def plot_run(records: list[StepRecord], path: Path, *, title: str) -> None:
             sum(y[max(0, i - 9) : i + 1]) / len(y[max(0, i - 9) : i + 1]) for i in range(len(y))
         ]
         ax.plot(x, smooth, color=_INK, lw=1.2, ls="--", label="mean of 10 steps")
-        ax.legend(frameon=False)
+        ax.legend(**_LEGEND)
 
     ax = axes[0, 1]
     _dress(ax, "Loss and gradient norm", "over the step's updates")
@@ -66,14 +67,14 @@ def plot_run(records: list[StepRecord], path: Path, *, title: str) -> None:
     line(ax, "target_rank_mean", "mean", _BLUE)
     line(ax, "target_rank_p95", "95th percentile", _RED)
     ax.set_yscale("symlog", linthresh=1)
-    ax.legend(frameon=False)
+    ax.legend(**_LEGEND)
 
     ax = axes[1, 1]
-    _dress(ax, "Trainer against rollout engine", "|difference of log-probabilities|, and KL (k3)")
+    _dress(ax, "Trainer against rollout engine", "|difference of log-probabilities| in nats")
     line(ax, "rollout_diff_max", "largest", _RED)
     line(ax, "rollout_diff_mean", "mean", _BLUE)
     ax.set_yscale("log")
-    ax.legend(frameon=False)
+    ax.legend(**_LEGEND)
 
     ax = axes[1, 2]
     _dress(ax, "Throughput", "tokens per second; peak memory of a rank in GiB")
@@ -106,4 +107,4 @@ def _dress(ax: Any, title: str, note: str) -> None:
 def _joint_legend(ax: Any, twin: Any) -> None:
     handles, labels = ax.get_legend_handles_labels()
     more, more_labels = twin.get_legend_handles_labels()
-    ax.legend(handles + more, labels + more_labels, frameon=False)
+    ax.legend(handles + more, labels + more_labels, **_LEGEND)
