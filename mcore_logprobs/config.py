@@ -81,8 +81,8 @@ class LogprobConfig:
         logits_dtype: dtype in which a chunk of logits is formed on the fused path (a
             `torch.dtype` or its name: "float32", "bfloat16", "float16").
         chunk_size: rows at a time; None picks one from a memory budget.
-        backend: "auto", "torch" or "triton"; an explicit backend that is not available raises
-            where it is used, "auto" takes the best one there is.
+        backend: "auto", "torch", "triton" or "inductor"; an explicit backend that is not
+            available raises where it is used, "auto" takes the best one there is.
 
     Raises:
         ValueError: a value out of range or of the wrong type, with the field's name, what was
@@ -137,8 +137,8 @@ class LogprobConfig:
         "None or an integer >= 1",
         _is_count_or_none,
     )
-    backend: Literal["auto", "torch", "triton"] = _choice(
-        "auto", "which kernels to run", "auto", "torch", "triton"
+    backend: Literal["auto", "torch", "triton", "inductor"] = _choice(
+        "auto", "which kernels to run", "auto", "torch", "triton", "inductor"
     )
 
     def __post_init__(self) -> None:

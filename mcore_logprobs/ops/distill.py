@@ -259,8 +259,8 @@ def check_kind(kind: str, beta: float) -> None:
 
 def check_backend(backend: str) -> None:
     """Refuse a backend that has no kernel for two sides."""
-    if backend == "triton":
-        raise ValueError("backend: expected 'auto' or 'torch' for a divergence, got 'triton'")
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend: expected 'auto' or 'torch' for a divergence, got {backend!r}")
 
 
 def check_same_rows(name: str, got: Tensor, shape: torch.Size, device: torch.device) -> None:

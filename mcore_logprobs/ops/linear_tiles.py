@@ -24,6 +24,7 @@ from mcore_logprobs.collectives import (
     reduce_scatter_dim0_async,
 )
 from mcore_logprobs.groups import group_size
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import add_product, operand, product
 from mcore_logprobs.kernels.reference import row_chunks
 
@@ -156,7 +157,8 @@ class WeightGradient:
         self._fresh = main_grad is None
         self._sum: Tensor | None = None
         if main_grad is None:
-            self._sum = torch.empty_like(weight, dtype=self._dtype if tiles <= 1 else self._wide)
+            dtype = self._dtype if tiles <= 1 else self._wide
+            self._sum = prefer_huge_pages(torch.empty_like(weight, dtype=dtype))
             self._sum[valid if tiles else 0 :] = 0
         elif main_grad.dtype == self._wide:
             self._sum = main_grad

@@ -270,7 +270,8 @@ def vocab_parallel_token_stats(
             vocabulary).
         softcap: z = softcap * tanh(logits / softcap) first, as Gemma does.
         chunk_size: rows at a time for backends that chunk; None: from a memory budget.
-        backend: "auto", "torch" or "triton".
+        backend: "auto", "torch", "triton" (CUDA) or "inductor" (CPU; compiles at its first use);
+            see `mcore_logprobs.kernels.registry`.
         inplace_backward: write the gradient over the logits. Saves the only large tensor made; the
             logits must not be used after the backward.
 
