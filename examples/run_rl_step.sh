@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source examples/setup_env.sh || { echo "run_rl_step.sh: the environment could not be set up" >&2; exit 1; }
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONUNBUFFERED=1
 
 config=configs/smollm2-cpu.yaml
