@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_logprobs import linear_token_stats
 from mcore_logprobs.testing import oracles
-from tests.ops.common import make_target, world_rank, world_size
+from tests.ops.common import make_target, world_group, world_rank, world_size
 
 # (ranks, sequence parallel)
 LAYOUTS = [(1, False), (2, False), (2, True), (3, False), (3, True)]
@@ -143,3 +144,32 @@ def check_gradients(
         oracles.assert_no_worse(
             grad, plain.grads[name], exact.grads[name], name=f"d{name}", ulps=ulps
         )
+
+
+def run_linear(problem: Problem, options: dict[str, Any], sequence_parallel: bool) -> tuple:
+    """(TokenStats, gradients by name) of this rank; inputs must come out untouched."""
+    hidden, weight, bias = shard_problem(problem, sequence_parallel)
+    leaves = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    kept = {name: (x.detach().clone(), x._version) for name, x in leaves.items()}
+    out = linear_token_stats(
+        hidden,
+        weight,
+        problem.target,
+        bias=bias,
+        tp_group=world_group(),
+        sequence_parallel=sequence_parallel,
+        **options,
+    )
+    outputs = [getattr(out, name) for name in problem.upstream]
+    incoming = [value.clone() for value in problem.upstream.values()]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), incoming)
+    assert all(map(torch.equal, incoming, problem.upstream.values()))
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.detach(), kept[name][0])
+        assert leaf._version == kept[name][1]
+    return out, dict(zip(leaves, grads, strict=True))
+
+
+def plain_loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    """The simplest loss for `linear_policy_loss`."""
+    return -logprobs
