@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import registry
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import operand, operand_dtype, product
 from mcore_logprobs.kernels.reference import row_chunks
 from mcore_logprobs.kernels.stats import RowSpec, merge
@@ -136,7 +137,7 @@ class Head:
     def _reserve(self, size: int) -> Tensor:
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = None
-            self._buffer = self.weight.new_empty(size, dtype=self.wide)
+            self._buffer = prefer_huge_pages(self.weight.new_empty(size, dtype=self.wide))
         return self._buffer
 
     def backend(self, logits: Tensor) -> registry.Backend:
