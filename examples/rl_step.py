@@ -71,29 +71,34 @@ def main() -> int:
 
 def run(config: RunConfig, args: argparse.Namespace, console: Console) -> None:
     # Imported here, so that a mistake in the configuration is told before torch has loaded.
-    import torch.distributed as dist
-    from rl.layout import megatron_runtime, start_megatron, start_processes
-    from rl.trainer import Trainer
+    from rl.layout import megatron_runtime, start_processes, stop_processes
 
     start_processes(config)
     try:
         with megatron_runtime(config):
-            layout = start_megatron(config)
-            trainer = Trainer(config, layout, console)
-            trainer.say(
-                f"{config.name}: {config.model.source} at TP {layout.tp} x CP {layout.cp} x PP "
-                f"{layout.pp} x DP {layout.dp}, task {config.task.name}, optimizer "
-                f"{type(trainer.optimizer).__name__}"
-            )
-            trainer.self_check()
-            if args.resume:
-                trainer.resume(args.resume)
-            if args.compare:
-                trainer.compare()
-            else:
-                trainer.run()
+            train(config, args, console)
     finally:
-        dist.destroy_process_group()
+        stop_processes()
+
+
+def train(config: RunConfig, args: argparse.Namespace, console: Console) -> None:
+    from rl.layout import start_megatron
+    from rl.trainer import Trainer
+
+    layout = start_megatron(config)
+    trainer = Trainer(config, layout, console)
+    trainer.say(
+        f"{config.name}: {config.model.source} at TP {layout.tp} x CP {layout.cp} x PP "
+        f"{layout.pp} x DP {layout.dp}, task {config.task.name}, optimizer "
+        f"{type(trainer.optimizer).__name__}"
+    )
+    trainer.self_check()
+    if args.resume:
+        trainer.resume(args.resume)
+    if args.compare:
+        trainer.compare()
+    else:
+        trainer.run()
 
 
 if __name__ == "__main__":

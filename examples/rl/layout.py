@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -58,6 +59,18 @@ def start_processes(config: RunConfig) -> None:
     dist.init_process_group(
         "nccl" if config.device == "cuda" else "gloo", timeout=timedelta(minutes=5)
     )
+
+
+def stop_processes() -> None:
+    """End every process group. Call it when nothing that holds one is in use any more.
+
+    A group that outlives this is torn down with the interpreter, which can abort the process.
+    """
+    from mcore_logprobs.testing import megatron_models
+
+    megatron_models.destroy_model_parallel()
+    gc.collect()  # models and their autograd graphs refer to groups in cycles
+    dist.destroy_process_group()
 
 
 def start_megatron(config: RunConfig) -> Layout:
