@@ -9,7 +9,13 @@ import torch
 from hypothesis import settings
 
 from mcore_logprobs.groups import megatron_parallel_state
-from mcore_logprobs.testing.distributed import RankPool, _pools, get_pool
+from mcore_logprobs.testing.distributed import (
+    RankPool,
+    _pools,
+    end_groups,
+    get_pool,
+    live_groups,
+)
 from mcore_logprobs.testing.poison import poisoned_memory
 
 torch.set_num_threads(1)
@@ -30,19 +36,22 @@ def _fresh_memory_is_nan() -> Iterator[None]:
         yield
 
 
-def _forget_megatron() -> None:
+def _forget_groups() -> None:
     state = megatron_parallel_state()
     if state is not None:
         state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        # Device meshes are made once and shared by files.
+        end_groups(g for g in live_groups() if not g.group_desc.startswith("mesh"))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _megatron_groups_end_with_the_file() -> Iterator[None]:
-    """Ranks keep Megatron's groups between the tests of a file, for speed, and not beyond.
+def _groups_end_with_the_file() -> Iterator[None]:
+    """Ranks keep the process groups that a file's tests made, for speed, and not beyond.
 
-    A later file's `group=None` would silently mean them.
+    A later file's `group=None` would silently mean Megatron's, and idle groups cost time.
     """
     yield
     for pool in list(_pools.values()):
-        pool.run(_forget_megatron)
-    _forget_megatron()
+        pool.run(_forget_groups)
+    _forget_groups()

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -278,6 +278,23 @@ def grid_groups(*, tp: int = 1, cp: int = 1) -> ParallelGroups:
             mine.append(next(g for g, row in zip(made, rows, strict=True) if rank in row))
         _grids[tp, cp] = ParallelGroups(tp=mine[0], cp=mine[1])
     return _grids[tp, cp]
+
+
+def live_groups() -> list[dist.ProcessGroup]:
+    """This rank's process groups, but for the world and those of `grid_groups`."""
+    kept = {dist.group.WORLD, *(g for grid in _grids.values() for g in (grid.tp, grid.cp))}
+    return [g for g in dist.distributed_c10d._world.pg_map if g not in kept]
+
+
+def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy process groups of this rank; those already destroyed are left alone.
+
+    A gloo group's threads wake a hundred times a second as long as it lives: ranks that collect
+    hundreds of groups spend their cores on that.
+    """
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 class _ResultPickler(pickle.Pickler):

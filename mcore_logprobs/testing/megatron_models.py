@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from mcore_logprobs.testing.cpu_layers import CpuCoreAttention, CpuNorm
 from mcore_logprobs.testing.cpu_runtime import gpu_present
+from mcore_logprobs.testing.distributed import end_groups, live_groups
+
+_made: list[dist.ProcessGroup] = []  # by init_model_parallel
 
 
 def init_model_parallel(
@@ -44,6 +47,7 @@ def init_model_parallel(
     if parallel_state.model_parallel_is_initialized() and _current_layout() != wanted:
         destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
+        others = live_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
@@ -51,6 +55,7 @@ def init_model_parallel(
             virtual_pipeline_model_parallel_size=vp,
             create_gloo_process_groups=False,
         )
+        _made.extend(group for group in live_groups() if group not in others)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
@@ -66,11 +71,13 @@ def _current_layout() -> tuple[int, int, int, int | None]:
 
 
 def destroy_model_parallel() -> None:
-    """Undo `init_model_parallel`; torch.distributed itself keeps running."""
+    """Undo `init_model_parallel`, its process groups included; torch.distributed keeps running."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    end_groups(_made)
+    _made.clear()
 
 
 def transformer_config(
