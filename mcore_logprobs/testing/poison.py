@@ -28,6 +28,7 @@ def _poison(x: torch.Tensor) -> None:
             x.fill_(torch.iinfo(x.dtype).max)
 
 
+@functools.cache  # one wrapper for good: Dynamo keeps a table of the functions it met first
 def _poisoned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
