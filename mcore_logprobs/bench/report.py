@@ -24,11 +24,18 @@ def machine() -> str:
         hardware = torch.cuda.get_device_name()
     else:
         hardware = f"{_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    allocator = "jemalloc" if "jemalloc" in os.environ.get("LD_PRELOAD", "") else "default malloc"
-    if torch.cuda.is_available():
-        allocator = "caching allocator"
     today = datetime.date.today().isoformat()
-    return f"{hardware}; torch {torch.__version__}; {allocator}; {today}"
+    return f"{hardware}; torch {torch.__version__}; {_allocator()}; {today}"
+
+
+def _allocator() -> str:
+    """What hands out large tensors. Fresh pages can cost more than what is written to them."""
+    if torch.cuda.is_available():
+        return "caching allocator"
+    if "jemalloc" in os.environ.get("LD_PRELOAD", ""):
+        return "jemalloc"
+    kept = os.environ.get("MALLOC_MMAP_MAX_") == "0"
+    return "malloc, heap kept" if kept else "malloc, fresh pages for each large tensor"
 
 
 def _cpu_name() -> str:
@@ -57,7 +64,8 @@ _COLUMNS = (
 def _cells(result: Measurement) -> list[str]:
     share = result.floor.get("both")
     share_text = "" if share is None else f"{share:.0%}"
-    if "backward" in result.floor:
+    # A gradient formed in the forward leaves a backward that says nothing by itself.
+    if result.floor.get("backward", 100.0) < 10.0:
         parts = (result.floor["forward"], result.floor["backward"])
         share_text += " ({:.0%}, {:.0%})".format(*parts)
     error = ("", "") if result.error is None else (f"{e:.1e}" for e in result.error)
