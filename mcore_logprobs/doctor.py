@@ -100,15 +100,15 @@ def _import(module: str) -> tuple[Any, str]:
 
 def _backends(device: str) -> dict[str, Any]:
     """The backends for a device, best first, with the reasons, and what `auto` takes."""
-    from mcore_logprobs.kernels import registry
+    from mcore_logprobs.kernels import backend as backends
 
     taken = {}
     for shape in ((8, 512), (1024, 32768)):
         logits = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        backend: Any = registry.select("auto", logits)
+        backend: Any = backends.select("auto", logits)
         name = backend.__name__.rpartition(".")[2].removesuffix("_backend")
         taken[f"{list(shape)} bfloat16"] = "torch" if name == "reference" else name
-    return {"choices": [asdict(choice) for choice in registry.explain(device)], "auto": taken}
+    return {"choices": [asdict(choice) for choice in backends.explain(device)], "auto": taken}
 
 
 def _megatron_hooks() -> dict[str, str]:
@@ -212,13 +212,13 @@ def self_test(device: str = "cpu") -> list[SelfTest]:
 
 
 def _on_logits(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
-    from mcore_logprobs.ops.token_stats import vocab_parallel_token_stats
+    from mcore_logprobs.logits.token_stats import vocab_parallel_token_stats
 
     return vocab_parallel_token_stats(inputs[0], target, **options)
 
 
 def _on_hidden(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
-    from mcore_logprobs.ops.linear import linear_token_stats
+    from mcore_logprobs.fused.token_stats import linear_token_stats
 
     return linear_token_stats(inputs[0], inputs[1], target, **options)
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import settings
 
+from mcore_logprobs.cpu_megatron.models import end_groups
 from mcore_logprobs.groups import megatron_parallel_state
-from mcore_logprobs.testing.distributed import (
+from tests.helpers.distributed import (
     RankPool,
     _pools,
-    end_groups,
     get_pool,
     live_groups,
 )
-from mcore_logprobs.testing.poison import poisoned_memory
+from tests.helpers.poison import poisoned_memory
 
 torch.set_num_threads(1)
 settings.register_profile("repo", derandomize=True, deadline=None, max_examples=25, database=None)
@@ -25,7 +25,7 @@ settings.load_profile("repo")
 
 @pytest.fixture
 def ranks() -> Callable[[int], RankPool]:
-    """`ranks(world_size)` is the pool of that many gloo ranks (see testing/distributed.py)."""
+    """`ranks(world_size)` is the pool of that many gloo ranks (see helpers/distributed.py)."""
     return get_pool
 
 

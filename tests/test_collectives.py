@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs import collectives
-from mcore_logprobs.testing.counting import Collective, CollectivesMade
-from mcore_logprobs.testing.distributed import grid_groups
-from tests.ops.common import WORLDS
+from mcore_logprobs.bench.counting import Collective, CollectivesMade
+from tests.helpers.distributed import grid_groups
+from tests.logits.common import WORLDS
 
 
 def _mine(*shape: int, strided: bool = False) -> Tensor:

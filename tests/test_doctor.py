@@ -151,8 +151,8 @@ def test_under_several_ranks(ranks) -> None:
 
 
 def head_of_a_model(adapter: bool) -> str:
-    from mcore_logprobs.testing import megatron_models as mm
-    from mcore_logprobs.testing.cpu_runtime import cpu_runtime
+    from mcore_logprobs.cpu_megatron import models as mm
+    from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 
     with cpu_runtime():
         mm.init_model_parallel()

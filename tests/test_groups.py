@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mcore_logprobs import ParallelGroups, VocabShard
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group, resolve_tp_group
-from mcore_logprobs.testing.distributed import grid_groups
+from tests.helpers.distributed import grid_groups
 
 RESOLVERS = (resolve_tp_group, resolve_cp_group)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs import losses, vocab_parallel_token_stats
-from mcore_logprobs.ops.linear_loss import linear_policy_loss
+from mcore_logprobs.fused.policy_loss import linear_policy_loss
 
 N = 64
 

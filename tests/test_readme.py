@@ -21,8 +21,8 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
 
 def run_blocks(blocks: list[str]) -> dict[str, Any]:
     """Runs the blocks one after the other, as one program, around a real GPTModel on CPU."""
-    from mcore_logprobs.testing import megatron_models as mm
-    from mcore_logprobs.testing.cpu_runtime import cpu_runtime
+    from mcore_logprobs.cpu_megatron import models as mm
+    from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 
     with cpu_runtime():
         mm.init_model_parallel()
@@ -64,7 +64,7 @@ def test_python_blocks_run(ranks) -> None:
 
 
 def test_a_broken_block_would_be_noticed(ranks) -> None:
-    from mcore_logprobs.testing.distributed import RankError
+    from tests.helpers.distributed import RankError
 
     with pytest.raises(RankError, match=r"README\.md block 0"):
         ranks(1).run(run_blocks, [BLOCKS[0].replace("LogprobConfig(", "LogprobConfig(tempo=1, ")])

@@ -66,7 +66,7 @@ def stop_processes() -> None:
 
     A group that outlives this is torn down with the interpreter, which can abort the process.
     """
-    from mcore_logprobs.testing import megatron_models
+    from mcore_logprobs.cpu_megatron import models as megatron_models
 
     megatron_models.destroy_model_parallel()
     gc.collect()  # models and their autograd graphs refer to groups in cycles
@@ -77,7 +77,7 @@ def start_megatron(config: RunConfig) -> Layout:
     """Megatron's parallel groups and generators."""
     from megatron.core import parallel_state as ps
 
-    from mcore_logprobs.testing import megatron_models
+    from mcore_logprobs.cpu_megatron import models as megatron_models
 
     p = config.parallel
     megatron_models.init_model_parallel(tp=p.tp, cp=p.cp, pp=p.pp, seed=config.seed + 1)
@@ -100,7 +100,7 @@ def start_megatron(config: RunConfig) -> Layout:
 
 def megatron_runtime(config: RunConfig) -> AbstractContextManager:
     """On CPU, the shims under which Megatron runs there; on a GPU, nothing."""
-    from mcore_logprobs.testing.cpu_runtime import cpu_runtime
+    from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 
     return cpu_runtime()
 

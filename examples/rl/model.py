@@ -16,9 +16,9 @@ from .layout import Layout, on_main
 
 
 def build_gpt_model(llama: Any, config: RunConfig, layout: Layout) -> Any:
-    """This rank's part of the model. On CPU with the layers of mcore_logprobs.testing, on a GPU
+    """This rank's part of the model: on a CPU with `mcore_logprobs.cpu_megatron`'s layers, on a GPU
     with Transformer Engine's where that package imports and Megatron's local ones otherwise."""
-    from mcore_logprobs.testing import megatron_models
+    from mcore_logprobs.cpu_megatron import models as megatron_models
 
     # transformers 5 keeps them together, 4 apart.
     rope = {"rope_theta": getattr(llama, "rope_theta", 10000.0)}

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mcore_logprobs as m
+from mcore_logprobs.bench.alltoall_sampling import alltoall_sampling_logprobs
 from mcore_logprobs.bench.peers import linear_peers, logits_peers
 from mcore_logprobs.bench.runner import Contender, Workload
 from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.kernels.products import operand, product
 from mcore_logprobs.losses import ClippedLoss
-from mcore_logprobs.testing.alltoall_sampling import alltoall_sampling_logprobs
 
 __all__ = ["CASES", "Shape"]
 

@@ -1,6 +1,6 @@
 """The Triton kernels against what the memory allows: `python -m mcore_logprobs.bench.gpu_kernels`.
 
-Three tables, of which the third decides how `ops.linear` goes forward:
+Three tables, of which the third decides how `fused` goes forward:
 
 1. row statistics and gradient on logits, for a few tile shapes, against a copy's bandwidth;
 2. the bare products of the fused path, and what the chunked forward costs beside them;
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.bench.tiled_forward import CONFIGS, TileConfig, tiled_row_stats
+from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
 from mcore_logprobs.kernels.products import add_product, product
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import Plan, launch_plan
-from mcore_logprobs.ops.linear import linear_token_stats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -146,7 +146,7 @@ def linear_table(rows: int, hidden: int, vocab: int, iterations: int) -> None:
     with torch.no_grad():
         for entropy in (False, True):
             line(
-                f"forward by chunks{', entropy' if entropy else ''} (ops.linear)",
+                f"forward by chunks{', entropy' if entropy else ''} (fused)",
                 milliseconds(
                     partial(linear_token_stats, x, weight, target, entropy=entropy), iterations
                 ),
@@ -171,7 +171,7 @@ def linear_table(rows: int, hidden: int, vocab: int, iterations: int) -> None:
         torch.autograd.grad(stats.logprobs.sum(), leaves)
 
     spent = milliseconds(step, max(1, iterations // 2))
-    name, rate = "forward and backward (ops.linear)", 4 * operations / spent / 1e9
+    name, rate = "forward and backward (fused)", 4 * operations / spent / 1e9
     print(f"{name:56} {spent:9.3f} {rate:8.0f} {4 * bare / spent:16.1%} of four products")
 
 

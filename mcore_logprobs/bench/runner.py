@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs.testing.counting import CollectivesMade
+from mcore_logprobs.bench.counting import CollectivesMade
 
 __all__ = ["Contender", "Measurement", "Workload", "measure"]
 

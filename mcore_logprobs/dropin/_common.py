@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
-from mcore_logprobs.ops.logprobs import vocab_parallel_logprobs
+from mcore_logprobs.logits.logprobs import vocab_parallel_logprobs
 
 __all__ = [
     "ONE_PROCESS",
@@ -118,7 +118,7 @@ def token_logprobs(
     with grad_unless(inference_only):
         if (top_k is None or top_k <= 0) and top_p >= 1.0:
             return vocab_parallel_logprobs(vocab_parallel_logits, target, **options)
-        from mcore_logprobs.ops.sampling import vocab_parallel_sampling_logprobs
+        from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
 
         return vocab_parallel_sampling_logprobs(
             vocab_parallel_logits, target, top_k=top_k, top_p=top_p, **options

@@ -20,8 +20,8 @@ from mcore_logprobs.context_parallel import (
 from mcore_logprobs.context_parallel.layouts import SequenceLayout
 from mcore_logprobs.dropin._common import ONE_PROCESS, or_one_process
 from mcore_logprobs.dropin.nemo_functions import AllGatherCPTensor
-from mcore_logprobs.ops.dtensor import unwrap_rows
-from mcore_logprobs.ops.layout import all_to_all_sp2vp, all_to_all_vp2sp
+from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
+from mcore_logprobs.logits.dtensor import unwrap_rows
 
 __all__ = [
     "IGNORED",

@@ -16,11 +16,11 @@ from mcore_logprobs.dropin._common import (
 )
 from mcore_logprobs.dropin.nemo_context import IGNORED, shard_padded
 from mcore_logprobs.groups import ParallelGroups
-from mcore_logprobs.ops import log_softmax as ops_log_softmax
-from mcore_logprobs.ops import topk as ops_topk
-from mcore_logprobs.ops.distill import vocab_parallel_topk_distill
-from mcore_logprobs.ops.dtensor import unwrap_logits
-from mcore_logprobs.ops.gather import vocab_parallel_gather
+from mcore_logprobs.logits import log_softmax as logits_log_softmax
+from mcore_logprobs.logits import topk as logits_topk
+from mcore_logprobs.logits.distill import vocab_parallel_topk_distill
+from mcore_logprobs.logits.dtensor import unwrap_logits
+from mcore_logprobs.logits.gather import vocab_parallel_gather
 
 __all__ = [
     "_compute_distributed_log_softmax",
@@ -38,7 +38,7 @@ __all__ = [
 @torch.no_grad()
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
     """`[..., V/TP]` -> float32 log-probabilities of the same shape; no gradient."""
-    return ops_log_softmax.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=group)
+    return logits_log_softmax.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=group)
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def vocab_parallel_log_softmax(
 ) -> Tensor:
     """log-softmax of logits / temperature, `[b, s, V/TP]` -> the same shape; differentiable."""
     logits, tp_group = unwrap_logits(logits, tp_group, "logits")
-    return ops_log_softmax.vocab_parallel_log_softmax(
+    return logits_log_softmax.vocab_parallel_log_softmax(
         logits, tp_group=or_one_process(tp_group), temperature=temperature
     )
 
@@ -84,7 +84,7 @@ def vocab_parallel_gather_columns(
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: ProcessGroup | None = None) -> Tensor:
     """The global id of each position's largest logit, `[b, s]`."""
     logits, tp_group = unwrap_logits(logits, tp_group, "logits")
-    return ops_topk.vocab_parallel_argmax(logits, tp_group=or_one_process(tp_group))
+    return logits_topk.vocab_parallel_argmax(logits, tp_group=or_one_process(tp_group))
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def distributed_vocab_topk(
     batch, *_, width = vocab_parallel_logits.shape
     check_vocab_range(vocab_start_index, vocab_end_index, width, tp_group)
     group = or_one_process(tp_group)
-    return ops_topk.vocab_parallel_topk(
+    return logits_topk.vocab_parallel_topk(
         vocab_parallel_logits,
         min(k, width * group.size()),
         tp_group=group,

@@ -16,11 +16,11 @@ from mcore_logprobs.dropin._common import (
     rows_a_chunk,
     token_logprobs,
 )
+from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.groups import group_size, resolve_tp_group
-from mcore_logprobs.ops.distill import vocab_parallel_soft_cross_entropy
-from mcore_logprobs.ops.gather import vocab_parallel_gather
-from mcore_logprobs.ops.linear import linear_token_stats
-from mcore_logprobs.ops.logprobs import vocab_parallel_entropy
+from mcore_logprobs.logits.distill import vocab_parallel_soft_cross_entropy
+from mcore_logprobs.logits.gather import vocab_parallel_gather
+from mcore_logprobs.logits.logprobs import vocab_parallel_entropy
 
 __all__ = [
     "AllGatherCPTensor",

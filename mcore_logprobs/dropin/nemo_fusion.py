@@ -23,8 +23,8 @@ from mcore_logprobs.dropin._common import check_vocab_range, grad_unless, or_one
 from mcore_logprobs.dropin.nemo_context import IGNORED, next_tokens, shard_padded
 from mcore_logprobs.dropin.nemo_functions import ChunkedDistributedHiddenStatesToLogprobs
 from mcore_logprobs.groups import ParallelGroups, group_size, resolve_tp_group
+from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron import patch_gpt_model
-from mcore_logprobs.ops.token_stats import TokenStats
 
 __all__ = [
     "_gpt_forward_with_linear_ce_fusion",

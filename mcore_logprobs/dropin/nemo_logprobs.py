@@ -20,7 +20,7 @@ from mcore_logprobs.dropin._common import (
     token_logprobs,
 )
 from mcore_logprobs.dropin.nemo_context import IGNORED, next_tokens, shard_padded
-from mcore_logprobs.ops.dtensor import unwrap_logits, unwrap_rows
+from mcore_logprobs.logits.dtensor import unwrap_logits, unwrap_rows
 
 __all__ = [
     "dtensor_from_parallel_logits_to_logprobs",

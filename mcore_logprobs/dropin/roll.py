@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mcore_logprobs import context_parallel
-from mcore_logprobs.ops import logprobs, target_rank
+from mcore_logprobs.logits import logprobs, target_rank
 
 __all__ = [
     "VocabUtility",

@@ -2,5 +2,5 @@
 
 Nothing here communicates. `stats` says what a row's statistics are and how shards merge,
 `reference` computes them readably in torch and is the ground truth for every other backend,
-`registry` chooses a backend and says why.
+`backend` chooses a backend and says why.
 """

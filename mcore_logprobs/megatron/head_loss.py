@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_rank, group_size
+from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron.handle import DeferredLogits
-from mcore_logprobs.ops.token_stats import TokenStats
 
 
 def head_output(
@@ -41,7 +41,7 @@ def head_output(
         "backend": config.backend,
     }
     if isinstance(logits, DeferredLogits):
-        from mcore_logprobs.ops.linear import linear_token_stats
+        from mcore_logprobs.fused.token_stats import linear_token_stats
 
         # Megatron scales the product with its bias, the operation the product alone.
         bias = logits.bias
@@ -61,7 +61,7 @@ def head_output(
             **common,
         )
     else:
-        from mcore_logprobs.ops.token_stats import vocab_parallel_token_stats
+        from mcore_logprobs.logits.token_stats import vocab_parallel_token_stats
 
         shard = _own_columns(logits, tp_group, getattr(layer, "output_size", None))
         stats = vocab_parallel_token_stats(shard, target, **common)

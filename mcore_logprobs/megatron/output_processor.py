@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron.handle import DeferringHead, scale_deferred
 from mcore_logprobs.megatron.head_loss import head_output
 from mcore_logprobs.megatron.heads import (
@@ -15,7 +16,6 @@ from mcore_logprobs.megatron.heads import (
     say_unfused,
     takes_fused_path,
 )
-from mcore_logprobs.ops.token_stats import TokenStats
 
 
 def logprob_output_processor(

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron.handle import DeferredLogits, DeferringHead, scale_deferred
 from mcore_logprobs.megatron.head_loss import head_output, plain_loss_config
 from mcore_logprobs.megatron.heads import (
@@ -27,7 +28,6 @@ from mcore_logprobs.megatron.heads import (
     say_unfused,
     takes_fused_path,
 )
-from mcore_logprobs.ops.token_stats import TokenStats
 
 
 def patch_gpt_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:

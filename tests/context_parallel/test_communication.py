@@ -15,7 +15,7 @@ from mcore_logprobs.context_parallel import (
     context_parallel_shard,
     context_parallel_shift,
 )
-from mcore_logprobs.testing.distributed import grid_groups
+from tests.helpers.distributed import grid_groups
 
 COLLECTIVES = (
     "all_gather",

@@ -17,8 +17,8 @@ from mcore_logprobs.context_parallel import (
     context_parallel_shard,
     context_parallel_shift,
 )
-from mcore_logprobs.testing.distributed import grid_groups
 from tests.context_parallel import oracle
+from tests.helpers.distributed import grid_groups
 
 LENGTH = 48
 PACKED = [0, 16, 16, 24, 48]  # with an empty sequence; all divisible by 2 * 4

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.testing.distributed import grid_groups
+from tests.helpers.distributed import grid_groups
 
 VOCAB = 24  # divides by 1, 2 and 3
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]  # (TP, CP)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import nemo_rl
-from mcore_logprobs.testing import megatron_models as mm
-from mcore_logprobs.testing.memory import TensorsMade
 from tests.dropin.common import LAYOUTS, Rank, assert_near, next_token_logprobs, zigzag
 from tests.dropin.common import VOCAB as SMALL_VOCAB
+from tests.helpers.memory import TensorsMade
 from tests.megatron.common import SEQ, VOCAB, make_batch, megatron, relative, tiny_config, worst
 
 B, H = 2, 6

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_logprobs.testing.distributed import RankPool
+from tests.helpers.distributed import RankPool
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny-cpu.yaml"
@@ -32,7 +32,7 @@ def _trainer(
     from examples.rl.config import load_config, override, validate
     from examples.rl.layout import megatron_runtime, start_megatron
     from examples.rl.trainer import Trainer
-    from mcore_logprobs.testing import megatron_models
+    from mcore_logprobs.cpu_megatron import models as megatron_models
 
     config = override(load_config(path), **given)
     for name, values in (sections or {}).items():
@@ -132,7 +132,7 @@ def test_layouts_and_ways_agree(
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict:
-    from mcore_logprobs.testing.distributed import get_pool
+    from tests.helpers.distributed import get_pool
 
     return get_pool(1).run(_one_update, {"tp": 1, "cp": 1, "pp": 1}, False, timeout=280)[0]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, finish
-from mcore_logprobs.testing.oracles import assert_no_worse
+from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_logprobs.testing.poison import poisoned_memory
+from tests.helpers.poison import poisoned_memory
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,10 +16,11 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from mcore_logprobs import vocab_parallel_target_rank, vocab_parallel_token_stats
-from mcore_logprobs.kernels import inductor_backend, inductor_compile, reference, registry
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import inductor_backend, inductor_compile, reference
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.stats import RowSpec, finish
-from mcore_logprobs.testing.memory import TensorsMade
+from tests.helpers.memory import TensorsMade
 
 BLOCK = 2048
 # rows, width, valid: the last block is not whole, and columns past it are masked.
@@ -224,9 +225,9 @@ def test_a_failed_compilation_is_said_once_and_leaves_the_reference(monkeypatch,
     assert "RuntimeError: no such header; the torch backend" in record.getMessage()
     assert "no such header" in str(inductor_compile.obstacle())
     large = torch.zeros(inductor_backend.MIN_NUMEL // BLOCK, BLOCK)
-    assert registry.select("auto", large) is reference
+    assert backends.select("auto", large) is reference
     with pytest.raises(ValueError, match=r"'inductor' cannot be had: .*no such header"):
-        registry.select("inductor", large)
+        backends.select("inductor", large)
     monkeypatch.undo()
 
 
@@ -240,18 +241,18 @@ def test_where_torch_compiles_nothing_the_reference_takes_over():
 
 def test_auto_takes_it_for_large_logits_of_a_cpu(monkeypatch):
     large = torch.zeros(inductor_backend.MIN_NUMEL // BLOCK, BLOCK)
-    assert registry.select("auto", large) is inductor_backend
-    assert registry.select("auto", large[1:]) is reference
-    assert registry.select("auto", large.double()) is reference
-    assert registry.select("inductor", large[:2]) is inductor_backend
+    assert backends.select("auto", large) is inductor_backend
+    assert backends.select("auto", large[1:]) is reference
+    assert backends.select("auto", large.double()) is reference
+    assert backends.select("inductor", large[:2]) is inductor_backend
     with pytest.raises(ValueError, match="'inductor' cannot be had: expected logits of float32"):
-        registry.select("inductor", large.double())
+        backends.select("inductor", large.double())
     monkeypatch.setattr(inductor_compile, "compiler", lambda: None)
-    assert registry.select("auto", large) is reference
-    (choice,) = (c for c in registry.explain("cpu") if c.name == "inductor")
+    assert backends.select("auto", large) is reference
+    (choice,) = (c for c in backends.explain("cpu") if c.name == "inductor")
     assert not choice.available
     assert "no C++ compiler" in choice.reason
-    (choice,) = (c for c in registry.explain("cuda") if c.name == "inductor")
+    (choice,) = (c for c in backends.explain("cuda") if c.name == "inductor")
     assert not choice.available
     monkeypatch.undo()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.stats import RowSpec, finish, merge
-from mcore_logprobs.testing import oracles
+from tests.helpers import oracles
 
 EVERYTHING = RowSpec(valid=0, entropy=True, rank=True, smoothing=True)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels import reference, triton_backend
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.testing.oracles import assert_no_worse
+from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import (
     DEVICE,
     DTYPES,

@@ -7,7 +7,8 @@ import torch
 
 from mcore_logprobs import linear_token_stats, vocab_parallel_target_rank
 from mcore_logprobs import vocab_parallel_token_stats as token_stats
-from mcore_logprobs.kernels import reference, registry, triton_backend
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import reference, triton_backend
 from mcore_logprobs.kernels.stats import RowSpec
 from tests.kernels.common import DEVICE, make_logits
 
@@ -23,14 +24,14 @@ def _inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
 
 def test_triton_is_had_by_name_and_serves_what_it_can():
     logits = make_logits(2, 8, torch.bfloat16)
-    assert registry.select("triton", logits) is triton_backend
-    assert registry.select("auto", logits) is (triton_backend if DEVICE == "cuda" else reference)
-    choices = {choice.name: choice for choice in registry.explain(DEVICE)}
+    assert backends.select("triton", logits) is triton_backend
+    assert backends.select("auto", logits) is (triton_backend if DEVICE == "cuda" else reference)
+    choices = {choice.name: choice for choice in backends.explain(DEVICE)}
     assert choices["triton"].available
     for refused, reason in ((logits.double(), "float64"), (logits.t(), "last stride is 1")):
         with pytest.raises(ValueError, match=reason):
-            registry.select("triton", refused)
-        assert registry.select("auto", refused) is reference
+            backends.select("triton", refused)
+        assert backends.select("auto", refused) is reference
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs.ops.token_stats import TokenStats
-from mcore_logprobs.testing import megatron_models as mm
-from mcore_logprobs.testing.cpu_runtime import cpu_runtime
+from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
+from mcore_logprobs.logits.token_stats import TokenStats
 
 VOCAB = 96
 SEQ = 24

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import find_language_models, head_report, patch_gpt_model
 from mcore_logprobs.megatron import heads as heads_module
-from mcore_logprobs.testing import megatron_models as mm
 from tests.megatron.common import (
     VOCAB,
     attention_and_mlp_model,

@@ -1,0 +1,185 @@
+"""Run real Megatron-Core models on CPU under gloo: reversible shims for its `torch.cuda` calls.
+
+Megatron asks for "the current CUDA device", forks the CUDA generator and names `device="cuda"`
+without looking whether a GPU is there. Inside `cpu_runtime()` those calls mean the CPU:
+
+    import torch.distributed as dist
+    from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
+    from mcore_logprobs.cpu_megatron import models as mm
+
+    dist.init_process_group("gloo")                       # under torchrun, 4 ranks
+    with cpu_runtime():
+        mm.init_model_parallel(tp=2, cp=2)
+        config = mm.transformer_config(num_layers=2, hidden_size=32, sequence_parallel=True)
+        model = mm.build_gpt_model(config, vocab_size=64, tied=True)
+        loss = model(input_ids, position_ids, None, labels=labels)   # local zigzag shard [b, s/CP]
+        loss.mean().backward()
+        mm.destroy_model_parallel()
+
+**Where a GPU is present the context manager does nothing** (it yields False): Megatron's own calls
+are right there, and nothing of this module is active. It is a no-op and not an error, so that a
+script can be written once for both. Hide the GPUs (`CUDA_VISIBLE_DEVICES=`) to run on CPU anyway.
+
+The shims are process-wide while the context is open; contexts nest, and the outermost one puts
+every attribute back, the ones that were not there before included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# Factories which Megatron calls with device="cuda" or pin_memory=True, written out.
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint")
+_CPU = torch.device("cpu")
+_depth = 0
+_MISSING = object()
+
+
+def gpu_present() -> bool:
+    """Whether a CUDA device is usable: then the CPU runtime stays out of the way."""
+    return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def cpu_runtime() -> Iterator[bool]:
+    """Let Megatron-Core run on CPU while the context is open; yields whether shims are active.
+
+    A no-op that yields False where a GPU is present. Reversible: on exit every replaced attribute
+    of `torch`, `torch.cuda`, `torch.Tensor`, `torch.nn.Module` and Megatron's generator tracker
+    is as it was.
+    """
+    global _depth
+    if gpu_present():
+        yield False
+        return
+    if _depth:
+        _depth += 1
+        try:
+            yield True
+        finally:
+            _depth -= 1
+        return
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in _replacements():
+            _replace(undo, owner, name, value)
+        _depth += 1
+        undo.callback(_leave)
+        yield True
+
+
+def _leave() -> None:
+    global _depth
+    _depth -= 1
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    before = vars(owner).get(name, _MISSING)
+
+    def restore() -> None:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    setattr(owner, name, value)
+    undo.callback(restore)
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    # Import Megatron first: its decorators make torch.compile list torch's functions by object,
+    # once and for good, and that list must hold the real ones.
+    importlib.import_module("megatron.core.models.gpt")
+    tracker = importlib.import_module("megatron.core.tensor_parallel.random")
+    cuda_calls: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "device": _NullContext,
+        "stream": _NullContext,
+        "Stream": _NullStream,
+        "Event": _NullStream,
+        "current_stream": _NullStream,
+        "default_stream": _NullStream,
+        "default_generators": _OneGenerator(),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+        "initial_seed": lambda: torch.initial_seed(),
+    }
+    table: list[tuple[Any, str, Any]] = [(torch.cuda, k, v) for k, v in cuda_calls.items()]
+    table += [
+        (torch.cuda.random, name, cuda_calls[name])
+        for name in ("get_rng_state", "set_rng_state", "manual_seed")
+    ]
+    table += [(torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES]
+    table += [
+        (torch.Tensor, "cuda", _same),
+        (torch.Tensor, "pin_memory", _same),
+        (torch.nn.Module, "cuda", _same),
+    ]
+    # Megatron imported torch's deferred-call helper by name: without a GPU it would queue the
+    # generator's new state for a CUDA start that never comes.
+    table.append((tracker, "_lazy_call", _call_now))
+    table.append((tracker, "_lazy_init", lambda: None))
+    table.append((tracker, "device_ctx_manager", _NullContext))
+    return table
+
+
+class _OneGenerator:
+    """`torch.cuda.default_generators`: every device, by number or by name, has the CPU's."""
+
+    def __getitem__(self, device: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """`factory` with device="cuda..." read as the CPU and pinned memory as plain memory."""
+
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _same(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _call_now(callback: Callable[[], Any], **kwargs: Any) -> None:
+    callback()
+
+
+class _NullContext(contextlib.AbstractContextManager):
+    """Stands in for `torch.cuda.device(...)` and `torch.cuda.stream(...)`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __exit__(self, *exc: Any) -> None:
+        return None
+
+
+class _NullStream(_NullContext):
+    """Stands in for CUDA streams and events: everything has happened already."""
+
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def record_event(self, *args: Any) -> _NullStream:
+        return self
+
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...

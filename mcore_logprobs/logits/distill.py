@@ -1,0 +1,283 @@
+"""Distillation on vocab-parallel logits: divergences from a teacher, in full or from its top-k."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.distill import (
+    PAIR_STATS,
+    PairSpec,
+    finish_pair,
+    jsd_sums,
+    merge_pairs,
+    pair_dtype,
+    pair_grad,
+    pair_stats,
+)
+from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.logits.distill_topk import vocab_parallel_topk_distill
+from mcore_logprobs.logits.dtensor import unwrap_rows
+from mcore_logprobs.logits.inputs import check_positive, open_logits
+from mcore_logprobs.logits.rows import Rows
+
+__all__ = [
+    "KL_KINDS",
+    "check_backend",
+    "check_kind",
+    "check_mask",
+    "vocab_parallel_kl_div",
+    "vocab_parallel_soft_cross_entropy",
+    "vocab_parallel_topk_distill",
+]
+
+KL_KINDS = ("forward", "reverse", "jsd")
+
+
+@dataclass(frozen=True)
+class _Options:
+    shard: VocabShard
+    spec: PairSpec
+    chunk_size: int
+
+
+class _Divergence(torch.autograd.Function):
+    """student, teacher `[..., V/TP]`, mask `[...]` or None -> `[...]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor | None, opts: _Options
+    ) -> Tensor:
+        rows, spec, group = Rows(student), opts.spec, opts.shard.group
+        stats = student.new_empty(
+            (PAIR_STATS, rows.count), dtype=pair_dtype(student.dtype, teacher.dtype)
+        )
+        for part, s, t in rows.chunks(opts.chunk_size, student, teacher):
+            pair_stats(s, t, spec, out=stats[:, part])
+        done = finish_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
+        value, inner = done.value, done.value
+        if spec.kind == "jsd":
+            sums = stats[:2]
+            for part, s, t in rows.chunks(opts.chunk_size, student, teacher):
+                jsd_sums(s, t, done.norm_s[:, part], done.norm_t[:, part], spec, out=sums[:, part])
+            from_teacher, inner = all_reduce_sum(sums, group)
+            value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
+        keep = done.usable if mask is None else done.usable & rows.flat(mask)
+        ctx.opts = opts
+        ctx.save_for_backward(student, teacher, done.norm_s, done.norm_t, inner, keep)
+        return rows.unflat(torch.where(keep, value, 0.0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        student, teacher, norm_s, norm_t, inner, keep = ctx.saved_tensors
+        opts: _Options = ctx.opts
+        rows = Rows(student)
+        upstream = torch.where(keep, rows.flat(grads[0]), 0.0)
+        grad = torch.empty_like(student)
+        for part, s, t, out in rows.chunks(opts.chunk_size, student, teacher, grad):
+            pair_grad(
+                s,
+                t,
+                norm_s[:, part],
+                norm_t[:, part],
+                inner[part],
+                upstream[part],
+                opts.spec,
+                out=out,
+            )
+        return grad, None, None, None
+
+
+def vocab_parallel_kl_div(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    mask: Tensor | None = None,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    teacher_temperature: float | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Divergence of the student's distribution p from the teacher's q, token by token, in nats.
+
+        "forward"  KL(q || p) = sum q (log q - log p)      covers the teacher's modes
+        "reverse"  KL(p || q) = sum p (log p - log q)      seeks one of them
+        "jsd"      beta KL(q || M) + (1 - beta) KL(p || M), M = beta q + (1 - beta) p
+                   (generalised Jensen-Shannon, Agarwal et al. 2024, arXiv:2306.13649)
+
+    Shape:
+        student_logits, teacher_logits: `[..., V/TP]`, any float dtypes, each this rank's columns,
+            or DTensors sharded on the last dimension. Any strides of the leading dimensions. Not
+            modified. Returns float32 `[...]` (float64 where either is), the same on every TP rank.
+
+    Args:
+        kind, beta: see above; beta in (0, 1) is used by "jsd" alone.
+        mask: bool `[...]`; False rows give 0 and exactly no gradient, whatever their logits hold.
+        tp_group: ranks that share the vocabulary. None: Megatron's group, or one process; see
+            `mcore_logprobs.groups`.
+        temperature: the student's logits are divided by it; no factor of temperature**2 is applied.
+        teacher_temperature: likewise for the teacher's; None: the same temperature.
+        vocab_size: true vocabulary of both; columns at or past it count as -inf. None: all V.
+        chunk_size: rows at a time; None: from a memory budget.
+        backend: "auto" or "torch"; there is no Triton kernel for two sides.
+
+    The gradient goes to the student alone. A column at which one side is -inf has log-probability
+    -1e4 there: divergences and gradients stay finite.
+
+    Collectives: forward one all-gather of `[5, n]` float32 over TP; for "jsd" one all-reduce of
+    `[2, n]` more, since the mixture needs both normalisers first. Backward none.
+
+    Memory: backward keeps both logits and a few float32 numbers a row; the student's gradient, in
+    its logits' dtype, is the only `[..., V/TP]` tensor made.
+
+    Raises:
+        ValueError: before any collective, for shapes, dtypes, devices, option ranges, an
+            unresolvable group, or DTensors on different groups.
+    """
+    check_kind(kind, beta)
+    return _divergence(
+        student_logits,
+        teacher_logits,
+        kind=kind,
+        beta=beta,
+        mask=mask,
+        tp_group=tp_group,
+        temperature=temperature,
+        teacher_temperature=teacher_temperature,
+        vocab_size=vocab_size,
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+
+
+def vocab_parallel_soft_cross_entropy(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    teacher_temperature: float | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """H(q, p) = -sum q log p of the teacher's distribution q under the student's p, in nats.
+
+    KL(q || p) plus the teacher's entropy: the same gradient, `p - q`, to the student alone.
+
+    Shape:
+        student_logits, teacher_logits `[..., V/TP]` -> float32 `[...]`.
+
+    Collectives: forward one all-gather of `[5, n]` float32 over TP, backward none.
+
+    Keywords, memory and errors are `vocab_parallel_kl_div`'s.
+    """
+    return _divergence(
+        student_logits,
+        teacher_logits,
+        kind="cross_entropy",
+        beta=0.5,
+        mask=mask,
+        tp_group=tp_group,
+        temperature=temperature,
+        teacher_temperature=teacher_temperature,
+        vocab_size=vocab_size,
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+
+
+def _divergence(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    kind: str,
+    beta: float,
+    mask: Tensor | None,
+    tp_group: ProcessGroup | None,
+    temperature: float,
+    teacher_temperature: float | None,
+    vocab_size: int | None,
+    chunk_size: int | None,
+    backend: str,
+) -> Tensor:
+    if teacher_temperature is None:
+        teacher_temperature = temperature
+    check_positive("teacher_temperature", teacher_temperature)
+    student = open_logits(
+        student_logits,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        backend=backend,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        name="student_logits",
+    )
+    check_backend(backend)
+    teacher = open_logits(
+        teacher_logits, tp_group=student.tp_group, vocab_size=vocab_size, name="teacher_logits"
+    )
+    logits, shard = student.logits, student.shard
+    check_same_rows("teacher_logits", teacher.logits, logits.shape, logits.device)
+    mask = check_mask(mask, logits.shape[:-1], logits.device)
+    spec = PairSpec(
+        student=RowSpec(valid=shard.valid_width, temperature=temperature),
+        teacher=RowSpec(valid=shard.valid_width, temperature=teacher_temperature),
+        kind=kind,
+        beta=float(beta),
+    )
+    # Both sides' chunks are alive at once.
+    chunk = chunk_size or backends.default_chunk_size(2 * shard.width, logits.device)
+    return _Divergence.apply(logits, teacher.logits.detach(), mask, _Options(shard, spec, chunk))
+
+
+def check_kind(kind: str, beta: float) -> None:
+    """One of KL_KINDS and a beta in (0, 1), or a ValueError."""
+    if kind not in KL_KINDS:
+        raise ValueError(f"kind: expected one of {KL_KINDS}, got {kind!r}")
+    if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 < beta < 1.0:
+        raise ValueError(
+            f"beta: expected a number in (0, 1), got {beta!r} (towards 0 the divergence tends to "
+            "kind='forward', towards 1 to 'reverse', both scaled)"
+        )
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that has no kernel for two sides."""
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend: expected 'auto' or 'torch' for a divergence, got {backend!r}")
+
+
+def check_same_rows(name: str, got: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Exactly this shape and device, or a ValueError."""
+    if got.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(got.shape)}")
+    if got.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {got.device}")
+
+
+def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """None, or bool of exactly this shape and device, or a ValueError; a DTensor's local part."""
+    if mask is None:
+        return None
+    mask = unwrap_rows(mask, "mask")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask: expected a bool tensor or None, got {got}")
+    check_same_rows("mask", mask, shape, device)
+    return mask

@@ -1,1 +1,0 @@
-"""The public vocab-parallel operations. They know process groups, but nothing of Megatron."""

@@ -1,1 +1,0 @@
-"""What the tests stand on: gloo ranks, float64 oracles and a CPU runtime for Megatron."""

@@ -1,0 +1,236 @@
+"""What linear_token_stats costs: products, collectives, memory; frozen inputs and compaction."""
+
+from __future__ import annotations
+
+import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from mcore_logprobs import linear_token_stats
+from mcore_logprobs.bench.counting import CollectivesMade
+from tests.fused.common import (
+    LAYOUTS,
+    Problem,
+    make_problem,
+    run_linear,
+    shard_problem,
+    truth,
+    whole_gradients,
+)
+from tests.helpers import oracles
+from tests.helpers.memory import TensorsMade
+from tests.logits.common import on_ranks, world_group, world_size
+
+ALL = {"entropy": True, "target_rank": True}
+
+
+def _products(problem: Problem, options: dict, frozen: str | None) -> tuple[float, float]:
+    """(forward, backward) in units of one product of the whole shapes."""
+    hidden, weight, _ = shard_problem(problem, False)
+    if frozen is not None:
+        {"hidden": hidden, "weight": weight}[frozen].requires_grad_(False)
+    one = 2 * problem.target.numel() * weight.numel()
+    with FlopCounterMode(display=False) as forward:
+        out = linear_token_stats(hidden, weight, problem.target, **options)
+    with FlopCounterMode(display=False) as backward:
+        out.logprobs.sum().backward()
+    assert (hidden.grad is None) == (frozen == "hidden")
+    assert (weight.grad is None) == (frozen == "weight")
+    return forward.get_total_flops() / one, backward.get_total_flops() / one
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize(
+    ("frozen", "backward"), [(None, 3.0), ("weight", 2.0), ("hidden", 2.0)], ids=str
+)
+def test_a_frozen_input_skips_its_product(frozen, backward, chunk_size):
+    problem = make_problem((12,))
+    options = {"chunk_size": chunk_size}
+    assert _products(problem, options, frozen) == (1.0, backward)
+
+
+def _frozen(problem: Problem, frozen: str, sequence_parallel: bool) -> Tensor | None:
+    hidden, weight, _ = shard_problem(problem, sequence_parallel)
+    leaves = {"hidden": hidden, "weight": weight}
+    leaves.pop(frozen).requires_grad_(False)
+    out = linear_token_stats(
+        hidden,
+        weight,
+        problem.target,
+        tp_group=world_group(),
+        sequence_parallel=sequence_parallel,
+        chunk_size=4,
+    )
+    with CollectivesMade() as backward:
+        (out.logprobs * problem.upstream["logprobs"]).sum().backward()
+    if frozen == "hidden":  # nothing to sum over ranks
+        gathers = ["all_gather"] * (len(backward.names) if sequence_parallel else 0)
+        assert backward.names == gathers
+    (leaf,) = leaves.values()
+    return leaf.grad
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_other_gradient_stays_right(ranks, sequence_parallel, frozen):
+    problem = make_problem(names=("logprobs",))
+    found = on_ranks(ranks, 2, _frozen, problem, frozen, sequence_parallel)
+    exact, plain = truth(problem, {}), truth(problem, {}, torch.float32)
+    name = "weight" if frozen == "hidden" else "hidden"
+    grad = torch.cat(found) if name == "weight" or sequence_parallel else found[0]
+    oracles.assert_no_worse(grad, plain.grads[name], exact.grads[name], ulps=8.0)
+
+
+def _saves_nothing(problem: Problem) -> None:
+    hidden, weight, _ = shard_problem(problem, False)
+    with torch.no_grad(), TensorsMade() as made:
+        out = linear_token_stats(
+            hidden, weight, problem.target, entropy=True, tp_group=world_group()
+        )
+    assert not out.logprobs.requires_grad
+    del out
+    assert made.live == 0
+    plain = linear_token_stats(hidden.detach(), weight.detach(), problem.target)
+    assert not plain.logprobs.requires_grad
+
+
+def test_no_grad_saves_nothing():
+    _saves_nothing(make_problem())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_compaction_changes_nothing(ranks, layout, dtype):
+    world, sequence_parallel = layout
+    problem = make_problem((12, 3), dtype=dtype, ignored=0.6, true_vocab=20)
+    options = ALL | {"vocab_size": 20, "temperature": 0.8, "label_smoothing": 0.1}
+    plain = on_ranks(ranks, world, run_linear, problem, options, sequence_parallel)
+    options = options | {"compact": True}
+    compact = on_ranks(ranks, world, run_linear, problem, options, sequence_parallel)
+    for (stats, grads), (expected, expected_grads) in zip(compact, plain, strict=True):
+        # The same arithmetic; a product of fewer rows may add up in another order.
+        for name in ("logprobs", "entropy", "target_rank", "lse"):
+            torch.testing.assert_close(
+                getattr(stats, name), getattr(expected, name), rtol=1e-6, atol=1e-6
+            )
+        for name, grad in grads.items():
+            rtol = 8e-3 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(grad, expected_grads[name], rtol=rtol, atol=2e-6)
+    hidden = whole_gradients([grads for _, grads in compact], sequence_parallel)["hidden"]
+    assert not hidden[problem.target == -100].any()
+
+
+def test_compaction_is_paid_by_kept_rows_only():
+    problem = make_problem((40,), ignored=0.7)
+    share = (problem.target != -100).float().mean().item()
+    assert 0.1 < share < 0.6
+    forward, backward = _products(problem, {"compact": True}, None)
+    assert forward == pytest.approx(share)
+    assert backward == pytest.approx(3 * share)
+
+
+# ---- traffic and memory -------------------------------------------------------------------------
+
+
+def _traffic(problem: Problem, options: dict, sequence_parallel: bool) -> tuple:
+    hidden, weight, _ = shard_problem(problem, sequence_parallel)
+    with CollectivesMade() as forward:
+        out = linear_token_stats(
+            hidden,
+            weight,
+            problem.target,
+            tp_group=world_group(),
+            sequence_parallel=sequence_parallel,
+            **options,
+        )
+    with CollectivesMade() as backward:
+        (out.logprobs * problem.upstream["logprobs"]).sum().backward()
+    return forward.made, backward.made
+
+
+@pytest.mark.parametrize(("options", "k"), [({}, 3), ({"entropy": True}, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_all_gather_forward_and_one_reduction_backward(ranks, world, dtype, options, k):
+    problem = make_problem((12, 2), dtype=dtype)
+    for forward, backward in ranks(world).run(_traffic, problem, options, False):
+        assert [made.name for made in forward] == ["all_gather"]
+        assert forward[0].nbytes == 24 * k * 4
+        assert [made.name for made in backward] == ["all_reduce"]
+        assert backward[0].nbytes == 24 * 8 * 4
+    for forward, backward in ranks(world).run(_traffic, problem, options, True):
+        # Sequence parallelism gathers hidden besides, once forward and once to recompute.
+        assert [made.name for made in forward] == ["all_gather", "all_gather"]
+        assert forward[0].nbytes == problem.hidden.nbytes // world
+        assert forward[1].nbytes == 24 * k * 4
+        assert [made.name for made in backward] == ["all_gather", "reduce_scatter"]
+        assert backward[1].nbytes == 24 * 8 * 4
+
+
+def test_chunks_need_no_more_statistics_and_send_dhidden_once(ranks):
+    problem = make_problem((12, 2))
+    for forward, backward in ranks(2).run(_traffic, problem, {"chunk_size": 5}, False):
+        assert [made.name for made in forward] == ["all_gather"]
+        assert {made.name for made in backward} == {"all_reduce"}
+        assert sum(made.nbytes for made in backward) == 24 * 8 * 4
+
+
+def _allocations(
+    rows: int, vocab: int, dtype: torch.dtype, options: dict, sequence_parallel: bool
+) -> tuple:
+    width = 32
+    local = rows // world_size() if sequence_parallel else rows
+    hidden = torch.randn(local, width).to(dtype).requires_grad_()
+    weight = torch.randn(vocab // world_size(), width).to(dtype).requires_grad_()
+    target = torch.arange(rows) % vocab
+    with TensorsMade() as forward:
+        out = linear_token_stats(
+            hidden,
+            weight,
+            target,
+            tp_group=world_group(),
+            sequence_parallel=sequence_parallel,
+            **options,
+        )
+    kept = forward.live
+    total = out.logprobs.sum() + (0.0 if out.entropy is None else out.entropy.sum())
+    with TensorsMade() as backward:
+        total.backward()
+    grads = hidden.nbytes + weight.nbytes
+    wide = 4 * (rows * width + weight.numel())  # both gradients in float32
+    return forward.made, forward.peak, kept, backward.made, backward.peak, grads, wide
+
+
+@pytest.mark.parametrize(
+    "options", [{}, ALL | {"softcap": 20.0, "temperature": 0.5}], ids=["plain", "all"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [(1, False), (2, True)], ids=str)
+def test_nothing_larger_than_two_chunks_is_made(ranks, layout, dtype, options):
+    world, sequence_parallel = layout
+    rows, vocab, chunk_size = 512, 8192, 32
+    chunk = chunk_size * (vocab // world) * 4
+    args = (rows, vocab, dtype, options | {"chunk_size": chunk_size}, sequence_parallel)
+    per_row = rows * 8 * 40
+    for made, peak, kept, made_backward, peak_backward, _, wide in on_ranks(
+        ranks, world, _allocations, *args
+    ):
+        gradient_shapes = {(vocab // world, 32), (rows, 32), (rows // world, 32)}
+        for one in (*made, *made_backward):
+            assert one.nbytes <= 2 * chunk or one.shape in gradient_shapes, one
+        assert peak <= 4 * chunk + wide + per_row
+        assert kept <= per_row
+        assert peak_backward <= 4 * chunk + 2 * wide + per_row
+
+
+def test_the_default_budget_holds():
+    budget = 32 << 20
+    rows, vocab = 1024, 32768  # 128 MiB of float32 logits
+    _, peak, kept, _, peak_backward, _, wide = _allocations(
+        rows, vocab, torch.float32, {"entropy": True}, False
+    )
+    assert kept <= rows * 8 * 40
+    assert peak <= 2 * budget
+    assert peak_backward <= 2 * budget + wide

@@ -1,0 +1,103 @@
+"""Which backend is taken, what is said of it, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mcore_logprobs import vocab_parallel_logprobs
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import reference
+
+CUDA = torch.cuda.is_available()
+
+
+def test_auto_takes_torch_on_a_cpu_even_where_triton_could_be_interpreted(monkeypatch):
+    small = torch.zeros(2, 3)
+    assert backends.select("auto", small) is reference
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backends.select("auto", small) is reference
+
+
+def test_torch_is_had_by_name_anywhere():
+    for dtype in (torch.bfloat16, torch.float64):
+        assert backends.select("torch", torch.zeros(2, 3, dtype=dtype)) is reference
+
+
+def test_an_unknown_backend_is_refused():
+    for operation in (
+        lambda: backends.select("cuda", torch.zeros(2, 3)),
+        lambda: vocab_parallel_logprobs(
+            torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), backend="cuda"
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"expected one of .*'triton'.*got 'cuda'"):
+            operation()
+
+
+def test_triton_on_a_cpu_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"need a CUDA device, not cpu.*TRITON_INTERPRET=1"):
+        backends.select("triton", torch.zeros(2, 3))
+
+
+def test_explain_lists_every_backend_with_a_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for device_type in ("cpu", "cuda"):
+        choices = {choice.name: choice for choice in backends.explain(device_type)}
+        assert list(choices)[-1] == "torch"
+        assert choices["torch"].available
+        assert all(choice.reason for choice in choices.values())
+        assert choices["triton"].available == (device_type == "cuda")
+
+
+def test_a_choice_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(backends, "_logged", set())
+    with caplog.at_level(logging.INFO, logger="mcore_logprobs"):
+        for _ in range(3):
+            backends.select("torch", torch.zeros(2, 3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "backend for cpu tensors: torch (eager torch, on any device)"
+    ]
+
+
+IMPORT = """
+import sys
+import torch
+import mcore_logprobs
+from mcore_logprobs.kernels import backend as backends
+backends.select("auto", torch.zeros(2, 3))
+backends.explain("cpu")
+mcore_logprobs.vocab_parallel_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]))
+assert "triton" not in sys.modules, "triton was imported"
+
+sys.modules["triton"] = None  # importing it now raises ImportError
+(triton, *_) = backends.explain("cuda")
+assert not triton.available and "does not import: ModuleNotFoundError" in triton.reason, triton
+"""
+
+LATE = """
+import os
+import torch
+import triton
+os.environ["TRITON_INTERPRET"] = "1"
+from mcore_logprobs.kernels import backend as backends
+try:
+    backends.select("triton", torch.zeros(2, 3))
+except ValueError as error:
+    assert "before triton is first imported" in str(error), error
+else:
+    raise AssertionError("compiled kernels were taken for a CPU")
+"""
+
+
+@pytest.mark.parametrize("script", [IMPORT, LATE], ids=["import", "late"])
+def test_in_a_fresh_process(script):
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
