@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_logprobs.logits.inputs import check_fraction, check_positive
+from mcore_logprobs.checks import check_fraction, check_positive
 
 __all__ = [
     "KL",

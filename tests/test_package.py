@@ -216,8 +216,9 @@ def test_works_with_torch_alone() -> None:
 
 # A unit may import units of a lower level, and its own. A new unit must be given a level here.
 LEVELS = {
-    "config": 0,
+    "checks": 0,
     "kernels": 0,
+    "config": 1,
     "groups": 1,
     "collectives": 1,
     "context_parallel": 2,

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_flag
 from mcore_logprobs.fused.compaction import Compaction
 from mcore_logprobs.fused.head import LinearOptions, open_linear
 from mcore_logprobs.fused.pair import LinearDivergence, PairOptions
 from mcore_logprobs.groups import group_size, resolve_tp_group
 from mcore_logprobs.logits.distill import check_backend, check_kind, check_mask
 from mcore_logprobs.logits.dtensor import unwrap_logits
-from mcore_logprobs.logits.inputs import check_flag, check_group_tensor
+from mcore_logprobs.logits.inputs import check_group_tensor
 
 __all__ = ["linear_kl_div"]
 

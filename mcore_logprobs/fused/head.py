@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import (
+    check_chunk_size,
+    check_flag,
+    check_fraction,
+    check_optional_positive,
+    check_positive,
+)
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
@@ -21,12 +28,7 @@ from mcore_logprobs.kernels.reference import row_chunks
 from mcore_logprobs.kernels.stats import RowSpec, merge
 from mcore_logprobs.logits.inputs import (
     LocalTarget,
-    check_chunk_size,
-    check_flag,
-    check_fraction,
     check_group_tensor,
-    check_optional_positive,
-    check_positive,
     check_target,
     localize_target,
 )

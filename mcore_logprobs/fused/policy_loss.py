@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_flag
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.fused.compaction import Compaction
 from mcore_logprobs.fused.head import Chunk, Head, LinearOptions, open_linear
 from mcore_logprobs.fused.tiles import HiddenTiles, main_grad_stand_in
 from mcore_logprobs.fused.token_stats import HeadGradients, add_chunk_gradient
 from mcore_logprobs.kernels.stats import FinishedStats, finish, merge
-from mcore_logprobs.logits.inputs import LocalTarget, check_flag
+from mcore_logprobs.logits.inputs import LocalTarget
 from mcore_logprobs.logits.token_stats import TokenStats, blank_ignored, gradient_coefficients
 
 __all__ = ["linear_policy_loss"]

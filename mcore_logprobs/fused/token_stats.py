@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_flag
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.fused.compaction import Compaction
 from mcore_logprobs.fused.head import Chunk, Head, LinearOptions, open_linear
 from mcore_logprobs.fused.tiles import HiddenGradient, HiddenTiles, WeightGradient
 from mcore_logprobs.kernels.products import add_product, product
 from mcore_logprobs.kernels.stats import finish, merge
-from mcore_logprobs.logits.inputs import LocalTarget, check_flag
+from mcore_logprobs.logits.inputs import LocalTarget
 from mcore_logprobs.logits.token_stats import TokenStats, blank_ignored, gradient_coefficients
 
 __all__ = ["HeadGradients", "linear_token_stats"]

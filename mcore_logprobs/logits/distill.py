@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_positive
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import backend as backends
@@ -27,7 +28,7 @@ from mcore_logprobs.kernels.distill import (
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.logits.distill_topk import vocab_parallel_topk_distill
 from mcore_logprobs.logits.dtensor import unwrap_rows
-from mcore_logprobs.logits.inputs import check_positive, open_logits
+from mcore_logprobs.logits.inputs import open_logits
 from mcore_logprobs.logits.rows import Rows
 
 __all__ = [

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_flag, check_positive
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import backend as backends
@@ -18,9 +19,7 @@ from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, f
 from mcore_logprobs.logits.dtensor import unwrap_rows
 from mcore_logprobs.logits.gather import scatter_gradient
 from mcore_logprobs.logits.inputs import (
-    check_flag,
     check_group_tensor,
-    check_positive,
     check_target,
     localize_target,
     open_logits,

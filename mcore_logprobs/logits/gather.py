@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_flag
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, merge
 from mcore_logprobs.logits.dtensor import unwrap_rows
-from mcore_logprobs.logits.inputs import check_flag, check_target, localize_target, open_logits
+from mcore_logprobs.logits.inputs import check_target, localize_target, open_logits
 from mcore_logprobs.logits.rows import Rows
 
 __all__ = ["scatter_gradient", "vocab_parallel_gather"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_chunk_size, check_positive
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels.backend import BACKENDS
 from mcore_logprobs.logits.dtensor import unwrap_logits, unwrap_rows
@@ -17,12 +16,7 @@ from mcore_logprobs.logits.dtensor import unwrap_logits, unwrap_rows
 __all__ = [
     "LocalTarget",
     "LogitsInput",
-    "check_chunk_size",
-    "check_flag",
-    "check_fraction",
     "check_group_tensor",
-    "check_optional_positive",
-    "check_positive",
     "check_target",
     "localize_target",
     "open_logits",
@@ -78,43 +72,6 @@ def check_group_tensor(tensor: Tensor, name: str, *, min_dim: int) -> None:
         raise ValueError(
             f"{name}: expected at least {min_dim} dimension(s), got shape {tuple(tensor.shape)}"
         )
-
-
-def check_positive(name: str, value: float) -> None:
-    """A finite real number above 0, or a ValueError."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Real)
-        or not math.isfinite(value)
-        or value <= 0.0
-    ):
-        raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
-
-
-def check_optional_positive(name: str, value: float | None) -> None:
-    """None, or as `check_positive`."""
-    if value is not None:
-        check_positive(name, value)
-
-
-def check_fraction(name: str, value: float) -> None:
-    """A real number in [0, 1), or a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= value < 1.0:
-        raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
-
-
-def check_flag(name: str, value: bool) -> None:
-    """A bool, or a ValueError."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}: expected True or False, got {value!r}")
-
-
-def check_chunk_size(chunk_size: int | None) -> None:
-    """None or an int of at least 1, or a ValueError."""
-    if chunk_size is not None and (
-        isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
-    ):
-        raise ValueError(f"chunk_size: expected None or an int >= 1, got {chunk_size!r}")
 
 
 def check_target(

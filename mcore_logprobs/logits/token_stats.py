@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_flag, check_fraction, check_optional_positive
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import backend as backends
@@ -26,9 +27,6 @@ from mcore_logprobs.kernels.stats import (
 from mcore_logprobs.logits.inplace import check_inplace_backward
 from mcore_logprobs.logits.inputs import (
     LocalTarget,
-    check_flag,
-    check_fraction,
-    check_optional_positive,
     check_target,
     localize_target,
     open_logits,

@@ -1,0 +1,97 @@
+"""Checks of plain settings (numbers, flags, choices), shared by `LogprobConfig` and the operations.
+
+A check is called as `check_positive("temperature", value)` and raises a ValueError that names the
+setting, what was expected and what was given. `check.expected` is the middle part, for help texts.
+Tensors and groups are checked where they are opened.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Check",
+    "check_choice",
+    "check_chunk_size",
+    "check_count",
+    "check_flag",
+    "check_fraction",
+    "check_integer",
+    "check_logits_dtype",
+    "check_optional_count",
+    "check_optional_positive",
+    "check_positive",
+    "check_top_k",
+    "check_top_p",
+    "one_of",
+]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Raises a ValueError for every value that `accepts` refuses.
+
+    Attributes:
+        expected: what is accepted, in words.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+
+    def __call__(self, name: str, value: Any) -> None:
+        if not self.accepts(value):
+            raise ValueError(f"{name}: expected {self.expected}, got {value!r}")
+
+    @property
+    def optional(self) -> Check:
+        """The check that accepts None too."""
+        return Check(f"None or {self.expected}", lambda v: v is None or self.accepts(v))
+
+
+def one_of(choices: Collection[str]) -> Check:
+    """A check for one of these strings."""
+    known = tuple(choices)
+    return Check(f"one of {known}", lambda v: isinstance(v, str) and v in known)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+_LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+check_flag = Check("True or False", lambda v: isinstance(v, bool))
+check_integer = Check("an int", _is_int)
+check_count = Check("an int >= 1", lambda v: _is_int(v) and v >= 1)
+check_optional_count = check_count.optional
+check_positive = Check(
+    "a finite number > 0", lambda v: _is_real(v) and math.isfinite(v) and v > 0.0
+)
+check_optional_positive = check_positive.optional
+check_fraction = Check("a number in [0, 1)", lambda v: _is_real(v) and 0.0 <= v < 1.0)
+check_top_k = Check("an int >= -1", lambda v: _is_int(v) and v >= -1).optional
+check_top_p = Check("a number in (0, 1]", lambda v: _is_real(v) and 0.0 < v <= 1.0)
+check_logits_dtype = Check(
+    "torch.float32, torch.bfloat16 or torch.float16",
+    lambda v: isinstance(v, torch.dtype) and v in _LOGITS_DTYPES,
+)
+
+
+def check_chunk_size(chunk_size: int | None) -> None:
+    """None or an int of at least 1, or a ValueError."""
+    check_optional_count("chunk_size", chunk_size)
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """One of these strings, or a ValueError."""
+    one_of(choices)(name, value)
