@@ -12,22 +12,22 @@ from mcore_logprobs.context_parallel import (
     context_parallel_shard,
     context_parallel_shift,
 )
-from mcore_logprobs.fused.distill import linear_kl_div
+from mcore_logprobs.fused.divergence import linear_kl_div
 from mcore_logprobs.fused.policy_loss import linear_policy_loss
 from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.groups import ParallelGroups, VocabShard
 from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
-from mcore_logprobs.logits.distill import (
-    vocab_parallel_kl_div,
-    vocab_parallel_soft_cross_entropy,
-    vocab_parallel_topk_distill,
-)
-from mcore_logprobs.logits.gather import vocab_parallel_gather
+from mcore_logprobs.logits.distill import vocab_parallel_kl_div, vocab_parallel_soft_cross_entropy
+from mcore_logprobs.logits.gather import vocab_parallel_gather, vocab_parallel_topk_distill
 from mcore_logprobs.logits.log_softmax import vocab_parallel_log_softmax
-from mcore_logprobs.logits.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
 from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
-from mcore_logprobs.logits.target_rank import vocab_parallel_target_rank
-from mcore_logprobs.logits.token_stats import TokenStats, vocab_parallel_token_stats
+from mcore_logprobs.logits.token_stats import (
+    TokenStats,
+    vocab_parallel_entropy,
+    vocab_parallel_logprobs,
+    vocab_parallel_target_rank,
+    vocab_parallel_token_stats,
+)
 from mcore_logprobs.logits.topk import vocab_parallel_argmax, vocab_parallel_topk
 from mcore_logprobs.megatron import (
     PatchHandle,

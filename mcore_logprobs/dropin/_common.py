@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
-from mcore_logprobs.logits.logprobs import vocab_parallel_logprobs
+from mcore_logprobs.logits.token_stats import vocab_parallel_logprobs
 
 __all__ = [
     "ONE_PROCESS",

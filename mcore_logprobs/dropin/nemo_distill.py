@@ -18,9 +18,8 @@ from mcore_logprobs.dropin.nemo_context import IGNORED, shard_padded
 from mcore_logprobs.groups import ParallelGroups
 from mcore_logprobs.logits import log_softmax as logits_log_softmax
 from mcore_logprobs.logits import topk as logits_topk
-from mcore_logprobs.logits.distill import vocab_parallel_topk_distill
 from mcore_logprobs.logits.dtensor import unwrap_logits
-from mcore_logprobs.logits.gather import vocab_parallel_gather
+from mcore_logprobs.logits.gather import vocab_parallel_gather, vocab_parallel_topk_distill
 
 __all__ = [
     "_compute_distributed_log_softmax",

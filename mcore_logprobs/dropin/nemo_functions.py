@@ -20,7 +20,7 @@ from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.groups import group_size, resolve_tp_group
 from mcore_logprobs.logits.distill import vocab_parallel_soft_cross_entropy
 from mcore_logprobs.logits.gather import vocab_parallel_gather
-from mcore_logprobs.logits.logprobs import vocab_parallel_entropy
+from mcore_logprobs.logits.token_stats import vocab_parallel_entropy
 
 __all__ = [
     "AllGatherCPTensor",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mcore_logprobs import context_parallel
-from mcore_logprobs.logits import logprobs, target_rank
+from mcore_logprobs.logits import token_stats
 
 __all__ = [
     "VocabUtility",
@@ -52,17 +52,17 @@ class VocabUtility:
 
 def vocab_parallel_logprobs(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
     """`[b, s, V/TP]`, global ids `[b, s]` -> float32 `[b, s]`; differentiable."""
-    return logprobs.vocab_parallel_logprobs(vocab_parallel_logits, target)
+    return token_stats.vocab_parallel_logprobs(vocab_parallel_logits, target)
 
 
 def vocab_parallel_target_rank(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
     """`[b, s, V/TP]`, global ids `[b, s]` -> int64 `[b, s]`, 0 for the largest logit."""
-    return target_rank.vocab_parallel_target_rank(vocab_parallel_logits, target)
+    return token_stats.vocab_parallel_target_rank(vocab_parallel_logits, target)
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
     """`[b, s, V/TP]` -> float32 `[b, s]`, in nats; differentiable."""
-    return logprobs.vocab_parallel_entropy(vocab_parallel_logits)
+    return token_stats.vocab_parallel_entropy(vocab_parallel_logits)
 
 
 def context_parallel_gather(x: Tensor, parallel_dim: int = -1) -> Tensor:

@@ -1,8 +1,7 @@
-"""The output layer as the fused operations see it: checked arguments, and logits chunk by chunk."""
+"""The output layer as the fused operations see it: opened once, then logits chunk by chunk."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,51 +11,106 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import (
-    check_chunk_size,
-    check_flag,
-    check_fraction,
-    check_optional_positive,
-    check_positive,
-)
+from mcore_logprobs.checks import check_choice, check_flag, check_logits_dtype
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
+from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import operand, operand_dtype, product
-from mcore_logprobs.kernels.reference import row_chunks
-from mcore_logprobs.kernels.stats import RowSpec, merge
-from mcore_logprobs.logits.inputs import (
-    LocalTarget,
-    check_group_tensor,
-    check_target,
-    localize_target,
-)
+from mcore_logprobs.kernels.reference import finished_logits, row_chunks
+from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype, merge, no_columns
+from mcore_logprobs.logits.opening import check_group_tensor, row_spec
 
-__all__ = ["Chunk", "Head", "LinearOptions", "open_linear"]
+__all__ = ["Chunk", "Head", "HeadOptions", "open_head"]
 
 
 @dataclass(frozen=True)
-class LinearOptions:
-    """The options of a fused call, checked.
+class HeadOptions:
+    """A head's options, checked; holds no tensor.
 
     Attributes:
-        tile_rows, block_columns: the largest chunk; see `tile_shape`.
+        spec: how a product becomes a finished logit, and which statistics are wanted.
     """
 
     shard: VocabShard
     spec: RowSpec
-    label_smoothing: float
-    sequence_parallel: bool
     logits_dtype: torch.dtype
     backend: str
-    tile_rows: int
-    block_columns: int
     gradient_accumulation_fusion: bool
 
     @property
     def group(self) -> ProcessGroup | None:
         return self.shard.group
+
+
+def open_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    logit_scale: float,
+    softcap: float | None,
+    logits_dtype: torch.dtype,
+    tp_group: ProcessGroup | None,
+    temperature: float,
+    vocab_size: int | None,
+    backend: str,
+    gradient_accumulation_fusion: bool = False,
+    prefix: str = "",
+    **wanted: bool,
+) -> HeadOptions:
+    """Check a head against the hidden states that it is given, and resolve its group.
+
+    Args:
+        wanted: the statistics, as flags of `RowSpec`.
+        prefix: goes before the arguments' names in errors.
+
+    Raises:
+        ValueError: with the argument's name, what was expected and what was given.
+    """
+    hidden_name, weight_name = f"{prefix}hidden", f"{prefix}weight"
+    check_group_tensor(hidden, hidden_name, min_dim=2)
+    check_group_tensor(weight, weight_name, min_dim=2)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{weight_name}: expected shape [V/TP, {hidden.shape[-1]}] for {hidden_name} of shape "
+            f"{tuple(hidden.shape)}, got {tuple(weight.shape)}"
+        )
+    for name, tensor in ((weight_name, weight), (f"{prefix}bias", bias)):
+        if tensor is not None and (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
+            raise ValueError(
+                f"{name}: expected {hidden_name}'s dtype and device, {hidden.dtype} on "
+                f"{hidden.device}, got {tensor.dtype} on {tensor.device}"
+            )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{prefix}bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}"
+        )
+    check_flag("gradient_accumulation_fusion", gradient_accumulation_fusion)
+    check_choice("backend", backend, backends.BACKENDS)
+    check_logits_dtype("logits_dtype", logits_dtype)
+    if gradient_accumulation_fusion and weight.requires_grad:
+        _check_main_grad(weight)
+    shard = VocabShard.of(weight.shape[0], resolve_tp_group(tp_group), vocab_size)
+    spec = row_spec(
+        shard,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        prefix=prefix,
+        **wanted,
+    )
+    return HeadOptions(shard, spec, logits_dtype, backend, gradient_accumulation_fusion)
+
+
+def _check_main_grad(weight: Any) -> None:
+    main_grad = getattr(weight, "main_grad", None)
+    if not isinstance(main_grad, Tensor) or main_grad.shape != weight.shape:
+        got = None if main_grad is None else tuple(getattr(main_grad, "shape", ()))
+        raise ValueError(
+            "gradient_accumulation_fusion=True: expected weight.main_grad of shape "
+            f"{tuple(weight.shape)}, got {got}"
+        )
 
 
 @dataclass(frozen=True)
@@ -78,17 +132,20 @@ class Chunk:
 
 
 class Head:
-    """Weight, bias and options; makes chunks of logits in a buffer of its own."""
+    """Weight, bias and options; makes chunks of logits in a buffer of its own.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, opts: LinearOptions) -> None:
+    Args:
+        block_columns: columns a block at most.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, opts: HeadOptions, block_columns: int
+    ) -> None:
         self.weight, self.bias, self.opts = weight.detach(), bias, opts
+        self.wide = accumulator_dtype(weight.dtype)
+        self._block_columns = block_columns
         self._buffer: Tensor | None = None
         self._block: tuple[slice, Tensor] | None = None
-
-    @cached_property
-    def wide(self) -> torch.dtype:
-        """float32, or float64 for a float64 weight."""
-        return torch.promote_types(self.weight.dtype, torch.float32)
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -113,7 +170,7 @@ class Head:
         rows = tile.shape[0]
         if hold:
             self._reserve(rows * self.opts.spec.valid)
-        for columns in row_chunks(self.opts.spec.valid, self.opts.block_columns):
+        for columns in row_chunks(self.opts.spec.valid, self._block_columns):
             width = columns.stop - columns.start
             local = column - columns.start
             yield Chunk(
@@ -156,9 +213,7 @@ class Head:
 
     def no_columns(self, tile: Tensor) -> Tensor:
         """The row statistics of no columns at all, `[k, rows]`, to merge others into."""
-        stats = tile.new_zeros(len(self.opts.spec.fields), tile.shape[0], dtype=self.wide)
-        stats[0] = -torch.inf
-        return stats
+        return no_columns(self.opts.spec, tile.shape[0], like=self.weight)
 
     def chunk_stats(self, chunk: Chunk, threshold: Tensor | None) -> Tensor:
         """`kernels.reference.row_stats` of a chunk."""
@@ -171,11 +226,14 @@ class Head:
             chunk_size=backends.default_chunk_size(chunk.logits.shape[1], chunk.logits.device),
         )
 
-    def chunk_grad(self, chunk: Chunk, shift: Tensor, coef: Tensor) -> Tensor:
-        """dLogits of a chunk `[rows, columns]` in the operand dtype, over the logits if it fits."""
-        logits = chunk.logits
+    def gradient_buffer(self, logits: Tensor) -> Tensor:
+        """Where dLogits of a chunk go, in the operand dtype: over the logits if they fit there."""
         dtype = operand_dtype(self.weight.dtype, self.weight.device)
-        out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        return logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+
+    def chunk_grad(self, chunk: Chunk, shift: Tensor, coef: Tensor) -> Tensor:
+        """dLogits of a chunk `[rows, columns]`, as `kernels.reference.grad_logits`."""
+        logits, out = chunk.logits, self.gradient_buffer(chunk.logits)
         self.backend(logits).grad_logits(
             logits,
             chunk.target,
@@ -191,146 +249,14 @@ class Head:
     def target_threshold(self, tile: Tensor, column: Tensor) -> Tensor:
         """Each row's target logit on every rank, `[rows]`: one dot product a row, one all-reduce.
 
-        Raw, or z where there is a bias, as `kernels.reference.row_stats` wants it. Ties are
-        ties to the rounding of a dot product.
+        Raw, or z where there is a bias, as `kernels.reference.row_stats` wants it. Ties are ties
+        to the rounding of a dot product.
         """
         here = column >= 0
         rows = operand(self.weight.index_select(0, column.clamp(min=0)))
         raw = (tile.to(self.wide) * rows.to(self.wide)).sum(-1)
         raw = raw.to(self.logits_dtype).to(self.wide)
         if self.bias is not None:
-            raw = self.finish_target(raw, self.bias[column.clamp(min=0)].to(self.wide))
+            own_bias = self.bias[column.clamp(min=0)].to(self.wide)
+            raw = finished_logits(raw, self.opts.spec, own_bias)
         return all_reduce_sum(torch.where(here, raw, 0.0), self.opts.group)
-
-    def finish_target(self, raw: Tensor, bias: Tensor) -> Tensor:
-        """z of one raw logit a row, `[rows]`, with that logit's own bias."""
-        spec = self.opts.spec
-        z = raw * spec.logit_scale
-        if spec.softcap is not None:
-            z = torch.tanh(raw * (spec.logit_scale / spec.softcap)) * spec.softcap
-        return (z + bias) / spec.temperature
-
-
-# Bytes of one float32 chunk of logits.
-_CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
-# Rows a tile: enough that a product of [rows, h] and [h, columns] runs at full speed, and that
-# reading and writing a block of the weight's gradient once a tile costs little beside it.
-_TILE_ROWS = {"cpu": 2048, "other": 8192}
-_MAX_BLOCK = {"cpu": 4096, "other": 1 << 20}
-
-
-def tile_shape(
-    rows: int, columns: int, chunk_size: int | None, device: torch.device
-) -> tuple[int, int]:
-    """(rows a tile, columns a block) for `rows` rows and `columns` columns on a rank."""
-    kind = "cpu" if device.type == "cpu" else "other"
-    tile = max(1, min(rows, chunk_size or _TILE_ROWS[kind]))
-    block = _CHUNK_BYTES[kind] // (4 * tile)
-    if chunk_size is None:
-        block = min(block, _MAX_BLOCK[kind])
-    return tile, max(1, min(columns, max(block, 256)))
-
-
-def open_linear(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    entropy: bool,
-    target_rank: bool,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    sequence_parallel: bool,
-    logits_dtype: torch.dtype,
-    gradient_accumulation_fusion: bool,
-    tp_group: ProcessGroup | None,
-    temperature: float,
-    vocab_size: int | None,
-    ignore_index: int | None,
-    label_smoothing: float,
-    chunk_size: int | None,
-    backend: str,
-) -> tuple[LinearOptions, LocalTarget]:
-    """Check the arguments of a fused call, before any collective.
-
-    Returns:
-        The options, and the local targets flat, `[n]`.
-
-    Raises:
-        ValueError: anything that is off, with what was expected and what came.
-    """
-    check_group_tensor(hidden, "hidden", min_dim=2)
-    check_group_tensor(weight, "weight", min_dim=2)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight: expected shape [V/TP, {hidden.shape[-1]}] for hidden of shape "
-            f"{tuple(hidden.shape)}, got {tuple(weight.shape)}"
-        )
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
-            raise ValueError(
-                f"{name}: expected hidden's dtype and device, {hidden.dtype} on {hidden.device}, "
-                f"got {tensor.dtype} on {tensor.device}"
-            )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}")
-    for name, flag in (
-        ("entropy", entropy),
-        ("target_rank", target_rank),
-        ("sequence_parallel", sequence_parallel),
-        ("gradient_accumulation_fusion", gradient_accumulation_fusion),
-    ):
-        check_flag(name, flag)
-    check_positive("logit_scale", logit_scale)
-    check_positive("temperature", temperature)
-    check_optional_positive("softcap", softcap)
-    check_fraction("label_smoothing", label_smoothing)
-    check_chunk_size(chunk_size)
-    if backend not in backends.BACKENDS:
-        raise ValueError(f"backend: expected one of {backends.BACKENDS}, got {backend!r}")
-    if logits_dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"logits_dtype: expected torch.float32, bfloat16 or float16, got {logits_dtype!r}"
-        )
-    if gradient_accumulation_fusion and weight.requires_grad:
-        _check_main_grad(weight)
-
-    group = resolve_tp_group(tp_group)
-    shard = VocabShard.of(weight.shape[0], group, vocab_size)
-    ranks = group_size(group) if sequence_parallel else 1
-    lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
-    flat = check_target(target, lead, hidden.device).reshape(-1)
-    tile_rows, block_columns = tile_shape(
-        math.prod(lead), weight.shape[0], chunk_size, hidden.device
-    )
-    opts = LinearOptions(
-        shard=shard,
-        spec=RowSpec(
-            valid=shard.valid_width,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            temperature=temperature,
-            entropy=entropy,
-            rank=target_rank,
-            smoothing=label_smoothing > 0.0,
-        ),
-        label_smoothing=label_smoothing,
-        sequence_parallel=sequence_parallel,
-        logits_dtype=logits_dtype,
-        backend=backend,
-        tile_rows=tile_rows,
-        block_columns=block_columns,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-    )
-    return opts, localize_target(flat, shard, ignore_index)
-
-
-def _check_main_grad(weight: Any) -> None:
-    main_grad = getattr(weight, "main_grad", None)
-    if not isinstance(main_grad, Tensor) or main_grad.shape != weight.shape:
-        got = None if main_grad is None else tuple(getattr(main_grad, "shape", ()))
-        raise ValueError(
-            "gradient_accumulation_fusion=True: expected weight.main_grad of shape "
-            f"{tuple(weight.shape)}, got {got}"
-        )

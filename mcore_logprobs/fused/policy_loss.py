@@ -9,6 +9,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_flag
-from mcore_logprobs.collectives import all_gather_stack
-from mcore_logprobs.fused.compaction import Compaction
-from mcore_logprobs.fused.head import Chunk, Head, LinearOptions, open_linear
-from mcore_logprobs.fused.tiles import HiddenTiles, main_grad_stand_in
-from mcore_logprobs.fused.token_stats import HeadGradients, add_chunk_gradient
-from mcore_logprobs.kernels.stats import FinishedStats, finish, merge
-from mcore_logprobs.logits.inputs import LocalTarget
-from mcore_logprobs.logits.token_stats import TokenStats, blank_ignored, gradient_coefficients
+from mcore_logprobs.checks import check_flag, check_fraction
+from mcore_logprobs.fused.gradients import HeadGradients, main_grad_stand_in
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens
+from mcore_logprobs.kernels.stats import FinishedStats, RowResults, gradient_coefficients, merge
+from mcore_logprobs.logits.opening import LocalTarget
+from mcore_logprobs.logits.rows import finish_shards
+from mcore_logprobs.logits.token_stats import TokenStats
 
 __all__ = ["linear_policy_loss"]
 
@@ -51,30 +51,38 @@ class _Loss:
     backward: bool
 
     def value_and_upstream(
-        self, rows: slice, logprobs: Tensor, entropy: Tensor | None, keep: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, rows: slice, results: RowResults, keep: Tensor
+    ) -> tuple[Tensor, RowResults]:
         """(sum of the rows' losses over the denominator, its gradients by logprobs and entropy)."""
-        inputs = [logprobs] if entropy is None else [logprobs, entropy]
+        logprobs = results.logprobs
         with torch.set_grad_enabled(self.backward):
-            leaves = [x.detach().requires_grad_(self.backward) for x in inputs]
-            loss = self.fn(
-                leaves[0], leaves[1] if len(leaves) > 1 else None, *(t[rows] for t in self.tensors)
+            leaves = RowResults(logprobs=logprobs, entropy=results.entropy).map(
+                lambda x: x.detach().requires_grad_(self.backward)
             )
+            loss = self.fn(leaves.logprobs, leaves.entropy, *(t[rows] for t in self.tensors))
             if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
                 got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise ValueError(
                     f"loss_fn: expected a loss per row of shape {tuple(logprobs.shape)}, got {got}"
                 )
             total = (torch.where(keep, loss, 0.0) * self.scale).sum()
-        grads: list[Tensor | None] = [None, None]
+        upstream = RowResults()
         if self.backward and total.requires_grad:
-            found = torch.autograd.grad(total, leaves, allow_unused=True)
-            grads[: len(found)] = found
-        return total.detach(), grads[0], grads[1]
+            wanted = [x for x in leaves if x is not None]
+            found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
+            upstream = leaves.map(lambda x: next(found))
+        return total.detach(), upstream
+
+
+@dataclass(frozen=True)
+class _Options:
+    head: HeadOptions
+    tiling: Tiling
+    label_smoothing: float
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
-    """(loss, logprobs, entropy or None, rank or None, lse); all but the loss for information."""
+    """(loss, *RowResults of `[n]` tensors); all but the loss for information."""
 
     @staticmethod
     def forward(
@@ -84,52 +92,44 @@ class _LinearPolicyLoss(torch.autograd.Function):
         bias: Tensor | None,
         local: LocalTarget,
         loss: _Loss,
-        opts: LinearOptions,
+        opts: _Options,
     ) -> Any:
-        tiles = HiddenTiles(
-            hidden.detach(),
-            opts.group,
-            sequence_parallel=opts.sequence_parallel,
-            tile_rows=opts.tile_rows,
-        )
-        column, keep = tiles.ordered(local.column), tiles.ordered(local.keep)
-        loss = replace(loss, tensors=tuple(tiles.ordered(t) for t in loss.tensors))
-        head = Head(weight, bias, opts)
+        spec = opts.head.spec
+        tiles = HiddenTiles(hidden, opts.tiling)
+        column, keep = tiles.walk(local.column), tiles.walk(local.keep)
+        loss = replace(loss, tensors=tuple(tiles.walk(t) for t in loss.tensors))
+        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
         needs = ctx.needs_input_grad[:3] if loss.backward else (False, False, False)
-        gradients = HeadGradients(hidden, weight, bias, tiles, opts, needs=needs, wide=True)
+        gradients = HeadGradients(
+            hidden, weight, bias, tiles, opts.tiling, opts.head, needs=needs, wide=True
+        )
         total = torch.zeros((), dtype=head.wide, device=hidden.device)
-        parts: list[tuple[Tensor | None, ...]] = []
-        for number, rows, tile in tiles:
-            chunks, done = _whole_rows(head, tile, column[rows])
-            outputs = blank_ignored(done, keep[rows])
-            value, on_logprobs, on_entropy = loss.value_and_upstream(
-                rows, outputs[0], outputs[1], keep[rows]
-            )
+        # Of no rows to begin with, so that a call without any has results too.
+        parts = [_finish(head, head.no_columns(hidden[:0]), opts).blanked(keep[:0])]
+        for tile in tiles:
+            chunks, done = _whole_rows(head, tile.hidden, column[tile.rows], opts)
+            results = done.blanked(keep[tile.rows])
+            value, upstream = loss.value_and_upstream(tile.rows, results, keep[tile.rows])
             total += value
-            parts.append(outputs)
+            parts.append(results)
             if not any(needs):
                 continue
             coef = gradient_coefficients(
-                on_logprobs,
-                on_entropy,
-                None,
-                keep=keep[rows],
-                log_sum=done.log_sum,
-                entropy=done.entropy,
-                finite=done.finite,
-                smoothing=opts.label_smoothing,
+                upstream,
+                done.norms,
+                spec,
+                keep=keep[tile.rows],
+                label_smoothing=opts.label_smoothing,
             )
             for chunk in chunks:
-                add_chunk_gradient(gradients, head, number, tile, chunk, done.top, coef)
-            gradients.end_tile(number, tile)
+                dlogits_of = partial(head.chunk_grad, shift=done.norms.top, coef=coef)
+                gradients.add_chunk(head, tile, chunk, dlogits_of)
+            gradients.end_tile(tile)
         ctx.inputs = (hidden, weight, bias)  # the parameter itself: main_grad hangs on it
-        ctx.fused = needs[1] and opts.gradient_accumulation_fusion
+        ctx.fused = needs[1] and opts.head.gradient_accumulation_fusion
         ctx.gradients = gradients.finish()
         ctx.set_materialize_grads(False)
-        if not parts:  # no rows at all: outputs of no rows
-            nothing = finish(head.no_columns(hidden[:0]), opts.spec, opts.label_smoothing)
-            parts.append(blank_ignored(nothing, keep))
-        results = _join(parts, tiles)
+        results = parts[0].map(lambda *x: tiles.restore(torch.cat(x)), *parts[1:])
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
         return (total, *results)
 
@@ -159,28 +159,27 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return (*formed, None, None, None)
 
 
-def _whole_rows(head: Head, tile: Tensor, column: Tensor) -> tuple[list[Chunk], FinishedStats]:
+def _whole_rows(
+    head: Head, tile: Tensor, column: Tensor, opts: _Options
+) -> tuple[list[Chunk], FinishedStats]:
     """A tile's logits on this rank, all blocks held, and its rows' statistics over all ranks.
 
     One all-gather of `[k, rows]`; with the rank, one all-reduce of `[rows]` before it.
     """
-    opts = head.opts
-    threshold = head.target_threshold(tile, column) if opts.spec.rank else None
+    threshold = head.target_threshold(tile, column) if opts.head.spec.rank else None
     chunks: list[Chunk] = []
-    stats = head.no_columns(tile)
+    parts = [head.no_columns(tile)]
     for chunk in head.chunks(tile, column, hold=True):
         chunks.append(chunk)
-        stats = merge(torch.stack([stats, head.chunk_stats(chunk, threshold)]), opts.spec)
-    whole = merge(all_gather_stack(stats, opts.group), opts.spec)
-    return chunks, finish(whole, opts.spec, opts.label_smoothing)
+        parts.append(head.chunk_stats(chunk, threshold))
+    return chunks, _finish(head, merge(torch.stack(parts), opts.head.spec), opts)
 
 
-def _join(parts: list[tuple[Tensor | None, ...]], tiles: HiddenTiles) -> tuple[Tensor | None, ...]:
-    """The tiles' outputs, field by field, in the sequence's order."""
-    columns = list(zip(*parts, strict=True))
-    return tuple(
-        None if column[0] is None else tiles.restored(torch.cat(column)) for column in columns
+def _finish(head: Head, stats: Tensor, opts: _Options) -> FinishedStats:
+    done, _ = finish_shards(
+        stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
     )
+    return done
 
 
 def linear_policy_loss(
@@ -243,48 +242,51 @@ def linear_policy_loss(
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors
             of another shape or that require a gradient; a loss_fn that returns another shape.
     """
-    check_flag("compact", compact)
     if not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
-    opts, local = open_linear(
+    check_fraction("label_smoothing", label_smoothing)
+    check_flag("entropy", entropy)
+    check_flag("target_rank", target_rank)
+    head = open_head(
         hidden,
         weight,
-        target,
-        entropy=entropy,
-        target_rank=target_rank,
-        bias=bias,
+        bias,
         logit_scale=logit_scale,
         softcap=softcap,
-        sequence_parallel=sequence_parallel,
         logits_dtype=logits_dtype,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=tp_group,
         temperature=temperature,
         vocab_size=vocab_size,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        chunk_size=chunk_size,
         backend=backend,
+        entropy=entropy,
+        rank=target_rank,
+        smoothing=label_smoothing > 0.0,
     )
     budget = _CHUNK_BYTES["cpu" if hidden.device.type == "cpu" else "other"]
+    tokens = open_tokens(
+        hidden,
+        target,
+        head.shard,
+        sequence_parallel=sequence_parallel,
+        chunk_size=chunk_size,
+        ignore_index=ignore_index,
+        compact=compact,
+    )
     rows = chunk_size or max(1, budget // (4 * weight.shape[0]))
-    opts = replace(opts, tile_rows=max(1, min(rows, local.keep.shape[0])))
+    tiling = replace(tokens.tiling, tile_rows=max(1, min(rows, target.numel())))
+    checked = [_per_token(place, t, target) for place, t in enumerate(per_token_tensors)]
     loss = _Loss(
         fn=loss_fn,
-        tensors=tuple(_per_token(i, t, target) for i, t in enumerate(per_token_tensors)),
+        tensors=tuple(tokens.per_row(t) for t in checked),
         scale=_scale(denominator, hidden.device),
         backward=torch.is_grad_enabled(),
     )
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    compaction = Compaction(local.keep, opts) if compact else None
-    if compaction is not None:
-        flat, local = compaction.select_hidden(flat), compaction.select_target(local)
-        loss = replace(loss, tensors=tuple(compaction.select(t) for t in loss.tensors))
-    value, *results = _LinearPolicyLoss.apply(flat, weight, bias, local, loss, opts)
-    if compaction is not None:
-        results = compaction.spread(tuple(results))
-    stats = (None if x is None else x.view(target.shape) for x in results)
-    return value, TokenStats(*stats)  # type: ignore[arg-type]
+    opts = _Options(head, tiling, label_smoothing)
+    value, *results = _LinearPolicyLoss.apply(
+        tokens.hidden, weight, bias, tokens.target, loss, opts
+    )
+    return value, tokens.stats(RowResults(*results))
 
 
 def _per_token(place: int, tensor: Tensor, target: Tensor) -> Tensor:
@@ -300,7 +302,7 @@ def _per_token(place: int, tensor: Tensor, target: Tensor) -> Tensor:
         raise ValueError(f"{name}: expected device {target.device}, got {tensor.device}")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
-    return tensor.detach().reshape(-1, *tensor.shape[target.dim() :])
+    return tensor.detach()
 
 
 def _scale(denominator: float | Tensor, device: torch.device) -> float | Tensor:

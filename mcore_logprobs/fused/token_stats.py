@@ -1,11 +1,16 @@
 """The fused path: hidden states and the output layer's weight to per-token statistics.
 
-The logits exist one chunk at a time, forward and backward; backward recomputes them.
+The logits exist one chunk at a time, forward and backward; backward recomputes them:
+
+    for each tile of rows, for each block of columns:
+        forward    chunk = tile @ weight[block]^T          -> statistics, merged over the blocks
+        backward   chunk again -> dLogits, in its place    -> dWeight[block], dHidden[tile]
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,140 +18,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_flag
-from mcore_logprobs.collectives import all_gather_stack
-from mcore_logprobs.fused.compaction import Compaction
-from mcore_logprobs.fused.head import Chunk, Head, LinearOptions, open_linear
-from mcore_logprobs.fused.tiles import HiddenGradient, HiddenTiles, WeightGradient
-from mcore_logprobs.kernels.products import add_product, product
-from mcore_logprobs.kernels.stats import finish, merge
-from mcore_logprobs.logits.inputs import LocalTarget
-from mcore_logprobs.logits.token_stats import TokenStats, blank_ignored, gradient_coefficients
+from mcore_logprobs.checks import check_flag, check_fraction
+from mcore_logprobs.fused.gradients import HeadGradients
+from mcore_logprobs.fused.head import Head, HeadOptions, open_head
+from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens
+from mcore_logprobs.kernels.stats import RowNorms, RowResults, gradient_coefficients
+from mcore_logprobs.logits.opening import LocalTarget
+from mcore_logprobs.logits.rows import finish_shards
+from mcore_logprobs.logits.token_stats import TokenStats
 
-__all__ = ["HeadGradients", "linear_token_stats"]
-
-
-class HeadGradients:
-    """The three gradients of the output layer, as dLogits come chunk by chunk.
-
-    Args:
-        hidden: `[n_local, h]`; weight `[v, h]`; bias `[v]` or None.
-        needs: which of the three are wanted; an unwanted one costs no product.
-        main_grad: where dWeight is added, or None.
-        wide: leave the gradients in float32 (float64 for float64).
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tiles: HiddenTiles,
-        opts: LinearOptions,
-        *,
-        needs: tuple[bool, bool, bool],
-        main_grad: Tensor | None = None,
-        wide: bool = False,
-    ) -> None:
-        self.hidden = self.weight = self.bias = None
-        self._wide = wide
-        if needs[0]:
-            self.hidden = HiddenGradient(
-                hidden, opts.group, tiles, scatter=opts.sequence_parallel, wide=wide
-            )
-        if needs[1]:
-            self.weight = WeightGradient(
-                weight,
-                main_grad=main_grad,
-                tiles=len(tiles.local),
-                valid=opts.spec.valid,
-                wide=wide,
-            )
-        if needs[2] and bias is not None:
-            self.bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
-        self._bias_like = bias
-        self._tile: Tensor | None = None
-
-    def add(
-        self, number: int, tile: Tensor, columns: slice, weight: Tensor, dlogits: Tensor
-    ) -> None:
-        """One chunk's products: dWeight and dHidden.
-
-        Args:
-            tile: `[rows, h]`, weight: `[columns, h]`, dlogits: `[rows, columns]`; operand dtype.
-        """
-        if self.weight is not None:
-            self.weight.add(number == 0, columns, dlogits, tile)
-        if self.hidden is not None:
-            if self._tile is None:
-                wide = torch.promote_types(tile.dtype, torch.float32)
-                self._tile = torch.empty_like(tile, dtype=wide)
-                product(dlogits, weight, self._tile)
-            else:
-                add_product(dlogits, weight, self._tile)
-
-    def add_bias(self, columns: slice, dz: Tensor, factor: float) -> None:
-        """Add `factor * sum over rows of dz`."""
-        if self.bias is not None:
-            self.bias[columns] += dz.sum(0, dtype=self.bias.dtype) * factor
-
-    def end_tile(self, number: int, tile: Tensor) -> None:
-        """All of tile `number`'s chunks were added: its dHidden can be reduced."""
-        if self.hidden is None:
-            return
-        if self._tile is None:  # no true vocabulary on this rank
-            self._tile = torch.zeros_like(
-                tile, dtype=torch.promote_types(tile.dtype, torch.float32)
-            )
-        self.hidden.put(number, self._tile)
-        self._tile = None
-
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dHidden, dWeight, dBias), None where unwanted or gone into main_grad."""
-        bias = None
-        if self.bias is not None and self._bias_like is not None:
-            bias = self.bias if self._wide else self.bias.to(self._bias_like.dtype)
-        return (
-            None if self.hidden is None else self.hidden.finish(),
-            None if self.weight is None else self.weight.finish(),
-            bias,
-        )
+__all__ = ["linear_token_stats"]
 
 
-def add_chunk_gradient(
-    gradients: HeadGradients,
-    head: Head,
-    number: int,
-    tile: Tensor,
-    chunk: Chunk,
-    shift: Tensor,
-    coef: Tensor,
-) -> None:
-    """dLogits of a chunk from its rows' coefficients, and from them the head's gradients.
-
-    With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on top.
-    A head with both a softcap and a bias takes the two steps apart.
-    """
-    spec, columns = chunk.spec, chunk.columns
-    if gradients.bias is None or spec.softcap is None:
-        dlogits = head.chunk_grad(chunk, shift, coef)
-        gradients.add_bias(columns, dlogits, 1.0 / spec.logit_scale)
-    else:
-        slope = torch.tanh(chunk.logits.to(head.wide) * (spec.logit_scale / spec.softcap))
-        capped = replace(
-            chunk,
-            logits=slope * spec.softcap,
-            spec=replace(spec, logit_scale=1.0, softcap=None),
-        )
-        dz = head.chunk_grad(capped, shift, coef)
-        gradients.add_bias(columns, dz, 1.0)
-        slope.square_().neg_().add_(1.0).mul_(spec.logit_scale)
-        dlogits = (dz * slope).to(dz.dtype)
-    gradients.add(number, tile, columns, head.weight_block(columns), dlogits)
+@dataclass(frozen=True)
+class _Options:
+    head: HeadOptions
+    tiling: Tiling
+    label_smoothing: float
 
 
 class _LinearTokenStats(torch.autograd.Function):
-    """Flat: (logprobs, entropy or None, rank or None, lse), each `[n]`."""
+    """A RowResults of `[n]` tensors."""
 
     @staticmethod
     def forward(
@@ -155,71 +47,49 @@ class _LinearTokenStats(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         local: LocalTarget,
-        opts: LinearOptions,
-    ) -> Any:
-        tiles = _tiles(hidden, opts)
-        column = tiles.ordered(local.column)
-        head = Head(weight, bias, opts)
-        parts = [head.tile_stats(tile, column[rows]) for _, rows, tile in tiles]
-        spec = opts.spec
-        shard = (
-            torch.cat(parts, 1) if parts else hidden.new_empty(len(spec.fields), 0, dtype=head.wide)
+        opts: _Options,
+    ) -> tuple[Any, ...]:
+        tiles = HiddenTiles(hidden, opts.tiling)
+        column, keep = tiles.walk(local.column), tiles.walk(local.keep)
+        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
+        parts = [head.tile_stats(tile.hidden, column[tile.rows]) for tile in tiles]
+        stats = torch.cat(parts, 1) if parts else head.no_columns(hidden[:0])
+        done, _ = finish_shards(
+            stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
         )
-        merged = merge(all_gather_stack(shard, opts.group), spec)
-        done = finish(merged, spec, opts.label_smoothing)
-        keep = tiles.ordered(local.keep)
         ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
-        ctx.save_for_backward(
-            hidden, weight, bias, column, keep, done.top, done.log_sum, done.entropy, done.finite
-        )
+        ctx.save_for_backward(hidden, weight, bias, column, keep, *done.norms)
         ctx.set_materialize_grads(False)
-        outputs = [None if x is None else tiles.restored(x) for x in blank_ignored(done, keep)]
-        if outputs[2] is not None:
-            ctx.mark_non_differentiable(outputs[2])
-        return tuple(outputs)
+        results = done.blanked(keep).map(tiles.restore)
+        if results.target_rank is not None:
+            ctx.mark_non_differentiable(results.target_rank)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        on_logprobs, on_entropy, _, on_lse = grads
-        if on_logprobs is None and on_entropy is None and on_lse is None:
+        if all(grad is None for grad in grads):
             return (None,) * 5
-        hidden, weight, bias, column, keep, top, log_sum, entropy, finite = ctx.saved_tensors
-        opts: LinearOptions = ctx.opts
-        tiles = _tiles(hidden, opts)
+        hidden, weight, bias, column, keep, *norms = ctx.saved_tensors
+        norms, opts = RowNorms(*norms), ctx.opts
+        tiles = HiddenTiles(hidden, opts.tiling)
+        upstream = RowResults(*grads).map(tiles.walk)
+        spec = replace(opts.head.spec, entropy=upstream.entropy is not None, rank=False)
         coef = gradient_coefficients(
-            *(None if g is None else tiles.ordered(g) for g in (on_logprobs, on_entropy, on_lse)),
-            keep=keep,
-            log_sum=log_sum,
-            entropy=entropy,
-            finite=finite,
-            smoothing=opts.label_smoothing,
+            upstream, norms, spec, keep=keep, label_smoothing=opts.label_smoothing
         )
-        opts = replace(opts, spec=replace(opts.spec, entropy=on_entropy is not None, rank=False))
+        needs = ctx.needs_input_grad[:3]
         gradients = HeadGradients(
-            hidden,
-            weight,
-            bias,
-            tiles,
-            opts,
-            needs=ctx.needs_input_grad[:3],
-            main_grad=ctx.weight.main_grad if opts.gradient_accumulation_fusion else None,
+            hidden, ctx.weight, bias, tiles, opts.tiling, opts.head, needs=needs
         )
-        head = Head(weight, bias, opts)
-        for number, rows, tile in tiles:
-            for chunk in head.chunks(tile, column[rows]):
-                add_chunk_gradient(gradients, head, number, tile, chunk, top[rows], coef[:, rows])
-            gradients.end_tile(number, tile)
+        head = Head(weight, bias, replace(opts.head, spec=spec), opts.tiling.block_columns)
+        for tile in tiles:
+            top, row_coef = norms.top[tile.rows], coef[:, tile.rows]
+            for chunk in head.chunks(tile.hidden, column[tile.rows]):
+                dlogits_of = partial(head.chunk_grad, shift=top, coef=row_coef)
+                gradients.add_chunk(head, tile, chunk, dlogits_of)
+            gradients.end_tile(tile)
         return (*gradients.finish(), None, None)
-
-
-def _tiles(hidden: Tensor, opts: LinearOptions) -> HiddenTiles:
-    return HiddenTiles(
-        hidden.detach(),
-        opts.group,
-        sequence_parallel=opts.sequence_parallel,
-        tile_rows=opts.tile_rows,
-    )
 
 
 def linear_token_stats(
@@ -293,35 +163,35 @@ def linear_token_stats(
     Raises:
         ValueError: before any collective; see `vocab_parallel_token_stats`.
     """
-    check_flag("compact", compact)
-    opts, local = open_linear(
+    check_fraction("label_smoothing", label_smoothing)
+    check_flag("entropy", entropy)
+    check_flag("target_rank", target_rank)
+    head = open_head(
         hidden,
         weight,
-        target,
-        entropy=entropy,
-        target_rank=target_rank,
-        bias=bias,
+        bias,
         logit_scale=logit_scale,
         softcap=softcap,
-        sequence_parallel=sequence_parallel,
         logits_dtype=logits_dtype,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=tp_group,
         temperature=temperature,
         vocab_size=vocab_size,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        chunk_size=chunk_size,
         backend=backend,
+        entropy=entropy,
+        rank=target_rank,
+        smoothing=label_smoothing > 0.0,
     )
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    compaction = Compaction(local.keep, opts) if compact else None
-    if compaction is not None:
-        flat, local = compaction.select_hidden(flat), compaction.select_target(local)
-    results = _LinearTokenStats.apply(flat, weight, bias, local, opts)
-    if compaction is not None:
-        results = compaction.spread(results)
-    logprobs, stats_entropy, rank, lse = (
-        None if x is None else x.view(target.shape) for x in results
+    tokens = open_tokens(
+        hidden,
+        target,
+        head.shard,
+        sequence_parallel=sequence_parallel,
+        chunk_size=chunk_size,
+        ignore_index=ignore_index,
+        compact=compact,
     )
-    return TokenStats(logprobs, stats_entropy, rank, lse)  # type: ignore[arg-type]
+    opts = _Options(head, tokens.tiling, label_smoothing)
+    return tokens.stats(
+        RowResults(*_LinearTokenStats.apply(tokens.hidden, weight, bias, tokens.target, opts))
+    )

@@ -1,7 +1,7 @@
 """Which backend computes a block of rows, and why.
 
 `auto` takes the fastest backend that can serve a call and falls back to torch; a backend asked for
-by name that cannot be had is a ValueError, never a silent substitute.
+by name that is unavailable is a ValueError, never a silent substitute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels import inductor_backend, inductor_compile, reference
+from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.stats import RowSpec
 
 __all__ = ["BACKENDS", "Backend", "Choice", "default_chunk_size", "explain", "select"]
@@ -157,20 +157,20 @@ def _triton_refusal(logits: Tensor) -> str | None:
 def _inductor_availability(device_type: str) -> Choice:
     if device_type != "cpu":
         return Choice("inductor", False, f"compiled for CPU tensors only, not {device_type}")
-    obstacle = inductor_compile.obstacle()
+    obstacle = inductor.obstacle()
     if obstacle is not None:
         return Choice("inductor", False, obstacle)
     return Choice(
         "inductor",
         True,
-        f"torch.compile with {inductor_compile.compiler()}: seconds at the first use, cached on "
-        f"disk; auto takes it from {inductor_backend.MIN_NUMEL} logits on; softcap, bias and label "
+        f"torch.compile with {inductor.compiler()}: seconds at the first use, cached on "
+        f"disk; auto takes it from {inductor.MIN_NUMEL} logits on; softcap, bias and label "
         "smoothing go through eager torch",
     )
 
 
 def _inductor_refusal(logits: Tensor) -> str | None:
-    if logits.dtype not in inductor_backend.DTYPES:
+    if logits.dtype not in inductor.DTYPES:
         return f"expected logits of float32, bfloat16 or float16, got {logits.dtype}"
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         return "expected logits whose last stride is 1"
@@ -180,8 +180,8 @@ def _inductor_refusal(logits: Tensor) -> str | None:
 def _inductor_unworthy(logits: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return "the caller is being compiled already"
-    if logits.numel() < inductor_backend.MIN_NUMEL:
-        return f"fewer than {inductor_backend.MIN_NUMEL} logits"
+    if logits.numel() < inductor.MIN_NUMEL:
+        return f"fewer than {inductor.MIN_NUMEL} logits"
     return None
 
 
@@ -198,7 +198,7 @@ _CANDIDATES: tuple[_Candidate, ...] = (
     ),
     _Candidate(
         "inductor",
-        lambda: inductor_backend,
+        lambda: inductor,
         _inductor_availability,
         _inductor_refusal,
         by_default=("cpu",),

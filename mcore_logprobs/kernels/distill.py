@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.reference import finished_logits
+from mcore_logprobs.kernels.reference import finished_logits, to_raw_gradient
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype
 
 __all__ = [
@@ -268,14 +268,5 @@ def pair_grad(
             grad = _log_over_mixture(logp, logq, spec.beta)
             g = g * (1.0 - spec.beta)
         grad.sub_(inner.unsqueeze(-1)).mul_(p).mul_(g)
-    _to_raw(grad, student[:, :valid], spec.student)
+    to_raw_gradient(grad, student[:, :valid], spec.student)
     out[:, :valid].copy_(grad.masked_fill_(g == 0, 0.0))
-
-
-def _to_raw(grad: Tensor, logits: Tensor, spec: RowSpec) -> None:
-    """Gradient of finished logits to that of raw ones, in place."""
-    if spec.softcap is not None:
-        scaled = logits.to(grad.dtype).mul(spec.logit_scale / spec.softcap)
-        grad.mul_(scaled.tanh_().square_().neg_().add_(1.0))
-    if spec.multiplier != 1.0:
-        grad.mul_(spec.multiplier)

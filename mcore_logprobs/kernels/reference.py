@@ -10,15 +10,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype
+from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, no_columns
 
 __all__ = [
     "count_higher",
+    "distribution_gradient",
     "finished_logits",
     "gather_target",
     "grad_logits",
     "row_chunks",
     "row_stats",
+    "softcap_slope",
+    "to_raw_gradient",
 ]
 
 
@@ -109,11 +112,10 @@ def _chunk_stats(
     threshold: Tensor | None,
     out: Tensor,  # [k, c]
 ) -> None:
-    row = dict(zip(spec.fields, out.unbind(0), strict=True))
     if logits.shape[-1] == 0:
-        out.zero_()
-        row["max"].fill_(-torch.inf)
+        out.copy_(no_columns(spec, logits.shape[0], like=out))
         return
+    row = spec.named(out)
     z = finished_logits(logits, spec, bias)
     top = z.amax(-1)
     row["max"].copy_(top)
@@ -176,19 +178,20 @@ def grad_logits(
 ) -> None:
     """Write the gradient with respect to raw logits.
 
-    With w = exp(z - shift), and per row the coefficients a, b, c, d:
+    With w = exp(z - shift), and per row the coefficients by name:
 
-        dz[v] = w[v] * (a + b * (z[v] - shift)) + c * [v == target] + d * [z[v] finite]
+        dz[v] = w[v] * (weight + moment * (z[v] - shift))
+                + target * [v == target] + finite * [z[v] finite]
         dy[v] = dz[v] * dz/dy,   0 at masked columns
 
-    A row whose four coefficients are all 0 gets exactly 0, whatever its logits hold (NaN included:
+    A row whose coefficients are all 0 gets exactly 0, whatever its logits hold (NaN included:
     attention gives NaN at padding tokens).
 
     Args:
         logits, target, spec, bias, chunk_size: as in `row_stats`; target may be -1.
         shift: `[n]`, each whole row's maximum (its lse does too, but has been rounded at the scale
             of z, and w carries that error).
-        coef: `[4, n]`, rows a, b, c, d.
+        coef: `[k, n]`, rows as `spec.coefficients` says.
         out: `[n, v]`, any dtype and row stride; may be `logits` itself. Every entry is written.
     """
     for chunk in row_chunks(logits.shape[0], chunk_size):
@@ -209,28 +212,52 @@ def _chunk_grad(
     logits: Tensor,  # [c, valid]
     target: Tensor,  # [c]
     shift: Tensor,  # [c]
-    coef: Tensor,  # [4, c]
+    coef: Tensor,  # [k, c]
     spec: RowSpec,
     bias: Tensor | None,
     out: Tensor,  # [c, valid]
 ) -> None:
-    a, b, on_target, everywhere = (part.unsqueeze(-1) for part in coef)
+    grad = distribution_gradient(logits, shift, coef, spec, bias)
+    # One entry a row. The gather and the write go through float32, so that the target's entry, the
+    # difference of two nearly equal numbers where p is near 1, is rounded to the output once.
+    column = target.clamp(min=0).unsqueeze(-1)
+    on_target = coef[spec.coefficients.index("target")]
+    own = torch.where(target >= 0, on_target, 0.0).unsqueeze(-1)
+    rows = torch.arange(target.shape[0], device=target.device)
+    grad.index_put_((rows, column.squeeze(-1)), (grad.gather(-1, column) + own).squeeze(-1))
+    to_raw_gradient(grad, logits, spec)
+    out.copy_(grad.masked_fill_((coef == 0).all(0).unsqueeze(-1), 0.0))
+
+
+def distribution_gradient(
+    logits: Tensor, shift: Tensor, coef: Tensor, spec: RowSpec, bias: Tensor | None = None
+) -> Tensor:
+    """dz of `grad_logits` without the target's own term, `[c, valid]`, float32 or float64; new.
+
+    Args:
+        logits: `[c, valid]`, raw; shift `[c]`, coef `[k, c]` and bias as in `grad_logits`.
+    """
+    row = dict(zip(spec.coefficients, coef.unsqueeze(-1).unbind(0), strict=True))
     shifted = finished_logits(logits, spec, bias) - shift.unsqueeze(-1)
     is_finite = ~shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     grad = shifted.exp()
-    grad.mul_(shifted.mul(b).add_(a) if spec.entropy else a)
+    grad.mul_(shifted.mul(row["moment"]).add_(row["weight"]) if spec.entropy else row["weight"])
     if is_finite is not None:
-        grad.add_(torch.where(is_finite, everywhere, 0.0))
-    # One entry a row. The gather and the write go through float32, so that the target's entry, the
-    # difference of two nearly equal numbers where p is near 1, is rounded to the output once.
-    column = target.clamp(min=0).unsqueeze(-1)
-    own = torch.where((target >= 0).unsqueeze(-1), on_target, 0.0)
-    rows = torch.arange(target.shape[0], device=target.device)
-    grad.index_put_((rows, column.squeeze(-1)), (grad.gather(-1, column) + own).squeeze(-1))
+        grad.add_(torch.where(is_finite, row["finite"], 0.0))
+    return grad
+
+
+def softcap_slope(logits: Tensor, spec: RowSpec, dtype: torch.dtype) -> Tensor:
+    """The derivative of softcap * tanh(x / softcap) at x = logit_scale * logits; new, in dtype."""
+    assert spec.softcap is not None
+    scaled = logits.to(dtype, copy=True).mul_(spec.logit_scale / spec.softcap)
+    return scaled.tanh_().square_().neg_().add_(1.0)
+
+
+def to_raw_gradient(grad: Tensor, logits: Tensor, spec: RowSpec) -> None:
+    """The gradient of finished logits to that of raw ones, in place."""
     if spec.softcap is not None:
-        scaled = logits.to(grad.dtype).mul(spec.logit_scale / spec.softcap)
-        grad.mul_(scaled.tanh_().square_().neg_().add_(1.0))
+        grad.mul_(softcap_slope(logits, spec, grad.dtype))
     if spec.multiplier != 1.0:
         grad.mul_(spec.multiplier)
-    out.copy_(grad.masked_fill_((coef == 0).all(0).unsqueeze(-1), 0.0))

@@ -1,5 +1,9 @@
 """Row statistics: what one pass over a block of logits yields, and how blocks and shards merge.
 
+This module is the one place that knows which statistics there are, in which order they lie in a
+`[k, n]` tensor, how they merge, what they finish to, what ignored rows get, and which coefficients
+the gradient takes. Everything else refers to them by name.
+
 From raw logits y (a block of one row's columns) come the finished logits
 
     z = (softcap * tanh(logit_scale * y / softcap) + bias) / temperature      (no softcap: no tanh)
@@ -18,16 +22,48 @@ near 1e4 do not cancel. All but `max` add up over shards once they refer to the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LOG_ZERO", "FinishedStats", "RowSpec", "accumulator_dtype", "finish", "merge"]
+__all__ = [
+    "IGNORED",
+    "LOG_ZERO",
+    "FinishedStats",
+    "RowNorms",
+    "RowResults",
+    "RowSpec",
+    "accumulator_dtype",
+    "finish",
+    "gradient_coefficients",
+    "merge",
+    "no_columns",
+]
 
 # Stands in for log 0 wherever it is multiplied: exp(-1e4) is 0 in float32 and float64, and 0 * -1e4
 # is 0, where 0 * -inf would be NaN.
 LOG_ZERO = -1e4
+
+# A statistic's name, and the flag of RowSpec that asks for it (None: always taken).
+_FIELDS: tuple[tuple[str, str | None], ...] = (
+    ("max", None),
+    ("sum", None),
+    ("target", None),
+    ("entropy", "entropy"),
+    ("higher", "rank"),
+    ("zsum", "smoothing"),
+    ("finite", "smoothing"),
+)
+# Likewise the gradient's coefficients; `kernels.reference.grad_logits` has the formula.
+_COEFFICIENTS: tuple[tuple[str, str | None], ...] = (
+    ("weight", None),
+    ("moment", None),
+    ("target", None),
+    ("finite", None),
+)
 
 
 @dataclass(frozen=True)
@@ -51,14 +87,20 @@ class RowSpec:
     @property
     def fields(self) -> tuple[str, ...]:
         """The statistics in the order of the rows of the `[k, n]` tensor that holds them."""
-        return (
-            "max",
-            "sum",
-            "target",
-            *(("entropy",) if self.entropy else ()),
-            *(("higher",) if self.rank else ()),
-            *(("zsum", "finite") if self.smoothing else ()),
-        )
+        return tuple(name for name, flag in _FIELDS if flag is None or getattr(self, flag))
+
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        """The gradient's coefficients in the order of the rows of theirs."""
+        return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))
+
+    def named(self, stats: Tensor, dim: int = 0) -> dict[str, Tensor]:
+        """Views of a tensor of statistics along its dimension of fields, by name."""
+        return dict(zip(self.fields, stats.unbind(dim), strict=True))
+
+    def position(self, field: str) -> int:
+        """Where a statistic lies in the tensor, or -1 if it is not wanted; for kernels."""
+        return self.fields.index(field) if field in self.fields else -1
 
     @property
     def multiplier(self) -> float:
@@ -72,8 +114,15 @@ class RowSpec:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64 logits."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """What tensors of this dtype are summed in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def no_columns(spec: RowSpec, rows: int, *, like: Tensor) -> Tensor:
+    """`[k, rows]` statistics of no columns at all, to merge others into; like's accumulator."""
+    stats = like.new_zeros(len(spec.fields), rows, dtype=accumulator_dtype(like.dtype))
+    spec.named(stats)["max"].fill_(-torch.inf)
+    return stats
 
 
 def merge(stats: Tensor, spec: RowSpec) -> Tensor:
@@ -87,59 +136,98 @@ def merge(stats: Tensor, spec: RowSpec) -> Tensor:
     """
     if stats.shape[0] == 1:
         return stats[0]
-    top = stats[:, 0].amax(0)
+    part = spec.named(stats, dim=1)
+    top = part["max"].amax(0)
     # A part of -inf alone has s = e = 0: its shift must be finite for 0 times it to be 0.
-    shift = (stats[:, 0] - torch.where(top.isneginf(), 0.0, top)).clamp(min=LOG_ZERO)
+    shift = (part["max"] - torch.where(top.isneginf(), 0.0, top)).clamp(min=LOG_ZERO)
     weight = shift.exp()
     merged = stats.sum(0)
-    merged[0] = top
-    merged[1] = (stats[:, 1] * weight).sum(0)
+    whole = spec.named(merged)
+    whole["max"].copy_(top)
+    whole["sum"].copy_((part["sum"] * weight).sum(0))
     if spec.entropy:
-        merged[3] = ((stats[:, 3] + shift * stats[:, 1]) * weight).sum(0)
+        whole["entropy"].copy_(((part["entropy"] + shift * part["sum"]) * weight).sum(0))
     return merged
 
 
-@dataclass(frozen=True)
-class FinishedStats:
-    """What users see of a row, before ignored rows are blanked. All `[n]`, float32 or float64.
+class RowResults(NamedTuple):
+    """What users get of each row, or their upstream gradients of it; the same names in TokenStats.
 
     Attributes:
         logprobs: log p[target]; with label smoothing, minus the smoothed cross entropy.
         entropy: -sum p log p in nats, or None.
-        higher: columns with a larger logit than the target's, or None.
-        lse: log-sum-exp of z; 0 where every z is -inf, so that exp(z - lse) is 0 there and not NaN.
-        top, log_sum: the two terms of lse, the maximum and log s. Take (z - top) - log_sum for
-            log p where z may be large: their sum has been rounded, by up to 5e-4 at z = 1e4.
-        finite: finite z in the row, or None.
+        target_rank: int64, columns with a larger logit than the target's, or None; -1 for a NaN.
+        lse: log-sum-exp of z; 0 where every z is -inf, so that exp(z - lse) is 0 there, not NaN.
     """
 
-    logprobs: Tensor
-    entropy: Tensor | None
-    higher: Tensor | None
-    lse: Tensor
+    logprobs: Any = None
+    entropy: Any = None
+    target_rank: Any = None
+    lse: Any = None
+
+    def map(self, function: Callable[..., Any], *others: RowResults) -> RowResults:
+        """`function` of every field that is there, with the same field of the others."""
+        return RowResults(
+            *(None if x[0] is None else function(*x) for x in zip(self, *others, strict=True))
+        )
+
+
+# What a row whose target is ignored gets.
+IGNORED = RowResults(logprobs=0.0, entropy=0.0, target_rank=-1, lse=0.0)
+
+
+class RowNorms(NamedTuple):
+    """What the gradient needs of whole rows, `[n]` each.
+
+    Attributes:
+        top, log_sum: the two terms of lse, the maximum and log s. Take (z - top) - log_sum for
+            log p where z may be large: their sum has been rounded, by up to 5e-4 at z = 1e4.
+        entropy, finite: the entropy and the number of finite z, None where not taken.
+    """
+
     top: Tensor
     log_sum: Tensor
+    entropy: Tensor | None
     finite: Tensor | None
+
+    def part(self, rows: slice) -> RowNorms:
+        """Of some of the rows."""
+        return RowNorms(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+
+class FinishedStats(NamedTuple):
+    """Whole rows: the results before ignored rows are blanked, and what the gradient needs."""
+
+    results: RowResults
+    norms: RowNorms
+
+    def blanked(self, keep: Tensor) -> RowResults:
+        """The results, with what the contract gives to rows that are not kept (`[n]` bool)."""
+        return self.results.map(lambda x, fill: torch.where(keep, x, fill), IGNORED)
 
 
 def finish(stats: Tensor, spec: RowSpec, label_smoothing: float = 0.0) -> FinishedStats:
     """Whole rows' statistics `[k, n]` to log-probabilities, entropy and the rest."""
-    row = dict(zip(spec.fields, stats.unbind(0), strict=True))
+    row = spec.named(stats)
     empty = row["max"].isneginf()
     top = torch.where(empty, 0.0, row["max"])
     log_sum = torch.where(empty, 0.0, row["sum"].log())
     lse = top + log_sum
     # (t - m) - log s, not t - (m + log s): the difference of two large numbers is taken exactly.
     logprobs = (row["target"] - top) - log_sum
-    entropy = None
+    entropy = rank = None
     if spec.entropy:
         entropy = torch.where(empty, 0.0, log_sum - row["entropy"] / row["sum"]).clamp(min=0.0)
+    if spec.rank:
+        rank = torch.where(row["target"].isnan(), -1, row["higher"].long())
     finite = row.get("finite")
     if label_smoothing > 0.0:
         assert finite is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, finite)
         logprobs = target_weight * logprobs + other_weight * (row["zsum"] - finite * lse)
-    return FinishedStats(logprobs, entropy, row.get("higher"), lse, top, log_sum, finite)
+    return FinishedStats(
+        RowResults(logprobs, entropy, rank, lse), RowNorms(top, log_sum, entropy, finite)
+    )
 
 
 def smoothing_weights(label_smoothing: float, finite: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,3 +239,45 @@ def smoothing_weights(label_smoothing: float, finite: Tensor) -> tuple[Tensor, T
     """
     other = label_smoothing / (finite - 1.0).clamp(min=1.0)
     return 1.0 - other * finite, other
+
+
+def gradient_coefficients(
+    upstream: RowResults, norms: RowNorms, spec: RowSpec, *, keep: Tensor, label_smoothing: float
+) -> Tensor:
+    """Upstream gradients to the coefficients of `kernels.reference.grad_logits`.
+
+    With g, h, l upstream of logprob, entropy and lse, and q the target distribution,
+
+        dz = g (q - p) - h p (log p + H) + l p
+
+    The kernels take w = exp(z - m) and z - m about the row's maximum m, where p = w / s and
+    log p = (z - m) - log s.
+
+    Args:
+        upstream: `[n]` each, or None for zero.
+        keep: `[n]` bool; other rows get coefficients 0, and with them exactly no gradient.
+
+    Returns:
+        `[k, n]` in the norms' dtype, rows as `spec.coefficients` says.
+    """
+    coef = norms.log_sum.new_zeros(len(spec.coefficients), norms.log_sum.shape[0])
+    row = dict(zip(spec.coefficients, coef.unbind(0), strict=True))
+    if upstream.lse is not None:
+        row["weight"] += upstream.lse
+    if upstream.logprobs is not None:
+        row["weight"] -= upstream.logprobs
+        row["target"] += upstream.logprobs
+    if upstream.entropy is not None:
+        assert norms.entropy is not None
+        row["weight"] -= upstream.entropy * norms.entropy
+        row["moment"] -= upstream.entropy
+    if label_smoothing > 0.0 and upstream.logprobs is not None:
+        assert norms.finite is not None
+        target_weight, other_weight = smoothing_weights(label_smoothing, norms.finite)
+        row["target"] *= target_weight
+        row["finite"] += upstream.logprobs * other_weight
+    row["weight"] -= row["moment"] * norms.log_sum
+    over_sum = norms.log_sum.neg().exp()
+    row["weight"] *= over_sum
+    row["moment"] *= over_sum
+    return coef.masked_fill_(~keep, 0.0)

@@ -6,6 +6,7 @@ the results is ever written.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -55,21 +56,17 @@ def grad_logits(
 
 # ---- operators: a RowSpec travels as its fields ------------------------------------------------
 
-_SPEC_SCHEMA = (
-    "int valid, float logit_scale, float? softcap, float temperature, "
-    "bool entropy, bool rank, bool smoothing"
+_SCHEMA_TYPES = {"int": "int", "float": "float", "float | None": "float?", "bool": "bool"}
+_SPEC_SCHEMA = ", ".join(
+    f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in dataclasses.fields(RowSpec)
 )
 
 
 def _flatten(spec: RowSpec) -> tuple[Any, ...]:
-    return (
-        spec.valid,
-        float(spec.logit_scale),
-        None if spec.softcap is None else float(spec.softcap),
-        float(spec.temperature),
-        spec.entropy,
-        spec.rank,
-        spec.smoothing,
+    # An operator's schema takes no int for a float.
+    return tuple(
+        float(value) if "float" in str(field.type) and value is not None else value
+        for field, value in zip(dataclasses.fields(spec), dataclasses.astuple(spec), strict=True)
     )
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "LOG_ZERO",
     "Plan",
     "device_of",
+    "field_constants",
     "finished",
     "launch_plan",
     "tanh",
@@ -111,6 +112,11 @@ def transform_args(spec: stats.RowSpec, bias: Tensor | None) -> dict[str, Any]:
         "HAS_BIAS": bias is not None,
         "HAS_TEMPERATURE": late_temperature,
     }
+
+
+def field_constants(spec: stats.RowSpec, *names: str) -> dict[str, int]:
+    """The places of statistics in their tensor as a kernel's constants: MAX=0, ENTROPY=-1, ..."""
+    return {"FIELDS": len(spec.fields)} | {name.upper(): spec.position(name) for name in names}
 
 
 # Whether the kernels run in Triton's interpreter: decided when Triton was first imported. Its own

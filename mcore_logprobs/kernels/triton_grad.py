@@ -38,10 +38,10 @@ def _write_tile(
     width,
     column,
     shift,
-    a,
-    b,
+    weight,
+    moment,
     on_target,
-    everywhere,
+    on_finite,
     slope,
     scale,
     softcap,
@@ -69,12 +69,12 @@ def _write_tile(
     )  # fmt: skip
     shifted = z - shift
     grad = tl.exp2(shifted * LOG2E)
-    factor = a
+    factor = weight
     if ENTROPY:
-        factor = a + b * tl.maximum(shifted, LOG_ZERO)
+        factor = weight + moment * tl.maximum(shifted, LOG_ZERO)
     grad = grad * factor
     if SMOOTHING:
-        grad += tl.where(shifted > float("-inf"), everywhere, 0.0)
+        grad += tl.where(shifted > float("-inf"), on_finite, 0.0)
     grad += tl.where(columns == column, on_target, 0.0)
     if HAS_SOFTCAP:
         grad = grad * (1.0 - capped * capped)
@@ -93,7 +93,7 @@ def grad_kernel(
     out_ptr,  # [n, v]; may be logits_ptr
     target_ptr,  # [n] int64
     shift_ptr,  # [n]
-    coef_ptr,  # [4, n]
+    coef_ptr,  # [k, n]
     bias_ptr,  # [v]
     valid,
     width,
@@ -114,33 +114,42 @@ def grad_kernel(
     HAS_SLOPE: tl.constexpr,
     ENTROPY: tl.constexpr,
     SMOOTHING: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    TARGET: tl.constexpr,
+    FINITE: tl.constexpr,
 ):
-    """One row's columns `[split * TILES * TILE, ...)`."""
+    """One row's columns `[split * TILES * TILE, ...)`.
+
+    WEIGHT to FINITE are the coefficients' rows in coef (`RowSpec.coefficients`).
+    """
     program = tl.program_id(0)
     row = program // splits
     start = (program % splits) * (TILES * TILE)
     stop = tl.minimum(start + TILES * TILE, width)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     out_row_ptr = out_ptr + row.to(tl.int64) * out_row_stride
-    a = tl.load(coef_ptr + row).to(tl.float32)
-    b = tl.load(coef_ptr + coef_stride + row).to(tl.float32)
-    on_target = tl.load(coef_ptr + 2 * coef_stride + row).to(tl.float32)
-    everywhere = tl.load(coef_ptr + 3 * coef_stride + row).to(tl.float32)
+    weight = tl.load(coef_ptr + WEIGHT * coef_stride + row).to(tl.float32)
+    moment = tl.load(coef_ptr + MOMENT * coef_stride + row).to(tl.float32)
+    on_target = tl.load(coef_ptr + TARGET * coef_stride + row).to(tl.float32)
+    on_finite = tl.load(coef_ptr + FINITE * coef_stride + row).to(tl.float32)
     shift = tl.load(shift_ptr + row).to(tl.float32)
     column = tl.load(target_ptr + row).to(tl.int32)
 
-    if (a != 0.0) | (b != 0.0) | (on_target != 0.0) | (everywhere != 0.0):
+    if (weight != 0.0) | (moment != 0.0) | (on_target != 0.0) | (on_finite != 0.0):
         whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
                 row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
-                a, b, on_target, everywhere, slope, scale, softcap, temperature, False, TILE,
+                weight, moment, on_target, on_finite, slope, scale, softcap, temperature,
+                False, TILE,
                 HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
             )  # fmt: skip
         for at in range(whole, stop, TILE):
             _write_tile(
                 row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
-                a, b, on_target, everywhere, slope, scale, softcap, temperature, True, TILE,
+                weight, moment, on_target, on_finite, slope, scale, softcap, temperature,
+                True, TILE,
                 HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
             )  # fmt: skip
     else:
@@ -148,6 +157,11 @@ def grad_kernel(
         for at in range(start, stop, TILE):
             columns = at + tl.arange(0, TILE)
             tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+
+
+def coefficient_constants(spec: RowSpec) -> dict[str, int]:
+    """The coefficients' rows as the kernel's constants: WEIGHT=0, ..."""
+    return {name.upper(): place for place, name in enumerate(spec.coefficients)}
 
 
 def grad_logits(
@@ -197,5 +211,6 @@ def grad_logits(
             HAS_SLOPE=spec.multiplier != 1.0,
             ENTROPY=spec.entropy,
             SMOOTHING=spec.smoothing,
+            **coefficient_constants(spec),
             num_warps=num_warps,
         )

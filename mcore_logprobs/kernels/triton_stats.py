@@ -15,13 +15,14 @@ from mcore_logprobs.kernels.triton_common import (
     LOG_ZERO,
     Plan,
     device_of,
+    field_constants,
     finished,
     launch_plan,
     transform_args,
     with_unit_stride,
 )
 
-__all__ = ["merge_splits", "row_stats", "stats_kernel"]
+__all__ = ["STORED", "merge_splits", "row_stats", "stats_kernel"]
 
 
 @triton.jit
@@ -111,11 +112,19 @@ def stats_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    MAX: tl.constexpr,
+    SUM: tl.constexpr,
+    TARGET: tl.constexpr,
     ENTROPY: tl.constexpr,
-    RANK: tl.constexpr,
-    SMOOTHING: tl.constexpr,
+    HIGHER: tl.constexpr,
+    ZSUM: tl.constexpr,
+    FINITE: tl.constexpr,
 ):
-    """Statistics of one row's columns `[split * split_columns, ...)`."""
+    """Statistics of one row's columns `[split * split_columns, ...)`.
+
+    MAX to FINITE are the statistics' places in out (`RowSpec.position`), -1 for one not wanted.
+    """
     TILE: tl.constexpr = LANES * GROUPS
     program = tl.program_id(0)
     row = program // splits
@@ -125,7 +134,7 @@ def stats_kernel(
     stop = tl.minimum(start + split_columns, valid)
 
     limit = 0.0
-    if RANK:
+    if HIGHER >= 0:
         limit = tl.load(threshold_ptr + row).to(tl.float32)
         if not HAS_BIAS:
             limit = limit.to(logits_ptr.dtype.element_ty).to(tl.float32)
@@ -141,13 +150,13 @@ def stats_kernel(
         top, total, weighted, higher, zsum, finite = _accumulate(
             top, total, weighted, higher, zsum, finite, row_ptr, bias_ptr, limit, at, valid,
             scale, softcap, temperature, False, LANES, GROUPS,
-            HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY, RANK, SMOOTHING,
+            HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
     if whole < stop:
         top, total, weighted, higher, zsum, finite = _accumulate(
             top, total, weighted, higher, zsum, finite, row_ptr, bias_ptr, limit, whole, valid,
             scale, softcap, temperature, True, LANES, GROUPS,
-            HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY, RANK, SMOOTHING,
+            HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
 
     row_top = tl.max(top, 0)
@@ -166,22 +175,21 @@ def stats_kernel(
         HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE,
     )  # fmt: skip
 
-    FIELDS: tl.constexpr = 3 + ENTROPY + RANK + 2 * SMOOTHING
     out = out_ptr + split.to(tl.int64) * FIELDS * rows + row
-    tl.store(out, row_top)
-    tl.store(out + rows, row_total)
-    tl.store(out + 2 * rows, tl.where(own, own_z, 0.0))
-    if ENTROPY:
+    tl.store(out + MAX * rows, row_top)
+    tl.store(out + SUM * rows, row_total)
+    tl.store(out + TARGET * rows, tl.where(own, own_z, 0.0))
+    if ENTROPY >= 0:
         moved = tl.maximum(top - base, LOG_ZERO)
-        tl.store(out + 3 * rows, tl.sum((weighted + moved * total) * decay, 0))
-    if RANK:
+        tl.store(out + ENTROPY * rows, tl.sum((weighted + moved * total) * decay, 0))
+    if HIGHER >= 0:
         # Not counted by name, as its value may differ from the limit by an ulp.
         own_value = own_z if HAS_BIAS else own_y
         counted = (own & (own_value > limit)).to(tl.int32)
-        tl.store(out + (3 + ENTROPY) * rows, (tl.sum(higher, 0) - counted).to(tl.float32))
-    if SMOOTHING:
-        tl.store(out + (3 + ENTROPY + RANK) * rows, tl.sum(zsum, 0))
-        tl.store(out + (4 + ENTROPY + RANK) * rows, tl.sum(finite, 0).to(tl.float32))
+        tl.store(out + HIGHER * rows, (tl.sum(higher, 0) - counted).to(tl.float32))
+    if ZSUM >= 0:
+        tl.store(out + ZSUM * rows, tl.sum(zsum, 0))
+        tl.store(out + FINITE * rows, tl.sum(finite, 0).to(tl.float32))
 
 
 @triton.jit
@@ -193,27 +201,37 @@ def merge_kernel(
     SPLITS: tl.constexpr,  # splits, or the next power of two
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
+    MAX: tl.constexpr,
+    SUM: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS)
     mask = (split < splits)[:, None] & (row < rows)[None, :]
     part = parts_ptr + (split.to(tl.int64) * FIELDS * rows)[:, None] + row[None, :]
-    top = tl.load(part, mask=mask, other=float("-inf"))
-    total = tl.load(part + rows, mask=mask, other=0.0)
+    top = tl.load(part + MAX * rows, mask=mask, other=float("-inf"))
+    total = tl.load(part + SUM * rows, mask=mask, other=0.0)
     row_top = tl.max(top, 0)
     base = tl.where(row_top == float("-inf"), 0.0, row_top)
     decay = tl.exp2((top - base[None, :]) * LOG2E)
     row_total = tl.sum(total * decay, 0)
     row_top = tl.where(row_total == row_total, row_top, row_total)
-    tl.store(out_ptr + row, row_top, mask=row < rows)
-    tl.store(out_ptr + rows + row, row_total, mask=row < rows)
-    for field in tl.static_range(2, FIELDS):
-        value = tl.load(part + field * rows, mask=mask, other=0.0)
-        if ENTROPY and field == 3:
-            moved = tl.maximum(top - base[None, :], LOG_ZERO)
-            value = (value + moved * total) * decay
-        tl.store(out_ptr + field * rows + row, tl.sum(value, 0), mask=row < rows)
+    for field in tl.static_range(FIELDS):
+        if field == MAX:
+            merged = row_top
+        elif field == SUM:
+            merged = row_total
+        else:
+            value = tl.load(part + field * rows, mask=mask, other=0.0)
+            if field == ENTROPY:
+                moved = tl.maximum(top - base[None, :], LOG_ZERO)
+                value = (value + moved * total) * decay
+            merged = tl.sum(value, 0)
+        tl.store(out_ptr + field * rows + row, merged, mask=row < rows)
+
+
+# What the kernel stores; its constants have these names in capitals.
+STORED = ("max", "sum", "target", "entropy", "higher", "zsum", "finite")
 
 
 def row_stats(
@@ -251,9 +269,7 @@ def row_stats(
             **transform_args(spec, bias),
             LANES=plan.lanes,
             GROUPS=plan.groups,
-            ENTROPY=spec.entropy,
-            RANK=spec.rank,
-            SMOOTHING=spec.smoothing,
+            **field_constants(spec, *STORED),
             num_warps=plan.num_warps,
         )
         if plan.splits > 1:
@@ -263,7 +279,7 @@ def row_stats(
 
 def merge_splits(parts: Tensor, out: Tensor, spec: RowSpec) -> None:
     """`kernels.stats.merge` of `[splits, k, n]` into `out` `[k, n]`, in one launch."""
-    splits, fields, rows = parts.shape
+    splits, _, rows = parts.shape
     merge_kernel[(triton.cdiv(rows, 8),)](
         parts,
         out,
@@ -271,7 +287,6 @@ def merge_splits(parts: Tensor, out: Tensor, spec: RowSpec) -> None:
         splits,
         SPLITS=triton.next_power_of_2(splits),
         ROWS=8,
-        FIELDS=fields,
-        ENTROPY=spec.entropy,
+        **field_constants(spec, "max", "sum", "entropy"),
         num_warps=4,
     )

@@ -1,4 +1,4 @@
-"""Distillation on vocab-parallel logits: divergences from a teacher, in full or from its top-k."""
+"""Distillation on vocab-parallel logits: divergences from a teacher's whole distribution."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_positive
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
-from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.distill import (
     PAIR_STATS,
     PairSpec,
@@ -25,10 +23,8 @@ from mcore_logprobs.kernels.distill import (
     pair_grad,
     pair_stats,
 )
-from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.logits.distill_topk import vocab_parallel_topk_distill
 from mcore_logprobs.logits.dtensor import unwrap_rows
-from mcore_logprobs.logits.inputs import open_logits
+from mcore_logprobs.logits.opening import CallOptions, check_same_rows, open_logits
 from mcore_logprobs.logits.rows import Rows
 
 __all__ = [
@@ -38,7 +34,6 @@ __all__ = [
     "check_mask",
     "vocab_parallel_kl_div",
     "vocab_parallel_soft_cross_entropy",
-    "vocab_parallel_topk_distill",
 ]
 
 KL_KINDS = ("forward", "reverse", "jsd")
@@ -46,9 +41,8 @@ KL_KINDS = ("forward", "reverse", "jsd")
 
 @dataclass(frozen=True)
 class _Options:
-    shard: VocabShard
+    call: CallOptions
     spec: PairSpec
-    chunk_size: int
 
 
 class _Divergence(torch.autograd.Function):
@@ -58,24 +52,24 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor | None, opts: _Options
     ) -> Tensor:
-        rows, spec, group = Rows(student), opts.spec, opts.shard.group
+        rows, spec, group = Rows(student), opts.spec, opts.call.group
         stats = student.new_empty(
             (PAIR_STATS, rows.count), dtype=pair_dtype(student.dtype, teacher.dtype)
         )
-        for part, s, t in rows.chunks(opts.chunk_size, student, teacher):
+        for part, s, t in rows.chunks(opts.call.chunk_size, student, teacher):
             pair_stats(s, t, spec, out=stats[:, part])
         done = finish_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
         value, inner = done.value, done.value
         if spec.kind == "jsd":
             sums = stats[:2]
-            for part, s, t in rows.chunks(opts.chunk_size, student, teacher):
+            for part, s, t in rows.chunks(opts.call.chunk_size, student, teacher):
                 jsd_sums(s, t, done.norm_s[:, part], done.norm_t[:, part], spec, out=sums[:, part])
             from_teacher, inner = all_reduce_sum(sums, group)
             value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
-        keep = done.usable if mask is None else done.usable & rows.flat(mask)
+        keep = done.usable if mask is None else done.usable & rows.walk(mask)
         ctx.opts = opts
         ctx.save_for_backward(student, teacher, done.norm_s, done.norm_t, inner, keep)
-        return rows.unflat(torch.where(keep, value, 0.0))
+        return rows.restore(torch.where(keep, value, 0.0))
 
     @staticmethod
     @once_differentiable
@@ -83,9 +77,9 @@ class _Divergence(torch.autograd.Function):
         student, teacher, norm_s, norm_t, inner, keep = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(student)
-        upstream = torch.where(keep, rows.flat(grads[0]), 0.0)
+        upstream = torch.where(keep, rows.walk(grads[0]), 0.0)
         grad = torch.empty_like(student)
-        for part, s, t, out in rows.chunks(opts.chunk_size, student, teacher, grad):
+        for part, s, t, out in rows.chunks(opts.call.chunk_size, student, teacher, grad):
             pair_grad(
                 s,
                 t,
@@ -220,6 +214,7 @@ def _divergence(
     if teacher_temperature is None:
         teacher_temperature = temperature
     check_positive("teacher_temperature", teacher_temperature)
+    check_backend(backend)
     student = open_logits(
         student_logits,
         tp_group=tp_group,
@@ -227,24 +222,22 @@ def _divergence(
         backend=backend,
         chunk_size=chunk_size,
         temperature=temperature,
+        copies=2,  # both sides' chunks are alive at once
         name="student_logits",
     )
-    check_backend(backend)
     teacher = open_logits(
-        teacher_logits, tp_group=student.tp_group, vocab_size=vocab_size, name="teacher_logits"
+        teacher_logits,
+        tp_group=student.options.group,
+        vocab_size=vocab_size,
+        backend=backend,
+        temperature=teacher_temperature,
+        name="teacher_logits",
     )
-    logits, shard = student.logits, student.shard
+    logits = student.logits
     check_same_rows("teacher_logits", teacher.logits, logits.shape, logits.device)
     mask = check_mask(mask, logits.shape[:-1], logits.device)
-    spec = PairSpec(
-        student=RowSpec(valid=shard.valid_width, temperature=temperature),
-        teacher=RowSpec(valid=shard.valid_width, temperature=teacher_temperature),
-        kind=kind,
-        beta=float(beta),
-    )
-    # Both sides' chunks are alive at once.
-    chunk = chunk_size or backends.default_chunk_size(2 * shard.width, logits.device)
-    return _Divergence.apply(logits, teacher.logits.detach(), mask, _Options(shard, spec, chunk))
+    spec = PairSpec(student.options.spec, teacher.options.spec, kind, float(beta))
+    return _Divergence.apply(logits, teacher.logits.detach(), mask, _Options(student.options, spec))
 
 
 def check_kind(kind: str, beta: float) -> None:
@@ -262,14 +255,6 @@ def check_backend(backend: str) -> None:
     """Refuse a backend that has no kernel for two sides."""
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend: expected 'auto' or 'torch' for a divergence, got {backend!r}")
-
-
-def check_same_rows(name: str, got: Tensor, shape: torch.Size, device: torch.device) -> None:
-    """Exactly this shape and device, or a ValueError."""
-    if got.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(got.shape)}")
-    if got.device != device:
-        raise ValueError(f"{name}: expected device {device}, got {got.device}")
 
 
 def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""Logits or log-probabilities at a few given ids of each row."""
+"""A few given ids of each row: their logits or log-probabilities, and distillation on them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,67 +10,117 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_flag
-from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
-from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.reference import finished_logits
-from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, merge
+from mcore_logprobs.checks import check_flag, check_positive
+from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.kernels.reference import (
+    distribution_gradient,
+    finished_logits,
+    to_raw_gradient,
+)
+from mcore_logprobs.kernels.stats import (
+    RowNorms,
+    RowResults,
+    RowSpec,
+    accumulator_dtype,
+    gradient_coefficients,
+)
 from mcore_logprobs.logits.dtensor import unwrap_rows
-from mcore_logprobs.logits.inputs import check_target, localize_target, open_logits
-from mcore_logprobs.logits.rows import Rows
+from mcore_logprobs.logits.opening import (
+    CallOptions,
+    LocalTarget,
+    check_group_tensor,
+    check_same_rows,
+    open_logits,
+)
+from mcore_logprobs.logits.rows import Rows, whole_rows
 
-__all__ = ["scatter_gradient", "vocab_parallel_gather"]
+__all__ = [
+    "NORMALIZATIONS",
+    "scatter_gradient",
+    "vocab_parallel_gather",
+    "vocab_parallel_topk_distill",
+]
+
+NORMALIZATIONS = ("vocab", "topk")
 
 
 @dataclass(frozen=True)
 class _Options:
-    shard: VocabShard
-    spec: RowSpec
-    log_softmax: bool
-    chunk_size: int
-    backend: backends.Backend
+    """normalise: log-probabilities over the whole vocabulary instead of finished logits."""
+
+    call: CallOptions
+    normalise: bool
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the rows' statistics are needed at all."""
+        return self.normalise or self.call.spec.entropy
 
 
-class _Gather(torch.autograd.Function):
+class _Entries(torch.autograd.Function):
+    """logits `[..., v]`, targets `[..., k]` -> (entries `[..., k]`, entropy `[...]` or None)."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, column: Tensor, keep: Tensor, opts: _Options) -> Tensor:
-        rows, shard = Rows(logits), opts.shard
-        column, keep = rows.flat(column), rows.flat(keep)
-        values = torch.cat(
-            [
-                finished_logits(_own_entries(block, column[part]), opts.spec)
-                for part, block in rows.blocks(logits)
-            ]
-        )
-        top = log_sum = None
-        if opts.log_softmax:
-            values, top, log_sum = _normalise(rows, logits, values, opts)
+    def forward(
+        ctx: Any, logits: Tensor, local: LocalTarget, opts: _Options
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, spec = Rows(logits), opts.call.spec
+        column, keep = rows.walk(local.column), rows.walk(local.keep)
+        own = [_own_entries(block, column[part]) for part, block in rows.blocks(logits)]
+        values = finished_logits(torch.cat(own), spec)
+        entropy: Tensor | None = None
+        norms: tuple[Tensor | None, ...] = ()
+        if opts.whole_rows:
+            no_target = torch.full((rows.count,), -1, dtype=torch.int64, device=logits.device)
+            done, summed = whole_rows(logits, no_target, opts.call, entries=values)
+            assert summed is not None
+            values, entropy, norms = summed, done.results.entropy, done.norms
+            if opts.normalise:
+                # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
+                values = (values - done.norms.top.unsqueeze(-1)) - done.norms.log_sum.unsqueeze(-1)
         else:
-            values = all_reduce_sum(values, shard.group)
+            values = all_reduce_sum(values, opts.call.group)
         ctx.opts = opts
-        ctx.save_for_backward(logits, column, keep, top, log_sum)
-        return rows.unflat(torch.where(keep, values, 0.0))
+        ctx.save_for_backward(logits, column, keep, *norms)
+        ctx.set_materialize_grads(False)
+        values = rows.restore(torch.where(keep, values, 0.0))
+        return values, None if entropy is None else rows.restore(entropy)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, column, keep, top, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        on_values, on_entropy = grads
+        if on_values is None and on_entropy is None:
+            return None, None, None
+        logits, column, keep, *norms = ctx.saved_tensors
         opts: _Options = ctx.opts
-        rows = Rows(logits)
-        upstream = torch.where(keep, rows.flat(grads[0]), 0.0)
-        total = upstream.sum(-1, keepdim=True)
+        rows, spec = Rows(logits), replace(opts.call.spec, entropy=on_entropy is not None)
+        if on_values is None:
+            column, on_entries = column[:, :0], norms[0].new_zeros(rows.count, 0)
+        else:
+            on_entries = torch.where(keep, rows.walk(on_values), 0.0)
+        upstream = RowResults(
+            logprobs=on_entries.sum(-1) if opts.normalise else None,
+            entropy=None if on_entropy is None else rows.walk(on_entropy),
+        )
+        asked = (on_entries != 0).any(-1)
+        coef = None
+        if upstream != RowResults():
+            if upstream.entropy is not None:
+                asked |= upstream.entropy != 0
+            coef = gradient_coefficients(
+                upstream, RowNorms(*norms), spec, keep=asked, label_smoothing=0.0
+            )
         grad = torch.empty_like(logits)
-        for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
+        for part, block, out in rows.chunks(opts.call.chunk_size, logits, grad):
             base = None
-            if top is not None:
-                # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-                base = (finished_logits(block, opts.spec) - top[part]).sub_(log_sum[part])
-                base.clamp_(min=LOG_ZERO).exp_().mul_(-total[part])
+            if coef is not None:
+                top = norms[0][part]
+                base = distribution_gradient(block[:, : spec.valid], top, coef[:, part], spec)
                 # A row that asks for nothing gets exactly 0, whatever its logits hold.
-                base.masked_fill_(~keep[part].any(-1, keepdim=True), 0.0)
-            scatter_gradient(upstream[part], column[part], opts.spec, out, base)
-        return grad, None, None, None
+                base.masked_fill_(~asked[part].unsqueeze(-1), 0.0)
+            scatter_gradient(on_entries[part], column[part], block, spec, out, base)
+        return grad, None, None
 
 
 def _own_entries(block: Tensor, column: Tensor) -> Tensor:
@@ -78,49 +128,33 @@ def _own_entries(block: Tensor, column: Tensor) -> Tensor:
     return torch.where(column >= 0, block.gather(-1, column.clamp(min=0)), 0.0)
 
 
-def _normalise(
-    rows: Rows, logits: Tensor, values: Tensor, opts: _Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's entries `[n, k]` -> log-probabilities, the rows' m and log s, each `[n, 1]`.
-
-    One all-gather of `[3 + k, n]`: the statistics cannot be summed and the entries could, but k is
-    small, and a second collective costs more than the bytes.
-    """
-    nobody = torch.full((rows.count,), -1, dtype=torch.int64, device=logits.device)
-    stats = torch.cat(
-        [
-            opts.backend.row_stats(block, nobody[part], opts.spec, chunk_size=opts.chunk_size)
-            for part, block in rows.blocks(logits)
-        ],
-        dim=1,
-    )
-    everyone = all_gather_stack(torch.cat([stats, values.t()]), opts.shard.group)
-    fields = len(opts.spec.fields)
-    merged = merge(everyone[:, :fields].contiguous(), opts.spec)
-    top, log_sum = merged[0].unsqueeze(-1), merged[1].log().unsqueeze(-1)
-    logprobs = (everyone[:, fields:].sum(0).t() - top) - log_sum
-    empty = top.isneginf()  # exp(z - m - log s) is to be 0 there, not NaN
-    return logprobs, torch.where(empty, 0.0, top), torch.where(empty, 0.0, log_sum)
-
-
 def scatter_gradient(
-    upstream: Tensor, column: Tensor, spec: RowSpec, out: Tensor, base: Tensor | None = None
+    upstream: Tensor,
+    column: Tensor,
+    logits: Tensor,
+    spec: RowSpec,
+    out: Tensor,
+    base: Tensor | None = None,
 ) -> None:
     """Write `base` plus each entry's gradient at its column, summed in float32 and rounded once.
 
     Args:
         upstream: `[c, k]`, with respect to z.
         column: `[c, k]` int64, this rank's columns, repeated ones allowed, -1 for another rank's.
+        logits: `[c, v]`, raw.
         out: `[c, v]`, any dtype and row stride; every entry is written, masked columns with 0.
-        base: `[c, v]` float32 or float64, the gradient's other part; overwritten. None: zero.
+        base: `[c, valid]` float32 or float64, with respect to z; overwritten. None: zero.
     """
+    out[:, spec.valid :] = 0
+    if spec.valid == 0:
+        return
     if base is None:
-        base = torch.zeros(out.shape, dtype=accumulator_dtype(out.dtype), device=out.device)
+        base = logits.new_zeros((len(logits), spec.valid), dtype=accumulator_dtype(out.dtype))
     row = torch.arange(column.shape[0], device=out.device).unsqueeze(-1).expand_as(column)
     mine = torch.where(column >= 0, upstream.to(base.dtype), 0.0)
     base.index_put_((row, column.clamp(min=0)), mine, accumulate=True)
-    out.copy_(base.mul_(spec.multiplier) if spec.multiplier != 1.0 else base)
-    out[:, spec.valid :] = 0
+    to_raw_gradient(base, logits[:, : spec.valid], spec)
+    out[:, : spec.valid] = base
 
 
 def vocab_parallel_gather(
@@ -157,7 +191,8 @@ def vocab_parallel_gather(
         ValueError: ids that are not `[..., k]` integers; on CPU ids outside [0, vocab_size); as
             in `vocab_parallel_token_stats` otherwise.
     """
-    opened = open_logits(
+    check_flag("log_softmax", log_softmax)
+    call = open_logits(
         vocab_parallel_logits,
         tp_group=tp_group,
         vocab_size=vocab_size,
@@ -165,17 +200,84 @@ def vocab_parallel_gather(
         chunk_size=chunk_size,
         temperature=temperature,
     )
-    logits, shard = opened.logits, opened.shard
-    check_flag("log_softmax", log_softmax)
     ids = unwrap_rows(ids, "ids")
     k = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 1
-    ids = check_target(ids, torch.Size((*logits.shape[:-1], k)), logits.device, name="ids")
-    local = localize_target(ids, shard, ignore_index, name="ids")
-    opts = _Options(
-        shard=shard,
-        spec=RowSpec(valid=shard.valid_width, temperature=temperature),
-        log_softmax=log_softmax,
-        chunk_size=chunk_size or backends.default_chunk_size(shard.width, logits.device),
-        backend=backends.select(backend, logits),
+    local = call.local_target(ids, ignore_index, k=k, name="ids")
+    return _Entries.apply(call.logits, local, _Options(call.options, normalise=log_softmax))[0]
+
+
+def vocab_parallel_topk_distill(
+    student_logits: Tensor,
+    teacher_topk_logits: Tensor,
+    teacher_topk_ids: Tensor,
+    *,
+    normalize: str = "vocab",
+    entropy: bool = False,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    teacher_temperature: float | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Student's and teacher's log-probabilities at the teacher's k largest logits.
+
+    Shape:
+        student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension. Not modified.
+        teacher_topk_logits: `[..., k]`, any float dtype, the same on every TP rank.
+        teacher_topk_ids: `[..., k]` integers, global ids, likewise. Ids may repeat.
+        Returns (student log-probabilities `[..., k]`, the teacher's `[..., k]`, the student's
+        entropy `[...]` or None), float32, the same on every TP rank.
+
+    Args:
+        normalize: what the student's log-probabilities are normalised over: "vocab", all V columns;
+            "topk", the k ids alone. The teacher's are normalised over the k ids either way, for
+            nothing else is known of it.
+        entropy: also -sum p log p of the student over all V columns, in nats.
+        temperature, teacher_temperature: either side's logits are divided by its own; None: the
+            teacher's is the same.
+        tp_group, vocab_size, chunk_size, backend: as in `vocab_parallel_token_stats`.
+
+    The gradient goes to the student alone, from both results in one pass. A student logit of -inf
+    at one of the ids gives -inf there.
+
+    Collectives: forward one over TP: an all-gather of `[3 + k, n]` float32 (`[4 + k, n]` with
+    entropy), or an all-reduce of `[n, k]` for "topk" without entropy; backward none.
+
+    Memory: backward keeps the logits and k + 2 numbers a row; the gradient, in the logits' dtype,
+    is the only `[..., V/TP]` tensor made.
+
+    Raises:
+        ValueError: before any collective, for shapes, dtypes, option ranges, an unresolvable group,
+            and on CPU ids outside [0, vocab_size) (on CUDA a device-side assert).
+    """
+    if normalize not in NORMALIZATIONS:
+        raise ValueError(f"normalize: expected one of {NORMALIZATIONS}, got {normalize!r}")
+    check_flag("entropy", entropy)
+    if teacher_temperature is None:
+        teacher_temperature = temperature
+    check_positive("teacher_temperature", teacher_temperature)
+    call = open_logits(
+        student_logits,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        backend=backend,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        entropy=entropy,
+        name="student_logits",
     )
-    return _Gather.apply(logits, local.column, local.keep, opts)
+    teacher_topk_logits = unwrap_rows(teacher_topk_logits, "teacher_topk_logits")
+    check_group_tensor(teacher_topk_logits, "teacher_topk_logits", min_dim=1)
+    k = teacher_topk_logits.shape[-1]
+    if k < 1:
+        raise ValueError(f"teacher_topk_logits: expected [..., k] with k >= 1, got k = {k}")
+    shape = torch.Size((*call.logits.shape[:-1], k))
+    check_same_rows("teacher_topk_logits", teacher_topk_logits, shape, call.logits.device)
+    local = call.local_target(teacher_topk_ids, None, k=k, name="teacher_topk_ids")
+    opts = _Options(call.options, normalise=normalize == "vocab")
+    student, student_entropy = _Entries.apply(call.logits, local, opts)
+    if normalize == "topk":
+        student = torch.log_softmax(student, dim=-1)
+    teacher = teacher_topk_logits.detach().to(accumulator_dtype(teacher_topk_logits.dtype))
+    return student, torch.log_softmax(teacher / teacher_temperature, dim=-1), student_entropy

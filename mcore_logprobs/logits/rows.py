@@ -1,4 +1,4 @@
-"""A tensor of logits `[..., V/TP]` as rows, without copying it.
+"""A tensor of logits `[..., V/TP]` as rows, without copying it; and whole rows' statistics.
 
 `[b, s]` and `[s, b]`, transposed views and slices such as `logits[:, :-1]` all become a few 2-D
 views with one row stride each; the per-row tensors (targets, log-probabilities) are flat.
@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from mcore_logprobs.kernels.reference import row_chunks
+from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.kernels.reference import gather_target, row_chunks
+from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, accumulator_dtype, finish, merge
+from mcore_logprobs.logits.opening import CallOptions
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "finish_shards", "target_logits", "whole_rows"]
 
 
 class Rows:
@@ -29,14 +34,14 @@ class Rows:
         self._order = sorted(range(len(self._lead)), key=lambda dim: -strides[dim])
         self.count = self._lead.numel()
 
-    def flat(self, per_row: Tensor) -> Tensor:
+    def walk(self, per_row: Tensor) -> Tensor:
         """`[..., *rest]` -> `[n, *rest]` in walking order; a copy only where it must be."""
         rest = range(len(self._order), per_row.dim())
         shape = (self.count, *per_row.shape[len(self._order) :])
         return per_row.permute((*self._order, *rest)).reshape(shape)
 
-    def unflat(self, flat: Tensor) -> Tensor:
-        """The inverse of `flat`: `[n, *rest]` -> `[..., *rest]`, contiguous."""
+    def restore(self, flat: Tensor) -> Tensor:
+        """The inverse of `walk`: `[n, *rest]` -> `[..., *rest]`, contiguous."""
         lead = (self._lead[dim] for dim in self._order)
         walked = flat.reshape((*lead, *flat.shape[1:]))
         inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
@@ -79,3 +84,70 @@ def _collapse(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         pass
     for parts in zip(*(t.unbind(0) for t in tensors), strict=True):
         yield from _collapse(list(parts))
+
+
+def whole_rows(
+    logits: Tensor,
+    column: Tensor,
+    opts: CallOptions,
+    *,
+    label_smoothing: float = 0.0,
+    entries: Tensor | None = None,
+) -> tuple[FinishedStats, Tensor | None]:
+    """Each row's statistics over the whole vocabulary, `[n]` each, in walking order.
+
+    One all-gather of `[k, n]` over TP; with the rank, one all-reduce of `[n]` before it, so that
+    the ranks count against the target's logit in the same read.
+
+    Args:
+        logits: `[..., V/TP]`.
+        column: `[n]`, the target's column in this shard or -1; in walking order.
+        entries: `[n, j]` numbers a row to be summed over the ranks, sent along: j is small, and a
+            second collective costs more than the bytes.
+
+    Returns:
+        The statistics, and the summed entries `[n, j]` or None.
+    """
+    rows, spec = Rows(logits), opts.spec
+    blocks = list(rows.blocks(logits))
+    threshold = target_logits(blocks, column, opts.group) if spec.rank else None
+    stats = torch.cat(
+        [
+            opts.backend.row_stats(
+                block,
+                column[part],
+                spec,
+                threshold=None if threshold is None else threshold[part],
+                chunk_size=opts.chunk_size,
+            )
+            for part, block in blocks
+        ],
+        dim=1,
+    )
+    return finish_shards(stats, spec, opts.group, label_smoothing=label_smoothing, entries=entries)
+
+
+def finish_shards(
+    stats: Tensor,
+    spec: RowSpec,
+    group: ProcessGroup | None,
+    *,
+    label_smoothing: float = 0.0,
+    entries: Tensor | None = None,
+) -> tuple[FinishedStats, Tensor | None]:
+    """As `whole_rows`, from this rank's statistics `[k, n]`: one all-gather, one merge."""
+    if entries is None:
+        shards = all_gather_stack(stats, group)
+        return finish(merge(shards, spec), spec, label_smoothing), None
+    fields = len(spec.fields)
+    shards = all_gather_stack(torch.cat([stats, entries.t()]), group)
+    whole = merge(shards[:, :fields].contiguous(), spec)
+    return finish(whole, spec, label_smoothing), shards[:, fields:].sum(0).t()
+
+
+def target_logits(
+    blocks: list[tuple[slice, Tensor]], column: Tensor, group: ProcessGroup | None
+) -> Tensor:
+    """Each row's raw target logit on every rank, `[n]` float32; one all-reduce over TP."""
+    own = torch.cat([gather_target(block, column[part], 0.0) for part, block in blocks])
+    return all_reduce_sum(own.to(accumulator_dtype(own.dtype)), group)

@@ -13,11 +13,11 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.logits.inputs import check_target, localize_target, open_logits
-from mcore_logprobs.logits.logprobs import vocab_parallel_logprobs
+from mcore_logprobs.logits.opening import check_target, localize_target, open_logits
 from mcore_logprobs.logits.rows import Rows
 from mcore_logprobs.logits.sampling_filter import FilterOptions, find_cut
 from mcore_logprobs.logits.sampling_replay import open_kept_ids, replay_logprobs
+from mcore_logprobs.logits.token_stats import vocab_parallel_logprobs
 
 __all__ = ["vocab_parallel_sampling_logprobs"]
 
@@ -28,13 +28,13 @@ class _Sampling(torch.autograd.Function):
         ctx: Any, logits: Tensor, column: Tensor, keep: Tensor, opts: FilterOptions
     ) -> Tensor:
         rows = Rows(logits)
-        column, keep = rows.flat(column), rows.flat(keep)
+        column, keep = rows.walk(column), rows.walk(keep)
         cut = find_cut(logits, column, keep, opts)
         ctx.opts = opts
         # A filtered target, and one of probability 0, has no gradient.
         live = keep & cut.logprobs.isfinite()
         ctx.save_for_backward(logits, column, live, cut.value, cut.last, cut.top, cut.log_sum)
-        return rows.unflat(torch.where(keep, cut.logprobs, 0.0))
+        return rows.restore(torch.where(keep, cut.logprobs, 0.0))
 
     @staticmethod
     @once_differentiable
@@ -42,7 +42,7 @@ class _Sampling(torch.autograd.Function):
         logits, column, live, value, last, top, log_sum = ctx.saved_tensors
         opts: FilterOptions = ctx.opts
         rows, valid = Rows(logits), opts.shard.valid_width
-        upstream = torch.where(live, rows.flat(grads[0]), 0.0)
+        upstream = torch.where(live, rows.walk(grads[0]), 0.0)
         # Comparisons are written into floating-point buffers: far faster in torch than masks.
         ids = torch.arange(valid, device=logits.device, dtype=value.dtype)
         tie = last.clamp(max=valid).to(value.dtype)
@@ -165,7 +165,7 @@ def vocab_parallel_sampling_logprobs(
         return vocab_parallel_logprobs(
             logits,
             target,
-            tp_group=opened.tp_group,
+            tp_group=opened.options.group,
             temperature=temperature,
             vocab_size=vocab_size,
             ignore_index=ignore_index,

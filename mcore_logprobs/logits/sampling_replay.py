@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.stats import accumulator_dtype
-from mcore_logprobs.logits.inputs import LocalTarget, check_target
+from mcore_logprobs.logits.opening import LocalTarget, check_target
 
 __all__ = ["KeptIds", "open_kept_ids", "replay_logprobs"]
 

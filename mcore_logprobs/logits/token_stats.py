@@ -10,34 +10,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_flag, check_fraction, check_optional_positive
-from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
-from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.checks import check_flag, check_fraction
+from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
-from mcore_logprobs.kernels.reference import gather_target
-from mcore_logprobs.kernels.stats import (
-    FinishedStats,
-    RowSpec,
-    accumulator_dtype,
-    finish,
-    merge,
-    smoothing_weights,
-)
-from mcore_logprobs.logits.inplace import check_inplace_backward
-from mcore_logprobs.logits.inputs import (
+from mcore_logprobs.kernels.stats import RowNorms, RowResults, gradient_coefficients
+from mcore_logprobs.logits.opening import (
+    CallOptions,
     LocalTarget,
-    check_target,
-    localize_target,
+    LogitsCall,
+    check_inplace_backward,
     open_logits,
 )
-from mcore_logprobs.logits.rows import Rows
+from mcore_logprobs.logits.rows import Rows, target_logits, whole_rows
 
 __all__ = [
     "TokenStats",
-    "blank_ignored",
-    "gradient_coefficients",
-    "target_logits",
+    "vocab_parallel_entropy",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_target_rank",
     "vocab_parallel_token_stats",
 ]
 
@@ -72,161 +62,71 @@ class TokenStats:
 
 @dataclass(frozen=True)
 class _Options:
-    shard: VocabShard
-    spec: RowSpec
+    call: CallOptions
     label_smoothing: float
-    ignore_index: int | None
-    chunk_size: int
-    backend: backends.Backend
     inplace_backward: bool
 
 
 class _TokenStats(torch.autograd.Function):
-    """(logprobs, entropy or None, rank or None, lse), each `[...]`."""
+    """A RowResults of `[...]` tensors."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, local: LocalTarget, opts: _Options) -> Any:
+    def forward(ctx: Any, logits: Tensor, local: LocalTarget, opts: _Options) -> tuple[Any, ...]:
         rows = Rows(logits)
-        column, keep = rows.flat(local.column), rows.flat(local.keep)
-        done = shard_stats(rows, logits, column, opts)
+        column, keep = rows.walk(local.column), rows.walk(local.keep)
+        done, _ = whole_rows(logits, column, opts.call, label_smoothing=opts.label_smoothing)
         ctx.opts = opts
-        ctx.save_for_backward(
-            logits, column, keep, done.top, done.log_sum, done.entropy, done.finite
-        )
+        ctx.save_for_backward(logits, column, keep, *done.norms)
         ctx.set_materialize_grads(False)
-        outputs = [None if x is None else rows.unflat(x) for x in blank_ignored(done, keep)]
-        if outputs[2] is not None:
-            ctx.mark_non_differentiable(outputs[2])
-        return tuple(outputs)
+        results = done.blanked(keep).map(rows.restore)
+        if results.target_rank is not None:
+            ctx.mark_non_differentiable(results.target_rank)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        on_logprobs, on_entropy, _, on_lse = grads
-        if on_logprobs is None and on_entropy is None and on_lse is None:
+        if all(grad is None for grad in grads):
             return None, None, None
-        logits, column, keep, top, log_sum, entropy, finite = ctx.saved_tensors
+        logits, column, keep, *norms = ctx.saved_tensors
+        norms = RowNorms(*norms)
         opts: _Options = ctx.opts
         rows = Rows(logits)
+        upstream = RowResults(*grads).map(rows.walk)
+        spec = replace(opts.call.spec, entropy=upstream.entropy is not None)
         coef = gradient_coefficients(
-            *(None if g is None else rows.flat(g) for g in (on_logprobs, on_entropy, on_lse)),
-            keep=keep,
-            log_sum=log_sum,
-            entropy=entropy,
-            finite=finite,
-            smoothing=opts.label_smoothing,
-        )
-        spec = replace(
-            opts.spec, entropy=on_entropy is not None, smoothing=opts.label_smoothing > 0.0
+            upstream, norms, spec, keep=keep, label_smoothing=opts.label_smoothing
         )
         logits = logits.detach()
         grad = logits
         if not opts.inplace_backward:
             grad = prefer_huge_pages(torch.empty_like(logits))
         for part, block, out in rows.blocks(logits, grad):
-            opts.backend.grad_logits(
+            opts.call.backend.grad_logits(
                 block,
                 column[part],
-                top[part],
+                norms.top[part],
                 coef[:, part],
                 spec,
                 out=out,
-                chunk_size=opts.chunk_size,
+                chunk_size=opts.call.chunk_size,
             )
         return grad, None, None
 
 
-def shard_stats(rows: Rows, logits: Tensor, column: Tensor, opts: _Options) -> FinishedStats:
-    """This rank's pass over its columns and the merge over ranks; `[n]` tensors.
-
-    One all-gather of `[k, n]`; with the rank, one all-reduce of `[n]` before it, so that the ranks
-    count against the target's logit in the same read.
-    """
-    blocks = list(rows.blocks(logits))
-    threshold = target_logits(blocks, column, opts.shard) if opts.spec.rank else None
-    stats = torch.cat(
-        [
-            opts.backend.row_stats(
-                block,
-                column[part],
-                opts.spec,
-                threshold=None if threshold is None else threshold[part],
-                chunk_size=opts.chunk_size,
-            )
-            for part, block in blocks
-        ],
-        dim=1,
-    )
-    merged = merge(all_gather_stack(stats, opts.shard.group), opts.spec)
-    return finish(merged, opts.spec, opts.label_smoothing)
-
-
-def blank_ignored(
-    done: FinishedStats, keep: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(logprobs, entropy or None, rank or None, lse) with ignored rows as the contract has them."""
-    return (
-        torch.where(keep, done.logprobs, 0.0),
-        None if done.entropy is None else torch.where(keep, done.entropy, 0.0),
-        None if done.higher is None else torch.where(keep, done.higher.long(), -1),
-        torch.where(keep, done.lse, 0.0),
-    )
-
-
-def target_logits(blocks: list[tuple[slice, Tensor]], column: Tensor, shard: VocabShard) -> Tensor:
-    """Each row's raw target logit on every rank, `[n]` float32; one all-reduce over TP."""
-    dtype = accumulator_dtype(blocks[0][1].dtype)
-    own = torch.cat([gather_target(block, column[part], 0.0) for part, block in blocks])
-    return all_reduce_sum(own.to(dtype), shard.group)
-
-
-def gradient_coefficients(
-    on_logprobs: Tensor | None,
-    on_entropy: Tensor | None,
-    on_lse: Tensor | None,
+def _token_stats(
+    call: LogitsCall,
+    local: LocalTarget,
     *,
-    keep: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor | None,
-    finite: Tensor | None,
-    smoothing: float,
-) -> Tensor:
-    """Upstream gradients to the four coefficients of `kernels.reference.grad_logits`.
-
-    With g, h, l upstream of logprob, entropy and lse, and q the target distribution,
-
-        dz = g (q - p) - h p (log p + H) + l p
-
-    so that with log p in place of z - shift, a = l - g - h H and b = -h; without label smoothing
-    c = g, d = 0. The kernels' shift is the row's maximum m, so that a and b are scaled to match:
-    log p = (z - m) - log s.
-
-    Args:
-        on_logprobs, on_entropy, on_lse: `[n]` or None for zero.
-        keep: `[n]` bool; other rows get coefficients 0, and with them exactly no gradient.
-        log_sum, entropy, finite: `[n]`, what the forward found.
-
-    Returns:
-        `[4, n]` in log_sum's dtype.
-    """
-    coef = log_sum.new_zeros(4, log_sum.shape[0])
-    if on_lse is not None:
-        coef[0] += on_lse
-    if on_logprobs is not None:
-        coef[0] -= on_logprobs
-        coef[2] += on_logprobs
-    if on_entropy is not None:
-        assert entropy is not None
-        coef[0] -= on_entropy * entropy
-        coef[1] -= on_entropy
-    if smoothing > 0.0 and on_logprobs is not None:
-        assert finite is not None
-        target_weight, other_weight = smoothing_weights(smoothing, finite)
-        coef[2] *= target_weight
-        coef[3] = on_logprobs * other_weight
-    coef[0] -= coef[1] * log_sum
-    coef[:2] *= log_sum.neg().exp()
-    return coef.masked_fill_(~keep, 0.0)
+    label_smoothing: float = 0.0,
+    inplace_backward: bool = False,
+) -> TokenStats:
+    check_flag("inplace_backward", inplace_backward)
+    if inplace_backward:
+        check_inplace_backward(call.logits)
+    opts = _Options(call.options, label_smoothing, inplace_backward)
+    results = RowResults(*_TokenStats.apply(call.logits, local, opts))
+    return TokenStats(**results._asdict())
 
 
 def vocab_parallel_token_stats(
@@ -283,7 +183,130 @@ def vocab_parallel_token_stats(
         ValueError: before any collective, for shapes, dtypes, option ranges, an unresolvable group,
             and on CPU targets outside [0, vocab_size) (on CUDA a device-side assert).
     """
-    opened = open_logits(
+    check_flag("entropy", entropy)
+    check_flag("target_rank", target_rank)
+    check_fraction("label_smoothing", label_smoothing)
+    call = open_logits(
+        vocab_parallel_logits,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        backend=backend,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        softcap=softcap,
+        entropy=entropy,
+        rank=target_rank,
+        smoothing=label_smoothing > 0.0,
+    )
+    return _token_stats(
+        call,
+        call.local_target(target, ignore_index),
+        label_smoothing=label_smoothing,
+        inplace_backward=inplace_backward,
+    )
+
+
+def vocab_parallel_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+    inplace_backward: bool = False,
+) -> Tensor:
+    """log p[target] in nats, differentiable; minus Megatron's `vocab_parallel_cross_entropy`.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> float32 `[...]`.
+
+    Collectives: one all-gather of `[3, n]` float32 over TP forward, none backward.
+
+    Keywords, memory and errors are `vocab_parallel_token_stats`'s.
+    """
+    return vocab_parallel_token_stats(
+        vocab_parallel_logits,
+        target,
+        tp_group=tp_group,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        chunk_size=chunk_size,
+        backend=backend,
+        inplace_backward=inplace_backward,
+    ).logprobs
+
+
+def vocab_parallel_entropy(
+    vocab_parallel_logits: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+    inplace_backward: bool = False,
+) -> Tensor:
+    """-sum p log p over the whole vocabulary, in nats, differentiable.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]` -> float32 `[...]`.
+
+    Collectives: one all-gather of `[4, n]` float32 over TP forward, none backward.
+
+    Keywords, memory and errors are `vocab_parallel_token_stats`'s.
+    """
+    call = open_logits(
+        vocab_parallel_logits,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        backend=backend,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        softcap=softcap,
+        entropy=True,
+    )
+    lead, device = call.logits.shape[:-1], call.logits.device
+    everything = LocalTarget(
+        column=torch.full(lead, -1, dtype=torch.int64, device=device),
+        keep=torch.ones(lead, dtype=torch.bool, device=device),
+    )
+    found = _token_stats(call, everything, inplace_backward=inplace_backward).entropy
+    assert found is not None
+    return found
+
+
+@torch.no_grad()
+def vocab_parallel_target_rank(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int | None = -100,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """How many columns have a larger logit than the target's: 0 is the argmax.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> int64 `[...]`; -1 where
+        the target is ignore_index, or its logit is NaN. Ties count as not higher.
+
+    Collectives: two all-reduces of `[n]` over TP. The logits are read once.
+
+    Keywords and errors are `vocab_parallel_token_stats`'s; a temperature cannot change a rank.
+    """
+    call = open_logits(
         vocab_parallel_logits,
         tp_group=tp_group,
         vocab_size=vocab_size,
@@ -291,30 +314,23 @@ def vocab_parallel_token_stats(
         chunk_size=chunk_size,
         temperature=temperature,
     )
-    logits = opened.logits
-    check_flag("entropy", entropy)
-    check_flag("target_rank", target_rank)
-    check_fraction("label_smoothing", label_smoothing)
-    check_optional_positive("softcap", softcap)
-    target = check_target(target, logits.shape[:-1], logits.device)
-    local = localize_target(target, opened.shard, ignore_index)
-    if inplace_backward:
-        check_inplace_backward(logits)
-    spec = RowSpec(
-        valid=opened.shard.valid_width,
-        softcap=softcap,
-        temperature=temperature,
-        entropy=entropy,
-        rank=target_rank,
-        smoothing=label_smoothing > 0.0,
+    opts = call.options
+    local = call.local_target(target, ignore_index)
+    rows = Rows(call.logits)
+    column = rows.walk(local.column)
+    blocks = list(rows.blocks(call.logits))
+    threshold = target_logits(blocks, column, opts.group)
+    counts = torch.cat(
+        [
+            opts.backend.count_higher(
+                block,
+                column[part],
+                threshold[part],
+                valid=opts.spec.valid,
+                chunk_size=opts.chunk_size,
+            )
+            for part, block in blocks
+        ]
     )
-    opts = _Options(
-        shard=opened.shard,
-        spec=spec,
-        label_smoothing=label_smoothing,
-        ignore_index=ignore_index,
-        chunk_size=chunk_size or backends.default_chunk_size(logits.shape[-1], logits.device),
-        backend=backends.select(backend, logits),
-        inplace_backward=inplace_backward,
-    )
-    return TokenStats(*_TokenStats.apply(logits, local, opts))
+    total = all_reduce_sum(counts, opts.group).masked_fill(threshold.isnan(), -1)
+    return torch.where(local.keep, rows.restore(total), -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,32 +10,22 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_stack
-from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.reference import finished_logits
-from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype
+from mcore_logprobs.kernels.stats import accumulator_dtype
 from mcore_logprobs.logits.gather import scatter_gradient
-from mcore_logprobs.logits.inputs import open_logits
+from mcore_logprobs.logits.opening import CallOptions, open_logits
 from mcore_logprobs.logits.rows import Rows
 
 __all__ = ["vocab_parallel_argmax", "vocab_parallel_topk"]
-
-
-@dataclass(frozen=True)
-class _Options:
-    shard: VocabShard
-    spec: RowSpec
-    k: int
-    chunk_size: int
 
 
 class _TopK(torch.autograd.Function):
     """(values, ids), each `[..., k]`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, opts: _Options) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, k: int, opts: CallOptions) -> tuple[Tensor, Tensor]:
         rows, shard = Rows(logits), opts.shard
-        width = min(opts.k, shard.width)
+        width = min(k, shard.width)
         dtype = accumulator_dtype(logits.dtype)
         # A rank with less true vocabulary than that pads with -inf. Such ranks come last, so that
         # in the stable sort below the padding comes after every true column.
@@ -50,27 +39,27 @@ class _TopK(torch.autograd.Function):
                 columns[part, :found] = picked.sort(-1).values
                 values[part, :found] = block.gather(-1, columns[part, :found]).to(dtype)
         values, ids = gather_pairs(values, columns + shard.start, shard.group)
-        order = values.sort(dim=-1, descending=True, stable=True).indices[:, : opts.k]
+        order = values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
         ctx.opts = opts
         column = ids - shard.start
         own = (column >= 0) & (column < shard.width)
         ctx.save_for_backward(logits, torch.where(own, column, -1))
-        ids = rows.unflat(ids)
+        ids = rows.restore(ids)
         ctx.mark_non_differentiable(ids)
-        return rows.unflat(finished_logits(values, opts.spec)), ids
+        return rows.restore(finished_logits(values, opts.spec)), ids
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, column = ctx.saved_tensors
-        opts: _Options = ctx.opts
+        opts: CallOptions = ctx.opts
         rows = Rows(logits)
         grad = torch.empty_like(logits)
-        upstream = rows.flat(grads[0])
-        for part, out in rows.chunks(opts.chunk_size, grad):
-            scatter_gradient(upstream[part], column[part], opts.spec, out)
-        return grad, None
+        upstream = rows.walk(grads[0])
+        for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
+            scatter_gradient(upstream[part], column[part], block, opts.spec, out)
+        return grad, None, None
 
 
 def stable_topk(x: Tensor, k: int) -> Tensor:
@@ -140,27 +129,19 @@ def vocab_parallel_topk(
     Raises:
         ValueError: k out of range; else as in `vocab_parallel_token_stats`.
     """
-    opened = open_logits(
+    call = open_logits(
         vocab_parallel_logits,
         tp_group=tp_group,
         vocab_size=vocab_size,
         backend=backend,
         chunk_size=chunk_size,
         temperature=temperature,
+        copies=2,  # an int64 key and its parts
     )
-    logits, shard = opened.logits, opened.shard
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
-        raise ValueError(f"k: expected an int from 1 to vocab_size {shard.vocab_size}, got {k!r}")
-    backends.select(backend, logits)
-    # An int64 key and its parts take three float32 copies of a chunk.
-    default = max(1, backends.default_chunk_size(shard.width, logits.device) // 2)
-    opts = _Options(
-        shard=shard,
-        spec=RowSpec(valid=shard.valid_width, temperature=temperature),
-        k=k,
-        chunk_size=chunk_size or default,
-    )
-    return _TopK.apply(logits, opts)
+    most = call.shard.vocab_size
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        raise ValueError(f"k: expected an int from 1 to vocab_size {most}, got {k!r}")
+    return _TopK.apply(call.logits, k, call.options)
 
 
 @torch.no_grad()

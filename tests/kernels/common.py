@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, finish
+from mcore_logprobs.kernels.stats import RowResults, RowSpec, finish
 from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,7 +98,7 @@ def assert_stats(
     got: Tensor, plain: Tensor, exact: Tensor, spec: RowSpec, *, ulps: float = 4.0
 ) -> None:
     """`[k, n]` statistics, finished, are no worse than plain torch's against float64's."""
-    done: list[FinishedStats] = [finish(stats, spec) for stats in (got, plain, exact)]
+    done: list[RowResults] = [finish(stats, spec).results for stats in (got, plain, exact)]
     assert_no_worse(*(d.lse for d in done), ulps=ulps, name="lse")
     # A shard of -inf alone has no log-probability, and one without the target gives no meaning to
     # it; both still have to merge, which takes `target` as it is.
@@ -109,7 +109,7 @@ def assert_stats(
     if spec.entropy:
         assert_no_worse(*(d.entropy for d in done), ulps=ulps, name="entropy")
     if spec.rank:
-        assert torch.equal(got[spec.fields.index("higher")].double(), done[2].higher.double())
+        assert torch.equal(got[spec.fields.index("higher")].double(), done[2].target_rank.double())
     if spec.smoothing:
         zsum = spec.fields.index("zsum")
         assert_no_worse(got[zsum], plain[zsum], exact[zsum], ulps=8 * ulps, name="zsum")

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mcore_logprobs import vocab_parallel_target_rank, vocab_parallel_token_stats
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels import inductor_backend, inductor_compile, reference
+from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.stats import RowSpec, finish
 from tests.helpers.memory import TensorsMade
@@ -32,9 +32,9 @@ FULL = RowSpec(VALID, entropy=True, rank=True)
 @pytest.fixture(autouse=True)
 def _must_compile() -> Iterator[None]:
     """No case may pass because the reference computed it."""
-    assert inductor_compile.obstacle() is None
+    assert inductor.obstacle() is None
     yield
-    assert inductor_compile.obstacle() is None
+    assert inductor.obstacle() is None
 
 
 def make_rows(dtype: torch.dtype, *, strided: bool) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def test_statistics_are_the_references(dtype, strided, spec):
     logits, target = make_rows(dtype, strided=strided)
     threshold = thresholds(logits, target) if spec.rank else None
     want = reference.row_stats(logits, target, spec, threshold=threshold, chunk_size=4)
-    got = inductor_backend.row_stats(logits, target, spec, threshold=threshold, chunk_size=4)
+    got = inductor.row_stats(logits, target, spec, threshold=threshold, chunk_size=4)
     assert got.dtype == torch.float32
     for name, expected, actual in zip(spec.fields, want, got, strict=True):
         exact = name in ("max", "target", "higher")
@@ -84,16 +84,16 @@ def test_rounding_is_below_the_references():
     logits = 3.0 * torch.randn(16, 32 * BLOCK)
     target = torch.randint(0, 32 * BLOCK, (16,))
     spec = RowSpec(32 * BLOCK, entropy=True)
-    exact = finish(reference.row_stats(logits.double(), target, spec, chunk_size=4), spec)
+    exact = finish(reference.row_stats(logits.double(), target, spec, chunk_size=4), spec).results
 
     def error(module) -> tuple[float, float]:
-        done = finish(module.row_stats(logits, target, spec, chunk_size=4), spec)
+        done = finish(module.row_stats(logits, target, spec, chunk_size=4), spec).results
         return (
             float((done.logprobs - exact.logprobs).abs().max()),
             float((done.entropy - exact.entropy).abs().max()),
         )
 
-    logprobs, entropy = error(inductor_backend)
+    logprobs, entropy = error(inductor)
     assert logprobs <= 2e-6  # an ulp or two of a log-probability near 15
     assert entropy <= 4e-6
     assert logprobs <= error(reference)[0] + 1e-6
@@ -104,7 +104,7 @@ def test_counts_are_the_references(dtype, strided, spec):
     logits, target = make_rows(dtype, strided=strided)
     arguments = (logits, target, thresholds(logits, target))
     want = reference.count_higher(*arguments, valid=VALID, chunk_size=4)
-    got = inductor_backend.count_higher(*arguments, valid=VALID, chunk_size=4)
+    got = inductor.count_higher(*arguments, valid=VALID, chunk_size=4)
     assert got.dtype == torch.int64
     assert torch.equal(got, want)
 
@@ -122,7 +122,7 @@ def test_gradients_are_the_references(dtype, strided, spec, inplace):
     reference.grad_logits(logits, target, shift, coef, spec, out=want, chunk_size=4)
     # A gradient in place is given as another view of the same memory, as operations do.
     out = logits[:] if inplace else torch.empty_like(logits)
-    inductor_backend.grad_logits(logits, target, shift, coef, spec, out=out, chunk_size=4)
+    inductor.grad_logits(logits, target, shift, coef, spec, out=out, chunk_size=4)
     rtol = 4.0 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, want, rtol=rtol, atol=1e-7)
     for zero in (out[3], out[6], out[:, VALID:]):
@@ -133,8 +133,8 @@ def test_one_compilation_serves_every_size():
     def run(rows: int, width: int) -> None:
         logits, target = torch.randn(rows, width), torch.zeros(rows, dtype=torch.int64)
         spec, coef = RowSpec(width), torch.ones(4, rows)
-        inductor_backend.row_stats(logits, target, spec, chunk_size=1)
-        inductor_backend.grad_logits(
+        inductor.row_stats(logits, target, spec, chunk_size=1)
+        inductor.grad_logits(
             logits,
             target,
             torch.zeros(rows),
@@ -157,9 +157,9 @@ def test_nothing_of_the_logits_size_is_made():
     spec, shift, coef = RowSpec(width), torch.zeros(rows), torch.ones(4, rows)
 
     def passes() -> None:
-        inductor_backend.row_stats(logits, target, spec, chunk_size=1)
-        inductor_backend.count_higher(logits, target, shift, valid=width, chunk_size=1)
-        inductor_backend.grad_logits(logits, target, shift, coef, spec, out=logits[:], chunk_size=1)
+        inductor.row_stats(logits, target, spec, chunk_size=1)
+        inductor.count_higher(logits, target, shift, valid=width, chunk_size=1)
+        inductor.grad_logits(logits, target, shift, coef, spec, out=logits[:], chunk_size=1)
 
     passes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -196,8 +196,7 @@ def test_what_is_rare_is_the_references(spec):
     logits, target = make_rows(torch.float32, strided=False)
     target = target.clamp(max=BLOCK - 1)
     results = [
-        module.row_stats(logits, target, spec, chunk_size=4)
-        for module in (inductor_backend, reference)
+        module.row_stats(logits, target, spec, chunk_size=4) for module in (inductor, reference)
     ]
     torch.testing.assert_close(*results, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -205,8 +204,7 @@ def test_what_is_rare_is_the_references(spec):
 def run_both() -> tuple[Tensor, Tensor]:
     logits, target = make_rows(torch.float32, strided=False)
     a, b = (
-        module.row_stats(logits, target, PLAIN, chunk_size=4)
-        for module in (inductor_backend, reference)
+        module.row_stats(logits, target, PLAIN, chunk_size=4) for module in (inductor, reference)
     )
     return a, b
 
@@ -215,16 +213,16 @@ def test_a_failed_compilation_is_said_once_and_leaves_the_reference(monkeypatch,
     def broken(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         raise RuntimeError("no such header\nand much more")
 
-    monkeypatch.setattr(inductor_compile, "_kernels", {})
-    monkeypatch.setattr(inductor_compile, "_compile", broken)
-    monkeypatch.setattr(inductor_compile, "_failure", None)
+    monkeypatch.setattr(inductor, "_kernels", {})
+    monkeypatch.setattr(inductor, "_compile", broken)
+    monkeypatch.setattr(inductor, "_failure", None)
     with caplog.at_level(logging.WARNING, logger="mcore_logprobs"):
         for _ in range(2):
             torch.testing.assert_close(*run_both(), rtol=0.0, atol=0.0, equal_nan=True)
     (record,) = caplog.records
     assert "RuntimeError: no such header; the torch backend" in record.getMessage()
-    assert "no such header" in str(inductor_compile.obstacle())
-    large = torch.zeros(inductor_backend.MIN_NUMEL // BLOCK, BLOCK)
+    assert "no such header" in str(inductor.obstacle())
+    large = torch.zeros(inductor.MIN_NUMEL // BLOCK, BLOCK)
     assert backends.select("auto", large) is reference
     with pytest.raises(ValueError, match=r"'inductor' cannot be had: .*no such header"):
         backends.select("inductor", large)
@@ -240,14 +238,14 @@ def test_where_torch_compiles_nothing_the_reference_takes_over():
 
 
 def test_auto_takes_it_for_large_logits_of_a_cpu(monkeypatch):
-    large = torch.zeros(inductor_backend.MIN_NUMEL // BLOCK, BLOCK)
-    assert backends.select("auto", large) is inductor_backend
+    large = torch.zeros(inductor.MIN_NUMEL // BLOCK, BLOCK)
+    assert backends.select("auto", large) is inductor
     assert backends.select("auto", large[1:]) is reference
     assert backends.select("auto", large.double()) is reference
-    assert backends.select("inductor", large[:2]) is inductor_backend
+    assert backends.select("inductor", large[:2]) is inductor
     with pytest.raises(ValueError, match="'inductor' cannot be had: expected logits of float32"):
         backends.select("inductor", large.double())
-    monkeypatch.setattr(inductor_compile, "compiler", lambda: None)
+    monkeypatch.setattr(inductor, "compiler", lambda: None)
     assert backends.select("auto", large) is reference
     (choice,) = (c for c in backends.explain("cpu") if c.name == "inductor")
     assert not choice.available

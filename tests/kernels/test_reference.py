@@ -59,14 +59,14 @@ def _cut(logits: Tensor, target: Tensor, cuts: list[int], chunk_size: int = 3) -
 @given(rows(), st.lists(st.integers(0, 40), max_size=4))
 def test_shards_merge_to_the_whole(drawn, cuts):
     logits, target = drawn
-    merged = finish(merge(_cut(logits, target, cuts), EVERYTHING), EVERYTHING)
+    merged, norms = finish(merge(_cut(logits, target, cuts), EVERYTHING), EVERYTHING)
     exact = oracles.token_stats(logits, target)
     plain = oracles.token_stats(logits, target, dtype=torch.float32)
     oracles.assert_no_worse(merged.logprobs, plain.logprobs, exact.logprobs, name="logprobs")
     oracles.assert_no_worse(merged.entropy, plain.entropy, exact.entropy, name="entropy")
     oracles.assert_no_worse(merged.lse, plain.lse, exact.lse, name="lse")
-    assert torch.equal(merged.higher.long(), exact.target_rank)
-    assert torch.equal(merged.finite.long(), logits.isfinite().sum(-1))
+    assert torch.equal(merged.target_rank, exact.target_rank)
+    assert torch.equal(norms.finite.long(), logits.isfinite().sum(-1))
 
 
 @given(rows(), st.lists(st.integers(0, 40), min_size=2, max_size=5), st.randoms())
@@ -91,12 +91,12 @@ def test_a_shift_of_a_row_changes_only_its_lse(drawn, shift):
     logits = (logits.clamp(-64, 64) * 64).round() / 64
     logits = torch.where(drawn[0].isneginf(), -torch.inf, logits)
     shift = round(shift * 64) / 64
-    plain = finish(merge(_cut(logits, target, [5]), EVERYTHING), EVERYTHING)
-    moved = finish(merge(_cut(logits + shift, target, [5]), EVERYTHING), EVERYTHING)
+    plain = finish(merge(_cut(logits, target, [5]), EVERYTHING), EVERYTHING).results
+    moved = finish(merge(_cut(logits + shift, target, [5]), EVERYTHING), EVERYTHING).results
     torch.testing.assert_close(moved.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(moved.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(moved.lse, plain.lse + shift, rtol=1e-6, atol=1e-6)
-    assert torch.equal(moved.higher, plain.higher)
+    assert torch.equal(moved.target_rank, plain.target_rank)
 
 
 @given(rows(), st.randoms(), st.integers(1, 7))
@@ -116,23 +116,23 @@ def test_columns_may_be_permuted(drawn, random):
     random.shuffle(order)
     place = torch.empty(len(order), dtype=torch.int64)
     place[torch.tensor(order)] = torch.arange(len(order))
-    one = finish(merge(_cut(logits, target, []), EVERYTHING), EVERYTHING)
-    two = finish(merge(_cut(logits[:, order], place[target], []), EVERYTHING), EVERYTHING)
+    one = finish(merge(_cut(logits, target, []), EVERYTHING), EVERYTHING).results
+    two = finish(merge(_cut(logits[:, order], place[target], []), EVERYTHING), EVERYTHING).results
     torch.testing.assert_close(two.logprobs, one.logprobs, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(two.entropy, one.entropy, rtol=2e-6, atol=2e-6)
-    assert torch.equal(two.higher, one.higher)
+    assert torch.equal(two.target_rank, one.target_rank)
 
 
 @given(rows(), st.sampled_from([0.0, 0.1, 0.7]))
 def test_bounds(drawn, smoothing):
     logits, target = drawn
-    done = finish(merge(_cut(logits, target, [3]), EVERYTHING), EVERYTHING, smoothing)
-    count = done.finite
+    done, norms = finish(merge(_cut(logits, target, [3]), EVERYTHING), EVERYTHING, smoothing)
+    count = norms.finite
     assert (done.logprobs <= 0).all()
     assert (done.entropy >= 0).all()
     assert (done.entropy <= count.log() + 1e-5).all()
-    assert (done.higher < count).all()
-    assert ((done.higher >= 0) & (done.higher == done.higher.round())).all()
+    assert (done.target_rank < count).all()
+    assert ((done.target_rank >= 0) & (done.target_rank == done.target_rank.round())).all()
     assert (done.lse >= logits.amax(-1) - 1e-5).all()
 
 

@@ -17,6 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels.triton_common import field_constants
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
@@ -73,8 +75,8 @@ def _wide(ptx: str, direction: str) -> int:
 def test_statistics_read_sixteen_bytes_at_a_time(logits, transform, tmp_path):
     lanes = 8 if logits == "bf16" else 4
     constants = {
-        "LANES": lanes, "GROUPS": 512, "ENTROPY": True, "RANK": False, "SMOOTHING": False,
-        "threshold_ptr": None,
+        "LANES": lanes, "GROUPS": 512, "threshold_ptr": None,
+        **field_constants(RowSpec(1, entropy=True), *triton_stats.STORED),
     }  # fmt: skip
     ptx = _build(triton_stats.stats_kernel, logits, "fp32", {**transform, **constants}, tmp_path)
     # One tile of whole columns; the masked last tile may read as it likes.
@@ -94,6 +96,7 @@ def test_rank_reads_sixteen_bytes_at_a_time(tmp_path):
 @pytest.mark.parametrize(("logits", "out"), [("bf16", "bf16"), ("fp32", "fp32"), ("fp32", "bf16")])
 def test_the_gradient_reads_and_writes_sixteen_bytes_at_a_time(logits, out, tmp_path):
     constants = {"TILE": 4096, "TILES": 4, "ENTROPY": True, "SMOOTHING": False, "HAS_SLOPE": True}
+    constants |= triton_grad.coefficient_constants(RowSpec(1, entropy=True))
     ptx = _build(triton_grad.grad_kernel, logits, out, {**PLAIN, **constants}, tmp_path)
     bytes_of = {"bf16": 2, "fp32": 4}
     assert _wide(ptx, "ld") == 4096 * bytes_of[logits] // 16 // 128

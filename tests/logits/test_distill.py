@@ -297,7 +297,10 @@ def run_topk(student: Tensor, values: Tensor, ids: Tensor, upstream: dict, optio
         got, teacher, entropy = vocab_parallel_topk_distill(
             local, values, ids, tp_group=groups.tp, **options
         )
-    assert made.names == (["all_gather"] if groups.tp.size() > 1 else [])
+    # Over the k ids alone nothing of the whole rows is needed but the k logits.
+    alone = options.get("normalize") == "topk" and not options.get("entropy")
+    one = ["all_reduce" if alone else "all_gather"]
+    assert made.names == (one if groups.tp.size() > 1 else [])
     loss = (got * upstream["picked"]).sum()
     if entropy is not None:
         loss = loss + (entropy * upstream["entropy"]).sum()

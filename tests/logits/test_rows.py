@@ -34,11 +34,11 @@ def test_every_row_comes_once_and_finds_its_way_back(x, chunk_size):
     lead = x.shape[:-1]
     assert rows.count == lead.numel()
     number = torch.arange(lead.numel()).reshape(lead)
-    flat = rows.flat(number)
+    flat = rows.walk(number)
     assert flat.shape == (rows.count,)
-    assert torch.equal(rows.unflat(flat), number)
+    assert torch.equal(rows.restore(flat), number)
     wide = torch.randn(*lead, 3)
-    assert torch.equal(rows.unflat(rows.flat(wide)), wide)
+    assert torch.equal(rows.restore(rows.walk(wide)), wide)
 
     by_number = x.reshape(-1, x.shape[-1])
     for walk in (rows.blocks(x), rows.chunks(chunk_size, x)):

@@ -8,21 +8,44 @@ first-level cache while maximum and sums are taken, and merges them as shards ar
 Compiled are float32, bfloat16 and float16 logits with any temperature, scale, row stride, entropy
 and rank. What is rare (softcap, bias, label smoothing, one row, under two blocks of columns) and
 the columns past the last whole block go to the reference.
+
+A kernel is a plain function of tensors and flags. Sizes stay symbolic, so that one compilation
+(about a second; a few in the first one of a process) serves every number of rows and columns, and
+inductor's cache on disk gives later processes most of it back.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.inductor_compile import NotCompiled, assert_compiled, call_compiled
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, merge
 
-__all__ = ["DTYPES", "MIN_NUMEL", "count_higher", "grad_logits", "row_stats"]
+__all__ = [
+    "DTYPES",
+    "MIN_NUMEL",
+    "NotCompiled",
+    "compiler",
+    "count_higher",
+    "grad_logits",
+    "obstacle",
+    "row_stats",
+]
+
+logger = logging.getLogger("mcore_logprobs")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -113,17 +136,20 @@ def _row_stats(
     whole = spec.valid - spec.valid % _BLOCK
     head = logits[:, :whole]
     block_stats = call_compiled(_stats_kernel, head, _scalar(spec.multiplier), spec.entropy)
-    top = block_stats[0]  # [n, blocks]
-    parts = top.new_zeros(top.shape[1] + (whole < spec.valid), len(spec.fields), top.shape[0])
-    head_parts = parts[: top.shape[1]]
+    count = whole // _BLOCK
+    parts = logits.new_zeros(
+        count + (whole < spec.valid), len(spec.fields), logits.shape[0], dtype=torch.float32
+    )
+    head_parts = parts[:count]
     head_target = torch.where(target < whole, target, -1)
-    for name, values in zip(("max", "sum", "entropy"), block_stats, strict=False):
-        head_parts[:, spec.fields.index(name)] = values.t()
-    parts[0, 2] = gather_target(head, head_target, 0.0).float() * spec.multiplier
+    for name, values in block_stats.items():
+        head_parts[:, spec.position(name)] = values.t()
+    own = gather_target(head, head_target, 0.0).float() * spec.multiplier
+    parts[0, spec.position("target")] = own
     if spec.rank:
         assert threshold is not None
         limit = threshold.to(logits.dtype)
-        higher = spec.fields.index("higher")
+        higher = spec.position("higher")
         head_parts[:, higher] = call_compiled(_count_kernel, head, limit).t()
         parts[0, higher] -= (gather_target(head, head_target, -torch.inf) > limit).float()
     if whole < spec.valid:
@@ -140,7 +166,8 @@ def _row_stats(
 def _grad_logits(
     logits: Tensor, target: Tensor, shift: Tensor, coef: Tensor, spec: RowSpec, out: Tensor
 ) -> None:
-    a, b, on_target, _ = coef * spec.multiplier
+    scaled = (coef * spec.multiplier).unbind(0)
+    row = dict(zip(spec.coefficients, scaled, strict=True))
     alive = (coef != 0).any(0)
     # The target's entry is computed apart, from the logit before anything is written over it, and
     # rounded once: near p = 1 it is the difference of two nearly equal numbers.
@@ -148,8 +175,9 @@ def _grad_logits(
     rows = torch.arange(target.shape[0])
     shifted = logits[rows, column].float() * spec.multiplier - shift
     shifted.clamp_(min=LOG_ZERO)
+    a, b = row["weight"], row["moment"]
     own = shifted.exp() * (a + b * shifted if spec.entropy else a)
-    own = torch.where(alive, own + torch.where(target >= 0, on_target, 0.0), 0.0)
+    own = torch.where(alive, own + torch.where(target >= 0, row["target"], 0.0), 0.0)
 
     source, result = logits[:, : spec.valid], out[:, : spec.valid]
     factors = (_scalar(spec.multiplier), shift, a, b, alive, spec.entropy)
@@ -175,18 +203,18 @@ def _scalar(value: float) -> Tensor:
 # ---- kernels: what torch.compile sees -----------------------------------------------------------
 
 
-def _stats_kernel(logits: Tensor, multiplier: Tensor, entropy: bool) -> tuple[Tensor, ...]:
-    """`[n, blocks * _BLOCK]` -> (max, sum, entropy if wanted) of each block, `[n, blocks]`."""
+def _stats_kernel(logits: Tensor, multiplier: Tensor, entropy: bool) -> dict[str, Tensor]:
+    """`[n, blocks * _BLOCK]` -> each block's max, sum and, if wanted, entropy; `[n, blocks]`."""
     assert_compiled()
     z = logits.unflatten(1, (logits.shape[1] // _BLOCK, _BLOCK)).float() * multiplier
     top = z.amax(-1)
-    # As a tuple: stacked, the maximum's loop and the sum's would not be fused.
+    # Apart: stacked, the maximum's loop and the sum's would not be fused.
     shifted = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)
     if not entropy:
-        return top, shifted.exp().sum(-1)
+        return {"max": top, "sum": shifted.exp().sum(-1)}
     shifted = shifted.clamp(min=LOG_ZERO)
     weight = shifted.exp()
-    return top, weight.sum(-1), (weight * shifted).sum(-1)
+    return {"max": top, "sum": weight.sum(-1), "entropy": (weight * shifted).sum(-1)}
 
 
 def _count_kernel(logits: Tensor, limit: Tensor) -> Tensor:
@@ -242,3 +270,98 @@ def _grad_inplace_kernel(
     """As `_grad_kernel`, over the logits."""
     assert_compiled()
     logits.copy_(_grad_values(logits, multiplier, shift, a, b, alive, entropy))
+
+
+# ---- compilation: when, once, and what to do where it fails ------------------------------------
+
+
+class NotCompiled(Exception):
+    """This call cannot go through a compiled kernel; nothing has been written yet."""
+
+
+def assert_compiled() -> None:
+    """First line of every kernel: refuse to run eagerly, which would make float32 copies of all.
+
+    torch.compile runs the plain function where it is switched off (TORCHDYNAMO_DISABLE, a stance,
+    an enclosing `torch.compiler.disable`), without a word.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        raise NotCompiled("torch.compile is switched off")
+
+
+_lock = threading.RLock()
+_kernels: dict[tuple[Any, ...], Callable[..., Any]] = {}
+_warm: set[tuple[Any, ...]] = set()
+_failure: str | None = None
+
+
+def call_compiled(function: Callable[..., Any], *args: Tensor | bool) -> Any:
+    """`function(*args)`, compiled at the first call with tensors and flags of this kind.
+
+    Raises:
+        NotCompiled: compilation failed, here or earlier (the first failure is logged), or a
+            dispatch mode is active, within which torch compiles nothing.
+    """
+    global _failure
+    if _failure is not None:
+        raise NotCompiled(_failure)
+    if _get_current_dispatch_mode() is not None:
+        raise NotCompiled("a TorchDispatchMode is active")
+    key = (function, *(_kind(arg) for arg in args))
+    state = (key, torch.get_num_threads(), torch.is_inference_mode_enabled())
+    kernel = _kernels.get(key)
+    try:
+        if kernel is not None and state in _warm:
+            return kernel(*args)
+        with _lock:  # torch's compiler configuration is not all thread-safe
+            kernel = _kernels.setdefault(key, _compile(function))
+            result = kernel(*args)
+            _warm.add(state)
+            return result
+    except NotCompiled:
+        raise
+    except Exception as error:  # whatever a compiler, a full disk or a missing header brings about
+        _failure = f"compilation failed: {type(error).__name__}: {_first_line(error)}"
+        logger.warning("inductor backend: %s; the torch backend takes over", _failure)
+        raise NotCompiled(_failure) from error
+
+
+def _kind(arg: Tensor | bool) -> Any:
+    return (arg.dtype, arg.is_contiguous()) if isinstance(arg, Tensor) else arg
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    # torch counts recompilations by code object, up to a small limit: each kind gets its own.
+    assert isinstance(function, FunctionType)
+    own = FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
+    return torch.compile(own, dynamic=True, fullgraph=True)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def obstacle() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if _failure is not None:
+        return _failure
+    if compiler() is None:
+        return "no C++ compiler found (CXX, g++, clang++)"
+    if (
+        os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+        or os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    ):
+        return "torch.compile is switched off by the environment"
+    return None
+
+
+@cache
+def compiler() -> str | None:
+    """The C++ compiler that inductor will find, or None."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    return None

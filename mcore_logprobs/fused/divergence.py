@@ -1,0 +1,446 @@
+"""Distillation from hidden states: the student's logits are never held, nor the teacher's.
+
+Two heads side by side: a chunk of either side's logits exists at a time, on the same tiles and
+blocks; backward recomputes both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.checks import check_flag
+from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.fused.gradients import HeadGradients
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, open_tokens
+from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.kernels.backend import default_chunk_size
+from mcore_logprobs.kernels.distill import (
+    PAIR_STATS,
+    PairSpec,
+    finish_pair,
+    jsd_sums,
+    merge_pairs,
+    pair_dtype,
+    pair_grad,
+    pair_stats,
+)
+from mcore_logprobs.kernels.reference import row_chunks
+from mcore_logprobs.logits.distill import check_backend, check_kind, check_mask
+from mcore_logprobs.logits.dtensor import unwrap_logits
+from mcore_logprobs.logits.opening import check_group_tensor, check_same_rows, row_spec
+
+__all__ = ["linear_kl_div"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """`teacher` is None where the teacher's logits are given."""
+
+    student: HeadOptions
+    teacher: HeadOptions | None
+    tiling: Tiling
+    pair: PairSpec
+
+
+class _GivenTeacher:
+    """The teacher's logits `[..., v]`, a rectangle at a time.
+
+    Args:
+        order: `[n]`, which flat row stands at each place of the walk; None: its own.
+    """
+
+    def __init__(self, logits: Tensor, order: Tensor | None) -> None:
+        # Where the leading dimensions have no common stride they are indexed instead.
+        with contextlib.suppress(RuntimeError):
+            logits = logits.view(-1, logits.shape[-1])
+        self._logits, self._order = logits, order
+        self.dtype = logits.dtype
+
+    def tiles(self) -> Iterator[Tensor | None]:
+        while True:
+            yield None
+
+    def chunk(self, tile: Tensor | None, rows: slice, columns: slice) -> Tensor:
+        block = self._logits[..., columns]
+        lead = block.shape[:-1]
+        if self._order is None and len(lead) == 1:
+            return block[rows]
+        if self._order is not None:
+            flat = self._order[rows]
+        else:
+            flat = torch.arange(rows.start, rows.stop, device=block.device)
+        return block[torch.unravel_index(flat, lead)]
+
+    def bias(self, columns: slice) -> None:
+        return None
+
+
+class _HeadTeacher:
+    """The teacher's logits from its own hidden states and head."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        opts: HeadOptions,
+        tiling: Tiling,
+    ) -> None:
+        self._head = Head(weight, bias, opts, tiling.block_columns)
+        self._tiles = HiddenTiles(hidden, tiling)
+        self.dtype = self._head.wide
+
+    def tiles(self) -> Iterator[Tensor]:
+        for tile in self._tiles:
+            yield tile.hidden
+
+    def chunk(self, tile: Tensor | None, rows: slice, columns: slice) -> Tensor:
+        assert tile is not None
+        return self._head.logits(tile, columns)
+
+    def bias(self, columns: slice) -> Tensor | None:
+        return None if self._head.bias is None else self._head.bias[columns]
+
+
+class _Pair:
+    """A chunk of the student's logits and the teacher's beside it, in parts of some rows.
+
+    Args:
+        beside: what the teacher's `tiles` gave for this tile.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        rows: slice,
+        teacher: _GivenTeacher | _HeadTeacher,
+        beside: Tensor | None,
+        pair: PairSpec,
+    ) -> None:
+        self.student = chunk
+        self.teacher = teacher.chunk(beside, rows, chunk.columns)
+        self.biases: dict[str, Any] = {
+            "student_bias": chunk.bias,
+            "teacher_bias": teacher.bias(chunk.columns),
+        }
+        width = chunk.columns.stop - chunk.columns.start
+        self.spec = replace(pair, student=chunk.spec, teacher=replace(pair.teacher, valid=width))
+
+    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows, student's, teacher's): two float32 copies of them stay small beside the chunk."""
+        rows, columns = self.teacher.shape
+        size = default_chunk_size(2 * columns, self.teacher.device)
+        for part in row_chunks(rows, size):
+            yield part, self.student.logits[part], self.teacher[part]
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """Flat: `[n]`. The teacher is (logits, None, None) or (hidden, weight, bias or None).
+
+    index is which row of the teacher's logits stands where, None for its own place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher: Tensor,
+        teacher_weight: Tensor | None,
+        teacher_bias: Tensor | None,
+        keep: Tensor,
+        index: Tensor | None,
+        opts: _Options,
+    ) -> Tensor:
+        tiles, spec = HiddenTiles(hidden, opts.tiling), opts.pair
+        head = Head(weight, bias, opts.student, opts.tiling.block_columns)
+        other = _teacher(teacher, teacher_weight, teacher_bias, tiles, index, opts)
+        dtype = pair_dtype(head.wide, other.dtype)
+        stats = hidden.new_zeros(PAIR_STATS, tiles.count, dtype=dtype)
+        stats[0] = stats[2] = -torch.inf  # what a rank without true vocabulary says
+        for tile, pair in _pairs(head, tiles, other, spec):
+            found = stats.new_empty(PAIR_STATS, tile.hidden.shape[0])
+            for part, s, t in pair.parts():
+                pair_stats(s, t, pair.spec, out=found[:, part], **pair.biases)
+            stats[:, tile.rows] = merge_pairs(torch.stack([stats[:, tile.rows], found]), spec)
+        done = finish_pair(merge_pairs(all_gather_stack(stats, opts.student.group), spec), spec)
+        value, inner = done.value, done.value
+        if spec.kind == "jsd":
+            # KL of either side from the mixture: a second walk, one all-reduce.
+            sums = stats.new_zeros(2, tiles.count)
+            for tile, pair in _pairs(head, tiles, other, spec):
+                found = sums.new_empty(2, tile.hidden.shape[0])
+                norm_s, norm_t = done.norm_s[:, tile.rows], done.norm_t[:, tile.rows]
+                for part, s, t in pair.parts():
+                    norms = norm_s[:, part], norm_t[:, part]
+                    jsd_sums(s, t, *norms, pair.spec, out=found[:, part], **pair.biases)
+                sums[:, tile.rows] += found
+            from_teacher, inner = all_reduce_sum(sums, opts.student.group)
+            value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
+        keep = tiles.walk(keep) & done.usable
+        ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            bias,
+            teacher,
+            teacher_weight,
+            teacher_bias,
+            keep,
+            index,
+            done.norm_s,
+            done.norm_t,
+            inner,
+        )
+        return tiles.restore(torch.where(keep, value, 0.0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, first, other_weight, other_bias, *rest = ctx.saved_tensors
+        keep, index, norm_s, norm_t, inner = rest
+        opts: _Options = ctx.opts
+        tiles = HiddenTiles(hidden, opts.tiling)
+        upstream = torch.where(keep, tiles.walk(grads[0]), 0.0)
+        needs = ctx.needs_input_grad[:3]
+        gradients = HeadGradients(
+            hidden, ctx.weight, bias, tiles, opts.tiling, opts.student, needs=needs
+        )
+        head = Head(weight, bias, opts.student, opts.tiling.block_columns)
+        other = _teacher(first, other_weight, other_bias, tiles, index, opts)
+
+        def dlogits_of(chunk: Chunk, *, tile: Tile, beside: Tensor | None) -> Tensor:
+            rows = tile.rows
+            pair = _Pair(chunk, rows, other, beside, opts.pair)
+            out = head.gradient_buffer(chunk.logits)
+            for part, s, t in pair.parts():
+                pair_grad(
+                    s,
+                    t,
+                    norm_s[:, rows][:, part],
+                    norm_t[:, rows][:, part],
+                    inner[rows][part],
+                    upstream[rows][part],
+                    pair.spec,
+                    out=out[part],
+                    **pair.biases,
+                )
+            return out
+
+        for tile, beside in zip(tiles, other.tiles(), strict=False):
+            for chunk in head.chunks(tile.hidden, _no_target(tile)):
+                of_tile = partial(dlogits_of, tile=tile, beside=beside)
+                gradients.add_chunk(head, tile, chunk, of_tile)
+            gradients.end_tile(tile)
+        return (*gradients.finish(), *(None,) * 6)
+
+
+def _pairs(
+    head: Head, tiles: HiddenTiles, teacher: _GivenTeacher | _HeadTeacher, spec: PairSpec
+) -> Iterator[tuple[Tile, _Pair]]:
+    for tile, beside in zip(tiles, teacher.tiles(), strict=False):
+        for chunk in head.chunks(tile.hidden, _no_target(tile)):
+            yield tile, _Pair(chunk, tile.rows, teacher, beside, spec)
+
+
+def _no_target(tile: Tile) -> Tensor:
+    rows = tile.hidden.shape[0]
+    return torch.full((rows,), -1, dtype=torch.int64, device=tile.hidden.device)
+
+
+def _teacher(
+    first: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tiles: HiddenTiles,
+    index: Tensor | None,
+    opts: _Options,
+) -> _GivenTeacher | _HeadTeacher:
+    if opts.teacher is not None:
+        assert weight is not None
+        return _HeadTeacher(first, weight, bias, opts.teacher, opts.tiling)
+    if index is None and opts.tiling.sequence_parallel:
+        index = torch.arange(tiles.count, device=first.device)
+    return _GivenTeacher(first, None if index is None else tiles.walk(index))
+
+
+def linear_kl_div(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    teacher_hidden: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    kind: str = "forward",
+    beta: float = 0.5,
+    mask: Tensor | None = None,
+    compact: bool = False,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    sequence_parallel: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    gradient_accumulation_fusion: bool = False,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    teacher_temperature: float | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`vocab_parallel_kl_div` of a head's logits without ever holding them.
+
+    The teacher is either its logits, or its hidden states and its head's weight: then its logits
+    are never held either. Equal to the unfused operation on float32 logits up to rounding.
+
+    Shape:
+        hidden: `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism) or `[n, h]` (`[n/TP, h]`).
+        weight: `[V/TP, h]`, this rank's rows of the student's output layer, in hidden's dtype.
+        teacher_logits: `[s, b, V/TP]` or `[n, V/TP]`, the whole sequence on every TP rank, of
+            any float dtype; or a DTensor sharded on its last dimension.
+        teacher_hidden, teacher_weight, teacher_bias: as hidden, weight and bias, of any hidden
+            size; teacher_hidden is split over TP if hidden is.
+        mask: bool `[s, b]` or `[n]`, the whole sequence; False rows give 0 and no gradient.
+        Returns float32 `[s, b]` or `[n]` (float64 where either side is).
+
+    Args:
+        kind, beta, temperature, teacher_temperature, vocab_size: as in `vocab_parallel_kl_div`.
+        teacher_logit_scale, teacher_softcap: of the teacher's own head; with teacher_logits too.
+        compact: compute only rows that the mask keeps; the same results. One host sync.
+        bias, logit_scale, softcap, sequence_parallel, logits_dtype, gradient_accumulation_fusion,
+            tp_group, chunk_size: as in `linear_token_stats`.
+        backend: "auto" or "torch"; there is no Triton kernel for two sides.
+
+    The gradient goes to hidden, weight and bias of the student, accumulated in float32.
+
+    Collectives: forward one all-gather of `[5, n]` float32 over TP, for "jsd" one all-reduce of
+    `[2, n]` more; backward those of `linear_token_stats`. Sequence parallelism gathers each tile of
+    both hidden states, forward (twice for "jsd") and backward.
+
+    Memory: a chunk of either side's logits and where operands are bfloat16 its gradient; the
+    gradients. Saved for backward: the inputs and a few numbers a row.
+
+    Raises:
+        ValueError: before any collective; neither or both kinds of teacher; else as in
+            `vocab_parallel_kl_div` and `linear_token_stats`.
+    """
+    check_kind(kind, beta)
+    check_backend(backend)
+    check_flag("sequence_parallel", sequence_parallel)
+    given = teacher_logits is not None
+    if given == (teacher_hidden is not None or teacher_weight is not None):
+        raise ValueError(
+            "teacher: expected either teacher_logits or teacher_hidden with teacher_weight"
+        )
+    if given and teacher_bias is not None:
+        raise ValueError("teacher_bias: expected None with teacher_logits")
+    if compact and mask is None:
+        raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
+    if teacher_logits is not None:
+        teacher_logits, tp_group = unwrap_logits(teacher_logits, tp_group, "teacher_logits")
+    group = resolve_tp_group(tp_group)
+    shared: dict[str, Any] = {
+        "logits_dtype": logits_dtype,
+        "tp_group": group,
+        "vocab_size": vocab_size,
+        "backend": backend,
+    }
+    student = open_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        **shared,
+    )
+    ranks = group_size(group) if sequence_parallel else 1
+    lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
+    mask = check_mask(mask, lead, hidden.device)
+    teacher_finish: dict[str, Any] = {
+        "logit_scale": teacher_logit_scale,
+        "softcap": teacher_softcap,
+        "temperature": temperature if teacher_temperature is None else teacher_temperature,
+        "prefix": "teacher_",
+    }
+    teacher: HeadOptions | None = None
+    if teacher_logits is not None:
+        check_group_tensor(teacher_logits, "teacher_logits", min_dim=2)
+        shape = torch.Size((*lead, weight.shape[0]))
+        check_same_rows("teacher_logits", teacher_logits, shape, hidden.device)
+        teacher_spec = row_spec(student.shard, **teacher_finish)
+        first = teacher_logits.detach()
+    else:
+        teacher = open_head(
+            teacher_hidden,  # type: ignore[arg-type]
+            teacher_weight,  # type: ignore[arg-type]
+            teacher_bias,
+            **teacher_finish,
+            **shared,
+        )
+        assert teacher_hidden is not None
+        assert teacher_weight is not None
+        _check_teacher(teacher_hidden, teacher_weight, hidden, weight)
+        teacher_spec = teacher.spec
+        first = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
+    tokens = open_tokens(
+        hidden,
+        None,
+        student.shard,
+        sequence_parallel=sequence_parallel,
+        chunk_size=chunk_size,
+        keep=None if mask is None else mask.reshape(-1),
+        compact=compact,
+    )
+    index = None
+    if tokens.compaction is not None:
+        index = tokens.per_row(torch.arange(lead.numel(), device=hidden.device).view(lead))
+        if not given:
+            first = tokens.compaction.select_hidden(first)
+    pair = PairSpec(student.spec, teacher_spec, kind, float(beta))
+    value = _LinearDivergence.apply(
+        tokens.hidden,
+        weight,
+        bias,
+        first,
+        teacher_weight,
+        teacher_bias,
+        tokens.target.keep,
+        index,
+        _Options(student, teacher, tokens.tiling, pair),
+    )
+    return tokens.restore(value, 0.0)
+
+
+def _check_teacher(
+    teacher_hidden: Tensor, teacher_weight: Tensor, hidden: Tensor, weight: Tensor
+) -> None:
+    if teacher_hidden.device != hidden.device:
+        raise ValueError(
+            f"teacher_hidden: expected device {hidden.device}, got {teacher_hidden.device}"
+        )
+    if teacher_weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"teacher_weight: expected the student's V/TP = {weight.shape[0]} rows, got shape "
+            f"{tuple(teacher_weight.shape)}"
+        )
+    if teacher_hidden.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"teacher_hidden: expected hidden's leading shape {tuple(hidden.shape[:-1])}, got "
+            f"{tuple(teacher_hidden.shape[:-1])}"
+        )

@@ -1,0 +1,249 @@
+"""The output layer's gradients, as dLogits come chunk by chunk.
+
+for each tile of rows:
+    for each block of columns:          chunk = tile @ weight[block]^T, and from it dLogits
+        dWeight[block] += dLogits^T @ tile
+        dTile          += dLogits @ weight[block]
+    dHidden[tile] = dTile summed over TP, while the next tile is computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.collectives import all_reduce_sum_async, reduce_scatter_dim0_async
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions
+from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.products import add_product, product
+from mcore_logprobs.kernels.reference import finished_logits, softcap_slope
+from mcore_logprobs.kernels.stats import accumulator_dtype
+
+__all__ = ["HeadGradients", "main_grad_stand_in"]
+
+
+class HeadGradients:
+    """The three gradients of the output layer.
+
+    Args:
+        hidden: `[n_local, h]`; weight `[v, h]`, the parameter itself; bias `[v]` or None.
+        needs: which of the three are wanted; an unwanted one costs no product.
+        wide: leave the gradients in float32 (float64 for float64), dWeight out of main_grad too.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tiles: HiddenTiles,
+        tiling: Tiling,
+        opts: HeadOptions,
+        *,
+        needs: tuple[bool, bool, bool],
+        wide: bool = False,
+    ) -> None:
+        self.hidden = self.weight = self.bias = None
+        self._wide = wide
+        if needs[0]:
+            self.hidden = HiddenGradient(hidden, tiles, tiling, wide=wide)
+        main_grad = opts.gradient_accumulation_fusion and not wide
+        if needs[1]:
+            self.weight = WeightGradient(
+                weight,
+                main_grad=cast(Any, weight).main_grad if main_grad else None,
+                tiles=len(tiles.local),
+                valid=opts.spec.valid,
+                wide=wide,
+            )
+        if needs[2] and bias is not None:
+            self.bias = torch.zeros_like(bias, dtype=accumulator_dtype(bias.dtype))
+        self._bias_like = bias
+        self._tile: Tensor | None = None
+
+    def add_chunk(
+        self, head: Head, tile: Tile, chunk: Chunk, dlogits_of: Callable[[Chunk], Tensor]
+    ) -> None:
+        """dLogits of a chunk, and from it the products.
+
+        With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on
+        top. A head with both a softcap and a bias takes the two steps apart.
+
+        Args:
+            dlogits_of: chunk -> `[rows, columns]`, the gradient with respect to its raw logits, in
+                the operand dtype; may be written over them.
+        """
+        spec, columns = chunk.spec, chunk.columns
+        if self.bias is None or spec.softcap is None:
+            dlogits = dlogits_of(chunk)
+            self._add_bias(columns, dlogits, 1.0 / spec.logit_scale)
+        else:
+            slope = softcap_slope(chunk.logits, spec, head.wide).mul_(spec.logit_scale)
+            uncapped = replace(spec, logit_scale=1.0, softcap=None)
+            capped = finished_logits(chunk.logits, replace(spec, temperature=1.0))
+            dz = dlogits_of(replace(chunk, logits=capped, spec=uncapped))
+            self._add_bias(columns, dz, 1.0)
+            dlogits = (dz * slope).to(dz.dtype)
+        if self.weight is not None:
+            self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
+        if self.hidden is not None:
+            block = head.weight_block(columns)
+            if self._tile is None:
+                wide = accumulator_dtype(tile.hidden.dtype)
+                self._tile = product(dlogits, block, torch.empty_like(tile.hidden, dtype=wide))
+            else:
+                add_product(dlogits, block, self._tile)
+
+    def _add_bias(self, columns: slice, dz: Tensor, factor: float) -> None:
+        """Add `factor * sum over rows of dz`."""
+        if self.bias is not None:
+            self.bias[columns] += dz.sum(0, dtype=self.bias.dtype) * factor
+
+    def end_tile(self, tile: Tile) -> None:
+        """All of the tile's chunks were added: its dHidden can be reduced."""
+        if self.hidden is None:
+            return
+        if self._tile is None:  # no true vocabulary on this rank
+            wide = accumulator_dtype(tile.hidden.dtype)
+            self._tile = torch.zeros_like(tile.hidden, dtype=wide)
+        self.hidden.put(tile.number, self._tile)
+        self._tile = None
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(dHidden, dWeight, dBias), None where unwanted or gone into main_grad."""
+        bias = None
+        if self.bias is not None and self._bias_like is not None:
+            bias = self.bias if self._wide else self.bias.to(self._bias_like.dtype)
+        return (
+            None if self.hidden is None else self.hidden.finish(),
+            None if self.weight is None else self.weight.finish(),
+            bias,
+        )
+
+
+class HiddenGradient:
+    """Collects dHidden tile by tile: float32 within a tile, summed over TP while the next is made.
+
+    The sum over TP is an all-reduce, or a reduce-scatter under sequence parallelism, in float32,
+    rounded to the hidden states' dtype once (not at all if `wide`).
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        tiles: HiddenTiles,
+        tiling: Tiling,
+        *,
+        wide: bool = False,
+    ) -> None:
+        dtype = accumulator_dtype(hidden.dtype) if wide else hidden.dtype
+        self.grad = torch.empty_like(hidden, dtype=dtype)
+        self._tiles, self._tiling = tiles, tiling
+        self._pending: tuple[int, Tensor, Any | None] | None = None
+
+    def put(self, number: int, tile: Tensor) -> None:
+        """Take over the finished `[rows, h]` gradient of tile `number`; start its reduction."""
+        self._settle()
+        group = self._tiling.group
+        if self._tiling.sequence_parallel:
+            out, work = reduce_scatter_dim0_async(tile, group)
+        else:
+            out, work = tile, all_reduce_sum_async(tile, group)
+        self._pending = (number, out, work)
+
+    def finish(self) -> Tensor:
+        """`[n_local, h]` in the hidden states' dtype, or float32."""
+        self._settle()
+        return self.grad
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        number, out, work = self._pending
+        if work is not None:
+            work.wait()
+        self.grad[self._tiles.local[number]] = out
+        self._pending = None
+
+
+class WeightGradient:
+    """Collects dWeight block by block, accumulated in float32 whatever the weight's dtype.
+
+    With one tile a block is multiplied once and written once. With several, the float32 sum lives
+    in `main_grad` if it is given, else in the gradient itself if that is float32, else in a float32
+    tensor of the gradient's size.
+
+    Args:
+        weight: `[v, h]`.
+        main_grad: None, or Megatron's `weight.main_grad`, to which the gradient is added.
+        wide: leave the gradient in float32.
+        tiles: how many tiles will contribute to each block.
+        valid: columns past it are masked: their gradient is 0.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        main_grad: Tensor | None,
+        tiles: int,
+        valid: int,
+        wide: bool = False,
+    ) -> None:
+        self._weight, self._main_grad = weight, main_grad
+        self._wide = accumulator_dtype(weight.dtype)
+        self._dtype = self._wide if wide else weight.dtype
+        self._fresh = main_grad is None
+        self._sum: Tensor | None = None
+        if main_grad is None:
+            dtype = self._dtype if tiles <= 1 else self._wide
+            self._sum = prefer_huge_pages(torch.empty_like(weight, dtype=dtype))
+            self._sum[valid if tiles else 0 :] = 0
+        elif main_grad.dtype == self._wide:
+            self._sum = main_grad
+
+    def add(self, first: bool, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
+        """Add `dlogits^T @ hidden`, `[columns, h]`; `first` for the first tile of the block.
+
+        Args:
+            dlogits: `[rows, columns]`, hidden: `[rows, h]`; of one operand dtype.
+        """
+        block = None if self._sum is None else self._sum[columns]
+        if block is not None and block.dtype == self._wide:
+            # product writes where there is nothing yet, so that no zero fill is needed.
+            (product if first and self._fresh else add_product)(dlogits.t(), hidden, block)
+            return
+        shape = (dlogits.shape[1], hidden.shape[1])
+        part = product(dlogits.t(), hidden, hidden.new_empty(shape, dtype=self._wide))
+        if block is not None:  # one tile, low-precision weight: rounded once
+            block.copy_(part)
+        else:  # a low-precision main_grad: rounded once a tile, as Megatron's own does
+            assert self._main_grad is not None
+            self._main_grad[columns].add_(part)
+
+    def finish(self) -> Tensor | None:
+        """The weight's gradient, or what stands for it when main_grad has it."""
+        if self._main_grad is None:
+            assert self._sum is not None
+            return self._sum.to(self._dtype)
+        return main_grad_stand_in(self._weight)
+
+
+def main_grad_stand_in(weight: Tensor) -> Tensor | None:
+    """What autograd gets for a weight whose gradient went into `main_grad`.
+
+    Megatron's convention: a parameter with the attribute `grad_added_to_main_grad` has it set, and
+    gets a tensor of the right shape whose values nobody reads (zeros if `zero_out_wgrad`), so that
+    the data-parallel hooks fire; any other gets None.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)

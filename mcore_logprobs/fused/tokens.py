@@ -1,0 +1,235 @@
+"""The rows of a fused call: opened once, cut into tiles, and their results put back in place.
+
+A *tile* is some rows of the hidden states; a *block* is some columns of the vocabulary. Only one
+tile-by-block rectangle of logits, the chunk, exists at a time. Under sequence parallelism a tile is
+gathered from all ranks when it is needed (the next one while this one is worked on), so that
+the whole sequence is never held either; its gradient is reduce-scattered the same way.
+
+Rows are walked tile by tile, and within a tile rank by rank. That order differs from the sequence's
+only under sequence parallelism with several tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.checks import check_chunk_size, check_flag
+from mcore_logprobs.collectives import all_gather_dim0_async
+from mcore_logprobs.groups import VocabShard, group_rank, group_size
+from mcore_logprobs.kernels.products import operand
+from mcore_logprobs.kernels.reference import row_chunks
+from mcore_logprobs.kernels.stats import IGNORED, RowResults
+from mcore_logprobs.logits.opening import LocalTarget, check_target, localize_target
+from mcore_logprobs.logits.token_stats import TokenStats
+
+__all__ = ["HiddenTiles", "Tile", "Tiling", "Tokens", "open_tokens"]
+
+# Bytes of one float32 chunk of logits.
+_CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
+# Rows a tile: enough that a product of [rows, h] and [h, columns] runs at full speed, and that
+# reading and writing a block of the weight's gradient once a tile costs little beside it.
+_TILE_ROWS = {"cpu": 2048, "other": 8192}
+_MAX_BLOCK = {"cpu": 4096, "other": 1 << 20}
+
+
+def tile_shape(
+    rows: int, columns: int, chunk_size: int | None, device: torch.device
+) -> tuple[int, int]:
+    """(rows a tile, columns a block) for `rows` rows and `columns` columns on a rank."""
+    kind = "cpu" if device.type == "cpu" else "other"
+    tile = max(1, min(rows, chunk_size or _TILE_ROWS[kind]))
+    block = _CHUNK_BYTES[kind] // (4 * tile)
+    if chunk_size is None:
+        block = min(block, _MAX_BLOCK[kind])
+    return tile, max(1, min(columns, max(block, 256)))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How rows are cut into tiles and columns into blocks; see `tile_shape`.
+
+    Attributes:
+        sequence_parallel: whether the hidden states are split over `group`, row by row.
+    """
+
+    group: ProcessGroup | None
+    sequence_parallel: bool
+    tile_rows: int
+    block_columns: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A checked call's rows, those without a target left out if it is compact.
+
+    Attributes:
+        lead: the target's shape.
+        hidden: `[n_local, h]`, differentiable.
+        target: `[n]` each.
+    """
+
+    lead: torch.Size
+    hidden: Tensor
+    target: LocalTarget
+    tiling: Tiling
+    compaction: Compaction | None
+
+    def per_row(self, tensor: Tensor) -> Tensor:
+        """`[*lead, ...]` of the whole sequence -> `[n, ...]`."""
+        flat = tensor.reshape(-1, *tensor.shape[len(self.lead) :])
+        return flat if self.compaction is None else self.compaction.walk(flat)
+
+    def restore(self, per_row: Tensor, fill: float) -> Tensor:
+        """`[n, ...]` -> `[*lead, ...]`, rows left out being `fill`; differentiable."""
+        if self.compaction is not None:
+            per_row = self.compaction.restore(per_row, fill)
+        return per_row.view(*self.lead, *per_row.shape[1:])
+
+    def stats(self, results: RowResults) -> TokenStats:
+        """The results of `[n]` as users get them."""
+        return TokenStats(**results.map(self.restore, IGNORED)._asdict())
+
+
+def open_tokens(
+    hidden: Tensor,
+    target: Tensor | None,
+    shard: VocabShard,
+    *,
+    sequence_parallel: bool,
+    chunk_size: int | None,
+    ignore_index: int | None = None,
+    keep: Tensor | None = None,
+    compact: bool = False,
+) -> Tokens:
+    """Check the hidden states' rows and their targets, before any collective.
+
+    Args:
+        hidden: as `open_head` has found it right.
+        target: global ids or ignore_index; None where an operation has none.
+        keep: bool, in place of a target: which rows count. None: all.
+
+    Raises:
+        ValueError: with the argument's name, what was expected and what was given.
+    """
+    check_flag("sequence_parallel", sequence_parallel)
+    check_flag("compact", compact)
+    check_chunk_size(chunk_size)
+    ranks = group_size(shard.group) if sequence_parallel else 1
+    lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
+    rows, device = math.prod(lead), hidden.device
+    if target is not None:
+        flat = check_target(target, lead, device).reshape(-1)
+        local = localize_target(flat, shard, ignore_index)
+    else:
+        local = LocalTarget(
+            column=torch.full((rows,), -1, dtype=torch.int64, device=device),
+            keep=torch.ones(rows, dtype=torch.bool, device=device) if keep is None else keep,
+        )
+    tile_rows, block_columns = tile_shape(rows, shard.width, chunk_size, device)
+    tiling = Tiling(shard.group, sequence_parallel, tile_rows, block_columns)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    if not compact:
+        return Tokens(lead, hidden, local, tiling, None)
+    compaction = Compaction(local.keep, shard.group if sequence_parallel else None)
+    local = LocalTarget(compaction.walk(local.column), compaction.walk(local.keep))
+    return Tokens(lead, compaction.select_hidden(hidden), local, tiling, compaction)
+
+
+class Compaction:
+    """Leaves out the rows whose target is ignored, so that they cost no product; and the way back.
+
+    Under sequence parallelism each rank holds its own rows and must send as many as any other:
+    every rank keeps as many as the fullest, the difference being rows that are ignored anyway.
+    Targets are the same on all ranks, and so is every rank's idea of the sizes. One host sync.
+
+    Args:
+        keep: `[n]` bool, the whole sequence.
+        group: over which the rows are split, or None.
+    """
+
+    def __init__(self, keep: Tensor, group: ProcessGroup | None) -> None:
+        ranked = keep.view(group_size(group), -1)
+        most = int(ranked.sum(1).max()) if keep.numel() else 0  # the host sync
+        # Kept rows first, in their order.
+        order = ranked.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+        self._own = order[group_rank(group)]
+        offsets = torch.arange(ranked.shape[0], device=keep.device) * ranked.shape[1]
+        self._rows = (order + offsets.unsqueeze(1)).reshape(-1)
+        self._count = keep.shape[0]
+
+    def select_hidden(self, hidden: Tensor) -> Tensor:
+        """`[n_local, h]` -> this rank's kept rows; differentiable."""
+        return hidden.index_select(0, self._own)
+
+    def walk(self, per_row: Tensor) -> Tensor:
+        """`[n, ...]` of the whole sequence -> its kept rows."""
+        return per_row.index_select(0, self._rows)
+
+    def restore(self, per_row: Tensor, fill: float) -> Tensor:
+        """Kept rows' `[m, ...]` -> `[n, ...]`, the others being `fill`; differentiable."""
+        whole = per_row.new_full((self._count, *per_row.shape[1:]), fill)
+        return whole.index_copy(0, self._rows, per_row)
+
+
+class Tile(NamedTuple):
+    """Attributes: its number; its rows as they are walked; `[rows, h]` in the operand dtype."""
+
+    number: int
+    rows: slice
+    hidden: Tensor
+
+
+class HiddenTiles:
+    """Hidden states `[n_local, h]` as tiles of the whole `[n, h]`.
+
+    Attributes:
+        count: n, rows over all ranks: n_local, times TP under sequence parallelism.
+        local: each tile's rows of this rank.
+    """
+
+    def __init__(self, hidden: Tensor, tiling: Tiling) -> None:
+        self._hidden = hidden.detach()
+        self._group = tiling.group if tiling.sequence_parallel else None
+        self._ranks = group_size(self._group)
+        self.local = list(row_chunks(hidden.shape[0], max(1, tiling.tile_rows // self._ranks)))
+        self.count = hidden.shape[0] * self._ranks
+
+    def __iter__(self) -> Iterator[Tile]:
+        pending = self._start(0)
+        for number, local in enumerate(self.local):
+            tile, work = pending
+            if work is not None:
+                work.wait()
+            pending = self._start(number + 1)
+            rows = slice(local.start * self._ranks, local.stop * self._ranks)
+            yield Tile(number, rows, operand(tile))
+
+    def _start(self, number: int) -> tuple[Tensor, Any | None]:
+        if number >= len(self.local):
+            return self._hidden, None
+        return all_gather_dim0_async(self._hidden[self.local[number]], self._group)
+
+    def walk(self, per_row: Tensor) -> Tensor:
+        """`[n, ...]` in the sequence's order -> as the tiles are walked."""
+        if self._ranks == 1 or len(self.local) < 2:
+            return per_row
+        ranked = per_row.view(self._ranks, -1, *per_row.shape[1:])
+        return torch.cat([ranked[:, part].flatten(0, 1) for part in self.local])
+
+    def restore(self, per_row: Tensor) -> Tensor:
+        """`[n, ...]` as the tiles are walked -> the sequence's order."""
+        if self._ranks == 1 or len(self.local) < 2:
+            return per_row
+        out = torch.empty_like(per_row)
+        ranked = out.view(self._ranks, -1, *per_row.shape[1:])
+        for part in self.local:
+            tile = per_row[part.start * self._ranks : part.stop * self._ranks]
+            ranked[:, part] = tile.view(self._ranks, -1, *per_row.shape[1:])
+        return out
