@@ -110,7 +110,8 @@ def test_signature_is_the_contract(name) -> None:
 
 def test_classes_have_the_contract_s_members() -> None:
     fields = [f.name for f in dataclasses.fields(mcore_logprobs.TokenStats)]
-    assert fields == ["logprobs", "entropy", "target_rank", "lse"]
+    per_token = ["logprobs", "entropy", "target_rank", "lse", "sum_pi_squared"]
+    assert fields == [*per_token, "policy_loss"]
     assert isinstance(mcore_logprobs.TokenStats.loss, property)
     groups = [f.name for f in dataclasses.fields(mcore_logprobs.ParallelGroups)]
     assert groups[:2] == ["tp", "cp"]

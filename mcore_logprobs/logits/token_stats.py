@@ -21,6 +21,7 @@ from mcore_logprobs.logits.opening import (
     check_inplace_backward,
     open_logits,
 )
+from mcore_logprobs.logits.result import TokenStats
 from mcore_logprobs.logits.rows import Rows, target_logits, whole_rows
 
 __all__ = [
@@ -30,34 +31,6 @@ __all__ = [
     "vocab_parallel_target_rank",
     "vocab_parallel_token_stats",
 ]
-
-
-@dataclass
-class TokenStats:
-    """What is known of each token. Every tensor has the target's shape `[...]`.
-
-    Attributes:
-        logprobs: float32, log p[target] in nats; 0 where the target is ignore_index. With label
-            smoothing, minus the smoothed cross entropy. Differentiable.
-        entropy: float32, -sum p log p in nats, or None if not asked for; 0 where ignored.
-            Differentiable.
-        target_rank: int64, how many columns have a larger logit than the target's (0: the target
-            is the argmax; ties count as not higher), or None; -1 where ignored.
-        lse: float32, log-sum-exp of the finished logits; 0 where ignored. Differentiable, so that a
-            z-loss costs no second pass.
-
-    Tensors are float64 where the logits are.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    target_rank: Tensor | None
-    lse: Tensor
-
-    @property
-    def loss(self) -> Tensor:
-        """Cross entropy for each token, `-logprobs`."""
-        return -self.logprobs
 
 
 @dataclass(frozen=True)
