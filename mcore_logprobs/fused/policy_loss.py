@@ -21,7 +21,13 @@ from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients, main_grad_stand_in
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens
-from mcore_logprobs.kernels.stats import FinishedStats, RowResults, gradient_coefficients, merge
+from mcore_logprobs.kernels.stats import (
+    FinishedStats,
+    RowResults,
+    gradient_coefficients,
+    gradient_spec,
+    merge,
+)
 from mcore_logprobs.logits.opening import LocalTarget
 from mcore_logprobs.logits.rows import finish_shards
 from mcore_logprobs.logits.token_stats import TokenStats
@@ -94,7 +100,6 @@ class _LinearPolicyLoss(torch.autograd.Function):
         loss: _Loss,
         opts: _Options,
     ) -> Any:
-        spec = opts.head.spec
         tiles = HiddenTiles(hidden, opts.tiling)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
         loss = replace(loss, tensors=tuple(tiles.walk(t) for t in loss.tensors))
@@ -114,6 +119,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
             parts.append(results)
             if not any(needs):
                 continue
+            spec = gradient_spec(opts.head.spec, upstream)
             coef = gradient_coefficients(
                 upstream,
                 done.norms,
@@ -121,7 +127,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 keep=keep[tile.rows],
                 label_smoothing=opts.label_smoothing,
             )
-            for chunk in chunks:
+            for chunk in (replace(c, spec=replace(spec, valid=c.spec.valid)) for c in chunks):
                 dlogits_of = partial(head.chunk_grad, shift=done.norms.top, coef=coef)
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
             gradients.end_tile(tile)
@@ -191,6 +197,7 @@ def linear_policy_loss(
     denominator: float | Tensor = 1.0,
     entropy: bool = False,
     target_rank: bool = False,
+    sum_pi_squared: bool = False,
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -247,6 +254,7 @@ def linear_policy_loss(
     check_fraction("label_smoothing", label_smoothing)
     check_flag("entropy", entropy)
     check_flag("target_rank", target_rank)
+    check_flag("sum_pi_squared", sum_pi_squared)
     head = open_head(
         hidden,
         weight,
@@ -262,6 +270,7 @@ def linear_policy_loss(
         entropy=entropy,
         rank=target_rank,
         smoothing=label_smoothing > 0.0,
+        sum_pi_squared=sum_pi_squared,
     )
     budget = _CHUNK_BYTES["cpu" if hidden.device.type == "cpu" else "other"]
     tokens = open_tokens(

@@ -22,7 +22,12 @@ from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Head, HeadOptions, open_head
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens
-from mcore_logprobs.kernels.stats import RowNorms, RowResults, gradient_coefficients
+from mcore_logprobs.kernels.stats import (
+    RowNorms,
+    RowResults,
+    gradient_coefficients,
+    gradient_spec,
+)
 from mcore_logprobs.logits.opening import LocalTarget
 from mcore_logprobs.logits.rows import finish_shards
 from mcore_logprobs.logits.token_stats import TokenStats
@@ -74,7 +79,7 @@ class _LinearTokenStats(torch.autograd.Function):
         norms, opts = RowNorms(*norms), ctx.opts
         tiles = HiddenTiles(hidden, opts.tiling)
         upstream = RowResults(*grads).map(tiles.walk)
-        spec = replace(opts.head.spec, entropy=upstream.entropy is not None, rank=False)
+        spec = gradient_spec(opts.head.spec, upstream)
         coef = gradient_coefficients(
             upstream, norms, spec, keep=keep, label_smoothing=opts.label_smoothing
         )
@@ -99,6 +104,7 @@ def linear_token_stats(
     *,
     entropy: bool = False,
     target_rank: bool = False,
+    sum_pi_squared: bool = False,
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -130,9 +136,9 @@ def linear_token_stats(
         Returns TokenStats of `[s, b]` or `[n]` tensors, the same on every TP rank.
 
     Args:
-        entropy, target_rank, tp_group, temperature, vocab_size, ignore_index, label_smoothing,
-            backend: as in `vocab_parallel_token_stats`. The rank's threshold is a dot product:
-            columns within its rounding of the target count either way.
+        entropy, target_rank, sum_pi_squared, tp_group, temperature, vocab_size, ignore_index,
+            label_smoothing, backend: as in `vocab_parallel_token_stats`. The rank's threshold is a
+            dot product: columns within its rounding of the target count either way.
         logits_dtype: what the products are rounded to. float32 (the default) also for bfloat16
             operands: the rounding of the logits is the main source of mismatch between trainer and
             rollout engine. torch.bfloat16 gives what a bfloat16 head gives.
@@ -166,6 +172,7 @@ def linear_token_stats(
     check_fraction("label_smoothing", label_smoothing)
     check_flag("entropy", entropy)
     check_flag("target_rank", target_rank)
+    check_flag("sum_pi_squared", sum_pi_squared)
     head = open_head(
         hidden,
         weight,
@@ -181,6 +188,7 @@ def linear_token_stats(
         entropy=entropy,
         rank=target_rank,
         smoothing=label_smoothing > 0.0,
+        sum_pi_squared=sum_pi_squared,
     )
     tokens = open_tokens(
         hidden,

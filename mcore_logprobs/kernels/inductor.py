@@ -135,7 +135,9 @@ def _row_stats(
 ) -> Tensor:
     whole = spec.valid - spec.valid % _BLOCK
     head = logits[:, :whole]
-    block_stats = call_compiled(_stats_kernel, head, _scalar(spec.multiplier), spec.entropy)
+    block_stats = call_compiled(
+        _stats_kernel, head, _scalar(spec.multiplier), spec.entropy, spec.sum_pi_squared
+    )
     count = whole // _BLOCK
     parts = logits.new_zeros(
         count + (whole < spec.valid), len(spec.fields), logits.shape[0], dtype=torch.float32
@@ -175,12 +177,21 @@ def _grad_logits(
     rows = torch.arange(target.shape[0])
     shifted = logits[rows, column].float() * spec.multiplier - shift
     shifted.clamp_(min=LOG_ZERO)
-    a, b = row["weight"], row["moment"]
-    own = shifted.exp() * (a + b * shifted if spec.entropy else a)
+    own = shifted.exp()
+    factor = row["weight"]
+    if spec.entropy:
+        factor = factor + row["moment"] * shifted
+    if spec.sum_pi_squared:
+        factor = factor + row["squares"] * own
+    own = own * factor
     own = torch.where(alive, own + torch.where(target >= 0, row["target"], 0.0), 0.0)
 
     source, result = logits[:, : spec.valid], out[:, : spec.valid]
-    factors = (_scalar(spec.multiplier), shift, a, b, alive, spec.entropy)
+    # A coefficient that is not there is not read: any other stands in its place.
+    squares = row.get("squares", row["weight"])
+    coefficients = (row["weight"], row["moment"], squares)
+    flags = (spec.entropy, spec.sum_pi_squared)
+    factors = (_scalar(spec.multiplier), shift, *coefficients, alive, *flags)
     if _same_memory(source, result):
         call_compiled(_grad_inplace_kernel, result, *factors)
     elif source.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
@@ -203,18 +214,24 @@ def _scalar(value: float) -> Tensor:
 # ---- kernels: what torch.compile sees -----------------------------------------------------------
 
 
-def _stats_kernel(logits: Tensor, multiplier: Tensor, entropy: bool) -> dict[str, Tensor]:
-    """`[n, blocks * _BLOCK]` -> each block's max, sum and, if wanted, entropy; `[n, blocks]`."""
+def _stats_kernel(
+    logits: Tensor, multiplier: Tensor, entropy: bool, squares: bool
+) -> dict[str, Tensor]:
+    """`[n, blocks * _BLOCK]` -> each block's statistics by name, `[n, blocks]`."""
     assert_compiled()
     z = logits.unflatten(1, (logits.shape[1] // _BLOCK, _BLOCK)).float() * multiplier
     top = z.amax(-1)
     # Apart: stacked, the maximum's loop and the sum's would not be fused.
     shifted = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)
-    if not entropy:
-        return {"max": top, "sum": shifted.exp().sum(-1)}
-    shifted = shifted.clamp(min=LOG_ZERO)
+    if entropy:
+        shifted = shifted.clamp(min=LOG_ZERO)
     weight = shifted.exp()
-    return {"max": top, "sum": weight.sum(-1), "entropy": (weight * shifted).sum(-1)}
+    found = {"max": top, "sum": weight.sum(-1)}
+    if entropy:
+        found["entropy"] = (weight * shifted).sum(-1)
+    if squares:
+        found["squares"] = (weight * weight).sum(-1)
+    return found
 
 
 def _count_kernel(logits: Tensor, limit: Tensor) -> Tensor:
@@ -229,18 +246,22 @@ def _grad_values(
     logits: Tensor,
     multiplier: Tensor,
     shift: Tensor,
-    a: Tensor,
-    b: Tensor,
+    weight: Tensor,
+    moment: Tensor,
+    squares: Tensor,
     alive: Tensor,
-    entropy: bool,
+    with_entropy: bool,
+    with_squares: bool,
 ) -> Tensor:
     shifted = logits.float() * multiplier - shift[:, None]
-    if entropy:
+    factor = weight[:, None]
+    if with_entropy:
         shifted = shifted.clamp(min=LOG_ZERO)
-        values = shifted.exp() * (a[:, None] + b[:, None] * shifted)
-    else:
-        values = shifted.exp() * a[:, None]
-    return torch.where(alive[:, None], values, 0.0)
+        factor = factor + moment[:, None] * shifted
+    w = shifted.exp()
+    if with_squares:
+        factor = factor + squares[:, None] * w
+    return torch.where(alive[:, None], w * factor, 0.0)
 
 
 def _grad_kernel(
@@ -248,28 +269,56 @@ def _grad_kernel(
     out: Tensor,
     multiplier: Tensor,
     shift: Tensor,
-    a: Tensor,
-    b: Tensor,
+    weight: Tensor,
+    moment: Tensor,
+    squares: Tensor,
     alive: Tensor,
-    entropy: bool,
+    with_entropy: bool,
+    with_squares: bool,
 ) -> None:
     """`[n, v]` -> the gradient without the target's own term, into out `[n, v]`."""
     assert_compiled()
-    out.copy_(_grad_values(logits, multiplier, shift, a, b, alive, entropy))
+    out.copy_(
+        _grad_values(
+            logits,
+            multiplier,
+            shift,
+            weight,
+            moment,
+            squares,
+            alive,
+            with_entropy,
+            with_squares,
+        )
+    )
 
 
 def _grad_inplace_kernel(
     logits: Tensor,
     multiplier: Tensor,
     shift: Tensor,
-    a: Tensor,
-    b: Tensor,
+    weight: Tensor,
+    moment: Tensor,
+    squares: Tensor,
     alive: Tensor,
-    entropy: bool,
+    with_entropy: bool,
+    with_squares: bool,
 ) -> None:
     """As `_grad_kernel`, over the logits."""
     assert_compiled()
-    logits.copy_(_grad_values(logits, multiplier, shift, a, b, alive, entropy))
+    logits.copy_(
+        _grad_values(
+            logits,
+            multiplier,
+            shift,
+            weight,
+            moment,
+            squares,
+            alive,
+            with_entropy,
+            with_squares,
+        )
+    )
 
 
 # ---- compilation: when, once, and what to do where it fails ------------------------------------

@@ -129,13 +129,12 @@ def _chunk_stats(
         row["zsum"].copy_(torch.where(is_finite, z, 0.0).sum(-1))
     shifted = z - torch.where(top.isneginf(), 0.0, top).unsqueeze(-1)
     del z
-    if not spec.entropy:
-        row["sum"].copy_(shifted.exp_().sum(-1))
-        return
-    shifted.clamp_(min=LOG_ZERO)
-    weight = shifted.exp()
+    weight = shifted.clamp_(min=LOG_ZERO).exp() if spec.entropy else shifted.exp_()
     row["sum"].copy_(weight.sum(-1))
-    row["entropy"].copy_(weight.mul_(shifted).sum(-1))
+    if spec.entropy:
+        row["entropy"].copy_(shifted.mul_(weight).sum(-1))
+    if spec.sum_pi_squared:
+        row["squares"].copy_(weight.square_().sum(-1))
 
 
 def count_higher(
@@ -180,7 +179,7 @@ def grad_logits(
 
     With w = exp(z - shift), and per row the coefficients by name:
 
-        dz[v] = w[v] * (weight + moment * (z[v] - shift))
+        dz[v] = w[v] * (weight + moment * (z[v] - shift) + squares * w[v])
                 + target * [v == target] + finite * [z[v] finite]
         dy[v] = dz[v] * dz/dy,   0 at masked columns
 
@@ -242,7 +241,12 @@ def distribution_gradient(
     is_finite = ~shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     grad = shifted.exp()
-    grad.mul_(shifted.mul(row["moment"]).add_(row["weight"]) if spec.entropy else row["weight"])
+    factor = row["weight"]
+    if spec.entropy:
+        factor = shifted.mul_(row["moment"]).add_(factor)
+    if spec.sum_pi_squared:
+        factor = torch.addcmul(factor, row["squares"], grad)
+    grad.mul_(factor)
     if is_finite is not None:
         grad.add_(torch.where(is_finite, row["finite"], 0.0))
     return grad

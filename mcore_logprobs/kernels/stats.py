@@ -13,6 +13,7 @@ step revives a masked column. Statistics are taken of z:
 
     max     m = max z                   sum      s = sum exp(z - m)
     target  z[target], or 0             entropy  e = sum (z - m) exp(z - m)
+    squares sum exp(2 (z - m))
     higher  how many columns but the target's have z > z[target]
     zsum    sum of the finite z         finite   how many z are finite
 
@@ -23,7 +24,7 @@ near 1e4 do not cancel. All but `max` add up over shards once they refer to the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
     "accumulator_dtype",
     "finish",
     "gradient_coefficients",
+    "gradient_spec",
     "merge",
     "no_columns",
 ]
@@ -53,6 +55,7 @@ _FIELDS: tuple[tuple[str, str | None], ...] = (
     ("sum", None),
     ("target", None),
     ("entropy", "entropy"),
+    ("squares", "sum_pi_squared"),
     ("higher", "rank"),
     ("zsum", "smoothing"),
     ("finite", "smoothing"),
@@ -63,6 +66,7 @@ _COEFFICIENTS: tuple[tuple[str, str | None], ...] = (
     ("moment", None),
     ("target", None),
     ("finite", None),
+    ("squares", "sum_pi_squared"),
 )
 
 
@@ -73,7 +77,8 @@ class RowSpec:
     Attributes:
         valid: columns of the block that are true vocabulary; they come first. May be 0.
         logit_scale, softcap, temperature: as in the module's formula.
-        entropy, rank, smoothing: whether `entropy`, `higher`, and `zsum` with `finite` are wanted.
+        entropy, rank, smoothing, sum_pi_squared: whether `entropy`, `higher`, `zsum` with `finite`,
+            and `squares` are wanted.
     """
 
     valid: int
@@ -83,6 +88,7 @@ class RowSpec:
     entropy: bool = False
     rank: bool = False
     smoothing: bool = False
+    sum_pi_squared: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -147,6 +153,8 @@ def merge(stats: Tensor, spec: RowSpec) -> Tensor:
     whole["sum"].copy_((part["sum"] * weight).sum(0))
     if spec.entropy:
         whole["entropy"].copy_(((part["entropy"] + shift * part["sum"]) * weight).sum(0))
+    if spec.sum_pi_squared:
+        whole["squares"].copy_((part["squares"] * weight.square()).sum(0))
     return merged
 
 
@@ -158,12 +166,14 @@ class RowResults(NamedTuple):
         entropy: -sum p log p in nats, or None.
         target_rank: int64, columns with a larger logit than the target's, or None; -1 for a NaN.
         lse: log-sum-exp of z; 0 where every z is -inf, so that exp(z - lse) is 0 there, not NaN.
+        sum_pi_squared: sum p^2, or None; 0 where every z is -inf.
     """
 
     logprobs: Any = None
     entropy: Any = None
     target_rank: Any = None
     lse: Any = None
+    sum_pi_squared: Any = None
 
     def map(self, function: Callable[..., Any], *others: RowResults) -> RowResults:
         """`function` of every field that is there, with the same field of the others."""
@@ -173,7 +183,7 @@ class RowResults(NamedTuple):
 
 
 # What a row whose target is ignored gets.
-IGNORED = RowResults(logprobs=0.0, entropy=0.0, target_rank=-1, lse=0.0)
+IGNORED = RowResults(logprobs=0.0, entropy=0.0, target_rank=-1, lse=0.0, sum_pi_squared=0.0)
 
 
 class RowNorms(NamedTuple):
@@ -182,13 +192,15 @@ class RowNorms(NamedTuple):
     Attributes:
         top, log_sum: the two terms of lse, the maximum and log s. Take (z - top) - log_sum for
             log p where z may be large: their sum has been rounded, by up to 5e-4 at z = 1e4.
-        entropy, finite: the entropy and the number of finite z, None where not taken.
+        entropy, finite, sum_pi_squared: the entropy, the number of finite z, and sum p^2; None
+            where not taken.
     """
 
     top: Tensor
     log_sum: Tensor
     entropy: Tensor | None
     finite: Tensor | None
+    sum_pi_squared: Tensor | None
 
     def part(self, rows: slice) -> RowNorms:
         """Of some of the rows."""
@@ -215,18 +227,21 @@ def finish(stats: Tensor, spec: RowSpec, label_smoothing: float = 0.0) -> Finish
     lse = top + log_sum
     # (t - m) - log s, not t - (m + log s): the difference of two large numbers is taken exactly.
     logprobs = (row["target"] - top) - log_sum
-    entropy = rank = None
+    entropy = rank = sum_pi_squared = None
     if spec.entropy:
         entropy = torch.where(empty, 0.0, log_sum - row["entropy"] / row["sum"]).clamp(min=0.0)
     if spec.rank:
         rank = torch.where(row["target"].isnan(), -1, row["higher"].long())
+    if spec.sum_pi_squared:
+        sum_pi_squared = torch.where(empty, 0.0, row["squares"] / row["sum"].square())
     finite = row.get("finite")
     if label_smoothing > 0.0:
         assert finite is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, finite)
         logprobs = target_weight * logprobs + other_weight * (row["zsum"] - finite * lse)
     return FinishedStats(
-        RowResults(logprobs, entropy, rank, lse), RowNorms(top, log_sum, entropy, finite)
+        RowResults(logprobs, entropy, rank, lse, sum_pi_squared),
+        RowNorms(top, log_sum, entropy, finite, sum_pi_squared),
     )
 
 
@@ -241,27 +256,40 @@ def smoothing_weights(label_smoothing: float, finite: Tensor) -> tuple[Tensor, T
     return 1.0 - other * finite, other
 
 
+def gradient_spec(spec: RowSpec, upstream: RowResults) -> RowSpec:
+    """The spec of a gradient: without the statistics that no upstream gradient asks for."""
+    return replace(
+        spec,
+        entropy=upstream.entropy is not None,
+        sum_pi_squared=upstream.sum_pi_squared is not None,
+        rank=False,
+    )
+
+
 def gradient_coefficients(
     upstream: RowResults, norms: RowNorms, spec: RowSpec, *, keep: Tensor, label_smoothing: float
 ) -> Tensor:
     """Upstream gradients to the coefficients of `kernels.reference.grad_logits`.
 
-    With g, h, l upstream of logprob, entropy and lse, and q the target distribution,
+    With g, h, l, u upstream of logprob, entropy, lse and P2 = sum_pi_squared, and q the target
+    distribution,
 
-        dz = g (q - p) - h p (log p + H) + l p
+        dz = g (q - p) - h p (log p + H) + l p + 2 u p (p - P2)
 
     The kernels take w = exp(z - m) and z - m about the row's maximum m, where p = w / s and
     log p = (z - m) - log s.
 
     Args:
         upstream: `[n]` each, or None for zero.
-        keep: `[n]` bool; other rows get coefficients 0, and with them exactly no gradient.
+        keep: `[n]` bool; other rows get coefficients 0, and with them exactly no gradient, as do
+            rows whose upstream gradients are all 0, whatever their norms are.
 
     Returns:
         `[k, n]` in the norms' dtype, rows as `spec.coefficients` says.
     """
     coef = norms.log_sum.new_zeros(len(spec.coefficients), norms.log_sum.shape[0])
     row = dict(zip(spec.coefficients, coef.unbind(0), strict=True))
+    asked: Tensor | None = None
     if upstream.lse is not None:
         row["weight"] += upstream.lse
     if upstream.logprobs is not None:
@@ -271,6 +299,10 @@ def gradient_coefficients(
         assert norms.entropy is not None
         row["weight"] -= upstream.entropy * norms.entropy
         row["moment"] -= upstream.entropy
+    if upstream.sum_pi_squared is not None:
+        assert norms.sum_pi_squared is not None
+        row["weight"] -= 2.0 * upstream.sum_pi_squared * norms.sum_pi_squared
+        row["squares"] += 2.0 * upstream.sum_pi_squared
     if label_smoothing > 0.0 and upstream.logprobs is not None:
         assert norms.finite is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, norms.finite)
@@ -280,4 +312,9 @@ def gradient_coefficients(
     over_sum = norms.log_sum.neg().exp()
     row["weight"] *= over_sum
     row["moment"] *= over_sum
-    return coef.masked_fill_(~keep, 0.0)
+    if spec.sum_pi_squared:
+        row["squares"] *= over_sum.square()
+    for gradient in upstream:
+        if gradient is not None:
+            asked = gradient != 0 if asked is None else asked | (gradient != 0)
+    return coef.masked_fill_(~keep if asked is None else ~(keep & asked), 0.0)

@@ -42,6 +42,7 @@ def _write_tile(
     moment,
     on_target,
     on_finite,
+    squares,
     slope,
     scale,
     softcap,
@@ -55,6 +56,7 @@ def _write_tile(
     HAS_SLOPE: tl.constexpr,
     ENTROPY: tl.constexpr,
     SMOOTHING: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     columns = start + tl.arange(0, TILE)
     if MASKED:
@@ -72,6 +74,8 @@ def _write_tile(
     factor = weight
     if ENTROPY:
         factor = weight + moment * tl.maximum(shifted, LOG_ZERO)
+    if SQUARES:
+        factor += squares * grad
     grad = grad * factor
     if SMOOTHING:
         grad += tl.where(shifted > float("-inf"), on_finite, 0.0)
@@ -118,10 +122,11 @@ def grad_kernel(
     MOMENT: tl.constexpr,
     TARGET: tl.constexpr,
     FINITE: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     """One row's columns `[split * TILES * TILE, ...)`.
 
-    WEIGHT to FINITE are the coefficients' rows in coef (`RowSpec.coefficients`).
+    WEIGHT to SQUARES are the coefficients' rows in coef (`RowSpec.coefficients`); -1: not there.
     """
     program = tl.program_id(0)
     row = program // splits
@@ -133,24 +138,30 @@ def grad_kernel(
     moment = tl.load(coef_ptr + MOMENT * coef_stride + row).to(tl.float32)
     on_target = tl.load(coef_ptr + TARGET * coef_stride + row).to(tl.float32)
     on_finite = tl.load(coef_ptr + FINITE * coef_stride + row).to(tl.float32)
+    squares = 0.0
+    if SQUARES >= 0:
+        squares = tl.load(coef_ptr + SQUARES * coef_stride + row).to(tl.float32)
     shift = tl.load(shift_ptr + row).to(tl.float32)
     column = tl.load(target_ptr + row).to(tl.int32)
 
-    if (weight != 0.0) | (moment != 0.0) | (on_target != 0.0) | (on_finite != 0.0):
+    plain = (weight != 0.0) | (moment != 0.0) | (on_target != 0.0) | (on_finite != 0.0)
+    if plain | (squares != 0.0):
         whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
                 row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
-                weight, moment, on_target, on_finite, slope, scale, softcap, temperature,
+                weight, moment, on_target, on_finite, squares, slope, scale, softcap, temperature,
                 False, TILE,
                 HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
+                SQUARES >= 0,
             )  # fmt: skip
         for at in range(whole, stop, TILE):
             _write_tile(
                 row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
-                weight, moment, on_target, on_finite, slope, scale, softcap, temperature,
+                weight, moment, on_target, on_finite, squares, slope, scale, softcap, temperature,
                 True, TILE,
                 HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
+                SQUARES >= 0,
             )  # fmt: skip
     else:
         zeros = tl.zeros([TILE], out_ptr.dtype.element_ty)
@@ -161,7 +172,8 @@ def grad_kernel(
 
 def coefficient_constants(spec: RowSpec) -> dict[str, int]:
     """The coefficients' rows as the kernel's constants: WEIGHT=0, ..."""
-    return {name.upper(): place for place, name in enumerate(spec.coefficients)}
+    places = {name.upper(): place for place, name in enumerate(spec.coefficients)}
+    return {"SQUARES": -1} | places
 
 
 def grad_logits(

@@ -30,6 +30,7 @@ def _accumulate(
     top,  # [groups], the running maximum of z
     total,  # [groups], sum exp(z - top)
     weighted,  # [groups], sum (z - top) exp(z - top)
+    squares,  # [groups], sum exp(2 (z - top))
     higher,  # [groups] int32
     zsum,  # [groups]
     finite,  # [groups] int32
@@ -49,6 +50,7 @@ def _accumulate(
     HAS_BIAS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
     RANK: tl.constexpr,
     SMOOTHING: tl.constexpr,
 ):
@@ -87,8 +89,10 @@ def _accumulate(
         moved = tl.maximum(top - base, LOG_ZERO)
         weighted = (weighted + moved * total) * decay
         weighted += tl.sum(weight * tl.maximum(shifted, LOG_ZERO), 1)
+    if SQUARES:
+        squares = squares * decay * decay + tl.sum(weight * weight, 1)
     total = total * decay + tl.sum(weight, 1)
-    return new_top, total, weighted, higher, zsum, finite
+    return new_top, total, weighted, squares, higher, zsum, finite
 
 
 @triton.jit
@@ -117,6 +121,7 @@ def stats_kernel(
     SUM: tl.constexpr,
     TARGET: tl.constexpr,
     ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
     HIGHER: tl.constexpr,
     ZSUM: tl.constexpr,
     FINITE: tl.constexpr,
@@ -142,21 +147,24 @@ def stats_kernel(
     top = tl.full([GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
     weighted = tl.zeros([GROUPS], tl.float32)
+    squares = tl.zeros([GROUPS], tl.float32)
     higher = tl.zeros([GROUPS], tl.int32)
     zsum = tl.zeros([GROUPS], tl.float32)
     finite = tl.zeros([GROUPS], tl.int32)
     whole = start + tl.maximum(stop - start, 0) // TILE * TILE
     for at in range(start, whole, TILE):
-        top, total, weighted, higher, zsum, finite = _accumulate(
-            top, total, weighted, higher, zsum, finite, row_ptr, bias_ptr, limit, at, valid,
-            scale, softcap, temperature, False, LANES, GROUPS,
-            HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY >= 0, HIGHER >= 0, ZSUM >= 0,
+        top, total, weighted, squares, higher, zsum, finite = _accumulate(
+            top, total, weighted, squares, higher, zsum, finite, row_ptr, bias_ptr, limit, at,
+            valid, scale, softcap, temperature, False, LANES, GROUPS,
+            HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY >= 0,
+            SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
     if whole < stop:
-        top, total, weighted, higher, zsum, finite = _accumulate(
-            top, total, weighted, higher, zsum, finite, row_ptr, bias_ptr, limit, whole, valid,
-            scale, softcap, temperature, True, LANES, GROUPS,
-            HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY >= 0, HIGHER >= 0, ZSUM >= 0,
+        top, total, weighted, squares, higher, zsum, finite = _accumulate(
+            top, total, weighted, squares, higher, zsum, finite, row_ptr, bias_ptr, limit, whole,
+            valid, scale, softcap, temperature, True, LANES, GROUPS,
+            HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY >= 0,
+            SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
 
     row_top = tl.max(top, 0)
@@ -182,6 +190,8 @@ def stats_kernel(
     if ENTROPY >= 0:
         moved = tl.maximum(top - base, LOG_ZERO)
         tl.store(out + ENTROPY * rows, tl.sum((weighted + moved * total) * decay, 0))
+    if SQUARES >= 0:
+        tl.store(out + SQUARES * rows, tl.sum(squares * decay * decay, 0))
     if HIGHER >= 0:
         # Not counted by name, as its value may differ from the limit by an ulp.
         own_value = own_z if HAS_BIAS else own_y
@@ -204,6 +214,7 @@ def merge_kernel(
     MAX: tl.constexpr,
     SUM: tl.constexpr,
     ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS)
@@ -226,12 +237,14 @@ def merge_kernel(
             if field == ENTROPY:
                 moved = tl.maximum(top - base[None, :], LOG_ZERO)
                 value = (value + moved * total) * decay
+            elif field == SQUARES:
+                value = value * decay * decay
             merged = tl.sum(value, 0)
         tl.store(out_ptr + field * rows + row, merged, mask=row < rows)
 
 
 # What the kernel stores; its constants have these names in capitals.
-STORED = ("max", "sum", "target", "entropy", "higher", "zsum", "finite")
+STORED = ("max", "sum", "target", "entropy", "squares", "higher", "zsum", "finite")
 
 
 def row_stats(
@@ -287,6 +300,6 @@ def merge_splits(parts: Tensor, out: Tensor, spec: RowSpec) -> None:
         splits,
         SPLITS=triton.next_power_of_2(splits),
         ROWS=8,
-        **field_constants(spec, "max", "sum", "entropy"),
+        **field_constants(spec, "max", "sum", "entropy", "squares"),
         num_warps=4,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from mcore_logprobs.kernels.stats import (
     RowSpec,
     accumulator_dtype,
     gradient_coefficients,
+    gradient_spec,
 )
 from mcore_logprobs.logits.dtensor import unwrap_rows
 from mcore_logprobs.logits.opening import (
@@ -94,7 +95,7 @@ class _Entries(torch.autograd.Function):
             return None, None, None
         logits, column, keep, *norms = ctx.saved_tensors
         opts: _Options = ctx.opts
-        rows, spec = Rows(logits), replace(opts.call.spec, entropy=on_entropy is not None)
+        rows, spec = Rows(logits), opts.call.spec
         if on_values is None:
             column, on_entries = column[:, :0], norms[0].new_zeros(rows.count, 0)
         else:
@@ -103,6 +104,7 @@ class _Entries(torch.autograd.Function):
             logprobs=on_entries.sum(-1) if opts.normalise else None,
             entropy=None if on_entropy is None else rows.walk(on_entropy),
         )
+        spec = gradient_spec(spec, upstream)
         asked = (on_entries != 0).any(-1)
         coef = None
         if upstream != RowResults():

@@ -88,6 +88,7 @@ def open_logits(
     entropy: bool = False,
     rank: bool = False,
     smoothing: bool = False,
+    sum_pi_squared: bool = False,
     copies: int = 1,
     name: str = "vocab_parallel_logits",
 ) -> LogitsCall:
@@ -96,7 +97,7 @@ def open_logits(
     A DTensor sharded on its last dimension brings its own group.
 
     Args:
-        entropy, rank, smoothing: which statistics are wanted, as in `RowSpec`.
+        entropy, rank, smoothing, sum_pi_squared: which statistics are wanted, as in `RowSpec`.
         copies: float32 copies of a chunk that the operation holds, for the default chunk size.
 
     Raises:
@@ -114,6 +115,7 @@ def open_logits(
         entropy=entropy,
         rank=rank,
         smoothing=smoothing,
+        sum_pi_squared=sum_pi_squared,
     )
     rows = chunk_size or backends.default_chunk_size(copies * shard.width, logits.device)
     return LogitsCall(logits, CallOptions(shard, spec, rows, chosen))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,12 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
-from mcore_logprobs.kernels.stats import RowNorms, RowResults, gradient_coefficients
+from mcore_logprobs.kernels.stats import (
+    RowNorms,
+    RowResults,
+    gradient_coefficients,
+    gradient_spec,
+)
 from mcore_logprobs.logits.opening import (
     CallOptions,
     LocalTarget,
@@ -66,7 +71,7 @@ class _TokenStats(torch.autograd.Function):
         opts: _Options = ctx.opts
         rows = Rows(logits)
         upstream = RowResults(*grads).map(rows.walk)
-        spec = replace(opts.call.spec, entropy=upstream.entropy is not None)
+        spec = gradient_spec(opts.call.spec, upstream)
         coef = gradient_coefficients(
             upstream, norms, spec, keep=keep, label_smoothing=opts.label_smoothing
         )
@@ -108,6 +113,7 @@ def vocab_parallel_token_stats(
     *,
     entropy: bool = False,
     target_rank: bool = False,
+    sum_pi_squared: bool = False,
     tp_group: ProcessGroup | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
@@ -130,6 +136,7 @@ def vocab_parallel_token_stats(
     Args:
         entropy: also the entropy of the whole distribution.
         target_rank: also the target's rank.
+        sum_pi_squared: also the sum of the squared probabilities.
         tp_group: ranks that share the vocabulary. None: Megatron's group, or one process; see
             `mcore_logprobs.groups`.
         temperature: logits are divided by it.
@@ -146,7 +153,8 @@ def vocab_parallel_token_stats(
         inplace_backward: write the gradient over the logits. Saves the only large tensor made; the
             logits must not be used after the backward.
 
-    Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, 4 with entropy); with
+    Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one
+        more for each of entropy, sum_pi_squared and rank, two for label smoothing); with
     the rank, one all-reduce of `[n]` more. Backward none. None at all on one rank.
 
     Memory: backward keeps the logits themselves and a few float32 numbers a row; the gradient, in
@@ -158,6 +166,7 @@ def vocab_parallel_token_stats(
     """
     check_flag("entropy", entropy)
     check_flag("target_rank", target_rank)
+    check_flag("sum_pi_squared", sum_pi_squared)
     check_fraction("label_smoothing", label_smoothing)
     call = open_logits(
         vocab_parallel_logits,
@@ -170,6 +179,7 @@ def vocab_parallel_token_stats(
         entropy=entropy,
         rank=target_rank,
         smoothing=label_smoothing > 0.0,
+        sum_pi_squared=sum_pi_squared,
     )
     return _token_stats(
         call,

@@ -15,7 +15,7 @@ from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EVERYTHING = {"entropy": True, "rank": True, "smoothing": True}
+EVERYTHING = {"entropy": True, "rank": True, "smoothing": True, "sum_pi_squared": True}
 # The names of RowSpec's options that change z; "bias" stands for a bias vector.
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -108,6 +108,8 @@ def assert_stats(
     assert torch.equal(got[0].isneginf(), exact[0].isneginf())
     if spec.entropy:
         assert_no_worse(*(d.entropy for d in done), ulps=ulps, name="entropy")
+    if spec.sum_pi_squared:
+        assert_no_worse(*(d.sum_pi_squared for d in done), ulps=ulps, name="sum_pi_squared")
     if spec.rank:
         assert torch.equal(got[spec.fields.index("higher")].double(), done[2].target_rank.double())
     if spec.smoothing:

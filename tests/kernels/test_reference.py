@@ -18,7 +18,7 @@ from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.stats import RowSpec, finish, merge
 from tests.helpers import oracles
 
-EVERYTHING = RowSpec(valid=0, entropy=True, rank=True, smoothing=True)
+EVERYTHING = RowSpec(valid=0, entropy=True, rank=True, smoothing=True, sum_pi_squared=True)
 
 
 @st.composite
@@ -65,6 +65,8 @@ def test_shards_merge_to_the_whole(drawn, cuts):
     oracles.assert_no_worse(merged.logprobs, plain.logprobs, exact.logprobs, name="logprobs")
     oracles.assert_no_worse(merged.entropy, plain.entropy, exact.entropy, name="entropy")
     oracles.assert_no_worse(merged.lse, plain.lse, exact.lse, name="lse")
+    squares = (logits.double().log_softmax(-1).exp() ** 2).sum(-1)
+    torch.testing.assert_close(merged.sum_pi_squared.double(), squares, rtol=1e-6, atol=1e-9)
     assert torch.equal(merged.target_rank, exact.target_rank)
     assert torch.equal(norms.finite.long(), logits.isfinite().sum(-1))
 
@@ -151,14 +153,15 @@ def test_the_gradient_is_the_formula(drawn, chunk_size):
     logits, target = drawn
     n, v = logits.shape
     generator = torch.Generator().manual_seed(n * 41 + v)
-    coef = torch.randn(4, n, generator=generator)
-    spec = RowSpec(valid=v, entropy=True, smoothing=True)
+    coef = torch.randn(5, n, generator=generator)
+    spec = RowSpec(valid=v, entropy=True, smoothing=True, sum_pi_squared=True)
     found = _grad(logits, target, coef, spec, chunk_size=chunk_size)
     z = logits.double()
-    a, b, c, d = coef.double().unsqueeze(-1)
+    a, b, c, d, e = coef.double().unsqueeze(-1)
     shifted = z - z.amax(-1, keepdim=True)
     finite = ~z.isneginf()
-    exact = torch.where(finite, shifted.exp() * (a + b * shifted), 0.0).nan_to_num(0.0)
+    w = shifted.exp()
+    exact = torch.where(finite, w * (a + b * shifted + e * w), 0.0).nan_to_num(0.0)
     exact = exact + torch.where(finite, d, 0.0)
     exact[torch.arange(n), target] += c.squeeze(-1)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
