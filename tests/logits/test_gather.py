@@ -23,6 +23,27 @@ from tests.logits.common import (
 )
 
 
+@pytest.mark.parametrize("log_softmax", [False, True])
+def test_against_plain_torch_in_float64(log_softmax):
+    """The operation on one process, line by line."""
+    # 5 rows in chunks of 2 leave a ragged chunk; 9 columns, of which the last is padding. A row
+    # repeats an id, whose gradients add up, and another ignores one.
+    logits = torch.randn(5, 9, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 7], [3, 3], [2, -100], [5, 6], [1, 0]])
+    upstream = torch.randn(5, 2, dtype=torch.float64)
+    options = {"temperature": 0.7, "vocab_size": 8, "chunk_size": 2}
+    out = vocab_parallel_gather(logits, ids, log_softmax=log_softmax, **options)
+    (grad,) = torch.autograd.grad(out, logits, upstream)
+
+    z = logits[:, :8] / 0.7
+    picked = (z.log_softmax(-1) if log_softmax else z).gather(-1, ids.clamp(min=0))
+    expected = torch.where(ids != -100, picked, 0.0)
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+
+
 def _run(whole: Tensor, ids: Tensor, upstream: Tensor, layout: str, options: dict) -> tuple:
     leaf, logits = shard(whole, layout)
     kept, kept_upstream = leaf.detach().clone(), upstream.clone()

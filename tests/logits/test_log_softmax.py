@@ -25,6 +25,22 @@ from tests.logits.common import (
 )
 
 
+def test_against_plain_torch_in_float64():
+    """The operation on one process, line by line."""
+    # 6 rows in chunks of 4 leave a ragged chunk; 7 columns, of which the last is padding.
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(2, 3, 7, dtype=torch.float64)
+    out = vocab_parallel_log_softmax(logits, temperature=0.7, vocab_size=6, chunk_size=4)
+    (grad,) = torch.autograd.grad(out[..., :6], logits, upstream[..., :6])
+
+    expected = (logits[..., :6] / 0.7).log_softmax(-1)
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream[..., :6])
+
+    torch.testing.assert_close(out[..., :6], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+    assert out[..., 6].isneginf().all()
+
+
 def _log_softmax(whole: Tensor, upstream: Tensor, layout: str, options: dict) -> tuple:
     leaf, logits = shard(whole, layout)
     kept, version = leaf.detach().clone(), leaf._version

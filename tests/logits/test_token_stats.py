@@ -40,6 +40,39 @@ OPTIONS = {
 }
 
 
+def test_against_plain_torch_in_float64():
+    """The operation on one process, line by line."""
+    # 7 columns are no multiple of a vector, and the last one is padding. 6 rows in chunks of 4
+    # leave a ragged chunk; one row is ignored, and two have the same target.
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[0, 5, -100], [3, 3, 1]])
+    upstream = list(torch.randn(3, 2, 3, dtype=torch.float64))  # a gradient a token and output
+    stats = vocab_parallel_token_stats(
+        logits,
+        target,
+        entropy=True,
+        target_rank=True,
+        temperature=0.7,
+        vocab_size=6,
+        chunk_size=4,
+    )
+    found = [stats.logprobs, stats.entropy, stats.lse]
+    (grad,) = torch.autograd.grad(found, logits, upstream)
+
+    z = logits[..., :6] / 0.7
+    logp = z.log_softmax(-1)
+    keep, column = target != -100, target.clamp(min=0).unsqueeze(-1)
+    logprobs = logp.gather(-1, column).squeeze(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    expected = [torch.where(keep, x, 0.0) for x in (logprobs, entropy, z.logsumexp(-1))]
+    rank = (z > z.gather(-1, column)).sum(-1)
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+    assert torch.equal(stats.target_rank, torch.where(keep, rank, -1))
+
+
 @dataclass
 class StatsCase(Case):
     """A call that asks for every statistic; `fields` are those that get a gradient."""
