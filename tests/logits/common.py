@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.bench.counting import Collective, CollectivesMade
 from tests.helpers import oracles
 from tests.helpers.distributed import get_pool
 
@@ -80,13 +81,13 @@ class Found:
     Attributes:
         outputs: by name, `[...]` each.
         grad: of this rank's logits, `[..., V/TP]`; None where no gradient was asked for.
-        forward, backward: names of the collectives that each sent.
+        forward, backward: the collectives of each, if the case counts them.
     """
 
     outputs: dict[str, Tensor]
     grad: Tensor | None
-    forward: list[str]
-    backward: list[str]
+    forward: list[Collective]
+    backward: list[Collective]
 
 
 @dataclass
@@ -113,6 +114,8 @@ class Case:
     runs: list[Found] = field(default_factory=list, init=False, repr=False)
     # Whether each rank's outputs are its own columns, rather than the same on every rank.
     sharded_outputs: ClassVar[bool] = False
+    # Whether collectives are recorded; compiled kernels stand aside for the recorder.
+    counts_collectives: ClassVar[bool] = False
 
     def call(self, logits: Tensor) -> dict[str, Tensor]:
         """The operation on this rank's `[..., V/TP]`."""
@@ -126,6 +129,10 @@ class Case:
         """The upstream gradients that reach this rank."""
         return {name: value.clone() for name, value in self.upstream.items()}
 
+    def true_upstream(self) -> dict[str, Tensor]:
+        """The upstream gradients that count."""
+        return self.upstream
+
     def run(self, world: int) -> Self:
         """Call it on `world` ranks; on one in this process, where nothing is initialised."""
         self.runs = [self.on_rank()] if world == 1 else get_pool(world).run(self.on_rank)
@@ -136,10 +143,11 @@ class Case:
         leaf, logits = shard(self.whole, self.layout)
         kept, version = leaf.detach().clone(), leaf._version
         incoming, upstream = self.incoming(), self.incoming()
-        with CollectivesMade() as forward:
+        forward, backward = CollectivesMade(), CollectivesMade()
+        with forward if self.counts_collectives else nullcontext():
             outputs = self.call(logits)
         grad = None
-        with CollectivesMade() as backward:
+        with backward if self.counts_collectives else nullcontext():
             if incoming:
                 roots = [outputs[name] for name in incoming]
                 (of_leaf,) = torch.autograd.grad(roots, leaf, list(incoming.values()))
@@ -149,7 +157,7 @@ class Case:
             assert torch.equal(value, upstream[name]), f"the upstream of {name} was modified"
         assert torch.equal(leaf.detach().nan_to_num(99.0), kept.nan_to_num(99.0)), "logits modified"
         assert version == leaf._version, "the logits' version counter moved"
-        return Found(outputs, grad, forward.names, backward.names)
+        return Found(outputs, grad, forward.made, backward.made)
 
     def check(self, ulps: float = 4.0) -> None:
         """Every rank's results, and the shards' gradients together, against float64."""
@@ -184,6 +192,14 @@ class Case:
         """`[..., V]`."""
         return torch.cat([run.grad for run in self.runs], -1)
 
+    def assert_sent(self, forward: list[str], backward: list[str]) -> None:
+        """What every rank sent; nothing where there is only one."""
+        assert self.counts_collectives
+        alone = len(self.runs) == 1
+        for run in self.runs:
+            assert [made.name for made in run.forward] == ([] if alone else forward)
+            assert [made.name for made in run.backward] == ([] if alone else backward)
+
     def _reference(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
         leaf = self.whole.detach().clone()
         if dtype == torch.float64:
@@ -193,8 +209,9 @@ class Case:
         detached = {name: value.detach() for name, value in outputs.items()}
         if not self.upstream:
             return detached, None
-        roots = [outputs[name] for name in self.upstream]
-        incoming = [value.to(dtype) for value in self.upstream.values()]
+        upstream = self.true_upstream()
+        roots = [outputs[name] for name in upstream]
+        incoming = [value.to(dtype) for value in upstream.values()]
         return detached, torch.autograd.grad(roots, leaf, incoming)[0]
 
 
