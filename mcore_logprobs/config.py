@@ -1,8 +1,8 @@
 """`LogprobConfig`: every setting of a patched model; ways in from YAML, flags and Megatron.
 
-Each setting is declared once, as a field of the dataclass with its help text and the values it
-takes. Validation, the command line and the YAML reader are all generated from those fields, so a
-default or a spelling cannot differ between them.
+A field states everything about its setting: default, text, check and parser. The class's docstring,
+the command line's help, validation and the readers of YAML and flags are generated from the
+fields, so that a default, a text or a spelling cannot differ between them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,93 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import math
 import numbers
+import textwrap
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
+from mcore_logprobs import checks
+from mcore_logprobs.checks import Check
+from mcore_logprobs.kernels.backend import BACKENDS
+
 ARG_PREFIX = "logprob_"
 YAML_SECTION = "mcore_logprobs"
+
+_Class = TypeVar("_Class", bound=type)
+
+# ---- kinds of field: each gives the parser of a text and the normal form of a value --------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    """What a field knows besides its default.
+
+    Attributes:
+        help: one text for the class's docstring and for the flag.
+        check: refuses what the field does not accept.
+        parse: text of a flag or of a YAML string to a value; what it cannot read it returns
+            unchanged, for `check` to refuse.
+        normal: one spelling for equal values, of any type; else as `parse`.
+        words: for a switch, the texts that it takes.
+    """
+
+    help: str
+    check: Check
+    parse: Callable[[str], Any]
+    normal: Callable[[Any], Any] = lambda value: value
+    words: tuple[str, ...] = ()
+
+
+def _field(default: Any, setting: _Setting) -> Any:
+    return dataclasses.field(default=default, metadata={"setting": setting})
+
+
+def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
+    return _field(default, _Setting(help, checks.one_of(choices), parse=str))
+
+
+def _switch(default: bool, help: str, *, words: tuple[str, ...] = ()) -> Any:
+    """True, False, or one of `words`."""
+    check = Check(
+        f"True, False or {' or '.join(map(repr, words))}" if words else "True or False",
+        lambda v: isinstance(v, bool) or (isinstance(v, str) and v in words),
+    )
+    setting = _Setting(help, check, parse=_parse_switch, words=("true", "false", *words))
+    return _field(default, setting)
+
+
+def _integer(default: int | None, check: Check, help: str, *, off: tuple[int, ...] = ()) -> Any:
+    """An int, or None where the check accepts it; the values `off` are other spellings of None."""
+
+    def normal(value: Any) -> Any:
+        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            return None if value in off else int(value)
+        return value
+
+    return _field(default, _Setting(help, check, parse=_number_parser(int), normal=normal))
+
+
+def _real(default: float | None, check: Check, help: str) -> Any:
+    """A float, or None where the check accepts it."""
+
+    def normal(value: Any) -> Any:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        return float(value) if is_number else value
+
+    return _field(default, _Setting(help, check, parse=_number_parser(float), normal=normal))
+
+
+def _dtype(default: torch.dtype, check: Check, help: str) -> Any:
+    def normal(value: Any) -> Any:
+        if isinstance(value, str):
+            return _DTYPES.get(value.lower().removeprefix("torch."), value)
+        return value
+
+    return _field(default, _Setting(help, check, parse=normal, normal=normal))
+
 
 _DTYPES = {
     "float32": torch.float32,
@@ -33,56 +110,56 @@ _DTYPES = {
 }
 
 
-def _setting(default: Any, help: str, expected: str, valid: Callable[[Any], bool]) -> Any:
-    """A dataclass field that knows what it accepts; `expected` is what error messages print."""
-    return dataclasses.field(
-        default=default, metadata={"help": help, "expected": expected, "valid": valid}
-    )
+def _parse_switch(text: str) -> Any:
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _choice(default: str, help: str, *choices: str) -> Any:
-    expected = "one of " + ", ".join(repr(c) for c in choices)
-    return _setting(default, help, expected, lambda v: isinstance(v, str) and v in choices)
+def _number_parser(number: type[int] | type[float]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        if text.lower() in ("none", "null"):
+            return None
+        try:
+            return number(text)
+        except ValueError:
+            return text
+
+    return parse
 
 
-def _flag(help: str) -> Any:
-    return _setting(False, help, "True or False", lambda v: isinstance(v, bool))
+def _documented(cls: _Class) -> _Class:
+    """Puts the fields' texts and defaults into the class's docstring, in place of `{fields}`."""
+    lines = []
+    for name, setting in _settings(cls).items():
+        text = f"{name}: {setting.help} Default: {_default(cls, name)!r}."
+        lines += textwrap.wrap(text, 96, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    if cls.__doc__:  # None under python -OO
+        cls.__doc__ = cls.__doc__.replace("{fields}", "\n".join(lines).lstrip())
+    return cls
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def _settings(cls: Any) -> dict[str, _Setting]:
+    return {f.name: f.metadata["setting"] for f in dataclasses.fields(cls)}
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+def _default(cls: Any, name: str) -> Any:
+    """A field's default as a plain value, as in `as_dict`."""
+    return _plain(cls.__dataclass_fields__[name].default)
 
 
-def _is_count_or_none(value: Any) -> bool:
-    return value is None or (_is_int(value) and value >= 1)
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
+# ---- the settings -------------------------------------------------------------------------------
+
+
+@_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogprobConfig:
     """What a patched model computes and returns. Immutable, hashable, validated on construction.
 
     Fields:
-        output: "stats": the model returns a `TokenStats` of `[b, s]` tensors; "loss": the usual
-            float32 `[b, s]` loss, which is minus the log-probability.
-        fused: True takes the path from hidden states that never holds the logits and falls back to
-            the logits where a head does not allow it, with one log line; "require" raises at patch
-            time instead of falling back; False always computes the logits.
-        entropy, target_rank: also return these (output="stats" only).
-        temperature: the logits are divided by it, after scale and softcap. Finite and > 0.
-        vocab_size: true vocabulary size in tokens, before padding for tensor parallelism; columns
-            at or past it count as -inf. None: every column counts.
-        ignore_index: a target with this global id gives logprob 0, entropy 0, rank -1, no gradient.
-        label_smoothing: in [0, 1), as in Megatron's `vocab_parallel_cross_entropy`.
-        softcap: `softcap * tanh(logits / softcap)` before the temperature. None: off.
-        logits_dtype: dtype in which a chunk of logits is formed on the fused path (a
-            `torch.dtype` or its name: "float32", "bfloat16", "float16").
-        chunk_size: rows at a time; None picks one from a memory budget.
-        backend: "auto", "torch", "triton" or "inductor"; an explicit backend that is not
-            available raises where it is used, "auto" takes the best one there is.
+        {fields}
 
     Raises:
         ValueError: a value out of range or of the wrong type, with the field's name, what was
@@ -90,66 +167,93 @@ class LogprobConfig:
     """
 
     output: Literal["stats", "loss"] = _choice(
-        "stats", "what the patched model returns", "stats", "loss"
+        "stats",
+        ("stats", "loss"),
+        "'stats': the model returns a `TokenStats` of `[b, s]` tensors; 'loss': the usual float32 "
+        "`[b, s]` loss, which is minus the log-probability.",
     )
-    fused: bool | Literal["require"] = _setting(
+    fused: bool | Literal["require"] = _switch(
         True,
-        "compute from hidden states without holding the logits; 'require' refuses to fall back",
-        "True, False or 'require'",
-        lambda v: isinstance(v, bool) or v == "require",
+        "True takes the path from hidden states, which never holds the logits, and falls back to "
+        "the logits where a head does not allow it, with one log line; 'require' raises when the "
+        "model is patched instead of falling back; False always computes the logits.",
+        words=("require",),
     )
-    entropy: bool = _flag("also return the entropy of each token's distribution")
-    target_rank: bool = _flag("also return the rank of each target (0 is the argmax)")
-    temperature: float = _setting(
+    entropy: bool = _switch(
+        False, "Also return the entropy of each token's distribution (output='stats' only)."
+    )
+    target_rank: bool = _switch(
+        False, "Also return the rank of each target, 0 for the argmax (output='stats' only)."
+    )
+    temperature: float = _real(
+        1.0, checks.check_positive, "The logits are divided by it, after scale and softcap."
+    )
+    top_k: int | None = _integer(
+        None,
+        checks.check_top_k,
+        "Log-probabilities are those of the distribution filtered to the top_k largest logits; "
+        "entropy, rank and lse stay the whole one's. None, 0 and -1: off.",
+        off=(0, -1),
+    )
+    top_p: float = _real(
         1.0,
-        "the logits are divided by it",
-        "a finite number > 0",
-        lambda v: _is_finite(v) and v > 0,
+        checks.check_top_p,
+        "As top_k, filtered to the smallest set of tokens whose probability reaches top_p. 1: off.",
     )
-    vocab_size: int | None = _setting(
+    vocab_size: int | None = _integer(
         None,
-        "true vocabulary size; padded columns at or past it are masked",
-        "None or an integer >= 1",
-        _is_count_or_none,
+        checks.check_optional_count,
+        "True vocabulary size in tokens, before padding for tensor parallelism; columns at or past "
+        "it count as -inf. None: every column counts.",
     )
-    ignore_index: int = _setting(-100, "targets with this id are ignored", "an integer", _is_int)
-    label_smoothing: float = _setting(
+    ignore_index: int = _integer(
+        -100,
+        checks.check_integer,
+        "A target with this global id gives logprob 0, entropy 0, rank -1 and no gradient.",
+    )
+    label_smoothing: float = _real(
         0.0,
-        "label smoothing of the log-probabilities",
-        "a number in [0, 1)",
-        lambda v: _is_finite(v) and 0 <= v < 1,
+        checks.check_fraction,
+        "Label smoothing, as in Megatron's `vocab_parallel_cross_entropy`.",
     )
-    softcap: float | None = _setting(
+    softcap: float | None = _real(
         None,
-        "softcap*tanh(logits/softcap) before the temperature",
-        "None or a finite number > 0",
-        lambda v: v is None or (_is_finite(v) and v > 0),
+        checks.check_optional_positive,
+        "`softcap * tanh(logits / softcap)` before the temperature. None: off.",
     )
-    logits_dtype: torch.dtype = _setting(  # noqa: RUF009
+    compact: bool = _switch(
+        False,
+        "Compute only rows whose target is not ignore_index, at the price of one host sync.",
+    )
+    invariant_segments: int | None = _integer(
+        None,
+        checks.check_optional_count,
+        "Results are the same bits for every tensor-parallel size that divides this number. None: "
+        "no such promise.",
+    )
+    logits_dtype: torch.dtype = _dtype(  # noqa: RUF009
         torch.float32,
-        "dtype of a chunk of logits on the fused path",
-        "torch.float32, torch.bfloat16 or torch.float16, or its name",
-        lambda v: v in (torch.float32, torch.bfloat16, torch.float16),
+        checks.check_logits_dtype,
+        "Dtype in which a chunk of logits is formed on the fused path: a `torch.dtype` or its "
+        "name.",
     )
-    chunk_size: int | None = _setting(
+    chunk_size: int | None = _integer(
         None,
-        "rows computed at a time; none picks from a memory budget",
-        "None or an integer >= 1",
-        _is_count_or_none,
+        checks.check_optional_count,
+        "Rows at a time. None picks a number from a memory budget.",
     )
     backend: Literal["auto", "torch", "triton", "inductor"] = _choice(
-        "auto", "which kernels to run", "auto", "torch", "triton", "inductor"
+        "auto",
+        BACKENDS,
+        "Which kernels to run: 'auto' takes the best available ones; any other that is unavailable "
+        "raises where it is used.",
     )
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = _normalise(f, getattr(self, f.name))
-            if not f.metadata["valid"](value):
-                raise ValueError(
-                    f"LogprobConfig.{f.name}: expected {f.metadata['expected']}, "
-                    f"got {value!r} ({type(value).__name__})"
-                )
-            object.__setattr__(self, f.name, value)
+        for name, setting in _settings(self).items():
+            value = setting.normal(getattr(self, name))
+            setting.check(f"LogprobConfig.{name}", value)
+            object.__setattr__(self, name, value)
         if self.output == "loss" and (self.entropy or self.target_rank):
             raise ValueError(
                 "LogprobConfig: entropy and target_rank need output='stats', which has a place "
@@ -169,7 +273,7 @@ class LogprobConfig:
             raise ValueError(
                 f"LogprobConfig: expected a mapping of settings, got {type(settings).__name__}"
             )
-        known = _field_names()
+        known = _settings(cls)
         for key in settings:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
@@ -177,7 +281,9 @@ class LogprobConfig:
                 raise ValueError(
                     f"LogprobConfig: unknown key {key!r}{hint}; known keys: {', '.join(known)}"
                 )
-        return cls(**{k: _parse(v) if isinstance(v, str) else v for k, v in settings.items()})
+        return cls(
+            **{k: known[k].parse(v) if isinstance(v, str) else v for k, v in settings.items()}
+        )
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> LogprobConfig:
@@ -232,7 +338,7 @@ class LogprobConfig:
 
     @classmethod
     def _from_attributes(cls, source: Any) -> LogprobConfig:
-        known = _field_names()
+        known = _settings(cls)
         settings = {}
         names = set(getattr(source, "__dict__", ())) | {ARG_PREFIX + k for k in known}
         for name in sorted(n for n in names if n.startswith(ARG_PREFIX)):
@@ -249,7 +355,18 @@ class LogprobConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values (dtypes by name): `from_dict(c.as_dict()) == c`."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {name: _plain(getattr(self, name)) for name in _settings(self)}
+
+
+def refuse_unsupported(config: LogprobConfig) -> None:
+    """Raises a ValueError for a setting that patched models do not honour yet."""
+    for name in ("top_k", "top_p", "compact", "invariant_segments"):
+        value, default = getattr(config, name), _default(LogprobConfig, name)
+        if value != default:
+            raise ValueError(
+                f"LogprobConfig.{name}: not supported yet for a patched model; expected {default!r}"
+                f", got {value!r}"
+            )
 
 
 def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -263,68 +380,32 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     Returns: the same parser.
     """
     group = parser.add_argument_group("mcore_logprobs", "log-probabilities of the patched model")
-    for f in dataclasses.fields(LogprobConfig):
-        flag = (ARG_PREFIX + f.name).replace("_", "-")
-        default = _plain(f.default)
-        options: dict[str, Any] = {"default": default, "type": _argument_type(f)}
-        if isinstance(f.default, bool):
-            values = "true,false,require" if f.name == "fused" else "true,false"
-            options |= {"nargs": "?", "const": True, "metavar": "{" + values + "}"}
+    for name, setting in _settings(LogprobConfig).items():
+        flag = (ARG_PREFIX + name).replace("_", "-")
+        default = _default(LogprobConfig, name)
+        options: dict[str, Any] = {"default": default, "type": _argument_type(setting)}
+        if setting.words:
+            options |= {"nargs": "?", "const": True, "metavar": "{" + ",".join(setting.words) + "}"}
             group.add_argument(
                 "--" + flag.replace("logprob-", "logprob-no-"),
-                dest=ARG_PREFIX + f.name,
+                dest=ARG_PREFIX + name,
                 action="store_const",
                 const=False,
                 default=default,
                 help=f"same as --{flag} false",
             )
         else:
-            options["metavar"] = f.name.upper()
-        text = f"{f.metadata['help']}: {f.metadata['expected']} (default: {default})"
-        group.add_argument("--" + flag, dest=ARG_PREFIX + f.name, help=text, **options)
+            options["metavar"] = name.upper()
+        text = f"{setting.help} Expected: {setting.check.expected}. Default: {default}."
+        group.add_argument("--" + flag, dest=ARG_PREFIX + name, help=text, **options)
     return parser
 
 
-def _field_names() -> list[str]:
-    return [f.name for f in dataclasses.fields(LogprobConfig)]
-
-
-def _argument_type(f: dataclasses.Field[Any]) -> Callable[[str], Any]:
+def _argument_type(setting: _Setting) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
-        value = _normalise(f, _parse(text))
-        if not f.metadata["valid"](value):
-            raise argparse.ArgumentTypeError(f"expected {f.metadata['expected']}, got {text!r}")
+        value = setting.normal(setting.parse(text))
+        if not setting.check.accepts(value):
+            raise argparse.ArgumentTypeError(f"expected {setting.check.expected}, got {text!r}")
         return _plain(value)
 
     return convert
-
-
-def _normalise(f: dataclasses.Field[Any], value: Any) -> Any:
-    """One spelling for equal settings: dtype names become dtypes, 1 becomes 1.0 in a float field.
-
-    What it does not know it returns unchanged, for validation to refuse.
-    """
-    if isinstance(f.default, torch.dtype) and isinstance(value, str):
-        return _DTYPES.get(value.lower().removeprefix("torch."), value)
-    if _is_int(value):
-        return float(value) if "float" in str(f.type) else int(value)
-    if "float" in str(f.type) and _is_finite(value):
-        return float(value)
-    return value
-
-
-def _parse(text: str) -> Any:
-    """Text from a flag or a YAML string to None, a bool, an int or a float; else unchanged."""
-    words = {"none": None, "null": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _plain(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from mcore_logprobs.config import LogprobConfig, add_logprob_args
+from mcore_logprobs.config import LogprobConfig, add_logprob_args, refuse_unsupported
 
 # A value other than the default for every field, as Python, as flag text and as YAML text.
 OTHER = {
@@ -25,10 +25,14 @@ OTHER = {
     "entropy": (True, "true", "true"),
     "target_rank": (True, "true", "yes"),
     "temperature": (0.5, "5e-1", "5e-1"),
+    "top_k": (50, "50", "50"),
+    "top_p": (0.9, "0.9", "9e-1"),
     "vocab_size": (50257, "50257", "50257"),
     "ignore_index": (-1, "-1", "-1"),
     "label_smoothing": (0.1, "0.1", "0.1"),
     "softcap": (30.0, "30", "30"),
+    "compact": (True, "true", "on"),
+    "invariant_segments": (8, "8", "8"),
     "logits_dtype": (torch.bfloat16, "bfloat16", "bf16"),
     "chunk_size": (64, "64", "64"),
     "backend": ("torch", "torch", "torch"),
@@ -66,6 +70,17 @@ BAD = [
     ("chunk_size", 0),
     ("chunk_size", 1.5),
     ("backend", "cuda"),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("top_k", True),
+    ("top_p", 0.0),
+    ("top_p", 1.5),
+    ("top_p", math.nan),
+    ("top_p", None),
+    ("compact", 1),
+    ("compact", "require"),
+    ("invariant_segments", 0),
+    ("invariant_segments", 2.0),
 ]
 
 
@@ -84,10 +99,14 @@ def test_defaults_are_the_contract() -> None:
         "entropy": False,
         "target_rank": False,
         "temperature": 1.0,
+        "top_k": None,
+        "top_p": 1.0,
         "vocab_size": None,
         "ignore_index": -100,
         "label_smoothing": 0.0,
         "softcap": None,
+        "compact": False,
+        "invariant_segments": None,
         "logits_dtype": torch.float32,
         "chunk_size": None,
         "backend": "auto",
@@ -159,6 +178,32 @@ def test_bad_flag_ends_with_usage(name, text, capsys) -> None:
     assert flag(name) in message
     assert "expected" in message
     assert repr(text) in message
+
+
+@pytest.mark.parametrize("off", [0, -1, None])
+def test_top_k_has_one_spelling_for_off(off) -> None:
+    assert LogprobConfig(top_k=off) == LogprobConfig()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstring_and_help_have_the_same_text(name) -> None:
+    """Each field's text, up to its default, stands in both, word for word."""
+    words = " ".join(parser().format_help().split())
+    doc = " ".join((LogprobConfig.__doc__ or "").split())
+    start = doc.index(f" {name}: ") + len(f" {name}: ")
+    text = doc[start : doc.index(" Default: ", start)]
+    assert len(text) > 20
+    # argparse may break a line at any hyphen.
+    assert text.replace(" ", "") in words.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"top_k": 5}, {"top_p": 0.9}, {"compact": True}, {"invariant_segments": 2}], ids=str
+)
+def test_a_patched_model_refuses_what_it_does_not_honour_yet(setting) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}: not supported yet"):
+        refuse_unsupported(LogprobConfig(**setting))
+    refuse_unsupported(LogprobConfig())
 
 
 def test_loss_output_has_no_place_for_extras() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_choice
 from mcore_logprobs.collectives import all_gather_dim0, reduce_scatter_dim0
 from mcore_logprobs.context_parallel._arguments import layout_of_local, normalized_dim
 from mcore_logprobs.context_parallel.layouts import SequenceLayout
@@ -60,8 +61,7 @@ def context_parallel_gather(
     Raises:
         ValueError: as `context_parallel_shard`, and an unknown `grad`; before any communication.
     """
-    if grad not in GRADS:
-        raise ValueError(f"grad: expected one of {GRADS}, got {grad!r}")
+    check_choice("grad", grad, GRADS)
     group = resolve_cp_group(cp_group)
     dim = normalized_dim(x, seq_dim)
     where = layout_of_local(x, dim, group, layout, cu_seqlens)

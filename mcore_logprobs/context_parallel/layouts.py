@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import check_choice
+
 LAYOUTS = ("zigzag", "contiguous")
 
 
@@ -56,8 +58,7 @@ class SequenceLayout:
                 of the wrong shape, dtype or device, not starting at 0, decreasing, not ending at
                 `length`, or with a sequence not divisible by the number of chunks.
         """
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+        check_choice("layout", layout, LAYOUTS)
         chunks = cp_size * 2 if layout == "zigzag" and cp_size > 1 else cp_size
         if length < 0 or length % chunks:
             raise ValueError(

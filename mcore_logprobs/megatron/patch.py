@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.config import LogprobConfig, refuse_unsupported
 from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron.handle import DeferredLogits, DeferringHead, scale_deferred
 from mcore_logprobs.megatron.head_loss import head_output, plain_loss_config
@@ -53,8 +53,9 @@ def patch_gpt_model(model: Any, config: LogprobConfig | None = None) -> PatchHan
     Collectives: none here; in the model's forward those of the operation over TP.
 
     Raises:
-        ValueError: no language model found; already patched with another config; a head that
-            cannot be fused under `fused="require"`. Nothing is patched then.
+        ValueError: no language model found; already patched with another config; a setting that
+            is not supported yet; a head that cannot be fused under `fused="require"`. Nothing is
+            patched then.
     """
     language_models = find_language_models(model)
     heads = []
@@ -62,6 +63,7 @@ def patch_gpt_model(model: Any, config: LogprobConfig | None = None) -> PatchHan
         if not has_head(language_model):
             continue
         wanted = config or LogprobConfig.from_transformer_config(language_model.config)
+        refuse_unsupported(wanted)
         present = _patch_of(language_model)
         if present is not None and present.config != wanted:
             raise ValueError(

@@ -27,6 +27,22 @@ CASES = list(itertools.product(LAYOUTS, (None, PACKED)))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 
 
+def test_against_plain_torch_in_float64() -> None:
+    """The four operations on one process, line by line."""
+    # Two packed sequences of 4 and 3 tokens in 2 rows: unlike each other and unlike the rows.
+    x = torch.randn(2, 7, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 4, 7], dtype=torch.int32)
+    # One rank has the whole of every sequence.
+    assert torch.equal(context_parallel_shard(x, cu_seqlens=cu_seqlens), x)
+    assert torch.equal(context_parallel_gather(x, cu_seqlens=cu_seqlens), x)
+    assert context_parallel_positions(7, cu_seqlens=cu_seqlens).tolist() == list(range(7))
+    # Each token gets the next one's value, and the last of a sequence the fill.
+    shifted = context_parallel_shift(x.detach(), cu_seqlens=cu_seqlens, fill=-1)
+    expected = x.detach().roll(-1, 1)
+    expected[:, [3, 6]] = -1.0
+    assert torch.equal(shifted, expected)
+
+
 def _cu(cu: list[int] | None) -> torch.Tensor | None:
     return None if cu is None else torch.tensor(cu, dtype=torch.int32)
 

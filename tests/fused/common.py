@@ -1,19 +1,29 @@
-"""What the tests of the fused path share: a head sharded over ranks, its float64 truth, its run."""
+"""What the tests of the fused path share: a sharded head, a call on it, its float64 truth."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs import linear_token_stats
 from tests.helpers import oracles
+from tests.helpers.distributed import get_pool
 from tests.logits.common import make_target, world_group, world_rank, world_size
 
 # (ranks, sequence parallel)
 LAYOUTS = [(1, False), (2, False), (2, True), (3, False), (3, True)]
+# Options that change what is computed, rather than how.
+_MATHEMATICAL = (
+    "ignore_index",
+    "label_smoothing",
+    "logit_scale",
+    "softcap",
+    "temperature",
+    "vocab_size",
+)
 
 
 @dataclass
@@ -72,102 +82,149 @@ class Truth:
     finished: Tensor
 
 
-def truth(problem: Problem, options: dict[str, Any], dtype: torch.dtype = torch.float64) -> Truth:
-    """The problem in plain torch on one process; gradients come in the inputs' dtypes."""
-    leaves = {"hidden": problem.hidden, "weight": problem.weight}
-    if problem.bias is not None:
-        leaves["bias"] = problem.bias
-    exact = dtype == torch.float64
-    leaves = {
-        name: (x.double() if exact else x.clone()).requires_grad_() for name, x in leaves.items()
-    }
-    options = {
-        name: value
-        for name, value in options.items()
-        if name not in ("chunk_size", "compact", "backend")
-    }
-    raw = leaves["hidden"].to(dtype) @ leaves["weight"].to(dtype).t()
-    stats = oracles.token_stats(
-        raw, problem.target, bias=leaves.get("bias"), dtype=dtype, **options
-    )
-    total = sum(
-        (getattr(stats, name) * value.to(dtype)).sum() for name, value in problem.upstream.items()
-    )
-    assert isinstance(total, Tensor)
-    grads = torch.autograd.grad(total, list(leaves.values()))
-    finishing = {k: v for k, v in options.items() if k not in ("label_smoothing", "ignore_index")}
-    finished = oracles.finished_logits(raw.detach(), bias=leaves.get("bias"), **finishing)
-    return Truth(stats, dict(zip(leaves, grads, strict=True)), finished.detach())
+@dataclass
+class Case:
+    """One call of `linear_token_stats` on a sharded head, and what it must give.
 
+        Case(make_problem(bias=True), {"softcap": 3.0}).run((2, True)).check()
 
-def whole_gradients(runs: list[dict[str, Tensor]], sequence_parallel: bool) -> dict[str, Tensor]:
-    """The ranks' gradients put together; hidden's must agree on all ranks if it is not split."""
-    split = [name for name in runs[0] if name != "hidden"]
-    whole = {name: torch.cat([run[name] for run in runs]) for name in split}
-    hidden = [run["hidden"] for run in runs]
-    if sequence_parallel:
-        whole["hidden"] = torch.cat(hidden)
-    else:
-        assert all(torch.equal(other, hidden[0]) for other in hidden), "dHidden differs over ranks"
-        whole["hidden"] = hidden[0]
-    return whole
+    A subclass may make another call (`call`), differentiate something else (`roots`,
+    `true_total`), or check more (`check_result`).
 
+    Attributes:
+        problem: the whole head and what goes through it.
+        options: keywords of the operation.
+        layout: (ranks, sequence parallel) of the last `run`.
+        runs: what each rank found: (result, gradients by name).
+    """
 
-def check_stats(
-    found: Any, exact: Truth, plain: Truth, problem: Problem, ulps: float = 8.0
-) -> None:
-    """A rank's TokenStats against the truth; ranks up to the rounding of a dot product."""
-    for name in ("logprobs", "entropy", "lse"):
-        value = getattr(found, name)
-        if value is None:
-            assert name == "entropy"
-            continue
-        oracles.assert_no_worse(
-            value, getattr(plain.stats, name), getattr(exact.stats, name), name=name, ulps=ulps
-        )
-    if found.target_rank is not None:
-        keep = exact.stats.target_rank >= 0
-        assert torch.equal(found.target_rank < 0, ~keep)
-        target = torch.where(keep, problem.target, 0)
-        low, high = oracles.rank_bounds(exact.finished, target, 1e-5)
-        inside = (found.target_rank >= low) & (found.target_rank <= high)
-        assert (inside | ~keep).all()
-        assert (low == high).sum() > 0.8 * low.numel(), "the bounds hardly bind"
+    problem: Problem
+    options: dict[str, Any] = field(default_factory=dict)
+    layout: tuple[int, bool] = field(default=(1, False), init=False)
+    runs: list[tuple[Any, dict[str, Tensor]]] = field(default_factory=list, init=False, repr=False)
 
-
-def check_gradients(
-    found: dict[str, Tensor], exact: Truth, plain: Truth, ulps: float = 8.0
-) -> None:
-    assert set(found) == set(exact.grads)
-    for name, grad in found.items():
-        assert grad.dtype == plain.grads[name].dtype
-        oracles.assert_no_worse(
-            grad, plain.grads[name], exact.grads[name], name=f"d{name}", ulps=ulps
+    def call(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, **parallel: Any) -> Any:
+        """The operation on one rank."""
+        return linear_token_stats(
+            hidden, weight, self.problem.target, bias=bias, **parallel, **self.options
         )
 
+    def roots(self, result: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """What is differentiated: by name, (output, its upstream gradient)."""
+        upstream = self.problem.upstream.items()
+        return {name: (getattr(result, name), value.clone()) for name, value in upstream}
 
-def run_linear(problem: Problem, options: dict[str, Any], sequence_parallel: bool) -> tuple:
-    """(TokenStats, gradients by name) of this rank; inputs must come out untouched."""
-    hidden, weight, bias = shard_problem(problem, sequence_parallel)
-    leaves = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    kept = {name: (x.detach().clone(), x._version) for name, x in leaves.items()}
-    out = linear_token_stats(
-        hidden,
-        weight,
-        problem.target,
-        bias=bias,
-        tp_group=world_group(),
-        sequence_parallel=sequence_parallel,
-        **options,
-    )
-    outputs = [getattr(out, name) for name in problem.upstream]
-    incoming = [value.clone() for value in problem.upstream.values()]
-    grads = torch.autograd.grad(outputs, list(leaves.values()), incoming)
-    assert all(map(torch.equal, incoming, problem.upstream.values()))
-    for name, leaf in leaves.items():
-        assert torch.equal(leaf.detach(), kept[name][0])
-        assert leaf._version == kept[name][1]
-    return out, dict(zip(leaves, grads, strict=True))
+    def true_total(self, stats: oracles.ExactStats, dtype: torch.dtype) -> Tensor:
+        """The same as one scalar, in plain torch."""
+        upstream = self.problem.upstream.items()
+        total = sum((getattr(stats, name) * value.to(dtype)).sum() for name, value in upstream)
+        assert isinstance(total, Tensor)
+        return total
+
+    def run(self, layout: tuple[int, bool]) -> Self:
+        """Call it on (ranks, sequence parallel); one rank is this process, uninitialised."""
+        self.layout, self.runs = layout, []
+        world, _ = layout
+        self.runs = [self.on_rank()] if world == 1 else get_pool(world).run(self.on_rank)
+        return self
+
+    def on_rank(self) -> tuple[Any, dict[str, Tensor]]:
+        """(result, gradients by name) of this rank; inputs must come out untouched."""
+        _, sequence_parallel = self.layout
+        hidden, weight, bias = shard_problem(self.problem, sequence_parallel)
+        leaves = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+        kept = {name: (x.detach().clone(), x._version) for name, x in leaves.items()}
+        result = self.call(
+            hidden, weight, bias, tp_group=world_group(), sequence_parallel=sequence_parallel
+        )
+        roots = self.roots(result)
+        outputs = [output for output, _ in roots.values()]
+        incoming = [upstream for _, upstream in roots.values()]
+        before = [upstream.clone() for upstream in incoming]
+        grads = torch.autograd.grad(outputs, list(leaves.values()), incoming)
+        assert all(map(torch.equal, incoming, before)), "an upstream gradient was modified"
+        for name, leaf in leaves.items():
+            assert torch.equal(leaf.detach(), kept[name][0]), f"{name} was modified"
+            assert leaf._version == kept[name][1], f"{name}'s version counter moved"
+        return result, dict(zip(leaves, grads, strict=True))
+
+    def truth(self, dtype: torch.dtype = torch.float64) -> Truth:
+        """The problem in plain torch on one process; gradients come in the inputs' dtypes."""
+        leaves = {"hidden": self.problem.hidden, "weight": self.problem.weight}
+        if self.problem.bias is not None:
+            leaves["bias"] = self.problem.bias
+        exact = dtype == torch.float64
+        leaves = {
+            name: (x.double() if exact else x.clone()).requires_grad_()
+            for name, x in leaves.items()
+        }
+        options = {name: self.options[name] for name in self.options if name in _MATHEMATICAL}
+        raw = leaves["hidden"].to(dtype) @ leaves["weight"].to(dtype).t()
+        stats = oracles.token_stats(
+            raw, self.problem.target, bias=leaves.get("bias"), dtype=dtype, **options
+        )
+        total = self.true_total(stats, dtype)
+        if total.requires_grad:
+            grads = torch.autograd.grad(total, list(leaves.values()))
+        else:
+            grads = tuple(map(torch.zeros_like, leaves.values()))
+        finishing = {
+            k: v for k, v in options.items() if k not in ("label_smoothing", "ignore_index")
+        }
+        finished = oracles.finished_logits(raw.detach(), bias=leaves.get("bias"), **finishing)
+        return Truth(stats, dict(zip(leaves, grads, strict=True)), finished.detach())
+
+    def check(self, ulps: float = 8.0) -> None:
+        """Every rank's results, and the gradients put together, against float64."""
+        wide = torch.float64 if self.problem.hidden.dtype == torch.float64 else torch.float32
+        exact, plain = self.truth(), self.truth(wide)
+        for result, _ in self.runs:
+            self.check_result(result, exact, plain, ulps)
+        found = self.gradients()
+        assert set(found) == set(exact.grads)
+        for name, grad in found.items():
+            assert grad.dtype == plain.grads[name].dtype
+            oracles.assert_no_worse(
+                grad, plain.grads[name], exact.grads[name], name=f"d{name}", ulps=ulps
+            )
+
+    def check_result(self, result: Any, exact: Truth, plain: Truth, ulps: float) -> None:
+        """One rank's result; ranks agree."""
+        assert torch.equal(result.logprobs, self.runs[0][0].logprobs), "ranks differ"
+        self.check_stats(result, exact, plain, ulps)
+
+    def check_stats(self, found: Any, exact: Truth, plain: Truth, ulps: float) -> None:
+        """A rank's TokenStats; target ranks up to the rounding of a dot product."""
+        for name in ("logprobs", "entropy", "lse"):
+            value = getattr(found, name)
+            if value is None:
+                assert name == "entropy"
+                continue
+            oracles.assert_no_worse(
+                value, getattr(plain.stats, name), getattr(exact.stats, name), name=name, ulps=ulps
+            )
+        if found.target_rank is not None:
+            keep = exact.stats.target_rank >= 0
+            assert torch.equal(found.target_rank < 0, ~keep)
+            target = torch.where(keep, self.problem.target, 0)
+            low, high = oracles.rank_bounds(exact.finished, target, 1e-5)
+            inside = (found.target_rank >= low) & (found.target_rank <= high)
+            assert (inside | ~keep).all()
+            assert (low == high).sum() > 0.8 * low.numel(), "the bounds hardly bind"
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The ranks' gradients together; hidden's must agree on all ranks if it is not split."""
+        runs = [grads for _, grads in self.runs]
+        split = [name for name in runs[0] if name != "hidden"]
+        whole = {name: torch.cat([run[name] for run in runs]) for name in split}
+        hidden = [run["hidden"] for run in runs]
+        _, sequence_parallel = self.layout
+        if sequence_parallel:
+            whole["hidden"] = torch.cat(hidden)
+        else:
+            assert all(torch.equal(other, hidden[0]) for other in hidden), "dHidden differs"
+            whole["hidden"] = hidden[0]
+        return whole
 
 
 def plain_loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:

@@ -12,12 +12,10 @@ from mcore_logprobs import linear_token_stats
 from mcore_logprobs.bench.counting import CollectivesMade
 from tests.fused.common import (
     LAYOUTS,
+    Case,
     Problem,
     make_problem,
-    run_linear,
     shard_problem,
-    truth,
-    whole_gradients,
 )
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
@@ -77,7 +75,7 @@ def _frozen(problem: Problem, frozen: str, sequence_parallel: bool) -> Tensor | 
 def test_the_other_gradient_stays_right(ranks, sequence_parallel, frozen):
     problem = make_problem(names=("logprobs",))
     found = on_ranks(ranks, 2, _frozen, problem, frozen, sequence_parallel)
-    exact, plain = truth(problem, {}), truth(problem, {}, torch.float32)
+    exact, plain = Case(problem).truth(), Case(problem).truth(torch.float32)
     name = "weight" if frozen == "hidden" else "hidden"
     grad = torch.cat(found) if name == "weight" or sequence_parallel else found[0]
     oracles.assert_no_worse(grad, plain.grads[name], exact.grads[name], ulps=8.0)
@@ -102,14 +100,12 @@ def test_no_grad_saves_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_compaction_changes_nothing(ranks, layout, dtype):
-    world, sequence_parallel = layout
+def test_compaction_changes_nothing(layout, dtype):
     problem = make_problem((12, 3), dtype=dtype, ignored=0.6, true_vocab=20)
     options = ALL | {"vocab_size": 20, "temperature": 0.8, "label_smoothing": 0.1}
-    plain = on_ranks(ranks, world, run_linear, problem, options, sequence_parallel)
-    options = options | {"compact": True}
-    compact = on_ranks(ranks, world, run_linear, problem, options, sequence_parallel)
-    for (stats, grads), (expected, expected_grads) in zip(compact, plain, strict=True):
+    plain = Case(problem, options).run(layout)
+    compact = Case(problem, options | {"compact": True}).run(layout)
+    for (stats, grads), (expected, expected_grads) in zip(compact.runs, plain.runs, strict=True):
         # The same arithmetic; a product of fewer rows may add up in another order.
         for name in ("logprobs", "entropy", "target_rank", "lse"):
             torch.testing.assert_close(
@@ -118,8 +114,7 @@ def test_compaction_changes_nothing(ranks, layout, dtype):
         for name, grad in grads.items():
             rtol = 8e-3 if dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(grad, expected_grads[name], rtol=rtol, atol=2e-6)
-    hidden = whole_gradients([grads for _, grads in compact], sequence_parallel)["hidden"]
-    assert not hidden[problem.target == -100].any()
+    assert not compact.gradients()["hidden"][problem.target == -100].any()
 
 
 def test_compaction_is_paid_by_kept_rows_only():

@@ -21,6 +21,37 @@ SPEC = {"logit_scale": 0.9, "softcap": 5.0, "temperature": 0.7}
 TEACHER_SPEC = {"logit_scale": 1.2, "softcap": 6.0, "temperature": 1.1}
 
 
+def test_against_plain_torch_in_float64() -> None:
+    """KL(teacher || student) on one process, line by line."""
+    # 5 rows in tiles of 2 leave a ragged tile; 9 columns, of which the last is padding; widths of
+    # 3 and 4, unlike every other size, so that a transposed product cannot pass.
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    teacher_hidden = torch.randn(5, 4, dtype=torch.float64)
+    teacher_weight = torch.randn(9, 4, dtype=torch.float64)
+    upstream = torch.randn(5, dtype=torch.float64)
+    value = linear_kl_div(
+        hidden,
+        weight,
+        teacher_hidden=teacher_hidden,
+        teacher_weight=teacher_weight,
+        kind="forward",
+        temperature=0.7,
+        teacher_temperature=1.2,
+        vocab_size=8,
+        chunk_size=2,
+    )
+    grads = torch.autograd.grad(value, [hidden, weight], upstream)
+
+    logp = (hidden @ weight[:8].t() / 0.7).log_softmax(-1)
+    logq = (teacher_hidden @ teacher_weight[:8].t() / 1.2).log_softmax(-1)
+    expected = (logq.exp() * (logq - logp)).sum(-1)
+    expected_grads = torch.autograd.grad(expected, [hidden, weight], upstream)
+
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
+
+
 def make(dtype: torch.dtype, *, bias: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(11)
 

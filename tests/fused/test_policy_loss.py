@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,14 +16,56 @@ from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.losses import ClippedLoss
 from tests.fused.common import (
     LAYOUTS,
+    Case,
     Problem,
+    Truth,
     make_problem,
     plain_loss,
     shard_problem,
-    whole_gradients,
 )
 from tests.helpers import oracles
 from tests.logits.common import on_ranks, world_group
+
+
+def test_against_plain_torch_in_float64():
+    """The operation on one process, line by line."""
+    # 10 rows in tiles of 4 leave a ragged tile; 9 columns, of which the last is padding; a width
+    # of 3, unlike every other size, so that a transposed product cannot pass.
+    hidden = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(0, 8, (10,))
+    target[3] = -100
+    old, advantages = torch.randn(2, 10, dtype=torch.float64).unbind(0)
+
+    def loss_fn(logprobs, entropy, old, advantages):
+        return -(logprobs - old).exp() * advantages - 0.1 * entropy
+
+    loss, stats = linear_policy_loss(
+        hidden,
+        weight,
+        target,
+        loss_fn,
+        old,
+        advantages,
+        denominator=9.0,
+        entropy=True,
+        temperature=0.7,
+        vocab_size=8,
+        chunk_size=4,
+    )
+    grads = torch.autograd.grad(loss, [hidden, weight])
+
+    logp = (hidden @ weight[:8].t() / 0.7).log_softmax(-1)
+    logprobs = logp.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    per_token = loss_fn(logprobs, -(logp.exp() * logp).sum(-1), old, advantages)
+    expected = per_token[target != -100].sum() / 9.0
+    expected_grads = torch.autograd.grad(expected, [hidden, weight])
+
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
+    kept = torch.where(target != -100, logprobs, 0.0)
+    torch.testing.assert_close(stats.logprobs, kept, rtol=1e-12, atol=1e-12)
+
 
 # ---- losses of every shape: (name, needs entropy, function) -------------------------------------
 
@@ -69,129 +112,88 @@ def _tensors(name: str, lead: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.randn(lead) - (2.5 if i == 0 else 0.0) for i in range(LOSSES[name][2]))
 
 
-def _fused(
-    problem: Problem,
-    name: str,
-    tensors: tuple[Tensor, ...],
-    options: dict[str, Any],
-    sequence_parallel: bool,
-    upstream: float,
-) -> tuple:
-    """(loss, stats, gradients) of this rank; inputs must come out untouched."""
-    entropy, fn, _ = LOSSES[name]
-    hidden, weight, bias = shard_problem(problem, sequence_parallel)
-    leaves = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    kept = [x.detach().clone() for x in (*leaves.values(), *tensors)]
-    loss, stats = linear_policy_loss(
-        hidden,
-        weight,
-        problem.target,
-        fn,
-        *tensors,
-        bias=bias,
-        entropy=entropy,
-        tp_group=world_group(),
-        sequence_parallel=sequence_parallel,
-        **options,
-    )
-    assert loss.shape == ()
-    for value in (stats.logprobs, stats.entropy, stats.lse):
-        assert value is None or not value.requires_grad
-    grads = torch.autograd.grad(loss * upstream, list(leaves.values()))
-    after = [x.detach() for x in (*leaves.values(), *tensors)]
-    assert all(map(torch.equal, after, kept))
-    return loss, stats, dict(zip(leaves, grads, strict=True))
+@dataclass
+class PolicyCase(Case):
+    """A call of `linear_policy_loss`.
 
+    Attributes:
+        name: of the loss, in LOSSES.
+        tensors: its per-token tensors; drawn for the problem's shape where not given.
+        upstream: the gradient of the loss.
+    """
 
-def _truth(
-    problem: Problem,
-    name: str,
-    tensors: tuple[Tensor, ...],
-    options: dict[str, Any],
-    upstream: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, oracles.ExactStats, dict[str, Tensor]]:
-    options = {k: v for k, v in options.items() if k not in ("chunk_size", "compact")}
-    denominator = options.pop("denominator", 1.0)
-    exact = dtype == torch.float64
-    leaves = {"hidden": problem.hidden, "weight": problem.weight}
-    leaves |= {} if problem.bias is None else {"bias": problem.bias}
-    leaves = {k: (x.double() if exact else x.clone()).requires_grad_() for k, x in leaves.items()}
-    raw = leaves["hidden"].to(dtype) @ leaves["weight"].to(dtype).t()
-    stats = oracles.token_stats(
-        raw, problem.target, bias=leaves.get("bias"), dtype=dtype, **options
-    )
-    entropy, fn, _ = LOSSES[name]
-    tensors = tuple(t.to(dtype) for t in tensors)
-    per_token = fn(stats.logprobs, stats.entropy if entropy else None, *tensors)
-    # Ignored rows add nothing, whatever the loss makes of a log-probability of 0.
-    per_token = torch.where(problem.target != -100, per_token, 0.0)
-    loss = per_token.sum() / denominator
-    if not loss.requires_grad:
-        return loss, stats, {k: torch.zeros_like(x) for k, x in leaves.items()}
-    grads = torch.autograd.grad(
-        loss * upstream, list(leaves.values()), allow_unused=True, materialize_grads=True
-    )
-    return loss, stats, dict(zip(leaves, grads, strict=True))
+    name: str = "plain"
+    tensors: tuple[Tensor, ...] | None = None
+    upstream: float = -0.37
 
+    def __post_init__(self) -> None:
+        if self.tensors is None:
+            self.tensors = _tensors(self.name, tuple(self.problem.target.shape))
 
-def _check(
-    ranks,
-    layout: tuple[int, bool],
-    problem: Problem,
-    name: str,
-    options: dict[str, Any],
-    *,
-    upstream: float = -0.37,
-    ulps: float = 8.0,
-) -> None:
-    world, sequence_parallel = layout
-    tensors = _tensors(name, tuple(problem.target.shape))
-    runs = on_ranks(
-        ranks, world, _fused, problem, name, tensors, options, sequence_parallel, upstream
-    )
-    args = (problem, name, tensors, options, upstream)
-    loss, stats, grads = _truth(*args, torch.float64)
-    plain_loss_, plain, plain_grads = _truth(*args, torch.float32)
-    for found, found_stats, _ in runs:
-        assert found.dtype == torch.float32
-        assert torch.equal(found, runs[0][0]), "ranks differ"
-        # A sum of n roundings.
-        scale = problem.target.numel()
-        oracles.assert_no_worse(found, plain_loss_, loss, name="loss", ulps=scale)
-        for field in ("logprobs", "lse"):
-            oracles.assert_no_worse(
-                getattr(found_stats, field),
-                getattr(plain, field),
-                getattr(stats, field),
-                name=field,
-                ulps=ulps,
-            )
-        assert (found_stats.entropy is not None) == LOSSES[name][0]
-        if found_stats.entropy is not None:
-            oracles.assert_no_worse(
-                found_stats.entropy, plain.entropy, stats.entropy, name="entropy", ulps=ulps
-            )
-    whole = whole_gradients([grad for *_, grad in runs], sequence_parallel)
-    assert set(whole) == set(grads)
-    for key, grad in whole.items():
-        assert grad.dtype == problem.hidden.dtype
-        oracles.assert_no_worse(grad, plain_grads[key], grads[key], name=f"d{key}", ulps=ulps)
+    def call(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, **parallel: Any) -> Any:
+        """(loss, stats)"""
+        entropy, fn, _ = LOSSES[self.name]
+        kept = [x.clone() for x in self.tensors]
+        loss, stats = linear_policy_loss(
+            hidden,
+            weight,
+            self.problem.target,
+            fn,
+            *self.tensors,
+            bias=bias,
+            entropy=entropy,
+            **parallel,
+            **self.options,
+        )
+        assert loss.shape == ()
+        assert all(map(torch.equal, self.tensors, kept)), "a per-token tensor was modified"
+        for value in (stats.logprobs, stats.entropy, stats.lse):
+            assert value is None or not value.requires_grad
+        return loss, stats
+
+    def roots(self, result: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"loss": (result[0], torch.tensor(self.upstream))}
+
+    def true_total(self, stats: oracles.ExactStats, dtype: torch.dtype) -> Tensor:
+        return self.true_loss(stats, dtype) * self.upstream
+
+    def true_loss(self, stats: oracles.ExactStats, dtype: torch.dtype) -> Tensor:
+        entropy, fn, _ = LOSSES[self.name]
+        tensors = tuple(t.to(dtype) for t in self.tensors)
+        per_token = fn(stats.logprobs, stats.entropy if entropy else None, *tensors)
+        # Ignored rows add nothing, whatever the loss makes of a log-probability of 0.
+        per_token = torch.where(self.problem.target != -100, per_token, 0.0)
+        return per_token.sum() / self.options.get("denominator", 1.0)
+
+    def check_result(self, result: Any, exact: Truth, plain: Truth, ulps: float) -> None:
+        loss, stats = result
+        assert loss.dtype == torch.float32
+        assert torch.equal(loss, self.runs[0][0][0]), "ranks differ"
+        oracles.assert_no_worse(
+            loss,
+            self.true_loss(plain.stats, torch.float32),
+            self.true_loss(exact.stats, torch.float64),
+            name="loss",
+            ulps=self.problem.target.numel(),  # a sum of n roundings
+        )
+        assert (stats.entropy is not None) == LOSSES[self.name][0]
+        self.check_stats(stats, exact, plain, ulps)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_loss(ranks, layout, dtype, name):
-    _check(ranks, layout, make_problem(dtype=dtype), name, {"denominator": 7.5})
+def test_any_loss(layout, dtype, name):
+    case = PolicyCase(make_problem(dtype=dtype), {"denominator": 7.5}, name)
+    case.run(layout).check()
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 1000])
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_chunks_and_compaction(ranks, layout, compact, chunk_size):
+def test_chunks_and_compaction(layout, compact, chunk_size):
     options = {"chunk_size": chunk_size, "compact": compact}
-    _check(ranks, layout, make_problem((12,), ignored=0.5), "entropy", options)
+    PolicyCase(make_problem((12,), ignored=0.5), options, "entropy").run(layout).check()
 
 
 @pytest.mark.parametrize(
@@ -206,23 +208,24 @@ def test_chunks_and_compaction(ranks, layout, compact, chunk_size):
 )
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_head_options(ranks, layout, bias, options):
+def test_head_options(layout, bias, options):
     problem = make_problem(bias=bias, true_vocab=options.get("vocab_size"))
-    _check(ranks, layout, problem, "entropy", options | {"chunk_size": 5})
+    PolicyCase(problem, options | {"chunk_size": 5}, "entropy").run(layout).check()
 
 
 @pytest.mark.parametrize("layout", [(1, False), (2, True)], ids=str)
-def test_several_blocks_of_columns(ranks, layout):
+def test_several_blocks_of_columns(layout):
     problem = make_problem((6, 2), width=4, vocab=18_002, true_vocab=17_000)
     options = {"vocab_size": 17_000, "chunk_size": 4}
-    _check(ranks, layout, problem, "entropy", options, ulps=16.0)
+    PolicyCase(problem, options, "entropy").run(layout).check(ulps=16.0)
 
 
 def test_denominator_may_be_a_tensor():
     problem = make_problem((12,))
     for denominator in (torch.tensor(3.0), torch.tensor([3]), 3):
-        loss, _, grads = _fused(problem, "plain", (), {"denominator": denominator}, False, 1.0)
-        whole, _, whole_grads = _fused(problem, "plain", (), {}, False, 1.0)
+        case = PolicyCase(problem, {"denominator": denominator}, upstream=1.0)
+        (loss, _), grads = case.on_rank()
+        (whole, _), whole_grads = PolicyCase(problem, upstream=1.0).on_rank()
         torch.testing.assert_close(loss, whole / 3)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, whole_grads[name] / 3)
@@ -231,22 +234,12 @@ def test_denominator_may_be_a_tensor():
 @pytest.mark.parametrize("lead", [(0,), (0, 2), (6, 2)], ids=str)
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_nothing_to_learn_from(ranks, layout, compact, lead):
+def test_nothing_to_learn_from(layout, compact, lead):
     """No rows, or none whose target counts: a loss of 0 and gradients of 0."""
-    world, sequence_parallel = layout
     problem = make_problem(lead, ignored=2.0)
-    tensors = _tensors("entropy", lead)
-    for loss, stats, grads in on_ranks(
-        ranks,
-        world,
-        _fused,
-        problem,
-        "entropy",
-        tensors,
-        {"compact": compact, "target_rank": True},
-        sequence_parallel,
-        1.0,
-    ):
+    options = {"compact": compact, "target_rank": True}
+    case = PolicyCase(problem, options, "entropy", upstream=1.0)
+    for (loss, stats), grads in case.run(layout).runs:
         assert loss.item() == 0.0
         assert stats.logprobs.shape == problem.target.shape
         assert (stats.target_rank == -1).all()

@@ -12,14 +12,10 @@ from mcore_logprobs import linear_token_stats, vocab_parallel_token_stats
 from mcore_logprobs.bench.counting import CollectivesMade
 from tests.fused.common import (
     LAYOUTS,
+    Case,
     Problem,
-    check_gradients,
-    check_stats,
     make_problem,
-    run_linear,
     shard_problem,
-    truth,
-    whole_gradients,
 )
 from tests.logits.common import on_ranks, world_group
 
@@ -41,88 +37,107 @@ OPTIONS = {
 }
 
 
-def _check(
-    ranks, layout: tuple[int, bool], problem: Problem, options: dict, ulps: float = 8.0
-) -> None:
-    world, sequence_parallel = layout
-    runs = on_ranks(ranks, world, run_linear, problem, ALL | options, sequence_parallel)
-    exact = truth(problem, options)
-    plain = truth(
-        problem,
-        options,
-        torch.float64 if problem.hidden.dtype == torch.float64 else torch.float32,
+def test_against_plain_torch_in_float64():
+    """The operation on one process, line by line."""
+    # 5 x 2 rows in tiles of 4 leave a ragged tile; 9 columns, of which the last is padding; a
+    # width of 3, unlike every other size, so that a transposed product cannot pass.
+    hidden = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(0, 8, (5, 2))
+    target[3, 1] = -100
+    upstream = list(torch.randn(3, 5, 2, dtype=torch.float64))  # a gradient a token and output
+    stats = linear_token_stats(
+        hidden,
+        weight,
+        target,
+        entropy=True,
+        logit_scale=0.5,
+        softcap=2.0,
+        temperature=0.7,
+        vocab_size=8,
+        chunk_size=4,
     )
-    for stats, _ in runs:
-        assert torch.equal(stats.logprobs, runs[0][0].logprobs), "ranks differ"
-        check_stats(stats, exact, plain, problem, ulps)
-    grads = whole_gradients([grad for _, grad in runs], sequence_parallel)
-    check_gradients(grads, exact, plain, ulps)
+    found = [stats.logprobs, stats.entropy, stats.lse]
+    grads = torch.autograd.grad(found, [hidden, weight], upstream)
+
+    z = 2.0 * torch.tanh(0.5 * (hidden @ weight[:8].t()) / 2.0) / 0.7
+    logp = z.log_softmax(-1)
+    keep, column = target != -100, target.clamp(min=0).unsqueeze(-1)
+    logprobs = logp.gather(-1, column).squeeze(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    expected = [torch.where(keep, x, 0.0) for x in (logprobs, entropy, z.logsumexp(-1))]
+    expected_grads = torch.autograd.grad(expected, [hidden, weight], upstream)
+
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
+
+
+def _case(problem: Problem, options: dict) -> Case:
+    """Every statistic is asked for."""
+    return Case(problem, ALL | options)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_values_and_gradients(ranks, layout, dtype, options, bias):
+def test_values_and_gradients(layout, dtype, options, bias):
     problem = make_problem(dtype=dtype, bias=bias, true_vocab=options.get("vocab_size"))
-    _check(ranks, layout, problem, options)
+    _case(problem, options).run(layout).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_other_dtypes(ranks, layout, dtype):
+def test_other_dtypes(layout, dtype):
     problem = make_problem(dtype=dtype, bias=True, true_vocab=17)
-    _check(ranks, layout, problem, OPTIONS["all"])
+    _case(problem, OPTIONS["all"]).run(layout).check()
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_chunk_sizes(ranks, layout, dtype, chunk_size):
+def test_chunk_sizes(layout, dtype, chunk_size):
     problem = make_problem(dtype=dtype, true_vocab=20)
-    _check(ranks, layout, problem, {"chunk_size": chunk_size, "vocab_size": 20})
+    _case(problem, {"chunk_size": chunk_size, "vocab_size": 20}).run(layout).check()
 
 
 @pytest.mark.parametrize("name", ["logprobs", "entropy", "lse"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_gradient_of_one_output_alone(ranks, smoothing, name):
+def test_gradient_of_one_output_alone(smoothing, name):
     problem = make_problem(names=(name,))
-    _check(ranks, (2, True), problem, {"label_smoothing": smoothing, "chunk_size": 4})
+    _case(problem, {"label_smoothing": smoothing, "chunk_size": 4}).run((2, True)).check()
 
 
 @pytest.mark.parametrize("lead", [(12,), (6, 1), (6, 2), (6, 3)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_leading_shapes(ranks, layout, lead):
-    _check(ranks, layout, make_problem(lead), {"chunk_size": 4})
+def test_leading_shapes(layout, lead):
+    _case(make_problem(lead), {"chunk_size": 4}).run(layout).check()
 
 
 @pytest.mark.parametrize("layout", [(1, False), (2, True)], ids=str)
-def test_several_blocks_of_columns(ranks, layout):
+def test_several_blocks_of_columns(layout):
     """Wide enough for the vocabulary to be cut as well as the rows, with a ragged last block."""
     problem = make_problem((6, 2), width=4, vocab=18_002, bias=True, true_vocab=17_000)
     options = {"vocab_size": 17_000, "softcap": 4.0, "label_smoothing": 0.1}
-    _check(ranks, layout, problem, options, ulps=16.0)
-    _check(ranks, layout, problem, options | {"chunk_size": 4}, ulps=16.0)
+    _case(problem, options).run(layout).check(ulps=16.0)
+    _case(problem, options | {"chunk_size": 4}).run(layout).check(ulps=16.0)
 
 
 @pytest.mark.parametrize("lead", [(0,), (0, 2)], ids=str)
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_zero_rows(ranks, layout, compact, lead):
-    _zero(ranks, layout, make_problem(lead), compact)
+def test_zero_rows(layout, compact, lead):
+    _zero(layout, make_problem(lead), compact)
 
 
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_nothing_but_ignored_rows(ranks, layout, compact):
-    _zero(ranks, layout, make_problem(ignored=2.0), compact)
+def test_nothing_but_ignored_rows(layout, compact):
+    _zero(layout, make_problem(ignored=2.0), compact)
 
 
-def _zero(ranks, layout: tuple[int, bool], problem: Problem, compact: bool) -> None:
-    world, sequence_parallel = layout
-    for stats, grads in on_ranks(
-        ranks, world, run_linear, problem, ALL | {"compact": compact}, sequence_parallel
-    ):
+def _zero(layout: tuple[int, bool], problem: Problem, compact: bool) -> None:
+    for stats, grads in _case(problem, {"compact": compact}).run(layout).runs:
         assert stats.logprobs.shape == problem.target.shape
         for value in (stats.logprobs, stats.entropy, stats.lse, *grads.values()):
             assert not value.any()
@@ -130,10 +145,10 @@ def _zero(ranks, layout: tuple[int, bool], problem: Problem, compact: bool) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_large_logits(ranks, layout):
+def test_large_logits(layout):
     problem = make_problem()
     problem.hidden *= 12
-    _check(ranks, layout, problem, {})
+    _case(problem, {}).run(layout).check()
 
 
 def _tied(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -160,7 +175,7 @@ def test_a_weight_used_twice(ranks):
 
 def test_a_bf16_head_s_rounding_is_avoided_and_can_be_asked_for():
     problem = make_problem((256,), width=64, vocab=512, dtype=torch.bfloat16, names=("logprobs",))
-    exact = truth(problem, {}).stats.logprobs
+    exact = Case(problem).truth().stats.logprobs
     wide = linear_token_stats(problem.hidden, problem.weight, problem.target).logprobs
     narrow = linear_token_stats(
         problem.hidden, problem.weight, problem.target, logits_dtype=torch.bfloat16
@@ -175,10 +190,10 @@ def test_a_bf16_head_s_rounding_is_avoided_and_can_be_asked_for():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weight_gradient_is_no_worse_in_256_chunks(dtype):
     problem = make_problem((256,), width=16, vocab=64, dtype=dtype, names=("logprobs",))
-    exact = truth(problem, {}).grads["weight"]
+    exact = Case(problem).truth().grads["weight"]
 
     def error(chunk_size: int | None) -> float:
-        grad = run_linear(problem, {"chunk_size": chunk_size}, False)[1]["weight"]
+        grad = Case(problem, {"chunk_size": chunk_size}).on_rank()[1]["weight"]
         return ((grad.double() - exact).norm() / exact.norm()).item()
 
     one, many = error(None), error(1)

@@ -20,8 +20,8 @@ from tests.kernels.common import (
     make_spec,
     make_target,
 )
+from tests.kernels.interpreter import interpreted
 
-RUN_IN_INTERPRETER = True
 BOTH = {"entropy": True, "smoothing": True}
 
 
@@ -63,18 +63,21 @@ def _check(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 33, 1152, 20000])
+@interpreted
 def test_widths_that_are_no_multiple_of_the_tile(width, dtype):
     for rows in (1, 6):
         _check(make_logits(rows, width, dtype), RowSpec(width, **BOTH))
 
 
 @pytest.mark.parametrize("wanted", [{}, {"entropy": True}, {"smoothing": True}], ids=str)
+@interpreted
 def test_each_term_alone(wanted):
     _check(make_logits(4, 700, torch.bfloat16, "holes"), RowSpec(650, **wanted))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kind", ["normal", "low", "high", "holes"])
+@interpreted
 def test_scale_softcap_bias_and_temperature(transform, kind):
     options = TRANSFORMS[transform]
     for dtype in (torch.bfloat16, torch.float32):
@@ -82,6 +85,7 @@ def test_scale_softcap_bias_and_temperature(transform, kind):
         _check(logits, make_spec(1100, options, BOTH), bias=make_bias(options, 1152))
 
 
+@interpreted
 def test_masked_columns_get_zero_whatever_they_hold():
     logits = make_logits(4, 1152, torch.float32)
     for valid in (1024, 1000, 1, 0):
@@ -95,6 +99,7 @@ def test_masked_columns_get_zero_whatever_they_hold():
     assert (out == 0).all()
 
 
+@interpreted
 def test_rows_without_coefficients_are_zero_whatever_they_hold():
     logits = torch.full((2, 1152), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     logits[0] = 1.0
@@ -109,6 +114,7 @@ def test_rows_without_coefficients_are_zero_whatever_they_hold():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@interpreted
 def test_in_place(dtype):
     logits = make_logits(6, 1152, dtype)
     out, target = torch.empty_like(logits), make_target(6, 1100, logits)
@@ -120,11 +126,13 @@ def test_in_place(dtype):
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@interpreted
 def test_float32_logits_to_a_gradient_of_another_dtype(out_dtype):
     _check(make_logits(5, 1152, torch.float32), RowSpec(1152, **BOTH), out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("layout", ["wide", "every other", "far"])
+@interpreted
 def test_rows_with_a_stride_in_and_out(layout):
     rows = 2 if layout == "far" else 6
     logits = make_logits(rows, 1152, torch.bfloat16)
@@ -133,6 +141,7 @@ def test_rows_with_a_stride_in_and_out(layout):
     _check(lay_out(logits, layout), RowSpec(1152, **BOTH), out=spaced if far is None else far)
 
 
+@interpreted
 def test_smoothing_reaches_every_finite_column_however_unlikely():
     logits = make_logits(2, 300, torch.float32)
     logits[:, 7], logits[:, 8] = -3e4, -torch.inf
@@ -141,5 +150,6 @@ def test_smoothing_reaches_every_finite_column_however_unlikely():
     assert (out[:, 8] == 0).all()
 
 
+@interpreted
 def test_zero_rows():
     _check(make_logits(0, 1152, torch.bfloat16), RowSpec(1152, **BOTH))

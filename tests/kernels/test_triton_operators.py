@@ -11,8 +11,8 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import reference, triton_backend
 from mcore_logprobs.kernels.stats import RowSpec
 from tests.kernels.common import DEVICE, make_logits
+from tests.kernels.interpreter import interpreted
 
-RUN_IN_INTERPRETER = True
 SPEC = RowSpec(190, logit_scale=0.5, softcap=4.0, temperature=0.8, entropy=True, smoothing=True)
 
 
@@ -22,6 +22,7 @@ def _inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
     return logits, target, torch.full((6,), 9.0, device=DEVICE), torch.randn(4, 6, device=DEVICE)
 
 
+@interpreted
 def test_triton_is_had_by_name_and_serves_what_it_can():
     logits = make_logits(2, 8, torch.bfloat16)
     assert backends.select("triton", logits) is triton_backend
@@ -36,6 +37,7 @@ def test_triton_is_had_by_name_and_serves_what_it_can():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
+@interpreted
 def test_operations_on_logits_agree_with_torch(dtype, inplace):
     # [s, b, V] seen as [b, s, V], without its last position: rows of two strides.
     leaves = [make_logits(12, 300, dtype).view(4, 3, 300).requires_grad_() for _ in range(2)]
@@ -61,6 +63,7 @@ def test_operations_on_logits_agree_with_torch(dtype, inplace):
     torch.testing.assert_close(leaves[1].grad, leaves[0].grad, **tolerance)
 
 
+@interpreted
 def test_the_fused_path_agrees_with_torch():
     hidden, weight = torch.randn(7, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
     target = torch.randint(290, (7,), device=DEVICE)
@@ -77,6 +80,7 @@ def test_the_fused_path_agrees_with_torch():
         torch.testing.assert_close(tritons, torchs, rtol=1e-4, atol=1e-5)
 
 
+@interpreted
 def test_operators_declare_what_they_do():
     # Schema, fake implementation and what torch.compile sees, by torch's own checker.
     logits, target, shift, coef = _inputs()
@@ -93,6 +97,7 @@ def test_operators_declare_what_they_do():
 
 
 @pytest.mark.parametrize("inplace", [False, True])
+@interpreted
 def test_one_graph_under_torch_compile(inplace):
     def run(logits, target, shift, coef):
         stats = triton_backend.row_stats(logits * 2, target, SPEC)
@@ -108,6 +113,7 @@ def test_one_graph_under_torch_compile(inplace):
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+@interpreted
 def test_captured_in_a_cuda_graph():
     logits, target, _, _ = _inputs()
     token_stats(logits, target.clamp(min=0), entropy=True)  # compile before the capture

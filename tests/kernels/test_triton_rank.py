@@ -7,8 +7,7 @@ import torch
 
 from mcore_logprobs.kernels import reference, triton_backend
 from tests.kernels.common import DEVICE, DTYPES, lay_out, make_logits, make_target
-
-RUN_IN_INTERPRETER = True
+from tests.kernels.interpreter import interpreted
 
 
 def _check(logits, valid):
@@ -22,6 +21,7 @@ def _check(logits, valid):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["normal", "low", "high", "holes"])
+@interpreted
 def test_counts(kind, dtype):
     # Whole numbers, so that there are ties.
     for rows, width, valid in ((1, 1, 1), (3, 33, 32), (5, 1152, 1152), (2, 9000, 8999)):
@@ -29,10 +29,12 @@ def test_counts(kind, dtype):
 
 
 @pytest.mark.parametrize("layout", ["wide", "every other", "far"])
+@interpreted
 def test_rows_with_a_stride(layout):
     _check(lay_out(make_logits(2, 1152, torch.bfloat16), layout), 1152)
 
 
+@interpreted
 def test_zero_rows_and_no_true_vocabulary():
     _check(make_logits(0, 40, torch.float32), 40)
     nobody = torch.full((3,), -1, device=DEVICE)
@@ -41,6 +43,7 @@ def test_zero_rows_and_no_true_vocabulary():
     assert counts.tolist() == [0, 0, 0]
 
 
+@interpreted
 def test_the_targets_own_column_is_left_out_by_name():
     # Its value is above a threshold that was computed on another path, an ulp lower.
     logits = torch.tensor([[1.0, 2.0, 3.0]], device=DEVICE)

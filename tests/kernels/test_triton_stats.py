@@ -23,8 +23,7 @@ from tests.kernels.common import (
     make_target,
     make_threshold,
 )
-
-RUN_IN_INTERPRETER = True
+from tests.kernels.interpreter import interpreted
 
 
 def _check(
@@ -51,12 +50,14 @@ def _check(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 33, 1152, 9000])
+@interpreted
 def test_widths_that_are_no_multiple_of_the_tile(width, dtype):
     # 9000 columns are several tiles, over which a row's programs are spread.
     for rows in (1, 3):
         _check(make_logits(rows, width, dtype), RowSpec(width, **EVERYTHING))
 
 
+@interpreted
 def test_one_program_walks_over_all_tiles_where_rows_are_many():
     logits = make_logits(33, 9000, torch.bfloat16)
     if DEVICE == "cpu":
@@ -65,6 +66,7 @@ def test_one_program_walks_over_all_tiles_where_rows_are_many():
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
+@interpreted
 def test_scale_softcap_bias_and_temperature(transform):
     options = TRANSFORMS[transform]
     for dtype in (torch.bfloat16, torch.float32):
@@ -75,6 +77,7 @@ def test_scale_softcap_bias_and_temperature(transform):
 
 @pytest.mark.parametrize("kind", ["low", "high", "holes"])
 @pytest.mark.parametrize("transform", ["plain", "temperature", "all"])
+@interpreted
 def test_extreme_logits(kind, transform):
     options = TRANSFORMS[transform]
     for dtype in DTYPES:
@@ -84,10 +87,12 @@ def test_extreme_logits(kind, transform):
 
 
 @pytest.mark.parametrize("wanted", [{}, *({name: True} for name in EVERYTHING)], ids=str)
+@interpreted
 def test_each_statistic_alone(wanted):
     _check(make_logits(4, 700, torch.bfloat16, "holes"), RowSpec(700, **wanted))
 
 
+@interpreted
 def test_masked_columns_count_for_nothing_whatever_they_hold():
     logits = make_logits(4, 1152, torch.float32)
     for valid in (1024, 1000, 1):
@@ -95,6 +100,7 @@ def test_masked_columns_count_for_nothing_whatever_they_hold():
         _check(logits, RowSpec(valid, **EVERYTHING))
 
 
+@interpreted
 def test_a_shard_without_true_vocabulary_merges_as_nothing():
     spec = RowSpec(0, entropy=True, smoothing=True)
     nobody = torch.full((3,), -1, device=DEVICE)
@@ -109,21 +115,25 @@ def test_a_shard_without_true_vocabulary_merges_as_nothing():
 
 @pytest.mark.parametrize("layout", ["wide", "every other", "far"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@interpreted
 def test_rows_with_a_stride(layout, dtype):
     rows = 2 if layout == "far" else 5
     _check(lay_out(make_logits(rows, 1152, dtype), layout), RowSpec(1152, **EVERYTHING))
 
 
+@interpreted
 def test_rows_that_share_memory():
     _check(make_logits(1, 300, torch.float32).expand(4, -1), RowSpec(300, **EVERYTHING))
 
 
+@interpreted
 def test_zero_rows():
     for width in (1, 1152):
         got = _check(make_logits(0, width, torch.bfloat16), RowSpec(width, **EVERYTHING))
         assert got.shape == (len(RowSpec(width, **EVERYTHING).fields), 0) == (8, 0)
 
 
+@interpreted
 def test_nan_stays_in_its_row():
     logits = make_logits(3, 5000, torch.float32)
     spec = RowSpec(5000, entropy=True)
@@ -135,6 +145,7 @@ def test_nan_stays_in_its_row():
     assert torch.equal(got[:, ::2], clean[:, ::2])
 
 
+@interpreted
 def test_splits_merge_as_shards_do():
     spec = RowSpec(64, entropy=True, rank=True, smoothing=True)
     for splits, rows in ((2, 1), (5, 16), (8, 19)):
@@ -146,6 +157,7 @@ def test_splits_merge_as_shards_do():
         torch.testing.assert_close(out, merge(parts, spec), rtol=2e-6, atol=1e-6)
 
 
+@interpreted
 def test_a_plan_covers_every_column_once():
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.empty(0, dtype=dtype, device=DEVICE)
@@ -164,6 +176,7 @@ def _tanh_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
     tl.store(out_ptr + at, triton_common.tanh(tl.load(x_ptr + at)))
 
 
+@interpreted
 def test_tanh_is_right_to_two_units_in_the_last_place():
     x = torch.cat([torch.logspace(-30, 2, 1020), torch.tensor([0.0, 0.5499, 0.55, torch.inf])])
     x = torch.cat([x, -x]).to(DEVICE)

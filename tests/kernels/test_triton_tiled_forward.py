@@ -9,11 +9,11 @@ from mcore_logprobs.bench.tiled_forward import TileConfig, tiled_row_stats
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.stats import RowSpec
 from tests.kernels.common import DEVICE, assert_stats, make_target
-
-RUN_IN_INTERPRETER = True
+from tests.kernels.interpreter import interpreted
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@interpreted
 def test_against_the_reference(dtype):
     # Not bfloat16, which the interpreter multiplies as integers.
     rows, columns, valid, depth = 67, 333, 300, 96

@@ -1,16 +1,18 @@
-"""What the tests of operations on logits share: shards in every layout, and a run of one rank."""
+"""What the tests of operations on logits share: shards in every layout, and a call on ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs import vocab_parallel_token_stats
+from mcore_logprobs.bench.counting import Collective, CollectivesMade
 from tests.helpers import oracles
+from tests.helpers.distributed import get_pool
 
 WORLDS = (1, 2, 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -73,40 +75,144 @@ def shard(whole: Tensor, layout: str = "plain") -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class RankRun:
-    """What one rank found. Tensors `[...]`, the gradient `[..., V/TP]`."""
+class Found:
+    """What one rank found.
 
-    logprobs: Tensor
-    entropy: Tensor | None
-    target_rank: Tensor | None
-    lse: Tensor
+    Attributes:
+        outputs: by name, `[...]` each.
+        grad: of this rank's logits, `[..., V/TP]`; None where no gradient was asked for.
+        forward, backward: the collectives of each, if the case counts them.
+    """
+
+    outputs: dict[str, Tensor]
     grad: Tensor | None
+    forward: list[Collective]
+    backward: list[Collective]
 
 
-def run_token_stats(
-    whole: Tensor,
-    target: Tensor,
-    upstream: dict[str, Tensor],
-    layout: str,
-    options: dict[str, Any],
-) -> RankRun:
-    """token_stats and its gradient on this rank's shard; inputs must come out untouched."""
-    leaf, logits = shard(whole, layout)
-    kept = leaf.detach().clone()
-    target = target.clone()
-    versions = (leaf._version, target._version)
-    out = vocab_parallel_token_stats(logits, target, tp_group=world_group(), **options)
-    outputs = [getattr(out, name) for name in upstream]
-    grad = None
-    if outputs:
-        incoming = [value.clone() for value in upstream.values()]
-        (of_leaf,) = torch.autograd.grad(outputs, leaf, incoming)
-        assert all(map(torch.equal, incoming, upstream.values())), "the upstream was modified"
-        assert of_leaf.dtype == leaf.dtype
-        grad = gradient_of_view(of_leaf, layout)
-    assert torch.equal(leaf.detach().nan_to_num(99.0), kept.nan_to_num(99.0)), "logits modified"
-    assert versions == (leaf._version, target._version), "an input's version counter moved"
-    return RankRun(out.logprobs, out.entropy, out.target_rank, out.lse, grad)
+@dataclass
+class Case:
+    """One call of an operation on logits, and what it must give.
+
+        StatsCase(whole, target, options={"softcap": 2.0}).run(world).check()
+
+    A subclass says which operation (`call`) and what plain torch makes of the whole vocabulary
+    (`truth`).
+
+    Attributes:
+        whole: `[..., V]`, every rank's columns together.
+        options: keywords of the operation.
+        upstream: a gradient for each of these outputs; empty: no gradient is asked for.
+        layout: how a rank's shard lies in memory, see `shard`.
+        runs: what each rank found, once `run` was called.
+    """
+
+    whole: Tensor
+    options: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    upstream: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
+    layout: str = field(default="plain", kw_only=True)
+    runs: list[Found] = field(default_factory=list, init=False, repr=False)
+    # Whether each rank's outputs are its own columns, rather than the same on every rank.
+    sharded_outputs: ClassVar[bool] = False
+    # Whether collectives are recorded; compiled kernels stand aside for the recorder.
+    counts_collectives: ClassVar[bool] = False
+
+    def call(self, logits: Tensor) -> dict[str, Tensor]:
+        """The operation on this rank's `[..., V/TP]`."""
+        raise NotImplementedError
+
+    def truth(self, whole: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same outputs, in plain torch and `dtype`."""
+        raise NotImplementedError
+
+    def incoming(self) -> dict[str, Tensor]:
+        """The upstream gradients that reach this rank."""
+        return {name: value.clone() for name, value in self.upstream.items()}
+
+    def true_upstream(self) -> dict[str, Tensor]:
+        """The upstream gradients that count."""
+        return self.upstream
+
+    def run(self, world: int) -> Self:
+        """Call it on `world` ranks; on one in this process, where nothing is initialised."""
+        self.runs = [self.on_rank()] if world == 1 else get_pool(world).run(self.on_rank)
+        return self
+
+    def on_rank(self) -> Found:
+        """The call and its gradient on this rank's shard; inputs must come out untouched."""
+        leaf, logits = shard(self.whole, self.layout)
+        kept, version = leaf.detach().clone(), leaf._version
+        incoming, upstream = self.incoming(), self.incoming()
+        forward, backward = CollectivesMade(), CollectivesMade()
+        with forward if self.counts_collectives else nullcontext():
+            outputs = self.call(logits)
+        grad = None
+        with backward if self.counts_collectives else nullcontext():
+            if incoming:
+                roots = [outputs[name] for name in incoming]
+                (of_leaf,) = torch.autograd.grad(roots, leaf, list(incoming.values()))
+                assert of_leaf.dtype == leaf.dtype
+                grad = gradient_of_view(of_leaf, self.layout)
+        for name, value in incoming.items():
+            assert torch.equal(value, upstream[name]), f"the upstream of {name} was modified"
+        assert torch.equal(leaf.detach().nan_to_num(99.0), kept.nan_to_num(99.0)), "logits modified"
+        assert version == leaf._version, "the logits' version counter moved"
+        return Found(outputs, grad, forward.made, backward.made)
+
+    def check(self, ulps: float = 4.0) -> None:
+        """Every rank's results, and the shards' gradients together, against float64."""
+        exact, exact_grad = self._reference(torch.float64)
+        plain, plain_grad = self._reference(accumulator(self.whole.dtype))
+        found = self.outputs()
+        assert found.keys() == exact.keys()
+        for name, value in found.items():
+            if not value.is_floating_point():
+                assert value.dtype == exact[name].dtype
+                assert torch.equal(value, exact[name]), name
+                continue
+            assert value.dtype == accumulator(self.whole.dtype)
+            oracles.assert_no_worse(value, plain[name], exact[name], name=name, ulps=ulps)
+        if self.upstream:
+            grad = self.gradient()
+            assert grad.dtype == self.whole.dtype
+            oracles.assert_no_worse(grad, plain_grad, exact_grad, name="gradient", ulps=ulps)
+
+    def outputs(self) -> dict[str, Tensor]:
+        """The ranks' outputs put together; they must be the same everywhere if not sharded."""
+        first = self.runs[0].outputs
+        if self.sharded_outputs:
+            return {name: torch.cat([run.outputs[name] for run in self.runs], -1) for name in first}
+        for run in self.runs:
+            assert run.outputs.keys() == first.keys()
+            for name, value in run.outputs.items():
+                assert torch.equal(value, first[name]), f"ranks differ in {name}"
+        return first
+
+    def gradient(self) -> Tensor:
+        """`[..., V]`."""
+        return torch.cat([run.grad for run in self.runs], -1)
+
+    def assert_sent(self, forward: list[str], backward: list[str]) -> None:
+        """What every rank sent; nothing where there is only one."""
+        assert self.counts_collectives
+        alone = len(self.runs) == 1
+        for run in self.runs:
+            assert [made.name for made in run.forward] == ([] if alone else forward)
+            assert [made.name for made in run.backward] == ([] if alone else backward)
+
+    def _reference(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
+        leaf = self.whole.detach().clone()
+        if dtype == torch.float64:
+            leaf = leaf.double()
+        leaf.requires_grad_()
+        outputs = self.truth(leaf, dtype)
+        detached = {name: value.detach() for name, value in outputs.items()}
+        if not self.upstream:
+            return detached, None
+        upstream = self.true_upstream()
+        roots = [outputs[name] for name in upstream]
+        incoming = [value.to(dtype) for value in upstream.values()]
+        return detached, torch.autograd.grad(roots, leaf, incoming)[0]
 
 
 def gradient_of_view(of_leaf: Tensor, layout: str) -> Tensor:
@@ -136,53 +242,3 @@ def make_upstream(
 ) -> dict:
     """A different gradient for each token and output."""
     return {name: torch.randn(lead, dtype=accumulator(dtype)) for name in names}
-
-
-def check_against_oracle(
-    runs: list[RankRun],
-    whole: Tensor,
-    target: Tensor,
-    upstream: dict[str, Tensor],
-    options: dict[str, Any],
-    ulps: float = 4.0,
-) -> None:
-    """Every rank's results, and the shards' gradients together, against float64 and plain torch."""
-    oracle_options = {
-        name: value
-        for name, value in options.items()
-        if name not in ("entropy", "target_rank", "chunk_size", "backend")
-    }
-
-    def reference(dtype: torch.dtype) -> tuple[oracles.ExactStats, Tensor | None]:
-        leaf = whole.detach().clone()
-        if dtype == torch.float64:
-            leaf = leaf.double()
-        leaf.requires_grad_()
-        stats = oracles.token_stats(leaf, target, dtype=dtype, **oracle_options)
-        if not upstream:
-            return stats, None
-        outputs = [getattr(stats, name) for name in upstream]
-        incoming = [value.to(dtype) for value in upstream.values()]
-        return stats, torch.autograd.grad(outputs, leaf, incoming)[0]
-
-    exact, exact_grad = reference(torch.float64)
-    plain, plain_grad = reference(accumulator(whole.dtype))
-    for run in runs:
-        for name in FIELDS:
-            value = getattr(run, name)
-            if name == "entropy" and not options.get("entropy"):
-                assert value is None
-                continue
-            assert value.dtype == accumulator(whole.dtype)
-            assert torch.equal(value, getattr(runs[0], name)), f"ranks differ in {name}"
-            truth = getattr(exact, name)
-            oracles.assert_no_worse(value, getattr(plain, name), truth, name=name, ulps=ulps)
-        if options.get("target_rank"):
-            assert run.target_rank.dtype == torch.int64
-            assert torch.equal(run.target_rank, exact.target_rank)
-        else:
-            assert run.target_rank is None
-    if upstream:
-        grad = torch.cat([run.grad for run in runs], -1)
-        assert grad.dtype == whole.dtype
-        oracles.assert_no_worse(grad, plain_grad, exact_grad, name="gradient", ulps=ulps)

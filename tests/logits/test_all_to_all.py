@@ -10,6 +10,17 @@ from mcore_logprobs import all_to_all_sp2vp, all_to_all_vp2sp
 from tests.logits.common import VOCAB, WORLDS, on_ranks, shard, world_group, world_rank, world_size
 
 
+def test_against_plain_torch_in_float64():
+    """On one process a rank has all rows and all columns: both operations are the identity."""
+    # 3 rows of 5 columns: were rows and columns mixed up, the shape would tell.
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(3, 5, dtype=torch.float64)
+    for operation in (all_to_all_vp2sp, all_to_all_sp2vp):
+        out = operation(x)
+        assert torch.equal(out, x)
+        assert torch.equal(torch.autograd.grad(out, x, upstream)[0], upstream)
+
+
 def _there_and_back(whole: Tensor, upstream: Tensor) -> None:
     group, rank, size = world_group(), world_rank(), world_size()
     n = whole.shape[0] // size

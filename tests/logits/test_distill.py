@@ -21,6 +21,31 @@ from tests.helpers.oracles import assert_no_worse
 KINDS = ("forward", "reverse", "jsd", "cross_entropy")
 
 
+def test_against_plain_torch_in_float64() -> None:
+    """KL(teacher || student) on one process, line by line."""
+    # 5 rows in chunks of 2 leave a ragged chunk; 9 columns, of which the last is padding.
+    student = torch.randn(5, 9, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(5, 9, dtype=torch.float64)
+    upstream = torch.randn(5, dtype=torch.float64)
+    value = vocab_parallel_kl_div(
+        student,
+        teacher,
+        kind="forward",
+        temperature=0.7,
+        teacher_temperature=1.2,
+        vocab_size=8,
+        chunk_size=2,
+    )
+    (grad,) = torch.autograd.grad(value, student, upstream)
+
+    logp, logq = (student[:, :8] / 0.7).log_softmax(-1), (teacher[:, :8] / 1.2).log_softmax(-1)
+    expected = (logq.exp() * (logq - logp)).sum(-1)
+    (expected_grad,) = torch.autograd.grad(expected, student, upstream)
+
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+
+
 # ---- the reference: whole logits, one process, float64 ----
 
 

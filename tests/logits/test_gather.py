@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_gather
-from mcore_logprobs.bench.counting import CollectivesMade
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
 from tests.logits.common import (
@@ -15,57 +16,60 @@ from tests.logits.common import (
     LAYOUTS,
     VOCAB,
     WORLDS,
+    Case,
     accumulator,
-    gradient_of_view,
-    on_ranks,
     shard,
     world_group,
 )
 
 
-def _run(whole: Tensor, ids: Tensor, upstream: Tensor, layout: str, options: dict) -> tuple:
-    leaf, logits = shard(whole, layout)
-    kept, kept_upstream = leaf.detach().clone(), upstream.clone()
-    with CollectivesMade() as forward:
-        out = vocab_parallel_gather(logits, ids, tp_group=world_group(), **options)
-    with CollectivesMade() as backward:
-        (grad,) = torch.autograd.grad(out, leaf, upstream)
-    assert torch.equal(leaf.detach().nan_to_num(99.0), kept.nan_to_num(99.0))
-    assert torch.equal(upstream, kept_upstream)
-    assert not backward.made
-    return out.detach(), gradient_of_view(grad, layout), forward.names
+@pytest.mark.parametrize("log_softmax", [False, True])
+def test_against_plain_torch_in_float64(log_softmax):
+    """The operation on one process, line by line."""
+    # 5 rows in chunks of 2 leave a ragged chunk; 9 columns, of which the last is padding. A row
+    # repeats an id, whose gradients add up, and another ignores one.
+    logits = torch.randn(5, 9, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 7], [3, 3], [2, -100], [5, 6], [1, 0]])
+    upstream = torch.randn(5, 2, dtype=torch.float64)
+    options = {"temperature": 0.7, "vocab_size": 8, "chunk_size": 2}
+    out = vocab_parallel_gather(logits, ids, log_softmax=log_softmax, **options)
+    (grad,) = torch.autograd.grad(out, logits, upstream)
+
+    z = logits[:, :8] / 0.7
+    picked = (z.log_softmax(-1) if log_softmax else z).gather(-1, ids.clamp(min=0))
+    expected = torch.where(ids != -100, picked, 0.0)
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
-def _reference(
-    whole: Tensor, ids: Tensor, upstream: Tensor, dtype: torch.dtype, options: dict
-) -> tuple[Tensor, Tensor]:
-    options = {k: v for k, v in options.items() if k != "chunk_size"}
-    log_softmax = options.pop("log_softmax", False)
-    leaf = whole.detach().to(torch.float64 if dtype == torch.float64 else whole.dtype)
-    leaf.requires_grad_()
-    keep = ids != -100
-    rows = torch.where(keep.any(-1, keepdim=True), leaf, 0.0)
-    make = oracles.log_softmax if log_softmax else oracles.finished_logits
-    z = make(rows, dtype=dtype, **options)
-    out = torch.where(keep, z.gather(-1, ids.clamp(min=0)), 0.0)
-    return out.detach(), torch.autograd.grad(out, leaf, upstream.to(dtype))[0]
+@dataclass
+class GatherCase(Case):
+    ids: Tensor
+    counts_collectives = True
 
+    def __post_init__(self) -> None:
+        self.upstream = {"values": torch.randn(self.ids.shape, dtype=accumulator(self.whole.dtype))}
 
-def _check(ranks, world: int, whole: Tensor, ids: Tensor, layout: str = "plain", **options) -> None:
-    dtype = accumulator(whole.dtype)
-    upstream = torch.randn(ids.shape, dtype=dtype)
-    exact, exact_grad = _reference(whole, ids, upstream, torch.float64, options)
-    plain, plain_grad = _reference(whole, ids, upstream, dtype, options)
-    results = on_ranks(ranks, world, _run, whole, ids, upstream, layout, options)
-    for out, _, names in results:
-        assert out.dtype == dtype
-        assert torch.equal(out, results[0][0])
-        oracles.assert_no_worse(out, plain, exact, name="values")
-        one = "all_gather" if options.get("log_softmax") else "all_reduce"
-        assert names == ([] if world == 1 or not ids.shape[:-1].numel() else [one])
-    grad = torch.cat([result[1] for result in results], -1)
-    assert grad.dtype == whole.dtype
-    oracles.assert_no_worse(grad, plain_grad, exact_grad, name="gradient")
+    def call(self, logits: Tensor) -> dict[str, Tensor]:
+        group = world_group()
+        return {"values": vocab_parallel_gather(logits, self.ids, tp_group=group, **self.options)}
+
+    def truth(self, whole: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        options = {k: v for k, v in self.options.items() if k != "chunk_size"}
+        make = oracles.finished_logits
+        if options.pop("log_softmax", False):
+            make = oracles.log_softmax
+        keep = self.ids != -100
+        rows = torch.where(keep.any(-1, keepdim=True), whole, 0.0)
+        z = make(rows, dtype=dtype, **options)
+        return {"values": torch.where(keep, z.gather(-1, self.ids.clamp(min=0)), 0.0)}
+
+    def check(self, ulps: float = 4.0) -> None:
+        super().check(ulps)
+        one = "all_gather" if self.options.get("log_softmax") else "all_reduce"
+        self.assert_sent([one] if self.ids.shape[:-1].numel() else [], [])
 
 
 def _ids(lead: tuple[int, ...], k: int, vocab: int, ignored: float = 0.2) -> Tensor:
@@ -77,63 +81,66 @@ def _ids(lead: tuple[int, ...], k: int, vocab: int, ignored: float = 0.2) -> Ten
 @pytest.mark.parametrize("log_softmax", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_values_and_gradients(ranks, world, dtype, log_softmax, options):
+def test_values_and_gradients(world, dtype, log_softmax, options):
     whole = (torch.randn(3, 7, VOCAB) * 3).to(dtype)
     ids = _ids((3, 7), 6, options.get("vocab_size", VOCAB))
-    _check(ranks, world, whole, ids, log_softmax=log_softmax, **options)
+    GatherCase(whole, ids, options={"log_softmax": log_softmax, **options}).run(world).check()
 
 
 @pytest.mark.parametrize("log_softmax", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_repeated_ids_add_up(ranks, world, dtype, log_softmax):
+def test_repeated_ids_add_up(world, dtype, log_softmax):
     # 50 entries over 3 ids: summed in bfloat16 they would be far off.
     ids = torch.randint(0, 3, (9, 50)) * 7
-    _check(ranks, world, torch.randn(9, VOCAB).to(dtype), ids, log_softmax=log_softmax)
+    whole = torch.randn(9, VOCAB).to(dtype)
+    GatherCase(whole, ids, options={"log_softmax": log_softmax}).run(world).check()
 
 
 @pytest.mark.parametrize("log_softmax", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
-def test_ignored_rows_may_hold_anything(ranks, world, log_softmax):
+def test_ignored_rows_may_hold_anything(world, log_softmax):
     whole = torch.randn(5, VOCAB)
     whole[1], whole[3] = torch.nan, -torch.inf
     ids = _ids((5,), 4, VOCAB, ignored=0.0)
     ids[1], ids[3] = -100, -100
-    _check(ranks, world, whole, ids, log_softmax=log_softmax)
+    GatherCase(whole, ids, options={"log_softmax": log_softmax}).run(world).check()
 
 
 @pytest.mark.parametrize("log_softmax", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
-def test_minus_infinity(ranks, world, log_softmax):
+def test_minus_infinity(world, log_softmax):
     whole = torch.randn(8, VOCAB)
     whole[torch.rand(8, VOCAB) < 0.4] = -torch.inf
     whole[0] = -torch.inf
     whole[0, 13] = 2.0
     ids = _ids((8,), 5, VOCAB)
-    _check(ranks, world, whole, ids, log_softmax=log_softmax)
+    GatherCase(whole, ids, options={"log_softmax": log_softmax}).run(world).check()
 
 
 @pytest.mark.parametrize("log_softmax", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_layouts(ranks, world, layout, log_softmax):
+def test_layouts(world, layout, log_softmax):
     ids = _ids((4, 5), 3, VOCAB)
     whole = torch.randn(4, 5, VOCAB)
-    _check(ranks, world, whole, ids, layout, chunk_size=3, log_softmax=log_softmax)
+    options = {"chunk_size": 3, "log_softmax": log_softmax}
+    GatherCase(whole, ids, options=options, layout=layout).run(world).check()
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (0,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("world", WORLDS)
-def test_leading_shapes(ranks, world, lead, k):
-    _check(ranks, world, torch.randn(*lead, VOCAB), _ids(lead, k, VOCAB), log_softmax=True)
+def test_leading_shapes(world, lead, k):
+    whole, ids = torch.randn(*lead, VOCAB), _ids(lead, k, VOCAB)
+    GatherCase(whole, ids, options={"log_softmax": True}).run(world).check()
 
 
 @pytest.mark.parametrize("offset", [-120.0, 80.0, 1e4])
 @pytest.mark.parametrize("world", WORLDS)
-def test_logits_far_from_zero(ranks, world, offset):
+def test_logits_far_from_zero(world, offset):
     whole = torch.randn(9, VOCAB) * 2 + offset
-    _check(ranks, world, whole, _ids((9,), 4, VOCAB), log_softmax=True)
+    GatherCase(whole, _ids((9,), 4, VOCAB), options={"log_softmax": True}).run(world).check()
 
 
 def _bad(whole: Tensor, ids: object, options: dict) -> None:

@@ -30,6 +30,29 @@ from tests.logits.common import (
 OPTIONS = [{}, {"temperature": 0.6, "vocab_size": 13, "softcap": 4.0, "chunk_size": 2}]
 
 
+def test_against_plain_torch_in_float64():
+    """Both operations on one process, line by line."""
+    # 5 rows in chunks of 2 leave a ragged chunk; 9 columns, of which the last 2 are padding.
+    logits = torch.randn(5, 9, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([6, 0, -100, 2, 2])
+    upstream = list(torch.randn(2, 5, dtype=torch.float64))  # a gradient a token and output
+    options = {"temperature": 1.3, "vocab_size": 7, "chunk_size": 2}
+    found = [
+        vocab_parallel_logprobs(logits, target, **options),
+        vocab_parallel_entropy(logits, **options),
+    ]
+    (grad,) = torch.autograd.grad(found, logits, upstream)
+
+    logp = (logits[:, :7] / 1.3).log_softmax(-1)
+    picked = logp.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    # The entropy knows no target: the ignored row has one.
+    expected = [torch.where(target != -100, picked, 0.0), -(logp.exp() * logp).sum(-1)]
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+
+
 def _one_tensor(whole: Tensor, target: Tensor, upstream: Tensor, options: dict) -> tuple:
     common = {"tp_group": world_group(), **options}
     _, logits = shard(whole)

@@ -30,6 +30,36 @@ from tests.logits.common import (
 FILTERS = [(None, 0.9), (5, 1.0), (7, 0.8), (1, 1.0), (3, 0.3), (0, 0.5), (-1, 0.05), (20, 0.999)]
 
 
+def test_against_plain_torch_in_float64():
+    """The operation on one process, line by line."""
+    # 16 rows of 12 columns: with top_k = 6 and then top_p = 0.8, a third or so of a row is kept,
+    # so that some targets are and some are not.
+    logits = torch.randn(16, 12, dtype=torch.float64, requires_grad=True)
+    target = torch.arange(16) % 12
+    upstream = torch.randn(16, dtype=torch.float64)
+    out = vocab_parallel_sampling_logprobs(
+        logits, target, top_k=6, top_p=0.8, temperature=0.7, chunk_size=5
+    )
+
+    z = logits / 0.7
+    ordered, order = z.detach().sort(-1, descending=True)
+    p = ordered.softmax(-1) * (torch.arange(12) < 6)
+    p = p / p.sum(-1, keepdim=True)
+    kept = (torch.arange(12) < 6) & (p.cumsum(-1) - p < 0.8)  # the mass before it is under top_p
+    mask = torch.zeros_like(kept).scatter(-1, order, kept)
+    logp = z.masked_fill(~mask, -torch.inf).log_softmax(-1)
+    expected = logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    hit = expected.isfinite()
+    assert hit.any()
+    assert not hit.all()
+
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    (grad,) = torch.autograd.grad(out[hit], logits, upstream[hit])
+    (expected_grad,) = torch.autograd.grad(expected[hit], logits, upstream[hit])
+    # Through -inf columns plain torch's gradient is 0 too.
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+
+
 def kept_mask(row: Tensor, top_k: int | None, top_p: float, temperature: float) -> Tensor:
     """The definition, token by token: `[V]` raw logits -> bool `[V]`."""
     vocab = row.shape[0]

@@ -23,6 +23,24 @@ from tests.logits.common import (
 )
 
 
+def test_against_plain_torch_in_float64():
+    """The operation on one process, line by line."""
+    # 50 rows of whole numbers from 0 to 4 in 11 columns: ties in every row, and ranks of every
+    # size. The last column is padding and higher than all.
+    logits = torch.randint(0, 5, (50, 11)).double()
+    logits[:, 10] = 9.0
+    target = torch.randint(0, 10, (50,))
+    target[7] = -100
+    rank = vocab_parallel_target_rank(logits, target, vocab_size=10, chunk_size=8)
+
+    for row, column, found in zip(logits.tolist(), target.tolist(), rank.tolist(), strict=True):
+        if column == -100:
+            assert found == -1
+        else:
+            assert found == sum(value > row[column] for value in row[:10])  # ties are not higher
+    assert {0, 5, -1} <= set(rank.tolist())
+
+
 def _ranks_both_ways(whole: Tensor, target: Tensor, layout: str, options: dict) -> Tensor:
     leaf, logits = shard(whole, layout)
     version = leaf._version

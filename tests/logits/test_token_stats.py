@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +17,10 @@ from tests.logits.common import (
     LAYOUTS,
     VOCAB,
     WORLDS,
-    check_against_oracle,
+    Case,
     make_target,
     make_upstream,
     on_ranks,
-    run_token_stats,
     shard,
     world_group,
 )
@@ -39,84 +40,123 @@ OPTIONS = {
 }
 
 
-def _check(
-    ranks,
-    world: int,
-    whole: Tensor,
-    target: Tensor,
-    options: dict,
-    *,
-    upstream: tuple[str, ...] = FIELDS,
-    layout: str = "plain",
-    ulps: float = 4.0,
-) -> None:
-    options = ALL | options
-    incoming = make_upstream(tuple(target.shape), whole.dtype, upstream)
-    runs = on_ranks(ranks, world, run_token_stats, whole, target, incoming, layout, options)
-    check_against_oracle(runs, whole, target, incoming, options, ulps)
+def test_against_plain_torch_in_float64():
+    """The operation on one process, line by line."""
+    # 7 columns are no multiple of a vector, and the last one is padding. 6 rows in chunks of 4
+    # leave a ragged chunk; one row is ignored, and two have the same target.
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[0, 5, -100], [3, 3, 1]])
+    upstream = list(torch.randn(3, 2, 3, dtype=torch.float64))  # a gradient a token and output
+    stats = vocab_parallel_token_stats(
+        logits,
+        target,
+        entropy=True,
+        target_rank=True,
+        temperature=0.7,
+        vocab_size=6,
+        chunk_size=4,
+    )
+    found = [stats.logprobs, stats.entropy, stats.lse]
+    (grad,) = torch.autograd.grad(found, logits, upstream)
+
+    z = logits[..., :6] / 0.7
+    logp = z.log_softmax(-1)
+    keep, column = target != -100, target.clamp(min=0).unsqueeze(-1)
+    logprobs = logp.gather(-1, column).squeeze(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    expected = [torch.where(keep, x, 0.0) for x in (logprobs, entropy, z.logsumexp(-1))]
+    rank = (z > z.gather(-1, column)).sum(-1)
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+    assert torch.equal(stats.target_rank, torch.where(keep, rank, -1))
+
+
+@dataclass
+class StatsCase(Case):
+    """A call that asks for every statistic; `fields` are those that get a gradient."""
+
+    target: Tensor
+    fields: tuple[str, ...] = field(default=FIELDS, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.options = ALL | self.options
+        lead, dtype = tuple(self.target.shape), self.whole.dtype
+        self.upstream = self.upstream or make_upstream(lead, dtype, self.fields)
+
+    def call(self, logits: Tensor) -> dict[str, Tensor]:
+        target = self.target.clone()
+        version = target._version
+        out = vocab_parallel_token_stats(logits, target, tp_group=world_group(), **self.options)
+        assert version == target._version, "the target's version counter moved"
+        return {name: getattr(out, name) for name in (*FIELDS, "target_rank")}
+
+    def truth(self, whole: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        options = {k: v for k, v in self.options.items() if k not in (*ALL, "chunk_size")}
+        stats = oracles.token_stats(whole, self.target, dtype=dtype, **options)
+        return {name: getattr(stats, name) for name in (*FIELDS, "target_rank")}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_values_and_gradients(ranks, world, dtype, options):
+def test_values_and_gradients(world, dtype, options):
     whole = (torch.randn(3, 7, VOCAB) * 3).to(dtype)
     target = make_target((3, 7), options.get("vocab_size", VOCAB))
-    _check(ranks, world, whole, target, options)
+    StatsCase(whole, target, options=options).run(world).check()
 
 
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("world", WORLDS)
-def test_gradient_of_one_output_alone(ranks, world, smoothing, name):
+def test_gradient_of_one_output_alone(world, smoothing, name):
     whole = torch.randn(9, VOCAB) * 3
     options = {"label_smoothing": smoothing}
-    _check(ranks, world, whole, make_target((9,), VOCAB), options, upstream=(name,))
+    StatsCase(whole, make_target((9,), VOCAB), options=options, fields=(name,)).run(world).check()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_layouts(ranks, world, dtype, layout):
+def test_layouts(world, dtype, layout):
     whole = torch.randn(4, 5, VOCAB).to(dtype)
     options = {"vocab_size": 22, "chunk_size": 3}
-    _check(ranks, world, whole, make_target((4, 5), 22), options, layout=layout)
+    StatsCase(whole, make_target((4, 5), 22), options=options, layout=layout).run(world).check()
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (7,), (1, 1), (5, 3), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_leading_shapes(ranks, world, lead):
+def test_leading_shapes(world, lead):
     whole = torch.randn(*lead, VOCAB) * 2
-    _check(ranks, world, whole, make_target(lead, VOCAB, ignored=0.0), {})
+    StatsCase(whole, make_target(lead, VOCAB, ignored=0.0)).run(world).check()
 
 
 @pytest.mark.parametrize("lead", [(0,), (0, 4), (4, 0)], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_zero_rows(ranks, world, lead):
+def test_zero_rows(world, lead):
     whole = torch.randn(*lead, VOCAB)
-    _check(ranks, world, whole, make_target(lead, VOCAB), {"label_smoothing": 0.1})
+    StatsCase(whole, make_target(lead, VOCAB), options={"label_smoothing": 0.1}).run(world).check()
 
 
 @pytest.mark.parametrize("width", [1, 5, 127])
 @pytest.mark.parametrize("world", WORLDS)
-def test_odd_widths(ranks, world, width):
+def test_odd_widths(world, width):
     vocab = width * world
     whole = torch.randn(6, vocab, dtype=torch.bfloat16) * 2
-    _check(ranks, world, whole, make_target((6,), vocab), {})
+    StatsCase(whole, make_target((6,), vocab)).run(world).check()
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 21, 1000])
 @pytest.mark.parametrize("world", WORLDS)
-def test_chunk_sizes_change_nothing(ranks, world, chunk_size):
+def test_chunk_sizes_change_nothing(world, chunk_size):
     whole = torch.randn(3, 7, VOCAB).bfloat16()
-    target = make_target((3, 7), VOCAB)
-    upstream = make_upstream((3, 7), whole.dtype)
-    args = (run_token_stats, whole, target, upstream, "plain")
-    default = on_ranks(ranks, world, *args, ALL)
-    chunked = on_ranks(ranks, world, *args, ALL | {"chunk_size": chunk_size})
-    for one, other in zip(default, chunked, strict=True):
-        for name in (*FIELDS, "target_rank", "grad"):
-            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-6, atol=0)
+    case = StatsCase(whole, make_target((3, 7), VOCAB))
+    chunked = replace(case, options={"chunk_size": chunk_size}).run(world).runs
+    for one, other in zip(case.run(world).runs, chunked, strict=True):
+        for name in (*FIELDS, "target_rank"):
+            torch.testing.assert_close(one.outputs[name], other.outputs[name], rtol=1e-6, atol=0)
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0)
 
 
 # ---- hard numbers -------------------------------------------------------------------------------
@@ -135,22 +175,22 @@ def test_chunk_sizes_change_nothing(ranks, world, chunk_size):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_logits_far_from_zero(ranks, world, dtype, offset, options):
+def test_logits_far_from_zero(world, dtype, offset, options):
     whole = (torch.randn(9, VOCAB) * 2 + offset).to(dtype)
-    _check(ranks, world, whole, make_target((9,), VOCAB), options)
+    StatsCase(whole, make_target((9,), VOCAB), options=options).run(world).check()
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"label_smoothing": 0.1}], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_logits_of_every_size_in_one_row(ranks, world, options):
+def test_logits_of_every_size_in_one_row(world, options):
     sizes = torch.tensor([-120.0, 80.0, 1e4, -1e4, 0.0, 1e-3])
     whole = sizes[torch.randint(0, 6, (12, VOCAB))] + torch.randn(12, VOCAB)
-    _check(ranks, world, whole, make_target((12,), VOCAB), options)
+    StatsCase(whole, make_target((12,), VOCAB), options=options).run(world).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_minus_infinity_columns(ranks, world, dtype):
+def test_minus_infinity_columns(world, dtype):
     whole = torch.randn(40, VOCAB) * 2
     whole[torch.rand(40, VOCAB) < 0.5] = -torch.inf
     whole[:4] = -torch.inf
@@ -160,69 +200,72 @@ def test_minus_infinity_columns(ranks, world, dtype):
     target = torch.where(torch.arange(40) % 3 == 0, 5, make_target((40,), VOCAB))
     whole = whole.to(dtype)
     # With a target at -inf the log-probability is -inf, and nothing but that may be.
-    _check(ranks, world, whole, target, {"temperature": 0.9})
+    StatsCase(whole, target, options={"temperature": 0.9}).run(world).check()
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_minus_infinity_columns_have_no_share_in_label_smoothing(ranks, world):
+def test_minus_infinity_columns_have_no_share_in_label_smoothing(world):
     whole = torch.randn(20, VOCAB)
     whole[torch.rand(20, VOCAB) < 0.5] = -torch.inf
     whole[:, 3] = 0.25
     whole[0] = torch.where(torch.arange(VOCAB) == 3, 1.0, -torch.inf)
     target = torch.full((20,), 3)
-    _check(ranks, world, whole, target, {"label_smoothing": 0.2, "vocab_size": 20})
+    StatsCase(whole, target, options={"label_smoothing": 0.2, "vocab_size": 20}).run(world).check()
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("world", WORLDS)
-def test_ignored_rows_may_hold_anything(ranks, world, smoothing, junk):
+def test_ignored_rows_may_hold_anything(world, smoothing, junk):
     whole = torch.randn(4, 6, VOCAB)
     target = make_target((4, 6), VOCAB)
     assert (target == -100).any()
     whole[target == -100] = junk
-    _check(ranks, world, whole, target, {"label_smoothing": smoothing})
+    StatsCase(whole, target, options={"label_smoothing": smoothing}).run(world).check()
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf"), 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_masked_columns_may_hold_anything(ranks, world, dtype, junk):
+def test_masked_columns_may_hold_anything(world, dtype, junk):
     whole = torch.randn(8, VOCAB).to(dtype)
     whole[:, 11:] = junk
     options = {"vocab_size": 11, "softcap": 3.0, "label_smoothing": 0.1}
     clean = whole.nan_to_num(0.0, 0.0, 0.0)
-    target = make_target((8,), 11)
-    upstream = make_upstream((8,), dtype)
-    runs = on_ranks(ranks, world, run_token_stats, whole, target, upstream, "plain", ALL | options)
-    check_against_oracle(runs, clean, target, upstream, ALL | options)
+    case = StatsCase(whole, make_target((8,), 11), options=options).run(world)
+    case.whole = clean
+    case.check()
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_ignored_values_are_exact(ranks, world):
+def test_ignored_values_are_exact(world):
     whole = torch.randn(5, VOCAB)
     target = torch.tensor([-100, 3, -100, 7, -100])
-    for run in on_ranks(ranks, world, run_token_stats, whole, target, {}, "plain", ALL):
-        ignored = target == -100
-        assert (run.logprobs[ignored] == 0).all()
-        assert (run.entropy[ignored] == 0).all()
-        assert (run.target_rank[ignored] == -1).all()
-        assert (run.logprobs[~ignored] < 0).all()
+    ignored = target == -100
+    for run in StatsCase(whole, target, fields=()).run(world).runs:
+        assert (run.outputs["logprobs"][ignored] == 0).all()
+        assert (run.outputs["entropy"][ignored] == 0).all()
+        assert (run.outputs["target_rank"][ignored] == -1).all()
+        assert (run.outputs["logprobs"][~ignored] < 0).all()
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_another_ignore_index_and_none(ranks, world):
+def test_another_ignore_index_and_none(world):
     whole = torch.randn(6, VOCAB)
-    _check(ranks, world, whole, torch.tensor([0, 3, 0, 23, 5, 0]), {"ignore_index": 0})
-    _check(ranks, world, whole, torch.tensor([0, 3, 0, 23, 5, 0]), {"ignore_index": None})
-    _check(ranks, world, whole, torch.tensor([-1, 3, -1, 23, 5, 0]), {"ignore_index": -1})
+    for ignore_index, ids in (
+        (0, [0, 3, 0, 23, 5, 0]),
+        (None, [0, 3, 0, 23, 5, 0]),
+        (-1, [-1, 3, -1, 23, 5, 0]),
+    ):
+        options = {"ignore_index": ignore_index}
+        StatsCase(whole, torch.tensor(ids), options=options).run(world).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_integer_targets_of_other_widths(ranks, world, dtype):
+def test_integer_targets_of_other_widths(world, dtype):
     target = torch.tensor([0, 5, 12, 23]).to(dtype)
-    _check(ranks, world, torch.randn(4, VOCAB), target, {})
+    StatsCase(torch.randn(4, VOCAB), target).run(world).check()
 
 
 # ---- autograd's manners -------------------------------------------------------------------------

@@ -23,6 +23,25 @@ from tests.logits.common import (
 )
 
 
+def test_against_plain_torch_in_float64():
+    """The operation on one process, line by line."""
+    # 5 rows in chunks of 2 leave a ragged chunk; the last of 9 columns is padding and the highest.
+    logits = torch.randn(5, 9, dtype=torch.float64)
+    logits[:, 8] = 9.0
+    logits.requires_grad_()
+    upstream = torch.randn(5, 3, dtype=torch.float64)
+    options = {"temperature": 0.7, "vocab_size": 8, "chunk_size": 2}
+    values, ids = vocab_parallel_topk(logits, 3, **options)
+    (grad,) = torch.autograd.grad(values, logits, upstream)
+
+    expected, expected_ids = (logits[:, :8] / 0.7).topk(3)
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+
+
 def _run(whole: Tensor, k: int, upstream: Tensor, layout: str, options: dict) -> tuple:
     leaf, logits = shard(whole, layout)
     kept = leaf.detach().clone()
