@@ -37,7 +37,12 @@ from mcore_logprobs.kernels.distill import (
 from mcore_logprobs.kernels.reference import row_chunks
 from mcore_logprobs.logits.distill import check_backend, check_kind, check_mask
 from mcore_logprobs.logits.dtensor import unwrap_logits
-from mcore_logprobs.logits.opening import check_group_tensor, check_same_rows, row_spec
+from mcore_logprobs.logits.opening import (
+    check_group_tensor,
+    check_same_rows,
+    open_temperature,
+    row_spec,
+)
 
 __all__ = ["linear_kl_div"]
 
@@ -50,6 +55,7 @@ class _Options:
     teacher: HeadOptions | None
     tiling: Tiling
     pair: PairSpec
+    temperatures: tuple[Tensor | None, Tensor | None]
 
 
 class _GivenTeacher:
@@ -126,22 +132,32 @@ class _Pair:
         teacher: _GivenTeacher | _HeadTeacher,
         beside: Tensor | None,
         pair: PairSpec,
+        teacher_temperature: Tensor | None,
     ) -> None:
         self.student = chunk
         self.teacher = teacher.chunk(beside, rows, chunk.columns)
-        self.biases: dict[str, Any] = {
+        self._per_column: dict[str, Any] = {
             "student_bias": chunk.bias,
             "teacher_bias": teacher.bias(chunk.columns),
+        }
+        self._per_row = {
+            "student_temperature": chunk.temperature,
+            "teacher_temperature": teacher_temperature,
         }
         width = chunk.columns.stop - chunk.columns.start
         self.spec = replace(pair, student=chunk.spec, teacher=replace(pair.teacher, valid=width))
 
-    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(rows, student's, teacher's): two float32 copies of them stay small beside the chunk."""
+    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor, dict[str, Any]]]:
+        """(rows, student's, teacher's, the kernels' other inputs).
+
+        Two float32 copies of a part stay small beside the chunk.
+        """
         rows, columns = self.teacher.shape
         size = default_chunk_size(2 * columns, self.teacher.device)
         for part in row_chunks(rows, size):
-            yield part, self.student.logits[part], self.teacher[part]
+            own = {name: None if t is None else t[part] for name, t in self._per_row.items()}
+            others = {**self._per_column, **own}
+            yield part, self.student.logits[part], self.teacher[part], others
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -169,22 +185,22 @@ class _LinearDivergence(torch.autograd.Function):
         dtype = pair_dtype(head.wide, other.dtype)
         stats = hidden.new_zeros(PAIR_STATS, tiles.count, dtype=dtype)
         stats[0] = stats[2] = -torch.inf  # what a rank without true vocabulary says
-        for tile, pair in _pairs(head, tiles, other, spec):
+        for tile, pair in _pairs(head, tiles, other, opts):
             found = stats.new_empty(PAIR_STATS, tile.hidden.shape[0])
-            for part, s, t in pair.parts():
-                pair_stats(s, t, pair.spec, out=found[:, part], **pair.biases)
+            for part, s, t, others in pair.parts():
+                pair_stats(s, t, pair.spec, out=found[:, part], **others)
             stats[:, tile.rows] = merge_pairs(torch.stack([stats[:, tile.rows], found]), spec)
         done = finish_pair(merge_pairs(all_gather_stack(stats, opts.student.group), spec), spec)
         value, inner = done.value, done.value
         if spec.kind == "jsd":
             # KL of either side from the mixture: a second walk, one all-reduce.
             sums = stats.new_zeros(2, tiles.count)
-            for tile, pair in _pairs(head, tiles, other, spec):
+            for tile, pair in _pairs(head, tiles, other, opts):
                 found = sums.new_empty(2, tile.hidden.shape[0])
                 norm_s, norm_t = done.norm_s[:, tile.rows], done.norm_t[:, tile.rows]
-                for part, s, t in pair.parts():
+                for part, s, t, others in pair.parts():
                     norms = norm_s[:, part], norm_t[:, part]
-                    jsd_sums(s, t, *norms, pair.spec, out=found[:, part], **pair.biases)
+                    jsd_sums(s, t, *norms, pair.spec, out=found[:, part], **others)
                 sums[:, tile.rows] += found
             from_teacher, inner = all_reduce_sum(sums, opts.student.group)
             value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
@@ -220,11 +236,13 @@ class _LinearDivergence(torch.autograd.Function):
         head = Head(weight, bias, opts.student, opts.tiling.block_columns)
         other = _teacher(first, other_weight, other_bias, tiles, index, opts)
 
+        student_t, teacher_t = (tiles.walk_optional(t) for t in opts.temperatures)
+
         def dlogits_of(chunk: Chunk, *, tile: Tile, beside: Tensor | None) -> Tensor:
             rows = tile.rows
-            pair = _Pair(chunk, rows, other, beside, opts.pair)
+            pair = _Pair(chunk, rows, other, beside, opts.pair, tile.of(teacher_t))
             out = head.gradient_buffer(chunk.logits)
-            for part, s, t in pair.parts():
+            for part, s, t, others in pair.parts():
                 pair_grad(
                     s,
                     t,
@@ -234,12 +252,12 @@ class _LinearDivergence(torch.autograd.Function):
                     upstream[rows][part],
                     pair.spec,
                     out=out[part],
-                    **pair.biases,
+                    **others,
                 )
             return out
 
         for tile, beside in zip(tiles, other.tiles(), strict=False):
-            for chunk in head.chunks(tile.hidden, _no_target(tile)):
+            for chunk in head.chunks(tile.hidden, _no_target(tile), tile.of(student_t)):
                 of_tile = partial(dlogits_of, tile=tile, beside=beside)
                 gradients.add_chunk(head, tile, chunk, of_tile)
             gradients.end_tile(tile)
@@ -247,11 +265,13 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _pairs(
-    head: Head, tiles: HiddenTiles, teacher: _GivenTeacher | _HeadTeacher, spec: PairSpec
+    head: Head, tiles: HiddenTiles, teacher: _GivenTeacher | _HeadTeacher, opts: _Options
 ) -> Iterator[tuple[Tile, _Pair]]:
+    student_t, teacher_t = (tiles.walk_optional(t) for t in opts.temperatures)
     for tile, beside in zip(tiles, teacher.tiles(), strict=False):
-        for chunk in head.chunks(tile.hidden, _no_target(tile)):
-            yield tile, _Pair(chunk, tile.rows, teacher, beside, spec)
+        for chunk in head.chunks(tile.hidden, _no_target(tile), tile.of(student_t)):
+            pair = _Pair(chunk, tile.rows, teacher, beside, opts.pair, tile.of(teacher_t))
+            yield tile, pair
 
 
 def _no_target(tile: Tile) -> Tensor:
@@ -296,8 +316,8 @@ def linear_kl_div(
     logits_dtype: torch.dtype = torch.float32,
     gradient_accumulation_fusion: bool = False,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
-    teacher_temperature: float | None = None,
+    temperature: float | Tensor = 1.0,
+    teacher_temperature: float | Tensor | None = None,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -372,10 +392,15 @@ def linear_kl_div(
     ranks = group_size(group) if sequence_parallel else 1
     lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
     mask = check_mask(mask, lead, hidden.device)
+    if teacher_temperature is None:
+        teacher_temperature = temperature
+    teacher_number, teacher_own = open_temperature(
+        teacher_temperature, lead, hidden.device, name="teacher_temperature"
+    )
     teacher_finish: dict[str, Any] = {
         "logit_scale": teacher_logit_scale,
         "softcap": teacher_softcap,
-        "temperature": temperature if teacher_temperature is None else teacher_temperature,
+        "temperature": teacher_number,
         "prefix": "teacher_",
     }
     teacher: HeadOptions | None = None
@@ -406,7 +431,10 @@ def linear_kl_div(
         chunk_size=chunk_size,
         keep=None if mask is None else mask.reshape(-1),
         compact=compact,
+        temperature=temperature,
     )
+    if teacher_own is not None:
+        teacher_own = tokens.per_row(teacher_own)
     index = None
     if tokens.compaction is not None:
         index = tokens.per_row(torch.arange(lead.numel(), device=hidden.device).view(lead))
@@ -422,7 +450,7 @@ def linear_kl_div(
         teacher_bias,
         tokens.target.keep,
         index,
-        _Options(student, teacher, tokens.tiling, pair),
+        _Options(student, teacher, tokens.tiling, pair, (tokens.temperature, teacher_own)),
     )
     return tokens.restore(value, 0.0)
 

@@ -52,7 +52,7 @@ def open_head(
     softcap: float | None,
     logits_dtype: torch.dtype,
     tp_group: ProcessGroup | None,
-    temperature: float,
+    temperature: float | Tensor,
     vocab_size: int | None,
     backend: str,
     gradient_accumulation_fusion: bool = False,
@@ -92,6 +92,9 @@ def open_head(
     if gradient_accumulation_fusion and weight.requires_grad:
         _check_main_grad(weight)
     shard = VocabShard.of(weight.shape[0], resolve_tp_group(tp_group), vocab_size)
+    if isinstance(temperature, Tensor):  # one a row is the tokens' affair
+        is_number = temperature.dim() == 0 and temperature.device.type == "cpu"
+        temperature = float(temperature) if is_number else 1.0
     spec = row_spec(
         shard,
         logit_scale=logit_scale,
@@ -122,6 +125,7 @@ class Chunk:
         logits: `[rows, columns]`, in a buffer that the next chunk overwrites unless it is held.
         target: `[rows]` int64, the target's column in the block or -1.
         spec, bias: of the block.
+        temperature: `[rows]`, each row's own in place of the spec's, or None.
     """
 
     columns: slice
@@ -129,6 +133,7 @@ class Chunk:
     target: Tensor
     spec: RowSpec
     bias: Tensor | None
+    temperature: Tensor | None
 
 
 class Head:
@@ -159,12 +164,20 @@ class Head:
             self._block = (columns, operand(self.weight[columns]))
         return self._block[1]
 
-    def chunks(self, tile: Tensor, column: Tensor, *, hold: bool = False) -> Iterator[Chunk]:
+    def chunks(
+        self,
+        tile: Tensor,
+        column: Tensor,
+        temperature: Tensor | None = None,
+        *,
+        hold: bool = False,
+    ) -> Iterator[Chunk]:
         """The logits of one tile, block by block over the columns that are true vocabulary.
 
         Args:
             tile: `[rows, h]` in the operand dtype.
             column: `[rows]`, the target's column in the shard or -1.
+            temperature: `[rows]`, each row's own, or None.
             hold: give each block a place of its own, so that all of them last until the next call.
         """
         rows = tile.shape[0]
@@ -179,6 +192,7 @@ class Head:
                 target=torch.where((local >= 0) & (local < width), local, -1),
                 spec=replace(self.opts.spec, valid=width),
                 bias=None if self.bias is None else self.bias[columns],
+                temperature=temperature,
             )
 
     def logits(self, tile: Tensor, columns: slice, *, start: int = 0) -> Tensor:
@@ -202,13 +216,14 @@ class Head:
     def backend(self, logits: Tensor) -> backends.Backend:
         return backends.select(self.opts.backend, logits)
 
-    def tile_stats(self, tile: Tensor, column: Tensor) -> Tensor:
+    def tile_stats(self, tile: Tensor, column: Tensor, temperature: Tensor | None = None) -> Tensor:
         """Row statistics of one tile over this rank's columns, `[k, rows]`."""
         spec = self.opts.spec
-        threshold = self.target_threshold(tile, column) if spec.rank else None
+        threshold = self.target_threshold(tile, column, temperature) if spec.rank else None
         # A few numbers a row and block: merged once, as a merge is a dozen small launches.
         parts = [self.no_columns(tile)]
-        parts += [self.chunk_stats(chunk, threshold) for chunk in self.chunks(tile, column)]
+        chunks = self.chunks(tile, column, temperature)
+        parts += [self.chunk_stats(chunk, threshold) for chunk in chunks]
         return merge(torch.stack(parts), spec)
 
     def no_columns(self, tile: Tensor) -> Tensor:
@@ -223,6 +238,7 @@ class Head:
             chunk.spec,
             bias=chunk.bias,
             threshold=threshold,
+            temperature=chunk.temperature,
             chunk_size=backends.default_chunk_size(chunk.logits.shape[1], chunk.logits.device),
         )
 
@@ -241,12 +257,13 @@ class Head:
             coef,
             chunk.spec,
             bias=chunk.bias,
+            temperature=chunk.temperature,
             out=out,
             chunk_size=backends.default_chunk_size(logits.shape[1], logits.device),
         )
         return out
 
-    def target_threshold(self, tile: Tensor, column: Tensor) -> Tensor:
+    def target_threshold(self, tile: Tensor, column: Tensor, temperature: Tensor | None) -> Tensor:
         """Each row's target logit on every rank, `[rows]`: one dot product a row, one all-reduce.
 
         Raw, or z where there is a bias, as `kernels.reference.row_stats` wants it. Ties are ties
@@ -258,5 +275,5 @@ class Head:
         raw = raw.to(self.logits_dtype).to(self.wide)
         if self.bias is not None:
             own_bias = self.bias[column.clamp(min=0)].to(self.wide)
-            raw = finished_logits(raw, self.opts.spec, own_bias)
+            raw = finished_logits(raw, self.opts.spec, own_bias, temperature)
         return all_reduce_sum(torch.where(here, raw, 0.0), self.opts.group)

@@ -85,6 +85,7 @@ class _Options:
     head: HeadOptions
     tiling: Tiling
     label_smoothing: float
+    temperature: Tensor | None
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
@@ -111,8 +112,10 @@ class _LinearPolicyLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=head.wide, device=hidden.device)
         # Of no rows to begin with, so that a call without any has results too.
         parts = [_finish(head, head.no_columns(hidden[:0]), opts).blanked(keep[:0])]
+        temperature = tiles.walk_optional(opts.temperature)
         for tile in tiles:
-            chunks, done = _whole_rows(head, tile.hidden, column[tile.rows], opts)
+            own = tile.of(temperature)
+            chunks, done = _whole_rows(head, tile.hidden, column[tile.rows], own, opts)
             results = done.blanked(keep[tile.rows])
             value, upstream = loss.value_and_upstream(tile.rows, results, keep[tile.rows])
             total += value
@@ -166,16 +169,16 @@ class _LinearPolicyLoss(torch.autograd.Function):
 
 
 def _whole_rows(
-    head: Head, tile: Tensor, column: Tensor, opts: _Options
+    head: Head, tile: Tensor, column: Tensor, temperature: Tensor | None, opts: _Options
 ) -> tuple[list[Chunk], FinishedStats]:
     """A tile's logits on this rank, all blocks held, and its rows' statistics over all ranks.
 
     One all-gather of `[k, rows]`; with the rank, one all-reduce of `[rows]` before it.
     """
-    threshold = head.target_threshold(tile, column) if opts.head.spec.rank else None
+    threshold = head.target_threshold(tile, column, temperature) if opts.head.spec.rank else None
     chunks: list[Chunk] = []
     parts = [head.no_columns(tile)]
-    for chunk in head.chunks(tile, column, hold=True):
+    for chunk in head.chunks(tile, column, temperature, hold=True):
         chunks.append(chunk)
         parts.append(head.chunk_stats(chunk, threshold))
     return chunks, _finish(head, merge(torch.stack(parts), opts.head.spec), opts)
@@ -206,7 +209,7 @@ def linear_policy_loss(
     compact: bool = False,
     gradient_accumulation_fusion: bool = False,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
@@ -281,6 +284,7 @@ def linear_policy_loss(
         chunk_size=chunk_size,
         ignore_index=ignore_index,
         compact=compact,
+        temperature=temperature,
     )
     rows = chunk_size or max(1, budget // (4 * weight.shape[0]))
     tiling = replace(tokens.tiling, tile_rows=max(1, min(rows, target.numel())))
@@ -291,7 +295,7 @@ def linear_policy_loss(
         scale=_scale(denominator, hidden.device),
         backward=torch.is_grad_enabled(),
     )
-    opts = _Options(head, tiling, label_smoothing)
+    opts = _Options(head, tiling, label_smoothing, tokens.temperature)
     value, *results = _LinearPolicyLoss.apply(
         tokens.hidden, weight, bias, tokens.target, loss, opts
     )

@@ -40,6 +40,7 @@ class _Options:
     head: HeadOptions
     tiling: Tiling
     label_smoothing: float
+    temperature: Tensor | None
 
 
 class _LinearTokenStats(torch.autograd.Function):
@@ -57,7 +58,10 @@ class _LinearTokenStats(torch.autograd.Function):
         tiles = HiddenTiles(hidden, opts.tiling)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
         head = Head(weight, bias, opts.head, opts.tiling.block_columns)
-        parts = [head.tile_stats(tile.hidden, column[tile.rows]) for tile in tiles]
+        temperature = tiles.walk_optional(opts.temperature)
+        parts = [
+            head.tile_stats(tile.hidden, column[tile.rows], tile.of(temperature)) for tile in tiles
+        ]
         stats = torch.cat(parts, 1) if parts else head.no_columns(hidden[:0])
         done, _ = finish_shards(
             stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
@@ -88,9 +92,10 @@ class _LinearTokenStats(torch.autograd.Function):
             hidden, ctx.weight, bias, tiles, opts.tiling, opts.head, needs=needs
         )
         head = Head(weight, bias, replace(opts.head, spec=spec), opts.tiling.block_columns)
+        temperature = tiles.walk_optional(opts.temperature)
         for tile in tiles:
             top, row_coef = norms.top[tile.rows], coef[:, tile.rows]
-            for chunk in head.chunks(tile.hidden, column[tile.rows]):
+            for chunk in head.chunks(tile.hidden, column[tile.rows], tile.of(temperature)):
                 dlogits_of = partial(head.chunk_grad, shift=top, coef=row_coef)
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
             gradients.end_tile(tile)
@@ -113,7 +118,7 @@ def linear_token_stats(
     compact: bool = False,
     gradient_accumulation_fusion: bool = False,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
@@ -198,8 +203,9 @@ def linear_token_stats(
         chunk_size=chunk_size,
         ignore_index=ignore_index,
         compact=compact,
+        temperature=temperature,
     )
-    opts = _Options(head, tokens.tiling, label_smoothing)
+    opts = _Options(head, tokens.tiling, label_smoothing, tokens.temperature)
     return tokens.stats(
         RowResults(*_LinearTokenStats.apply(tokens.hidden, weight, bias, tokens.target, opts))
     )

@@ -26,7 +26,12 @@ from mcore_logprobs.groups import VocabShard, group_rank, group_size
 from mcore_logprobs.kernels.products import operand
 from mcore_logprobs.kernels.reference import row_chunks
 from mcore_logprobs.kernels.stats import IGNORED, RowResults
-from mcore_logprobs.logits.opening import LocalTarget, check_target, localize_target
+from mcore_logprobs.logits.opening import (
+    LocalTarget,
+    check_target,
+    localize_target,
+    open_temperature,
+)
 from mcore_logprobs.logits.token_stats import TokenStats
 
 __all__ = ["HiddenTiles", "Tile", "Tiling", "Tokens", "open_tokens"]
@@ -73,6 +78,7 @@ class Tokens:
         lead: the target's shape.
         hidden: `[n_local, h]`, differentiable.
         target: `[n]` each.
+        temperature: `[n]`, each row's own in place of the head's, or None.
     """
 
     lead: torch.Size
@@ -80,6 +86,7 @@ class Tokens:
     target: LocalTarget
     tiling: Tiling
     compaction: Compaction | None
+    temperature: Tensor | None
 
     def per_row(self, tensor: Tensor) -> Tensor:
         """`[*lead, ...]` of the whole sequence -> `[n, ...]`."""
@@ -107,6 +114,7 @@ def open_tokens(
     ignore_index: int | None = None,
     keep: Tensor | None = None,
     compact: bool = False,
+    temperature: float | Tensor = 1.0,
 ) -> Tokens:
     """Check the hidden states' rows and their targets, before any collective.
 
@@ -114,6 +122,7 @@ def open_tokens(
         hidden: as `open_head` has found it right.
         target: global ids or ignore_index; None where an operation has none.
         keep: bool, in place of a target: which rows count. None: all.
+        temperature: a number, which is the head's affair, or a tensor.
 
     Raises:
         ValueError: with the argument's name, what was expected and what was given.
@@ -132,14 +141,17 @@ def open_tokens(
             column=torch.full((rows,), -1, dtype=torch.int64, device=device),
             keep=torch.ones(rows, dtype=torch.bool, device=device) if keep is None else keep,
         )
+    _, own = open_temperature(temperature, lead, device)
+    own = None if own is None else own.reshape(-1)
     tile_rows, block_columns = tile_shape(rows, shard.width, chunk_size, device)
     tiling = Tiling(shard.group, sequence_parallel, tile_rows, block_columns)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     if not compact:
-        return Tokens(lead, hidden, local, tiling, None)
+        return Tokens(lead, hidden, local, tiling, None, own)
     compaction = Compaction(local.keep, shard.group if sequence_parallel else None)
     local = LocalTarget(compaction.walk(local.column), compaction.walk(local.keep))
-    return Tokens(lead, compaction.select_hidden(hidden), local, tiling, compaction)
+    own = None if own is None else compaction.walk(own)
+    return Tokens(lead, compaction.select_hidden(hidden), local, tiling, compaction, own)
 
 
 class Compaction:
@@ -185,6 +197,10 @@ class Tile(NamedTuple):
     rows: slice
     hidden: Tensor
 
+    def of(self, per_row: Tensor | None) -> Tensor | None:
+        """This tile's rows of `[n, ...]`, or None."""
+        return None if per_row is None else per_row[self.rows]
+
 
 class HiddenTiles:
     """Hidden states `[n_local, h]` as tiles of the whole `[n, h]`.
@@ -222,6 +238,10 @@ class HiddenTiles:
             return per_row
         ranked = per_row.view(self._ranks, -1, *per_row.shape[1:])
         return torch.cat([ranked[:, part].flatten(0, 1) for part in self.local])
+
+    def walk_optional(self, per_row: Tensor | None) -> Tensor | None:
+        """As `walk`; None stays None."""
+        return None if per_row is None else self.walk(per_row)
 
     def restore(self, per_row: Tensor) -> Tensor:
         """`[n, ...]` as the tiles are walked -> the sequence's order."""

@@ -39,6 +39,7 @@ class Backend(Protocol):
         *,
         bias: Tensor | None = None,
         threshold: Tensor | None = None,
+        temperature: Tensor | None = None,
         chunk_size: int,
     ) -> Tensor: ...
 
@@ -55,6 +56,7 @@ class Backend(Protocol):
         spec: RowSpec,
         *,
         bias: Tensor | None = None,
+        temperature: Tensor | None = None,
         out: Tensor,
         chunk_size: int,
     ) -> None: ...

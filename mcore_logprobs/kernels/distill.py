@@ -76,6 +76,8 @@ def pair_stats(
     out: Tensor,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    student_temperature: Tensor | None = None,
+    teacher_temperature: Tensor | None = None,
 ) -> None:
     """Write the pair statistics of one chunk.
 
@@ -83,14 +85,16 @@ def pair_stats(
         student, teacher: `[c, v]` raw logits, any float dtype and row stride; not modified.
         out: `[5, c]`. Its cross is 0 for "jsd".
         student_bias, teacher_bias: `[v]` or None.
+        student_temperature, teacher_temperature: `[c]`, each row's own in place of the spec's, or
+            None.
     """
     if spec.student.valid == 0:
         out.zero_()
         out[0::2].fill_(-torch.inf)
         out[4].zero_()
         return
-    s = _finished(student, spec.student, student_bias, out.dtype)
-    t = _finished(teacher, spec.teacher, teacher_bias, out.dtype)
+    s = _finished(student, spec.student, student_bias, student_temperature, out.dtype)
+    t = _finished(teacher, spec.teacher, teacher_bias, teacher_temperature, out.dtype)
     out[0], out[2] = s.amax(-1), t.amax(-1)
     s, t = _about(s, out[0]), _about(t, out[2])
     exp_s, exp_t = s.exp(), t.exp()
@@ -105,9 +109,16 @@ def pair_stats(
         out[4].zero_()
 
 
-def _finished(logits: Tensor, spec: RowSpec, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _finished(
+    logits: Tensor,
+    spec: RowSpec,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     bias = None if bias is None else bias[: spec.valid]
-    return finished_logits(logits[:, : spec.valid], spec, bias).to(dtype)
+    temperature = None if temperature is None else temperature.unsqueeze(-1)
+    return finished_logits(logits[:, : spec.valid], spec, bias, temperature).to(dtype)
 
 
 def _about(z: Tensor, top: Tensor) -> Tensor:
@@ -182,10 +193,17 @@ def finish_pair(stats: Tensor, spec: PairSpec) -> FinishedPair:
 
 
 def _log_probs(
-    logits: Tensor, norm: Tensor, spec: RowSpec, bias: Tensor | None, dtype: torch.dtype
+    logits: Tensor,
+    norm: Tensor,
+    spec: RowSpec,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     top, log_sum = norm.unsqueeze(-1)
-    return (_finished(logits, spec, bias, dtype) - top).sub_(log_sum).clamp_(min=LOG_ZERO)
+    return (
+        (_finished(logits, spec, bias, temperature, dtype) - top).sub_(log_sum).clamp_(min=LOG_ZERO)
+    )
 
 
 def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
@@ -204,21 +222,23 @@ def jsd_sums(
     out: Tensor,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    student_temperature: Tensor | None = None,
+    teacher_temperature: Tensor | None = None,
 ) -> None:
     """Write a chunk's share of KL(q || M) and KL(p || M), M = beta q + (1 - beta) p.
 
     Both add up over blocks and shards.
 
     Args:
-        student, teacher, student_bias, teacher_bias: as in `pair_stats`.
+        student, teacher, the biases and temperatures: as in `pair_stats`.
         norm_s, norm_t: `[2, c]`, of whole rows.
         out: `[2, c]`.
     """
     if spec.student.valid == 0:
         out.zero_()
         return
-    logp = _log_probs(student, norm_s, spec.student, student_bias, out.dtype)
-    logq = _log_probs(teacher, norm_t, spec.teacher, teacher_bias, out.dtype)
+    logp = _log_probs(student, norm_s, spec.student, student_bias, student_temperature, out.dtype)
+    logq = _log_probs(teacher, norm_t, spec.teacher, teacher_bias, teacher_temperature, out.dtype)
     out[0] = _log_over_mixture(logq, logp, 1.0 - spec.beta).mul_(logq.exp()).sum(-1)
     out[1] = _log_over_mixture(logp, logq, spec.beta).mul_(logp.exp()).sum(-1)
 
@@ -235,6 +255,8 @@ def pair_grad(
     out: Tensor,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    student_temperature: Tensor | None = None,
+    teacher_temperature: Tensor | None = None,
 ) -> None:
     """Write one chunk's gradient with respect to the student's raw logits.
 
@@ -245,7 +267,7 @@ def pair_grad(
     A row whose g is 0 gets exactly 0, whatever its logits hold.
 
     Args:
-        student, teacher, norm_s, norm_t, student_bias, teacher_bias: as in `jsd_sums`.
+        student, teacher, norm_s, norm_t, the biases and temperatures: as in `jsd_sums`.
         inner: `[c]`, the divergence at the end of the formula; unused by the first.
         upstream: `[c]`, g.
         out: `[c, v]`, any dtype; may be `student` itself. Every entry is written.
@@ -255,8 +277,8 @@ def pair_grad(
     if valid == 0:
         return
     dtype = pair_dtype(norm_s.dtype, norm_t.dtype)
-    logp = _log_probs(student, norm_s, spec.student, student_bias, dtype)
-    logq = _log_probs(teacher, norm_t, spec.teacher, teacher_bias, dtype)
+    logp = _log_probs(student, norm_s, spec.student, student_bias, student_temperature, dtype)
+    logq = _log_probs(teacher, norm_t, spec.teacher, teacher_bias, teacher_temperature, dtype)
     g = upstream.to(dtype).unsqueeze(-1)
     if spec.kind in ("forward", "cross_entropy"):
         grad = logp.exp_().sub_(logq.exp_()).mul_(g)
@@ -268,5 +290,5 @@ def pair_grad(
             grad = _log_over_mixture(logp, logq, spec.beta)
             g = g * (1.0 - spec.beta)
         grad.sub_(inner.unsqueeze(-1)).mul_(p).mul_(g)
-    to_raw_gradient(grad, student[:, :valid], spec.student)
+    to_raw_gradient(grad, student[:, :valid], spec.student, student_temperature)
     out[:, :valid].copy_(grad.masked_fill_(g == 0, 0.0))

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.reference import gather_target
+from mcore_logprobs.kernels.reference import gather_target, row_multiplier
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, merge
 
 __all__ = [
@@ -64,17 +64,24 @@ def row_stats(
     *,
     bias: Tensor | None = None,
     threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
     chunk_size: int,
 ) -> Tensor:
     """As `reference.row_stats`."""
     blocks = spec.valid // _BLOCK
     if blocks >= _MIN_BLOCKS and _is_common(logits, spec, bias):
         try:
-            return _row_stats(logits, target, spec, threshold, chunk_size)
+            return _row_stats(logits, target, spec, threshold, temperature, chunk_size)
         except NotCompiled:
             pass
     return reference.row_stats(
-        logits, target, spec, bias=bias, threshold=threshold, chunk_size=chunk_size
+        logits,
+        target,
+        spec,
+        bias=bias,
+        threshold=threshold,
+        temperature=temperature,
+        chunk_size=chunk_size,
     )
 
 
@@ -105,18 +112,27 @@ def grad_logits(
     spec: RowSpec,
     *,
     bias: Tensor | None = None,
+    temperature: Tensor | None = None,
     out: Tensor,
     chunk_size: int,
 ) -> None:
     """As `reference.grad_logits`."""
     if spec.valid >= _MIN_BLOCKS * _BLOCK and _is_common(logits, spec, bias):
         try:
-            _grad_logits(logits, target, shift, coef, spec, out)
+            _grad_logits(logits, target, shift, coef, spec, temperature, out)
             return
         except NotCompiled:
             pass
     reference.grad_logits(
-        logits, target, shift, coef, spec, bias=bias, out=out, chunk_size=chunk_size
+        logits,
+        target,
+        shift,
+        coef,
+        spec,
+        bias=bias,
+        temperature=temperature,
+        out=out,
+        chunk_size=chunk_size,
     )
 
 
@@ -131,13 +147,17 @@ def _is_common(logits: Tensor, spec: RowSpec | None, bias: Tensor | None) -> boo
 
 
 def _row_stats(
-    logits: Tensor, target: Tensor, spec: RowSpec, threshold: Tensor | None, chunk_size: int
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    threshold: Tensor | None,
+    temperature: Tensor | None,
+    chunk_size: int,
 ) -> Tensor:
     whole = spec.valid - spec.valid % _BLOCK
+    multiplier = _multiplier(logits, spec, temperature)
     head = logits[:, :whole]
-    block_stats = call_compiled(
-        _stats_kernel, head, _scalar(spec.multiplier), spec.entropy, spec.sum_pi_squared
-    )
+    block_stats = call_compiled(_stats_kernel, head, multiplier, spec.entropy, spec.sum_pi_squared)
     count = whole // _BLOCK
     parts = logits.new_zeros(
         count + (whole < spec.valid), len(spec.fields), logits.shape[0], dtype=torch.float32
@@ -146,7 +166,7 @@ def _row_stats(
     head_target = torch.where(target < whole, target, -1)
     for name, values in block_stats.items():
         head_parts[:, spec.position(name)] = values.t()
-    own = gather_target(head, head_target, 0.0).float() * spec.multiplier
+    own = gather_target(head, head_target, 0.0).float() * multiplier
     parts[0, spec.position("target")] = own
     if spec.rank:
         assert threshold is not None
@@ -160,22 +180,30 @@ def _row_stats(
             torch.where(target >= whole, target - whole, -1),
             replace(spec, valid=spec.valid - whole),
             threshold=threshold,
+            temperature=temperature,
             chunk_size=chunk_size,
         )
     return merge(parts, spec)
 
 
 def _grad_logits(
-    logits: Tensor, target: Tensor, shift: Tensor, coef: Tensor, spec: RowSpec, out: Tensor
+    logits: Tensor,
+    target: Tensor,
+    shift: Tensor,
+    coef: Tensor,
+    spec: RowSpec,
+    temperature: Tensor | None,
+    out: Tensor,
 ) -> None:
-    scaled = (coef * spec.multiplier).unbind(0)
+    multiplier = _multiplier(logits, spec, temperature)
+    scaled = (coef * multiplier).unbind(0)
     row = dict(zip(spec.coefficients, scaled, strict=True))
     alive = (coef != 0).any(0)
     # The target's entry is computed apart, from the logit before anything is written over it, and
     # rounded once: near p = 1 it is the difference of two nearly equal numbers.
     column = target.clamp(min=0)
     rows = torch.arange(target.shape[0])
-    shifted = logits[rows, column].float() * spec.multiplier - shift
+    shifted = logits[rows, column].float() * multiplier - shift
     shifted.clamp_(min=LOG_ZERO)
     own = shifted.exp()
     factor = row["weight"]
@@ -191,7 +219,7 @@ def _grad_logits(
     squares = row.get("squares", row["weight"])
     coefficients = (row["weight"], row["moment"], squares)
     flags = (spec.entropy, spec.sum_pi_squared)
-    factors = (_scalar(spec.multiplier), shift, *coefficients, alive, *flags)
+    factors = (multiplier, shift, *coefficients, alive, *flags)
     if _same_memory(source, result):
         call_compiled(_grad_inplace_kernel, result, *factors)
     elif source.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
@@ -206,9 +234,11 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
-def _scalar(value: float) -> Tensor:
-    # A tensor, not a float: torch.compile would make a kernel for each value.
-    return torch.tensor(value, dtype=torch.float32)
+def _multiplier(logits: Tensor, spec: RowSpec, temperature: Tensor | None) -> Tensor:
+    """z / y of each row, `[n]`: a tensor, for torch.compile would make a kernel for each float."""
+    if temperature is None:
+        return torch.full((logits.shape[0],), spec.multiplier)
+    return row_multiplier(spec, temperature).float()
 
 
 # ---- kernels: what torch.compile sees -----------------------------------------------------------
@@ -219,7 +249,8 @@ def _stats_kernel(
 ) -> dict[str, Tensor]:
     """`[n, blocks * _BLOCK]` -> each block's statistics by name, `[n, blocks]`."""
     assert_compiled()
-    z = logits.unflatten(1, (logits.shape[1] // _BLOCK, _BLOCK)).float() * multiplier
+    z = logits.unflatten(1, (logits.shape[1] // _BLOCK, _BLOCK)).float()
+    z = z * multiplier[:, None, None]
     top = z.amax(-1)
     # Apart: stacked, the maximum's loop and the sum's would not be fused.
     shifted = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)
@@ -253,7 +284,7 @@ def _grad_values(
     with_entropy: bool,
     with_squares: bool,
 ) -> Tensor:
-    shifted = logits.float() * multiplier - shift[:, None]
+    shifted = logits.float() * multiplier[:, None] - shift[:, None]
     factor = weight[:, None]
     if with_entropy:
         shifted = shifted.clamp(min=LOG_ZERO)

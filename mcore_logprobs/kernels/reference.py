@@ -19,6 +19,7 @@ __all__ = [
     "gather_target",
     "grad_logits",
     "row_chunks",
+    "row_multiplier",
     "row_stats",
     "softcap_slope",
     "to_raw_gradient",
@@ -31,15 +32,20 @@ def row_chunks(rows: int, chunk_size: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk_size, rows))
 
 
-def finished_logits(logits: Tensor, spec: RowSpec, bias: Tensor | None = None) -> Tensor:
+def finished_logits(
+    logits: Tensor, spec: RowSpec, bias: Tensor | None = None, temperature: Tensor | None = None
+) -> Tensor:
     """z of the module `stats`, float32 or float64; logits itself where nothing is to be done.
 
     Args:
         logits: `[..., v]`, raw; not modified.
         bias: `[v]` or None.
+        temperature: in place of the spec's, anything that broadcasts to the logits, or None.
     """
     z = logits.to(accumulator_dtype(logits.dtype))
     if spec.softcap is None and bias is None:
+        if temperature is not None:
+            return z * row_multiplier(spec, temperature).to(z.dtype)
         return z if spec.is_plain else z * spec.multiplier
     if spec.softcap is not None:
         z = torch.tanh(z * (spec.logit_scale / spec.softcap)) * spec.softcap
@@ -47,7 +53,14 @@ def finished_logits(logits: Tensor, spec: RowSpec, bias: Tensor | None = None) -
         z = z * spec.logit_scale
     if bias is not None:
         z = z + bias
+    if temperature is not None:
+        return z / temperature.to(z.dtype)
     return z / spec.temperature if spec.temperature != 1.0 else z
+
+
+def row_multiplier(spec: RowSpec, temperature: Tensor) -> Tensor:
+    """`spec.multiplier` where each row has its own temperature; float64, of temperature's shape."""
+    return spec.logit_scale / temperature.double()
 
 
 def gather_target(values: Tensor, target: Tensor, fill: float) -> Tensor:
@@ -70,6 +83,7 @@ def row_stats(
     *,
     bias: Tensor | None = None,
     threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
     chunk_size: int,
 ) -> Tensor:
     """The row statistics of a block of logits.
@@ -82,6 +96,7 @@ def row_stats(
         threshold: `[n]`, with `spec.rank` only: the target's value, against which `higher` counts.
             Raw logits in the logits' own units without a bias (the way from y to z increases, and
             raw values compare exactly on every backend), z with one.
+        temperature: `[n]`, each row's own in place of the spec's, or None.
         chunk_size: rows at a time, at least 1.
 
     Returns:
@@ -99,6 +114,7 @@ def row_stats(
             spec,
             None if bias is None else bias[: spec.valid],
             limit,
+            None if temperature is None else temperature[chunk],
             out[:, chunk],
         )
     return out
@@ -110,13 +126,14 @@ def _chunk_stats(
     spec: RowSpec,
     bias: Tensor | None,
     threshold: Tensor | None,
+    temperature: Tensor | None,  # [c]
     out: Tensor,  # [k, c]
 ) -> None:
     if logits.shape[-1] == 0:
         out.copy_(no_columns(spec, logits.shape[0], like=out))
         return
     row = spec.named(out)
-    z = finished_logits(logits, spec, bias)
+    z = finished_logits(logits, spec, bias, _column(temperature))
     top = z.amax(-1)
     row["max"].copy_(top)
     row["target"].copy_(gather_target(z, target, 0.0))
@@ -135,6 +152,10 @@ def _chunk_stats(
         row["entropy"].copy_(shifted.mul_(weight).sum(-1))
     if spec.sum_pi_squared:
         row["squares"].copy_(weight.square_().sum(-1))
+
+
+def _column(per_row: Tensor | None) -> Tensor | None:
+    return None if per_row is None else per_row.unsqueeze(-1)
 
 
 def count_higher(
@@ -172,6 +193,7 @@ def grad_logits(
     spec: RowSpec,
     *,
     bias: Tensor | None = None,
+    temperature: Tensor | None = None,
     out: Tensor,
     chunk_size: int,
 ) -> None:
@@ -187,7 +209,7 @@ def grad_logits(
     attention gives NaN at padding tokens).
 
     Args:
-        logits, target, spec, bias, chunk_size: as in `row_stats`; target may be -1.
+        logits, target, spec, bias, temperature, chunk_size: as in `row_stats`; target may be -1.
         shift: `[n]`, each whole row's maximum (its lse does too, but has been rounded at the scale
             of z, and w carries that error).
         coef: `[k, n]`, rows as `spec.coefficients` says.
@@ -203,6 +225,7 @@ def grad_logits(
                 coef[:, chunk],
                 spec,
                 None if bias is None else bias[: spec.valid],
+                None if temperature is None else temperature[chunk],
                 out[chunk, : spec.valid],
             )
 
@@ -214,9 +237,10 @@ def _chunk_grad(
     coef: Tensor,  # [k, c]
     spec: RowSpec,
     bias: Tensor | None,
+    temperature: Tensor | None,  # [c]
     out: Tensor,  # [c, valid]
 ) -> None:
-    grad = distribution_gradient(logits, shift, coef, spec, bias)
+    grad = distribution_gradient(logits, shift, coef, spec, bias, temperature)
     # One entry a row. The gather and the write go through float32, so that the target's entry, the
     # difference of two nearly equal numbers where p is near 1, is rounded to the output once.
     column = target.clamp(min=0).unsqueeze(-1)
@@ -224,20 +248,25 @@ def _chunk_grad(
     own = torch.where(target >= 0, on_target, 0.0).unsqueeze(-1)
     rows = torch.arange(target.shape[0], device=target.device)
     grad.index_put_((rows, column.squeeze(-1)), (grad.gather(-1, column) + own).squeeze(-1))
-    to_raw_gradient(grad, logits, spec)
+    to_raw_gradient(grad, logits, spec, temperature)
     out.copy_(grad.masked_fill_((coef == 0).all(0).unsqueeze(-1), 0.0))
 
 
 def distribution_gradient(
-    logits: Tensor, shift: Tensor, coef: Tensor, spec: RowSpec, bias: Tensor | None = None
+    logits: Tensor,
+    shift: Tensor,
+    coef: Tensor,
+    spec: RowSpec,
+    bias: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """dz of `grad_logits` without the target's own term, `[c, valid]`, float32 or float64; new.
 
     Args:
-        logits: `[c, valid]`, raw; shift `[c]`, coef `[k, c]` and bias as in `grad_logits`.
+        logits: `[c, valid]`, raw. The others as in `grad_logits`.
     """
     row = dict(zip(spec.coefficients, coef.unsqueeze(-1).unbind(0), strict=True))
-    shifted = finished_logits(logits, spec, bias) - shift.unsqueeze(-1)
+    shifted = finished_logits(logits, spec, bias, _column(temperature)) - shift.unsqueeze(-1)
     is_finite = ~shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     grad = shifted.exp()
@@ -259,9 +288,13 @@ def softcap_slope(logits: Tensor, spec: RowSpec, dtype: torch.dtype) -> Tensor:
     return scaled.tanh_().square_().neg_().add_(1.0)
 
 
-def to_raw_gradient(grad: Tensor, logits: Tensor, spec: RowSpec) -> None:
-    """The gradient of finished logits to that of raw ones, in place."""
+def to_raw_gradient(
+    grad: Tensor, logits: Tensor, spec: RowSpec, temperature: Tensor | None = None
+) -> None:
+    """The gradient of finished logits `[c, v]` to that of raw ones, in place."""
     if spec.softcap is not None:
         grad.mul_(softcap_slope(logits, spec, grad.dtype))
-    if spec.multiplier != 1.0:
+    if temperature is not None:
+        grad.mul_(row_multiplier(spec, temperature).to(grad.dtype).unsqueeze(-1))
+    elif spec.multiplier != 1.0:
         grad.mul_(spec.multiplier)

@@ -26,10 +26,11 @@ def row_stats(
     *,
     bias: Tensor | None = None,
     threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
     chunk_size: int = 0,
 ) -> Tensor:
     """As `kernels.reference.row_stats`; float16, bfloat16 or float32 with a last stride of 1."""
-    return _row_stats(logits, target, bias, threshold, *_flatten(spec))
+    return _row_stats(logits, target, bias, threshold, temperature, *_flatten(spec))
 
 
 def count_higher(
@@ -47,11 +48,12 @@ def grad_logits(
     spec: RowSpec,
     *,
     bias: Tensor | None = None,
+    temperature: Tensor | None = None,
     out: Tensor,
     chunk_size: int = 0,
 ) -> None:
     """As `kernels.reference.grad_logits`; dtypes and strides as in `row_stats`, for out too."""
-    _grad_logits(logits, target, shift, coef, bias, out, *_flatten(spec))
+    _grad_logits(logits, target, shift, coef, bias, temperature, out, *_flatten(spec))
 
 
 # ---- operators: a RowSpec travels as its fields ------------------------------------------------
@@ -73,18 +75,35 @@ def _flatten(spec: RowSpec) -> tuple[Any, ...]:
 @custom_op(
     "mcore_logprobs::row_stats",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, Tensor? bias, Tensor? threshold, {_SPEC_SCHEMA})"
-    " -> Tensor",
+    schema=f"(Tensor logits, Tensor target, Tensor? bias, Tensor? threshold, "
+    f"Tensor? temperature, {_SPEC_SCHEMA}) -> Tensor",
 )
 def _row_stats(
-    logits: Tensor, target: Tensor, bias: Tensor | None, threshold: Tensor | None, *spec: Any
+    logits: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    temperature: Tensor | None,
+    *spec: Any,
 ) -> Tensor:
-    return triton_stats.row_stats(logits, target, RowSpec(*spec), bias=bias, threshold=threshold)
+    return triton_stats.row_stats(
+        logits,
+        target,
+        RowSpec(*spec),
+        bias=bias,
+        threshold=threshold,
+        temperature=temperature,
+    )
 
 
 @_row_stats.register_fake
 def _(
-    logits: Tensor, target: Tensor, bias: Tensor | None, threshold: Tensor | None, *spec: Any
+    logits: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    temperature: Tensor | None,
+    *spec: Any,
 ) -> Tensor:
     return logits.new_empty(len(RowSpec(*spec).fields), logits.shape[0], dtype=torch.float32)
 
@@ -107,7 +126,7 @@ def _(logits: Tensor, target: Tensor, threshold: Tensor, valid: int) -> Tensor:
     "mcore_logprobs::grad_logits",
     mutates_args=("out",),
     schema="(Tensor logits, Tensor target, Tensor shift, Tensor coef, Tensor? bias, "
-    f"Tensor(a!) out, {_SPEC_SCHEMA}) -> ()",
+    f"Tensor? temperature, Tensor(a!) out, {_SPEC_SCHEMA}) -> ()",
 )
 def _grad_logits(
     logits: Tensor,
@@ -115,10 +134,13 @@ def _grad_logits(
     shift: Tensor,
     coef: Tensor,
     bias: Tensor | None,
+    temperature: Tensor | None,
     out: Tensor,
     *spec: Any,
 ) -> None:
-    triton_grad.grad_logits(logits, target, shift, coef, RowSpec(*spec), bias=bias, out=out)
+    triton_grad.grad_logits(
+        logits, target, shift, coef, RowSpec(*spec), bias=bias, temperature=temperature, out=out
+    )
 
 
 @_grad_logits.register_fake

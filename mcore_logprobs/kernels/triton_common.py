@@ -30,6 +30,7 @@ __all__ = [
     "field_constants",
     "finished",
     "launch_plan",
+    "row_transform",
     "tanh",
     "transform_args",
     "with_unit_stride",
@@ -94,9 +95,28 @@ def finished(
     return z, capped
 
 
-def transform_args(spec: stats.RowSpec, bias: Tensor | None) -> dict[str, Any]:
+@triton.jit
+def row_transform(
+    temperature_ptr, row, scale, temperature,
+    HAS_ROW_TEMPERATURE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+):  # fmt: skip
+    """(scale, temperature) of `finished` for this row, which may have a temperature of its own."""
+    if HAS_ROW_TEMPERATURE:
+        own = tl.load(temperature_ptr + row).to(tl.float32)
+        if HAS_TEMPERATURE:
+            temperature = own
+        else:
+            scale = scale / own
+    return scale, temperature
+
+
+def transform_args(
+    spec: stats.RowSpec, bias: Tensor | None, temperature: Tensor | None
+) -> dict[str, Any]:
     """The arguments of `finished`, by name, save for its tensors."""
-    late_temperature = spec.temperature != 1.0 and (spec.softcap is not None or bias is not None)
+    own = temperature is not None
+    late = spec.softcap is not None or bias is not None
+    late_temperature = (own or spec.temperature != 1.0) and late
     if spec.softcap is not None:
         scale = spec.logit_scale / spec.softcap
     elif late_temperature:
@@ -107,10 +127,11 @@ def transform_args(spec: stats.RowSpec, bias: Tensor | None) -> dict[str, Any]:
         "scale": scale,
         "softcap": 1.0 if spec.softcap is None else spec.softcap,
         "temperature": spec.temperature,
-        "HAS_SCALE": scale != 1.0,
+        "HAS_SCALE": scale != 1.0 or (own and not late),
         "HAS_SOFTCAP": spec.softcap is not None,
         "HAS_BIAS": bias is not None,
         "HAS_TEMPERATURE": late_temperature,
+        "HAS_ROW_TEMPERATURE": own,
     }
 
 

@@ -16,6 +16,7 @@ from mcore_logprobs.kernels.triton_common import (
     LOG_ZERO,
     device_of,
     finished,
+    row_transform,
     transform_args,
     with_unit_stride,
 )
@@ -99,6 +100,7 @@ def grad_kernel(
     shift_ptr,  # [n]
     coef_ptr,  # [k, n]
     bias_ptr,  # [v]
+    temperature_ptr,  # [n]
     valid,
     width,
     row_stride,
@@ -115,6 +117,7 @@ def grad_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    HAS_ROW_TEMPERATURE: tl.constexpr,
     HAS_SLOPE: tl.constexpr,
     ENTROPY: tl.constexpr,
     SMOOTHING: tl.constexpr,
@@ -143,6 +146,11 @@ def grad_kernel(
         squares = tl.load(coef_ptr + SQUARES * coef_stride + row).to(tl.float32)
     shift = tl.load(shift_ptr + row).to(tl.float32)
     column = tl.load(target_ptr + row).to(tl.int32)
+    scale, temperature = row_transform(
+        temperature_ptr, row, scale, temperature, HAS_ROW_TEMPERATURE, HAS_TEMPERATURE
+    )
+    if HAS_ROW_TEMPERATURE:
+        slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
 
     plain = (weight != 0.0) | (moment != 0.0) | (on_target != 0.0) | (on_finite != 0.0)
     if plain | (squares != 0.0):
@@ -184,6 +192,7 @@ def grad_logits(
     spec: RowSpec,
     *,
     bias: Tensor | None = None,
+    temperature: Tensor | None = None,
     out: Tensor,
     tile: int = _TILE,
     tiles: int = _TILES,
@@ -196,7 +205,9 @@ def grad_logits(
     if INTERPRETED and out.dtype == torch.bfloat16:
         # The interpreter truncates to bfloat16 where a GPU rounds.
         rounded = torch.empty(rows, width, dtype=torch.float32, device=out.device)
-        grad_logits(logits, target, shift, coef, spec, bias=bias, out=rounded)
+        grad_logits(
+            logits, target, shift, coef, spec, bias=bias, temperature=temperature, out=rounded
+        )
         out.copy_(rounded)
         return
     tile = min(tile, max(128, triton.next_power_of_2(width)))
@@ -210,6 +221,7 @@ def grad_logits(
             with_unit_stride(shift),
             coef,
             None if bias is None else with_unit_stride(bias),
+            None if temperature is None else with_unit_stride(temperature),
             spec.valid,
             width,
             logits.stride(0),
@@ -217,10 +229,10 @@ def grad_logits(
             coef.stride(0),
             splits,
             spec.multiplier,
-            **transform_args(spec, bias),
+            **transform_args(spec, bias, temperature),
             TILE=tile,
             TILES=tiles,
-            HAS_SLOPE=spec.multiplier != 1.0,
+            HAS_SLOPE=spec.multiplier != 1.0 or temperature is not None,
             ENTROPY=spec.entropy,
             SMOOTHING=spec.smoothing,
             **coefficient_constants(spec),

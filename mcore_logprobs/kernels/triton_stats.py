@@ -18,6 +18,7 @@ from mcore_logprobs.kernels.triton_common import (
     field_constants,
     finished,
     launch_plan,
+    row_transform,
     transform_args,
     with_unit_stride,
 )
@@ -101,6 +102,7 @@ def stats_kernel(
     target_ptr,  # [n] int64
     threshold_ptr,  # [n] float32
     bias_ptr,  # [v]
+    temperature_ptr,  # [n]
     out_ptr,  # [splits, fields, n] float32
     rows,
     valid,
@@ -116,6 +118,7 @@ def stats_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    HAS_ROW_TEMPERATURE: tl.constexpr,
     FIELDS: tl.constexpr,
     MAX: tl.constexpr,
     SUM: tl.constexpr,
@@ -138,6 +141,9 @@ def stats_kernel(
     start = split * split_columns
     stop = tl.minimum(start + split_columns, valid)
 
+    scale, temperature = row_transform(
+        temperature_ptr, row, scale, temperature, HAS_ROW_TEMPERATURE, HAS_TEMPERATURE
+    )
     limit = 0.0
     if HIGHER >= 0:
         limit = tl.load(threshold_ptr + row).to(tl.float32)
@@ -254,6 +260,7 @@ def row_stats(
     *,
     bias: Tensor | None = None,
     threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
     """As `kernels.reference.row_stats`, for logits whose last stride is 1."""
@@ -273,13 +280,14 @@ def row_stats(
             with_unit_stride(target),
             None if threshold is None else with_unit_stride(threshold),
             None if bias is None else with_unit_stride(bias),
+            None if temperature is None else with_unit_stride(temperature),
             parts,
             rows,
             spec.valid,
             logits.stride(0),
             plan.columns,
             plan.splits,
-            **transform_args(spec, bias),
+            **transform_args(spec, bias, temperature),
             LANES=plan.lanes,
             GROUPS=plan.groups,
             **field_constants(spec, *STORED),

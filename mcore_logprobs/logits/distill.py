@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_positive
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.kernels.distill import (
     PAIR_STATS,
@@ -43,6 +42,15 @@ KL_KINDS = ("forward", "reverse", "jsd")
 class _Options:
     call: CallOptions
     spec: PairSpec
+    teacher_temperature: Tensor | None
+
+    def temperatures(self, rows: Rows, part: slice) -> dict[str, Any]:
+        """Rows' own temperatures, as the kernels' keywords."""
+        own = {
+            "student_temperature": self.call.temperature,
+            "teacher_temperature": self.teacher_temperature,
+        }
+        return {name: None if t is None else rows.walk(t)[part] for name, t in own.items()}
 
 
 class _Divergence(torch.autograd.Function):
@@ -57,13 +65,15 @@ class _Divergence(torch.autograd.Function):
             (PAIR_STATS, rows.count), dtype=pair_dtype(student.dtype, teacher.dtype)
         )
         for part, s, t in rows.chunks(opts.call.chunk_size, student, teacher):
-            pair_stats(s, t, spec, out=stats[:, part])
+            pair_stats(s, t, spec, out=stats[:, part], **opts.temperatures(rows, part))
         done = finish_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
         value, inner = done.value, done.value
         if spec.kind == "jsd":
             sums = stats[:2]
             for part, s, t in rows.chunks(opts.call.chunk_size, student, teacher):
-                jsd_sums(s, t, done.norm_s[:, part], done.norm_t[:, part], spec, out=sums[:, part])
+                norms = done.norm_s[:, part], done.norm_t[:, part]
+                own = opts.temperatures(rows, part)
+                jsd_sums(s, t, *norms, spec, out=sums[:, part], **own)
             from_teacher, inner = all_reduce_sum(sums, group)
             value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
         keep = done.usable if mask is None else done.usable & rows.walk(mask)
@@ -89,6 +99,7 @@ class _Divergence(torch.autograd.Function):
                 upstream[part],
                 opts.spec,
                 out=out,
+                **opts.temperatures(rows, part),
             )
         return grad, None, None, None
 
@@ -101,8 +112,8 @@ def vocab_parallel_kl_div(
     beta: float = 0.5,
     mask: Tensor | None = None,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
-    teacher_temperature: float | None = None,
+    temperature: float | Tensor = 1.0,
+    teacher_temperature: float | Tensor | None = None,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -165,8 +176,8 @@ def vocab_parallel_soft_cross_entropy(
     *,
     mask: Tensor | None = None,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
-    teacher_temperature: float | None = None,
+    temperature: float | Tensor = 1.0,
+    teacher_temperature: float | Tensor | None = None,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -205,15 +216,14 @@ def _divergence(
     beta: float,
     mask: Tensor | None,
     tp_group: ProcessGroup | None,
-    temperature: float,
-    teacher_temperature: float | None,
+    temperature: float | Tensor,
+    teacher_temperature: float | Tensor | None,
     vocab_size: int | None,
     chunk_size: int | None,
     backend: str,
 ) -> Tensor:
     if teacher_temperature is None:
         teacher_temperature = temperature
-    check_positive("teacher_temperature", teacher_temperature)
     check_backend(backend)
     student = open_logits(
         student_logits,
@@ -237,7 +247,12 @@ def _divergence(
     check_same_rows("teacher_logits", teacher.logits, logits.shape, logits.device)
     mask = check_mask(mask, logits.shape[:-1], logits.device)
     spec = PairSpec(student.options.spec, teacher.options.spec, kind, float(beta))
-    return _Divergence.apply(logits, teacher.logits.detach(), mask, _Options(student.options, spec))
+    return _Divergence.apply(
+        logits,
+        teacher.logits.detach(),
+        mask,
+        _Options(student.options, spec, teacher.options.temperature),
+    )
 
 
 def check_kind(kind: str, beta: float) -> None:

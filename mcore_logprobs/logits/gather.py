@@ -32,6 +32,7 @@ from mcore_logprobs.logits.opening import (
     check_group_tensor,
     check_same_rows,
     open_logits,
+    open_temperature,
 )
 from mcore_logprobs.logits.rows import Rows, whole_rows
 
@@ -68,7 +69,10 @@ class _Entries(torch.autograd.Function):
         rows, spec = Rows(logits), opts.call.spec
         column, keep = rows.walk(local.column), rows.walk(local.keep)
         own = [_own_entries(block, column[part]) for part, block in rows.blocks(logits)]
-        values = finished_logits(torch.cat(own), spec)
+        temperature = rows.walk_optional(opts.call.temperature)
+        values = finished_logits(
+            torch.cat(own), spec, temperature=None if temperature is None else temperature[:, None]
+        )
         entropy: Tensor | None = None
         norms: tuple[Tensor | None, ...] = ()
         if opts.whole_rows:
@@ -113,15 +117,22 @@ class _Entries(torch.autograd.Function):
             coef = gradient_coefficients(
                 upstream, RowNorms(*norms), spec, keep=asked, label_smoothing=0.0
             )
+        temperature = rows.walk_optional(opts.call.temperature)
         grad = torch.empty_like(logits)
         for part, block, out in rows.chunks(opts.call.chunk_size, logits, grad):
             base = None
             if coef is not None:
-                top = norms[0][part]
-                base = distribution_gradient(block[:, : spec.valid], top, coef[:, part], spec)
+                base = distribution_gradient(
+                    block[:, : spec.valid],
+                    norms[0][part],
+                    coef[:, part],
+                    spec,
+                    temperature=None if temperature is None else temperature[part],
+                )
                 # A row that asks for nothing gets exactly 0, whatever its logits hold.
                 base.masked_fill_(~asked[part].unsqueeze(-1), 0.0)
-            scatter_gradient(on_entries[part], column[part], block, spec, out, base)
+            own = None if temperature is None else temperature[part]
+            scatter_gradient(on_entries[part], column[part], block, spec, out, base, own)
         return grad, None, None
 
 
@@ -137,6 +148,7 @@ def scatter_gradient(
     spec: RowSpec,
     out: Tensor,
     base: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> None:
     """Write `base` plus each entry's gradient at its column, summed in float32 and rounded once.
 
@@ -146,6 +158,7 @@ def scatter_gradient(
         logits: `[c, v]`, raw.
         out: `[c, v]`, any dtype and row stride; every entry is written, masked columns with 0.
         base: `[c, valid]` float32 or float64, with respect to z; overwritten. None: zero.
+        temperature: `[c]`, each row's own in place of the spec's, or None.
     """
     out[:, spec.valid :] = 0
     if spec.valid == 0:
@@ -155,7 +168,7 @@ def scatter_gradient(
     row = torch.arange(column.shape[0], device=out.device).unsqueeze(-1).expand_as(column)
     mine = torch.where(column >= 0, upstream.to(base.dtype), 0.0)
     base.index_put_((row, column.clamp(min=0)), mine, accumulate=True)
-    to_raw_gradient(base, logits[:, : spec.valid], spec)
+    to_raw_gradient(base, logits[:, : spec.valid], spec, temperature)
     out[:, : spec.valid] = base
 
 
@@ -165,7 +178,7 @@ def vocab_parallel_gather(
     *,
     log_softmax: bool = False,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     chunk_size: int | None = None,
@@ -216,8 +229,8 @@ def vocab_parallel_topk_distill(
     normalize: str = "vocab",
     entropy: bool = False,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
-    teacher_temperature: float | None = None,
+    temperature: float | Tensor = 1.0,
+    teacher_temperature: float | Tensor | None = None,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",
@@ -258,7 +271,6 @@ def vocab_parallel_topk_distill(
     check_flag("entropy", entropy)
     if teacher_temperature is None:
         teacher_temperature = temperature
-    check_positive("teacher_temperature", teacher_temperature)
     call = open_logits(
         student_logits,
         tp_group=tp_group,
@@ -269,6 +281,10 @@ def vocab_parallel_topk_distill(
         entropy=entropy,
         name="student_logits",
     )
+    number, own = open_temperature(
+        teacher_temperature, call.logits.shape[:-1], call.logits.device, name="teacher_temperature"
+    )
+    check_positive("teacher_temperature", number)
     teacher_topk_logits = unwrap_rows(teacher_topk_logits, "teacher_topk_logits")
     check_group_tensor(teacher_topk_logits, "teacher_topk_logits", min_dim=1)
     k = teacher_topk_logits.shape[-1]
@@ -282,4 +298,5 @@ def vocab_parallel_topk_distill(
     if normalize == "topk":
         student = torch.log_softmax(student, dim=-1)
     teacher = teacher_topk_logits.detach().to(accumulator_dtype(teacher_topk_logits.dtype))
-    return student, torch.log_softmax(teacher / teacher_temperature, dim=-1), student_entropy
+    teacher = teacher / (number if own is None else own.unsqueeze(-1))
+    return student, torch.log_softmax(teacher, dim=-1), student_entropy

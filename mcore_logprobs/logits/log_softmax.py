@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.reference import finished_logits
+from mcore_logprobs.kernels.reference import finished_logits, to_raw_gradient
 from mcore_logprobs.kernels.stats import accumulator_dtype
 from mcore_logprobs.logits.opening import CallOptions, open_logits
 from mcore_logprobs.logits.rows import Rows, whole_rows
@@ -24,9 +24,11 @@ class _LogSoftmax(torch.autograd.Function):
         rows, valid = Rows(logits), opts.spec.valid
         no_target = torch.full((rows.count,), -1, dtype=torch.int64, device=logits.device)
         norms = whole_rows(logits, no_target, opts)[0].norms
+        temperature = rows.walk_optional(opts.temperature)
         result = torch.empty_like(logits, dtype=accumulator_dtype(logits.dtype))
         for part, block, out in rows.chunks(opts.chunk_size, logits, result):
-            z = finished_logits(block[:, :valid], opts.spec)
+            own = None if temperature is None else temperature[part, None]
+            z = finished_logits(block[:, :valid], opts.spec, temperature=own)
             # Not z - lse: the difference of large numbers is taken exactly.
             torch.sub(z, norms.top[part].unsqueeze(-1), out=out[:, :valid])
             out[:, :valid] -= norms.log_sum[part].unsqueeze(-1)
@@ -48,11 +50,17 @@ class _LogSoftmax(torch.autograd.Function):
         total = all_reduce_sum(total, opts.group)
         asked |= total != 0
         total = total * log_sum.neg().exp()  # p = exp(z - top) / s
+        temperature = rows.walk_optional(opts.temperature)
         grad = torch.empty_like(logits)
         for part, block, wanted, out in rows.chunks(opts.chunk_size, logits, grads[0], grad):
-            p = finished_logits(block[:, :valid], opts.spec) - top[part].unsqueeze(-1)
+            own = None if temperature is None else temperature[part]
+            z = finished_logits(
+                block[:, :valid], opts.spec, temperature=None if own is None else own.unsqueeze(-1)
+            )
+            p = z - top[part].unsqueeze(-1)
             p.exp_().mul_(total[part].unsqueeze(-1))
-            dz = torch.sub(wanted[:, :valid], p, out=p).mul_(opts.spec.multiplier)
+            dz = torch.sub(wanted[:, :valid], p, out=p)
+            to_raw_gradient(dz, block[:, :valid], opts.spec, own)
             # A row that asks for nothing gets exactly 0, whatever its logits hold.
             out[:, :valid] = dz.masked_fill_(~asked[part].unsqueeze(-1), 0.0)
             out[:, valid:] = 0
@@ -63,7 +71,7 @@ def vocab_parallel_log_softmax(
     vocab_parallel_logits: Tensor,
     *,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",

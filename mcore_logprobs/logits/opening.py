@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_chunk_size, check_optional_positive, check_positive
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype
 from mcore_logprobs.logits.dtensor import unwrap_logits, unwrap_rows
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "check_target",
     "localize_target",
     "open_logits",
+    "open_temperature",
     "row_spec",
 ]
 
@@ -33,17 +34,19 @@ _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What an operation needs to know of its logits, and how it walks them; holds no tensor.
+    """What an operation needs to know of its logits, and how it walks them.
 
     Attributes:
         spec: how this rank's columns become finished logits, and which statistics are wanted.
         chunk_size: rows at a time where a float32 copy of them is made.
+        temperature: `[...]`, each row's own in place of the spec's, or None.
     """
 
     shard: VocabShard
     spec: RowSpec
     chunk_size: int
     backend: backends.Backend
+    temperature: Tensor | None = None
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -83,7 +86,7 @@ def open_logits(
     vocab_size: int | None = None,
     backend: str = "auto",
     chunk_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
     rank: bool = False,
@@ -107,6 +110,7 @@ def open_logits(
     check_group_tensor(logits, name, min_dim=1)
     check_chunk_size(chunk_size)
     chosen = backends.select(backend, logits)
+    temperature, own = open_temperature(temperature, logits.shape[:-1], logits.device)
     shard = VocabShard.of(logits.shape[-1], resolve_tp_group(tp_group), vocab_size)
     spec = row_spec(
         shard,
@@ -118,7 +122,55 @@ def open_logits(
         sum_pi_squared=sum_pi_squared,
     )
     rows = chunk_size or backends.default_chunk_size(copies * shard.width, logits.device)
-    return LogitsCall(logits, CallOptions(shard, spec, rows, chosen))
+    return LogitsCall(logits, CallOptions(shard, spec, rows, chosen, own))
+
+
+def open_temperature(
+    temperature: float | Tensor,
+    lead: torch.Size,
+    device: torch.device,
+    *,
+    name: str = "temperature",
+) -> tuple[float, Tensor | None]:
+    """A temperature as (number for all rows, None), or as (1.0, one for each row `[*lead]`).
+
+    Args:
+        temperature: a number, which is left for `row_spec` to check, or a tensor that broadcasts to
+            `lead`, the target's shape. A CPU tensor of no dimension is a number.
+
+    Raises:
+        ValueError: a tensor of another shape or device, no numbers, one that requires a gradient,
+            and on CPU values that are not finite and above 0 (on CUDA a device-side assert).
+    """
+    temperature = unwrap_rows(temperature, name) if isinstance(temperature, Tensor) else temperature
+    if not isinstance(temperature, Tensor):
+        return temperature, None
+    if temperature.requires_grad:
+        raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
+    if temperature.dtype not in (*_FLOATS, *_INTS):
+        raise ValueError(f"{name}: expected real numbers, got {temperature.dtype}")
+    if temperature.dim() == 0 and temperature.device.type == "cpu":
+        return float(temperature), None
+    shape = temperature.shape
+    fits = len(shape) <= len(lead) and all(
+        own in (1, size) for own, size in zip(reversed(shape), reversed(lead), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: expected a number or a tensor that broadcasts to {tuple(lead)}, got shape "
+            f"{tuple(shape)}"
+        )
+    if temperature.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {temperature.device}")
+    temperature = temperature.to(accumulator_dtype(temperature.dtype))
+    positive = (temperature > 0) & temperature.isfinite()
+    if device.type == "cpu":
+        if not bool(positive.all()):
+            bad = temperature[~positive][:8].tolist()
+            raise ValueError(f"{name}: expected finite numbers > 0, got {bad}")
+    else:
+        torch._assert_async(positive.all(), f"{name}: not a finite number > 0")
+    return 1.0, temperature.expand(lead)
 
 
 def row_spec(

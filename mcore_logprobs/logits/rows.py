@@ -40,6 +40,10 @@ class Rows:
         shape = (self.count, *per_row.shape[len(self._order) :])
         return per_row.permute((*self._order, *rest)).reshape(shape)
 
+    def walk_optional(self, per_row: Tensor | None) -> Tensor | None:
+        """As `walk`; None stays None."""
+        return None if per_row is None else self.walk(per_row)
+
     def restore(self, flat: Tensor) -> Tensor:
         """The inverse of `walk`: `[n, *rest]` -> `[..., *rest]`, contiguous."""
         lead = (self._lead[dim] for dim in self._order)
@@ -111,6 +115,7 @@ def whole_rows(
     rows, spec = Rows(logits), opts.spec
     blocks = list(rows.blocks(logits))
     threshold = target_logits(blocks, column, opts.group) if spec.rank else None
+    temperature = rows.walk_optional(opts.temperature)
     stats = torch.cat(
         [
             opts.backend.row_stats(
@@ -118,6 +123,7 @@ def whole_rows(
                 column[part],
                 spec,
                 threshold=None if threshold is None else threshold[part],
+                temperature=None if temperature is None else temperature[part],
                 chunk_size=opts.chunk_size,
             )
             for part, block in blocks

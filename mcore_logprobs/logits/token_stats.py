@@ -76,6 +76,7 @@ class _TokenStats(torch.autograd.Function):
             upstream, norms, spec, keep=keep, label_smoothing=opts.label_smoothing
         )
         logits = logits.detach()
+        temperature = rows.walk_optional(opts.call.temperature)
         grad = logits
         if not opts.inplace_backward:
             grad = prefer_huge_pages(torch.empty_like(logits))
@@ -86,6 +87,7 @@ class _TokenStats(torch.autograd.Function):
                 norms.top[part],
                 coef[:, part],
                 spec,
+                temperature=None if temperature is None else temperature[part],
                 out=out,
                 chunk_size=opts.call.chunk_size,
             )
@@ -115,7 +117,7 @@ def vocab_parallel_token_stats(
     target_rank: bool = False,
     sum_pi_squared: bool = False,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
@@ -139,7 +141,8 @@ def vocab_parallel_token_stats(
         sum_pi_squared: also the sum of the squared probabilities.
         tp_group: ranks that share the vocabulary. None: Megatron's group, or one process; see
             `mcore_logprobs.groups`.
-        temperature: logits are divided by it.
+        temperature: logits are divided by it: a number, or a tensor without gradient that
+            broadcasts to target's shape, a temperature a token.
         vocab_size: true vocabulary; columns at or past it count as -inf. None: all V.
         ignore_index: a target that asks for nothing: logprob 0, entropy 0, rank -1, lse 0, no
             gradient, whatever its logits hold. None: no such target.
@@ -194,7 +197,7 @@ def vocab_parallel_logprobs(
     target: Tensor,
     *,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
@@ -231,7 +234,7 @@ def vocab_parallel_entropy(
     vocab_parallel_logits: Tensor,
     *,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
     chunk_size: int | None = None,
@@ -273,7 +276,7 @@ def vocab_parallel_target_rank(
     target: Tensor,
     *,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     chunk_size: int | None = None,

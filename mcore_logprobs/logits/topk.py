@@ -47,7 +47,9 @@ class _TopK(torch.autograd.Function):
         ctx.save_for_backward(logits, torch.where(own, column, -1))
         ids = rows.restore(ids)
         ctx.mark_non_differentiable(ids)
-        return rows.restore(finished_logits(values, opts.spec)), ids
+        temperature = rows.walk_optional(opts.temperature)
+        temperature = None if temperature is None else temperature.unsqueeze(-1)
+        return rows.restore(finished_logits(values, opts.spec, temperature=temperature)), ids
 
     @staticmethod
     @once_differentiable
@@ -57,8 +59,10 @@ class _TopK(torch.autograd.Function):
         rows = Rows(logits)
         grad = torch.empty_like(logits)
         upstream = rows.walk(grads[0])
+        temperature = rows.walk_optional(opts.temperature)
         for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
-            scatter_gradient(upstream[part], column[part], block, opts.spec, out)
+            own = None if temperature is None else temperature[part]
+            scatter_gradient(upstream[part], column[part], block, opts.spec, out, temperature=own)
         return grad, None, None
 
 
@@ -104,7 +108,7 @@ def vocab_parallel_topk(
     k: int,
     *,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
     backend: str = "auto",

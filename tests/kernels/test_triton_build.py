@@ -33,12 +33,13 @@ POINTERS = {
     "threshold_ptr": "*fp32",
 }
 PLAIN = {"HAS_SCALE": False, "HAS_SOFTCAP": False, "HAS_BIAS": False, "HAS_TEMPERATURE": False}
+PLAIN["HAS_ROW_TEMPERATURE"] = False
 CAPPED = {**PLAIN, "HAS_SCALE": True, "HAS_SOFTCAP": True, "HAS_TEMPERATURE": True}
 
 
 def _build(kernel: Any, logits: str, out: str, constants: dict[str, Any], directory: Any) -> str:
     """The PTX of a kernel for aligned rows that are not split; fails if it spills registers."""
-    constants = {"splits": 1, "bias_ptr": None, **constants}
+    constants = {"splits": 1, "bias_ptr": None, "temperature_ptr": None, **constants}
     pointers = {"logits_ptr": "*" + logits, "out_ptr": "*" + out, **POINTERS}
     signature, values, attributes = {}, {}, {}
     for at, name in enumerate(kernel.arg_names):

@@ -88,10 +88,10 @@ def test_operators_declare_what_they_do():
     threshold = logits[:, 0].float()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for operator, arguments in (
-        (triton_backend._row_stats, (logits, target, None, None, *spec)),
+        (triton_backend._row_stats, (logits, target, None, None, None, *spec)),
         (triton_backend._count_higher, (logits, target.clamp(min=0), threshold, 190)),
         (triton_backend._grad_logits,
-         (logits, target, shift, coef, None, torch.empty_like(logits), *spec)),
+         (logits, target, shift, coef, None, None, torch.empty_like(logits), *spec)),
     ):  # fmt: skip
         torch.library.opcheck(operator, arguments, test_utils=checks)
 
