@@ -76,14 +76,14 @@ def _flatten(spec: RowSpec) -> tuple[Any, ...]:
     "mcore_logprobs::row_stats",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, Tensor? bias, Tensor? threshold, "
-    f"Tensor? temperature, {_SPEC_SCHEMA}) -> Tensor",
+    f"Tensor? row_temperature, {_SPEC_SCHEMA}) -> Tensor",
 )
 def _row_stats(
     logits: Tensor,
     target: Tensor,
     bias: Tensor | None,
     threshold: Tensor | None,
-    temperature: Tensor | None,
+    row_temperature: Tensor | None,
     *spec: Any,
 ) -> Tensor:
     return triton_stats.row_stats(
@@ -92,7 +92,7 @@ def _row_stats(
         RowSpec(*spec),
         bias=bias,
         threshold=threshold,
-        temperature=temperature,
+        temperature=row_temperature,
     )
 
 
@@ -102,7 +102,7 @@ def _(
     target: Tensor,
     bias: Tensor | None,
     threshold: Tensor | None,
-    temperature: Tensor | None,
+    row_temperature: Tensor | None,
     *spec: Any,
 ) -> Tensor:
     return logits.new_empty(len(RowSpec(*spec).fields), logits.shape[0], dtype=torch.float32)
@@ -126,7 +126,7 @@ def _(logits: Tensor, target: Tensor, threshold: Tensor, valid: int) -> Tensor:
     "mcore_logprobs::grad_logits",
     mutates_args=("out",),
     schema="(Tensor logits, Tensor target, Tensor shift, Tensor coef, Tensor? bias, "
-    f"Tensor? temperature, Tensor(a!) out, {_SPEC_SCHEMA}) -> ()",
+    f"Tensor? row_temperature, Tensor(a!) out, {_SPEC_SCHEMA}) -> ()",
 )
 def _grad_logits(
     logits: Tensor,
@@ -134,12 +134,19 @@ def _grad_logits(
     shift: Tensor,
     coef: Tensor,
     bias: Tensor | None,
-    temperature: Tensor | None,
+    row_temperature: Tensor | None,
     out: Tensor,
     *spec: Any,
 ) -> None:
     triton_grad.grad_logits(
-        logits, target, shift, coef, RowSpec(*spec), bias=bias, temperature=temperature, out=out
+        logits,
+        target,
+        shift,
+        coef,
+        RowSpec(*spec),
+        bias=bias,
+        temperature=row_temperature,
+        out=out,
     )
 
 
