@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_logprobs.checks import check_fraction, check_positive
+from mcore_logprobs.checks import check_choice, check_fraction, check_positive
 
 __all__ = [
     "KL",
@@ -165,8 +165,7 @@ def masked_sequence_weights(
         weighted: False gives 1 instead of s: only the mask.
     """
     _check_bounds("low", low, "high", high)
-    if ratio not in ("product", "mean"):
-        raise ValueError(f"ratio: expected 'product' or 'mean', got {ratio!r}")
+    check_choice("ratio", ratio, ("product", "mean"))
     reduce = sequence_sum if ratio == "product" else sequence_mean
     log_ratio = reduce(train_logprobs.detach() - rollout_logprobs, mask, seq_dim=seq_dim)
     kept = _inside(log_ratio.exp(), low, high)

@@ -109,17 +109,7 @@ def vocab_parallel_sampling_logprobs(
     )
     logits, shard = opened.logits, opened.shard
     filters = _Filters.of(top_k, top_p, shard)
-    target = check_target(target, logits.shape[:-1], logits.device)
-    local = opened.local_target(target, ignore_index)
-    if kept_ids is not None:
-        if not filters.off:
-            raise ValueError(
-                "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
-                f"them, got top_k={top_k}, top_p={top_p}"
-            )
-        kept = open_kept_ids(kept_ids, target.numel(), shard, logits.device)
-        return replay_logprobs(logits, target, local, kept, shard, 1.0 / temperature)
-    if filters.off:
+    if kept_ids is None and filters.off:
         return vocab_parallel_logprobs(
             logits,
             target,
@@ -130,9 +120,20 @@ def vocab_parallel_sampling_logprobs(
             chunk_size=chunk_size,
             backend=backend,
         )
+    target = check_target(target, logits.shape[:-1], logits.device)
+    local = opened.local_target(target, ignore_index)
+    multiplier = opened.options.spec.multiplier
+    if kept_ids is not None:
+        if not filters.off:
+            raise ValueError(
+                "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
+                f"them, got top_k={top_k}, top_p={top_p}"
+            )
+        kept = open_kept_ids(kept_ids, target.numel(), shard, logits.device)
+        return replay_logprobs(logits, target, local, kept, shard, multiplier)
     opts = FilterOptions(
         shard=shard,
-        multiplier=1.0 / temperature,
+        multiplier=multiplier,
         top_k=filters.top_k,
         top_p=filters.top_p,
         chunk_size=opened.options.chunk_size,
