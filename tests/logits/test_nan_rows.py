@@ -84,9 +84,8 @@ def _whole_gradient(results: list) -> Tensor:
     return torch.cat([grad for _, grad in results], -1)
 
 
-@pytest.mark.parametrize("candidates", [None, 1])
+@pytest.mark.parametrize(("dtype", "candidates"), [(torch.float32, None), (torch.bfloat16, 1)])
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_spoilt_row_is_nan_and_no_other(ranks, world, dtype, cut, candidates):
     whole = (torch.randn(ROWS, VOCAB) * 2).to(dtype)
