@@ -34,7 +34,7 @@ def vocab_parallel_sampling_logprobs(
     top_p: float = 1.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     chunk_size: int | None = None,
@@ -122,6 +122,10 @@ def vocab_parallel_sampling_logprobs(
         )
     target = check_target(target, logits.shape[:-1], logits.device)
     local = opened.local_target(target, ignore_index)
+    if opened.options.temperature is not None:
+        raise ValueError(
+            "temperature: expected a number where top_k, top_p or kept_ids is given, got a tensor"
+        )
     multiplier = opened.options.spec.multiplier
     if kept_ids is not None:
         if not filters.off:
