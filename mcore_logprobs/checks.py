@@ -25,6 +25,7 @@ __all__ = [
     "check_integer",
     "check_logits_dtype",
     "check_optional_count",
+    "check_optional_integer",
     "check_optional_positive",
     "check_positive",
     "check_top_k",
@@ -72,6 +73,7 @@ _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 check_flag = Check("True or False", lambda v: isinstance(v, bool))
 check_integer = Check("an int", _is_int)
+check_optional_integer = check_integer.optional
 check_count = Check("an int >= 1", lambda v: _is_int(v) and v >= 1)
 check_optional_count = check_count.optional
 check_positive = Check(

@@ -30,6 +30,21 @@ __all__ = [
 ]
 
 
+_SENT_AS_THEY_ARE = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
 def all_gather_stack(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """`[...]` on each rank -> `[size, ...]` on every rank. One all-gather; not differentiable."""
     if group_size(group) == 1:
@@ -62,8 +77,14 @@ def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor
     # Empty on one rank is empty on all: nothing to send.
     work = None
     if x.numel():
-        work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
+        sent, received = (_on_the_wire(t) for t in (x, out))
+        work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
     return out, work
+
+
+def _on_the_wire(x: Tensor) -> Tensor:
+    """x, or its bytes where gloo or NCCL does not know its dtype: for copying, not for adding."""
+    return x if x.dtype in _SENT_AS_THEY_ARE else x.view(torch.uint8)
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:

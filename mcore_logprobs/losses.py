@@ -9,6 +9,20 @@ tensors)`, all of one shape, it gives a loss for each token; average it as you l
 
 Losses of whole sequences (GSPO, DPO) need every token's log-probability before any token's
 gradient, so they take two passes: one without gradient for the sequence's numbers, one with.
+
+A finite loss has a finite gradient, however far the policies are apart. A token whose advantage (or
+weight) is exactly 0 is masked: its policy term and that term's gradient are 0, whatever its
+log-probability is, -inf and NaN included; KL and entropy terms are not masked by it.
+
+Where the rollout engine's probabilities differ from the trainer's, weights and masks correct for
+it. They have no gradient and multiply a token's advantage (`weighted=True` does that):
+
+    weight of a token, r = p_train / p_rollout
+    min(r, cap), at least floor                     `truncated_importance_weights`  (TIS)
+    r if low <= r <= high, else 0                   `masked_importance_weights`     (IcePop, MIS)
+    s or 1 if low <= s <= high, else 0; s of the    `masked_sequence_weights`       (Seq-MIS)
+      whole sequence
+    0 if A < 0 and the sequence is far off, else 1  `off_policy_sequence_mask`      (OPSM)
 """
 
 from __future__ import annotations
@@ -20,14 +34,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_logprobs.checks import check_fraction, check_positive
+from mcore_logprobs.checks import check_choice, check_fraction, check_positive
 
 __all__ = [
     "KL",
     "CISPOLoss",
     "ClippedLoss",
     "GSPOLoss",
+    "IcePopLoss",
     "ReinforceLoss",
+    "SAPOLoss",
     "SFTLoss",
     "clip_fraction",
     "dpo_advantages",
@@ -35,6 +51,9 @@ __all__ = [
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "masked_importance_weights",
+    "masked_sequence_weights",
+    "off_policy_sequence_mask",
     "sequence_mean",
     "sequence_sum",
     "truncated_importance_weights",
@@ -43,6 +62,10 @@ __all__ = [
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """log p/q per token, x ~ p: unbiased for KL(p, q), may be negative.
+
+    As a loss it does nothing: on policy its expected gradient, that of E[log p], is 0. Use it as a
+    number to log, or in the reward (subtracted from the advantage, with `ReinforceLoss`), where it
+    does give KL(p, q)'s gradient.
 
     The three estimators are J. Schulman's (Approximating KL Divergence, 2020), from samples of p.
 
@@ -53,7 +76,10 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log p/q)^2 / 2: biased, low variance; its gradient is that of KL(p, q) in expectation.
+    """(log p/q)^2 / 2: biased, low variance.
+
+    As a loss its expected gradient on policy, E[log(p/q) grad log p], is exactly that of the
+    reverse KL(p, q).
 
     Shape:
         `[...]`, `[...]` -> `[...]`.
@@ -63,6 +89,9 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """q/p - 1 - log q/p: unbiased and never negative; the KL term of GRPO.
+
+    As a loss its expected gradient on policy, E[(1 - q/p) grad log p], is that of the forward
+    KL(q, p), not of the KL(p, q) that its value estimates. The two agree to first order near p = q.
 
     Shape:
         `[...]`, `[...]` -> `[...]`.
@@ -76,19 +105,102 @@ KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "
 
 
 def truncated_importance_weights(
-    train_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float = 2.0
+    train_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float = 2.0, floor: float = 0.0
 ) -> Tensor:
-    """min(p_train / p_rollout, cap) for each token, without gradient.
+    """p_train / p_rollout for each token, at least floor and at most cap, without gradient.
 
     Corrects for a rollout engine whose probabilities differ from the trainer's under the same
-    weights (other kernels, other precision); cap bounds the variance. Multiply a token's loss, or
-    its advantage, by it.
+    weights (other kernels, other precision); cap bounds the variance (truncated importance
+    sampling, Yao et al., 2025), and a floor above 0 keeps rare tokens from losing their gradient.
+    Multiply a token's loss, or its advantage, by it.
 
     Shape:
         `[...]`, `[...]` -> `[...]`. train_logprobs are of the weights that rolled out.
     """
-    check_positive("cap", cap)
-    return (train_logprobs.detach() - rollout_logprobs).exp().clamp(max=cap)
+    _check_bounds("floor", floor, "cap", cap)
+    return (train_logprobs.detach() - rollout_logprobs).exp().clamp(min=floor, max=cap)
+
+
+def masked_importance_weights(
+    train_logprobs: Tensor, rollout_logprobs: Tensor, *, low: float = 0.5, high: float = 5.0
+) -> Tensor:
+    """r = p_train / p_rollout for each token where low <= r <= high, else 0; without gradient.
+
+    IcePop's M(r; low, high) (Ling Team, 2025, with its defaults); with low=0 masked importance
+    sampling by token. As weights of `ClippedLoss(weighted=True)` this is `IcePopLoss`.
+
+    Shape:
+        as `truncated_importance_weights`.
+    """
+    _check_bounds("low", low, "high", high)
+    return _inside((train_logprobs.detach() - rollout_logprobs).exp(), low, high)
+
+
+def masked_sequence_weights(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    low: float = 0.0,
+    high: float = 2.0,
+    ratio: str = "product",
+    weighted: bool = True,
+    seq_dim: int = 1,
+) -> Tensor:
+    """One weight a sequence: its ratio s where low <= s <= high, else 0; without gradient.
+
+    Masked importance sampling by sequence (Seq-MIS; Liu, Li et al., When Speed Kills Stability,
+    2025): rho(y) 1[rho(y) <= C]. A sequence that the trainer finds too unlike the rollout engine is
+    dropped whole, so that no part of it biases the gradient.
+
+    Needs every token of the sequence: under context parallelism gather the log-probabilities first
+    (`context_parallel_gather`), and pass the weights, expanded, as per-token tensors.
+
+    Shape:
+        train_logprobs, rollout_logprobs, mask: as `sequence_sum`'s -> `[b, 1]` (`[1, b]`).
+
+    Args:
+        ratio: "product", s = prod r; or "mean", its geometric mean (prod r)^(1/tokens), which does
+            not depend on the sequence's length.
+        weighted: False gives 1 instead of s: only the mask.
+    """
+    _check_bounds("low", low, "high", high)
+    check_choice("ratio", ratio, ("product", "mean"))
+    reduce = sequence_sum if ratio == "product" else sequence_mean
+    log_ratio = reduce(train_logprobs.detach() - rollout_logprobs, mask, seq_dim=seq_dim)
+    kept = _inside(log_ratio.exp(), low, high)
+    return kept if weighted else torch.where(kept > 0.0, torch.ones_like(kept), kept)
+
+
+def off_policy_sequence_mask(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    delta: float = 0.1,
+    seq_dim: int = 1,
+) -> Tensor:
+    """0.0 at tokens of negative advantage in sequences that are far off policy, else 1.0.
+
+    Off-policy sequence masking (DeepSeek-V3.2, 2025):
+
+        M = 0 where A < 0 and mean over the sequence of log(p_rollout / p) > delta, else 1
+
+    p is the policy being trained: this takes a pass of its own before the one with gradient, as
+    GSPO does. Under context parallelism gather first, as for `masked_sequence_weights`.
+
+    Shape:
+        logprobs, rollout_logprobs, mask: as `sequence_sum`'s `[b, s]`; advantages broadcasts to
+        them -> `[b, s]`, without gradient.
+
+    Args:
+        delta: at least 0, in nats a token; a hyperparameter.
+    """
+    if not delta >= 0.0:
+        raise ValueError(f"delta: expected a number >= 0, got {delta!r}")
+    drift = sequence_mean(rollout_logprobs - logprobs.detach(), mask, seq_dim=seq_dim)
+    return (~((advantages < 0.0) & (drift > delta))).to(logprobs.dtype).expand_as(logprobs)
 
 
 @dataclass(frozen=True)
@@ -106,7 +218,7 @@ class ClippedLoss:
 
     Attributes:
         kl: "k1", "k2" or "k3".
-        weighted: multiply the clipped term (not KL and entropy) by importance weights.
+        weighted: multiply the clipped term (not KL and entropy) by importance weights, at least 0.
     """
 
     clip_low: float = 0.2
@@ -133,14 +245,10 @@ class ClippedLoss:
         names += ["importance_weights"] if self.weighted else []
         given = _named(names, tensors)
         advantages = given["advantages"]
-        loss = _clipped(
-            (logprobs - given["old_logprobs"]).exp(), advantages, self.clip_low, self.clip_high
-        )
-        if self.dual_clip is not None:
-            bounded = torch.minimum(loss, -self.dual_clip * advantages)
-            loss = torch.where(advantages < 0.0, bounded, loss)
         if self.weighted:
-            loss = loss * given["importance_weights"]
+            advantages = _times(advantages, given["importance_weights"])
+        log_ratio = logprobs - given["old_logprobs"]
+        loss = _clipped(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
         if self.kl_coef > 0.0:
             loss = loss + self.kl_coef * KL[self.kl](logprobs, given["ref_logprobs"])
         if self.entropy_coef > 0.0:
@@ -189,7 +297,8 @@ class CISPOLoss:
         given = _named(["old_logprobs", "advantages"], tensors)
         ratio = (logprobs.detach() - given["old_logprobs"]).exp()
         floor = None if self.clip_low is None else 1.0 - self.clip_low
-        return -ratio.clamp(min=floor, max=1.0 + self.clip_high) * given["advantages"] * logprobs
+        weight = ratio.clamp(min=floor, max=1.0 + self.clip_high)
+        return -_times(_times(given["advantages"], weight), logprobs)
 
 
 @dataclass(frozen=True)
@@ -214,8 +323,69 @@ class GSPOLoss:
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
         given = _named(["first_logprobs", "sequence_log_ratio", "advantages"], tensors)
-        ratio = (given["sequence_log_ratio"] + logprobs - given["first_logprobs"]).exp()
-        return _clipped(ratio, given["advantages"], self.clip_low, self.clip_high)
+        log_ratio = given["sequence_log_ratio"] + (logprobs - given["first_logprobs"])
+        return _clipped(log_ratio, given["advantages"], self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True)
+class IcePopLoss:
+    """The clipped objective on tokens where trainer and rollout engine agree (Ling Team, 2025).
+
+        k = exp(old_logprobs - rollout_logprobs),   M = k if low <= k <= high else 0
+        -M min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(logprobs - old_logprobs)
+
+    old_logprobs are the trainer's of the weights that rolled out. Other tokens are dropped, not
+    clipped: they have no gradient at all, but the paper counts them in the average.
+
+    Called with (logprobs, entropy, old_logprobs, rollout_logprobs, advantages), all `[...]`.
+    """
+
+    low: float = 0.5
+    high: float = 5.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        _check_bounds("low", self.low, "high", self.high)
+        _check_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
+        given = _named(["old_logprobs", "rollout_logprobs", "advantages"], tensors)
+        old = given["old_logprobs"]
+        weights = masked_importance_weights(
+            old, given["rollout_logprobs"], low=self.low, high=self.high
+        )
+        advantages = _times(given["advantages"], weights)
+        return _clipped(logprobs - old, advantages, self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True)
+class SAPOLoss:
+    """Soft adaptive policy optimisation (Gao et al., 2025): a smooth gate in place of the clip.
+
+        -f(r) A,   f(r) = 4/tau sigmoid(tau (r - 1)),   r = exp(logprobs - old_logprobs)
+
+    tau is tau_pos where A > 0, else tau_neg. On policy the gradient is the policy gradient; away
+    from it the weight 4 s (1 - s) r, s = sigmoid(tau (r - 1)), falls smoothly to 0.
+
+    Called with (logprobs, entropy, old_logprobs, advantages), all `[...]`.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        check_positive("tau_pos", self.tau_pos)
+        check_positive("tau_neg", self.tau_neg)
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
+        given = _named(["old_logprobs", "advantages"], tensors)
+        advantages = given["advantages"]
+        log_ratio = (logprobs - given["old_logprobs"]).masked_fill(advantages == 0.0, 0.0)
+        tau = torch.full_like(log_ratio, self.tau_neg).masked_fill(advantages > 0.0, self.tau_pos)
+        # Where tau (r - 1) is 40 and more, the gate is 1 and flat, in float64 too.
+        ratio = _exp_within(log_ratio, torch.minimum(log_ratio.detach().exp(), 1.0 + 40.0 / tau))
+        return -advantages * (4.0 / tau) * (tau * (ratio - 1.0)).sigmoid()
 
 
 @dataclass(frozen=True)
@@ -223,7 +393,7 @@ class ReinforceLoss:
     """-A log p. Called with (logprobs, entropy, advantages), all `[...]`."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
-        return -_named(["advantages"], tensors)["advantages"] * logprobs
+        return -_times(_named(["advantages"], tensors)["advantages"], logprobs)
 
 
 @dataclass(frozen=True)
@@ -234,7 +404,7 @@ class SFTLoss:
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
         given = _named(["weights"] if self.weighted else [], tensors)
-        return -given["weights"] * logprobs if self.weighted else -logprobs
+        return -_times(given["weights"], logprobs) if self.weighted else -logprobs
 
 
 def sequence_sum(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
@@ -276,8 +446,10 @@ def dpo_loss(
         sequences' log-probabilities (see `sequence_sum`), `[...]` each -> `[...]`. Differentiable.
     """
     margin = _dpo_margin(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing)
-    smoothed = label_smoothing * F.logsigmoid(-margin)
-    return -(1.0 - label_smoothing) * F.logsigmoid(margin) - smoothed
+    loss = -(1.0 - label_smoothing) * F.logsigmoid(margin)
+    if label_smoothing > 0.0:
+        loss = loss - label_smoothing * F.logsigmoid(-margin)
+    return loss
 
 
 def dpo_advantages(
@@ -318,9 +490,50 @@ def _dpo_margin(
     return beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio * advantages, bounded * advantages)
+def _clipped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """-min(r A, clip(r) A), r = exp(log_ratio), and no more than -dual_clip A where A < 0.
+
+    That is -r A with r at most 1 + clip_high where A > 0, and from 1 - clip_low to dual_clip where
+    A < 0.
+    """
+    log_ratio = log_ratio.masked_fill(advantages == 0.0, 0.0)
+    ratio = log_ratio.detach().exp()
+    falls = ratio.clamp(1.0 - clip_low, dual_clip)
+    bounded = torch.where(advantages > 0.0, ratio.clamp(max=1.0 + clip_high), falls)
+    return -advantages * _exp_within(log_ratio, bounded)
+
+
+def _exp_within(log_ratio: Tensor, bounded: Tensor) -> Tensor:
+    """exp(log_ratio) where `bounded` is just that; elsewhere `bounded`, and no gradient.
+
+    No gradient is not 0 times exp's, which is inf where exp overflows.
+    """
+    ratio = log_ratio.detach().exp()
+    clipped = (ratio != bounded) & ~ratio.isnan()
+    return torch.where(clipped, bounded, log_ratio.masked_fill(clipped, 0.0).exp())
+
+
+def _times(weight: Tensor, value: Tensor) -> Tensor:
+    """weight * value, and 0 with a gradient of 0 for value where weight is 0, whatever value is."""
+    return weight * value.masked_fill(weight == 0.0, 0.0)
+
+
+def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+
+
+def _check_bounds(low_name: str, low: float, high_name: str, high: float) -> None:
+    check_positive(high_name, high)
+    if not 0.0 <= low <= high:
+        raise ValueError(
+            f"{low_name}: expected a number >= 0 and at most {high_name} {high!r}, got {low!r}"
+        )
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:

@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_logprobs import losses, vocab_parallel_token_stats
+from mcore_logprobs import (
+    context_parallel_gather,
+    context_parallel_shard,
+    losses,
+    vocab_parallel_token_stats,
+)
+from mcore_logprobs.context_parallel.layouts import SequenceLayout
 from mcore_logprobs.fused.policy_loss import linear_policy_loss
+from tests.logits.common import WORLDS, on_ranks, world_group, world_rank, world_size
 
 N = 64
 
@@ -167,17 +174,29 @@ def test_kl_estimators():
 
 
 def test_kl_estimators_estimate_the_kl():
-    """Averaged over the whole of p, k1 and k3 are KL(p, q) exactly; k2's gradient is KL's."""
+    """Averaged over the whole of p: the values of k1 and k3, and every expected gradient."""
     logits = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
     log_p = torch.log_softmax(logits, -1)
     log_q = torch.log_softmax(torch.randn(5, 16, dtype=torch.float64), -1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    reverse = (log_p.exp() * (log_p - log_q)).sum(-1)
+    forward = (log_q.exp() * (log_q - log_p)).sum(-1)
     for estimator in (losses.kl_k1, losses.kl_k3):
-        assert torch.allclose((log_p.exp() * estimator(log_p, log_q)).sum(-1), kl)
-    (expected,) = torch.autograd.grad(kl.sum(), logits, retain_graph=True)
-    sampled = (log_p.exp().detach() * losses.kl_k2(log_p, log_q)).sum()
-    (found,) = torch.autograd.grad(sampled, logits)
-    assert torch.allclose(found, expected)
+        assert torch.allclose((log_p.exp() * estimator(log_p, log_q)).sum(-1), reverse)
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0]
+
+    def expected(name: str) -> Tensor:
+        return gradient(log_p.exp().detach() * losses.KL[name](log_p, log_q))
+
+    assert torch.allclose(expected("k1"), torch.zeros((), dtype=torch.float64), atol=1e-15)
+    assert torch.allclose(expected("k2"), gradient(reverse))
+    assert torch.allclose(expected("k3"), gradient(forward))
+    assert not torch.allclose(gradient(forward), gradient(reverse), atol=1e-3)
+    # k1 in the reward.
+    reward = -losses.kl_k1(log_p, log_q).detach()
+    in_reward = gradient(log_p.exp().detach() * losses.ReinforceLoss()(log_p, None, reward))
+    assert torch.allclose(in_reward, gradient(reverse))
 
 
 def test_k3_keeps_its_digits_near_equality():
@@ -197,6 +216,58 @@ def test_truncated_importance_weights():
     ).double()
     assert (found == 1.5).any()
     assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.6])
+def test_truncated_importance_weights_with_a_floor(floor):
+    x = _inputs(spread=2.0)
+    found = losses.truncated_importance_weights(x["new"], x["old"], cap=1.5, floor=floor)
+    for i in range(N):
+        ratio = math.exp(x["new"][i] - x["old"][i])
+        assert found[i].item() == pytest.approx(max(min(ratio, 1.5), floor), abs=1e-12)
+    assert (found == floor).any() == (floor > 0)
+
+
+def _masked(ratio: float, low: float, high: float) -> float:
+    return ratio if low <= ratio <= high else 0.0
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.0, 1.5)])
+def test_icepop(low, high):
+    """M(k) min(r A, clip(r) A), as the paper has it, and the weights alone."""
+    x = _inputs(spread=1.5)
+    loss = losses.IcePopLoss(low=low, high=high, clip_low=0.2, clip_high=0.3)
+    value, grad, _ = _value_and_grads(loss, x, "old", "ref", "advantage")
+    weights = losses.masked_importance_weights(x["old"], x["ref"], low=low, high=high)
+    assert (weights == 0).any()
+    for i in range(N):
+        new, old, rollout, a = (x[k][i].item() for k in ("new", "old", "ref", "advantage"))
+        k = _masked(math.exp(old - rollout), low, high)
+        assert weights[i].item() == pytest.approx(k, abs=1e-12)
+        assert value[i].item() == pytest.approx(k * _ppo(new, old, a, 0.2, 0.3, None), abs=1e-11)
+        slope = _numeric(lambda z, o=old, a=a, k=k: k * _ppo(z, o, a, 0.2, 0.3, None), new)
+        assert grad[i].item() == pytest.approx(slope, abs=1e-6)
+    same = losses.ClippedLoss(clip_low=0.2, clip_high=0.3, weighted=True)
+    plain, plain_grad, _ = _value_and_grads(
+        same, x | {"weight": weights}, "old", "advantage", "weight"
+    )
+    assert torch.equal(value, plain)
+    assert torch.equal(grad, plain_grad)
+
+
+@pytest.mark.parametrize(("tau_pos", "tau_neg"), [(1.0, 1.05), (0.5, 3.0)])
+def test_sapo(tau_pos, tau_neg):
+    x = _inputs(spread=1.5)
+    loss = losses.SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg)
+    value, grad, _ = _value_and_grads(loss, x, "old", "advantage")
+    for i in range(N):
+        new, old, a = (x[k][i].item() for k in ("new", "old", "advantage"))
+        tau = tau_pos if a > 0 else tau_neg
+        ratio = math.exp(new - old)
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert value[i].item() == pytest.approx(-gate * 4 / tau * a, abs=1e-12)
+        # The paper's weight of the policy gradient.
+        assert grad[i].item() == pytest.approx(-4 * gate * (1 - gate) * ratio * a, abs=1e-12)
 
 
 # ---- losses of whole sequences ------------------------------------------------------------------
@@ -250,6 +321,63 @@ def test_gspo_has_the_sequence_s_value_and_gradient(low, high):
     assert found_grad.any()
 
 
+@pytest.mark.parametrize("seq_dim", [0, 1])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("ratio", ["product", "mean"])
+def test_masked_sequence_weights(ratio, weighted, seq_dim):
+    x, mask = _sequences()
+    mask[3] = False
+    rollout = x["new"] - torch.tensor([[0.02], [-0.4], [0.3], [9.0]], dtype=torch.float64)
+    rollout = torch.where(mask, rollout, torch.nan)  # what is masked may be anything
+    low, high = 0.5, 1.5
+    arguments = [x["new"], rollout, mask]
+    if seq_dim == 0:
+        arguments = [tensor.t() for tensor in arguments]
+    found = losses.masked_sequence_weights(
+        *arguments, low=low, high=high, ratio=ratio, weighted=weighted, seq_dim=seq_dim
+    )
+    assert found.shape == ((4, 1) if seq_dim else (1, 4))
+    kept = 0
+    for i in range(4):
+        tokens = [t for t in range(16) if mask[i, t]]
+        log_ratio = sum((x["new"][i, t] - rollout[i, t]).item() for t in tokens)
+        if ratio == "mean":
+            log_ratio /= max(len(tokens), 1)
+        s = math.exp(log_ratio)
+        expected = (s if weighted else 1.0) if low <= s <= high else 0.0
+        kept += expected > 0
+        assert found.flatten()[i].item() == pytest.approx(expected, abs=1e-12)
+    assert kept == (2 if ratio == "product" else 4)
+
+
+@pytest.mark.parametrize("seq_dim", [0, 1])
+def test_off_policy_sequence_mask(seq_dim):
+    x, mask = _sequences()
+    logprobs = x["new"].clone().requires_grad_()
+    drift = torch.tensor([[0.3], [0.3], [0.05], [-2.0]], dtype=torch.float64)
+    rollout = torch.where(mask, x["new"] + drift + 0.01 * torch.randn(4, 16), torch.nan)
+    advantages = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0]], dtype=torch.float64)
+    arguments = [logprobs, rollout, advantages, mask]
+    if seq_dim == 0:
+        arguments = [tensor.t() for tensor in arguments]
+    found = losses.off_policy_sequence_mask(*arguments, delta=0.1, seq_dim=seq_dim)
+    assert not found.requires_grad
+    found = found if seq_dim else found.t()
+    for i in range(4):
+        tokens = [t for t in range(16) if mask[i, t]]
+        mean = sum((rollout[i, t] - x["new"][i, t]).item() for t in tokens) / len(tokens)
+        expected = 0.0 if advantages[i].item() < 0 and mean > 0.1 else 1.0
+        assert (found[i] == expected).all()
+    assert found[:, 0].tolist() == [0.0, 1.0, 1.0, 1.0]
+    # As weights of the clipped loss the masked sequence has neither a value nor a gradient.
+    loss = losses.ClippedLoss(weighted=True)
+    value = loss(logprobs, None, x["old"], advantages.expand(4, 16), found)
+    (grad,) = torch.autograd.grad(value.sum(), logprobs)
+    assert not value[0].any()
+    assert not grad[0].any()
+    assert grad[1:].any(1).all()
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("beta", [0.1, 2.0])
 def test_dpo(beta, smoothing):
@@ -278,6 +406,105 @@ def test_dpo_of_a_hopeless_margin_is_finite():
     assert torch.allclose(grad, torch.tensor([-1.0, 0.0]))
 
 
+def test_dpo_against_an_impossible_answer():
+    """The rejected one at -inf: nothing is left to learn, and 0 times inf is not asked for."""
+    chosen = torch.tensor([-3.0], requires_grad=True)
+    rejected = torch.tensor([-torch.inf], requires_grad=True)
+    loss = losses.dpo_loss(chosen, rejected, torch.tensor([-3.0]), torch.tensor([-4.0]))
+    assert loss.item() == 0.0
+    assert [g.item() for g in torch.autograd.grad(loss.sum(), [chosen, rejected])] == [0.0, 0.0]
+
+
+# ---- far apart: a finite loss has a finite gradient ---------------------------------------------
+
+FAR = [-torch.inf, -1e4, -200.0, -90.0, -80.0, -0.1, 0.0, 0.1, 80.0, 88.0, 89.0, 90.0, 200.0, 1e4]
+ADVANTAGES = [-2.0, -1e-3, 0.0, 1e-3, 2.0]
+TOKENWISE = {
+    "clipped": (losses.ClippedLoss(), ("old", "advantage")),
+    "dual clip": (losses.ClippedLoss(dual_clip=3.0), ("old", "advantage")),
+    "weighted": (losses.ClippedLoss(weighted=True), ("old", "advantage", "weight")),
+    "with k2": (losses.ClippedLoss(kl_coef=0.1, kl="k2"), ("old", "advantage", "old")),
+    "with k3": (losses.ClippedLoss(kl_coef=0.1), ("old", "advantage", "old")),
+    "cispo": (losses.CISPOLoss(), ("old", "advantage")),
+    "cispo with a floor": (losses.CISPOLoss(clip_low=0.5), ("old", "advantage")),
+    "gspo": (losses.GSPOLoss(), ("new", "log_ratio", "advantage")),
+    "icepop": (losses.IcePopLoss(low=0.0), ("old", "old", "advantage")),
+    "sapo": (losses.SAPOLoss(), ("old", "advantage")),
+    "reinforce": (losses.ReinforceLoss(), ("advantage",)),
+    "weighted sft": (losses.SFTLoss(weighted=True), ("weight",)),
+}
+
+
+def _far(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every log ratio with every advantage; -inf also as both policies' log-probability."""
+    log_ratio, advantage = torch.cartesian_prod(torch.tensor(FAR), torch.tensor(ADVANTAGES)).t()
+    old = torch.full_like(log_ratio, -1.0)
+    new = old + log_ratio
+    both = torch.full((len(ADVANTAGES),), -torch.inf)
+    found = {
+        "new": torch.cat([new, both]),
+        "old": torch.cat([old, both]),
+        "log_ratio": torch.cat([log_ratio, both * 0]),
+        "advantage": torch.cat([advantage, torch.tensor(ADVANTAGES)]),
+        "weight": torch.cat([advantage, torch.tensor(ADVANTAGES)]).abs().clamp(max=1.0),
+    }
+    return {name: tensor.to(dtype) for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("loss", "names"), TOKENWISE.values(), ids=TOKENWISE)
+def test_a_finite_loss_has_a_finite_gradient(loss, names, dtype):
+    x = _far(dtype)
+    new = x["new"].clone().requires_grad_()
+    value = loss(new, None, *(x[name] for name in names))
+    (grad,) = torch.autograd.grad(value, new, torch.linspace(-1, 2, len(new)).to(value.dtype))
+    finite = value.isfinite()
+    assert finite.sum() > 15
+    assert grad[finite].isfinite().all(), (x["new"][finite], grad[finite])
+    if getattr(loss, "kl_coef", 0.0) == 0.0:  # the KL term has its own say
+        silent = x["weight"] == 0 if "advantage" not in names else x["advantage"] == 0
+        assert not value[silent].any()
+        assert not grad[silent].any()
+
+
+@pytest.mark.parametrize("name", ["clipped", "dual clip", "gspo", "sapo", "cispo"])
+def test_far_ratios_have_the_formula_s_value_and_slope(name):
+    """Where exp overflows in float32: the limits of float64's formula."""
+    loss = TOKENWISE[name][0]
+    new = torch.tensor([0.0, 0.0, -300.0, -300.0], requires_grad=True)
+    old = torch.tensor([-100.0, -300.0, 0.0, 0.0])
+    advantage = torch.tensor([1.5, 2.0, 1.5, -2.0])
+    tensors = (old, advantage)
+    if name == "gspo":
+        tensors = (new.detach(), new.detach() - old, advantage)
+    value = loss(new, None, *tensors)
+    (grad,) = torch.autograd.grad(value.sum(), new)
+    high, low = 1.0 + getattr(loss, "clip_high", 0.0), 1.0 - (getattr(loss, "clip_low", 0.0) or 0.0)
+    if name == "cispo":
+        expected, slope = [0.0, 0.0, 0.0, 0.0], [-1.5 * high, -2.0 * high, 0.0, 0.0]
+    elif name == "sapo":
+        at_zero = [4 / tau / (1 + math.exp(tau)) for tau in (1.0, 1.05)]
+        expected = [-1.5 * 4, -2.0 * 4, -1.5 * at_zero[0], 2.0 * at_zero[1]]
+        slope = [0.0] * 4
+    else:
+        expected, slope = [-1.5 * high, -2.0 * high, 0.0, 2.0 * low], [0.0] * 4
+    torch.testing.assert_close(value, torch.tensor(expected))
+    torch.testing.assert_close(grad, torch.tensor(slope))
+
+
+@pytest.mark.parametrize("name", ["clipped", "sapo", "reinforce"])
+def test_nan_stays_visible(name):
+    loss, names = TOKENWISE[name]
+    new = torch.tensor([torch.nan, torch.nan, -1.0], requires_grad=True)
+    given = {"old": torch.zeros(3), "advantage": torch.tensor([1.0, 0.0, 1.0])}
+    value = loss(new, None, *(given[n] for n in names))
+    (grad,) = torch.autograd.grad(value.sum(), new)
+    assert value.isnan().tolist() == [True, False, False]
+    if name != "reinforce":  # whose gradient is -A everywhere
+        assert grad.isnan().tolist() == [True, False, False]
+    assert grad[1] == 0
+
+
 # ---- in linear_policy_loss ----------------------------------------------------------------------
 
 FUSED = {
@@ -285,6 +512,8 @@ FUSED = {
     "all": (losses.ClippedLoss(kl_coef=0.1, entropy_coef=0.2, weighted=True), 4),
     "cispo": (losses.CISPOLoss(clip_low=0.2), 2),
     "gspo": (losses.GSPOLoss(clip_low=0.2, clip_high=0.3), 3),
+    "icepop": (losses.IcePopLoss(low=0.2), 3),
+    "sapo": (losses.SAPOLoss(), 2),
     "reinforce": (losses.ReinforceLoss(), 1),
     "sft": (losses.SFTLoss(), 0),
     "weighted sft": (losses.SFTLoss(weighted=True), 1),
@@ -310,6 +539,81 @@ def test_in_linear_policy_loss_as_on_log_probabilities(loss, count):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def _far_from_the_rollout(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = torch.randn(12, 8).to(dtype), torch.randn(24, 8).to(dtype)
+    width = 24 // world_size()
+    mine = weight[world_rank() * width :][:width].clone().requires_grad_()
+    hidden.requires_grad_()
+    old = -torch.tensor([1.0, 200.0, 1e4] * 4)
+    advantages = torch.tensor([1.0, 0.5, 2.0, 0.0] * 3)
+    loss, _ = linear_policy_loss(
+        hidden,
+        mine,
+        torch.arange(12),
+        losses.ClippedLoss(dual_clip=3.0),
+        old,
+        advantages,
+        tp_group=world_group(),
+        chunk_size=5,
+    )
+    return (loss.detach(), *torch.autograd.grad(loss, (hidden, mine)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", WORLDS)
+def test_far_ratios_train_in_linear_policy_loss(ranks, world, dtype):
+    """Clipped tokens and masked ones have no gradient; those near the rollout have theirs."""
+    results = on_ranks(ranks, world, _far_from_the_rollout, dtype)
+    for loss, on_hidden, _ in results:
+        assert loss.isfinite()
+        assert on_hidden.isfinite().all()
+        # Of rows 0, 3, 6, 9 (old = -1) row 3 is masked by its advantage.
+        moved = on_hidden.float().abs().amax(-1) > 0
+        assert moved.any()
+        assert not moved[[1, 2, 3, 4, 5, 7, 8, 10, 11]].any()
+        assert torch.equal(on_hidden, results[0][1])
+    on_weight = torch.cat([result[2] for result in results])
+    assert on_weight.isfinite().all()
+
+
+def _sequence_weights_over_cp(layout: str) -> tuple[Tensor, Tensor]:
+    """As the docstring says: gather, take the sequence's number, shard it again."""
+    options = {"cp_group": world_group(), "layout": layout}
+    train, rollout, mask, advantages = _sequence_batch()
+    part = [context_parallel_shard(x, **options) for x in (train, rollout, mask)]
+    whole = [context_parallel_gather(x, **options) for x in part]
+    weights = losses.masked_sequence_weights(*whole, low=0.5, high=1.5)
+    off_policy = losses.off_policy_sequence_mask(
+        whole[0], whole[1], advantages, whole[2], delta=0.01
+    )
+    return (
+        context_parallel_shard(weights.expand_as(train), **options),
+        context_parallel_shard(off_policy, **options),
+    )
+
+
+def _sequence_batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    train = -torch.rand(6, 16, generator=generator)
+    rollout = train + 0.2 * torch.randn(6, 16, generator=generator)
+    mask = torch.rand(6, 16, generator=generator) < 0.8
+    return train, rollout, mask, torch.tensor([[1.0], [-1.0]] * 3)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_sequence_weights_under_context_parallelism(ranks, cp, layout):
+    train, rollout, mask, advantages = _sequence_batch()
+    weights = losses.masked_sequence_weights(train, rollout, mask, low=0.5, high=1.5)
+    off_policy = losses.off_policy_sequence_mask(train, rollout, advantages, mask, delta=0.01)
+    assert 0 < (weights > 0).sum() < 6
+    assert 0 < off_policy.sum() < off_policy.numel()
+    for rank, (one, other) in enumerate(on_ranks(ranks, cp, _sequence_weights_over_cp, layout)):
+        mine = SequenceLayout.of(layout, cp, 16).positions(rank)
+        assert torch.equal(one, weights.expand_as(train)[:, mine])
+        assert torch.equal(other, off_policy[:, mine])
+
+
 # ---- mistakes -----------------------------------------------------------------------------------
 
 
@@ -331,6 +635,29 @@ def test_in_linear_policy_loss_as_on_log_probabilities(loss, count):
             lambda: losses.truncated_importance_weights(torch.zeros(1), torch.zeros(1), cap=0.0),
             r"cap: .*got 0.0",
         ),
+        (
+            lambda: losses.truncated_importance_weights(
+                torch.zeros(1), torch.zeros(1), cap=1.0, floor=1.5
+            ),
+            r"floor: .*at most cap 1.0, got 1.5",
+        ),
+        (
+            lambda: losses.masked_importance_weights(torch.zeros(1), torch.zeros(1), low=-1.0),
+            r"low: .*got -1.0",
+        ),
+        (
+            lambda: losses.masked_sequence_weights(*[torch.zeros(1, 1)] * 3, ratio="median"),
+            r"ratio: .*got 'median'",
+        ),
+        (
+            lambda: losses.off_policy_sequence_mask(*[torch.zeros(1, 1)] * 4, delta=-0.1),
+            r"delta: .*got -0.1",
+        ),
+        (lambda: losses.IcePopLoss(low=6.0), r"low: .*at most high 5.0, got 6.0"),
+        (lambda: losses.IcePopLoss(high=float("nan")), r"high: .*got nan"),
+        (lambda: losses.IcePopLoss(clip_low=1.0), r"clip_low: .*got 1.0"),
+        (lambda: losses.SAPOLoss(tau_pos=0.0), r"tau_pos: .*got 0.0"),
+        (lambda: losses.SAPOLoss(tau_neg=-1.0), r"tau_neg: .*got -1.0"),
         (lambda: losses.dpo_loss(*[torch.zeros(1)] * 4, beta=0.0), r"beta: .*got 0.0"),
         (
             lambda: losses.dpo_loss(*[torch.zeros(1)] * 4, beta=0.1, label_smoothing=1.0),

@@ -71,7 +71,7 @@ SIGNATURES = {
     "context_parallel_shard": (["x"], LAYOUT | {"seq_dim": 1}),
     "context_parallel_gather": (["x"], LAYOUT | {"seq_dim": 1, "grad": "sum"}),
     "context_parallel_positions": (["seq_len"], LAYOUT),
-    "context_parallel_shift": (["x"], LAYOUT | {"seq_dim": 1, "fill": 0}),
+    "context_parallel_shift": (["x"], LAYOUT | {"seq_dim": 1, "lengths": None, "fill": 0}),
 }
 OTHER_NAMES = [
     "TokenStats",

@@ -6,6 +6,11 @@ Megatron's `get_batch_on_this_cp_rank` and Transformer Engine's `thd_get_partiti
 "contiguous": CP chunks, rank r holds chunk r. A rank's chunks of all packed sequences follow one
 another, sequence by sequence.
 
+"contiguous_buffer": the packed buffer is cut as if it were one sequence, into CP chunks, rank r
+holding chunk r, wherever sequences begin and end: the layout of attention that gathers keys and
+values over CP (DeepSeek's sparse attention; slime's and verl's all-gather CP). Sequences may have
+any length; cu_seqlens matters for the next token alone. Where nothing is packed it is "contiguous".
+
 Three numberings of tokens meet here, all int64:
     global: position in the whole (packed) sequence, 0 to length-1;
     local: position in a rank's part, 0 to length/CP-1;
@@ -14,6 +19,7 @@ Three numberings of tokens meet here, all int64:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +27,7 @@ from torch import Tensor
 
 from mcore_logprobs.checks import check_choice
 
-LAYOUTS = ("zigzag", "contiguous")
+LAYOUTS = ("zigzag", "contiguous", "contiguous_buffer")
 
 
 @dataclass(frozen=True)
@@ -29,14 +35,16 @@ class SequenceLayout:
     """How `cp_size` ranks share `length` tokens. Make one by `SequenceLayout.of`.
 
     Attributes:
-        chunks: chunks a sequence, 2*CP for zigzag and CP for contiguous (1 where CP is 1).
-        bounds: cumulative lengths [sequences + 1], int64; [0, length] where nothing is packed.
+        chunks: chunks a span, 2*CP for zigzag and CP for the others (1 where CP is 1).
+        spans: bounds of what is cut into chunks [spans + 1], int64: each sequence, or [0, length].
+        sequences: cumulative lengths [sequences + 1], int64; [0, length] where nothing is packed.
     """
 
     cp_size: int
     chunks: int
     length: int
-    bounds: Tensor
+    spans: Tensor
+    sequences: Tensor
 
     @classmethod
     def of(
@@ -56,7 +64,7 @@ class SequenceLayout:
         Raises:
             ValueError: unknown layout; a length not divisible by the number of chunks; cu_seqlens
                 of the wrong shape, dtype or device, not starting at 0, decreasing, not ending at
-                `length`, or with a sequence not divisible by the number of chunks.
+                `length`, or with a sequence that is cut and not divisible by the number of chunks.
         """
         check_choice("layout", layout, LAYOUTS)
         chunks = cp_size * 2 if layout == "zigzag" and cp_size > 1 else cp_size
@@ -65,12 +73,14 @@ class SequenceLayout:
                 f"sequence length: expected a multiple of {chunks} ({layout}, CP {cp_size}), "
                 f"got {length}"
             )
+        whole = torch.arange(2, device=device) * length
         if cu_seqlens is None:
-            bounds = torch.arange(2, device=device) * length
-        else:
-            _check_cu_seqlens(cu_seqlens, chunks, length, device)
-            bounds = cu_seqlens.to(torch.int64).contiguous()
-        return cls(cp_size=cp_size, chunks=chunks, length=length, bounds=bounds)
+            return cls(cp_size, chunks, length, spans=whole, sequences=whole)
+        cut = layout != "contiguous_buffer"
+        _check_cu_seqlens(cu_seqlens, chunks if cut else 1, length, device)
+        sequences = cu_seqlens.to(torch.int64).contiguous()
+        spans = sequences if cut else whole.to(sequences.device)
+        return cls(cp_size, chunks, length, spans=spans, sequences=sequences)
 
     @property
     def local_length(self) -> int:
@@ -81,20 +91,25 @@ class SequenceLayout:
         """Chunks of each sequence on one rank: 2 or 1."""
         return self.chunks // self.cp_size
 
+    @property
+    def in_order(self) -> bool:
+        """Whether an all-gather returns the tokens in their global order, as far as can be seen."""
+        return self.chunks_per_rank == 1 and self.spans.numel() == 2
+
     def positions(self, rank: int) -> Tensor:
         """Global position of each of the rank's tokens [length/CP]."""
-        sequence, offset, chunk = self._locate_local(rank)
-        width = self._chunk_width[sequence]
-        return self.bounds[sequence] + chunk * width + offset % width
+        span, offset, chunk = self._locate_local(rank)
+        width = self._chunk_width[span]
+        return self.spans[span] + chunk * width + offset % width
 
     def gather_order(self) -> Tensor:
         """Slot of each global position [length]."""
-        position = torch.arange(self.length, device=self.bounds.device)
-        sequence = self._sequence_of(position, self.bounds)
-        width = self._chunk_width[sequence]
-        offset = position - self.bounds[sequence]
+        position = torch.arange(self.length, device=self.spans.device)
+        span = _containing(position, self.spans)
+        width = self._chunk_width[span]
+        offset = position - self.spans[span]
         owner, which = self._owner(offset // width)
-        local = self._local_bounds[sequence] + which * width + offset % width
+        local = self._local_spans[span] + which * width + offset % width
         return owner * self.local_length + local
 
     def slot_positions(self) -> Tensor:
@@ -102,57 +117,59 @@ class SequenceLayout:
         return torch.cat([self.positions(rank) for rank in range(self.cp_size)])
 
     def chunk_starts(self) -> Tensor:
-        """Local index of the first token of each chunk [chunks_per_rank * sequences].
+        """Local index of the first token of each chunk [chunks_per_rank * spans].
 
-        All sequences' first chunks, then all second ones. An empty sequence's entry is in range
-        (where length > 0) and of no meaning.
+        All spans' first chunks, then all second ones. An empty span's entry is in range (where
+        length > 0) and of no meaning.
         """
-        which = torch.arange(self.chunks_per_rank, device=self.bounds.device)
-        starts = self._local_bounds[:-1] + which[:, None] * self._chunk_width
+        which = torch.arange(self.chunks_per_rank, device=self.spans.device)
+        starts = self._local_spans[:-1] + which[:, None] * self._chunk_width
         return starts.flatten().clamp(max=max(self.local_length - 1, 0))
 
-    def next_sources(self, rank: int) -> Tensor:
+    def next_sources(self, rank: int, lengths: Tensor | None = None) -> Tensor:
         """Where the token after each of the rank's tokens is [length/CP].
 
         An index into the rank's own tokens, followed by every rank's `chunk_starts` tokens in rank
         order, followed by one filler, which stands after a sequence's last token.
+
+        Args:
+            lengths: true lengths [sequences] int64, or None: all of each sequence. The filler
+                stands at its last true token too, and at all after it.
         """
-        sequence, offset, chunk = self._locate_local(rank)
-        n_sequences = self.bounds.numel() - 1
-        per_rank = self.chunks_per_rank * n_sequences
+        span, offset, chunk = self._locate_local(rank)
+        n_spans = self.spans.numel() - 1
+        per_rank = self.chunks_per_rank * n_spans
         owner, which = self._owner(chunk + 1)
-        boundary = self.local_length + owner * per_rank + which * n_sequences + sequence
+        boundary = self.local_length + owner * per_rank + which * n_spans + span
+        at_chunk_end = (offset + 1) % self._chunk_width[span] == 0
+        following = torch.arange(1, self.local_length + 1, device=self.spans.device)
+        inside = torch.where(at_chunk_end, boundary, following)
+        position = self.positions(rank)
+        sequence = _containing(position, self.sequences)
+        ends = self.sequences[1:] if lengths is None else self.sequences[:-1] + lengths
         filler = self.local_length + self.cp_size * per_rank
-        at_chunk_end = (offset + 1) % self._chunk_width[sequence] == 0
-        following = torch.arange(1, self.local_length + 1, device=self.bounds.device)
-        across = torch.where(chunk + 1 == self.chunks, filler, boundary)
-        return torch.where(at_chunk_end, across, following)
+        return torch.where(position + 1 >= ends[sequence], filler, inside)
 
     @property
     def _chunk_width(self) -> Tensor:
-        # An empty sequence has no tokens to index, but a division by its width must be defined.
-        return (self.bounds.diff() // self.chunks).clamp(min=1)
+        # An empty span has no tokens to index, but a division by its width must be defined.
+        return (self.spans.diff() // self.chunks).clamp(min=1)
 
     @property
-    def _local_bounds(self) -> Tensor:
-        return self.bounds // self.cp_size
-
-    @staticmethod
-    def _sequence_of(position: Tensor, bounds: Tensor) -> Tensor:
-        # The last sequence that starts at or before the position: never an empty one.
-        return torch.searchsorted(bounds, position, right=True) - 1
+    def _local_spans(self) -> Tensor:
+        return self.spans // self.cp_size
 
     def _locate_local(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For each of the rank's tokens: its sequence, its offset in the rank's part of that
-        sequence, and its chunk's number within the sequence."""
-        bounds = self._local_bounds
+        """For each of the rank's tokens: its span, its offset in the rank's part of that span, and
+        its chunk's number within the span."""
+        bounds = self._local_spans
         local = torch.arange(self.local_length, device=bounds.device)
-        sequence = self._sequence_of(local, bounds)
-        offset = local - bounds[sequence]
-        which = offset // self._chunk_width[sequence]
+        span = _containing(local, bounds)
+        offset = local - bounds[span]
+        which = offset // self._chunk_width[span]
         # which is 0 or 1: chunk r, or chunk 2*CP-1-r.
         chunk = rank + which * (self.chunks - 1 - 2 * rank)
-        return sequence, offset, chunk
+        return span, offset, chunk
 
     def _owner(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
         """The rank that holds a chunk, and whether as its first (0) or second (1) one.
@@ -162,6 +179,47 @@ class SequenceLayout:
         second = chunk >= self.cp_size
         owner = torch.where(second, self.chunks - 1 - chunk, chunk).clamp(min=0)
         return owner, second.to(torch.int64)
+
+
+def _containing(position: Tensor, bounds: Tensor) -> Tensor:
+    """The last span that starts at or before each position: never an empty one."""
+    return torch.searchsorted(bounds, position, right=True) - 1
+
+
+def check_lengths(
+    lengths: Tensor | Sequence[int] | None, where: SequenceLayout, device: torch.device
+) -> Tensor | None:
+    """True lengths of the packed sequences, as int64 on the device; None stays None.
+
+    Raises:
+        ValueError: no list of ints or integer tensor of shape [sequences], another device; on CPU
+            (elsewhere a device-side assert) a length below 0 or above the padded one.
+    """
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tensor):
+        if not isinstance(lengths, Sequence) or not all(type(n) is int for n in lengths):
+            raise ValueError(f"lengths: expected a tensor or a list of ints, got {lengths!r}")
+        lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"lengths: expected an int32 or int64 tensor, got {lengths.dtype}")
+    padded = where.sequences.diff()
+    if lengths.shape != padded.shape:
+        raise ValueError(
+            f"lengths: expected one a sequence, shape {list(padded.shape)}, got "
+            f"{list(lengths.shape)}"
+        )
+    if lengths.device != device:
+        raise ValueError(f"lengths: expected device {device}, got {lengths.device}")
+    lengths = lengths.to(torch.int64)
+    fits = ((lengths >= 0) & (lengths <= padded)).all()
+    if device.type != "cpu":
+        torch._assert_async(fits, "lengths: expected 0 to the padded lengths of cu_seqlens")
+    elif not fits:
+        raise ValueError(
+            f"lengths: expected 0 to the padded lengths {_short(padded)}, got {_short(lengths)}"
+        )
+    return lengths
 
 
 def _check_cu_seqlens(
@@ -193,6 +251,6 @@ def _check_cu_seqlens(
         torch._assert_async(holds, f"cu_seqlens: expected to {', '.join(checks)}")
 
 
-def _short(cu_seqlens: Tensor) -> str:
-    values = cu_seqlens.tolist()
+def _short(numbers: Tensor) -> str:
+    values = numbers.tolist()
     return str(values) if len(values) <= 16 else f"{values[:12]} ... {values[-2:]}"

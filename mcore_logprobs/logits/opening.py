@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_chunk_size, check_optional_positive, check_positive
+from mcore_logprobs.checks import (
+    check_chunk_size,
+    check_optional_integer,
+    check_optional_positive,
+    check_positive,
+)
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype
@@ -250,6 +255,7 @@ def localize_target(
     Args:
         target: int64 of any shape; global ids or ignore_index.
     """
+    check_optional_integer("ignore_index", ignore_index)
     keep = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         keep = target != ignore_index

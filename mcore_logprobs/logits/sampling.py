@@ -1,8 +1,11 @@
-"""Log-probabilities under what the sampler sampled from: temperature, then top-k, then top-p."""
+"""Log-probabilities under what the sampler sampled from: temperature, then top-k, then top-p.
+
+Which tokens the filters keep is found by the module `sampling_cut`, or recorded by the sampler and
+replayed.
+"""
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,64 +14,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_top_k, check_top_p
+from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.logits.opening import check_target, localize_target, open_logits
+from mcore_logprobs.kernels.stats import accumulator_dtype
+from mcore_logprobs.logits.opening import LocalTarget, check_target, open_logits
 from mcore_logprobs.logits.rows import Rows
-from mcore_logprobs.logits.sampling_filter import FilterOptions, find_cut
-from mcore_logprobs.logits.sampling_replay import open_kept_ids, replay_logprobs
+from mcore_logprobs.logits.sampling_cut import FilterOptions, find_cut
 from mcore_logprobs.logits.token_stats import vocab_parallel_logprobs
 
 __all__ = ["vocab_parallel_sampling_logprobs"]
-
-
-class _Sampling(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, column: Tensor, keep: Tensor, opts: FilterOptions
-    ) -> Tensor:
-        rows = Rows(logits)
-        column, keep = rows.walk(column), rows.walk(keep)
-        cut = find_cut(logits, column, keep, opts)
-        ctx.opts = opts
-        # A filtered target, and one of probability 0, has no gradient.
-        live = keep & cut.logprobs.isfinite()
-        ctx.save_for_backward(logits, column, live, cut.value, cut.last, cut.top, cut.log_sum)
-        return rows.restore(torch.where(keep, cut.logprobs, 0.0))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, column, live, value, last, top, log_sum = ctx.saved_tensors
-        opts: FilterOptions = ctx.opts
-        rows, valid = Rows(logits), opts.shard.valid_width
-        upstream = torch.where(live, rows.walk(grads[0]), 0.0)
-        # Comparisons are written into floating-point buffers: far faster in torch than masks.
-        ids = torch.arange(valid, device=logits.device, dtype=value.dtype)
-        tie = last.clamp(max=valid).to(value.dtype)
-        grad = torch.empty_like(logits)
-        for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
-            out[:, valid:] = 0
-            if not valid:
-                continue
-            per_row = (t[part].unsqueeze(-1) for t in (upstream, value, tie, top, log_sum))
-            g, lowest, last_kept, highest, total = per_row
-            x = block[:, :valid].to(value.dtype)
-            kept, dz = torch.empty_like(x), torch.empty_like(x)
-            torch.le(ids, last_kept, out=kept)
-            kept.mul_(torch.eq(x, lowest, out=dz)).add_(torch.gt(x, lowest, out=dz))
-            # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-            torch.sub(x, highest, out=dz).mul_(opts.multiplier).sub_(total).exp_()
-            dz.mul_(kept).mul_(-g)
-            own = column[part]
-            row = torch.arange(own.shape[0], device=own.device)
-            at = own.clamp(min=0)
-            extra = torch.where(own >= 0, g.squeeze(-1), 0.0)
-            dz.index_put_((row, at), dz[row, at] + extra)
-            # A row that asks for nothing gets 0, whatever its logits hold; others are finite.
-            out[:, :valid] = dz.mul_(opts.multiplier).nan_to_num_(0.0, 0.0, 0.0)
-            del x, kept, dz  # before the next chunk makes its own
-        return grad, None, None, None
 
 
 def vocab_parallel_sampling_logprobs(
@@ -79,7 +34,7 @@ def vocab_parallel_sampling_logprobs(
     top_p: float = 1.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
     tp_group: ProcessGroup | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     ignore_index: int | None = -100,
     chunk_size: int | None = None,
@@ -93,8 +48,12 @@ def vocab_parallel_sampling_logprobs(
        token stays while the probability of those before it is under top_p. The first always stays.
     4. logprob = z[target] - logsumexp of the z that stayed.
 
-    A target that was filtered out gives -inf and no gradient. Larger and equal are decided on the
-    logits as they came, so that ties are exactly those of the logits' own dtype.
+    A target that was filtered out gives -inf, and with an upstream g the gradient that plain torch
+    gives: -g p over the kept columns, 0 elsewhere; mask its loss, not its value, so that g is 0. A
+    row with NaN or +inf (its masked columns aside) gives NaN, in value and gradient. An upstream of
+    exactly 0 gives a gradient of exactly 0, in such rows too; NaN and inf upstream pass through to
+    the kept columns. Larger and equal are decided on the raw logits, so that ties are exactly those
+    of the logits' own dtype.
 
     Shape:
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
@@ -120,7 +79,7 @@ def vocab_parallel_sampling_logprobs(
 
     Host syncs: one a call, whether rows need the search, and one a round of it. None in replay.
 
-    Memory: backward keeps the logits and five numbers a row; the gradient, in the logits' dtype, is
+    Memory: backward keeps the logits and six numbers a row; the gradient, in the logits' dtype, is
     the only `[..., V/TP]` tensor made.
 
     Rounding: probabilities are summed in float32 or better, so that where the sum before a token
@@ -150,18 +109,7 @@ def vocab_parallel_sampling_logprobs(
     )
     logits, shard = opened.logits, opened.shard
     filters = _Filters.of(top_k, top_p, shard)
-    target = check_target(target, logits.shape[:-1], logits.device)
-    backends.select(backend, logits)
-    if kept_ids is not None:
-        if not filters.off:
-            raise ValueError(
-                "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
-                f"them, got top_k={top_k}, top_p={top_p}"
-            )
-        local = localize_target(target, shard, ignore_index)
-        kept = open_kept_ids(kept_ids, target.numel(), shard, logits.device)
-        return replay_logprobs(logits, target, local, kept, shard, 1.0 / temperature)
-    if filters.off:
+    if kept_ids is None and filters.off:
         return vocab_parallel_logprobs(
             logits,
             target,
@@ -172,15 +120,29 @@ def vocab_parallel_sampling_logprobs(
             chunk_size=chunk_size,
             backend=backend,
         )
-    local = localize_target(target, shard, ignore_index)
+    target = check_target(target, logits.shape[:-1], logits.device)
+    local = opened.local_target(target, ignore_index)
+    if opened.options.temperature is not None:
+        raise ValueError(
+            "temperature: expected a number where top_k, top_p or kept_ids is given, got a tensor"
+        )
+    multiplier = opened.options.spec.multiplier
+    if kept_ids is not None:
+        if not filters.off:
+            raise ValueError(
+                "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
+                f"them, got top_k={top_k}, top_p={top_p}"
+            )
+        kept = open_kept_ids(kept_ids, target.numel(), shard, logits.device)
+        return replay_logprobs(logits, target, local, kept, shard, multiplier)
     opts = FilterOptions(
         shard=shard,
-        multiplier=1.0 / temperature,
+        multiplier=multiplier,
         top_k=filters.top_k,
         top_p=filters.top_p,
-        chunk_size=chunk_size or backends.default_chunk_size(shard.width, logits.device),
+        chunk_size=opened.options.chunk_size,
     )
-    return _Sampling.apply(logits, local.column, local.keep, opts)
+    return _Filtered.apply(logits, local.column, local.keep, opts)
 
 
 @dataclass(frozen=True)
@@ -196,15 +158,216 @@ class _Filters:
 
     @classmethod
     def of(cls, top_k: int | None, top_p: float, shard: VocabShard) -> _Filters:
-        if top_k is not None and (
-            isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < -1
-        ):
-            raise ValueError(f"top_k: expected None or an int >= -1, got {top_k!r}")
-        if (
-            isinstance(top_p, bool)
-            or not isinstance(top_p, numbers.Real)
-            or not 0.0 < float(top_p) <= 1.0
-        ):
-            raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
+        check_top_k("top_k", top_k)
+        check_top_p("top_p", top_p)
         k_off = top_k is None or top_k <= 0 or top_k >= shard.vocab_size
         return cls(None if k_off else top_k, None if top_p == 1.0 else float(top_p))
+
+
+# ---- filters -------------------------------------------------------------------------------------
+
+
+class _Filtered(torch.autograd.Function):
+    """Log-probabilities under top-k and top-p, `[...]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, column: Tensor, keep: Tensor, opts: FilterOptions
+    ) -> Tensor:
+        rows = Rows(logits)
+        column, keep = rows.walk(column), rows.walk(keep)
+        cut = find_cut(logits, column, keep, opts)
+        ctx.opts = opts
+        column = torch.where(cut.kept, column, -1)  # a filtered target's own column gets nothing
+        ctx.save_for_backward(logits, column, keep, cut.value, cut.last, cut.top, cut.log_sum)
+        return rows.restore(torch.where(keep, cut.logprobs, 0.0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, column, keep, value, last, top, log_sum = ctx.saved_tensors
+        opts: FilterOptions = ctx.opts
+        rows, valid = Rows(logits), opts.shard.valid_width
+        upstream = torch.where(keep, rows.walk(grads[0]), 0.0).to(value.dtype)
+        # A row that asks for nothing keeps nothing: NaN compares with no logit.
+        value = torch.where(upstream == 0, torch.nan, value)
+        filtered = _outside_kept(top, upstream)
+        ids = torch.arange(valid, device=logits.device)
+        grad = torch.empty_like(logits)
+        for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
+            out[:, valid:] = 0
+            if not valid:
+                continue
+            per_row = (t[part].unsqueeze(-1) for t in (upstream, value, top, log_sum, filtered))
+            g, lowest, highest, total, rest = per_row
+            x = block[:, :valid].to(value.dtype)
+            if opts.top_p is None:
+                kept = x >= lowest
+            else:
+                kept = x == lowest
+                kept &= ids <= last[part].unsqueeze(-1)
+                kept |= x > lowest
+            # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
+            dz = torch.sub(x, highest).mul_(opts.multiplier).sub_(total).exp_().mul_(-g)
+            own = column[part]
+            row, at = torch.arange(own.shape[0], device=own.device), own.clamp(min=0)
+            dz.index_put_((row, at), dz[row, at] + torch.where(own >= 0, g.squeeze(-1), 0.0))
+            torch.where(kept, dz, rest, out=dz)
+            out[:, :valid] = dz.mul_(opts.multiplier)
+            del x, kept, dz  # before the next chunk makes its own
+        return grad, None, None, None
+
+
+def _outside_kept(top: Tensor, upstream: Tensor) -> Tensor:
+    """The gradient of each row's columns outside the kept set, `[n]`: NaN in a row with NaN or
+    +inf whose upstream is not 0, else 0.
+    """
+    return torch.where(top.isfinite() | (upstream == 0), 0.0, torch.nan).to(upstream.dtype)
+
+
+# ---- replay --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeptIds:
+    """A checked record, entry by entry; both `[entries]` int64.
+
+    Attributes:
+        row: the row of the flattened target that an entry belongs to.
+        id: global id.
+    """
+
+    row: Tensor
+    id: Tensor
+
+
+def open_kept_ids(
+    kept_ids: tuple[Tensor, Tensor], rows: int, shard: VocabShard, device: torch.device
+) -> KeptIds:
+    """Check (flat ids, offsets) and say of each entry which row it belongs to; no sync on CUDA.
+
+    Raises:
+        ValueError: no pair of 1-D integer tensors, offsets that are not `[rows + 1]`; on CPU (on
+            CUDA a device-side assert) offsets that do not rise from 0 to the number of ids, ids
+            outside [0, vocab_size), or an id twice in one row.
+    """
+    if not isinstance(kept_ids, tuple | list) or len(kept_ids) != 2:
+        raise ValueError(f"kept_ids: expected (flat_ids, offsets), got {type(kept_ids).__name__}")
+    ids, offsets = kept_ids
+    entries = ids.numel() if isinstance(ids, Tensor) else 0
+    ids = check_target(ids, torch.Size((entries,)), device, name="kept_ids[0]")
+    offsets = check_target(offsets, torch.Size((rows + 1,)), device, name="kept_ids[1]")
+    lengths = offsets.diff()
+    fits = (lengths >= 0).all() & (offsets[0] == 0) & (offsets[-1] == entries)
+    inside = ((ids >= 0) & (ids < shard.vocab_size)).all()
+    expected = f"kept_ids: expected offsets that rise from 0 to {entries}"
+    if device.type != "cpu":
+        torch._assert_async(fits, expected)
+        torch._assert_async(inside, f"kept_ids: id outside [0, {shard.vocab_size})")
+    elif not fits:
+        raise ValueError(f"{expected}, got {offsets[:8].tolist()} to {int(offsets[-1])}")
+    elif not inside:
+        raise ValueError(f"kept_ids: expected ids in [0, {shard.vocab_size})")
+    row = torch.arange(rows, device=device).repeat_interleave(lengths, output_size=entries)
+    keys = (row * shard.padded_size + ids).sort().values
+    single = (keys.diff() > 0).all()
+    if device.type != "cpu":
+        torch._assert_async(single, "kept_ids: an id twice in one row")
+    elif not single:
+        raise ValueError("kept_ids: expected each id at most once a row")
+    return KeptIds(row, ids)
+
+
+@dataclass(frozen=True)
+class _Options:
+    kept: KeptIds
+    shard: VocabShard
+    multiplier: float
+
+
+class _Replay(torch.autograd.Function):
+    """Log-probabilities under recorded kept sets, `[...]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, local: LocalTarget, opts: _Options
+    ) -> Tensor:
+        kept, dtype = opts.kept, accumulator_dtype(logits.dtype)
+        n = target.numel()
+        target, keep, column = (t.reshape(-1) for t in (target, local.keep, local.column))
+        at, own = _entries(logits, kept, opts.shard)
+        raw = torch.where(own, logits[at].to(dtype), -torch.inf)  # [entries]
+        everyone = torch.arange(n, device=logits.device)
+        here, _ = _entries(logits, KeptIds(everyone, column + opts.shard.start), opts.shard)
+        packed = torch.zeros(3, n, dtype=dtype, device=logits.device)
+        packed[0] = torch.where(column >= 0, logits[here].to(dtype), 0.0)
+        packed[1] = -torch.inf
+        packed[1].scatter_reduce_(0, kept.row, raw, "amax")
+        shift = torch.where(packed[1].isneginf(), 0.0, packed[1])
+        packed[2].index_add_(0, kept.row, ((raw - shift[kept.row]) * opts.multiplier).exp())
+        packed[1] += _nan_where_unusable(logits, opts.shard).to(dtype)
+        ranks = all_gather_stack(packed, opts.shard.group)
+        top = ranks[:, 1].amax(0)  # NaN where any rank's is
+        top = torch.where(top.isneginf(), 0.0, top)
+        mass = (ranks[:, 2] * ((ranks[:, 1] - top) * opts.multiplier).exp()).sum(0)
+        log_sum = torch.where(mass == 0, 0.0, mass.log())
+        hit = kept.id == target[kept.row]
+        among = torch.zeros(n, dtype=dtype, device=logits.device)
+        among.index_add_(0, kept.row, hit.to(dtype))
+        logprobs = (ranks[:, 0].sum(0) - top) * opts.multiplier - log_sum
+        logprobs = torch.where((among > 0) & (mass != 0), logprobs, -torch.inf)
+        logprobs = logprobs.masked_fill(top.isnan(), torch.nan)
+        ctx.opts = opts
+        ctx.save_for_backward(logits, hit, keep, top, log_sum)
+        return torch.where(keep, logprobs, 0.0).reshape(logits.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, hit, keep, top, log_sum = ctx.saved_tensors
+        opts: _Options = ctx.opts
+        row = opts.kept.row
+        at, own = _entries(logits, opts.kept, opts.shard)
+        upstream = torch.where(keep, grads[0].reshape(-1), 0.0).to(top.dtype)
+        g = upstream[row]
+        p = ((logits[at].to(g.dtype) - top[row]) * opts.multiplier - log_sum[row]).exp()
+        dz = torch.where(own & (g != 0), g * (hit.to(g.dtype) - p) * opts.multiplier, 0.0)
+        rest = _outside_kept(top, upstream).to(logits.dtype).view(logits.shape[:-1])
+        grad = torch.empty_like(logits).copy_(rest.unsqueeze(-1))
+        grad[..., opts.shard.valid_width :] = 0
+        # Each own entry comes once; the others add 0 to some column of their row.
+        grad.index_put_(at, dz.to(grad.dtype), accumulate=True)
+        return grad, None, None, None
+
+
+def _nan_where_unusable(logits: Tensor, shard: VocabShard) -> Tensor:
+    """`[n]`, NaN in rows with NaN or +inf among this rank's true vocabulary, else 0. One read."""
+    valid = logits[..., : shard.valid_width]
+    if not valid.shape[-1]:
+        return torch.zeros(logits.shape[:-1].numel(), dtype=logits.dtype, device=logits.device)
+    top = valid.amax(-1).reshape(-1)
+    return torch.where(top.isnan() | top.isposinf(), torch.nan, 0.0)
+
+
+def _entries(logits: Tensor, kept: KeptIds, shard: VocabShard) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Index of each entry into `[..., V/TP]` (column 0 for another rank's), and which are own."""
+    column = kept.id - shard.start
+    own = (column >= 0) & (column < shard.width)
+    rows = torch.unravel_index(kept.row, logits.shape[:-1])
+    return (*rows, torch.where(own, column, 0)), own
+
+
+def replay_logprobs(
+    logits: Tensor,
+    target: Tensor,
+    local: LocalTarget,
+    kept: KeptIds,
+    shard: VocabShard,
+    multiplier: float,
+) -> Tensor:
+    """As `vocab_parallel_sampling_logprobs` says of `kept_ids`. One all-gather of `[3, n]`."""
+    if not logits.shape[:-1]:
+        args = (logits.unsqueeze(0), target.unsqueeze(0))
+        local = LocalTarget(local.column.unsqueeze(0), local.keep.unsqueeze(0))
+        return _Replay.apply(*args, local, _Options(kept, shard, multiplier)).squeeze(0)
+    return _Replay.apply(logits, target, local, _Options(kept, shard, multiplier))

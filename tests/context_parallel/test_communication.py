@@ -94,11 +94,13 @@ class _Copies(TorchDispatchMode):
         return out
 
 
-def _gather_copies(shape: tuple[int, ...], seq_dim: int) -> list[tuple[str, int]]:
+def _gather_copies(
+    shape: tuple[int, ...], seq_dim: int, layout: str = "zigzag"
+) -> list[tuple[str, int]]:
     group = grid_groups(cp=dist.get_world_size()).cp
     x = torch.randn(shape)
     with _Copies() as copies:
-        context_parallel_gather(x, cp_group=group, seq_dim=seq_dim)
+        context_parallel_gather(x, cp_group=group, seq_dim=seq_dim, layout=layout)
     return copies.seen
 
 
@@ -109,6 +111,9 @@ def test_gather_is_one_permutation(ranks):
     # A sequence that is not in front costs a copy of this rank's part besides, not of the whole.
     for seen in ranks(2).run(_gather_copies, (4, 64, 8), 1):
         assert seen == [("clone", part), ("index_select", 2 * part)]
+    # Slots that come in order are not permuted at all.
+    for seen in ranks(2).run(_gather_copies, (64, 4, 8), 0, "contiguous_buffer"):
+        assert seen == []
 
 
 def _shift_wire(layout: str, cu: list[int] | None, length: int) -> tuple:
@@ -124,10 +129,12 @@ def _shift_wire(layout: str, cu: list[int] | None, length: int) -> tuple:
     return forward, backward
 
 
-@pytest.mark.parametrize(("layout", "tokens"), [("zigzag", 2), ("contiguous", 1)])
+@pytest.mark.parametrize(
+    ("layout", "tokens"), [("zigzag", 2), ("contiguous", 1), ("contiguous_buffer", 1)]
+)
 @pytest.mark.parametrize("cu", [None, [0, 256, 512, 4096]])
 def test_shift_sends_boundary_tokens_only(ranks, layout, tokens, cu):
-    sequences = 1 if cu is None else 3
+    sequences = 1 if cu is None or layout == "contiguous_buffer" else 3
     sent = tokens * sequences * 8 * 4
     for forward, backward in ranks(2).run(_shift_wire, layout, cu, 4096):
         assert forward == [("all_gather_into_tensor", sent)]
@@ -227,6 +234,31 @@ def _refuse(name: str, shape: tuple[int, ...], dtype: torch.dtype, options: dict
         ("shift", (1, 8), torch.int64, {"fill": 0.5}, "fill: expected a value of torch.int64"),
         ("shift", (1, 8), torch.uint8, {"fill": -1}, "fill: expected a value of torch.uint8"),
         ("shift", (1, 8), torch.int64, {"fill": float("nan")}, "fill: expected"),
+        (
+            "shift",
+            (1, 8),
+            torch.int64,
+            {"lengths": [3, 5]},
+            r"one a sequence, shape \[1\], got \[2\]",
+        ),
+        ("shift", (1, 8), torch.int64, {"lengths": [17]}, r"padded lengths \[16\], got \[17\]"),
+        ("shift", (1, 8), torch.int64, {"lengths": [-1]}, r"padded lengths \[16\], got \[-1\]"),
+        ("shift", (1, 8), torch.int64, {"lengths": [2.5]}, "lengths: expected a tensor or a list"),
+        ("shift", (1, 8), torch.int64, {"lengths": 3}, "lengths: expected a tensor or a list"),
+        (
+            "shift",
+            (1, 8),
+            torch.int64,
+            {"lengths": torch.tensor([2.0])},
+            "lengths: expected an int32 or int64 tensor, got torch.float32",
+        ),
+        (
+            "gather",
+            (1, 7),
+            torch.int64,
+            {"layout": "contiguous_buffer", "cu_seqlens": torch.tensor([0, 3, 13])},
+            "end at the sequence length 14",
+        ),
         ("shard", (1, 8), torch.float32, {"cp_group": None}, "cp_group=None"),
     ],
 )

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_logprobs.context_parallel.layouts import SequenceLayout
+from mcore_logprobs.context_parallel.layouts import LAYOUTS, SequenceLayout
 from tests.context_parallel import oracle
 
 
 @st.composite
 def cases(draw):
     """(layout, CP, packed bounds or None, total length); empty sequences included."""
-    layout = draw(st.sampled_from(["zigzag", "contiguous"]))
+    layout = draw(st.sampled_from(LAYOUTS))
     cp = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    unit = 1 if cp == 1 else cp * 2 if layout == "zigzag" else cp
+    unit = {"zigzag": cp * 2 if cp > 1 else 1, "contiguous": cp, "contiguous_buffer": 1}[layout]
     widths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=7))
     cu = [0]
     for width in widths:
         cu.append(cu[-1] + width * unit)
+    if layout == "contiguous_buffer":  # the sum alone must divide
+        cu.append(-(-cu[-1] // cp) * cp)
     packed = draw(st.booleans())
     return layout, cp, (cu if packed else None), cu[-1]
 
@@ -51,10 +55,11 @@ def test_gather_order_undoes_the_split(case):
     slots = torch.cat([whole[where.positions(rank)] for rank in range(cp)])
     assert torch.equal(slots[where.gather_order()], whole)
     assert torch.equal(slots, whole[where.slot_positions()])
+    assert not where.in_order or torch.equal(slots, whole)
 
 
-@given(cases(), st.integers(-3, 3))
-def test_next_sources_are_a_roll_of_each_sequence(case, fill):
+@given(cases(), st.integers(-3, 3), st.data())
+def test_next_sources_are_a_roll_of_each_sequence(case, fill, data):
     cp, cu, length = case[1:]
     if length == 0:
         return
@@ -62,10 +67,14 @@ def test_next_sources_are_a_roll_of_each_sequence(case, fill):
     whole = torch.arange(10, 10 + length)
     parts = [whole[where.positions(rank)] for rank in range(cp)]
     boundary = torch.cat([part[where.chunk_starts()] for part in parts])
-    expected = oracle.shift(whole, oracle.bounds(length, cu), 0, fill)
+    bounds = oracle.bounds(length, cu)
+    lengths = None
+    if data.draw(st.booleans()):
+        lengths = [data.draw(st.integers(0, end - start)) for start, end in pairwise(bounds)]
+    expected = oracle.shift(whole, bounds, 0, fill, lengths)
     for rank in range(cp):
         sources = torch.cat([parts[rank], boundary, torch.tensor([fill])])
-        got = sources[where.next_sources(rank)]
+        got = sources[where.next_sources(rank, None if lengths is None else torch.tensor(lengths))]
         assert torch.equal(got, expected[where.positions(rank)])
 
 
@@ -77,6 +86,8 @@ def test_next_sources_are_a_roll_of_each_sequence(case, fill):
         (("contiguous", 4, 6), "sequence length: expected a multiple of 4 .* got 6"),
         (("zigzag", 2, 8, torch.tensor([0, 2, 8])), "padded to a multiple of 4, got .0, 2, 8"),
         (("contiguous", 2, 8, torch.tensor([0, 3, 8])), "padded to a multiple of 2"),
+        (("contiguous_buffer", 4, 6), "sequence length: expected a multiple of 4 .* got 6"),
+        (("contiguous_buffer", 2, 8, torch.tensor([0, 3, 6])), "end at the sequence length 8"),
         (("zigzag", 2, 8, torch.tensor([0, 4, 12])), "end at the sequence length 8"),
         (("zigzag", 2, 8, torch.tensor([4, 8])), "start at 0"),
         (("zigzag", 2, 8, torch.tensor([0, 8, 4, 8])), "never decrease"),

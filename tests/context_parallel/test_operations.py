@@ -22,9 +22,26 @@ from tests.helpers.distributed import grid_groups
 
 LENGTH = 48
 PACKED = [0, 16, 16, 24, 48]  # with an empty sequence; all divisible by 2 * 4
-LAYOUTS = ("zigzag", "contiguous")
+UNEVEN = [0, 7, 7, 18, 19, 48]  # for the layout that cuts the buffer, not the sequences
+LAYOUTS = ("zigzag", "contiguous", "contiguous_buffer")
 CASES = list(itertools.product(LAYOUTS, (None, PACKED)))
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+)
 
 
 def test_against_plain_torch_in_float64() -> None:
@@ -66,7 +83,9 @@ def _mine(layout: str, cu: list[int] | None) -> list[int]:
 def _same(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.dtype == expected.dtype
     assert got.is_contiguous()
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert got.shape == expected.shape
+    # To the last bit; torch compares not all dtypes.
+    assert got.flatten().tolist() == expected.flatten().tolist()
 
 
 def _shard_and_gather(layout: str, cu: list[int] | None) -> None:
@@ -85,16 +104,93 @@ def _shard_and_gather(layout: str, cu: list[int] | None) -> None:
             assert torch.equal(whole, kept)
 
 
-def _other_dtypes() -> None:
-    group = grid_groups(cp=dist.get_world_size()).cp
-    for dtype in DTYPES:
-        whole = torch.randint(0, 100, (2, LENGTH)).to(dtype)
-        local = context_parallel_shard(whole, cp_group=group)
-        _same(context_parallel_gather(local, cp_group=group), whole)
-        fill = 1 if dtype is torch.bool else 7
-        shifted = context_parallel_shift(local, cp_group=group, fill=fill)
-        expected = oracle.shift(whole, [0, LENGTH], 1, fill)
-        _same(shifted, context_parallel_shard(expected, cp_group=group))
+def _other_dtypes(dtype: torch.dtype) -> None:
+    numbers = torch.randint(0, 100, (2, LENGTH))
+    fill = 1 if dtype is torch.bool else 8
+    following = oracle.shift(numbers, [0, LENGTH], 1, fill)
+    for layout, seq_dim in itertools.product(LAYOUTS, (0, 1)):
+        group = grid_groups(cp=dist.get_world_size()).cp
+        options: dict[str, Any] = {"cp_group": group, "layout": layout, "seq_dim": seq_dim}
+        mine = _mine(layout, None)
+        both = [numbers, numbers[:, mine], following[:, mine]]
+        turned = both if seq_dim else [x.t().contiguous() for x in both]
+        whole, part, shifted = (x.to(dtype) for x in turned)
+        local = context_parallel_shard(whole, **options)
+        _same(local, part)
+        _same(context_parallel_gather(local, **options), whole)
+        _same(context_parallel_shift(local, fill=fill, **options), shifted)
+
+
+def _beside_the_tokens(layout: str, cu: list[int]) -> None:
+    """Masks, routes and the query rows of an attention mask stay with their tokens."""
+    options: dict[str, Any] = {"cp_group": grid_groups(cp=dist.get_world_size()).cp}
+    options.update(layout=layout, cu_seqlens=_cu(cu))
+    ids = torch.arange(LENGTH)
+    local = context_parallel_shard(ids[None], **options)[0]
+    mask = context_parallel_shard(ids[None] % 3 == 0, **options)
+    assert torch.equal(mask[0], local % 3 == 0)
+    routes = torch.stack([ids % 7, ids % 5], -1).to(torch.int16)[:, None]  # [s, b, topk]
+    mine = context_parallel_shard(routes, seq_dim=0, **options)
+    assert mine.dtype == torch.int16
+    assert torch.equal(mine[:, 0].long(), torch.stack([local % 7, local % 5], -1))
+    _same(context_parallel_gather(mine, seq_dim=0, **options), routes)
+    causal = (ids[:, None] >= ids)[None, None]
+    rows = context_parallel_shard(causal, seq_dim=2, **options)
+    assert torch.equal(rows[0, 0], local[:, None] >= ids)
+
+
+def _shift_with_lengths(layout: str, cu: list[int] | None) -> None:
+    """The token after a sequence's last real one: its padding, or fill where lengths are given."""
+    options: dict[str, Any] = {"cp_group": grid_groups(cp=dist.get_world_size()).cp}
+    options.update(layout=layout, cu_seqlens=_cu(cu))
+    bounds = oracle.bounds(LENGTH, cu)
+    padding = 77
+    whole = torch.arange(LENGTH)
+    lengths = [
+        max(0, end - start - 2 - i) for i, (start, end) in enumerate(itertools.pairwise(bounds))
+    ]
+    for start, end, length in zip(bounds, bounds[1:], lengths, strict=False):
+        whole[start + length : end] = padding
+    mine = torch.tensor(_mine(layout, cu))
+    local = whole[mine][None]
+    plain = context_parallel_shift(local, fill=-100, **options)
+    _same(plain, oracle.shift(whole, bounds, 0, -100)[mine][None])
+    expected = oracle.shift(whole, bounds, 0, -100, lengths)[mine][None]
+    assert padding not in expected
+    for given in (lengths, torch.tensor(lengths), torch.tensor(lengths, dtype=torch.int32)):
+        got = context_parallel_shift(local, lengths=given, fill=-100, **options)
+        _same(got, expected)
+    # Gradients: what is filled takes none.
+    leaf = torch.randn(1, LENGTH)[:, mine].double().requires_grad_()
+    upstream = torch.randn(1, LENGTH, dtype=torch.float64)
+    shifted = context_parallel_shift(leaf, lengths=lengths, **options)
+    (grad,) = torch.autograd.grad(shifted, leaf, upstream[:, mine])
+    source = torch.zeros(1, LENGTH, dtype=torch.float64, requires_grad=True)
+    (of_whole,) = torch.autograd.grad(oracle.shift(source, bounds, 1, 0, lengths), source, upstream)
+    torch.testing.assert_close(grad, of_whole[:, mine])
+
+
+def _changing_groups() -> None:
+    """Groups of 1, 2 and 4 ranks in turn, and two different ones of the same size."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = [grid_groups(tp=world // size, cp=size).cp for size in (1, 2, 4)]
+    neighbours = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    whole = torch.arange(LENGTH).reshape(1, LENGTH)
+    try:
+        for layout in LAYOUTS:
+            for _ in range(2):
+                for group in (*groups, neighbours, *reversed(groups)):
+                    options: dict[str, Any] = {"cp_group": group, "layout": layout}
+                    size, of = group.size(), group.rank()
+                    mine = oracle.local_indices(layout, size, of, [0, LENGTH])
+                    local = context_parallel_shard(whole, **options)
+                    assert local.tolist() == [mine]
+                    assert context_parallel_positions(LENGTH, **options).tolist() == mine
+                    assert torch.equal(context_parallel_gather(local, **options), whole)
+                    following = oracle.shift(whole, [0, LENGTH], 1, -1)[:, mine]
+                    assert torch.equal(context_parallel_shift(local, fill=-1, **options), following)
+    finally:
+        dist.destroy_process_group(neighbours)
 
 
 def _shift(layout: str, cu: list[int] | None) -> None:
@@ -177,20 +273,35 @@ def _against_megatron() -> None:
 @pytest.mark.parametrize(("layout", "cu"), CASES)
 class TestEveryLayout:
     # PACKED's sequences do not split over 3 ranks.
-    def _cu(self, cp, cu):
+    def _cu(self, cp, layout, cu):
+        if layout == "contiguous_buffer" and cu is not None:
+            return UNEVEN
         return [0, 12, 12, 36, 48] if cp == 3 and cu is not None else cu
 
     def test_shard_and_gather(self, ranks, cp, layout, cu):
-        ranks(cp).run(_shard_and_gather, layout, self._cu(cp, cu))
+        ranks(cp).run(_shard_and_gather, layout, self._cu(cp, layout, cu))
 
     def test_shift(self, ranks, cp, layout, cu):
-        ranks(cp).run(_shift, layout, self._cu(cp, cu))
+        ranks(cp).run(_shift, layout, self._cu(cp, layout, cu))
+
+    def test_shift_with_lengths(self, ranks, cp, layout, cu):
+        ranks(cp).run(_shift_with_lengths, layout, self._cu(cp, layout, cu))
 
     def test_gather_gradients(self, ranks, cp, layout, cu):
-        ranks(cp).run(_gather_gradients, layout, self._cu(cp, cu))
+        ranks(cp).run(_gather_gradients, layout, self._cu(cp, layout, cu))
 
     def test_shift_and_shard_gradients(self, ranks, cp, layout, cu):
-        ranks(cp).run(_shift_and_shard_gradients, layout, self._cu(cp, cu))
+        ranks(cp).run(_shift_and_shard_gradients, layout, self._cu(cp, layout, cu))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_lies_beside_the_tokens(ranks, layout):
+    cu = UNEVEN if layout == "contiguous_buffer" else PACKED
+    ranks(2).run(_beside_the_tokens, layout, cu)
+
+
+def test_groups_that_change_from_call_to_call(ranks):
+    ranks(4).run(_changing_groups)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -198,9 +309,10 @@ def test_same_order_as_megatron(ranks, cp):
     ranks(cp).run(_against_megatron)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cp", [1, 2])
-def test_other_dtypes(ranks, cp):
-    ranks(cp).run(_other_dtypes)
+def test_every_dtype(ranks, cp, dtype):
+    ranks(cp).run(_other_dtypes, dtype)
 
 
 def _subgroup() -> list:

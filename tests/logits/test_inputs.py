@@ -132,6 +132,19 @@ def test_target_past_the_vocabulary(ranks, name, bad, options):
     _check(ranks, name, LOGITS, target, options, "target", f"[0, {limit})", str(bad))
 
 
+@pytest.mark.parametrize("bad", [True, -1.5, "ignored"], ids=str)
+@pytest.mark.parametrize("name", WITH_TARGET)
+def test_ignore_index_of_a_wrong_kind(ranks, name, bad):
+    _check(ranks, name, LOGITS, TARGET, {"ignore_index": bad}, "ignore_index", "an int", repr(bad))
+
+
+def test_ignore_index_of_a_wrong_kind_from_hidden_states():
+    with pytest.raises(ValueError, match="ignore_index: expected None or an int, got True"):
+        mcore_logprobs.linear_token_stats(
+            torch.randn(3, 2), torch.randn(4, 2), TARGET[0, :3], ignore_index=True
+        )
+
+
 def test_flags_are_bools(ranks):
     for flag in ("entropy", "target_rank"):
         _check(ranks, "vocab_parallel_token_stats", LOGITS, TARGET, {flag: 1}, flag, "1")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_logprobs, vocab_parallel_sampling_logprobs
 from mcore_logprobs.bench.counting import CollectivesMade
-from mcore_logprobs.logits import sampling_filter
+from mcore_logprobs.logits import sampling_cut
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
 from tests.logits.common import (
@@ -90,16 +90,16 @@ def _run(
 ) -> tuple:
     leaf, logits = shard(whole, layout)
     before = leaf.detach().clone()
-    saved = sampling_filter._TOP_P_CANDIDATES, sampling_filter._MAX_CANDIDATES
+    saved = sampling_cut._TOP_P_CANDIDATES, sampling_cut._MAX_CANDIDATES
     if candidates is not None:
-        sampling_filter._TOP_P_CANDIDATES = sampling_filter._MAX_CANDIDATES = candidates
+        sampling_cut._TOP_P_CANDIDATES = sampling_cut._MAX_CANDIDATES = candidates
     try:
         with CollectivesMade() as forward:
             out = vocab_parallel_sampling_logprobs(
                 logits, target, tp_group=world_group(), **options
             )
     finally:
-        sampling_filter._TOP_P_CANDIDATES, sampling_filter._MAX_CANDIDATES = saved
+        sampling_cut._TOP_P_CANDIDATES, sampling_cut._MAX_CANDIDATES = saved
     with CollectivesMade() as backward:
         (grad,) = torch.autograd.grad(out, leaf, upstream)
     assert torch.equal(leaf.detach().nan_to_num(99.0), before.nan_to_num(99.0))
@@ -120,12 +120,11 @@ def _reference(
     live = (target >= 0).unsqueeze(-1)
     column = target.clamp(min=0).unsqueeze(-1)
     z = (torch.where(live, leaf, 0.0).to(dtype) / temperature).masked_fill(~kept, -torch.inf)
-    hit = kept.gather(-1, column)
-    logp = torch.where(hit, z.log_softmax(-1).gather(-1, column), -torch.inf)
+    possible = z.amax(-1, keepdim=True) > -torch.inf  # else log_softmax is NaN
+    logp = torch.where(possible, z.log_softmax(-1).gather(-1, column), -torch.inf)
     out = torch.where(live, logp, 0.0).squeeze(-1)
-    finite = torch.where(out.isfinite(), out, 0.0)
-    (grad,) = torch.autograd.grad(finite, leaf, upstream.to(dtype))
-    return out.detach(), grad.nan_to_num(0.0)
+    (grad,) = torch.autograd.grad(out, leaf, upstream.to(dtype))
+    return out.detach(), grad
 
 
 def _check(

@@ -1,0 +1,297 @@
+"""Shard, positions, gather and shift: a sequence over context-parallel ranks.
+
+Nothing is kept from one call to the next: a group of another size, or another split of the ranks
+(dynamic context parallelism), is a matter of passing another group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.checks import check_choice
+from mcore_logprobs.collectives import all_gather_dim0, reduce_scatter_dim0
+from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
+from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
+
+__all__ = [
+    "context_parallel_gather",
+    "context_parallel_positions",
+    "context_parallel_shard",
+    "context_parallel_shift",
+]
+
+GRADS = ("sum", "slice")
+
+# Tensors that torch cannot index, as the ones of their size that it can.
+_INDEXED_AS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+def context_parallel_shard(
+    x: Tensor,
+    *,
+    cp_group: ProcessGroup | None = None,
+    seq_dim: int = 1,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """This rank's part of a sequence that every rank holds whole. No communication, no sync.
+
+    Differentiable: a rank's gradient of x is non-zero at its own tokens only, and is not summed
+    over ranks. Shift labels to the next token before this, or by `context_parallel_shift` after.
+
+    Whatever lies beside the tokens is sharded by the same call, so that it stays beside them: loss
+    masks `[b, S]`, advantages, expert routes `[S, b, topk]` (seq_dim=0), the query rows of an
+    attention mask `[b, 1, S, S]` (seq_dim=2).
+
+    Args:
+        x: `[..., S, ...]`, any dtype, S at `seq_dim`; the same on every CP rank.
+        cp_group: context-parallel group; None as in `mcore_logprobs.groups`.
+        seq_dim: dimension of the sequence, may be negative.
+        layout: "zigzag" (rank r holds chunks r and 2*CP-1-r of 2*CP, as Megatron and Transformer
+            Engine do), "contiguous" (chunk r of CP), or "contiguous_buffer" (chunk r of CP of the
+            whole packed buffer, wherever sequences begin and end, as attention that gathers keys
+            and values over CP wants it).
+        cu_seqlens: `[sequences + 1]` int32 or int64 on x's device, cumulative *padded* lengths of
+            packed (THD) sequences: each is split on its own ("contiguous_buffer": the buffer is,
+            and sequences may have any length). All rows of x are packed alike.
+
+    Returns:
+        `[..., S/CP, ...]`, contiguous; x itself where CP is 1.
+
+    Raises:
+        ValueError: S or a packed sequence not divisible by 2*CP ("contiguous": CP;
+            "contiguous_buffer": S alone by CP; no demand where CP is 1), unknown layout, no such
+            dimension, unusable cu_seqlens. On CUDA the values of cu_seqlens are checked by a
+            device-side assert.
+    """
+    group = resolve_cp_group(cp_group)
+    dim = _normalized_dim(x, seq_dim)
+    where = SequenceLayout.of(layout, group_size(group), x.shape[dim], cu_seqlens, device=x.device)
+    if where.cp_size == 1:
+        return x
+    return _select(x, dim, where.positions(group_rank(group)))
+
+
+def context_parallel_positions(
+    seq_len: int,
+    *,
+    cp_group: ProcessGroup | None = None,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The global index of each of this rank's tokens. No communication, no sync.
+
+    `x.index_select(seq_dim, positions)` is `context_parallel_shard(x)`. With packed sequences these
+    are indices into the packed row, not positions within each sequence.
+
+    Args:
+        seq_len: S, the length of the whole (packed) sequence over all CP ranks.
+        cp_group, layout, cu_seqlens: as in `context_parallel_shard`.
+
+    Returns:
+        `[S/CP]` int64 on the device of cu_seqlens, else on torch's default device.
+
+    Raises:
+        ValueError: as `context_parallel_shard`, and where seq_len is not a non-negative int.
+    """
+    group = resolve_cp_group(cp_group)
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int):
+        raise ValueError(f"seq_len: expected an int, got {seq_len!r}")
+    where = SequenceLayout.of(layout, group_size(group), seq_len, cu_seqlens)
+    return where.positions(group_rank(group))
+
+
+def context_parallel_gather(
+    x: Tensor,
+    *,
+    cp_group: ProcessGroup | None = None,
+    seq_dim: int = 1,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | None = None,
+    grad: str = "sum",
+) -> Tensor:
+    """The whole sequence, in its natural order, on every rank.
+
+    One all-gather forward. Backward: one reduce-scatter for grad="sum", nothing for "slice".
+
+    Which gradient goes with which loss. `grad` says how the ranks' losses add up:
+        "sum":   the objective is the *sum* of the ranks' losses, each of gathered values;
+        "slice": every rank computes the *same* loss, and the objective is that loss, once.
+
+    Under Megatron the loss function's return value decides. Megatron averages gradients over
+    data x context ranks, and multiplies a loss of two outputs by CP but not one of three (0.15 to
+    0.19, `forward_step_calc_loss` in pipeline_parallel/schedules.py). Where every CP rank computes
+    the whole loss from gathered values:
+
+        the loss function returns                   grad=     wrong choice: gradients are
+        ------------------------------------------  --------  ---------------------------
+        (loss, metrics)                             "slice"   CP times too large
+        (loss, num_tokens, metrics)                 "sum"     CP times too small
+        the same, with calculate_per_token_loss,    "sum"     CP times too small
+          num_tokens of the whole sequence
+
+    A loss that a rank computes from its own tokens alone needs no gather.
+
+    Args:
+        x: `[..., S/CP, ...]`, any dtype, the same shape on every rank.
+        cp_group, seq_dim, layout, cu_seqlens: as in `context_parallel_shard`, of which this is the
+            inverse.
+        grad: "sum" or "slice", see above.
+
+    Returns:
+        `[..., S, ...]`, contiguous, in x's dtype; x itself where CP is 1.
+
+    Raises:
+        ValueError: as `context_parallel_shard`, and an unknown `grad`; before any communication.
+    """
+    check_choice("grad", grad, GRADS)
+    group = resolve_cp_group(cp_group)
+    dim = _normalized_dim(x, seq_dim)
+    where = _layout_of_local(x, dim, group, layout, cu_seqlens)
+    if where.cp_size == 1:
+        return x
+    return _Gather.apply(x, dim, where, group, grad)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, where: SequenceLayout, group: ProcessGroup, grad: str
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.grad = dim, group, grad
+        if ctx.needs_input_grad[0]:
+            whole = grad == "sum"
+            ctx.save_for_backward(
+                where.slot_positions() if whole else where.positions(group_rank(group))
+            )
+        slots = all_gather_dim0(x.movedim(dim, 0), group)  # [S, ...], rank by rank
+        slots = slots.movedim(0, dim)
+        if where.in_order:
+            return slots.contiguous()
+        # Permutes and, as its output is contiguous, puts the sequence back at its dimension.
+        return _select(slots, dim, where.gather_order())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (index,) = ctx.saved_tensors
+        if ctx.grad == "slice":
+            return grads[0].index_select(ctx.dim, index), None, None, None, None
+        slots = grads[0].movedim(ctx.dim, 0).index_select(0, index)
+        mine = reduce_scatter_dim0(slots, ctx.group)
+        return mine.movedim(0, ctx.dim), None, None, None, None
+
+
+def context_parallel_shift(
+    x: Tensor,
+    *,
+    cp_group: ProcessGroup | None = None,
+    seq_dim: int = 1,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
+    fill: float = 0,
+) -> Tensor:
+    """At each of this rank's tokens, x at the next token of the same sequence.
+
+    Turns a rank's input ids into its labels: `context_parallel_shift(ids, fill=-100)`. Does not
+    gather the sequence: one all-gather of the first token of each rank's chunks, 2 a sequence
+    ("contiguous": 1; "contiguous_buffer": 1 in all). Differentiable; the backward is one
+    reduce-scatter of as many tokens.
+
+    Padded sequences: cu_seqlens counts the padding, so that the token after a sequence's last real
+    one is the first of its padding, and the last real token's label is the *padding id*: mask it,
+    or pass `lengths`, which makes it `fill`.
+
+    Args:
+        x: `[..., S/CP, ...]`, any dtype. Same shape on every rank.
+        cp_group, seq_dim, layout, cu_seqlens: as in `context_parallel_shard`.
+        lengths: true lengths without padding, `[sequences]` ints (one where nothing is packed): a
+            list, or an int32 or int64 tensor on x's device. None: as cu_seqlens says.
+        fill: the value after the last token of each sequence, and at all of its padding.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        ValueError: as `context_parallel_shard`, a `fill` that x's dtype cannot hold, and lengths of
+            another shape or above the padded ones; before any communication.
+    """
+    group = resolve_cp_group(cp_group)
+    dim = _normalized_dim(x, seq_dim)
+    where = _layout_of_local(x, dim, group, layout, cu_seqlens)
+    _check_fill(fill, x.dtype)
+    lengths = check_lengths(lengths, where, x.device)
+    if x.numel() == 0:
+        return x.clone()
+    first = x.movedim(dim, 0)  # [S/CP, ...]
+    boundary = _select(first, 0, where.chunk_starts())
+    if where.cp_size > 1:
+        boundary = _GatherBoundary.apply(boundary, group)
+    filler = first.new_full((1, *first.shape[1:]), fill)
+    sources = torch.cat([first, boundary, filler]).movedim(0, dim)
+    return _select(sources, dim, where.next_sources(group_rank(group), lengths))
+
+
+class _GatherBoundary(torch.autograd.Function):
+    """[n, ...] -> [CP*n, ...]; each rank uses some of it, so the gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, boundary: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather_dim0(boundary, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_dim0(grads[0], ctx.group), None
+
+
+def _check_fill(fill: float, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    if dtype is torch.bool:
+        low, high = 0, 1
+    else:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if fill != fill or not low <= fill <= high or int(fill) != fill:
+        raise ValueError(f"fill: expected a value of {dtype}, got {fill!r}")
+
+
+def _normalized_dim(x: Tensor, seq_dim: int) -> int:
+    """seq_dim counted from the front.
+
+    Raises:
+        ValueError: x has no such dimension.
+    """
+    if not -x.dim() <= seq_dim < x.dim():
+        raise ValueError(
+            f"seq_dim: expected {-x.dim()} to {x.dim() - 1} (shape {list(x.shape)}), got {seq_dim}"
+        )
+    return seq_dim % x.dim()
+
+
+def _layout_of_local(
+    x: Tensor, dim: int, group: ProcessGroup | None, layout: str, cu_seqlens: Tensor | None
+) -> SequenceLayout:
+    """The layout of the sequence that x is this rank's part of."""
+    size = group_size(group)
+    return SequenceLayout.of(layout, size, x.shape[dim] * size, cu_seqlens, device=x.device)
+
+
+def _select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`x.index_select`, for any dtype."""
+    other = _INDEXED_AS.get(x.dtype)
+    if other is None:
+        return x.index_select(dim, index)
+    return x.view(other).index_select(dim, index).view(x.dtype)
