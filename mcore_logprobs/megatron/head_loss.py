@@ -10,7 +10,7 @@ from torch import Tensor
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.logits.token_stats import TokenStats
-from mcore_logprobs.megatron.handle import DeferredLogits
+from mcore_logprobs.megatron.deferred import DeferredLogits
 
 
 def head_output(

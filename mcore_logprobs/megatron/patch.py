@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig, refuse_unsupported
 from mcore_logprobs.logits.token_stats import TokenStats
-from mcore_logprobs.megatron.handle import DeferredLogits, DeferringHead, scale_deferred
+from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, scale_deferred
 from mcore_logprobs.megatron.head_loss import head_output, plain_loss_config
 from mcore_logprobs.megatron.heads import (
     HeadReport,

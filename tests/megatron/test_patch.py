@@ -355,7 +355,7 @@ def test_settings_from_the_transformer_config(ranks):
 
 
 def never_materializes(mtp: bool) -> None:
-    from mcore_logprobs.megatron.handle import DeferredLogits
+    from mcore_logprobs.megatron.deferred import DeferredLogits
 
     with megatron(tp=2) as parallel_state:
         extra = {"mtp_num_layers": 1} if mtp else {}
