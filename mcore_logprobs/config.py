@@ -225,6 +225,12 @@ class LogprobConfig:
         False,
         "Compute only rows whose target is not ignore_index, at the price of one host sync.",
     )
+    mtp: Literal["keep", "off"] = _choice(
+        "keep",
+        ("keep", "off"),
+        "'keep': multi-token prediction has its own losses, as without the patch; 'off': calls with "
+        "labels leave it out, so that reading log-probabilities does not train it.",
+    )
     invariant_segments: int | None = _integer(
         None,
         checks.check_optional_count,
@@ -360,7 +366,7 @@ class LogprobConfig:
 
 def refuse_unsupported(config: LogprobConfig) -> None:
     """Raises a ValueError for a setting that patched models do not honour yet."""
-    for name in ("top_k", "top_p", "compact", "invariant_segments"):
+    for name in ("top_k", "top_p", "invariant_segments"):
         value, default = getattr(config, name), _default(LogprobConfig, name)
         if value != default:
             raise ValueError(

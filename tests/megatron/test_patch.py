@@ -355,28 +355,29 @@ def test_settings_from_the_transformer_config(ranks):
 
 
 def never_materializes(mtp: bool) -> None:
-    from mcore_logprobs.megatron.deferred import DeferredLogits
-
     with megatron(tp=2) as parallel_state:
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
         extra = {"mtp_num_layers": 1} if mtp else {}
         config = tiny_config(sequence_parallel=True, **extra)
         model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=mtp)
         batch = make_batch(parallel_state)
-        original = DeferredLogits.materialize
+        original = ColumnParallelLinear.forward
         calls: list[str] = []
 
-        def counting(self: Any) -> Tensor:
-            calls.append("logits")
-            return original(self)
+        def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self is model.output_layer:
+                calls.append("logits")
+            return original(self, *args, **kwargs)
 
-        DeferredLogits.materialize = counting  # type: ignore[method-assign]
+        ColumnParallelLinear.forward = counting
         try:
             with patch_gpt_model(model, LogprobConfig(entropy=True, target_rank=True)):
                 step(model, batch)
                 assert not calls
                 model(**batch["inputs"], labels=None if not mtp else batch["labels"])
         finally:
-            DeferredLogits.materialize = original  # type: ignore[method-assign]
+            ColumnParallelLinear.forward = original
         assert calls == ([] if mtp else ["logits"])
 
 
