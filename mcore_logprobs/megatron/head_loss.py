@@ -90,7 +90,7 @@ def mtp_loss(
     *,
     head: DeferringHead,
     tp_group: Any,
-    loss_mask: Tensor | None,
+    loss_mask: Any,
 ) -> Tensor:
     """Megatron's own loss for a multi-token prediction head, [b, s], from hidden states.
 
@@ -109,7 +109,9 @@ def mtp_loss(
         "logits_dtype": config.logits_dtype,
     }
     stats = _from_hidden(logits, target.masked_fill(outside, 0), None, (), head.layer, options)
-    wants_top = bool(outside.any()) if outside.device.type == "cpu" else loss_mask is None
+    wants_top = (
+        bool(outside.any()) if outside.device.type == "cpu" else not isinstance(loss_mask, Tensor)
+    )
     top: Tensor | float = 0.0
     if wants_top:
         mine = logits.largest().values.to(stats.lse.dtype)

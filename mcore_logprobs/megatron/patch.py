@@ -456,24 +456,43 @@ class _WithLabels:
         self.__signature__ = inspect.signature(original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = self.__signature__.bind(*args, **kwargs)
-        given = bound.arguments
+        given = _Arguments(self.__signature__, args, kwargs)
         call = self._patch.call
-        told = "labels" in self.__signature__.parameters
+        labels = given["labels"]
         if call.targets is not None:
-            if not told or given.get("labels") is not None:
+            if labels is not None:
                 raise ValueError("inside PatchHandle.targets: expected a call without labels")
-            given["labels"] = call.targets
-        labels = given.get("labels") if told else NOT_TOLD
-        with self._patch.running(Running(labels, given.get("loss_mask"))):
+            given["labels"] = labels = call.targets
+        with self._patch.running(Running(labels, given["loss_mask"])):
             if labels is None or call.config.mtp == "keep":
-                return self._wrapped(*bound.args, **bound.kwargs)
+                return self._wrapped(*given.args, **given.kwargs)
             with _without_mtp(self._patch.model, given):
-                return self._wrapped(*bound.args, **bound.kwargs)
+                return self._wrapped(*given.args, **given.kwargs)
+
+
+class _Arguments:
+    """A call's arguments by name, wherever they were put: NOT_TOLD for one that is not there."""
+
+    def __init__(self, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+        self._bound = signature.bind(*args, **kwargs)
+        self._bound.apply_defaults()
+        rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+        self._rest: dict[str, Any] = self._bound.arguments[rest[0]] if rest else {}
+        self.args, self.kwargs = self._bound.args, self._bound.kwargs
+
+    def __getitem__(self, name: str) -> Any:
+        return self._bound.arguments.get(name, self._rest.get(name, NOT_TOLD))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._bound.arguments:
+            self._bound.arguments[name] = value
+        else:
+            self._rest[name] = value
+        self.args, self.kwargs = self._bound.args, self._bound.kwargs
 
 
 @contextlib.contextmanager
-def _without_mtp(model: Any, given: dict[str, Any]) -> Iterator[None]:
+def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
     """While open, `model` has no multi-token prediction: its layers pass hidden states through.
 
     Hidden states that come with those of the MTP layers already joined to them (`_postprocess` of a
@@ -483,7 +502,7 @@ def _without_mtp(model: Any, given: dict[str, Any]) -> Iterator[None]:
     if not layers:
         yield
         return
-    if "mtp_in_postprocess" in given and not given["mtp_in_postprocess"]:
+    if not given["mtp_in_postprocess"]:  # NOT_TOLD where the model has no such argument
         given["hidden_states"] = torch.chunk(given["hidden_states"], 1 + layers, dim=0)[0]
     config = vars(model)["config"]
     vars(model)["config"] = copy.copy(config)
