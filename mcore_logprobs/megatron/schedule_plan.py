@@ -32,7 +32,7 @@ class ScheduledStats(TokenStats):
 
     @property
     def requires_grad(self) -> bool:
-        return bool(self.differentiable())
+        return any(x.requires_grad for x in self._tensors().values())
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -40,18 +40,19 @@ class ScheduledStats(TokenStats):
 
         Those of a policy loss alone where there is one: the statistics are for information then.
         """
-        found = self._per_token() if self.policy_loss is None else {"": self.policy_loss}
-        for x in found.values():
-            if x.is_floating_point():
-                x.requires_grad_(value)
+        if self.policy_loss is not None:
+            leaf = self.policy_loss.requires_grad_(value)
+            self._leaves = {"policy_loss": leaf}
+            self.policy_loss = leaf.clone()  # Megatron scales what a loss function returns in place
+            return
+        self._leaves = {n: x for n, x in self._per_token().items() if x.is_floating_point()}
+        for x in self._leaves.values():
+            x.requires_grad_(value)
 
     @property
-    def grad(self) -> list[Tensor | None]:
-        """The gradient of each tensor there is."""
-        return [x.grad for x in self._tensors().values()]
-
-    def differentiable(self) -> list[Tensor]:
-        return [x for x in self._tensors().values() if x.requires_grad]
+    def grad(self) -> dict[str, Tensor | None]:
+        """Gradients by field."""
+        return {name: x.grad for name, x in self._leaves.items()}
 
 
 def carry_stats(plan: Any, around: Callable[[], Any]) -> None:
@@ -74,9 +75,7 @@ def carry_stats(plan: Any, around: Callable[[], Any]) -> None:
         if not isinstance(output, ScheduledStats):
             return backward(outputs, grads)
         pairs = [
-            (x, grad)
-            for x, grad in zip(output._tensors().values(), grads[0], strict=True)
-            if x.requires_grad and grad is not None
+            (getattr(output, name), grad) for name, grad in grads[0].items() if grad is not None
         ]
         torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
         return tuple(grad for _, grad in pairs)
