@@ -206,6 +206,8 @@ def _reason_against_hooks(layer: Any) -> str:
         return "backward hooks on all modules want the logits' gradient"
     for hook in (*layer._forward_hooks.values(), *everywhere._global_forward_hooks.values()):
         where, name = _names(hook)
+        if where.startswith("torch.distributed.fsdp.") and not hasattr(hook, "__self__"):
+            return "FSDP shards its weight in one group with other modules"
         if not where.startswith(_HARMLESS_HOOKS):
             return f"a forward hook on the output layer ({name}) may read or change the logits"
     return ""

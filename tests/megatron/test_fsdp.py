@@ -16,14 +16,16 @@ from tests.megatron.common import VOCAB, loss_of, make_batch, megatron, relative
 from tests.megatron.test_joints import log_lines, traces
 
 
-def wrap(model: Any, group: Any, *, head: bool, root: dict[str, Any], **options: Any) -> None:
-    """As Megatron's TorchFullyShardedDataParallel does, with or without a head of its own."""
+def wrap(model: Any, group: Any, *, head: str, **options: Any) -> None:
+    """As Megatron's TorchFullyShardedDataParallel does; `head` says with what it is sharded."""
     mesh = DeviceMesh.from_group(group, "cpu")
     for layer in model.decoder.layers:
         fully_shard(layer, mesh=mesh, **options)
-    if head:
+    if head == "own":
         fully_shard(model.output_layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **root, **options)
+    elif head == "group":
+        fully_shard([model.decoder.final_layernorm, model.output_layer], mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 def whole(tensor: Any) -> Tensor:
@@ -94,12 +96,16 @@ def errors(
             assert all("_mcore" not in k for d in traces(model) for k in d)
         assert "forward" not in vars(model.output_layer)
         assert list(model.state_dict()) == keys
-        _, unpatched_grads = train(model, batches, plain)
+        unpatched, unpatched_grads = train(model, batches, plain)
+        if case == "bf16":  # against the same model unpatched, which rounds its logits besides
+            expected, expected_grads, logits = unpatched, unpatched_grads, found
+            again, expected[0] = again.float(), expected[0].float()
         pairs = list(zip(got, expected, strict=True))
         return {
             "loss": max(relative(g, e) for g, e in pairs),
             "grad": worst(grads, expected_grads),
             "no_grad": relative(again, expected[0]),
+            "dtype": float(got[0].dtype != torch.float32),
             "logits": 0.0 if mtp else relative(found, logits),
             "policy grad": worst(head_grads, grads),
             "unpatched": worst(unpatched_grads, expected_grads),
@@ -108,10 +114,15 @@ def errors(
         }
 
 
-OWN = {"head": True, "root": {}}
-ROOT = {"head": False, "root": {}}
-RESHARD = {"head": True, "root": {}, "reshard_after_forward": True}
-KEEP = {"head": True, "root": {}, "reshard_after_forward": False}
+OWN: dict[str, Any] = {"head": "own"}
+ROOT: dict[str, Any] = {"head": "root"}
+WRAPPINGS = {
+    "own": OWN,
+    "root": ROOT,
+    "reshard": OWN | {"reshard_after_forward": True},
+    "root-reshard": ROOT | {"reshard_after_forward": True},
+    "keep": OWN | {"reshard_after_forward": False},
+}
 
 
 def check(found: dict[str, Any], tolerance: float = 1e-5) -> None:
@@ -121,11 +132,9 @@ def check(found: dict[str, Any], tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("first", ["patch", "wrap"])
-@pytest.mark.parametrize(
-    "wrapping", [OWN, ROOT, RESHARD, KEEP], ids=["own", "root", "reshard", "keep"]
-)
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_fused(ranks, first, wrapping):
-    for found in ranks(2).run(errors, first, 1, wrapping, {"fused": "require"}):
+    for found in ranks(2).run(errors, first, 1, WRAPPINGS[wrapping], {"fused": "require"}):
         check(found)
 
 
@@ -133,6 +142,14 @@ def test_fused(ranks, first, wrapping):
 def test_from_logits(ranks, first):
     for found in ranks(2).run(errors, first, 1, OWN, {"fused": False}):
         check(found)
+
+
+@pytest.mark.parametrize("first", ["patch", "wrap"])
+def test_a_head_in_a_group_of_modules_is_not_fused(ranks, first):
+    """Its weight goes when the last of the group has run, and comes back for all of them only."""
+    for found in ranks(2).run(errors, first, 1, {"head": "group"}, {}):
+        assert found["lines"] == 1
+        check({**found, "lines": 0})
 
 
 @pytest.mark.parametrize("first", ["patch", "wrap"])
@@ -146,3 +163,9 @@ def test_mtp_and_tied_weights(ranks, first, case):
 def test_with_tensor_parallelism(ranks):
     for found in ranks(4).run(errors, "patch", 2, OWN, {"fused": "require"}):
         check(found)
+
+
+@pytest.mark.parametrize("first", ["patch", "wrap"])
+def test_mixed_precision(ranks, first):
+    for found in ranks(2).run(errors, first, 1, OWN, {"fused": "require"}, "bf16"):
+        check(found, 0.03)
