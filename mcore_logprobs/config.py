@@ -228,8 +228,8 @@ class LogprobConfig:
     mtp: Literal["keep", "off"] = _choice(
         "keep",
         ("keep", "off"),
-        "'keep': multi-token prediction has its own losses, as without the patch; 'off': calls with "
-        "labels leave it out, so that reading log-probabilities does not train it.",
+        "'keep': multi-token prediction has its own losses, as without the patch; 'off': calls "
+        "with labels leave it out, so that reading log-probabilities does not train it.",
     )
     invariant_segments: int | None = _integer(
         None,

@@ -75,10 +75,10 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     where the output layer is a module of its own, one more all-gather of its weight.
 
     Raises:
-        ValueError: on every stage: no language model found; settings that are not a LogprobConfig
-            or misspelt on `model.config`, or not supported yet; a head that cannot be fused under `fused="require"`; a
-            loss of the model's own that the settings would leave out. On the head's stage: already
-            patched with another config. Nothing is patched then.
+        ValueError: on every stage: no language model found; settings that are not a LogprobConfig,
+            misspelt on `model.config` or not supported yet; a head that cannot be fused under
+            `fused="require"`; a loss of the model's own that the settings would leave out. On the
+            head's stage: already patched with another config. Nothing is patched then.
     """
     if config is not None and not isinstance(config, LogprobConfig):
         raise ValueError(f"config: expected a LogprobConfig or None, got {type(config).__name__}")
