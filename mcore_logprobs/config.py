@@ -55,7 +55,10 @@ def _field(default: Any, setting: _Setting) -> Any:
 
 
 def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
-    return _field(default, _Setting(help, checks.one_of(choices), parse=str))
+    def normal(value: Any) -> Any:
+        return "off" if value is False and "off" in choices else value  # YAML's unquoted off
+
+    return _field(default, _Setting(help, checks.one_of(choices), parse=str, normal=normal))
 
 
 def _switch(default: bool, help: str, *, words: tuple[str, ...] = ()) -> Any:
@@ -185,6 +188,9 @@ class LogprobConfig:
     target_rank: bool = _switch(
         False, "Also return the rank of each target, 0 for the argmax (output='stats' only)."
     )
+    sum_pi_squared: bool = _switch(
+        False, "Also return the sum of squared probabilities (output='stats' only)."
+    )
     temperature: float = _real(
         1.0, checks.check_positive, "The logits are divided by it, after scale and softcap."
     )
@@ -260,11 +266,11 @@ class LogprobConfig:
             value = setting.normal(getattr(self, name))
             setting.check(f"LogprobConfig.{name}", value)
             object.__setattr__(self, name, value)
-        if self.output == "loss" and (self.entropy or self.target_rank):
+        extras = [n for n in ("entropy", "target_rank", "sum_pi_squared") if getattr(self, n)]
+        if self.output == "loss" and extras:
             raise ValueError(
-                "LogprobConfig: entropy and target_rank need output='stats', which has a place "
-                f"for them; got output='loss', entropy={self.entropy}, "
-                f"target_rank={self.target_rank}"
+                f"LogprobConfig: {', '.join(extras)}: expected output='stats', which has a place "
+                "for it, got output='loss'"
             )
 
     @classmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -238,6 +239,18 @@ class DeferringHead:
         self.latest: DeferredLogits | None = None
         self._refusal = refusal
 
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, calling the layer as a module runs its hooks around `forward` below."""
+        before = vars(self.layer).get("forward")
+        vars(self.layer)["forward"] = self.forward
+        try:
+            yield
+        finally:
+            del vars(self.layer)["forward"]
+            if before is not None:
+                vars(self.layer)["forward"] = before
+
     def forward(
         self,
         input_: Tensor,
@@ -267,7 +280,8 @@ class DeferringHead:
                 layer.sequence_parallel = now
 
         def call_again(fn: HeadCall) -> Any:
-            return layer(input_, weight, runtime_gather_output, **{_INSIDE: fn})
+            with self.in_place():
+                return layer(input_, weight, runtime_gather_output, **{_INSIDE: fn})
 
         again = call_again if reshards_after_forward(layer) else None
         self.latest = handle = DeferredLogits(

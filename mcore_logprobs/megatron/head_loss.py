@@ -61,6 +61,7 @@ def head_output(
     options = _options(config, tp_group) | {
         "entropy": config.entropy,
         "target_rank": config.target_rank,
+        "sum_pi_squared": config.sum_pi_squared,
         "temperature": config.temperature,
         "vocab_size": config.vocab_size,
         "ignore_index": config.ignore_index,

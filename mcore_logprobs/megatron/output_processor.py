@@ -81,11 +81,5 @@ def _call(head: DeferringHead, hidden: Tensor, call: dict[str, Any]) -> Any:
     head.reason = kind_reason(layer)
     if head.reason:
         return layer(hidden, **call)[0]
-    before = vars(layer).get("forward")  # a patch's
-    vars(layer)["forward"] = head.forward
-    try:
+    with head.in_place():
         return layer(hidden, **call)[0]
-    finally:
-        del vars(layer)["forward"]
-        if before is not None:
-            vars(layer)["forward"] = before

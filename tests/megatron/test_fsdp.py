@@ -169,3 +169,39 @@ def test_with_tensor_parallelism(ranks):
 def test_mixed_precision(ranks, first):
     for found in ranks(2).run(errors, first, 1, OWN, {"fused": "require"}, "bf16"):
         check(found, 0.03)
+
+
+def processor(tp: int) -> None:
+    """The output processor leaves the layer before its loss calls it for the weight again."""
+    from mcore_logprobs import logprob_output_processor
+
+    with megatron(tp=tp) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        batch = make_batch(parallel_state)
+        expected, expected_grads = train(model, [batch], plain)
+        wrap(model, parallel_state.get_data_parallel_group(), **OWN)
+
+        def through_the_processor(model: Any, batch: dict[str, Any]) -> Any:
+            def postprocess(**call: Any) -> Any:
+                return logprob_output_processor(
+                    hidden_states=call["hidden_states"],
+                    output_layer=model.output_layer,
+                    labels=call["labels"],
+                    context=LogprobConfig(fused="require"),
+                    config=model.config,
+                )
+
+            model._postprocess = postprocess
+            try:
+                return model(**batch["inputs"], labels=batch["labels"])
+            finally:
+                del model._postprocess
+
+        got, grads = train(model, [batch], through_the_processor)
+        assert "forward" not in vars(model.output_layer)
+        assert relative(got[0], expected[0]) < 1e-5
+        assert worst(grads, expected_grads) < 1e-5
+
+
+def test_output_processor(ranks):
+    ranks(2).run(processor, 1)
