@@ -33,7 +33,9 @@ from mcore_logprobs.megatron import (
     PatchHandle,
     logprob_output_processor,
     patch_gpt_model,
+    patch_model,
     unpatch_gpt_model,
+    unpatch_model,
 )
 
 __version__ = "0.1.0"
@@ -57,7 +59,9 @@ __all__ = [
     "linear_token_stats",
     "logprob_output_processor",
     "patch_gpt_model",
+    "patch_model",
     "unpatch_gpt_model",
+    "unpatch_model",
     "vocab_parallel_argmax",
     "vocab_parallel_entropy",
     "vocab_parallel_gather",

@@ -55,7 +55,10 @@ def _field(default: Any, setting: _Setting) -> Any:
 
 
 def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
-    return _field(default, _Setting(help, checks.one_of(choices), parse=str))
+    def normal(value: Any) -> Any:
+        return "off" if value is False and "off" in choices else value  # YAML's unquoted off
+
+    return _field(default, _Setting(help, checks.one_of(choices), parse=str, normal=normal))
 
 
 def _switch(default: bool, help: str, *, words: tuple[str, ...] = ()) -> Any:
@@ -185,6 +188,9 @@ class LogprobConfig:
     target_rank: bool = _switch(
         False, "Also return the rank of each target, 0 for the argmax (output='stats' only)."
     )
+    sum_pi_squared: bool = _switch(
+        False, "Also return the sum of squared probabilities (output='stats' only)."
+    )
     temperature: float = _real(
         1.0, checks.check_positive, "The logits are divided by it, after scale and softcap."
     )
@@ -225,6 +231,12 @@ class LogprobConfig:
         False,
         "Compute only rows whose target is not ignore_index, at the price of one host sync.",
     )
+    mtp: Literal["keep", "off"] = _choice(
+        "keep",
+        ("keep", "off"),
+        "'keep': multi-token prediction has its own losses, as without the patch; 'off': calls "
+        "with labels leave it out, so that reading log-probabilities does not train it.",
+    )
     invariant_segments: int | None = _integer(
         None,
         checks.check_optional_count,
@@ -254,11 +266,11 @@ class LogprobConfig:
             value = setting.normal(getattr(self, name))
             setting.check(f"LogprobConfig.{name}", value)
             object.__setattr__(self, name, value)
-        if self.output == "loss" and (self.entropy or self.target_rank):
+        extras = [n for n in ("entropy", "target_rank", "sum_pi_squared") if getattr(self, n)]
+        if self.output == "loss" and extras:
             raise ValueError(
-                "LogprobConfig: entropy and target_rank need output='stats', which has a place "
-                f"for them; got output='loss', entropy={self.entropy}, "
-                f"target_rank={self.target_rank}"
+                f"LogprobConfig: {', '.join(extras)}: expected output='stats', which has a place "
+                "for it, got output='loss'"
             )
 
     @classmethod
@@ -360,7 +372,7 @@ class LogprobConfig:
 
 def refuse_unsupported(config: LogprobConfig) -> None:
     """Raises a ValueError for a setting that patched models do not honour yet."""
-    for name in ("top_k", "top_p", "compact", "invariant_segments"):
+    for name in ("top_k", "top_p", "invariant_segments"):
         value, default = getattr(config, name), _default(LogprobConfig, name)
         if value != default:
             raise ValueError(

@@ -24,6 +24,7 @@ OTHER = {
     "fused": ("require", "require", "require"),
     "entropy": (True, "true", "true"),
     "target_rank": (True, "true", "yes"),
+    "sum_pi_squared": (True, "true", "true"),
     "temperature": (0.5, "5e-1", "5e-1"),
     "top_k": (50, "50", "50"),
     "top_p": (0.9, "0.9", "9e-1"),
@@ -32,6 +33,7 @@ OTHER = {
     "label_smoothing": (0.1, "0.1", "0.1"),
     "softcap": (30.0, "30", "30"),
     "compact": (True, "true", "on"),
+    "mtp": ("off", "off", "off"),
     "invariant_segments": (8, "8", "8"),
     "logits_dtype": (torch.bfloat16, "bfloat16", "bf16"),
     "chunk_size": (64, "64", "64"),
@@ -98,6 +100,7 @@ def test_defaults_are_the_contract() -> None:
         "fused": True,
         "entropy": False,
         "target_rank": False,
+        "sum_pi_squared": False,
         "temperature": 1.0,
         "top_k": None,
         "top_p": 1.0,
@@ -106,6 +109,7 @@ def test_defaults_are_the_contract() -> None:
         "label_smoothing": 0.0,
         "softcap": None,
         "compact": False,
+        "mtp": "keep",
         "invariant_segments": None,
         "logits_dtype": torch.float32,
         "chunk_size": None,
@@ -198,7 +202,7 @@ def test_docstring_and_help_have_the_same_text(name) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"top_k": 5}, {"top_p": 0.9}, {"compact": True}, {"invariant_segments": 2}], ids=str
+    "setting", [{"top_k": 5}, {"top_p": 0.9}, {"invariant_segments": 2}], ids=str
 )
 def test_a_patched_model_refuses_what_it_does_not_honour_yet(setting) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(setting))}: not supported yet"):

@@ -81,7 +81,9 @@ OTHER_NAMES = [
     "add_logprob_args",
     "logprob_output_processor",
     "patch_gpt_model",
+    "patch_model",
     "unpatch_gpt_model",
+    "unpatch_model",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from functools import partial
 from typing import Any
@@ -10,13 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs import LogprobConfig, TokenStats, context_parallel_gather, patch_gpt_model
+from mcore_logprobs import (
+    LogprobConfig,
+    PatchHandle,
+    TokenStats,
+    context_parallel_gather,
+    patch_model,
+)
 from mcore_logprobs.losses import ClippedLoss, clip_fraction
 
 from .batch import Batch, MicroBatch, micro_batches
 from .config import RunConfig
 from .layout import Layout, from_last_stage, gather_rows
-from .linear_head import PolicyLoss, policy_loss_head
 
 _FIELDS = {
     "logprobs": torch.float32,
@@ -43,7 +49,6 @@ class Policy:
         # A loss per token, of that token's figures alone.
         self.loss = ClippedLoss(clip_low=g.clip_low, clip_high=g.clip_high, kl_coef=g.kl_coef)
         self.padded_vocab = model.vocab_size
-        self.in_hand: MicroBatch | None = None  # the micro-batch of the running forward
         # The sampler's temperature, so that the ratio compares like with like; the true
         # vocabulary, so that padded columns are never counted.
         self.train_config = dataclasses.replace(
@@ -83,7 +88,7 @@ class Policy:
         def keep(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Tensor, TokenStats]:
             return stats.logprobs.sum(), micro.batch.mask.sum().int(), stats
 
-        with patch_gpt_model(self.model, self.score_config):
+        with patch_model(self.model, self.score_config):
             found = self.run(batch, keep, forward_only=True)
         whole = {
             name: self._whole([getattr(stats, name) for stats in found], batch, dtype)
@@ -101,11 +106,16 @@ class Policy:
             fused = "fused" if self.train_config.fused else "logits"
             way = "linear" if self.config.grpo.policy_loss == "linear" else fused
         self.model.zero_grad_buffer()
-        config = dataclasses.replace(self.train_config, fused=way != "logits")
-        with patch_gpt_model(self.model, config):
+        config = dataclasses.replace(
+            self.train_config,
+            fused=way != "logits",
+            compact=way == "linear",  # prompts and padding cost no product
+        )
+        with patch_model(self.model, config) as handle:
             if way == "linear":
-                with policy_loss_head(self.gpt_model, config, self.loss, self._loss_inputs):
-                    found = self.run(batch, self._loss_of_head, forward_only=False)
+                # The loss is formed with the logits of each chunk: three products, not four.
+                around = partial(self._loss_in_head, handle)
+                found = self.run(batch, self._loss_of_head, around, forward_only=False)
             else:
                 found = self.run(batch, self._loss_of_stats, forward_only=False)
         sums = torch.zeros(3, dtype=torch.float64, device=self.layout.device)
@@ -117,17 +127,20 @@ class Policy:
         loss, clipped, tokens = from_last_stage(sums, self.layout).tolist()
         return {"loss": loss / tokens, "clip_fraction": clipped / tokens}
 
-    def _loss_inputs(self) -> tuple[Tensor, ...]:
-        b = self.in_hand.batch
+    def _loss_inputs(self, micro: MicroBatch) -> tuple[Tensor, ...]:
+        b = micro.batch
         reference = (b.ref_logprobs,) if self.loss.kl_coef > 0 else ()
         return (b.old_logprobs, b.advantages, *reference)
 
     def _loss_of_stats(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Tensor, Tensor]:
-        per_token = self.loss(stats.logprobs, stats.entropy, *self._loss_inputs())
+        per_token = self.loss(stats.logprobs, stats.entropy, *self._loss_inputs(micro))
         return self._report(micro, (per_token * micro.batch.mask).sum(), stats)
 
-    def _loss_of_head(self, micro: MicroBatch, out: PolicyLoss) -> tuple[Tensor, Tensor, Tensor]:
-        return self._report(micro, out.loss, out.stats)
+    def _loss_in_head(self, handle: PatchHandle, micro: MicroBatch) -> Any:
+        return handle.policy_loss(self.loss, *self._loss_inputs(micro))
+
+    def _loss_of_head(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Tensor, Tensor]:
+        return self._report(micro, stats.policy_loss, stats)
 
     def _report(
         self, micro: MicroBatch, loss: Tensor, stats: TokenStats
@@ -146,11 +159,17 @@ class Policy:
         return loss, tokens.int(), report
 
     def run(
-        self, batch: Batch, loss_func: Any, *, forward_only: bool, with_labels: bool = True
+        self,
+        batch: Batch,
+        loss_func: Any,
+        around: Any = contextlib.nullcontext,
+        *,
+        forward_only: bool,
+        with_labels: bool = True,
     ) -> list[Any]:
         """Megatron's forward-backward over this rank's micro-batches: `loss_func(micro, output)`
-        gives (sum, tokens, report); returns the reports, on the last pipeline stage. Without
-        labels the output is the model's vocab-parallel logits."""
+        gives (sum, tokens, report); returns the reports, on the last pipeline stage. The model
+        runs inside `around(micro)`. Without labels the output is its vocab-parallel logits."""
         from megatron.core import parallel_state as ps
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -166,13 +185,14 @@ class Policy:
         )
 
         def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
-            micro = self.in_hand = next(iterator)
-            output = model(
-                input_ids=micro.batch.tokens,
-                position_ids=micro.position_ids,
-                attention_mask=None,  # causal; padding stands to the right
-                labels=micro.batch.labels if with_labels else None,
-            )
+            micro = next(iterator)
+            with around(micro):
+                output = model(
+                    input_ids=micro.batch.tokens,
+                    position_ids=micro.position_ids,
+                    attention_mask=None,  # causal; padding stands to the right
+                    labels=micro.batch.labels if with_labels else None,
+                )
             return output, partial(loss_func, micro)
 
         return get_forward_backward_func()(

@@ -6,7 +6,13 @@ Importing it does not import Megatron; the first patch does.
 from mcore_logprobs.megatron.arguments import patched_model_provider
 from mcore_logprobs.megatron.heads import HeadReport, find_language_models, head_report
 from mcore_logprobs.megatron.output_processor import logprob_output_processor
-from mcore_logprobs.megatron.patch import PatchHandle, patch_gpt_model, unpatch_gpt_model
+from mcore_logprobs.megatron.patch import (
+    PatchHandle,
+    patch_gpt_model,
+    patch_model,
+    unpatch_gpt_model,
+    unpatch_model,
+)
 from mcore_logprobs.megatron.versions import has_output_processor, megatron_features
 
 __all__ = [
@@ -18,6 +24,8 @@ __all__ = [
     "logprob_output_processor",
     "megatron_features",
     "patch_gpt_model",
+    "patch_model",
     "patched_model_provider",
     "unpatch_gpt_model",
+    "unpatch_model",
 ]

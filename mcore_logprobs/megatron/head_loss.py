@@ -2,86 +2,212 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.fused.policy_loss import linear_policy_loss
+from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.groups import group_rank, group_size
-from mcore_logprobs.logits.token_stats import TokenStats
-from mcore_logprobs.megatron.handle import DeferredLogits
+from mcore_logprobs.logits.token_stats import TokenStats, vocab_parallel_token_stats
+from mcore_logprobs.megatron.calls import Call, PolicyLoss
+from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
+from mcore_logprobs.megatron.heads import require_fused
+
+_TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"
+_REPLACED = (
+    "the logits changed between the output layer and the loss (an adapter around the layer, or the "
+    "model's own code)"
+)
 
 
 def head_output(
     labels: Tensor,  # [b, s]
     logits: Tensor | DeferredLogits,  # [s, b, V/TP]
-    config: LogprobConfig,
+    call: Call,
     *,
-    layer: Any,
+    head: DeferringHead,
     tp_group: Any,
+    reason: str = "",
 ) -> TokenStats | Tensor:
     """What a patched model returns: a TokenStats of [b, s] tensors, or the [b, s] loss.
 
-    `layer` is the output layer that the logits come from. A handle takes the fused path, real
-    logits the operations on logits. Collectives: those of `linear_token_stats` or
-    `vocab_parallel_token_stats` over TP.
+    A handle takes the fused path, real logits the operations on logits: for `reason`, if their
+    caller knows it. `head` is what stands in for the output layer's forward. Collectives: those of
+    the operation over TP.
+
+    Raises:
+        ValueError: real logits under fused="require"; those of the operations.
+        RuntimeError: logits that have lost the gradient of what they were computed from.
     """
-    target = labels.transpose(0, 1).contiguous()  # [s, b]
-    common: dict[str, Any] = {
+    config = call.config
+    if isinstance(logits, DeferredLogits):
+        known = logits.computed()
+        if known is not None:
+            reason = reason or _TOUCHED
+        elif not config.fused:
+            known = logits.materialize()
+    else:
+        known = logits
+        reason = reason or head.reason or _REPLACED
+        check_gradient(logits, head.latest)
+    if known is not None:
+        require_fused(config, reason, tp_group)
+
+    options = _options(config, tp_group) | {
         "entropy": config.entropy,
         "target_rank": config.target_rank,
-        "tp_group": tp_group,
+        "sum_pi_squared": config.sum_pi_squared,
         "temperature": config.temperature,
         "vocab_size": config.vocab_size,
         "ignore_index": config.ignore_index,
         "label_smoothing": config.label_smoothing,
         "softcap": config.softcap,
+    }
+    target = labels.transpose(0, 1).contiguous()  # [s, b]
+    tensors = call.policy.sequence_first(labels) if call.policy else ()
+    if known is None:
+        assert isinstance(logits, DeferredLogits)
+        options |= {"compact": config.compact, "logits_dtype": config.logits_dtype}
+        stats = _from_hidden(logits, target, call.policy, tensors, head.layer, options)
+    else:
+        shard = _own_columns(known, tp_group, getattr(head.layer, "output_size", None))
+        stats = vocab_parallel_token_stats(shard, target, **options)
+        if call.policy:
+            keep = target != config.ignore_index
+            stats = _with_policy_loss(stats, keep, call.policy, tensors)
+    stats = stats.map(lambda x: x.transpose(0, 1).contiguous())
+    return stats if config.output == "stats" or call.policy else stats.loss
+
+
+def mtp_loss(
+    labels: Tensor,  # [b, s]
+    logits: DeferredLogits,
+    config: LogprobConfig,
+    *,
+    head: DeferringHead,
+    tp_group: Any,
+    loss_mask: Any,
+) -> Tensor:
+    """Megatron's own loss for a multi-token prediction head, [b, s], from hidden states.
+
+    Equal to `vocab_parallel_cross_entropy` for every label: that knows no ignore_index, and gives a
+    label outside the vocabulary the loss lse - max, whose gradient is that of lse. The maximum is
+    for the log alone; where a loss mask comes with the call it is left out on a GPU, since the
+    mask is there to drop such labels, and finding them costs a pass over the vocabulary.
+
+    Collectives: those of `linear_token_stats`; with the maximum one all-gather of [s, b] over TP.
+    """
+    target = labels.transpose(0, 1).contiguous()  # [s, b]
+    columns = logits.weight.shape[0] * group_size(tp_group)
+    outside = (target < 0) | (target >= columns)
+    options = _options(config, tp_group) | {
+        "ignore_index": None,
+        "logits_dtype": config.logits_dtype,
+    }
+    stats = _from_hidden(logits, target.masked_fill(outside, 0), None, (), head.layer, options)
+    wants_top = (
+        bool(outside.any()) if outside.device.type == "cpu" else not isinstance(loss_mask, Tensor)
+    )
+    top: Tensor | float = 0.0
+    if wants_top:
+        mine = logits.largest().values.to(stats.lse.dtype)
+        top = all_gather_stack(mine, tp_group).amax(0)
+    loss = torch.where(outside, stats.lse - top, -stats.logprobs)
+    return loss.transpose(0, 1).contiguous()
+
+
+def _options(config: LogprobConfig, tp_group: Any) -> dict[str, Any]:
+    return {
+        "tp_group": tp_group,
         "chunk_size": config.chunk_size,
         "backend": config.backend,
     }
-    if isinstance(logits, DeferredLogits):
-        from mcore_logprobs.fused.token_stats import linear_token_stats
-
-        # Megatron scales the product with its bias, the operation the product alone.
-        bias = logits.bias
-        if bias is not None and logits.scale != 1.0:
-            bias = bias * logits.scale
-        stats = linear_token_stats(
-            logits.hidden,
-            logits.weight,
-            target,
-            bias=bias,
-            logit_scale=logits.scale,
-            sequence_parallel=logits.sequence_parallel,
-            logits_dtype=config.logits_dtype,
-            gradient_accumulation_fusion=(
-                layer.gradient_accumulation_fusion and logits.weight.requires_grad
-            ),
-            **common,
-        )
-    else:
-        from mcore_logprobs.logits.token_stats import vocab_parallel_token_stats
-
-        shard = _own_columns(logits, tp_group, getattr(layer, "output_size", None))
-        stats = vocab_parallel_token_stats(shard, target, **common)
-    stats = _batch_first(stats)
-    return stats if config.output == "stats" else stats.loss
 
 
-def plain_loss_config(config: LogprobConfig) -> LogprobConfig:
-    """For multi-token prediction's heads: Megatron's own loss, by the same means as the main head.
+def _from_hidden(
+    logits: DeferredLogits,
+    target: Tensor,
+    policy: PolicyLoss | None,
+    tensors: tuple[Tensor, ...],
+    layer: Any,
+    options: dict[str, Any],
+) -> TokenStats:
+    """By the fused path; `[s, b]` tensors."""
+    # Megatron scales the product with its bias, the operation the product alone.
+    bias = logits.bias
+    if bias is not None and logits.scale != 1.0:
+        bias = bias * logits.scale
 
-    The softcap stays, since it belongs to the model; temperature, smoothing and masks do not.
+    def in_head(hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+        head = options | {
+            "bias": bias,
+            "logit_scale": logits.scale,
+            "sequence_parallel": logits.sequence_parallel,
+            "gradient_accumulation_fusion": _into_main_grad(layer, weight),
+        }
+        if policy is None:
+            stats = linear_token_stats(hidden, weight, target, **head)
+        else:
+            loss, stats = linear_policy_loss(
+                hidden,
+                weight,
+                target,
+                policy.loss_fn,
+                *tensors,
+                denominator=policy.denominator,
+                **head,
+            )
+            stats = replace(stats, policy_loss=loss)
+        return tuple(getattr(stats, f.name) for f in fields(stats))
+
+    return TokenStats(*logits.with_head(in_head))
+
+
+def _into_main_grad(layer: Any, weight: Tensor) -> bool:
+    """Whether the weight's gradient goes into `weight.main_grad`, as the layer's own would.
+
+    Not without gradients, as a reference model has no buffers; nor where FSDP makes the buffer when
+    the gradient arrives, which it takes from autograd as well.
     """
-    return LogprobConfig(
-        output="loss",
-        fused=config.fused,
-        softcap=config.softcap,
-        logits_dtype=config.logits_dtype,
-        chunk_size=config.chunk_size,
-        backend=config.backend,
+    return bool(
+        layer.gradient_accumulation_fusion
+        and torch.is_grad_enabled()
+        and weight.requires_grad
+        and isinstance(getattr(weight, "main_grad", None), Tensor)
+        and not hasattr(weight, "__fsdp_param__")
     )
+
+
+def _with_policy_loss(
+    stats: TokenStats, keep: Tensor, policy: PolicyLoss, tensors: tuple[Tensor, ...]
+) -> TokenStats:
+    """What `linear_policy_loss` gives, from statistics of real logits."""
+    entropy = None if stats.entropy is None else stats.entropy.reshape(-1)
+    flat = (t.detach().reshape(-1, *t.shape[2:]) for t in tensors)
+    loss = policy.loss_fn(stats.logprobs.reshape(-1), entropy, *flat)
+    if not isinstance(loss, Tensor) or loss.shape != (keep.numel(),):
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn: expected a loss per row of shape {(keep.numel(),)}, got {got}")
+    total = torch.where(keep.reshape(-1), loss, 0.0).sum() / policy.denominator
+    return replace(stats.detach(), policy_loss=total)
+
+
+def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
+    """Real logits that reached the loss must carry the gradient of the deferred ones."""
+    if latest is None or not torch.is_grad_enabled():
+        return
+    trains = latest.hidden.requires_grad or latest.weight.requires_grad
+    if trains and not (logits.requires_grad and latest.is_ancestor_of(logits)):
+        raise RuntimeError(
+            "the logits lost their gradient between the patched output layer and the loss: they "
+            "went through a torch.autograd.Function or no_grad, which see no gradient in deferred "
+            "logits. Patch with LogprobConfig(fused=False)"
+        )
 
 
 def _own_columns(logits: Tensor, tp_group: Any, padded_vocab_size: int | None) -> Tensor:
@@ -94,12 +220,3 @@ def _own_columns(logits: Tensor, tp_group: Any, padded_vocab_size: int | None) -
         return logits
     width = padded_vocab_size // size
     return logits.narrow(-1, group_rank(tp_group) * width, width)
-
-
-def _batch_first(stats: TokenStats) -> TokenStats:
-    def turn(x: Any) -> Any:
-        return None if x is None else x.transpose(0, 1).contiguous()
-
-    return dataclasses.replace(
-        stats, **{f.name: turn(getattr(stats, f.name)) for f in dataclasses.fields(stats)}
-    )

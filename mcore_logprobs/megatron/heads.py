@@ -93,32 +93,45 @@ def _model_report(language_model: Any, softcap: float | None) -> HeadReport:
     if weight is None and hasattr(language_model, "shared_embedding_or_output_weight"):
         weight = language_model.shared_embedding_or_output_weight()
     scale_logits = getattr(language_model, "_scale_logits", None)
-    return layer_report(layer, weight, scale_logits, softcap=softcap)
+    return layer_report(layer, weight, scale_logits, softcap=softcap, gathered_by_then=True)
 
 
 def layer_report(
-    layer: Any, weight: Any, scale_logits: Any, *, softcap: float | None
+    layer: Any,
+    weight: Any,
+    scale_logits: Any,
+    *,
+    softcap: float | None,
+    gathered_by_then: bool = False,
 ) -> HeadReport:
-    """The same for an output layer, the weight it is called with, and what scales its logits."""
+    """The same for an output layer, the weight it is called with, and what scales its logits.
+
+    `gathered_by_then`: a weight that FSDP has sharded counts as what it is in a forward.
+    """
     reason = (
-        _reason_against_layer(layer)
-        or _reason_against_weight(weight)
-        or _reason_against_scale(scale_logits)
+        call_reason(layer, weight, gather=False, gathered_by_then=gathered_by_then)
+        or scale_reason(scale_logits)
+        or softcap_reason(layer, softcap)
     )
-    if not reason and softcap is not None and layer.bias is not None:
-        reason = "its bias would have to come before the softcap"
     return HeadReport(not reason, reason)
 
 
-def takes_fused_path(config: LogprobConfig, report: HeadReport) -> bool:
-    """Whether this config on this head takes the fused path.
+def softcap_reason(layer: Any, softcap: float | None) -> str:
+    if softcap is not None and layer.bias is not None:
+        return "its bias would have to come before the softcap"
+    return ""
 
-    Raises:
-        ValueError: fused="require" on a head that cannot.
-    """
-    if config.fused == "require" and not report.fusable:
-        raise ValueError(f"fused='require', but {report.reason}")
-    return bool(config.fused) and report.fusable
+
+def call_reason(layer: Any, weight: Any, *, gather: bool, gathered_by_then: bool = False) -> str:
+    """Why a call of the layer cannot be deferred, or "": all that may change between calls."""
+    if gather:
+        return "the call gathers the logits over TP (runtime_gather_output)"
+    return (
+        kind_reason(layer)
+        or _reason_against_layer(layer)
+        or _reason_against_hooks(layer)
+        or _reason_against_weight(weight, gathered_by_then)
+    )
 
 
 def say_unfused(reason: str, tp_group: Any) -> None:
@@ -128,7 +141,49 @@ def say_unfused(reason: str, tp_group: Any) -> None:
         logger.warning("not fused, the logits are computed whole: %s", reason)
 
 
-def _reason_against_layer(layer: Any) -> str:
+def say_left_out(reason: str) -> None:
+    """One log line that a loss which someone put on the model is not called."""
+    if reason not in _said:
+        _said.add(reason)
+        logger.warning("output='stats' leaves a loss out: %s", reason)
+
+
+def require_fused(config: LogprobConfig, reason: str, tp_group: Any) -> None:
+    """For a call whose loss comes from real logits for `reason`: refuse it, or say so once.
+
+    Raises:
+        ValueError: fused="require".
+    """
+    if config.fused == "require":
+        raise ValueError(f"fused='require', but {reason}")
+    if config.fused:
+        say_unfused(reason, tp_group)
+
+
+def own_loss(language_model: Any) -> str:
+    """Who brings a `compute_language_model_loss`: "class", "instance", or "" (Megatron alone)."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    loss = language_model.compute_language_model_loss
+    if _is_ours(loss):
+        return loss.__self__.own_loss
+    if getattr(loss, "__func__", None) is LanguageModule.compute_language_model_loss:
+        return ""
+    return "instance" if "compute_language_model_loss" in vars(language_model) else "class"
+
+
+def loss_reason(language_model: Any) -> str:
+    kind = type(language_model).__name__
+    return f"{kind} has a compute_language_model_loss of its own, which takes logits"
+
+
+def reshards_after_forward(layer: Any) -> bool:
+    """Whether FSDP takes the layer's weight away as soon as the layer's own forward is over."""
+    return any(_names(hook)[1] == "_post_forward" for hook in layer._forward_hooks.values())
+
+
+def kind_reason(layer: Any) -> str:
+    """Why this layer's forward cannot be replaced at all, or ""."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     kind = type(layer).__name__
@@ -139,8 +194,35 @@ def _reason_against_layer(layer: Any) -> str:
             return f"{kind} overrides ColumnParallelLinear.{name}"
     if "forward" in vars(layer) and not _is_ours(vars(layer)["forward"]):
         return "something else has replaced the output layer's forward"
+    return ""
+
+
+def _reason_against_hooks(layer: Any) -> str:
+    """Hooks get the layer's output, and only FSDP's are known to leave it as it is."""
+    everywhere = nn.modules.module
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "backward hooks on the output layer want the logits' gradient"
+    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+        return "backward hooks on all modules want the logits' gradient"
+    for hook in (*layer._forward_hooks.values(), *everywhere._global_forward_hooks.values()):
+        where, name = _names(hook)
+        if where.startswith("torch.distributed.fsdp.") and not hasattr(hook, "__self__"):
+            return "FSDP shards its weight in one group with other modules"
+        if not where.startswith(_HARMLESS_HOOKS):
+            return f"a forward hook on the output layer ({name}) may read or change the logits"
+    return ""
+
+
+_HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
+
+
+def _names(hook: Any) -> tuple[str, str]:
+    """(module, name) of the function that a hook is."""
+    hook = getattr(hook, "func", hook)  # functools.partial
+    return getattr(hook, "__module__", "") or "", getattr(hook, "__name__", type(hook).__name__)
+
+
+def _reason_against_layer(layer: Any) -> str:
     flags = {
         "is_expert": "it is an expert layer",
         "explicit_expert_comm": "it is an expert layer",
@@ -159,16 +241,18 @@ def _reason_against_layer(layer: Any) -> str:
     return ""
 
 
-def _reason_against_weight(weight: Any) -> str:
+def _reason_against_weight(weight: Any, gathered_by_then: bool) -> str:
     if weight is None:
         return "no weight was found for it"
+    if gathered_by_then and type(weight).__name__ == "DTensor":
+        weight = weight.to_local()
     if type(weight) not in (nn.Parameter, torch.Tensor):
         return f"its weight is a {type(weight).__name__}, not a plain tensor"
     plain = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     return "" if weight.dtype in plain else f"its weight is {weight.dtype}"
 
 
-def _reason_against_scale(scale_logits: Any) -> str:
+def scale_reason(scale_logits: Any) -> str:
     """Only Megatron's own `_scale_logits` is known to be a multiplication."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig, refuse_unsupported
 from mcore_logprobs.logits.token_stats import TokenStats
-from mcore_logprobs.megatron.handle import DeferringHead, scale_deferred
+from mcore_logprobs.megatron.calls import Call
+from mcore_logprobs.megatron.deferred import DeferringHead, scale_deferred
 from mcore_logprobs.megatron.head_loss import head_output
 from mcore_logprobs.megatron.heads import (
     head_tp_group,
-    layer_report,
-    say_unfused,
-    takes_fused_path,
+    kind_reason,
+    scale_reason,
+    softcap_reason,
 )
 
 
@@ -58,24 +60,26 @@ def logprob_output_processor(
     if labels is None:
         return scale(output_layer(hidden_states, **call)[0]).transpose(0, 1).contiguous()
 
-    weight = output_layer.weight if output_weight is None else output_weight
-    report = layer_report(output_layer, weight, scale_logits, softcap=context.softcap)
+    head = DeferringHead(
+        output_layer,
+        functools.partial(_refusal, output_layer, scale_logits, context),
+    )
+    logits = scale_deferred(_call(head, hidden_states, call), config, scale)
     tp_group = head_tp_group(output_layer)
-    if takes_fused_path(context, report):
-        logits = scale_deferred(_defer(output_layer, hidden_states, call), config, scale)
-    else:
-        if context.fused:
-            say_unfused(report.reason, tp_group)
-        logits = scale(output_layer(hidden_states, **call)[0])
-    return head_output(labels, logits, context, layer=output_layer, tp_group=tp_group)
+    return head_output(labels, logits, Call(context), head=head, tp_group=tp_group)
 
 
-def _defer(layer: Any, hidden: Tensor, call: dict[str, Any]) -> Any:
+def _refusal(layer: Any, scale_logits: Any, context: LogprobConfig) -> str:
+    if not context.fused:
+        return "fused=False"
+    return scale_reason(scale_logits) or softcap_reason(layer, context.softcap)
+
+
+def _call(head: DeferringHead, hidden: Tensor, call: dict[str, Any]) -> Any:
     """Call the module, hooks and all, with a forward that returns a handle for this once."""
-    if "forward" in vars(layer):  # patched already
+    layer = head.layer
+    head.reason = kind_reason(layer)
+    if head.reason:
         return layer(hidden, **call)[0]
-    vars(layer)["forward"] = DeferringHead(layer).forward
-    try:
+    with head.in_place():
         return layer(hidden, **call)[0]
-    finally:
-        del vars(layer)["forward"]

@@ -9,76 +9,110 @@ the module runs its hooks, which drive the distributed optimizer's parameter gat
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig, refuse_unsupported
+from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.logits.token_stats import TokenStats
-from mcore_logprobs.megatron.handle import DeferredLogits, DeferringHead, scale_deferred
-from mcore_logprobs.megatron.head_loss import head_output, plain_loss_config
+from mcore_logprobs.megatron.calls import NOT_TOLD, Call, PolicyLoss, Running
+from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, scale_deferred
+from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
 from mcore_logprobs.megatron.heads import (
     HeadReport,
     find_language_models,
     has_head,
     head_report,
     head_tp_group,
+    kind_reason,
+    loss_reason,
+    own_loss,
+    require_fused,
+    say_left_out,
     say_unfused,
-    takes_fused_path,
+    scale_reason,
+    softcap_reason,
 )
+from mcore_logprobs.megatron.schedule_plan import carry_stats
 
 
-def patch_gpt_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
+def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     """Make `model(..., labels=labels)` return what `config` asks for on the last pipeline stage.
 
     Args:
-        model: a GPTModel, HybridModel or MambaModel, any wrapper around one (DDP, Float16Module, a
-            vision-language model), or a list of virtual pipeline chunks. Stages without an output
-            layer are left alone.
+        model: a GPTModel, HybridModel or MambaModel, any wrapper around one (DDP, Float16Module,
+            FSDP, a vision-language model), or a list of virtual pipeline chunks. Stages without an
+            output layer are left as they are. Wrapping it later is as good.
         config: None reads `model.config` (`LogprobConfig.from_transformer_config`).
 
     Returns: a `PatchHandle`; call its `.remove()`, or use it as a context manager.
 
     With `output="stats"` the model returns a `TokenStats` of `[b, s]` tensors (`[b, s/CP]` under
     context parallelism), with `output="loss"` the usual `[b, s]` loss. With `labels=None` it
-    behaves as if never patched. Multi-token prediction keeps its own, unmodified losses.
+    behaves as if never patched. Multi-token prediction keeps its own, unmodified losses, or with
+    `mtp="off"` is left out of calls with labels.
 
     Patching again with an equal config returns another handle on the same patch, whose `with`
-    block leaves the outer patch in place; another config raises. A head whose logits cannot be
-    deferred (`head_report` says why) computes them and goes on from there, which one log line says;
-    `fused="require"` raises instead.
+    block leaves the outer patch in place; another config raises. A call whose logits cannot be
+    deferred (`head_report` says why; hooks on the output layer, `runtime_gather_output=True` or an
+    adapter may come later) computes them and goes on from there, which one log line says;
+    `fused="require"` raises instead, here or in the call.
 
-    Collectives: none here; in the model's forward those of the operation over TP.
+    A model class with a `compute_language_model_loss` of its own is called with real logits under
+    `output="loss"`, and refused under `output="stats"`.
+
+    Call it on every pipeline stage. Collectives: none, but under `fused="require"` one gather of
+    the stages' reports; in the model's forward those of the operation over TP, and under FSDP2,
+    where the output layer is a module of its own, one more all-gather of its weight.
 
     Raises:
-        ValueError: no language model found; already patched with another config; a setting that
-            is not supported yet; a head that cannot be fused under `fused="require"`. Nothing is
-            patched then.
+        ValueError: on every stage: no language model found; settings that are not a LogprobConfig,
+            misspelt on `model.config` or not supported yet; a head that cannot be fused under
+            `fused="require"`; a loss of the model's own that the settings would leave out. On the
+            head's stage: already patched with another config. Nothing is patched then.
     """
-    language_models = find_language_models(model)
+    if config is not None and not isinstance(config, LogprobConfig):
+        raise ValueError(f"config: expected a LogprobConfig or None, got {type(config).__name__}")
     heads = []
-    for language_model in language_models:
-        if not has_head(language_model):
-            continue
+    wanted = config
+    reason = ""
+    for language_model in find_language_models(model):
         wanted = config or LogprobConfig.from_transformer_config(language_model.config)
         refuse_unsupported(wanted)
+        _check_own_loss(language_model, wanted)
+        if not has_head(language_model):
+            continue
         present = _patch_of(language_model)
         if present is not None and present.config != wanted:
             raise ValueError(
                 f"{type(language_model).__name__} is patched already, with {present.config}; "
-                f"got {wanted}. Call unpatch_gpt_model first"
+                f"got {wanted}. Call unpatch_model first"
             )
-        heads.append((present or _HeadPatch(language_model, wanted), present is None))
+        head = present or _HeadPatch(language_model, wanted)
+        heads.append((head, present is None))
+        reason = reason or head.report.reason
+    assert wanted is not None
+    if wanted.fused == "require":
+        for why in _of_all_stages(model, reason):
+            if why:
+                raise ValueError(f"fused='require', but {why}")
     for head, is_new in heads:
         if is_new:
             head.install()
-    return PatchHandle(model, heads)
+    return PatchHandle(model, heads, wanted)
 
 
-def unpatch_gpt_model(model: Any) -> None:
-    """Undo `patch_gpt_model`; the model's and its output layer's `__dict__` are as before.
+def unpatch_model(model: Any) -> None:
+    """Undo `patch_model`; the model's and its output layer's `__dict__` are as before.
 
     A model that is not patched is left alone.
 
@@ -93,15 +127,31 @@ def unpatch_gpt_model(model: Any) -> None:
         patch.remove()
 
 
+patch_gpt_model = patch_model
+unpatch_gpt_model = unpatch_model
+
+
 class PatchHandle:
-    """What `patch_gpt_model` returns.
+    """What `patch_model` returns: undoes the patch, and changes single calls.
+
+        with handle.options(temperature=0.7), handle.policy_loss(loss_fn, advantages):
+            stats = model(ids, positions, mask, labels=labels)
+        stats.policy_loss.backward()
+
+    Blocks nest, the innermost wins. On pipeline stages without a head they check their arguments
+    and do nothing else. Under the combined 1F1B schedule they hold for the schedule plans that are
+    built inside.
 
     Attributes:
-        reports: a `HeadReport` for each head of this rank (none on stages without one).
+        reports: a `HeadReport` for each head of this rank (none on stages without one), as of
+            patching.
     """
 
-    def __init__(self, model: Any, heads: list[tuple[_HeadPatch, bool]]) -> None:
+    def __init__(
+        self, model: Any, heads: list[tuple[_HeadPatch, bool]], config: LogprobConfig
+    ) -> None:
         self._model = model
+        self._config = config
         self._owned = [head for head, is_new in heads if is_new]
         self._heads = [head for head, _ in heads]
 
@@ -124,6 +174,112 @@ class PatchHandle:
     def __exit__(self, *exc: Any) -> None:
         """Undo what this handle's own call patched."""
         _remove(self._owned)
+
+    @contextlib.contextmanager
+    def options(self, **fields: Any) -> Iterator[None]:
+        """For calls in this block: `LogprobConfig` fields that differ from the patch's.
+
+        Raises:
+            ValueError: an unknown field, or a value that it does not accept; on every stage.
+        """
+        changed = _changed(self._config, fields)
+        refuse_unsupported(changed)
+        for language_model in find_language_models(self._model):
+            _check_own_loss(language_model, changed)
+        with self._during(lambda call: replace(call, config=_changed(call.config, fields))):
+            yield
+
+    @contextlib.contextmanager
+    def policy_loss(
+        self,
+        loss_fn: Callable[..., Tensor],
+        *per_token_tensors: Tensor,
+        denominator: float | Tensor = 1.0,
+    ) -> Iterator[None]:
+        """For calls in this block: form a policy loss in the head, as `linear_policy_loss` does.
+
+        The model returns a TokenStats whose `policy_loss`, a scalar, is the sum over this rank's
+        tokens of `loss_fn(logprobs, entropy or None, *the tensors' rows)` over the denominator; it
+        alone is differentiable. Entropy, rank, temperature, masks and the head's own scale, bias
+        and softcap follow the settings, as does `compact`, which leaves rows out whose label is
+        ignore_index. A head that cannot be fused computes the same from real logits.
+
+        Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
+            without gradient.
+
+        Raises:
+            ValueError: arguments of another kind, on every stage; in the call, shapes unlike
+                labels' and what `linear_policy_loss` raises.
+        """
+        policy = PolicyLoss(loss_fn, per_token_tensors, denominator)
+        with self._during(lambda call: replace(call, policy=policy)):
+            yield
+
+    @contextlib.contextmanager
+    def targets(self, target: Tensor) -> Iterator[None]:
+        """For calls in this block that pass no labels: what `labels=target` gives.
+
+        Shape: target `[b, s]` (`[b, s/CP]`), already shifted, as Megatron's labels are.
+
+        Raises:
+            ValueError: not a tensor of integers [b, s], on every stage; a call with labels.
+        """
+        if not isinstance(target, Tensor) or target.dim() != 2 or target.is_floating_point():
+            got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+            raise ValueError(f"target: expected a tensor of integers [b, s], got {got}")
+        with self._during(lambda call: replace(call, targets=target)):
+            yield
+
+    @contextlib.contextmanager
+    def _during(self, change: Callable[[Call], Call]) -> Iterator[None]:
+        if any(not head.installed for head in self._heads):
+            raise ValueError("the model is not patched any more: patch it again")
+        with contextlib.ExitStack() as stack:
+            for head in self._heads:
+                stack.enter_context(head.during(change(head.call)))
+            yield
+
+
+def _changed(config: LogprobConfig, fields: dict[str, Any]) -> LogprobConfig:
+    return LogprobConfig.from_dict({**config.as_dict(), **fields})
+
+
+def _check_own_loss(language_model: Any, config: LogprobConfig) -> None:
+    """A loss that the model brings along is called, or the settings are refused.
+
+    One that was put on the instance is left out under output="stats", and a log line says so.
+    """
+    whose = own_loss(language_model)
+    if not whose:
+        return
+    if whose == "instance" and config.output == "stats":
+        say_left_out(loss_reason(language_model))
+        return
+    got, plain = config.as_dict(), LogprobConfig(output="loss").as_dict()
+    about_speed = ("fused", "mtp", "chunk_size", "backend", "logits_dtype", "compact")
+    unseen = [k for k in got if got[k] != plain[k] and k not in about_speed]
+    if unseen:
+        raise ValueError(
+            f"{loss_reason(language_model)}: expected output='loss', which calls it, and no "
+            "setting that it does not see, got "
+            + ", ".join(f"{k}={got[k]!r}" for k in unseen)
+            + ". To leave it out, put Megatron's own on the model: model.compute_language_model_"
+            "loss = types.MethodType(LanguageModule.compute_language_model_loss, model)"
+        )
+
+
+def _of_all_stages(model: Any, reason: str) -> list[str]:
+    """`reason` of every pipeline stage. Collective over the pipeline group, where there is one."""
+    state = megatron_parallel_state()
+    language_model = find_language_models(model)[0]
+    group = getattr(getattr(language_model, "pg_collection", None), "pp", None)
+    if group is None and state is not None:
+        group = state.get_pipeline_model_parallel_group(check_initialized=False)
+    if group is None or group_size(group) == 1:
+        return [reason]
+    reasons: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(reasons, reason, group=group)
+    return reasons
 
 
 def _remove(heads: list[_HeadPatch]) -> None:
@@ -148,27 +304,44 @@ class _HeadPatch:
         self.model = model
         self.layer = model.output_layer
         self.config = config
+        self.own_loss = own_loss(model)
         self.report = head_report(model, softcap=config.softcap)
-        self.fused = takes_fused_path(config, self.report)
+        if self.own_loss and config.output == "loss":
+            self.report = HeadReport(False, loss_reason(model))
         self.installed = False
-        self._deferring = DeferringHead(self.layer)
-        self._plain = plain_loss_config(config)
+        self._deferring = DeferringHead(self.layer, self._refusal)
         self._replaced: list[tuple[Any, str, Any]] = []  # owner, name, what we put there
         self._before: dict[str, Any] = {}  # instance attributes that were there, by owner and name
-        self._main_labels: list[Any] = []  # of the forward passes that are running, if known
+        self._calls = [Call(config)]  # the innermost block's last
+        self._running: list[Running] = []
+
+    @property
+    def call(self) -> Call:
+        """What the open `with` blocks ask of a call."""
+        return self._calls[-1]
+
+    @contextlib.contextmanager
+    def during(self, call: Call) -> Iterator[None]:
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._calls.pop()
 
     def install(self) -> None:
-        self._replace(self.model, "compute_language_model_loss", self.compute_language_model_loss)
-        if self.fused:
+        model = self.model
+        self._replace(model, "compute_language_model_loss", self.compute_language_model_loss)
+        self._deferring.reason = kind_reason(self.layer)
+        if not self._deferring.reason:
             self._replace(self.layer, "forward", self._deferring.forward)
-            if hasattr(self.model, "_scale_logits"):
-                self._replace(self.model, "_scale_logits", self.scale_logits)
-        elif self.config.fused:
+        if hasattr(model, "_scale_logits") and not scale_reason(model._scale_logits):
+            self._replace(model, "_scale_logits", self.scale_logits)
+        name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
+        self._replace(model, name, _WithLabels(self, self._original(model, name)))
+        if hasattr(model, "build_schedule_plan"):
+            self._replace(model, "build_schedule_plan", self.build_schedule_plan)
+        if self.config.fused and self.report.reason:
             say_unfused(self.report.reason, head_tp_group(self.layer))
-        if getattr(self.model.config, "mtp_num_layers", None):
-            # Both kinds of head end in the same loss: only its caller's labels tell them apart.
-            name = "_postprocess" if hasattr(self.model, "_postprocess") else "forward"
-            self._replace(self.model, name, _WithLabels(self, self._original(self.model, name)))
         self.installed = True
 
     def check_removable(self) -> None:
@@ -214,29 +387,66 @@ class _HeadPatch:
         original = self._original(self.model, "_scale_logits")
         return scale_deferred(logits, self.model.config, original)
 
+    def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's: a plan whose head runs with the blocks that are open now."""
+        plan = self._original(self.model, "build_schedule_plan")(*args, **kwargs)
+        carry_stats(plan, functools.partial(self.during, self.call))
+        return plan
+
+    @contextlib.contextmanager
+    def running(self, running: Running) -> Iterator[None]:
+        self._running.append(running)
+        try:
+            yield
+        finally:
+            self._running.pop()
+            self._deferring.latest = None  # hidden states are large
+
+    def _refusal(self) -> str:
+        """Why this call's logits are not deferred, whatever the layer."""
+        config = self.call.config
+        if self._running and self._running[-1].labels is None:
+            return "there are no labels"
+        if not config.fused:
+            return "fused=False"
+        return scale_reason(getattr(self.model, "_scale_logits", None)) or softcap_reason(
+            self.layer, config.softcap
+        )
+
     def compute_language_model_loss(
         self, labels: Tensor, logits: Any, *args: Any, **kwargs: Any
     ) -> TokenStats | Tensor:
         """In place of the model's: labels [b, s], logits [s, b, V/TP] or a handle."""
-        config = self.config
-        if self._main_labels and labels is not self._main_labels[-1]:
-            if not isinstance(logits, DeferredLogits):
-                original = self._original(self.model, "compute_language_model_loss")
-                return original(labels, logits, *args, **kwargs)
-            config = self._plain
-        return head_output(
-            labels,
-            logits,
-            config,
-            tp_group=head_tp_group(self.layer),
-            layer=self.layer,
-        )
+        original = self._original(self.model, "compute_language_model_loss")
+        call, tp_group = self.call, head_tp_group(self.layer)
+        running = self._running[-1] if self._running else Running(NOT_TOLD, NOT_TOLD)
+        main = running.labels is NOT_TOLD or labels is running.labels
+        if main and not (self.own_loss and call.policy is None and call.config.output == "loss"):
+            return head_output(labels, logits, call, head=self._deferring, tp_group=tp_group)
+        if not isinstance(logits, DeferredLogits):
+            check_gradient(logits, self._deferring.latest)
+        elif self.own_loss:
+            logits = logits.materialize()
+        elif (known := logits.computed()) is not None:
+            logits = known
+        if isinstance(logits, DeferredLogits):
+            return mtp_loss(
+                labels,
+                logits,
+                call.config,
+                head=self._deferring,
+                tp_group=tp_group,
+                loss_mask=running.loss_mask,
+            )
+        if main:
+            require_fused(call.config, loss_reason(self.model), tp_group)
+        return original(labels, logits, *args, **kwargs)
 
 
 class _WithLabels:
-    """Calls the model's method and remembers, while it runs, which labels it was given.
+    """Calls the model's method that ends in the head, and knows meanwhile what it was given.
 
-    The main head's loss is called with that very tensor, multi-token prediction's heads with
+    The main head's loss is called with the labels' very tensor, multi-token prediction's heads with
     shifted copies of it (0.15 to 0.19).
     """
 
@@ -246,10 +456,64 @@ class _WithLabels:
         self.__signature__ = inspect.signature(original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = self.__signature__.bind(*args, **kwargs)
-        running = self._patch._main_labels
-        running.append(bound.arguments.get("labels"))
-        try:
-            return self._wrapped(*args, **kwargs)
-        finally:
-            running.pop()
+        given = _Arguments(self.__signature__, args, kwargs)
+        call = self._patch.call
+        labels = given["labels"]
+        if call.targets is not None:
+            if labels is not None:
+                raise ValueError("inside PatchHandle.targets: expected a call without labels")
+            given["labels"] = labels = call.targets
+        with self._patch.running(Running(labels, given["loss_mask"])):
+            if labels is None or call.config.mtp == "keep":
+                return self._wrapped(*given.args, **given.kwargs)
+            with _without_mtp(self._patch.model, given):
+                return self._wrapped(*given.args, **given.kwargs)
+
+
+class _Arguments:
+    """A call's arguments by name, wherever they were put: NOT_TOLD for one that is not there."""
+
+    def __init__(self, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+        self._bound = signature.bind(*args, **kwargs)
+        self._bound.apply_defaults()
+        rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+        self._rest: dict[str, Any] = self._bound.arguments[rest[0]] if rest else {}
+        self.args, self.kwargs = self._bound.args, self._bound.kwargs
+
+    def __getitem__(self, name: str) -> Any:
+        return self._bound.arguments.get(name, self._rest.get(name, NOT_TOLD))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._bound.arguments:
+            self._bound.arguments[name] = value
+        else:
+            self._rest[name] = value
+        self.args, self.kwargs = self._bound.args, self._bound.kwargs
+
+
+@contextlib.contextmanager
+def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
+    """While open, `model` has no multi-token prediction: its layers pass hidden states through.
+
+    Hidden states that come with those of the MTP layers already joined to them (`_postprocess` of a
+    schedule plan, or of a stage behind the MTP layers) are cut off in `given`.
+    """
+    layers = model.config.mtp_num_layers if hasattr(model.config, "mtp_num_layers") else None
+    if not layers:
+        yield
+        return
+    if not given["mtp_in_postprocess"]:  # NOT_TOLD where the model has no such argument
+        given["hidden_states"] = torch.chunk(given["hidden_states"], 1 + layers, dim=0)[0]
+    config = vars(model)["config"]
+    vars(model)["config"] = copy.copy(config)
+    vars(model)["config"].mtp_num_layers = None
+    vars(model)["mtp"] = _pass_through
+    try:
+        yield
+    finally:
+        vars(model)["config"] = config
+        del vars(model)["mtp"]
+
+
+def _pass_through(*args: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    return hidden_states

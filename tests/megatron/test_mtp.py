@@ -89,3 +89,89 @@ def test_main_heads_settings_stay_with_the_main_head(ranks, output, fused):
     errors = ranks(1).run(compare, 1, 1, False, settings)[0]
     assert errors["loss"] > 0.01
     assert errors["logged"] < 1e-5
+
+
+# ---- labels that are not in the vocabulary -----------------------------------------------------
+
+
+def odd_labels(
+    tp: int, settings: dict[str, Any], masked: bool, per_token: bool
+) -> dict[str, float]:
+    """-100 labels, with a loss mask and without; MTP's loss knows no ignore_index."""
+    with megatron(tp=tp) as parallel_state:
+        config = tiny_config(
+            tp,
+            sequence_parallel=tp > 1,
+            mtp_num_layers=2,
+            calculate_per_token_loss=per_token,
+        )
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True)
+        batch = make_batch(parallel_state)
+        ignore = settings.get("ignore_index", -100)
+        batch["labels"][:, 3::4] = ignore
+        # Megatron's main loss has no ignore_index either: what it makes of such labels stays out.
+        batch["weights"] = batch["weights"] * (batch["labels"] != ignore)
+        call = {"loss_mask": (batch["weights"] > 1.0).float()} if masked else {}
+        results: dict[str, Any] = {}
+        plain = logged_metrics(lambda: results.update(plain=step(model, batch, **call)))
+        with patch_gpt_model(model, LogprobConfig(**settings)):
+            ours = logged_metrics(lambda: results.update(ours=step(model, batch, **call)))
+        (expected, expected_grads), (got, grads) = results["plain"], results["ours"]
+        kept = (batch["labels"] != ignore).float()
+        return {
+            "loss": relative(loss_of(got) * kept, expected * kept),
+            "grad": worst(grads, expected_grads),
+            "logged": worst(ours, plain),
+        }
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{}, {"ignore_index": -1}, {"ignore_index": 7}, {"fused": False}], ids=str
+)
+def test_labels_to_ignore(ranks, settings, masked):
+    for errors in ranks(2).run(odd_labels, 2, settings, masked, False):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_labels_to_ignore_with_a_loss_per_token(ranks):
+    for errors in ranks(1).run(odd_labels, 1, {}, False, True):
+        assert max(errors.values()) < 1e-5, errors
+
+
+# ---- mtp="off" ---------------------------------------------------------------------------------
+
+
+def switched_off(tp: int, fused: bool) -> None:
+    with megatron(tp=tp) as parallel_state:
+        config = tiny_config(tp, sequence_parallel=tp > 1, mtp_num_layers=2)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True)
+        batch = make_batch(parallel_state)
+        before = [dict(vars(m)) for m in model.modules()]
+        expected, with_mtp = step(model, batch)
+        config.mtp_loss_scaling_factor = 0.0  # what is left without MTP's gradients
+        _, without = step(model, batch)
+        config.mtp_loss_scaling_factor = 0.1
+        settings = LogprobConfig(fused=fused, mtp="off")
+        with patch_gpt_model(model, settings) as handle:
+            results: dict[str, Any] = {}
+            assert not logged_metrics(lambda: results.update(off=step(model, batch)))
+            got, grads = results["off"]
+            assert not any(name.startswith("mtp.") for name in grads)
+            left = {n: g for n, g in without.items() if not n.startswith("mtp.")}
+            assert worst(grads, left) < 1e-5
+            assert relative(loss_of(got), expected) < 1e-5
+            assert model.config is config
+            with handle.options(mtp="keep"):
+                _, kept = step(model, batch)
+            assert worst(kept, with_mtp) < 1e-5
+            with pytest.raises(ValueError, match="mtp"), handle.options(mtp="on"):
+                pass
+        after = [dict(vars(m)) for m in model.modules()]
+        assert [list(d) for d in after] == [list(d) for d in before]
+        assert all(a[k] is b[k] for a, b in zip(after, before, strict=True) for k in b)
+
+
+@pytest.mark.parametrize(("tp", "fused"), [(1, False), (2, True)])
+def test_switched_off(ranks, tp, fused):
+    ranks(tp).run(switched_off, tp, fused)

@@ -106,6 +106,7 @@ def all_outputs(tp: int, sp: bool, settings: dict[str, Any]) -> dict[str, float]
         "logprobs": logp.gather(-1, picked)[..., 0],
         "entropy": -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1),
         "lse": logits.logsumexp(-1),
+        "sum_pi_squared": logp.exp().square().sum(-1),
     }
     errors = {n: relative(getattr(stats, n), e * kept) for n, e in expected.items()}
     rank = (logits > logits.gather(-1, picked)).sum(-1).masked_fill(~kept, -1)
@@ -120,6 +121,8 @@ def test_every_field(ranks, tp, sp, fused):
         "fused": fused,
         "entropy": True,
         "target_rank": True,
+        "sum_pi_squared": True,
+        "compact": fused,
         "temperature": 0.7,
         "softcap": 5.0,
         "vocab_size": VOCAB - 5,
@@ -216,7 +219,7 @@ def unsupported_settings() -> None:
     with megatron():
         model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
         before = snapshot(model)
-        for setting in ({"top_k": 5}, {"top_p": 0.9}, {"compact": True}, {"invariant_segments": 2}):
+        for setting in ({"top_k": 5}, {"top_p": 0.9}, {"invariant_segments": 2}):
             with pytest.raises(ValueError, match="not supported yet"):
                 patch_gpt_model(model, LogprobConfig(**setting))
         assert [list(d) for d in snapshot(model)] == [list(d) for d in before]
@@ -355,28 +358,29 @@ def test_settings_from_the_transformer_config(ranks):
 
 
 def never_materializes(mtp: bool) -> None:
-    from mcore_logprobs.megatron.handle import DeferredLogits
-
     with megatron(tp=2) as parallel_state:
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
         extra = {"mtp_num_layers": 1} if mtp else {}
         config = tiny_config(sequence_parallel=True, **extra)
         model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=mtp)
         batch = make_batch(parallel_state)
-        original = DeferredLogits.materialize
+        original = ColumnParallelLinear.forward
         calls: list[str] = []
 
-        def counting(self: Any) -> Tensor:
-            calls.append("logits")
-            return original(self)
+        def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self is model.output_layer:
+                calls.append("logits")
+            return original(self, *args, **kwargs)
 
-        DeferredLogits.materialize = counting  # type: ignore[method-assign]
+        ColumnParallelLinear.forward = counting
         try:
             with patch_gpt_model(model, LogprobConfig(entropy=True, target_rank=True)):
                 step(model, batch)
                 assert not calls
                 model(**batch["inputs"], labels=None if not mtp else batch["labels"])
         finally:
-            DeferredLogits.materialize = original  # type: ignore[method-assign]
+            ColumnParallelLinear.forward = original
         assert calls == ([] if mtp else ["logits"])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,11 @@ from torch import Tensor, nn
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
 
+HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
+
+_INSIDE = "_mcore_logprobs_inside"
 _BEST_ELEMENTS = 1 << 23  # logits at a time when only the largest are wanted
 
 
@@ -25,7 +30,7 @@ class DeferredLogits:
 
     Attributes:
         hidden: [s, b, h], or [s/TP, b, h] where `sequence_parallel`.
-        weight: [V/TP, h]; bias: [V/TP] or None.
+        weight: [V/TP, h]; bias: [V/TP] or None. For shapes; compute with it in `with_head`.
         scale: number that the product is multiplied by (MuP).
         sequence_parallel: whether hidden is split over the TP ranks along the sequence, and
         tp_group: over which.
@@ -42,6 +47,8 @@ class DeferredLogits:
         tp_group: Any = None,
         scale: float = 1.0,
         finish: Callable[[Tensor], Tensor] = lambda logits: logits,
+        call_head: Callable[[HeadCall], Any] | None = None,
+        unscaled: DeferredLogits | None = None,
     ) -> None:
         self.hidden = hidden
         self.weight = weight
@@ -51,7 +58,22 @@ class DeferredLogits:
         self.tp_group = tp_group
         self._compute = compute
         self._finish = finish
+        self._call_head = call_head
+        self._unscaled = unscaled
         self._computed: dict[bool, Tensor] = {}
+        self._versions: dict[bool, int] = {}
+        self._largest: torch.return_types.max | None = None
+
+    def with_head(self, fn: HeadCall) -> Any:
+        """`fn(hidden, weight)` where the whole weight of this rank is there, now and in backward.
+
+        `fn` returns tensors or Nones in a tuple. Where the layer's weight is sharded once more and
+        goes back to its shard after the layer's forward (FSDP), the layer is called again, so that
+        its hooks gather the weight around `fn`.
+        """
+        if self._call_head is None:
+            return fn(self.hidden, self.weight)
+        return self._call_head(fn)
 
     def materialize(self) -> Tensor:
         """The real logits [s, b, V/TP]; computed at the first call and kept with the handle.
@@ -61,8 +83,49 @@ class DeferredLogits:
         """
         grad = torch.is_grad_enabled()
         if grad not in self._computed:
-            self._computed[grad] = self._finish(self._compute())
+            self._computed[grad] = self._compute()
+            self._versions[grad] = self._computed[grad]._version
         return self._computed[grad]
+
+    def computed(self) -> Tensor | None:
+        """The real logits where they exist for the grad mode that is on, else None.
+
+        Who has them may have changed them in place or hooked onto them, so that they, and not
+        the product, are what the loss is about.
+
+        Raises:
+            RuntimeError: gradients are on, and logits computed without them were changed in place:
+                the change cannot be had with a gradient.
+        """
+        grad = torch.is_grad_enabled()
+        chain: list[DeferredLogits] = [self, *([self._unscaled] if self._unscaled else [])]
+        if any(grad in link._computed for link in chain):
+            return self.materialize()
+        for link in chain:
+            if any(x._version != link._versions[mode] for mode, x in link._computed.items()):
+                raise RuntimeError(
+                    "the patched output layer's logits were changed in place under no_grad, which "
+                    "the loss's gradient cannot follow; change them with gradients on, or patch "
+                    "with fused=False"
+                )
+        return None
+
+    def is_ancestor_of(self, logits: Tensor) -> bool:
+        """Whether the gradient of `logits` reaches the logits computed here."""
+        mine = self._computed.get(True)
+        if mine is None or mine.grad_fn is None:
+            return mine is not None and logits is mine
+        frontier, seen = [logits.grad_fn], set()
+        while frontier:
+            reached = []
+            for node in frontier:
+                if node is mine.grad_fn:
+                    return True
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    reached += [parent for parent, _ in node.next_functions]
+            frontier = reached
+        return False
 
     def scaled(self, factor: float, apply: Callable[[Tensor], Tensor]) -> DeferredLogits:
         """The same logits times `factor`; `apply` does it to real ones."""
@@ -72,9 +135,11 @@ class DeferredLogits:
             bias=self.bias,
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
-            compute=self._compute,
+            compute=lambda: apply(self.materialize()),
             scale=self.scale * factor,
             finish=lambda logits: apply(self._finish(logits)),
+            call_head=self._call_head,
+            unscaled=self,
         )
 
     def size(self, dim: int | None = None) -> Any:
@@ -94,13 +159,13 @@ class DeferredLogits:
         Megatron counts accepted multi-token predictions so, from 0.19 on.
         """
         if self._over_vocabulary(args, kwargs):
-            return self._best()
+            return self.largest()
         return self.materialize().max(*_materialized(args), **_materialized(kwargs))
 
     def argmax(self, *args: Any, **kwargs: Any) -> Tensor:
         """`Tensor.argmax`, by the same means."""
         if self._over_vocabulary(args, kwargs):
-            return self._best().indices
+            return self.largest().indices
         return self.materialize().argmax(*args, **kwargs)
 
     def _over_vocabulary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -109,12 +174,18 @@ class DeferredLogits:
         named = set(kwargs) <= {"dim"}
         return not torch.is_grad_enabled() and named and len(dims) == 1 and dims[0] in (-1, last)
 
-    def _best(self) -> torch.return_types.max:
+    def largest(self) -> torch.return_types.max:
         """(largest logit, its local column) of each token, [s, b] each, never holding the logits.
 
+        Without gradients. Computed once: Megatron's acceptance counts and the loss share it.
         Collectives: under sequence parallelism an all-gather of hidden.
         """
-        hidden = self.hidden
+        if self._largest is None:
+            with torch.no_grad():
+                self._largest = torch.return_types.max(self.with_head(self._best))
+        return self._largest
+
+    def _best(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if self.sequence_parallel:
             hidden = all_gather_dim0(hidden, self.tp_group)
         values = hidden.new_empty(self.shape[:-1])
@@ -122,9 +193,9 @@ class DeferredLogits:
         rows = max(1, _BEST_ELEMENTS // (self.shape[1:].numel()))
         for start in range(0, self.shape[0], rows):
             some = slice(start, start + rows)
-            logits = nn.functional.linear(hidden[some], self.weight, self.bias)
+            logits = nn.functional.linear(hidden[some], weight, self.bias)
             values[some], indices[some] = self._finish(logits).max(dim=-1)
-        return torch.return_types.max((values, indices))
+        return values, indices
 
     def __repr__(self) -> str:
         return (
@@ -154,10 +225,31 @@ class DeferredLogits:
 
 
 class DeferringHead:
-    """In place of `output_layer.forward` of a ColumnParallelLinear: returns (handle, bias)."""
+    """In place of `output_layer.forward` of a ColumnParallelLinear: returns (handle, bias).
 
-    def __init__(self, layer: Any) -> None:
+    Attributes:
+        reason: why the latest call computed real logits; empty where it deferred them.
+        latest: the latest handle.
+    """
+
+    def __init__(self, layer: Any, refusal: Callable[[], str] | None = None) -> None:
+        """`refusal()` gives the caller's own reason against deferring a call, or an empty one."""
         self.layer = layer
+        self.reason = ""
+        self.latest: DeferredLogits | None = None
+        self._refusal = refusal
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, calling the layer as a module runs its hooks around `forward` below."""
+        before = vars(self.layer).get("forward")
+        vars(self.layer)["forward"] = self.forward
+        try:
+            yield
+        finally:
+            del vars(self.layer)["forward"]
+            if before is not None:
+                vars(self.layer)["forward"] = before
 
     def forward(
         self,
@@ -165,40 +257,61 @@ class DeferringHead:
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
         **other: Any,
-    ) -> tuple[Any, Tensor | None]:
-        """Gathered logits, and what the layer itself refuses, are left to the layer itself."""
+    ) -> Any:
+        """Calls that cannot be deferred, or that the layer refuses, are left to the layer."""
         layer = self.layer
+        inside: HeadCall | None = other.pop(_INSIDE, None)
         original = type(layer).forward
         whose = layer.weight if weight is None else weight
-        expected = (layer.output_size_per_partition, layer.input_size)
-        if runtime_gather_output or other or whose is None or tuple(whose.shape) != expected:
+        if inside is not None:
+            return inside(input_, whose)
+        self.latest = None
+        self.reason = self._reason_against(whose, runtime_gather_output, other)
+        if self.reason:
             return original(layer, input_, weight, runtime_gather_output, **other)
         sequence_parallel = layer.sequence_parallel
 
-        def compute() -> Tensor:
+        def real(hidden: Tensor, _: Tensor) -> Tensor:
             # Inference switches the flag around the call, which may be over by now.
             now, layer.sequence_parallel = layer.sequence_parallel, sequence_parallel
             try:
-                return original(layer, input_, weight, runtime_gather_output)[0]
+                return original(layer, hidden, weight, runtime_gather_output)[0]
             finally:
                 layer.sequence_parallel = now
 
-        handle = DeferredLogits(
+        def call_again(fn: HeadCall) -> Any:
+            with self.in_place():
+                return layer(input_, weight, runtime_gather_output, **{_INSIDE: fn})
+
+        again = call_again if reshards_after_forward(layer) else None
+        self.latest = handle = DeferredLogits(
             hidden=input_,
             weight=whose,
             bias=None if layer.skip_bias_add else layer.bias,
             sequence_parallel=sequence_parallel,
             tp_group=resolve_tp_group(getattr(layer, "tp_group", None)),
-            compute=compute,
+            compute=lambda: handle.with_head(real),
+            call_head=again,
         )
         return handle, layer.bias if layer.skip_bias_add else None
+
+    def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, Any]) -> str:
+        reason = (self._refusal() if self._refusal else "") or call_reason(
+            self.layer, weight, gather=bool(gather)
+        )
+        if reason:
+            return reason
+        expected = (self.layer.output_size_per_partition, self.layer.input_size)
+        if other or tuple(weight.shape) != expected:
+            return f"the output layer was called with {sorted(other) or tuple(weight.shape)}"
+        return ""
 
 
 def scale_deferred(logits: Any, config: Any, original: Callable[[Any], Any]) -> Any:
     """`original`, Megatron's `_scale_logits` bound to its model, for handles and for logits."""
     if not isinstance(logits, DeferredLogits):
         return original(logits)
-    if not config.use_mup or config.mup_output_mult == 1.0:
+    if not getattr(config, "use_mup", False) or config.mup_output_mult == 1.0:
         return logits
     return logits.scaled(config.mup_output_mult, original)
 

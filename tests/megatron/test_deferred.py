@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_logprobs.megatron import handle as handle_module
-from mcore_logprobs.megatron.handle import DeferredLogits
+from mcore_logprobs.megatron import deferred as deferred_module
+from mcore_logprobs.megatron.deferred import DeferredLogits
 
 
 class Head:
@@ -122,7 +122,7 @@ def test_scaled_handle_gives_scaled_logits():
 @pytest.mark.parametrize("budget", [1, 13, 1 << 20])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_largest_logits_without_the_logits(monkeypatch, budget, scaled):
-    monkeypatch.setattr(handle_module, "_BEST_ELEMENTS", budget)
+    monkeypatch.setattr(deferred_module, "_BEST_ELEMENTS", budget)
     head = Head()
     handle = head.handle()
     expected = head.logits().detach()

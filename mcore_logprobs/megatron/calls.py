@@ -1,0 +1,93 @@
+"""What one call of a patched model is asked for: its settings, policy loss and targets."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.config import LogprobConfig
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss to form in the head; checked here, so that every pipeline stage checks it.
+
+    Attributes: the arguments of `linear_policy_loss`, per-token tensors as `[b, s, ...]`.
+
+    Raises:
+        ValueError: no function, tensors that require a gradient, a denominator of 0.
+    """
+
+    loss_fn: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    denominator: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise ValueError(f"loss_fn: expected a callable, got {type(self.loss_fn).__name__}")
+        for place, tensor in enumerate(self.tensors):
+            name = f"per_token_tensors[{place}]"
+            if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+                got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ValueError(f"{name}: expected a tensor [b, s, ...] like labels, got {got}")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
+        over = self.denominator
+        if isinstance(over, Tensor):
+            if over.numel() != 1 or over.requires_grad:
+                raise ValueError(
+                    "denominator: expected a number or a tensor of one element without gradient, "
+                    f"got shape {tuple(over.shape)}"
+                )
+        elif isinstance(over, bool) or not isinstance(over, numbers.Real) or over == 0:
+            raise ValueError(f"denominator: expected a number other than 0, got {over!r}")
+
+    def sequence_first(self, labels: Tensor) -> tuple[Tensor, ...]:
+        """The per-token tensors as `[s, b, ...]`.
+
+        Raises:
+            ValueError: a tensor whose shape does not start with that of labels, `[b, s]`.
+        """
+        for place, tensor in enumerate(self.tensors):
+            if tensor.shape[:2] != labels.shape:
+                raise ValueError(
+                    f"per_token_tensors[{place}]: expected a shape that starts with labels' "
+                    f"{tuple(labels.shape)}, got {tuple(tensor.shape)}"
+                )
+        return tuple(tensor.transpose(0, 1).contiguous() for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the `with` blocks of a `PatchHandle` that are open ask of a call.
+
+    Attributes:
+        config: the patch's settings, as `PatchHandle.options` has changed them.
+        policy: of `PatchHandle.policy_loss`.
+        targets: of `PatchHandle.targets`, `[b, s]`.
+    """
+
+    config: LogprobConfig
+    policy: PolicyLoss | None = None
+    targets: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A forward pass of the model that is under way.
+
+    Attributes:
+        labels: what it was given, or NOT_TOLD where the model's method does not say.
+        loss_mask: the same.
+    """
+
+    labels: Any
+    loss_mask: Any
+
+
+NOT_TOLD: Any = object()

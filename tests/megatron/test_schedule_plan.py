@@ -1,0 +1,119 @@
+"""TokenStats through Megatron's combined 1F1B schedule (`--overlap-moe-expert-parallel-comm`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs import LogprobConfig, TokenStats, patch_model
+from mcore_logprobs.cpu_megatron import models as mm
+from tests.megatron.common import (
+    SEQ,
+    VOCAB,
+    loss_of,
+    make_batch,
+    megatron,
+    relative,
+    tiny_config,
+    worst,
+)
+
+
+@contextlib.contextmanager
+def schedule_on_a_cpu() -> Iterator[None]:
+    """The CUDA calls of the schedule's nodes that the CPU runtime has no stand-ins for."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("range_push", "range_pop"):
+            patch.setattr(torch.cuda.nvtx, name, lambda *args: None)
+        patch.setattr(torch.Tensor, "record_stream", lambda *args: None)
+        yield
+
+
+def train_step(
+    config: Any, model: Any, batches: list[Any], loss_func: Any, block: Any = None
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """By Megatron's schedule with the overlap on: (what loss_func reported, gradients)."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model.zero_grad(set_to_none=True)
+
+    def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+        assert return_schedule_plan
+        batch = next(iterator)
+        make = model.build_schedule_plan
+        if block is None:
+            plan = make(**batch["inputs"], labels=batch["labels"])
+        else:
+            with block(batch):
+                plan = make(**batch["inputs"], labels=batch["labels"])
+        return plan, lambda out: loss_func(out, batch)
+
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=SEQ,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return reports, grads
+
+
+def weighted(output: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    loss = (loss_of(output) * batch["weights"]).mean()
+    return loss, loss.detach().clone()
+
+
+def errors(settings: dict[str, Any]) -> dict[str, float]:
+    with megatron() as parallel_state, schedule_on_a_cpu():
+        config = tiny_config()
+        model = mm.build_gpt_model(config, vocab_size=VOCAB)
+        config.overlap_moe_expert_parallel_comm = True  # checked against MoE only when made
+        batches = [make_batch(parallel_state, seed=i) for i in range(3)]
+        expected, expected_grads = train_step(config, model, batches, weighted)
+        before = [dict(vars(m)) for m in model.modules()]
+        kinds = []
+
+        def seen(output: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            kinds.append(isinstance(output, TokenStats))
+            return weighted(output, batch)
+
+        def in_head(output: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            assert not output.logprobs.requires_grad
+            return output.policy_loss, output.policy_loss.detach().clone()
+
+        with patch_model(model, LogprobConfig(**settings)) as handle:
+            got, grads = train_step(config, model, batches, seen)
+
+            def block(batch: dict[str, Any]) -> Any:
+                size = batch["weights"].numel()
+                return handle.policy_loss(
+                    lambda lp, ent, w: -lp * w, batch["weights"], denominator=size
+                )
+
+            in_one, policy_grads = train_step(config, model, batches, in_head, block)
+        assert set(kinds) == {settings.get("output", "stats") == "stats"}
+        after = [dict(vars(m)) for m in model.modules()]
+        assert [set(d) for d in after] == [set(d) for d in before]
+        pairs = zip([*got, *in_one], [*expected, *expected], strict=True)
+        return {
+            "loss": max(relative(g, e) for g, e in pairs),
+            "grad": worst(grads, expected_grads),
+            "policy grad": worst(policy_grads, expected_grads),
+        }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"entropy": True, "target_rank": True}, {"output": "loss"}, {"fused": False}],
+    ids=str,
+)
+def test_combined_1f1b(ranks, settings):
+    assert max(ranks(1).run(errors, settings)[0].values()) < 1e-5
