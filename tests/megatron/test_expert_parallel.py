@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from typing import Any
 
 import pytest
@@ -77,10 +79,7 @@ def losses_of_experts(layout: dict[str, Any]) -> torch.Tensor:
     """The losses of both batches, whichever data-parallel rank has them."""
     with megatron(**layout) as parallel_state:
         model = build({}, **MOE)
-        if layout:
-            _spread_experts(model, parallel_state.get_expert_model_parallel_rank())
-        else:
-            _spread_experts(model, None)
+        _weights_by_name(model, 2 * parallel_state.get_expert_model_parallel_rank())
         losses = []
         for seed in (7, 8):
             batch = make_batch(parallel_state, seed=seed)
@@ -88,15 +87,15 @@ def losses_of_experts(layout: dict[str, Any]) -> torch.Tensor:
         return torch.stack(losses)
 
 
-def _spread_experts(model: Any, rank: int | None) -> None:
-    """Weights that depend on the expert's global number alone."""
+def _weights_by_name(model: Any, first_expert: int) -> None:
+    """Weights that depend on a parameter's name alone, an expert's with its global number."""
     for name, param in model.named_parameters():
-        if ".local_experts." in name:
-            number = int(name.split(".local_experts.")[1].split(".")[0])
-            number += 0 if rank is None else 2 * rank
-            generator = torch.Generator().manual_seed(100 + number + len(name))
-            with torch.no_grad():
-                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+        match = re.search(r"(?<=local_experts\.)\d+", name)
+        if match:
+            name = f"{name[: match.start()]}{int(match[0]) + first_expert}{name[match.end() :]}"
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        with torch.no_grad():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
 
 
 def test_expert_parallel_runtime_agrees_with_one_process(ranks):

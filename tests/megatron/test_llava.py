@@ -27,7 +27,7 @@ def build(tp: int, tied: bool) -> Any:
     language = tiny_config(tp)
     language.language_model_type = "dummy"
     vision = tiny_config(tp, num_layers=1, normalization="LayerNorm")
-    vision.vision_model_type = "clip"
+    vision.vision_model_type = "internvit"  # clip asks for Apex's or Transformer Engine's norm
     torch.manual_seed(11)
     return LLaVAModel(
         language_transformer_config=language,
