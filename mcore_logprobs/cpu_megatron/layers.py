@@ -20,7 +20,8 @@ class CpuCoreAttention(nn.Module):
     Shape:
         query [s, b, heads/TP, d], key [s, b, groups/TP, d], value [s, b, groups/TP, dv]
         -> [s, b, heads/TP * dv]; packed (`packed_seq_params`): the same with [t] for [s, b].
-        Multi-latent attention has dv other than d. Under context parallelism these are the rank's zigzag shard.
+        Multi-latent attention has another dv than d. Under context parallelism these are the
+        rank's zigzag shard.
 
     Collectives: with CP > 1, one all-gather of key and value together in forward, one
     reduce-scatter in backward. Each rank then holds all keys of its query heads, so that only the

@@ -41,7 +41,8 @@ def split_conv1d_scan(
         state[t] = exp(dt[t] * A) * state[t-1] + dt[t] * x[t] B[t]^T
         y[t] = (state[t] C[t] + D * x[t]) * silu(z[t])
 
-    which is y[t] = sum over s <= t of exp(sum of dt * A from s+1 to t) * (C[t] . B[s]) * dt[s] x[s].
+    The quadratic form: state[t] C[t] = sum over s <= t of decay(s, t) * (C[t] . B[s]) * dt[s] x[s]
+    with decay(s, t) = exp(sum of dt * A from s + 1 to t).
     `chunk_size` changes nothing here.
 
     Raises:

@@ -35,9 +35,9 @@ def init_model_parallel(
     """Set up `megatron.core.parallel_state` and its generators; a repeated call only reseeds.
 
     The rest of the world is data parallel. `ep` and `etp` are the experts' parallel sizes (`etp`
-    None: that of `tp`); Megatron cuts the experts' grid out of the same ranks. Starts a one-process gloo world where
-    `torch.distributed` is not running and no launcher set RANK. The order of ranks is Megatron's
-    default: TP fastest, then CP, DP, PP. Collective over the world.
+    None: that of `tp`); Megatron cuts the experts' grid out of the same ranks. Starts a
+    one-process gloo world where `torch.distributed` is not running and no launcher set RANK. The
+    order of ranks is Megatron's default: TP fastest, then CP, DP, PP. Collective over the world.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -192,7 +192,7 @@ def build_gpt_model(
     if mtp:
         gpt_kwargs["mtp_block_spec"] = _mtp_block_spec(config, block, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=vocab_size,
@@ -205,6 +205,36 @@ def build_gpt_model(
         vp_stage=vp_stage,
         **gpt_kwargs,
     )
+    _share_out_gates(model)
+    return model
+
+
+def _share_out_gates(model: Any) -> None:
+    """Give each TP rank its part of the gates and its part of what they gate.
+
+    Before 0.16 Megatron's CPU initialisation cuts a gated MLP's first weight into contiguous parts,
+    so that the same seed makes another model at another TP; from 0.16 on it does this by itself.
+    Collectives: where it does not, an all-gather over TP for each such weight.
+    """
+    from megatron.core import parallel_state
+
+    config = model.config
+    if not (config.gated_linear_unit and config.use_cpu_initialization):
+        return
+    for name, module in model.named_modules():
+        if not name.endswith("linear_fc1"):
+            continue
+        weight: Any = module.weight
+        if getattr(weight, "partition_stride", 2) != 1:
+            continue
+        group = parallel_state.get_tensor_model_parallel_group()
+        if getattr(module, "is_expert", False):
+            group = parallel_state.get_expert_tensor_parallel_group()
+        size, rank = group.size(), group.rank()
+        whole = weight.data.new_empty((size * weight.shape[0], *weight.shape[1:]))
+        dist.all_gather_into_tensor(whole, weight.data.contiguous(), group=group)
+        gate, up = whole.chunk(2)
+        weight.data.copy_(torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank])))
 
 
 def build_gpt_chunks(config: Any, **kwargs: Any) -> list[Any]:
@@ -258,7 +288,7 @@ def build_hybrid_model(
     if not gpu_present():
         block.TENorm = CpuNorm
     try:
-        return model_class(
+        model = model_class(
             config=config,
             vocab_size=vocab_size,
             max_sequence_length=max_sequence_length,
@@ -269,6 +299,8 @@ def build_hybrid_model(
         )
     finally:
         block.TENorm = te_norm
+    _share_out_gates(model)
+    return model
 
 
 def build_hybrid_chunks(config: Any, **kwargs: Any) -> list[Any]:

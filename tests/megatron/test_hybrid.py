@@ -81,14 +81,15 @@ def test_without_mamba_mixers(ranks):
         assert max(errors.values()) < 1e-5
 
 
-
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=["tp2-sp", "cp2"])
 def test_packed_sequences(ranks, layout):
     for errors in ranks(2).run(compare, layout, "M*-M", packed=True):
         assert max(errors.values()) < 1e-5
 
 
-@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}], ids=["ep2", "tp2-ep2"])
+@pytest.mark.parametrize(
+    "layout", [{"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}], ids=["ep2", "tp2-ep2"]
+)
 def test_experts(ranks, layout):
     for errors in ranks(2).run(compare, layout, "M*E"):
         assert max(errors.values()) < 1e-5

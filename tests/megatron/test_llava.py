@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron import patch_gpt_model
 from tests.megatron.common import VOCAB, loss_of, megatron, relative, tiny_config, worst
