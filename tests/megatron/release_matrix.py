@@ -30,15 +30,7 @@ Column = dict[str, Outcome]  # of one release, by feature
 
 def run_features(features: Iterable[Any]) -> Column:
     """Run each on the Megatron that this process imports."""
-    column: Column = {}
-    for feature in features:
-        start = time.monotonic()
-        column[feature.name] = outcome = run_feature(feature)
-        seconds = time.monotonic() - start
-        print(f"  {outcome[0]:9} {seconds:5.1f} s  {feature.name}", flush=True)
-        if outcome[0] == FAILED:
-            print(outcome[1], flush=True)
-    return column
+    return {feature.name: run_feature(feature) for feature in features}
 
 
 def run_feature(feature: Any) -> Outcome:
@@ -60,9 +52,11 @@ def run_release(folder: Path) -> tuple[str, Column]:
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch, "column.json")
         command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--here", str(answer)]
-        # Ranks repeat Megatron's remarks on stderr; they are shown where the process broke down.
-        with open(Path(scratch, "stderr"), "w+") as remarks:
-            status = subprocess.run(command, env=env, cwd=ROOT, stderr=remarks).returncode
+        # Megatron remarks on much; that is shown where the process broke down.
+        with open(Path(scratch, "output"), "w+") as remarks:
+            status = subprocess.run(
+                command, env=env, cwd=ROOT, stdout=remarks, stderr=subprocess.STDOUT
+            ).returncode
             remarks.seek(0)
             said = remarks.read()
         if not answer.exists():
@@ -132,9 +126,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("expected at least one folder with a megatron-core wheel unpacked")
     columns: dict[str, Column] = {}
     for folder in args.folders:
-        print(f"== {folder.name}", flush=True)
+        start = time.monotonic()
         version, column = run_release(folder)
         columns[version] = column
+        print(f"== {version} ({time.monotonic() - start:.0f} s)")
+        for name, (status, why) in column.items():
+            print(f"  {status:9} {name}" + (f"\n{why}" if status == FAILED else ""), flush=True)
     failed = [
         f"{version}: {name}: {why.strip().splitlines()[-1]}"
         for version, column in columns.items()

@@ -87,6 +87,7 @@ def compare(tp: int, tied: bool, settings: dict[str, Any]) -> dict[str, float]:
         assert isinstance(got, TokenStats) == (settings.get("output", "stats") == "stats")
         # Image positions carry Megatron's ignored label; the mask takes them out of the loss.
         kept = mask > 0
+        assert 0 < kept.sum() < kept.numel()
         return {
             "loss": relative(loss_of(got)[kept], expected[kept]),
             "grad": worst(grads, expected_grads),
