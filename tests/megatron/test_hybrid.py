@@ -28,14 +28,14 @@ from tests.megatron.test_pipeline import train_step, weighted
 
 def hybrid_config(layout: dict[str, int], pattern: str, **overrides: Any) -> Any:
     main, *heads = pattern.split("/")
-    return tiny_config(
-        num_layers=sum(letter != "|" for letter in main),
-        sequence_parallel=layout.get("tp", 1) > 1,
-        mtp_num_layers=len(heads) or None,
+    fields = {
+        "num_layers": sum(letter != "|" for letter in main),
+        "sequence_parallel": layout.get("tp", 1) > 1,
+        "mtp_num_layers": len(heads) or None,
         **(MAMBA if "M" in pattern else {}),
         **(MOE if "E" in pattern else {}),
-        **overrides,
-    )
+    }
+    return tiny_config(**{**fields, **overrides})
 
 
 def compare(
@@ -73,6 +73,11 @@ def world_of(layout: dict[str, int]) -> int:
 def test_same_loss_and_gradients(ranks, layout, tied, fused):
     run = ranks(world_of(layout)).run
     for errors in run(compare, layout, "M*-M", settings={"fused": fused}, tied=bool(tied)):
+        assert max(errors.values()) < 1e-5
+
+
+def test_without_sequence_parallelism(ranks):
+    for errors in ranks(2).run(compare, {"tp": 2}, "M*-M", sequence_parallel=False):
         assert max(errors.values()) < 1e-5
 
 
