@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and tests:  bash tests/run.sh [pytest arguments]
+# bash tests/run.sh --matrix: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -8,23 +9,35 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source examples/setup_env.sh || { echo "tests/run.sh: the environment could not be set up" >&2; exit 1; }
 export OMP_NUM_THREADS=1
 
-# The newest Megatron-Core asks pip for Python 3.12 but runs on 3.11 too, so tests reach it from an
-# unpacked wheel, beside the version that pip installs here.
-megatron=0.19.2
-export MCORE_LOGPROBS_MEGATRON_019="$VIRTUAL_ENV/megatron-core-$megatron"
-if [ ! -d "$MCORE_LOGPROBS_MEGATRON_019" ]; then
+# Megatron-Core from 0.17 on asks pip for Python 3.12 but runs on 3.11 too, so releases other than the
+# one that pip installs here are unpacked wheels, which go first on PYTHONPATH.
+newest=0.19.2
+releases="0.15.3 0.16.1 0.17.1 0.18.2 $newest"  # the last patch of each, for --matrix
+unpack() {  # unpack VERSION: its wheel into .venv, once
+    local version=$1 wheels unpacked
+    local folder="$VIRTUAL_ENV/megatron-core-$version"
+    [ -d "$folder" ] && return
     wheels=$(mktemp -d "$VIRTUAL_ENV/wheel.XXXXXX")
     python -m pip download -q --no-deps --python-version 3.12 --only-binary=:all: \
-        --dest "$wheels" "megatron-core==$megatron" \
+        --dest "$wheels" "megatron-core==$version" \
         && python -m zipfile -e "$wheels"/*.whl "$wheels/unpacked" \
-        && mv "$wheels/unpacked" "$MCORE_LOGPROBS_MEGATRON_019"
+        && mv "$wheels/unpacked" "$folder"
     unpacked=$?
     rm -rf "$wheels"
-    if [ "$unpacked" -ne 0 ]; then
-        echo "tests/run.sh: megatron-core $megatron could not be downloaded" >&2
-        exit 1
-    fi
+    [ "$unpacked" -eq 0 ] || echo "tests/run.sh: megatron-core $version could not be downloaded" >&2
+    return "$unpacked"
+}
+
+export MCORE_LOGPROBS_MEGATRON_019="$VIRTUAL_ENV/megatron-core-$newest"
+if [ "${1:-}" = --matrix ]; then
+    folders=()
+    for release in $releases; do
+        unpack "$release" || exit 1
+        folders+=("$VIRTUAL_ENV/megatron-core-$release")
+    done
+    exec python -m tests.megatron.release_matrix "${folders[@]}"
 fi
+unpack "$newest" || exit 1
 
 failed=""
 stage() {  # stage NAME COMMAND...: runs the command and remembers whether it failed

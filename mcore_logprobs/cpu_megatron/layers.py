@@ -18,9 +18,10 @@ class CpuCoreAttention(nn.Module):
     """Causal grouped-query attention by torch's `scaled_dot_product_attention`.
 
     Shape:
-        query [s, b, heads/TP, d], key and value [s, b, groups/TP, d] -> [s, b, heads/TP * d];
-        packed (`packed_seq_params`): query [t, heads/TP, d], key, value -> [t, heads/TP * d].
-        Under context parallelism these are the rank's zigzag shard.
+        query [s, b, heads/TP, d], key [s, b, groups/TP, d], value [s, b, groups/TP, dv]
+        -> [s, b, heads/TP * dv]; packed (`packed_seq_params`): the same with [t] for [s, b].
+        Multi-latent attention has another dv than d. Under context parallelism these are the
+        rank's zigzag shard.
 
     Collectives: with CP > 1, one all-gather of key and value together in forward, one
     reduce-scatter in backward. Each rank then holds all keys of its query heads, so that only the
@@ -77,8 +78,8 @@ class CpuCoreAttention(nn.Module):
         cp_size, cp_rank = 1, 0
         if self._cp_group is not None and self._cp_group.size() > 1:
             cp_size, cp_rank = self._cp_group.size(), self._cp_group.rank()
-            kv = _GatherSequence.apply(torch.cat((key, value), dim=2), self._cp_group)
-            key, value = kv.chunk(2, dim=2)
+            kv = _GatherSequence.apply(torch.cat((key, value), dim=-1), self._cp_group)
+            key, value = kv.split((key.shape[-1], value.shape[-1]), dim=-1)
 
         mask = None
         if packed or cp_size > 1:

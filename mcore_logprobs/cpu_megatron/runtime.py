@@ -33,6 +33,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from mcore_logprobs.cpu_megatron import mamba
 
 # Factories which Megatron calls with device="cuda" or pin_memory=True, written out.
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint")
@@ -51,8 +54,8 @@ def cpu_runtime() -> Iterator[bool]:
     """Let Megatron-Core run on CPU while the context is open; yields whether shims are active.
 
     A no-op that yields False where a GPU is present. Reversible: on exit every replaced attribute
-    of `torch`, `torch.cuda`, `torch.Tensor`, `torch.nn.Module` and Megatron's generator tracker
-    is as it was.
+    of `torch`, `torch.cuda`, `torch.distributed`, `torch.Tensor`, `torch.nn.Module` and Megatron's
+    generator tracker and Mamba mixer is as it was.
     """
     global _depth
     if gpu_present():
@@ -129,7 +132,55 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     table.append((tracker, "_lazy_call", _call_now))
     table.append((tracker, "_lazy_init", lambda: None))
     table.append((tracker, "device_ctx_manager", _NullContext))
+    table.append((dist, "all_to_all_single", _all_to_all_of_lists(dist.all_to_all_single)))
+    table += _names_of_transformer_engine()
+    try:
+        mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
+        shards = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
+    except ImportError:  # it wants triton or another package: no Mamba mixers then
+        return table
+    return table + mamba.replacements(mixer, shards)
+
+
+def _names_of_transformer_engine() -> list[tuple[Any, str, Any]]:
+    """Names that some releases read without looking whether Transformer Engine gave them."""
+    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    table: list[tuple[Any, str, Any]] = []
+    if not hasattr(moe, "te_general_gemm"):
+        table.append((moe, "te_general_gemm", None))
+    if not isinstance(getattr(mla, "TELinear", None), type):
+        table.append((mla, "TELinear", _NoLayer))  # asked for in isinstance()
     return table
+
+
+class _NoLayer:
+    """No module is one."""
+
+
+def _all_to_all_of_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_to_all_single` that takes its split sizes as tensors or arrays too.
+
+    Megatron's token dispatcher turns sizes that lie on a GPU into lists on their way to the host;
+    sizes that are on the host already stay tensors, which torch's bindings refuse.
+    """
+
+    @functools.wraps(original)
+    def wrapped(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        sizes = (
+            None if split is None else [int(n) for n in split]
+            for split in (output_split_sizes, input_split_sizes)
+        )
+        return original(output, input, *sizes, group=group, async_op=async_op)
+
+    return wrapped
 
 
 class _OneGenerator:

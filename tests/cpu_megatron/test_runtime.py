@@ -26,9 +26,13 @@ from tests.megatron.common import (
 
 def shims() -> None:
     import megatron.core.models.gpt  # noqa: F401
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
     from megatron.core.tensor_parallel import random as tracker
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
 
-    owners = [torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module, tracker]
+    owners = [torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module, dist]
+    owners += [tracker, mamba_mixer, mamba_context_parallel, multi_latent_attention, moe_utils]
     before = [dict(vars(owner)) for owner in owners]
     for _ in range(2):
         with runtime.cpu_runtime() as active:

@@ -12,12 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 from mcore_logprobs.logits.token_stats import TokenStats
+from mcore_logprobs.megatron import patch_gpt_model
 
 VOCAB = 96
 SEQ = 24
+# Of a hybrid model's Mamba mixers: 8 heads in 4 groups, which TP 2 by CP 2 divides.
+MAMBA = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 4,
+}
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
 
 
 @contextlib.contextmanager
@@ -71,6 +81,8 @@ def make_batch(
         from megatron.core.packed_seq_params import PackedSeqParams
 
         cu = torch.tensor(bounds, dtype=torch.int32)
+        # Mamba mixers tell sequences apart by what this field makes (0.17 and later).
+        total = {"total_tokens": SEQ} if hasattr(PackedSeqParams, "total_tokens") else {}
         inputs["packed_seq_params"] = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu,
@@ -79,6 +91,7 @@ def make_batch(
             cu_seqlens_kv_padded=cu,
             max_seqlen_q=SEQ - 8,
             max_seqlen_kv=SEQ - 8,
+            **total,
         )
     return {"inputs": inputs, "labels": labels, "weights": weights}
 
@@ -112,6 +125,32 @@ def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(relative(got[n], expected[n]) for n in expected)
 
 
+def patched_errors(
+    model: Any, batch: dict[str, Any], settings: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Errors of a patched step against the unpatched one, and of its log-probabilities against
+    float64 from the model's own gathered logits. The patch must leave no trace."""
+    wanted = LogprobConfig(entropy=True, **(settings or {}))
+    modules = [dict(vars(m)) for m in model.modules()]
+    expected, expected_grads = step(model, batch)
+    with torch.no_grad():
+        logits = model(**batch["inputs"], runtime_gather_output=True).double()  # [b, s, V]
+    logp = logits.log_softmax(-1)
+    with patch_gpt_model(model, wanted):
+        keys = list(model.state_dict())
+        got, grads = step(model, batch)
+    assert list(model.state_dict()) == keys
+    for module, before in zip(model.modules(), modules, strict=True):
+        assert vars(module).keys() == before.keys(), type(module)
+    assert isinstance(got, TokenStats)
+    return {
+        "loss": relative(loss_of(got), expected),
+        "grad": worst(grads, expected_grads),
+        "float64": relative(got.logprobs, logp.gather(-1, batch["labels"][..., None])[..., 0]),
+        "entropy": relative(got.entropy, -(logp.exp() * logp).sum(-1)),
+    }
+
+
 def reduced_norm(model: Any, attribute: str = "grad") -> float:
     """Global norm of the gradients, with CP, DP and sequence-parallel parts already summed."""
     from megatron.core import parallel_state
@@ -123,52 +162,3 @@ def reduced_norm(model: Any, attribute: str = "grad") -> float:
             total += getattr(param, attribute).double().pow(2).sum()
     dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
     return total.sqrt().item()
-
-
-def attention_and_mlp_model(config: Any) -> Any:
-    """HybridModel (0.18 and later) or MambaModel of layers that need no CUDA kernels."""
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
-    try:
-        from megatron.core.models.hybrid import hybrid_block as block
-        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
-
-        stack, stack_parts = block.HybridStack, block.HybridStackSubmodules
-        names = {"stack": "hybrid_stack_spec", "pattern": "hybrid_layer_pattern"}
-    except ImportError:
-        from megatron.core.models.mamba import MambaModel as Model
-        from megatron.core.ssm import mamba_block as block
-
-        stack, stack_parts = block.MambaStack, block.MambaStackSubmodules
-        names = {"stack": "mamba_stack_spec", "pattern": "hybrid_override_pattern"}
-
-    parts = mm.gpt_block_spec(config).layer_specs[0].submodules
-    norm = parts.input_layernorm
-    attention = TransformerLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=parts.self_attention,
-        self_attn_bda=parts.self_attn_bda,
-    )
-    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
-    layers = stack_parts(
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-    )
-    # The stack's last norm is Transformer Engine's by name; all else comes from the spec.
-    te_norm, block.TENorm = block.TENorm, norm
-    try:
-        return Model(
-            config=config,
-            vocab_size=VOCAB,
-            max_sequence_length=64,
-            share_embeddings_and_output_weights=True,
-            **{names["stack"]: ModuleSpec(module=stack, submodules=layers)},
-            **{names["pattern"]: "*-*-"},
-        )
-    finally:
-        block.TENorm = te_norm

@@ -19,6 +19,7 @@ from mcore_logprobs.megatron import (
     megatron_features,
     patch_gpt_model,
 )
+from tests.megatron import test_hybrid as hybrid
 from tests.megatron.common import (
     VOCAB,
     loss_of,
@@ -109,6 +110,24 @@ def mtp_without_labels(tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_mtp_acceptance_counts(ranks, tp):
     ranks(tp).run(mtp_without_labels, tp)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed"), [({}, False), ({"tp": 2}, False), ({"cp": 2}, False), ({"cp": 2}, True)]
+)
+def test_mtp_of_a_hybrid_model(ranks, layout, packed):
+    for errors in ranks(hybrid.world_of(layout)).run(hybrid.multi_token, layout, packed=packed):
+        assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("layout", "pattern"),
+    [({"pp": 2, "vp": 2}, "M|*-|M|*-"), ({"pp": 2}, "M*M-/*-")],
+    ids=["interleaved", "mtp"],
+)
+def test_schedules_of_a_hybrid_model(ranks, layout, pattern):
+    for errors in ranks(2).run(hybrid.schedule, layout, pattern):
+        assert max(errors.values()) < 1e-5
 
 
 def test_doctor_names_the_hooks():

@@ -15,7 +15,6 @@ from mcore_logprobs.megatron import find_language_models, head_report, patch_gpt
 from mcore_logprobs.megatron import heads as heads_module
 from tests.megatron.common import (
     VOCAB,
-    attention_and_mlp_model,
     loss_of,
     make_batch,
     megatron,
@@ -204,9 +203,9 @@ def test_finds_the_language_model(ranks):
     ranks(1).run(wrappers)
 
 
-def mamba_model() -> dict[str, float]:
+def hybrid_model() -> dict[str, float]:
     with megatron() as parallel_state:
-        model = attention_and_mlp_model(tiny_config(num_layers=4))
+        model = mm.build_hybrid_model(tiny_config(num_layers=4), vocab_size=VOCAB, pattern="*-*-")
         batch = make_batch(parallel_state)
         logits = model(**batch["inputs"])
         expected, expected_grads = step(model, batch)
@@ -217,5 +216,5 @@ def mamba_model() -> dict[str, float]:
 
 
 def test_mamba_or_hybrid_model(ranks):
-    errors = ranks(1).run(mamba_model)[0]
+    errors = ranks(1).run(hybrid_model)[0]
     assert max(errors.values()) < 1e-5
