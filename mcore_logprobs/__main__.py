@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "command",
         choices=["doctor", "bench", "run"],
-        help="doctor: versions, backends, Megatron's hooks and a self-test; bench: time and memory; "
-        "run: a Megatron training script, unchanged, with the flags and the patch",
+        help="doctor: versions, backends, Megatron's hooks and a self-test; bench: time and "
+        "memory; run: a Megatron training script, unchanged, with the flags and the patch",
     )
     # The commands parse the rest themselves, so that --help after one is its own.
     arguments = list(sys.argv[1:] if argv is None else argv)

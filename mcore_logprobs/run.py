@@ -1,6 +1,6 @@
 """`python -m mcore_logprobs run SCRIPT ARGS...`: a Megatron training script, unchanged, patched.
 
-    torchrun --nproc_per_node 8 -m mcore_logprobs run pretrain_gpt.py <flags> --logprob-fused require
+    torchrun --nproc_per_node 8 -m mcore_logprobs run pretrain_gpt.py ... --logprob-fused require
 
 Megatron's parser takes the `--logprob-*` flags, and the models that Megatron builds are patched as
 they are built. Under `run` the default of `--logprob-output` is loss, which is what an unchanged

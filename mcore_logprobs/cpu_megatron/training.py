@@ -4,7 +4,7 @@
 
     with cpu_training():
         from megatron.training import pretrain
-        pretrain(...)                       # --distributed-backend gloo, fp32, --transformer-impl local
+        pretrain(...)    # --distributed-backend gloo, --transformer-impl local, float32
 
 The model needs layers that run on a CPU (`layers`); everything else is Megatron's: its argument
 parser, data loaders, schedules, DDP, optimizer, gradient clipping, validation and checkpoints.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import types
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,9 @@ import typing_extensions
 
 from mcore_logprobs.cpu_megatron.runtime import _MISSING, _replace, cpu_runtime
 
+_CPU_PROPERTIES = types.SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0)
+_open = False
+
 
 @contextlib.contextmanager
 def cpu_training() -> Iterator[bool]:
@@ -31,15 +35,24 @@ def cpu_training() -> Iterator[bool]:
 
     Import `megatron.training` inside it: from 0.18 that package takes `typing.override`, which
     Python 3.11 lacks. A no-op that yields False where a GPU is present, and reversible, both like
-    `cpu_runtime`. Data sets made by Megatron's C++ helpers are not supported: nothing compiles them.
+    `cpu_runtime`; contexts nest. Data sets made by Megatron's C++ helpers are not supported:
+    nothing compiles them.
     """
+    global _open
     with cpu_runtime() as active, contextlib.ExitStack() as undo:
-        if active:
+        if active and not _open:
+            _open = True
+            undo.callback(_close)
             if getattr(typing, "override", _MISSING) is _MISSING:
                 _replace(undo, typing, "override", typing_extensions.override)
             for owner, name, value in _replacements():
                 _replace(undo, owner, name, value)
         yield active
+
+
+def _close() -> None:
+    global _open
+    _open = False
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
@@ -52,6 +65,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (datasets, "compile_helpers", lambda: None),
         # Megatron makes its process groups only where it counts a device.
         (torch.cuda, "device_count", lambda: 1),
+        # Its arguments' validation asks for the device's generation: before Hopper.
+        (torch.cuda, "get_device_properties", lambda device=None: _CPU_PROPERTIES),
         # The optimizer names the types it takes: "torch.cuda.FloatTensor" and its kin.
         (torch.Tensor, "type", _cuda_type(torch.Tensor.type)),
     ]

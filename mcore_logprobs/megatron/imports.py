@@ -22,6 +22,9 @@ def after_import(name: str, act: Callable[[Any], None]) -> Callable[[], None]:
     if name in sys.modules:
         act(sys.modules[name])
         return lambda: None
+    for waiting in sys.meta_path:
+        if isinstance(waiting, _Watcher) and (waiting.name, waiting.act) == (name, act):
+            return waiting.stop
     finder = _Watcher(name, act)
     sys.meta_path.insert(0, finder)
     return finder.stop

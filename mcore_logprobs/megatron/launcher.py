@@ -1,4 +1,4 @@
-"""What `python -m mcore_logprobs run` does to Megatron: flags for its parser, patches for its models.
+"""What `python -m mcore_logprobs run` does to Megatron: its parser's flags, its models' patch.
 
 Three places, each found by name and signature in whatever release the script imports, at the
 moment it imports it:
@@ -83,11 +83,10 @@ class Launcher:
                 "a parser of its own, which never saw the flags"
             )
         if self.given and not self.patched:
-            built = ", ".join(self._passed_over) or "none"
             raise LaunchError(
                 f"{self.given[0]} was given, but no model was patched: expected the script to "
-                "build a GPTModel, HybridModel or MambaModel through megatron.training; models "
-                f"seen there: {built}"
+                "build a GPTModel, HybridModel or MambaModel through megatron.training; what was "
+                f"seen there: {'; '.join(self._passed_over) or 'no model'}"
             )
 
     # The flags.
@@ -167,9 +166,9 @@ class Launcher:
             self.check()
         try:
             found = find_language_models(models)
-        except ValueError:
-            some = models if isinstance(models, list) else [models]
-            self._passed_over += [type(model).__name__ for model in some]
+        except ValueError as error:
+            if str(error) not in self._passed_over:
+                self._passed_over.append(str(error))
             return
         config = self.config()
         handle = patch_gpt_model(models, config)

@@ -2,9 +2,10 @@
 
     python [-m mcore_logprobs run] tests/megatron/pretrain_script.py --way none <Megatron's flags>
 
-`--way` says what the script itself does: nothing (`none`), or one of the library's two ways in
-(`provider`, `hook`), where the release has it. Which arguments `pretrain` takes is read from its
-signature, as a script of that release would have them. On a CPU it opens `cpu_training`.
+`--way` says what the script itself does: nothing (`none`), one of the library's two ways in
+(`provider`, `provider-alone` without a model config beside it, `hook`), where the release has it,
+or a model that is no language model (`other-model`). Which arguments `pretrain` takes is read from
+its signature, as a script of that release would have them. On a CPU it opens `cpu_training`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from mcore_logprobs import add_logprob_args
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from mcore_logprobs.megatron import logprob_model_hook, patched_model_provider
 
+WAYS = ["none", "provider", "provider-alone", "hook", "other-model"]
+
 
 def script_args(parser: Any, logprob_flags: bool) -> Any:
-    parser.add_argument("--way", choices=["none", "provider", "hook"], default="none")
+    parser.add_argument("--way", choices=WAYS, default="none")
     return add_logprob_args(parser) if logprob_flags else parser
 
 
@@ -116,14 +119,30 @@ def gpt_model(
     )
 
 
+def other_model(config: Any = None, **unused: Any) -> Any:
+    from megatron.core.transformer import MegatronModule
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    class NoLanguageModel(MegatronModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.linear = torch.nn.Linear(4, 4)
+
+    return NoLanguageModel(config or core_transformer_config_from_args(get_args()))
+
+
 def main() -> None:
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain
     from megatron.training import arguments as megatron_arguments
+    from megatron.training import pretrain
 
     way = sys.argv[sys.argv.index("--way") + 1] if "--way" in sys.argv else "none"
-    extra = functools.partial(script_args, logprob_flags=way != "none")
-    provider = patched_model_provider(gpt_model) if way == "provider" else gpt_model
+    patches = way not in ("none", "other-model")
+    extra = functools.partial(script_args, logprob_flags=patches)
+    provider = other_model if way == "other-model" else gpt_model
+    if way.startswith("provider"):
+        provider = patched_model_provider(gpt_model)
     takes = inspect.signature(pretrain).parameters
     kind = ModelType.encoder_or_decoder
     if "cfg_container" not in takes:
@@ -133,8 +152,12 @@ def main() -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     args = megatron_arguments.parse_and_validate_args(extra_args_provider=extra)
+    container = pretrain_cfg_container_from_args(args)
     if takes["model_provider"].default is inspect.Parameter.empty:
-        pretrain(pretrain_cfg_container_from_args(args), datasets, provider, kind, forward_step)
+        pretrain(container, datasets, provider, kind, forward_step)
+        return
+    if way in ("provider-alone", "other-model"):
+        pretrain(container, datasets, kind, forward_step, model_provider=provider)
         return
 
     from megatron.training.argument_utils import gpt_config_from_args
