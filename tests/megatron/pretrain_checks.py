@@ -19,6 +19,7 @@ import os
 import re
 import runpy
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,21 @@ def assert_equal_logs(got: list[dict[str, Any]], expected: list[dict[str, Any]])
         for ours, theirs in zip(got[name], expected[name], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6)
     assert got["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+
+
+def test_the_cpu_shims_are_taken_back():
+    owners = [typing, torch, torch.cuda, torch.Tensor, torch.nn.Module]
+    with cpu_training():  # imports Megatron, which adds what stays
+        from megatron.core.datasets import utils
+        from megatron.training import training
+
+        owners += [utils, training]
+        assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    before = [dict(vars(owner)) for owner in owners]
+    with cpu_training(), cpu_training():
+        assert [dict(vars(owner)) for owner in owners] != before
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert torch.ones(1).type() == "torch.FloatTensor"
 
 
 @pytest.mark.parametrize("way", ["run", "own"])
