@@ -1,19 +1,18 @@
-# Megatron-LM flags that switch mcore_logprobs on. Source it and add "${LOGPROB_ARGS[@]}":
+# Megatron-LM flags that switch mcore_logprobs on. Source it and run your script, unchanged, with
+# "${LOGPROB_ARGS[@]}" added:
 #
 #   source configs/megatron_lm_flags.sh
-#   torchrun ... pretrain_gpt.py <your flags> "${LOGPROB_ARGS[@]}"
+#   torchrun ... -m mcore_logprobs run pretrain_gpt.py <your flags> "${LOGPROB_ARGS[@]}"
 #
-# The script hands Megatron-LM the flags and the patch (see mcore_logprobs/megatron/arguments.py):
-#
-#   pretrain(..., patched_model_provider(model_provider), ...,
-#            extra_args_provider=add_logprob_args)
+# docs/megatron-flags.md has the two ways in for a script of your own (a model hook from Megatron
+# 0.19 on, a model provider to 0.18), which take the same flags.
 #
 # With --logprob-output loss the model returns the usual [b, s] loss and nothing else changes. With
-# stats it returns a TokenStats, which your loss function reads.
+# stats it returns a TokenStats, which your loss function reads. Columns that only pad the
+# vocabulary are masked, by the tokenizer's true size; --logprob-vocab-size gives another one.
 LOGPROB_ARGS=(
     --logprob-output loss
     --logprob-fused true             # "require" refuses heads that cannot be fused
-    --logprob-vocab-size 128256      # the true size: padded columns are never counted
     --logprob-temperature 1.0
     --logprob-logits-dtype float32   # of a chunk; bfloat16 weights keep float32 logits
     --logprob-backend auto

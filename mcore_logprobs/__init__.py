@@ -31,9 +31,11 @@ from mcore_logprobs.logits.token_stats import (
 from mcore_logprobs.logits.topk import vocab_parallel_argmax, vocab_parallel_topk
 from mcore_logprobs.megatron import (
     PatchHandle,
+    logprob_model_hook,
     logprob_output_processor,
     patch_gpt_model,
     patch_model,
+    patched_model_provider,
     unpatch_gpt_model,
     unpatch_model,
 )
@@ -57,9 +59,11 @@ __all__ = [
     "linear_kl_div",
     "linear_policy_loss",
     "linear_token_stats",
+    "logprob_model_hook",
     "logprob_output_processor",
     "patch_gpt_model",
     "patch_model",
+    "patched_model_provider",
     "unpatch_gpt_model",
     "unpatch_model",
     "vocab_parallel_argmax",

@@ -1,4 +1,4 @@
-"""`python -m mcore_logprobs doctor|bench`."""
+"""`python -m mcore_logprobs doctor|bench|run`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Hands the arguments after the command's name to that command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore_logprobs",
-        description="Log-probabilities for Megatron-Core: checks and benchmarks.",
+        description="Log-probabilities for Megatron-Core: checks, benchmarks, training scripts.",
     )
     parser.add_argument(
         "command",
-        choices=["doctor", "bench"],
-        help="doctor: versions, backends, Megatron's hooks and a self-test; bench: time and memory",
+        choices=["doctor", "bench", "run"],
+        help="doctor: versions, backends, Megatron's hooks and a self-test; bench: time and "
+        "memory; run: a Megatron training script, unchanged, with the flags and the patch",
     )
     # The commands parse the rest themselves, so that --help after one is its own.
     arguments = list(sys.argv[1:] if argv is None else argv)

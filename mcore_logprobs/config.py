@@ -325,10 +325,19 @@ class LogprobConfig:
         A missing attribute means the default. An attribute that is nearly one of ours
         (`logprob_temprature`) raises; one that is unlike all of them belongs to other code.
 
+        Where Megatron-LM pads the vocabulary and `--logprob-vocab-size` is not given, `vocab_size`
+        is the tokenizer's true size, so that padding is masked; give the padded size to count it.
+
         Raises:
-            ValueError: a misspelt attribute, or a value that its field does not accept.
+            ValueError: a misspelt attribute, a value that its field does not accept, or a padded
+                vocabulary whose true size is not known.
         """
-        return cls._from_attributes(args)
+        from mcore_logprobs.megatron.vocabulary import true_vocab_size
+
+        config = cls._from_attributes(args)
+        if config.vocab_size is None and (size := true_vocab_size(args)) is not None:
+            config = dataclasses.replace(config, vocab_size=size)
+        return config
 
     @classmethod
     def from_transformer_config(cls, config: Any) -> LogprobConfig:
@@ -387,10 +396,12 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     Pass it to Megatron-LM as `extra_args_provider`, and its namespace to
     `LogprobConfig.from_args`. Switches take an optional value and have a negative form:
     `--logprob-entropy`, `--logprob-fused require`, `--logprob-no-fused`. A bad value ends the
-    program with argparse's usage message.
+    program with argparse's usage message. A parser that has the flags already is left alone.
 
     Returns: the same parser.
     """
+    if "--" + (ARG_PREFIX + "output").replace("_", "-") in parser._option_string_actions:
+        return parser
     group = parser.add_argument_group("mcore_logprobs", "log-probabilities of the patched model")
     for name, setting in _settings(LogprobConfig).items():
         flag = (ARG_PREFIX + name).replace("_", "-")

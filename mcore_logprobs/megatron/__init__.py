@@ -3,7 +3,7 @@
 Importing it does not import Megatron; the first patch does.
 """
 
-from mcore_logprobs.megatron.arguments import patched_model_provider
+from mcore_logprobs.megatron.entry import logprob_model_hook, patched_model_provider
 from mcore_logprobs.megatron.heads import HeadReport, find_language_models, head_report
 from mcore_logprobs.megatron.output_processor import logprob_output_processor
 from mcore_logprobs.megatron.patch import (
@@ -21,6 +21,7 @@ __all__ = [
     "find_language_models",
     "has_output_processor",
     "head_report",
+    "logprob_model_hook",
     "logprob_output_processor",
     "megatron_features",
     "patch_gpt_model",

@@ -1,0 +1,88 @@
+"""Act on a module when it is imported, and wrap functions in it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def after_import(name: str, act: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `act(module)` once the module `name` has run: now if it has, else when it is imported.
+
+    An import that happens inside a package's own `__init__` is seen before that package's names
+    are bound. Nothing is imported here.
+
+    Returns: a function that takes a pending call back.
+    """
+    if name in sys.modules:
+        act(sys.modules[name])
+        return lambda: None
+    for waiting in sys.meta_path:
+        if isinstance(waiting, _Watcher) and (waiting.name, waiting.act) == (name, act):
+            return waiting.stop
+    finder = _Watcher(name, act)
+    sys.meta_path.insert(0, finder)
+    return finder.stop
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: has the module's own loader tell when it has run the module."""
+
+    def __init__(self, name: str, act: Callable[[Any], None]) -> None:
+        self.name, self.act = name, act
+
+    def stop(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        self.stop()  # or the search below would come back here
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_tell(module: Any) -> None:
+            run(module)
+            self.act(module)
+
+        spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def replace_function(
+    module: Any,
+    name: str,
+    *,
+    before: Callable[[dict[str, Any]], None] | None = None,
+    after: Callable[[Any], None] | None = None,
+) -> Callable[[], None]:
+    """Wrap `module.name`: `before(arguments)` may change them, `after(result)` sees the result.
+
+    `arguments` are by parameter name, without those left at their defaults.
+
+    Returns: a function that puts the original back.
+    """
+    original = getattr(module, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if before is not None:
+            before(bound.arguments)
+        result = original(*bound.args, **bound.kwargs)
+        if after is not None:
+            after(result)
+        return result
+
+    setattr(module, name, wrapped)
+    return lambda: setattr(module, name, original)
