@@ -1,4 +1,4 @@
-"""`python -m mcore_logprobs doctor|bench`."""
+"""`python -m mcore_logprobs doctor|bench|audit`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "command",
-        choices=["doctor", "bench"],
-        help="doctor: versions, backends, Megatron's hooks and a self-test; bench: time and memory",
+        choices=["doctor", "bench", "audit"],
+        help="doctor: versions, backends, Megatron's hooks and a self-test; bench: time and "
+        "memory; audit: any vocab-parallel function against float64",
     )
     # The commands parse the rest themselves, so that --help after one is its own.
     arguments = list(sys.argv[1:] if argv is None else argv)

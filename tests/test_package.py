@@ -230,6 +230,7 @@ LEVELS = {
     "megatron": 5,
     "cpu_megatron": 5,
     "bench": 6,
+    "audit": 6,
     "doctor": 6,
     "dropin": 6,
     "__main__": 7,
@@ -238,8 +239,17 @@ LEVELS = {
 SIDEWAYS = {
     ("collectives", "groups"),
     ("logits", "context_parallel"),
+    ("doctor", "dropin"),
 }
-MAY_IMPORT_MEGATRON = {"groups", "megatron", "dropin", "bench", "doctor", "cpu_megatron"}
+MAY_IMPORT_MEGATRON = {
+    "groups",
+    "megatron",
+    "dropin",
+    "bench",
+    "audit",
+    "doctor",
+    "cpu_megatron",
+}
 
 
 def unit_of(path: Path) -> str:

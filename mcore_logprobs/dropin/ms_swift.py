@@ -3,7 +3,7 @@
     from mcore_logprobs.dropin.ms_swift import compute_logps_and_entropy_from_logits
 
 Labels are Megatron's, already shifted; -100 gives log-probability 0; temperatures are applied by
-the caller. The gradients are right under TP (those of ms-swift before 4.6 are not) and no input is
+the caller. The gradients are right under TP (those of ms-swift up to 4.5.2 are not) and no input is
 modified (ms-swift 4.6 overwrites its logits).
 """
 
@@ -57,7 +57,7 @@ def vocab_parallel_gather_logps(
 ) -> Tensor:
     """`[b, s, V/TP]`, `[b, s]` -> float32 `[b, s]`, 0 where the label is -100; differentiable.
 
-    log_probs (ms-swift before 4.6): what `vocab_parallel_log_softmax` gave, read in place of the
+    log_probs (ms-swift up to 4.5.2): what `vocab_parallel_log_softmax` gave, read in place of the
     logits.
     """
     if log_probs is None:

@@ -130,10 +130,10 @@ def f(vocab_parallel_logprobs): ...
 
 
 def test_installed_frameworks_are_reported(tmp_path: Path) -> None:
-    found = upstream.installed([str(source_root("verl")), str(source_root("ms-swift", "4.5.3"))])
+    found = upstream.installed([str(source_root("verl")), str(source_root("ms-swift", "4.5.2"))])
     assert found == {
         "verl": "0.9.1: every call fits the drop-in",
-        "ms_swift": "4.5.3: every call fits the drop-in",
+        "ms_swift": "4.5.2: every call fits the drop-in",
     }
     broken = tmp_path / "areal/utils/functional/vocab_parallel.py"
     broken.parent.mkdir(parents=True)
