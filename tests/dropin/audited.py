@@ -14,7 +14,7 @@ def right(logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup) -> Tensor
 
 
 def plain_all_reduce(logits: Tensor, labels: Tensor, *, tp_group: dist.ProcessGroup) -> Tensor:
-    """Right values; the normaliser's gradient is each rank's own part alone."""
+    """Right values; ranks that do not own the target get no gradient of the normaliser."""
     top = logits.detach().amax(-1, keepdim=True)
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp_group)
     total = (logits - top).exp().sum(-1)
@@ -22,10 +22,11 @@ def plain_all_reduce(logits: Tensor, labels: Tensor, *, tp_group: dist.ProcessGr
     width = logits.shape[-1]
     column = labels - tp_group.rank() * width
     own = (column >= 0) & (column < width)
-    picked = (logits - top).gather(-1, column.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
+    log_softmax = logits - top - total.log().unsqueeze(-1)
+    picked = log_softmax.gather(-1, column.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
     picked = picked.where(own, 0.0)
     dist.all_reduce(picked, group=tp_group)
-    return picked - total.log()
+    return picked
 
 
 def twice_the_gradient(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
