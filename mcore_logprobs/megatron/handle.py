@@ -198,7 +198,7 @@ def scale_deferred(logits: Any, config: Any, original: Callable[[Any], Any]) -> 
     """`original`, Megatron's `_scale_logits` bound to its model, for handles and for logits."""
     if not isinstance(logits, DeferredLogits):
         return original(logits)
-    if not config.use_mup or config.mup_output_mult == 1.0:
+    if not getattr(config, "use_mup", False) or config.mup_output_mult == 1.0:
         return logits
     return logits.scaled(config.mup_output_mult, original)
 
