@@ -101,7 +101,7 @@ def run_verl(tp: int, cp: int, sequence_parallel: bool, tied: bool) -> dict[str,
         )
         got = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), hidden)[0]
         direct = model.output_layer(hidden, weight=weight)[0] / TEMPERATURE
-        value = own.vocab_parallel_log_probs_from_logits(direct.clone(), target.T)
+        value = own.vocab_parallel_log_probs_from_logits(direct.clone(), target.T.contiguous())
         other = own.vocab_parallel_entropy(direct)
         errors["processor"] = relative(found.log_probs, value.T.reshape(-1))
         want = torch.autograd.grad(value.sum() + other.sum(), hidden)[0]
