@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -200,9 +201,8 @@ def test_settings_of_the_frameworks() -> None:
         logprob_config({"temperature": -1.0})
 
 
-def test_omegaconf_nodes() -> None:
-    omegaconf = pytest.importorskip("omegaconf", reason="omegaconf is not in this environment")
-    node = omegaconf.OmegaConf.create({"model": {"use_fused_kernels": True}, "chunk": 8})
-    node.actor = {"log_probs_chunk_size": "${chunk}", "temperature": 0.6}
-    config = logprob_config(node.model, node.actor)
+def test_nodes_that_are_mappings_but_no_dicts() -> None:
+    """As OmegaConf's are, which this environment does not have."""
+    node = UserDict(log_probs_chunk_size=8, temperature=0.6)
+    config = logprob_config(UserDict(use_fused_kernels=True), node)
     assert (config.fused, config.chunk_size, config.temperature) == (True, 8, 0.6)
