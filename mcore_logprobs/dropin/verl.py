@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,7 +156,7 @@ def _per_token(temperature: Any, labels: Tensor) -> Any:
     if temperature is None:
         return 1.0
     if isinstance(temperature, Tensor):
-        if temperature.numel() == 1 and temperature.device.type == "cpu":
+        if temperature.numel() == 1:
             return float(temperature)
         if temperature.numel() == labels.numel():
             return temperature.reshape(labels.shape)
@@ -199,7 +200,7 @@ def fused_output_processor(
     """Megatron's output processor (0.18 and later): log-probabilities and entropy of the labels.
 
     Shape: hidden_states `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism), labels `[b, s]`
-    already shifted. context.temperature: a number, or a temperature a token, `[b, s]` or flat.
+    already shifted. context.temperature: a number (or a tensor of one).
 
     The gradient of the hidden states is reduced over TP with and without sequence parallelism
     (verl's own is not without). Differs for a batch of more than one row: verl pairs
@@ -271,9 +272,12 @@ def _language_models(model: Any) -> list[Any]:
 
 
 def _fused_forward(model: Any, original: Any, args: tuple, kwargs: dict, temperature: Any) -> Any:
-    config = ours.LogprobConfig(output="stats", entropy=True, temperature=float(temperature))
-    if kwargs.get("output_processor") is not None or kwargs.get("labels") is None:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    labels = given.get("labels")
+    if labels is None or given.get("output_processor") is not None:
         return original(*args, **kwargs)
+    temperature = _per_token(temperature, labels)
+    config = ours.LogprobConfig(output="stats", entropy=True, temperature=temperature)
     with ours.patch_gpt_model(model, config):
         stats = original(*args, **kwargs)
     if not isinstance(stats, ours.TokenStats):
