@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mcore_logprobs
+from mcore_logprobs.dropin.upstream import FRAMEWORKS
 
 PACKAGE = Path(mcore_logprobs.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -127,7 +128,7 @@ def test_all_is_sorted_out_and_complete() -> None:
         assert getattr(mcore_logprobs, name) is not None
 
 
-@pytest.mark.parametrize("module", ["nemo_rl", "roll"])
+@pytest.mark.parametrize("module", [*FRAMEWORKS, "settings"])
 def test_dropin_module_imports(module) -> None:
     importlib.import_module(f"mcore_logprobs.dropin.{module}")
 
