@@ -22,7 +22,6 @@ ROWS = 9
 
 def theirs(framework: str) -> Any:
     if framework == "verl":
-        torch._dynamo.config.disable = True  # its entropy compiles a product and a sum
         return load("verl", "verl/utils/megatron/tensor_parallel.py")
     if framework == "areal":
         stand_in = {"areal__infra__platforms": {"is_npu_available": True}}  # no torch.compile

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mcore_logprobs import doctor
 from mcore_logprobs.dropin import upstream
 from mcore_logprobs.dropin.upstream import FRAMEWORKS, Call, carried, misfit, refused
 from tests.dropin.frameworks import source_root
@@ -142,3 +143,11 @@ def test_installed_frameworks_are_reported(tmp_path: Path) -> None:
     assert "gather_logprobs: expected 'brand_new' at position 2" in report
     assert "gather_logprobs_entropy is no longer in" in report
     assert "packed_context_parallel.py is not there" in report
+
+
+def test_doctor_reports_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.report()["frameworks"] == {}
+    monkeypatch.syspath_prepend(str(source_root("areal")))
+    found = doctor.report()
+    assert found["frameworks"] == {"areal": "1.0.4: every call fits the drop-in"}
+    assert "every call fits the drop-in" in doctor._as_text(found)
