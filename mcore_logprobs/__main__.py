@@ -1,4 +1,4 @@
-"""`python -m mcore_logprobs doctor|bench|run`."""
+"""`python -m mcore_logprobs doctor|bench|run|audit`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "command",
-        choices=["doctor", "bench", "run"],
+        choices=["doctor", "bench", "run", "audit"],
         help="doctor: versions, backends, Megatron's hooks and a self-test; bench: time and "
-        "memory; run: a Megatron training script, unchanged, with the flags and the patch",
+        "memory; run: a Megatron training script, unchanged, with the flags and the patch; "
+        "audit: any vocab-parallel function against float64",
     )
     # The commands parse the rest themselves, so that --help after one is its own.
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_logprobs.dropin.upstream import installed as installed_frameworks
+
 __all__ = ["SelfTest", "main", "report", "self_test"]
 
 # (name shown, distribution, module whose import shows that it works)
@@ -59,6 +61,7 @@ def report(model: Any = None) -> dict[str, Any]:
         "devices": {d: torch.cuda.get_device_name() if d == "cuda" else "" for d in devices},
         "backends": {device: _backends(device) for device in devices},
         "megatron": _megatron_hooks(),
+        "frameworks": installed_frameworks(),
         **({} if model is None else {"head": _head(model)}),
         "groups": _groups(),
         "self_test": [asdict(test) | {"ok": test.ok} for test in tests],
@@ -293,6 +296,9 @@ def _as_text(found: dict[str, Any]) -> str:
     lines.append("Megatron hooks")
     lines += [f"  {name:20} {text}" for name, text in found["megatron"].items()]
     lines += [f"  {'head':20} {found['head']}"] if "head" in found else []
+    lines.append("Frameworks whose names mcore_logprobs.dropin carries")
+    lines += [f"  {name:20} {text}" for name, text in found["frameworks"].items()]
+    lines += [] if found["frameworks"] else ["  none installed"]
     lines.append("Groups")
     lines += [f"  {name:20} {text}" for name, text in found["groups"].items()]
     lines.append("Self-test against float64 (largest error, bound)")

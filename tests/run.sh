@@ -39,6 +39,24 @@ if [ "${1:-}" = --matrix ]; then
 fi
 unpack "$newest" || exit 1
 
+# Frameworks whose names the drop-ins carry, as source: tests read it, and load single files of it.
+export MCORE_LOGPROBS_FRAMEWORKS="$VIRTUAL_ENV/frameworks"
+mkdir -p "$MCORE_LOGPROBS_FRAMEWORKS"
+while read -r framework; do
+    [ -d "$MCORE_LOGPROBS_FRAMEWORKS/$framework" ] && continue
+    wheels=$(mktemp -d "$VIRTUAL_ENV/wheel.XXXXXX")
+    python -m pip download -q --no-deps --python-version 3.12 --only-binary=:all: \
+        --dest "$wheels" "$framework" </dev/null \
+        && python -m zipfile -e "$wheels"/*.whl "$wheels/unpacked" \
+        && mv "$wheels/unpacked" "$MCORE_LOGPROBS_FRAMEWORKS/$framework"
+    unpacked=$?
+    rm -rf "$wheels"
+    if [ "$unpacked" -ne 0 ]; then
+        echo "tests/run.sh: $framework could not be downloaded" >&2
+        exit 1
+    fi
+done < <(grep -v '^#' tests/dropin/frameworks.txt)
+
 failed=""
 stage() {  # stage NAME COMMAND...: runs the command and remembers whether it failed
     local name=$1

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mcore_logprobs
+from mcore_logprobs.dropin.upstream import FRAMEWORKS
 
 PACKAGE = Path(mcore_logprobs.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -129,7 +130,7 @@ def test_all_is_sorted_out_and_complete() -> None:
         assert getattr(mcore_logprobs, name) is not None
 
 
-@pytest.mark.parametrize("module", ["nemo_rl", "roll"])
+@pytest.mark.parametrize("module", [*FRAMEWORKS, "settings"])
 def test_dropin_module_imports(module) -> None:
     importlib.import_module(f"mcore_logprobs.dropin.{module}")
 
@@ -232,6 +233,7 @@ LEVELS = {
     "megatron": 5,
     "cpu_megatron": 5,
     "bench": 6,
+    "audit": 6,
     "doctor": 6,
     "dropin": 6,
     "__main__": 7,
@@ -240,8 +242,17 @@ LEVELS = {
 SIDEWAYS = {
     ("collectives", "groups"),
     ("logits", "context_parallel"),
+    ("doctor", "dropin"),
 }
-MAY_IMPORT_MEGATRON = {"groups", "megatron", "dropin", "bench", "doctor", "cpu_megatron"}
+MAY_IMPORT_MEGATRON = {
+    "groups",
+    "megatron",
+    "dropin",
+    "bench",
+    "audit",
+    "doctor",
+    "cpu_megatron",
+}
 
 
 def unit_of(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +20,11 @@ __all__ = [
     "Applied",
     "check_vocab_range",
     "grad_unless",
+    "no_targets",
     "or_one_process",
     "rows_a_chunk",
+    "setting",
+    "share_of_gradient",
     "token_logprobs",
 ]
 
@@ -93,6 +96,38 @@ def check_vocab_range(
             f"{group_size(resolved)} with {width} columns, got "
             f"({vocab_start_index}, {vocab_end_index})"
         )
+
+
+def no_targets(vocab_parallel_logits: Tensor) -> Tensor:
+    """A target for calls that want statistics of the distribution alone: id 0 everywhere."""
+    return vocab_parallel_logits.new_zeros(vocab_parallel_logits.shape[:-1], dtype=torch.int64)
+
+
+def setting(node: Any, name: str, default: Any = None) -> Any:
+    """A field of a framework's configuration: a mapping, an OmegaConf node, args or a dataclass."""
+    if isinstance(node, Mapping):
+        return node.get(name, default)
+    return getattr(node, name, default)
+
+
+class _ShareOfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.ranks, None
+
+
+def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
+    """x itself; the backward divides by `ranks`.
+
+    For callers who sum the gradient over the ranks themselves, where our operation has summed it
+    already.
+    """
+    return x if ranks == 1 else _ShareOfGradient.apply(x, ranks)
 
 
 def rows_a_chunk(chunk_size: int | None, batch: int) -> int | None:

@@ -18,13 +18,14 @@ from mcore_logprobs.context_parallel import (
     context_parallel_shift,
 )
 from mcore_logprobs.context_parallel.layouts import SequenceLayout
-from mcore_logprobs.dropin._common import ONE_PROCESS, or_one_process
+from mcore_logprobs.dropin._common import ONE_PROCESS, Applied, or_one_process
 from mcore_logprobs.dropin.nemo_functions import AllGatherCPTensor
 from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
 from mcore_logprobs.logits.dtensor import unwrap_rows
 
 __all__ = [
     "IGNORED",
+    "_AllReduceSum",
     "_get_tokens_on_this_cp_rank",
     "all_to_all_sq2vp",
     "all_to_all_vp2sq",
@@ -116,11 +117,17 @@ class _SumKeepingGradient(torch.autograd.Function):
         return grads[0], None
 
 
-def group_all_reduce_sum_with_grad(x: Tensor, group: ProcessGroup | None) -> Tensor:
+class _AllReduceSum(Applied):
     """The sum over ranks; the backward is the identity: every rank goes on to the same loss."""
-    if or_one_process(group).size() == 1:
-        return x
-    return _SumKeepingGradient.apply(x, group)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        return x if or_one_process(group).size() == 1 else _SumKeepingGradient.apply(x, group)
+
+
+def group_all_reduce_sum_with_grad(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`_AllReduceSum.apply`."""
+    return _AllReduceSum.apply(x, group)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from mcore_logprobs.logits.gather import vocab_parallel_gather, vocab_parallel_t
 
 __all__ = [
     "_compute_distributed_log_softmax",
+    "_compute_distributed_log_softmax_with_grad",
     "_compute_distributed_softmax",
     "distributed_vocab_topk",
     "gather_logits_at_global_indices",
@@ -32,6 +33,13 @@ __all__ = [
     "vocab_parallel_gather_columns",
     "vocab_parallel_log_softmax",
 ]
+
+
+def _compute_distributed_log_softmax_with_grad(
+    vocab_parallel_logits: Tensor, group: ProcessGroup
+) -> Tensor:
+    """`[..., V/TP]` -> float32 log-probabilities of the same shape; differentiable."""
+    return logits_log_softmax.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=group)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -34,12 +35,36 @@ __all__ = [
 ]
 
 _FLAG = "return_logprobs_for_linear_ce_fusion"
+_SAMPLING = ("temperature", "sampling_params")
 
 
+def _or_with_output_weight(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Also take the call of NeMo-RL before 0.7, whose third argument was output_weight.
+
+    There the fourth is a flag or None and the target comes fifth; now the target comes fourth.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        older = isinstance(args[2], Tensor) if len(args) == 3 else False
+        if len(args) > 3:
+            older = not isinstance(args[3], Tensor)
+        if not older and "output_weight" not in kwargs:
+            return function(*args, **kwargs)
+        names = ("tensor_parallel_hidden_states", "output_weight_layer", "output_weight")
+        given = {**dict(zip(names, args[:3], strict=False)), **kwargs}
+        weight = given.pop("output_weight", None)
+        if given["output_weight_layer"] is None:
+            given["output_weight_layer"] = weight
+        return function(given.pop(names[0]), given.pop(names[1]), *args[3:], **given)
+
+    return call
+
+
+@_or_with_output_weight
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
-    output_weight: Tensor | None,
     runtime_gather_output: bool | None,
     target: Tensor,
     vocab_start_index: int,
@@ -54,8 +79,11 @@ def from_parallel_hidden_states_to_logprobs(
     Hidden states are split over TP (sequence parallelism) within each CP rank's zigzag part; the
     result is gathered over CP, whose backward sums over the ranks.
 
+    The call of before 0.7 works too: its third argument, output_weight, is the weight where
+    output_weight_layer is None (a tied head's own).
+
     Args:
-        output_weight_layer: `[V/TP, h]`; None (a tied head's own weight): output_weight is taken.
+        output_weight_layer: `[V/TP, h]`.
         runtime_gather_output: of no effect, as in NeMo-RL: no logits are made that could be
             gathered.
 
@@ -63,7 +91,7 @@ def from_parallel_hidden_states_to_logprobs(
         ValueError: no weight, a range that is not this rank's, or a target longer than the ranks'
             hidden states.
     """
-    weight = output_weight if output_weight_layer is None else output_weight_layer
+    weight = output_weight_layer
     if weight is None:
         raise ValueError("output_weight_layer, output_weight: expected a tensor in one, got None")
     check_vocab_range(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
@@ -83,7 +111,9 @@ def from_parallel_hidden_states_to_logprobs(
     return context_parallel_gather(logprobs, cp_group=cp)[:, : target.shape[1] - 1]
 
 
-def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
+def patch_gpt_model_forward_for_linear_ce_fusion(
+    *, chunk_size: int, temperature: float = 1.0, sampling_params: Any | None = None
+) -> None:
     """Let every GPTModel's forward take `return_logprobs_for_linear_ce_fusion=True`.
 
     With it and `labels` (the unshifted input ids) the last pipeline stage returns log-probabilities
@@ -96,8 +126,14 @@ def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
     sums over CP. Packed sequences (`packed_seq_params` with qkv_format "thd"): `[1, T - 1]` in the
     packed order, 0 at each sequence's last token.
 
+    NeMo-RL divides the model's output by the temperature afterwards, in place. On this path the
+    output is log-probabilities, which that division spoils: give the temperature here, or to
+    forward, and leave `apply_temperature_scaling` out.
+
     Args:
         chunk_size: positions of the sequence at a time.
+        temperature, sampling_params: for calls that bring none; forward takes both as keywords.
+            sampling_params (attributes temperature, top_k, top_p) goes before temperature.
 
     Raises:
         ValueError: chunk_size is not an int of at least 1.
@@ -106,14 +142,18 @@ def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
         raise ValueError(f"chunk_size: expected an int >= 1, got {chunk_size!r}")
     model_class = _gpt_model_class()
     model_class._linear_ce_fusion_chunk_size = chunk_size
+    model_class._linear_ce_fusion_sampling = _sampling(temperature, sampling_params)
     if "_original_forward_for_linear_ce_fusion" in vars(model_class):
         return
     original = model_class.forward
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_spec_decode", False) is None:
+            del kwargs["is_spec_decode"]  # a Megatron that does not know it is called as ever
+        extra = {name: kwargs.pop(name, None) for name in _SAMPLING}
         if kwargs.pop(_FLAG, False):
-            return _next_token_logprobs(self, args, kwargs)
+            return _next_token_logprobs(self, args, kwargs, **extra)
         return original(self, *args, **kwargs)
 
     forward.__signature__ = _with_flag(original)  # type: ignore[attr-defined]
@@ -138,6 +178,7 @@ def unpatch_gpt_model_forward_for_linear_ce_fusion() -> None:
     model_class.forward = original
     del model_class._original_forward_for_linear_ce_fusion
     del model_class._linear_ce_fusion_chunk_size
+    del model_class._linear_ce_fusion_sampling
 
 
 def _gpt_forward_with_linear_ce_fusion(
@@ -155,11 +196,15 @@ def _gpt_forward_with_linear_ce_fusion(
     inference_params: Any | None = None,
     loss_mask: Tensor | None = None,
     padding_mask: Tensor | None = None,
+    is_spec_decode: bool | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
+    temperature: float | Tensor | None = None,
+    sampling_params: Any | None = None,
 ) -> Tensor:
     """The patched forward as a function of the model, in NeMo-RL's signature.
 
     Arguments that are None are left to the model's own defaults, so that any release will do.
+    temperature and sampling_params are ours: see `patch_gpt_model_forward_for_linear_ce_fusion`.
     """
     given = {
         "decoder_input": decoder_input,
@@ -171,15 +216,41 @@ def _gpt_forward_with_linear_ce_fusion(
         "inference_params": inference_params,
         "loss_mask": loss_mask,
         "padding_mask": padding_mask,
+        "is_spec_decode": is_spec_decode,
     }
     kwargs = {name: value for name, value in given.items() if value is not None}
     args = (input_ids, position_ids, attention_mask)
     if return_logprobs_for_linear_ce_fusion:
-        return _next_token_logprobs(self, args, kwargs)
+        return _next_token_logprobs(
+            self, args, kwargs, temperature=temperature, sampling_params=sampling_params
+        )
     return _original_forward(self)(self, *args, **kwargs)
 
 
-def _next_token_logprobs(model: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def _sampling(temperature: Any, sampling_params: Any) -> dict[str, Any]:
+    """Fields of `LogprobConfig`; those that ask for nothing are left out."""
+    asked = {
+        "temperature": getattr(sampling_params, "temperature", 1.0 if sampling_params else None),
+        "top_k": getattr(sampling_params, "top_k", None),
+        "top_p": getattr(sampling_params, "top_p", 1.0),
+    }
+    if asked["temperature"] is None:
+        asked["temperature"] = 1.0 if temperature is None else temperature
+    if asked["top_k"] in (None, 0, -1):
+        del asked["top_k"]
+    if asked["top_p"] == 1.0:
+        del asked["top_p"]
+    return asked
+
+
+def _next_token_logprobs(
+    model: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    temperature: Any = None,
+    sampling_params: Any = None,
+) -> Tensor:
     """Run the model once with a patched head; the last stage's `[b, s - 1]`, else its output."""
     original = _original_forward(model)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
@@ -193,10 +264,14 @@ def _next_token_logprobs(model: Any, args: tuple, kwargs: dict[str, Any]) -> Ten
     cu_seqlens = _padded_bounds(packed)
     given["labels"] = _local_next_tokens(labels, given.get("input_ids"), cp, cu_seqlens)
     chunk = getattr(type(model), "_linear_ce_fusion_chunk_size", None)
+    sampling = getattr(type(model), "_linear_ce_fusion_sampling", {})
+    if temperature is not None or sampling_params is not None:
+        sampling = _sampling(temperature, sampling_params)
     config = LogprobConfig(
         output="stats",
         chunk_size=None if chunk is None else chunk * max(1, labels.shape[0]),
         ignore_index=IGNORED,
+        **sampling,
     )
     inference = given.get("inference_context") is not None or (
         given.get("inference_params") is not None
@@ -240,10 +315,12 @@ def _gpt_model_class() -> Any:
 
 def _with_flag(original: Any) -> inspect.Signature:
     signature = inspect.signature(original)
-    flag = inspect.Parameter(
-        _FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool"
-    )
+    ours = {_FLAG: False, **dict.fromkeys(_SAMPLING), "is_spec_decode": None}
     parameters = list(signature.parameters.values())
     last = parameters.pop() if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else None
-    parameters.append(flag)
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in ours.items()
+        if name not in signature.parameters
+    ]
     return signature.replace(parameters=[*parameters, last] if last else parameters)

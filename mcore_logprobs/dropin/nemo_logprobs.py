@@ -217,18 +217,24 @@ def get_next_token_logprobs_from_logits(
     vocab_parallel_group: ProcessGroup | None = None,
     context_parallel_group: ProcessGroup | None = None,
     sampling_params: Any | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Log-probabilities `[b, s - 1]` from sharded, DTensor or whole logits, whichever came.
 
     With vocab_parallel_group: logits `[b, s/CP, V/TP]`; a DTensor brings its groups; anything else
-    is the whole vocabulary. The logits are not copied to float32.
+    is the whole vocabulary. The logits are not copied to float32. input_ids are unshifted;
+    `sampling_params.temperature` is not applied: as in NeMo-RL, whoever calls has divided by it.
 
     Raises:
         ValueError: vocab_parallel_rank missing, or not this process's rank in the group.
     """
     if vocab_parallel_group is None and is_dtensor(next_token_logits):
         return get_logprobs_from_vocab_parallel_logits(
-            next_token_logits, input_ids, seq_index=seq_index, sampling_params=sampling_params
+            next_token_logits,
+            input_ids,
+            seq_index=seq_index,
+            chunk_size=chunk_size,
+            sampling_params=sampling_params,
         )
     group = or_one_process(vocab_parallel_group)
     rank: int | None = vocab_parallel_rank
@@ -245,5 +251,6 @@ def get_next_token_logprobs_from_logits(
         (rank + 1) * width,
         group,
         cp_group=context_parallel_group,
+        chunk_size=chunk_size,
         sampling_params=sampling_params,
     )

@@ -11,6 +11,7 @@ so does, on a CPU, a target outside the vocabulary that is not -100.
 from __future__ import annotations
 
 from mcore_logprobs.dropin.nemo_context import (
+    _AllReduceSum,
     _get_tokens_on_this_cp_rank,
     all_to_all_sq2vp,
     all_to_all_vp2sq,
@@ -22,6 +23,7 @@ from mcore_logprobs.dropin.nemo_context import (
 )
 from mcore_logprobs.dropin.nemo_distill import (
     _compute_distributed_log_softmax,
+    _compute_distributed_log_softmax_with_grad,
     _compute_distributed_softmax,
     distributed_vocab_topk,
     gather_logits_at_global_indices,
@@ -66,7 +68,9 @@ __all__ = [
     "DistributedCrossEntropy",
     "DistributedLogprob",
     "DistributedLogprobWithSampling",
+    "_AllReduceSum",
     "_compute_distributed_log_softmax",
+    "_compute_distributed_log_softmax_with_grad",
     "_compute_distributed_softmax",
     "_get_tokens_on_this_cp_rank",
     "_gpt_forward_with_linear_ce_fusion",

@@ -166,7 +166,12 @@ def class_patch() -> None:
             nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=chunk_size)
             assert GPTModel._linear_ce_fusion_chunk_size == chunk_size
         parameters = inspect.signature(GPTModel.forward).parameters
-        assert set(parameters) == set(inspect.signature(before).parameters) | {flag}
+        assert set(parameters) == set(inspect.signature(before).parameters) | {
+            flag,
+            "is_spec_decode",
+            "sampling_params",
+            "temperature",
+        }
         with pytest.raises(ValueError, match="expected labels"):
             model(**batch["inputs"], **{flag: True})
         state = dict(vars(model))

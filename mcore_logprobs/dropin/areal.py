@@ -1,0 +1,81 @@
+"""AReaL's `areal.utils.functional.vocab_parallel` and its packed context parallelism.
+
+    from mcore_logprobs.dropin.areal import gather_logprobs, gather_logprobs_entropy
+
+Labels are used as they are (AReaL rolls them itself); log-probabilities, not losses; a label of
+-100 gives 0 for both. tp_group None: the logits are the whole vocabulary, as there.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import mcore_logprobs as ours
+from mcore_logprobs.dropin._common import or_one_process, rows_a_chunk
+
+__all__ = [
+    "gather_logprobs",
+    "gather_logprobs_entropy",
+    "reassemble_cp_packed_logprobs",
+    "split_packed_seqs_for_context_parallel",
+]
+
+
+def _rows(chunk_size: int, labels: Tensor) -> int | None:
+    """Their chunk is of the first dimension, ours of rows."""
+    return rows_a_chunk(chunk_size, math.prod(labels.shape[1:]))
+
+
+def gather_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    tp_group: ProcessGroup | None = None,
+    chunk_size: int = 1024,
+) -> Tensor:
+    """`[..., V/TP]`, global ids `[...]` -> float32 log-probabilities `[...]`; differentiable."""
+    return ours.vocab_parallel_logprobs(
+        logits,
+        labels,
+        temperature=temperature,
+        tp_group=or_one_process(tp_group),
+        chunk_size=_rows(chunk_size, labels),
+    )
+
+
+def gather_logprobs_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    tp_group: ProcessGroup | None = None,
+    chunk_size: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, entropy in nats), float32 `[...]` each, both differentiable; one pass."""
+    stats = ours.vocab_parallel_token_stats(
+        logits,
+        labels,
+        entropy=True,
+        temperature=temperature,
+        tp_group=or_one_process(tp_group),
+        chunk_size=_rows(chunk_size, labels),
+    )
+    assert stats.entropy is not None
+    return stats.logprobs, stats.entropy
+
+
+def split_packed_seqs_for_context_parallel(tensor: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """`[T]` packed -> this CP rank's `[T/CP]`, zigzag in each sequence; on Megatron's CP group.
+
+    cu_seqlens are padded: each length divides by 2 * CP.
+    """
+    return ours.context_parallel_shard(tensor, seq_dim=0, cu_seqlens=cu_seqlens)
+
+
+def reassemble_cp_packed_logprobs(local_tensor: Tensor, padded_cu_seqlens: Tensor) -> Tensor:
+    """`[T/CP]` -> `[T]` in the original order; the backward sums over the CP ranks."""
+    return ours.context_parallel_gather(
+        local_tensor, seq_dim=0, cu_seqlens=padded_cu_seqlens, grad="sum"
+    )

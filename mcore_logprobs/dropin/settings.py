@@ -1,0 +1,59 @@
+"""A `LogprobConfig` from the settings that users of a framework have already.
+
+config = logprob_config(cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.actor)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.dropin._common import setting
+
+__all__ = ["SETTINGS", "logprob_config"]
+
+# Their name -> (our field, which frameworks spell it so).
+SETTINGS = {
+    "use_fused_kernels": ("fused", "verl"),
+    "use_fused_linear_logprobs": ("fused", "NeMo-RL"),
+    "fused_lm_head_logprob": ("fused", "SkyRL"),
+    "fused_linear_logprobs_chunk_size": ("chunk_size", "NeMo-RL, fused path"),
+    "logprob_chunk_size": ("chunk_size", "NeMo-RL, logits path"),
+    "logprobs_chunk_size": ("chunk_size", "SkyRL"),
+    "log_probs_chunk_size": ("chunk_size", "slime; -1 is off"),
+    "temperature": ("temperature", "verl, AReaL, SkyRL"),
+    "rollout_temperature": ("temperature", "slime"),
+    "calculate_entropy": ("entropy", "verl"),
+    "calculate_sum_pi_squared": ("sum_pi_squared", "verl"),
+    "top_k": ("top_k", "NeMo-RL, verl; -1 is off"),
+    "top_p": ("top_p", "NeMo-RL, verl"),
+}
+
+
+def logprob_config(*nodes: Any, **fields: Any) -> LogprobConfig:
+    """Reads the names of `SETTINGS` from configuration nodes: the first node that has one decides.
+
+    Args:
+        nodes: mappings, OmegaConf nodes, dataclasses or parsed arguments. None in a node counts as
+            not there, as do -1 for a size, and values of fields that this release does not have
+            where they ask for nothing.
+        fields: `LogprobConfig` fields, which go before the nodes'.
+
+    Raises:
+        ValueError: a value that its field does not take, or one for a field that is not there.
+    """
+    known = {f.name: f for f in dataclasses.fields(LogprobConfig)}
+    found = dict(fields)
+    for node in nodes:
+        for theirs, (field, _) in SETTINGS.items():
+            value = setting(node, theirs)
+            if value is None or (field in ("chunk_size", "top_k") and value <= 0):
+                continue
+            if field not in known and value in (False, 1.0):
+                continue
+            found.setdefault(field, value)
+    missing = found.keys() - known.keys()
+    if missing:
+        raise ValueError(f"LogprobConfig has no {', '.join(sorted(missing))}")
+    return LogprobConfig(**found)

@@ -1,0 +1,208 @@
+"""Drop-ins that run a real Megatron model: verl's fused forward and Megatron-LM's own RL."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.dropin import megatron_rl, nemo_rl, verl
+from mcore_logprobs.dropin.settings import logprob_config
+from tests.dropin.frameworks import load
+from tests.dropin.test_beside import theirs
+from tests.megatron.common import VOCAB, megatron, relative, tiny_config, worst
+
+LENGTHS = (7, 12, 5)
+TEMPERATURE = 0.8
+
+
+def packing() -> Any:
+    """verl's own pack and unpack functions."""
+    util = load(
+        "verl",
+        "verl/models/mcore/util.py",
+        verl__utils__device={"is_npu_available": False},
+        verl__utils__model={"CausalLMOutputForPPO": object},
+    )
+    util.logger.warning_once = lambda message: None  # what verl adds to its loggers
+    return util
+
+
+def grads_of(model: Any) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def run_verl(tp: int, cp: int, sequence_parallel: bool, tied: bool) -> dict[str, float]:
+    with megatron(tp=tp, cp=cp):
+        util, own = packing(), theirs("verl")
+        config = tiny_config(tp, sequence_parallel=sequence_parallel)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=tied)
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
+        weights = [torch.randn(n, generator=generator) for n in LENGTHS]
+        ids = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        tokens, params, _ = util.preprocess_thd_engine(ids)
+        labels, _, _ = util.preprocess_thd_engine(ids, need_roll=True)
+        inputs = {
+            "input_ids": tokens,
+            "position_ids": None,
+            "attention_mask": None,
+            "packed_seq_params": params,
+        }
+
+        def finish(log_probs: Tensor, entropy: Tensor) -> dict[str, Any]:
+            """Unpack as verl does, one loss, every parameter's gradient."""
+            values = {}
+            loss = torch.zeros(())
+            for name, x, scale in (("log_probs", log_probs, 1.0), ("entropy", entropy, 0.3)):
+                if x.dim() == 1:
+                    x = x.unsqueeze(0)
+                nested = util.postprocess_thd_engine(x, params, ids, len(LENGTHS))
+                values[name] = nested.values()
+                loss = loss + (nested.values() * torch.cat(weights)).sum() * scale
+            loss.backward()
+            return {"values": values, "grads": grads_of(model)}
+
+        logits = model(**inputs) / TEMPERATURE
+        entropy = own.vocab_parallel_entropy(logits)
+        log_probs = own.vocab_parallel_log_probs_from_logits(logits.clone(), labels)
+        unfused = finish(log_probs, entropy)
+
+        verl.patch_fused_forward(model)
+        verl.patch_fused_forward(model)
+        output = model(**inputs, labels=labels, temperature=TEMPERATURE)
+        assert output.log_probs.shape == (labels.numel(),)
+        fused = finish(output.log_probs, output.entropy)
+        assert not isinstance(model(**inputs), verl.FusedOutput)  # no labels: logits as before
+        verl.unpatch_fused_forward(model)
+        assert "forward" not in vars(model)
+
+        errors = {n: relative(fused["values"][n], unfused["values"][n]) for n in fused["values"]}
+        errors["gradients"] = worst(fused["grads"], unfused["grads"])
+
+        # The output processor of Megatron 0.18 and later, called as Megatron calls it.
+        hidden = torch.randn(*(6 // tp if sequence_parallel else 6, 2, config.hidden_size))
+        hidden.requires_grad_()
+        target = torch.randint(0, VOCAB, (2, 6), generator=generator)
+        weight = model.shared_embedding_or_output_weight() if tied else None
+        found = verl.fused_output_processor(
+            hidden_states=hidden,
+            output_layer=model.output_layer,
+            output_weight=weight,
+            labels=target,
+            context=verl.FusedOutputProcessorContext(TEMPERATURE),
+            config=config,
+            input_ids=None,
+        )
+        got = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), hidden)[0]
+        direct = model.output_layer(hidden, weight=weight)[0] / TEMPERATURE
+        value = own.vocab_parallel_log_probs_from_logits(direct.clone(), target.T.contiguous())
+        other = own.vocab_parallel_entropy(direct)
+        errors["processor"] = relative(found.log_probs, value.T.reshape(-1))
+        want = torch.autograd.grad(value.sum() + other.sum(), hidden)[0]
+        errors["processor gradient"] = relative(got, want)
+        return errors
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "sequence_parallel", "tied"),
+    [(2, 2, True, True), (2, 1, False, False)],
+)
+def test_verl_s_fused_forward_equals_its_unfused_path(
+    ranks, tp: int, cp: int, sequence_parallel: bool, tied: bool
+) -> None:
+    for errors in ranks(tp * cp).run(run_verl, tp, cp, sequence_parallel, tied):
+        assert max(errors.values()) < 2e-5, errors
+
+
+# ---- Megatron-LM's RL and NeMo-RL's patched forward ----------------------------------------------
+
+
+def run_next_tokens(tp: int, cp: int) -> dict[str, float]:
+    with megatron(tp=tp, cp=cp) as state:
+        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, VOCAB, (2, 16), generator=generator)
+        position = torch.arange(16).expand(2, 16)
+        upstream = torch.randn(2, 15, generator=generator)
+        logprobs = megatron_rl.get_logprobs(model, tokens, position)
+        (logprobs * upstream).sum().backward()
+        grads = grads_of(model)
+        quiet = megatron_rl.get_logprobs(model, tokens, position, no_grad=True)
+        assert not quiet.requires_grad
+        assert torch.equal(quiet, logprobs.detach())
+
+        rank = state.get_context_parallel_rank()
+        local = [nemo_rl._get_tokens_on_this_cp_rank(x, rank, cp) for x in (tokens, position)]
+        logits = model(*local, None)
+        width = VOCAB // tp
+        start = state.get_tensor_model_parallel_rank() * width
+        place = (start, start + width, state.get_tensor_model_parallel_group())
+        groups = {"cp_group": state.get_context_parallel_group()}
+        want = nemo_rl.from_parallel_logits_to_logprobs(logits, tokens, *place, **groups)
+        (want * upstream).sum().backward()
+        errors = {
+            "value": relative(logprobs.detach(), want.detach()),
+            "gradients": worst(grads, grads_of(model)),
+        }
+
+        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4, temperature=0.7)
+        try:
+            flags = {"labels": local[0], "return_logprobs_for_linear_ce_fusion": True}
+            by_patch = model(*local, None, **flags, is_spec_decode=None)
+            by_call = model(*local, None, **flags, temperature=0.5)
+            assert torch.equal(model(*local, None, is_spec_decode=None), model(*local, None))
+        finally:
+            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+        for name, got, temperature in (("patch", by_patch, 0.7), ("call", by_call, 0.5)):
+            scaled = (logits / temperature).detach()
+            want = nemo_rl.from_parallel_logits_to_logprobs(scaled, tokens, *place, **groups)
+            errors[f"temperature by {name}"] = relative(got.detach(), want)
+        return errors
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2)])
+def test_next_tokens(ranks, tp: int, cp: int) -> None:
+    for errors in ranks(tp * cp).run(run_next_tokens, tp, cp):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def test_selective_log_softmax() -> None:
+    logits, index = torch.randn(2, 3, 11), torch.randint(0, 11, (2, 3))
+    want = logits.double().log_softmax(-1).gather(-1, index[..., None])[..., 0]
+    assert relative(megatron_rl.selective_log_softmax(logits, index), want) < 1e-6
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+class Node:
+    """Attributes, as an args namespace or a dataclass has."""
+
+    use_fused_kernels = True
+    rollout_temperature = 0.9
+    log_probs_chunk_size = -1
+
+
+def test_settings_of_the_frameworks() -> None:
+    config = logprob_config(Node())
+    assert (config.fused, config.temperature, config.chunk_size) == (True, 0.9, None)
+    nemo = {"use_fused_linear_logprobs": False, "fused_linear_logprobs_chunk_size": 256}
+    config = logprob_config(nemo, {"logprob_chunk_size": 1024, "temperature": None}, entropy=True)
+    assert (config.fused, config.chunk_size, config.entropy) == (False, 256, True)
+    assert logprob_config({"fused_lm_head_logprob": True, "top_k": -1, "top_p": 1.0}).fused is True
+    with pytest.raises(ValueError, match="temperature"):
+        logprob_config({"temperature": -1.0})
+
+
+def test_nodes_that_are_mappings_but_no_dicts() -> None:
+    """As OmegaConf's are, which this environment does not have."""
+    node = UserDict(log_probs_chunk_size=8, temperature=0.6)
+    config = logprob_config(UserDict(use_fused_kernels=True), node)
+    assert (config.fused, config.chunk_size, config.temperature) == (True, 8, 0.6)

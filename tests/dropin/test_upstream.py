@@ -1,0 +1,153 @@
+"""Names, parameters, order and defaults of every framework, against what it ships and calls."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_logprobs import doctor
+from mcore_logprobs.dropin import upstream
+from mcore_logprobs.dropin.upstream import FRAMEWORKS, Call, carried, misfit, refused
+from tests.dropin.frameworks import source_root
+
+ON_PYPI = ("verl", "areal", "skyrl", "ms_swift")
+RECORDED: dict[str, list[dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("upstream.json").read_text()
+)
+REVISIONS = [(name, r) for name, records in RECORDED.items() for r in records]
+
+
+def check_signatures(framework: str, theirs: dict[str, str]) -> None:
+    problems = {
+        n: why for n, text in theirs.items() if (why := misfit(carried(framework, n), text))
+    }
+    assert problems == {}
+
+
+def check_calls(framework: str, made: list[Call]) -> None:
+    assert [why for call in made if (why := refused(carried(framework, call.name), call))] == []
+
+
+@pytest.mark.parametrize("framework", ON_PYPI)
+def test_the_published_source_s_signatures(framework: str) -> None:
+    described = FRAMEWORKS[framework]
+    root = source_root(described.distributions[0])
+    for file, names in described.files.items():
+        source = (root / described.installed_path(file)).read_text()
+        theirs = upstream.signatures(source, names.split())
+        assert sorted(theirs) == sorted(names.split())
+        check_signatures(framework, theirs)
+
+
+@pytest.mark.parametrize("framework", ON_PYPI)
+def test_every_call_in_the_published_source(framework: str) -> None:
+    """All files of the wheel, so that a caller that upstream adds is met here first."""
+    described = FRAMEWORKS[framework]
+    root = source_root(described.distributions[0])
+    roots = {name.partition(".")[0] for name in described.names()}
+    made = []
+    for path in root.rglob("*.py"):
+        text = path.read_text()
+        if any(name in text for name in roots):
+            made += upstream.calls(text, str(path.relative_to(root)), described)
+    assert len({call.name for call in made}) >= len(described.names()) // 2
+    check_calls(framework, made)
+
+
+@pytest.mark.parametrize(
+    ("framework", "record"), REVISIONS, ids=[f"{n}-{r['revision']}" for n, r in REVISIONS]
+)
+def test_what_is_recorded_of_the_others(framework: str, record: dict[str, Any]) -> None:
+    assert len(record["commit"]) == 40
+    assert record["date"] >= "2026-06"
+    assert record["calls"]
+    assert set(record["signatures"]) <= set(FRAMEWORKS[framework].names())
+    check_signatures(framework, record["signatures"])
+    made = [Call(**{**call, "keywords": tuple(call["keywords"])}) for call in record["calls"]]
+    check_calls(framework, made)
+
+
+def test_every_framework_is_compared() -> None:
+    assert set(RECORDED) | set(ON_PYPI) == set(FRAMEWORKS)
+    for name, records in RECORDED.items():
+        # The main branch has every name; a release may lack those that came after it.
+        assert set(records[-1]["signatures"]) == set(FRAMEWORKS[name].names())
+    folder = Path(upstream.__file__).parent
+    assert all((folder / f"{name}.py").exists() for name in FRAMEWORKS)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_names_are_exported_and_described(framework: str) -> None:
+    module = __import__(f"mcore_logprobs.dropin.{framework}", fromlist=["x"])
+    for name in {n.partition(".")[0] for n in FRAMEWORKS[framework].names()}:
+        assert name in module.__all__
+        assert len(inspect.getdoc(getattr(module, name)) or "") > 20, name
+
+
+# ---- the comparison itself -----------------------------------------------------------------------
+
+
+def sample(a, b=1, *, c=None, ours="x"):
+    """Takes more than upstream's, with defaults."""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        ("(a, b=1, *, c=None)", ""),
+        ("(a)", ""),
+        ("(a, b=2)", "b: expected the default 2, got 1"),
+        ("(b, a)", "expected 'b' at position 0, got ['a']"),
+        ("(a, b=1, d=None)", "expected 'd' at position 2, got []"),
+        ("(a, *, d)", "expected a parameter 'd'"),
+        ("(a, **anything)", "upstream takes any keyword"),
+        ("()", "'a' is ours alone and has no default"),
+    ],
+)
+def test_misfits(theirs: str, why: str) -> None:
+    assert misfit(sample, theirs) == why
+
+
+def test_calls_are_found_where_the_name_is_imported() -> None:
+    source = """
+from mcore_adapter.parallel_functions import context_parallel_gather as gather
+from elsewhere import vocab_parallel_entropy
+gather(x, parallel_dim=1)
+vocab_parallel_entropy(x, 1, 2, 3)
+def f(vocab_parallel_logprobs): ...
+"""
+    assert list(upstream.calls(source, "a.py", FRAMEWORKS["roll"])) == [
+        Call("context_parallel_gather", 1, ("parallel_dim",))
+    ]
+    call = Call("x", 3, ("c",))
+    assert "too many positional" in refused(sample, call)
+    assert refused(sample, Call("x", 1, ("c",))) == ""
+    assert "missing a required argument" in refused(sample, Call("x", 0, ("c",)))
+    assert refused(sample, Call("x", 0, (), open=True)) == ""
+
+
+def test_installed_frameworks_are_reported(tmp_path: Path) -> None:
+    found = upstream.installed([str(source_root("verl")), str(source_root("ms-swift", "4.5.2"))])
+    assert found == {
+        "verl": "0.9.1: every call fits the drop-in",
+        "ms_swift": "4.5.2: every call fits the drop-in",
+    }
+    broken = tmp_path / "areal/utils/functional/vocab_parallel.py"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("def gather_logprobs(logits, labels, brand_new): ...\n")
+    report = upstream.installed([str(tmp_path)])["areal"]
+    assert "gather_logprobs: expected 'brand_new' at position 2" in report
+    assert "gather_logprobs_entropy is no longer in" in report
+    assert "packed_context_parallel.py is not there" in report
+
+
+def test_doctor_reports_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.report()["frameworks"] == {}
+    monkeypatch.syspath_prepend(str(source_root("areal")))
+    found = doctor.report()
+    assert found["frameworks"] == {"areal": "1.0.4: every call fits the drop-in"}
+    assert "every call fits the drop-in" in doctor._as_text(found)

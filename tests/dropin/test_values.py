@@ -1,0 +1,371 @@
+"""slime, SkyRL, AReaL, verl, ROLL and Megatron-LM RL at TP 2 x CP 2, against float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs.dropin import areal, roll, skyrl, slime, verl
+from tests.dropin.common import VOCAB, assert_near, spread, zigzag
+from tests.megatron.common import megatron
+
+TP = CP = 2
+TOTALS, RESPONSES = [13, 6, 9], [8, 3, 9 - 1]
+
+
+def normal(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def place(state: Any) -> tuple[int, int, slice]:
+    tp, cp = (
+        state.get_tensor_model_parallel_rank(),
+        state.get_context_parallel_rank(),
+    )
+    width = VOCAB // state.get_tensor_model_parallel_world_size()
+    return tp, cp, slice(tp * width, (tp + 1) * width)
+
+
+# ---- slime ---------------------------------------------------------------------------------------
+
+
+def rollout() -> dict[str, Any]:
+    """Samples' logits `[total, V]`, tokens, and the ids that the rollout kept for each response."""
+    generator = torch.Generator().manual_seed(1)
+    logits = [normal(total, VOCAB, seed=total) for total in TOTALS]
+    tokens = [torch.randint(0, VOCAB, (total,), generator=generator) for total in TOTALS]
+    ids, offsets = [], []
+    for response in RESPONSES:
+        kept = [torch.randperm(VOCAB, generator=generator)[: 3 + r % 4] for r in range(response)]
+        ids.append(torch.cat(kept).tolist())
+        offsets.append([0, *torch.tensor([len(k) for k in kept]).cumsum(0).tolist()])
+    offsets[1] = offsets[1][:2]  # a record that ends early: the rest is not filtered
+    ids[1] = ids[1][: offsets[1][-1]]
+    return {"logits": logits, "tokens": tokens, "ids": ids, "offsets": offsets}
+
+
+def expected_responses(d: dict[str, Any], temperature: float, replay: bool) -> dict[str, list]:
+    found: dict[str, list] = {"log_probs": [], "entropy": []}
+    for i, (total, response) in enumerate(zip(TOTALS, RESPONSES, strict=True)):
+        z = d["leaves"][i][total - response - 1 : total - 1] / temperature
+        target = d["tokens"][i][total - response :]
+        log_p = z.log_softmax(-1)
+        found["entropy"].append(-(log_p.exp() * log_p).sum(-1))
+        if replay:
+            keep = torch.ones_like(z, dtype=torch.bool)
+            bounds = d["offsets"][i]
+            for r in range(len(bounds) - 1):
+                keep[r] = False
+                keep[r, d["ids"][i][bounds[r] : bounds[r + 1]]] = True
+                keep[r, target[r]] = True
+            log_p = z.masked_fill(~keep, -torch.inf).log_softmax(-1)
+        found["log_probs"].append(log_p.gather(-1, target[:, None])[:, 0])
+    return found
+
+
+def run_slime(tp: int, cp: int, d: dict[str, Any], replay: bool, contiguous: bool) -> dict:
+    with megatron(tp=tp, cp=cp) as state:
+        _, rank, mine = place(state)
+        args = SimpleNamespace(
+            rollout_temperature=0.7,
+            log_probs_chunk_size=4,
+            allgather_cp=contiguous,
+            entropy_coef=0.1,
+        )
+        wholes = [logits.clone().requires_grad_() for logits in d["logits"]]
+        if contiguous and cp > 1:
+            packed = torch.cat(wholes)
+            packed = torch.cat([packed, packed.new_zeros(-len(packed) % cp, VOCAB)])
+            local = packed.chunk(cp)[rank]
+        else:
+            local = torch.cat([slime.slice_with_cp(z, 0.0) for z in wholes])
+        extra = {"top_p_token_ids": d["ids"], "top_p_token_offsets": d["offsets"]} if replay else {}
+        empty, found = slime.get_log_probs_and_entropy(
+            local[None, :, mine],
+            args=args,
+            unconcat_tokens=d["tokens"],
+            total_lengths=TOTALS,
+            response_lengths=RESPONSES,
+            with_entropy=True,
+            **extra,
+        )
+        assert empty.shape == (0,)
+        lengths = list(zip(TOTALS, RESPONSES, strict=True))
+        loss = torch.zeros(())
+        for part, weight in (("log_probs", 1.0), ("entropy", 0.3)):
+            for x, (total, response) in zip(found[part], lengths, strict=True):
+                upstream = normal(response, seed=response) * weight
+                loss = loss + (x * slime.slice_log_prob_with_cp(upstream, total, response)).sum()
+        loss.backward()
+        gathered = {
+            part: [
+                slime.all_gather_with_cp(x.detach(), *pair)
+                for x, pair in zip(values, lengths, strict=True)
+            ]
+            for part, values in found.items()
+        }
+        return {"values": gathered, "grads": [z.grad for z in wholes], "columns": mine}
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize(("tp", "cp", "contiguous"), [(2, 1, False), (2, 2, False), (2, 2, True)])
+def test_slime(ranks, tp: int, cp: int, contiguous: bool, replay: bool) -> None:
+    d = rollout()
+    results = ranks(tp * cp).run(run_slime, tp, cp, d, replay, contiguous)
+    d["leaves"] = [logits.double().requires_grad_() for logits in d["logits"]]
+    want = expected_responses(d, 0.7, replay)
+    loss = torch.zeros((), dtype=torch.float64)
+    for part, weight in (("log_probs", 1.0), ("entropy", 0.3)):
+        for x in want[part]:
+            loss = loss + (x * normal(len(x), seed=len(x)).double() * weight).sum()
+    loss.backward()
+    for result in results:
+        for part, values in want.items():
+            for got, value in zip(result["values"][part], values, strict=True):
+                assert_near(got, value.detach())
+    for i, leaf in enumerate(d["leaves"]):
+        total = torch.zeros_like(leaf)
+        for result in results:  # each rank's columns of its tokens
+            total += result["grads"][i].double()
+        assert_near(total, leaf.grad)
+
+
+def test_slime_functions_by_themselves() -> None:
+    logits, tokens = normal(5, VOCAB), torch.tensor([3, 0, 9, 23, 7])
+    keep = normal(5, VOCAB, seed=9) > 0.5
+    ids = [row.nonzero()[:, 0] for row in keep]
+    offsets = torch.tensor([0, *[len(i) for i in ids]]).cumsum(0)
+    call = slime.calculate_log_probs_and_entropy
+    dense, entropy = call(logits, tokens, None, True, 2, keep, with_entropy_grad=False)
+    ragged, _ = call(logits, tokens, None, log_prob_keep_mask=(torch.cat(ids), offsets))
+    keep[torch.arange(5), tokens] = True
+    z = logits.double()
+    want = z.masked_fill(~keep, -torch.inf).log_softmax(-1).gather(-1, tokens[:, None])
+    assert_near(dense, want)
+    assert_near(ragged, want)
+    log_p = z.log_softmax(-1)
+    assert entropy is not None
+    assert_near(entropy, -(log_p.exp() * log_p).sum(-1))
+    nothing, none = call(logits[:0], tokens[:0], None)
+    assert nothing.shape == (0,)
+    assert none is None
+
+
+# ---- SkyRL and AReaL: packed sequences -----------------------------------------------------------
+
+BOUNDS = (0, 8, 20, 24)
+LENGTHS = (7, 10, 4)
+
+
+def run_packed(tp: int, cp: int, d: dict[str, Tensor]) -> dict[str, Any]:
+    with megatron(tp=tp, cp=cp) as state:
+        _, rank, mine = place(state)
+        group, cp_group = (
+            state.get_tensor_model_parallel_group(),
+            state.get_context_parallel_group(),
+        )
+        cu = torch.tensor(BOUNDS, dtype=torch.int32)
+        weight = d["weight"][mine].clone().requires_grad_()
+        hidden = zigzag(d["hidden"], rank, cp, BOUNDS).clone().requires_grad_()
+        mask = torch.arange(13) < torch.tensor(LENGTHS)[:, None]
+        layout = {"cp_group": cp_group, "attention_mask": mask}
+        arguments = (d["target"], cu, 13, mine.start, mine.stop, group)
+        found = {}
+        found["logprobs"] = skyrl.from_parallel_hidden_to_logprobs_packed_sequences(
+            hidden, weight, *arguments, **layout, chunk_size=3, temperature=0.7
+        )
+        (found["logprobs"] * d["upstream"]).sum().backward()
+        grads = {"hidden": hidden.grad, "weight": weight.grad}
+        logits = (hidden.detach() @ weight.detach().T) / 0.7
+        found["from logits"] = skyrl.from_parallel_logits_to_logprobs_packed_sequences(
+            logits, *arguments, **layout
+        )
+        rows = {"cp_group": cp_group, "sub_seq_lengths": [[7, 10], [4]]}
+        found["rows"] = skyrl.from_parallel_logits_to_logprobs_packed_sequences(
+            logits, d["target"], cu, 20, mine.start, mine.stop, group, **rows
+        )
+        actions = (cu, 13, 5, mask, d["loss_mask"])
+        leaf = logits.clone().requires_grad_()
+        mean, term = skyrl.vocab_parallel_entropy_packed_sequences(leaf, *actions, cp_group)
+        term.backward()
+        grads["entropy"] = leaf.grad
+        found["mean"] = mean
+        found["mean from hidden"] = skyrl.from_parallel_hidden_to_entropy_packed_sequences(
+            hidden.detach(), weight.detach(), *actions, cp_group, group, temperature=0.7
+        )[0]
+        part = areal.split_packed_seqs_for_context_parallel(d["target"][0], cu)
+        assert torch.equal(part, zigzag(d["target"], rank, cp, BOUNDS)[0])
+        leaf = part.float().requires_grad_()
+        whole = areal.reassemble_cp_packed_logprobs(leaf, cu)
+        assert torch.equal(whole, d["target"][0].float())
+        whole.sum().backward()
+        assert torch.equal(leaf.grad, torch.full_like(leaf, cp))
+        return {"found": found, "grads": grads}
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2)])
+def test_packed_sequences(ranks, tp: int, cp: int) -> None:
+    total = BOUNDS[-1]
+    d = {
+        "hidden": normal(1, total, 6) * 0.5,
+        "weight": normal(VOCAB, 6, seed=6) * 0.5,
+        "target": torch.randint(0, VOCAB, (1, total), generator=torch.Generator().manual_seed(2)),
+        "upstream": normal(3, 12, seed=7),
+        "loss_mask": (normal(3, 5, seed=8) > 0).float(),
+    }
+    d["loss_mask"][1, :2] = torch.tensor([1.0, 0.25])  # the only actions that are tokens
+    results = ranks(tp * cp).run(run_packed, tp, cp, d)
+    hidden, weight = (d[n].double().requires_grad_() for n in ("hidden", "weight"))
+    logits = hidden[0] @ weight.T / 0.7
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    want = torch.zeros(3, 12, dtype=torch.float64)
+    kept = torch.zeros(3, 12, dtype=torch.float64)
+    place_of = torch.full((3, 12), -1)
+    for row, (start, length) in enumerate(zip(BOUNDS, LENGTHS, strict=False)):
+        at = torch.arange(start, start + length - 1)
+        want[row, : length - 1] = log_p[at, d["target"][0, at + 1]]
+        kept[row, : length - 1] = 1.0
+        place_of[row, : length - 1] = at
+    (want * d["upstream"].double()).sum().backward(retain_graph=True)
+    action = torch.zeros(3, 12, dtype=torch.float64)
+    action[:, -5:] = d["loss_mask"].double()
+    chosen = entropy[place_of.clamp(min=0)] * action * kept
+    mean = chosen.sum() / (action * kept).sum()
+    leaf_grad = torch.autograd.grad(mean, logits)[0]
+    rows = torch.zeros(2, 19, dtype=torch.float64)
+    rows[0, :6], rows[0, 8:17], rows[1, :3] = want[0, :6], want[1, :9], want[2, :3]
+    for result in results:
+        found = result["found"]
+        assert_near(found["logprobs"], want.detach())
+        assert_near(found["from logits"], want.detach(), 1e-5)
+        assert_near(found["rows"], rows.detach(), 1e-5)
+        assert_near(found["mean"], mean.detach(), 1e-5)
+        assert_near(found["mean from hidden"], mean.detach(), 1e-5)
+    # A rank's share of hidden's gradient: the TP ranks' add up to all of it.
+    total_hidden = torch.zeros_like(hidden)
+    total_weight = torch.zeros_like(weight)
+    for rank, result in enumerate(results):
+        where = zigzag(torch.arange(total)[None], rank // tp, cp, BOUNDS)[0]
+        total_hidden[:, where] += result["grads"]["hidden"].double()
+        width = VOCAB // tp
+        own = slice(rank % tp * width, (rank % tp + 1) * width)
+        total_weight[own] += result["grads"]["weight"].double()
+    assert_near(total_hidden, hidden.grad, 1e-5)
+    assert_near(total_weight, weight.grad, 1e-5)
+    shards = [result["grads"]["entropy"] for result in results]
+    assert_near(spread(shards, tp, cp, (1, total, VOCAB), BOUNDS)[0], leaf_grad, 1e-5)
+
+
+# ---- verl ----------------------------------------------------------------------------------------
+
+
+def run_verl(d: dict[str, Tensor]) -> dict[str, Tensor]:
+    with megatron(tp=2) as state:
+        _, _, mine = place(state)
+        group = state.get_tensor_model_parallel_group()
+        hidden = d["hidden"].clone().requires_grad_()
+        weight = d["weight"][mine].clone().requires_grad_()
+        logprobs, entropy = verl.linear_cross_entropy(
+            hidden, weight, d["labels"], 0.7, "none", group
+        )
+        ((logprobs + 0.5 * entropy) * d["upstream"].reshape(-1)).sum().backward()
+        mean, _ = verl.LinearCrossEntropy.apply(hidden, weight, d["labels"], 0.7, "mean", group)
+        student = (d["hidden"] @ d["weight"].T)[..., mine].clone().requires_grad_()
+        config = {"distillation_loss": {"log_prob_min_clamp": -4.0}}
+        kl = verl.compute_forward_kl_topk(student, d["teacher"], d["ids"], config, "bshd")
+        losses, mass, teacher_mass = kl
+        (losses * d["upstream"]).sum().backward()
+        rmpad = verl.vocab_parallel_log_probs_from_logits_response_rmpad(
+            d["labels"], d["mask"], student.detach()[d["mask"].bool()], 2
+        )
+        return {
+            "logprobs": logprobs,
+            "entropy": entropy,
+            "mean": mean,
+            "hidden": hidden.grad,
+            "weight": weight.grad,
+            "kl": losses,
+            "mass": mass,
+            "teacher mass": teacher_mass,
+            "overlap": kl["overlap_count"],
+            "advantage": kl["overlap_token_advantage"],
+            "d student": student.grad,
+            "rmpad": rmpad,
+        }
+
+
+def test_verl(ranks) -> None:
+    generator = torch.Generator().manual_seed(4)
+    teacher, ids = normal(2, 3, VOCAB, seed=2).log_softmax(-1).topk(4, dim=-1)
+    d = {
+        "hidden": normal(2, 3, 6) * 0.5,
+        "weight": normal(VOCAB, 6, seed=6) * 0.5,
+        "labels": torch.randint(0, VOCAB, (2, 3), generator=generator),
+        "mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        "upstream": normal(2, 3, seed=3),
+        "teacher": teacher,
+        "ids": ids,
+    }
+    results = ranks(2).run(run_verl, d)
+    hidden, weight = (d[n].double().requires_grad_() for n in ("hidden", "weight"))
+    log_p = (hidden @ weight.T / 0.7).log_softmax(-1)
+    logprobs = log_p.gather(-1, d["labels"][..., None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    ((logprobs + 0.5 * entropy) * d["upstream"].double()).sum().backward()
+    student = (d["hidden"] @ d["weight"].T).double().requires_grad_()
+    q = d["teacher"].double().clamp_min(-4.0)
+    p = student.log_softmax(-1).gather(-1, ids).clamp_min(-4.0)
+    per_id = q.exp() * (q - p)
+    (per_id.sum(-1) * d["upstream"].double()).sum().backward()
+    best = student.detach().topk(4, dim=-1).indices
+    overlap = (ids[..., None] == best[..., None, :]).any(-1)
+    advantage = (-per_id.detach() * overlap).sum(-1) / overlap.sum(-1).clamp(min=1)
+    plain = student.detach().log_softmax(-1)
+    for result in results:
+        assert_near(result["logprobs"], logprobs.detach().reshape(-1))
+        assert_near(result["entropy"], entropy.detach().reshape(-1))
+        assert_near(result["mean"], logprobs.detach().mean())
+        assert_near(result["kl"], per_id.sum(-1).detach())
+        assert_near(result["mass"], p.exp().sum(-1).detach())
+        assert_near(result["teacher mass"], q.exp().sum(-1))
+        assert torch.equal(result["overlap"], overlap.sum(-1))
+        assert_near(result["advantage"], advantage)
+        second = plain[1, [0, 1]].gather(-1, d["labels"][1, 1:, None])[:, 0]
+        assert_near(result["rmpad"][1], second)
+        assert_near(result["rmpad"][0, 1], plain[0, 1, d["labels"][0, 2]])
+        assert result["rmpad"][0, 0] == 0
+    assert_near(sum(r["hidden"].double() for r in results), hidden.grad)
+    assert_near(torch.cat([r["weight"] for r in results]), weight.grad)
+    assert_near(torch.cat([r["d student"] for r in results], dim=-1), student.grad)
+
+
+# ---- ROLL's encoders -----------------------------------------------------------------------------
+
+
+def run_roll(items: list[Tensor], upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    with megatron(tp=2, cp=1) as state:
+        rank = state.get_tensor_model_parallel_rank()
+        plan = [[("a", 2), ("b", 0)], [("c", 1)]]
+        leaf = torch.cat([items[i] for _, i in plan[rank]]).requires_grad_()
+        whole = roll.encoder_sequence_parallel_gather(leaf, plan, [len(i) for i in items])
+        (whole * upstream).sum().backward()
+        same = torch.ones(3, requires_grad=True)
+        roll.encoder_small_batch_size_gather(same).sum().backward()
+        return whole, leaf.grad, same.grad
+
+
+def test_roll_encoders(ranks) -> None:
+    items = [normal(n, 2, seed=n) for n in (3, 5, 1)]
+    upstream = normal(9, 2)
+    parts = upstream.split([3, 5, 1])
+    for (whole, grad, same), mine in zip(
+        ranks(2).run(run_roll, items, upstream), ([2, 0], [1]), strict=True
+    ):
+        assert torch.equal(whole, torch.cat(items))
+        assert torch.equal(grad, torch.cat([parts[i] for i in mine]))
+        assert torch.equal(same, torch.full((3,), 0.5))

@@ -1,0 +1,96 @@
+"""The audit: finds planted and published mistakes, passes what is right."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_logprobs import audit as audit_module
+from mcore_logprobs.__main__ import main
+from mcore_logprobs.audit import KINDS, audit
+from tests.dropin import audited
+from tests.dropin.frameworks import source_root
+
+SWIFT = "swift/megatron/trainers/vocab_parallel_utils.py"
+
+
+def verdicts(report) -> dict[tuple[int, str], str]:
+    return {(row.tp, row.tensor): row.verdict for row in report.rows}
+
+
+def test_right_function() -> None:
+    report = audit(audited.right, tp=(1, 3))
+    assert report.ok, str(report)
+    assert len(report.rows) == 4
+    assert max(row.error for row in report.rows) < 1e-5
+
+
+def test_an_all_reduce_that_autograd_does_not_know(capsys) -> None:
+    status = main(["audit", "tests.dropin.audited:plain_all_reduce", "--tp", "1,2"])
+    printed = capsys.readouterr().out
+    assert status == 1
+    wrong = [line for line in printed.splitlines() if "WRONG (" in line]
+    assert len(wrong) == 1
+    assert wrong[0].split()[:3] == ["2", "d", "logits"]
+
+
+def test_ms_swift_up_to_4_5_2_is_wrong() -> None:
+    """Values right, gradients not, as soon as the vocabulary is sharded."""
+    spec = f"{source_root('ms-swift', '4.5.2') / SWIFT}:compute_logps_and_entropy_from_logits"
+    report = audit(spec, kind="logprobs_entropy", tp=(1, 2), call={"compute_entropy": True})
+    assert not report.ok
+    wrong = {key for key, verdict in verdicts(report).items() if verdict == "WRONG"}
+    assert wrong == {(2, "d logits")}
+    assert next(r.error for r in report.rows if r.verdict == "WRONG") > 0.3
+
+
+def test_nemo_rl_passes() -> None:
+    report = audit("tests.dropin.audited:NemoDistributedLogprob", tp=(1, 2))
+    assert report.ok, str(report)
+
+
+def test_what_an_error_looks_like() -> None:
+    report = audit(audited.twice_the_gradient, tp=(2,))
+    (row,) = [row for row in report.rows if row.verdict != "ok"]
+    assert (row.tensor, row.note) == ("d logits", "2 times the right one")
+    report = audit(audited.overwrites, kind="entropy", tp=(1,))
+    assert report.ok
+    assert report.remarks == ("overwrites its logits",)
+
+
+def test_an_argument_that_has_no_meaning() -> None:
+    report = audit(audited.needs_more, tp=(1,))
+    assert not report.ok
+    assert "give it with --call recipe=..." in report.rows[0].note
+
+
+def test_every_kind_is_exact_for_itself() -> None:
+    """The float64 parts against one another, where one follows from others."""
+    x = audit_module._inputs(24, "[b, s, V/TP]", 2.0, 0.0)
+    z, others = x["logits"].double(), {**x, "teacher": x["teacher"].double()}
+    value = {name: kind.exact(z, others) for name, kind in KINDS.items()}
+    p = value["log_softmax"][0].exp()
+    assert (p.sum(-1) - 1).abs().max() < 1e-12
+    assert (value["sum_pi_squared"][0] - (p * p).sum(-1)).abs().max() < 1e-12
+    assert (value["entropy"][0] + value["negative_entropy"][0]).abs().max() == 0
+    assert (value["loss"][0] + value["logprobs_entropy"][0]).abs().max() == 0
+    q = others["teacher"].softmax(-1)
+    crossed = value["kl"][0] - (q * q.log()).sum(-1)
+    assert (crossed - value["cross_entropy"][0]).abs().max() < 1e-12
+    assert (value["reverse_kl"][0] >= 0).all()
+    best = z.argmax(-1)
+    assert (KINDS["target_rank"].exact(z, {"target": best})[0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fn": audited.right, "kind": "surprise"}, "kind: expected one of logprobs"),
+        ({"fn": audited.right, "tp": (5,)}, "tp: expected divisors of 48"),
+        ({"fn": lambda x: x}, "at the top of an importable module"),
+        ({"fn": "tests.dropin.audited:nothing"}, "has no 'nothing'"),
+        ({"fn": "nowhere.py:f"}, "no file nowhere.py"),
+    ],
+)
+def test_mistakes(arguments, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        audit(**arguments)
