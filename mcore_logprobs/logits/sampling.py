@@ -20,7 +20,7 @@ from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.stats import accumulator_dtype
 from mcore_logprobs.logits.opening import LocalTarget, check_target, open_logits
 from mcore_logprobs.logits.rows import Rows
-from mcore_logprobs.logits.sampling_cut import FilterOptions, find_cut
+from mcore_logprobs.logits.sampling_cut import FilterOptions, find_cut, multiplier_column
 from mcore_logprobs.logits.token_stats import vocab_parallel_logprobs
 
 __all__ = ["vocab_parallel_sampling_logprobs"]
@@ -122,11 +122,8 @@ def vocab_parallel_sampling_logprobs(
         )
     target = check_target(target, logits.shape[:-1], logits.device)
     local = opened.local_target(target, ignore_index)
-    if opened.options.temperature is not None:
-        raise ValueError(
-            "temperature: expected a number where top_k, top_p or kept_ids is given, got a tensor"
-        )
-    multiplier = opened.options.spec.multiplier
+    multiplier: float | Tensor = opened.options.spec.multiplier
+    own = opened.options.temperature  # [...], or None
     if kept_ids is not None:
         if not filters.off:
             raise ValueError(
@@ -134,7 +131,11 @@ def vocab_parallel_sampling_logprobs(
                 f"them, got top_k={top_k}, top_p={top_p}"
             )
         kept = open_kept_ids(kept_ids, target.numel(), shard, logits.device)
+        if own is not None:
+            multiplier = own.reshape(-1).double().reciprocal()
         return replay_logprobs(logits, target, local, kept, shard, multiplier)
+    if own is not None:
+        multiplier = Rows(logits).walk(own).double().reciprocal()
     opts = FilterOptions(
         shard=shard,
         multiplier=multiplier,
@@ -207,13 +208,14 @@ class _Filtered(torch.autograd.Function):
                 kept = x == lowest
                 kept &= ids <= last[part].unsqueeze(-1)
                 kept |= x > lowest
+            multiplier = multiplier_column(opts.multiplier, part, x.dtype)
             # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-            dz = torch.sub(x, highest).mul_(opts.multiplier).sub_(total).exp_().mul_(-g)
+            dz = torch.sub(x, highest).mul_(multiplier).sub_(total).exp_().mul_(-g)
             own = column[part]
             row, at = torch.arange(own.shape[0], device=own.device), own.clamp(min=0)
             dz.index_put_((row, at), dz[row, at] + torch.where(own >= 0, g.squeeze(-1), 0.0))
             torch.where(kept, dz, rest, out=dz)
-            out[:, :valid] = dz.mul_(opts.multiplier)
+            out[:, :valid] = dz.mul_(multiplier)
             del x, kept, dz  # before the next chunk makes its own
         return grad, None, None, None
 
@@ -282,7 +284,10 @@ def open_kept_ids(
 class _Options:
     kept: KeptIds
     shard: VocabShard
-    multiplier: float
+    multiplier: float | Tensor  # [n]
+
+    def of(self, row: Tensor) -> float | Tensor:
+        return self.multiplier[row] if isinstance(self.multiplier, Tensor) else self.multiplier
 
 
 class _Replay(torch.autograd.Function):
@@ -304,7 +309,7 @@ class _Replay(torch.autograd.Function):
         packed[1] = -torch.inf
         packed[1].scatter_reduce_(0, kept.row, raw, "amax")
         shift = torch.where(packed[1].isneginf(), 0.0, packed[1])
-        packed[2].index_add_(0, kept.row, ((raw - shift[kept.row]) * opts.multiplier).exp())
+        packed[2].index_add_(0, kept.row, ((raw - shift[kept.row]) * opts.of(kept.row)).exp())
         packed[1] += _nan_where_unusable(logits, opts.shard).to(dtype)
         ranks = all_gather_stack(packed, opts.shard.group)
         top = ranks[:, 1].amax(0)  # NaN where any rank's is
@@ -330,8 +335,9 @@ class _Replay(torch.autograd.Function):
         at, own = _entries(logits, opts.kept, opts.shard)
         upstream = torch.where(keep, grads[0].reshape(-1), 0.0).to(top.dtype)
         g = upstream[row]
-        p = ((logits[at].to(g.dtype) - top[row]) * opts.multiplier - log_sum[row]).exp()
-        dz = torch.where(own & (g != 0), g * (hit.to(g.dtype) - p) * opts.multiplier, 0.0)
+        multiplier = opts.of(row)
+        p = ((logits[at].to(g.dtype) - top[row]) * multiplier - log_sum[row]).exp()
+        dz = torch.where(own & (g != 0), g * (hit.to(g.dtype) - p) * multiplier, 0.0)
         rest = _outside_kept(top, upstream).to(logits.dtype).view(logits.shape[:-1])
         grad = torch.empty_like(logits).copy_(rest.unsqueeze(-1))
         grad[..., opts.shard.valid_width :] = 0
@@ -363,9 +369,11 @@ def replay_logprobs(
     local: LocalTarget,
     kept: KeptIds,
     shard: VocabShard,
-    multiplier: float,
+    multiplier: float | Tensor,
 ) -> Tensor:
     """As `vocab_parallel_sampling_logprobs` says of `kept_ids`. One all-gather of `[3, n]`."""
+    if isinstance(multiplier, Tensor):
+        multiplier = multiplier.to(accumulator_dtype(logits.dtype))
     if not logits.shape[:-1]:
         args = (logits.unsqueeze(0), target.unsqueeze(0))
         local = LocalTarget(local.column.unsqueeze(0), local.keep.unsqueeze(0))

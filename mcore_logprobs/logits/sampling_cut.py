@@ -40,7 +40,7 @@ from mcore_logprobs.kernels.reference import gather_target, row_chunks
 from mcore_logprobs.kernels.stats import accumulator_dtype
 from mcore_logprobs.logits.rows import Rows
 
-__all__ = ["Cut", "FilterOptions", "find_cut"]
+__all__ = ["Cut", "FilterOptions", "find_cut", "multiplier_column"]
 
 # Candidates a rank for top-p alone, and the largest top_k served by candidates.
 _TOP_P_CANDIDATES = 128
@@ -58,16 +58,25 @@ class FilterOptions:
     """What to keep.
 
     Attributes:
-        multiplier: z / raw logit, above 0.
+        multiplier: z / raw logit, above 0: a number, or float64 `[n]`, one a row.
         top_k: 1 to vocab_size - 1, or None for off.
         top_p: in (0, 1), or None for off.
     """
 
     shard: VocabShard
-    multiplier: float
+    multiplier: float | Tensor
     top_k: int | None
     top_p: float | None
     chunk_size: int
+
+
+def multiplier_column(
+    multiplier: float | Tensor, part: slice, dtype: torch.dtype
+) -> float | Tensor:
+    """The multiplier of some rows, to multiply `[c, v]` by: the number, or `[c, 1]`."""
+    if not isinstance(multiplier, Tensor):
+        return multiplier
+    return multiplier[part].unsqueeze(-1).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,8 @@ class _Survey:
             packed[2 : 2 + found, part] = best.values.t().to(dtype)
             self._columns[part, :found] = best.indices
             if opts.top_k is None:
-                packed[1, part] = _mass(x, best.values[:, :1], opts.multiplier)
+                multiplier = multiplier_column(opts.multiplier, part, dtype)
+                packed[1, part] = _mass(x, best.values[:, :1], multiplier)
         everyone = all_gather_stack(packed, shard.group)  # [ranks, 2 + c, n]
         self.own_target, self.target = packed[0], everyone[:, 0].sum(0)
         self._candidates = everyone[:, 2:]
@@ -236,7 +246,7 @@ class _Survey:
         return torch.where(mine > 0, last.squeeze(-1), -1)
 
 
-def _mass(x: Tensor, top: Tensor, multiplier: float) -> Tensor:
+def _mass(x: Tensor, top: Tensor, multiplier: float | Tensor) -> Tensor:
     """sum exp(z - max z) of raw logits `[c, v]` with maximum `[c, 1]`; 0 for a row of -inf."""
     dtype = accumulator_dtype(x.dtype)
     top = top.to(dtype)
@@ -267,6 +277,9 @@ class _HardRows:
         self.top, self.shard, self.opts = top, shard, opts
         self.dtype = accumulator_dtype(logits.dtype)
         self.raw_dtype = logits.dtype
+        self.multiplier = opts.multiplier
+        if isinstance(self.multiplier, Tensor):
+            self.multiplier = self.multiplier[index]
         self._blocks: list[tuple[Tensor, Tensor]] = []
         for part, block in rows.blocks(logits):
             mine = index[(index >= part.start) & (index < part.stop)] - part.start
@@ -334,10 +347,11 @@ class _HardRows:
 
     def weight_of(self, raw: Tensor) -> Tensor:
         """exp(z - max z), `[r]` float64."""
-        return ((raw.double() - self.top) * self.opts.multiplier).exp()
+        return ((raw.double() - self.top) * self.multiplier).exp()
 
     def _weight(self, x: Tensor, part: slice) -> Tensor:
-        return (x - self.top[part].unsqueeze(-1)).mul_(self.opts.multiplier).exp_()
+        multiplier = multiplier_column(self.multiplier, part, x.dtype)
+        return (x - self.top[part].unsqueeze(-1)).mul_(multiplier).exp_()
 
 
 def _search_cut(rows: _HardRows, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,7 +376,7 @@ def _search_cut(rows: _HardRows, total: Tensor) -> tuple[Tensor, Tensor, Tensor]
         # V tokens below this logit have less mass than top_p leaves out: the cut is not there.
         assert opts.top_p is not None
         least = 0.99 * (1.0 - opts.top_p) * total / rows.shard.padded_size
-        lowest = (rows.top + least.log() / opts.multiplier).to(rows.dtype)
+        lowest = (rows.top + least.log() / rows.multiplier).to(rows.dtype)
         low = torch.maximum(low, keys.of(lowest) - 1)
     limit = opts.top_p * total
     value = _smallest_below(rows, keys, low, high, limit, count=False)

@@ -294,6 +294,41 @@ def test_collectives_of_peaked_rows(ranks):
         assert all(names == expected for _, _, names in ranks(2).run(_run, *args))
 
 
+def _by_temperature(
+    whole: Tensor, target: Tensor, upstream: Tensor, layout: str, candidates: int | None, how: str
+) -> list:
+    """With a temperature a row, and row by row with that row's own."""
+    width = whole.shape[-1]
+    temperature = torch.linspace(0.5, 1.7, 20).view(4, 5)
+    options: dict = {"top_k": 9, "top_p": 0.8}
+    ids = torch.stack([torch.randperm(width)[:6] for _ in range(20)])
+    if how == "replay":
+        options = {"kept_ids": (ids.flatten(), torch.arange(21) * 6)}
+    together = _run(
+        whole, target, upstream, layout, candidates, options | {"temperature": temperature}
+    )
+    alone = []
+    for i in range(20):
+        if how == "replay":
+            options = {"kept_ids": (ids[i], torch.tensor([0, 6]))}
+        options["temperature"] = temperature.flatten()[i].item()
+        row = [x.flatten(0, 1)[i : i + 1] for x in (whole, target, upstream)]
+        alone.append(_run(*row, "plain", candidates, options))
+    return [together[:2], [torch.cat([x[i] for x in alone]) for i in (0, 1)]]
+
+
+@pytest.mark.parametrize(("how", "candidates"), [("both", None), ("both", 1), ("replay", None)])
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_temperature_a_row(ranks, world, layout, how, candidates):
+    whole, target = torch.randn(4, 5, VOCAB) * 2, make_target((4, 5), VOCAB)
+    args = (whole, target, torch.randn(4, 5), layout, candidates, how)
+    for together, alone in on_ranks(ranks, world, _by_temperature, *args):
+        torch.testing.assert_close(together[0].flatten(), alone[0])
+        torch.testing.assert_close(together[1].flatten(0, 1), alone[1])
+        assert alone[1].any()
+
+
 # ---- replay -------------------------------------------------------------------------------------
 
 
