@@ -98,10 +98,7 @@ class DeferredLogits:
                 the change cannot be had with a gradient.
         """
         grad = torch.is_grad_enabled()
-        chain: list[DeferredLogits] = [
-            self,
-            *([self._unscaled] if self._unscaled is not None else []),
-        ]
+        chain = [self] if self._unscaled is None else [self, self._unscaled]
         if any(grad in link._computed for link in chain):
             return self.materialize()
         for link in chain:

@@ -151,7 +151,7 @@ class PatchHandle:
         self, model: Any, heads: list[tuple[_HeadPatch, bool]], config: LogprobConfig
     ) -> None:
         self._model = model
-        self._config = config
+        self._configs = [config]  # the innermost block's last; for stages without a head
         self._owned = [head for head, is_new in heads if is_new]
         self._heads = [head for head, _ in heads]
 
@@ -182,12 +182,17 @@ class PatchHandle:
         Raises:
             ValueError: an unknown field, or a value that it does not accept; on every stage.
         """
-        changed = _changed(self._config, fields)
+        now = self._heads[0].call.config if self._heads else self._configs[-1]
+        changed = LogprobConfig.from_dict({**now.as_dict(), **fields})
         refuse_unsupported(changed)
         for language_model in find_language_models(self._model):
             _check_own_loss(language_model, changed)
-        with self._during(lambda call: replace(call, config=_changed(call.config, fields))):
-            yield
+        self._configs.append(changed)
+        try:
+            with self._during(lambda call: replace(call, config=changed)):
+                yield
+        finally:
+            self._configs.pop()
 
     @contextlib.contextmanager
     def policy_loss(
@@ -238,10 +243,6 @@ class PatchHandle:
             for head in self._heads:
                 stack.enter_context(head.during(change(head.call)))
             yield
-
-
-def _changed(config: LogprobConfig, fields: dict[str, Any]) -> LogprobConfig:
-    return LogprobConfig.from_dict({**config.as_dict(), **fields})
 
 
 def _check_own_loss(language_model: Any, config: LogprobConfig) -> None:
