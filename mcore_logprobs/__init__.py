@@ -13,6 +13,7 @@ from mcore_logprobs.context_parallel import (
     context_parallel_shift,
 )
 from mcore_logprobs.fused.divergence import linear_kl_div
+from mcore_logprobs.fused.map import linear_map
 from mcore_logprobs.fused.policy_loss import linear_policy_loss
 from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.groups import ParallelGroups, VocabShard
@@ -57,6 +58,7 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_shift",
     "linear_kl_div",
+    "linear_map",
     "linear_policy_loss",
     "linear_token_stats",
     "logprob_model_hook",

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_flag
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
-from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, open_tokens
-from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, open_tokens, whole_lead
+from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.kernels.backend import default_chunk_size
 from mcore_logprobs.kernels.distill import (
     PAIR_STATS,
@@ -360,7 +359,6 @@ def linear_kl_div(
     """
     check_kind(kind, beta)
     check_backend(backend)
-    check_flag("sequence_parallel", sequence_parallel)
     given = teacher_logits is not None
     if given == (teacher_hidden is not None or teacher_weight is not None):
         raise ValueError(
@@ -389,8 +387,7 @@ def linear_kl_div(
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         **shared,
     )
-    ranks = group_size(group) if sequence_parallel else 1
-    lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
+    lead = whole_lead(hidden, group, sequence_parallel=sequence_parallel)
     mask = check_mask(mask, lead, hidden.device)
     if teacher_temperature is None:
         teacher_temperature = temperature

@@ -207,6 +207,34 @@ class Head:
         # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
         return out.to(self.logits_dtype)
 
+    def tile_logits(self, tile: Tensor) -> Tensor:
+        """A tile's raw logits over all of the rank's columns, `[rows, V/TP]`, new; -inf past valid.
+
+        float32 (float64 for a float64 weight), rounded to logits_dtype first.
+        """
+        valid = self.opts.spec.valid
+        shape = (tile.shape[0], self.weight.shape[0])
+        out = prefer_huge_pages(self.weight.new_empty(shape, dtype=self.wide))
+        for columns in row_chunks(valid, self._block_columns):
+            if self.logits_dtype == self.wide:
+                product(tile, self.weight_block(columns).t(), out[:, columns])
+            else:
+                out[:, columns] = self.logits(tile, columns)
+        out[:, valid:] = -torch.inf
+        return out
+
+    def tile_chunks(self, logits: Tensor) -> Iterator[Chunk]:
+        """What `tile_logits` gave, or its gradient, block by block as `chunks` does; no target."""
+        none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
+        for columns in row_chunks(self.opts.spec.valid, self._block_columns):
+            yield Chunk(
+                columns=columns,
+                logits=logits[:, columns],
+                target=none,
+                spec=replace(self.opts.spec, valid=columns.stop - columns.start),
+                bias=None if self.bias is None else self.bias[columns],
+            )
+
     def _reserve(self, size: int) -> Tensor:
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = None

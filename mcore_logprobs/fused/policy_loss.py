@@ -20,7 +20,13 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients, main_grad_stand_in
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
-from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens
+from mcore_logprobs.fused.tokens import (
+    HiddenTiles,
+    Tiling,
+    check_per_token,
+    open_tokens,
+    whole_row_tiling,
+)
 from mcore_logprobs.kernels.stats import (
     FinishedStats,
     RowResults,
@@ -35,10 +41,6 @@ from mcore_logprobs.logits.token_stats import TokenStats
 __all__ = ["linear_policy_loss"]
 
 LossFn = Callable[..., Tensor]
-
-# Bytes of one float32 chunk, which here spans all of a rank's columns. Each chunk reads and writes
-# the whole float32 dWeight once, so that it must have enough rows to outweigh that.
-_CHUNK_BYTES = {"cpu": 128 << 20, "other": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,6 @@ def linear_policy_loss(
         smoothing=label_smoothing > 0.0,
         sum_pi_squared=sum_pi_squared,
     )
-    budget = _CHUNK_BYTES["cpu" if hidden.device.type == "cpu" else "other"]
     tokens = open_tokens(
         hidden,
         target,
@@ -286,9 +287,11 @@ def linear_policy_loss(
         compact=compact,
         temperature=temperature,
     )
-    rows = chunk_size or max(1, budget // (4 * weight.shape[0]))
-    tiling = replace(tokens.tiling, tile_rows=max(1, min(rows, target.numel())))
-    checked = [_per_token(place, t, target) for place, t in enumerate(per_token_tensors)]
+    tiling = whole_row_tiling(tokens, head.shard, chunk_size)
+    checked = [
+        check_per_token(place, t, tokens.lead, hidden.device)
+        for place, t in enumerate(per_token_tensors)
+    ]
     loss = _Loss(
         fn=loss_fn,
         tensors=tuple(tokens.per_row(t) for t in checked),
@@ -300,22 +303,6 @@ def linear_policy_loss(
         tokens.hidden, weight, bias, tokens.target, loss, opts
     )
     return value, tokens.stats(RowResults(*results))
-
-
-def _per_token(place: int, tensor: Tensor, target: Tensor) -> Tensor:
-    name = f"per_token_tensors[{place}]"
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.shape[: target.dim()] != target.shape:
-        raise ValueError(
-            f"{name}: expected a shape that starts with target's {tuple(target.shape)}, got "
-            f"{tuple(tensor.shape)}"
-        )
-    if tensor.device != target.device:
-        raise ValueError(f"{name}: expected device {target.device}, got {tensor.device}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
-    return tensor.detach()
 
 
 def _scale(denominator: float | Tensor, device: torch.device) -> float | Tensor:

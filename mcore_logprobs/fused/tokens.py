@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,16 @@ from mcore_logprobs.logits.opening import (
 )
 from mcore_logprobs.logits.token_stats import TokenStats
 
-__all__ = ["HiddenTiles", "Tile", "Tiling", "Tokens", "open_tokens"]
+__all__ = [
+    "HiddenTiles",
+    "Tile",
+    "Tiling",
+    "Tokens",
+    "check_per_token",
+    "open_tokens",
+    "whole_lead",
+    "whole_row_tiling",
+]
 
 # Bytes of one float32 chunk of logits.
 _CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
@@ -42,6 +51,9 @@ _CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
 # reading and writing a block of the weight's gradient once a tile costs little beside it.
 _TILE_ROWS = {"cpu": 2048, "other": 8192}
 _MAX_BLOCK = {"cpu": 4096, "other": 1 << 20}
+# Bytes of one float32 chunk that spans all of a rank's columns. Each reads and writes the whole
+# float32 dWeight once, so that it must have enough rows to outweigh that.
+_WHOLE_ROW_BYTES = {"cpu": 128 << 20, "other": 1 << 30}
 
 
 def tile_shape(
@@ -127,11 +139,9 @@ def open_tokens(
     Raises:
         ValueError: with the argument's name, what was expected and what was given.
     """
-    check_flag("sequence_parallel", sequence_parallel)
     check_flag("compact", compact)
     check_chunk_size(chunk_size)
-    ranks = group_size(shard.group) if sequence_parallel else 1
-    lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
+    lead = whole_lead(hidden, shard.group, sequence_parallel=sequence_parallel)
     rows, device = math.prod(lead), hidden.device
     if target is not None:
         flat = check_target(target, lead, device).reshape(-1)
@@ -152,6 +162,39 @@ def open_tokens(
     local = LocalTarget(compaction.walk(local.column), compaction.walk(local.keep))
     own = None if own is None else compaction.walk(own)
     return Tokens(lead, compaction.select_hidden(hidden), local, tiling, compaction, own)
+
+
+def whole_lead(
+    hidden: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool
+) -> torch.Size:
+    """The leading shape of the whole sequence, of which hidden is this rank's part or all."""
+    check_flag("sequence_parallel", sequence_parallel)
+    ranks = group_size(group) if sequence_parallel else 1
+    return torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
+
+
+def whole_row_tiling(tokens: Tokens, shard: VocabShard, chunk_size: int | None) -> Tiling:
+    """The tiling of operations whose chunk spans all of a rank's columns."""
+    budget = _WHOLE_ROW_BYTES["cpu" if tokens.hidden.device.type == "cpu" else "other"]
+    rows = chunk_size or max(1, budget // (4 * shard.width))
+    return replace(tokens.tiling, tile_rows=max(1, min(rows, tokens.lead.numel())))
+
+
+def check_per_token(place: int, tensor: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
+    """A tensor `[*lead, ...]` without gradient, detached, or a ValueError that says its place."""
+    name = f"per_token_tensors[{place}]"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.shape[: len(lead)] != lead:
+        raise ValueError(
+            f"{name}: expected a shape that starts with target's {tuple(lead)}, got "
+            f"{tuple(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
+    return tensor.detach()
 
 
 class Compaction:
