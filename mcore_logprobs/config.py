@@ -266,6 +266,11 @@ class LogprobConfig:
             value = setting.normal(getattr(self, name))
             setting.check(f"LogprobConfig.{name}", value)
             object.__setattr__(self, name, value)
+        if self.label_smoothing > 0.0 and (self.top_k is not None or self.top_p < 1.0):
+            raise ValueError(
+                "LogprobConfig.label_smoothing: expected 0 with top_k or top_p, which give the "
+                f"target's neighbours no probability, got {self.label_smoothing}"
+            )
         extras = [n for n in ("entropy", "target_rank", "sum_pi_squared") if getattr(self, n)]
         if self.output == "loss" and extras:
             raise ValueError(
@@ -381,7 +386,7 @@ class LogprobConfig:
 
 def refuse_unsupported(config: LogprobConfig) -> None:
     """Raises a ValueError for a setting that patched models do not honour yet."""
-    for name in ("top_k", "top_p", "invariant_segments"):
+    for name in ("invariant_segments",):
         value, default = getattr(config, name), _default(LogprobConfig, name)
         if value != default:
             raise ValueError(

@@ -233,6 +233,7 @@ class Head:
                 target=none,
                 spec=replace(self.opts.spec, valid=columns.stop - columns.start),
                 bias=None if self.bias is None else self.bias[columns],
+                temperature=None,
             )
 
     def _reserve(self, size: int) -> Tensor:

@@ -14,22 +14,21 @@ from mcore_logprobs.config import LogprobConfig
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """A policy loss to form in the head; checked here, so that every pipeline stage checks it.
+class PerToken:
+    """A function for the head and its per-token tensors `[b, s, ...]`.
 
-    Attributes: the arguments of `linear_policy_loss`, per-token tensors as `[b, s, ...]`.
+    Checked here, so that every pipeline stage checks them.
 
     Raises:
-        ValueError: no function, tensors that require a gradient, a denominator of 0.
+        ValueError: no function, tensors of another kind or that require a gradient.
     """
 
-    loss_fn: Callable[..., Tensor]
+    function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
-    denominator: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        if not callable(self.loss_fn):
-            raise ValueError(f"loss_fn: expected a callable, got {type(self.loss_fn).__name__}")
+        if not callable(self.function):
+            raise ValueError(f"expected a callable, got {type(self.function).__name__}")
         for place, tensor in enumerate(self.tensors):
             name = f"per_token_tensors[{place}]"
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:
@@ -37,15 +36,6 @@ class PolicyLoss:
                 raise ValueError(f"{name}: expected a tensor [b, s, ...] like labels, got {got}")
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
-        over = self.denominator
-        if isinstance(over, Tensor):
-            if over.numel() != 1 or over.requires_grad:
-                raise ValueError(
-                    "denominator: expected a number or a tensor of one element without gradient, "
-                    f"got shape {tuple(over.shape)}"
-                )
-        elif isinstance(over, bool) or not isinstance(over, numbers.Real) or over == 0:
-            raise ValueError(f"denominator: expected a number other than 0, got {over!r}")
 
     def sequence_first(self, labels: Tensor) -> tuple[Tensor, ...]:
         """The per-token tensors as `[s, b, ...]`.
@@ -63,18 +53,47 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True)
+class PolicyLoss(PerToken):
+    """A policy loss to form in the head: the arguments of `linear_policy_loss`.
+
+    Raises:
+        ValueError: as `PerToken`; a denominator of 0.
+    """
+
+    denominator: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"loss_fn: expected a callable, got {type(self.function).__name__}")
+        super().__post_init__()
+        over = self.denominator
+        if isinstance(over, Tensor):
+            if over.numel() != 1 or over.requires_grad:
+                raise ValueError(
+                    "denominator: expected a number or a tensor of one element without gradient, "
+                    f"got shape {tuple(over.shape)}"
+                )
+        elif isinstance(over, bool) or not isinstance(over, numbers.Real) or over == 0:
+            raise ValueError(f"denominator: expected a number other than 0, got {over!r}")
+
+
+@dataclass(frozen=True)
 class Call:
     """What the `with` blocks of a `PatchHandle` that are open ask of a call.
 
     Attributes:
         config: the patch's settings, as `PatchHandle.options` has changed them.
         policy: of `PatchHandle.policy_loss`.
+        mapped: of `PatchHandle.map`.
         targets: of `PatchHandle.targets`, `[b, s]`.
+        temperature: of `PatchHandle.options`, where it is a tensor that broadcasts to `[b, s]`.
     """
 
     config: LogprobConfig
     policy: PolicyLoss | None = None
+    mapped: PerToken | None = None
     targets: Tensor | None = None
+    temperature: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.fused.map import linear_map
 from mcore_logprobs.fused.policy_loss import linear_policy_loss
 from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.groups import group_rank, group_size
+from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
 from mcore_logprobs.logits.token_stats import TokenStats, vocab_parallel_token_stats
-from mcore_logprobs.megatron.calls import Call, PolicyLoss
+from mcore_logprobs.megatron.calls import Call, PerToken, PolicyLoss
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
 
@@ -33,8 +37,10 @@ def head_output(
     head: DeferringHead,
     tp_group: Any,
     reason: str = "",
-) -> TokenStats | Tensor:
+) -> Any:
     """What a patched model returns: a TokenStats of [b, s] tensors, or the [b, s] loss.
+
+    Inside `PatchHandle.map`, what its function gives.
 
     A handle takes the fused path, real logits the operations on logits: for `reason`, if their
     caller knows it. `head` is what stands in for the output layer's forward. Collectives: those of
@@ -69,14 +75,24 @@ def head_output(
         "softcap": config.softcap,
     }
     target = labels.transpose(0, 1).contiguous()  # [s, b]
+    if call.temperature is not None:
+        options["temperature"] = _sequence_first(call.temperature, labels)
+    if known is not None:
+        known = _own_columns(known, tp_group, getattr(head.layer, "output_size", None))
+    if call.mapped is not None:
+        return _mapped(call.mapped, known, logits, labels, config, head.layer, tp_group)
     tensors = call.policy.sequence_first(labels) if call.policy else ()
-    if known is None:
+    if config.top_k is not None or config.top_p < 1.0:
+        stats = _filtered(known, logits, target, config, head.layer, options)
+        if call.policy:
+            keep = target != config.ignore_index
+            stats = _with_policy_loss(stats, keep, call.policy, tensors)
+    elif known is None:
         assert isinstance(logits, DeferredLogits)
         options |= {"compact": config.compact, "logits_dtype": config.logits_dtype}
         stats = _from_hidden(logits, target, call.policy, tensors, head.layer, options)
     else:
-        shard = _own_columns(known, tp_group, getattr(head.layer, "output_size", None))
-        stats = vocab_parallel_token_stats(shard, target, **options)
+        stats = vocab_parallel_token_stats(known, target, **options)
         if call.policy:
             keep = target != config.ignore_index
             stats = _with_policy_loss(stats, keep, call.policy, tensors)
@@ -121,6 +137,121 @@ def mtp_loss(
     return loss.transpose(0, 1).contiguous()
 
 
+def _filtered(
+    known: Tensor | None,
+    logits: Any,
+    target: Tensor,
+    config: LogprobConfig,
+    layer: Any,
+    options: dict[str, Any],
+) -> TokenStats:
+    """Log-probabilities under top_k and top_p, the other statistics of the whole distribution.
+
+    `[s, b]` tensors, from real logits or, a tile at a time, from hidden states.
+    """
+    softcap, temperature = options["softcap"], options["temperature"]
+    options = {k: v for k, v in options.items() if k not in ("softcap", "temperature")}
+    sampled = {"tp_group", "vocab_size", "ignore_index", "chunk_size", "backend"}
+    filters = {k: v for k, v in options.items() if k in sampled}
+    filters |= {"top_k": config.top_k, "top_p": config.top_p}
+
+    def statistics(z: Tensor, target: Tensor, own: Tensor | float) -> TokenStats:
+        whole = vocab_parallel_token_stats(z, target, temperature=own, **options)
+        logprobs = vocab_parallel_sampling_logprobs(z, target, temperature=own, **filters)
+        return replace(whole, logprobs=logprobs)
+
+    if known is not None:
+        if softcap is not None:
+            known = torch.tanh(known.float() / softcap) * softcap
+        return statistics(known, target, temperature)
+    per_token = [target]
+    function: Any = lambda z, t: statistics(z, t, temperature)  # noqa: E731
+    if isinstance(temperature, Tensor):
+        per_token, function = [target, temperature], statistics
+    keep = target != config.ignore_index
+    stats = _map_in_head(logits, function, per_token, keep, config, layer, softcap=softcap)
+    if stats.target_rank is not None:  # rows that compact leaves out come back as 0
+        stats.target_rank = torch.where(keep, stats.target_rank, -1)
+    return stats
+
+
+def _mapped(
+    mapped: PerToken,
+    known: Tensor | None,
+    logits: Any,
+    labels: Tensor,
+    config: LogprobConfig,
+    layer: Any,
+    tp_group: Any,
+) -> Any:
+    """What `PatchHandle.map` gives: the function's results, `[b, s, ...]` each."""
+    tensors = mapped.sequence_first(labels)
+    keep = (labels != config.ignore_index).transpose(0, 1).contiguous()
+    if known is None:
+        found = _map_in_head(
+            logits, mapped.function, tensors, keep, config, layer, softcap=config.softcap, mask=keep
+        )
+    else:
+        z = known.float() if known.dtype != torch.float64 else known
+        if config.softcap is not None:
+            z = torch.tanh(z / config.softcap) * config.softcap
+        flat = (t.reshape(-1, *t.shape[2:]) for t in tensors)
+        found = mapped.function(z.reshape(-1, z.shape[-1]), *flat)
+
+        def place(x: Tensor) -> Tensor:
+            x = x.reshape(*keep.shape, *x.shape[1:])
+            return torch.where(keep.view(*keep.shape, *(1,) * (x.dim() - 2)), x, 0)
+
+        found = pytree.tree_map_only(Tensor, place, found)
+    return pytree.tree_map_only(Tensor, lambda x: x.transpose(0, 1).contiguous(), found)
+
+
+def _map_in_head(
+    logits: DeferredLogits,
+    function: Any,
+    tensors: Any,
+    keep: Tensor,
+    config: LogprobConfig,
+    layer: Any,
+    *,
+    softcap: float | None,
+    mask: Tensor | None = None,
+) -> Any:
+    """`linear_map` of a handle's logits; with `compact`, rows that are not kept come back as 0."""
+    structure: list[Any] = []
+
+    def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        found = linear_map(
+            hidden,
+            weight,
+            function,
+            *tensors,
+            mask=keep if config.compact else mask,
+            compact=config.compact,
+            softcap=softcap,
+            logits_dtype=config.logits_dtype,
+            chunk_size=config.chunk_size,
+            **head,
+        )
+        flat, spec = pytree.tree_flatten(found)
+        structure.append(spec)
+        return tuple(flat)
+
+    flat = _with_head(logits, layer, in_head)
+    return pytree.tree_unflatten(list(flat), structure[-1])
+
+
+def _sequence_first(temperature: Tensor, labels: Tensor) -> Tensor:
+    """A temperature that broadcasts to labels' `[b, s]`, as `[s, b]`."""
+    try:
+        return temperature.expand(labels.shape).transpose(0, 1)
+    except RuntimeError as error:
+        raise ValueError(
+            f"temperature: expected a tensor that broadcasts to labels' {tuple(labels.shape)}, got "
+            f"shape {tuple(temperature.shape)}"
+        ) from error
+
+
 def _options(config: LogprobConfig, tp_group: Any) -> dict[str, Any]:
     return {
         "tp_group": tp_group,
@@ -138,18 +269,9 @@ def _from_hidden(
     options: dict[str, Any],
 ) -> TokenStats:
     """By the fused path; `[s, b]` tensors."""
-    # Megatron scales the product with its bias, the operation the product alone.
-    bias = logits.bias
-    if bias is not None and logits.scale != 1.0:
-        bias = bias * logits.scale
 
-    def in_head(hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        head = options | {
-            "bias": bias,
-            "logit_scale": logits.scale,
-            "sequence_parallel": logits.sequence_parallel,
-            "gradient_accumulation_fusion": _into_main_grad(layer, weight),
-        }
+    def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        head = options | head
         if policy is None:
             stats = linear_token_stats(hidden, weight, target, **head)
         else:
@@ -157,7 +279,7 @@ def _from_hidden(
                 hidden,
                 weight,
                 target,
-                policy.loss_fn,
+                policy.function,
                 *tensors,
                 denominator=policy.denominator,
                 **head,
@@ -165,7 +287,29 @@ def _from_hidden(
             stats = replace(stats, policy_loss=loss)
         return tuple(getattr(stats, f.name) for f in fields(stats))
 
-    return TokenStats(*logits.with_head(in_head))
+    return TokenStats(*_with_head(logits, layer, in_head))  # type: ignore[arg-type]
+
+
+def _with_head(
+    logits: DeferredLogits, layer: Any, fn: Callable[..., tuple[Tensor | None, ...]]
+) -> tuple[Tensor | None, ...]:
+    """`fn(hidden, weight, the head's keywords)` where the whole weight of this rank is there."""
+    # Megatron scales the product with its bias, the operation the product alone.
+    bias = logits.bias
+    if bias is not None and logits.scale != 1.0:
+        bias = bias * logits.scale
+
+    def in_head(hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+        head = {
+            "tp_group": logits.tp_group,
+            "bias": bias,
+            "logit_scale": logits.scale,
+            "sequence_parallel": logits.sequence_parallel,
+            "gradient_accumulation_fusion": _into_main_grad(layer, weight),
+        }
+        return fn(hidden, weight, head)
+
+    return logits.with_head(in_head)
 
 
 def _into_main_grad(layer: Any, weight: Tensor) -> bool:
@@ -189,7 +333,7 @@ def _with_policy_loss(
     """What `linear_policy_loss` gives, from statistics of real logits."""
     entropy = None if stats.entropy is None else stats.entropy.reshape(-1)
     flat = (t.detach().reshape(-1, *t.shape[2:]) for t in tensors)
-    loss = policy.loss_fn(stats.logprobs.reshape(-1), entropy, *flat)
+    loss = policy.function(stats.logprobs.reshape(-1), entropy, *flat)
     if not isinstance(loss, Tensor) or loss.shape != (keep.numel(),):
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn: expected a loss per row of shape {(keep.numel(),)}, got {got}")

@@ -24,7 +24,7 @@ from torch import Tensor
 from mcore_logprobs.config import LogprobConfig, refuse_unsupported
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.logits.token_stats import TokenStats
-from mcore_logprobs.megatron.calls import NOT_TOLD, Call, PolicyLoss, Running
+from mcore_logprobs.megatron.calls import NOT_TOLD, Call, PerToken, PolicyLoss, Running
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, scale_deferred
 from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
 from mcore_logprobs.megatron.heads import (
@@ -179,9 +179,15 @@ class PatchHandle:
     def options(self, **fields: Any) -> Iterator[None]:
         """For calls in this block: `LogprobConfig` fields that differ from the patch's.
 
+        temperature may be a tensor too, without gradient, that broadcasts to labels' `[b, s]`.
+
         Raises:
             ValueError: an unknown field, or a value that it does not accept; on every stage.
         """
+        changes: dict[str, Any] = {}
+        if "temperature" in fields:
+            own = isinstance(fields["temperature"], Tensor)
+            changes["temperature"] = fields.pop("temperature") if own else None
         now = self._heads[0].call.config if self._heads else self._configs[-1]
         changed = LogprobConfig.from_dict({**now.as_dict(), **fields})
         refuse_unsupported(changed)
@@ -189,7 +195,7 @@ class PatchHandle:
             _check_own_loss(language_model, changed)
         self._configs.append(changed)
         try:
-            with self._during(lambda call: replace(call, config=changed)):
+            with self._during(lambda call: replace(call, config=changed, **changes)):
                 yield
         finally:
             self._configs.pop()
@@ -217,7 +223,27 @@ class PatchHandle:
                 labels' and what `linear_policy_loss` raises.
         """
         policy = PolicyLoss(loss_fn, per_token_tensors, denominator)
-        with self._during(lambda call: replace(call, policy=policy)):
+        with self._during(lambda call: replace(call, policy=policy, mapped=None)):
+            yield
+
+    @contextlib.contextmanager
+    def map(self, fn: Callable[..., Any], *per_token_tensors: Tensor) -> Iterator[None]:
+        """For calls in this block: the model returns what `linear_map` gives.
+
+        `fn(logits, *the tensors' rows)` gets finished logits `[rows, V/TP]` of some tokens at a
+        time; what it calls applies temperature and vocabulary mask. Rows whose label is
+        ignore_index give 0 and no gradient, and with `compact` cost nothing. A head that cannot be
+        fused calls fn once, with the real logits of all rows.
+
+        Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
+            without gradient; fn's results `[rows, ...]` come back as `[b, s, ...]`.
+
+        Raises:
+            ValueError: arguments of another kind, on every stage; in the call, shapes unlike
+                labels' and what `linear_map` raises.
+        """
+        mapped = PerToken(fn, per_token_tensors)
+        with self._during(lambda call: replace(call, mapped=mapped, policy=None)):
             yield
 
     @contextlib.contextmanager
