@@ -14,7 +14,7 @@ from mcore_logprobs.dropin import megatron_rl, nemo_rl, verl
 from mcore_logprobs.dropin.settings import logprob_config
 from tests.dropin.frameworks import load
 from tests.dropin.test_beside import theirs
-from tests.megatron.common import VOCAB, megatron, relative, tiny_config, worst
+from tests.megatron.common import VOCAB, make_batch, megatron, relative, tiny_config, worst
 
 LENGTHS = (7, 12, 5)
 TEMPERATURE = 0.8
@@ -118,6 +118,32 @@ def test_verl_s_fused_forward_equals_its_unfused_path(
     ranks, tp: int, cp: int, sequence_parallel: bool, tied: bool
 ) -> None:
     for errors in ranks(tp * cp).run(run_verl, tp, cp, sequence_parallel, tied):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def run_mtp() -> dict[str, float]:
+    """verl turns its fused path off under multi-token prediction; this one need not."""
+    with megatron(tp=2) as state:
+        config = tiny_config(2, mtp_num_layers=1)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True)
+        batch = make_batch(state)
+        inputs = {**batch["inputs"], "labels": batch["labels"]}
+        loss = model(**inputs)
+        (loss * batch["weights"]).sum().backward()
+        want = grads_of(model)
+        verl.patch_fused_forward(model)
+        log_probs = model(**inputs, temperature=1.0).log_probs
+        (-log_probs * batch["weights"].reshape(-1)).sum().backward()
+        grads = grads_of(model)
+        assert any(name.startswith("mtp") and g.any() for name, g in grads.items())
+        return {
+            "log_probs": relative(-log_probs.detach(), loss.detach().reshape(-1)),
+            "gradients": worst(grads, want),
+        }
+
+
+def test_verl_s_fused_forward_under_mtp(ranks) -> None:
+    for errors in ranks(2).run(run_mtp):
         assert max(errors.values()) < 2e-5, errors
 
 

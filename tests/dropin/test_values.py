@@ -275,6 +275,9 @@ def run_verl(d: dict[str, Tensor]) -> dict[str, Tensor]:
         )
         ((logprobs + 0.5 * entropy) * d["upstream"].reshape(-1)).sum().backward()
         mean, _ = verl.LinearCrossEntropy.apply(hidden, weight, d["labels"], 0.7, "mean", group)
+        varied, _ = verl.linear_cross_entropy(
+            d["hidden"], weight, d["labels"], d["temperature"], "none", group
+        )
         student = (d["hidden"] @ d["weight"].T)[..., mine].clone().requires_grad_()
         config = {"distillation_loss": {"log_prob_min_clamp": -4.0}}
         kl = verl.compute_forward_kl_topk(student, d["teacher"], d["ids"], config, "bshd")
@@ -287,6 +290,7 @@ def run_verl(d: dict[str, Tensor]) -> dict[str, Tensor]:
             "logprobs": logprobs,
             "entropy": entropy,
             "mean": mean,
+            "varied": varied,
             "hidden": hidden.grad,
             "weight": weight.grad,
             "kl": losses,
@@ -310,6 +314,7 @@ def test_verl(ranks) -> None:
         "upstream": normal(2, 3, seed=3),
         "teacher": teacher,
         "ids": ids,
+        "temperature": normal(2, 3, seed=12).abs() + 0.5,
     }
     results = ranks(2).run(run_verl, d)
     hidden, weight = (d[n].double().requires_grad_() for n in ("hidden", "weight"))
@@ -326,10 +331,13 @@ def test_verl(ranks) -> None:
     overlap = (ids[..., None] == best[..., None, :]).any(-1)
     advantage = (-per_id.detach() * overlap).sum(-1) / overlap.sum(-1).clamp(min=1)
     plain = student.detach().log_softmax(-1)
+    varied = (student.detach() / d["temperature"].double()[..., None]).log_softmax(-1)
+    varied = varied.gather(-1, d["labels"][..., None])[..., 0]
     for result in results:
         assert_near(result["logprobs"], logprobs.detach().reshape(-1))
         assert_near(result["entropy"], entropy.detach().reshape(-1))
         assert_near(result["mean"], logprobs.detach().mean())
+        assert_near(result["varied"], varied.reshape(-1), 1e-5)
         assert_near(result["kl"], per_id.sum(-1).detach())
         assert_near(result["mass"], p.exp().sum(-1).detach())
         assert_near(result["teacher mass"], q.exp().sum(-1))
