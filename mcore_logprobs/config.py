@@ -337,7 +337,7 @@ class LogprobConfig:
             ValueError: a misspelt attribute, a value that its field does not accept, or a padded
                 vocabulary whose true size is not known.
         """
-        from mcore_logprobs.megatron.vocabulary import true_vocab_size
+        from mcore_logprobs.vocabulary import true_vocab_size
 
         config = cls._from_attributes(args)
         if config.vocab_size is None and (size := true_vocab_size(args)) is not None:
