@@ -222,6 +222,7 @@ def test_works_with_torch_alone() -> None:
 LEVELS = {
     "checks": 0,
     "kernels": 0,
+    "vocabulary": 0,
     "config": 1,
     "groups": 1,
     "collectives": 1,
@@ -236,6 +237,7 @@ LEVELS = {
     "audit": 6,
     "doctor": 6,
     "dropin": 6,
+    "run": 6,
     "__main__": 7,
 }
 # Units that may import the others of their own level (each direction named).
@@ -252,6 +254,7 @@ MAY_IMPORT_MEGATRON = {
     "audit",
     "doctor",
     "cpu_megatron",
+    "vocabulary",
 }
 
 
