@@ -21,6 +21,7 @@ import torch
 from mcore_logprobs import checks
 from mcore_logprobs.checks import Check
 from mcore_logprobs.kernels.backend import BACKENDS
+from mcore_logprobs.vocabulary import true_vocab_size
 
 ARG_PREFIX = "logprob_"
 YAML_SECTION = "mcore_logprobs"
@@ -337,8 +338,6 @@ class LogprobConfig:
             ValueError: a misspelt attribute, a value that its field does not accept, or a padded
                 vocabulary whose true size is not known.
         """
-        from mcore_logprobs.vocabulary import true_vocab_size
-
         config = cls._from_attributes(args)
         if config.vocab_size is None and (size := true_vocab_size(args)) is not None:
             config = dataclasses.replace(config, vocab_size=size)
