@@ -223,7 +223,6 @@ LEVELS = {
     "checks": 0,
     "vocabulary": 0,
     "kernels": 0,
-    "vocabulary": 0,
     "config": 1,
     "groups": 1,
     "collectives": 1,
