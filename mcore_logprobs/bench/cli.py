@@ -110,11 +110,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _start_ranks(device: torch.device) -> bool:
     """Join the other ranks if torchrun started this one; whether a group was made here."""
+    shared = False
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        own = int(os.environ.get("LOCAL_RANK", 0))
+        # More ranks than GPUs share them, and NCCL refuses two ranks on one: gloo takes CUDA
+        # tensors. Values and bytes hold then, times do not.
+        shared = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
+        torch.cuda.set_device(own % torch.cuda.device_count())
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return False
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" and not shared else "gloo")
     return True
 
 

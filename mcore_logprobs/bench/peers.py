@@ -24,7 +24,8 @@ def _megatron_cross_entropies(target: Tensor) -> Peers:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "nccl" if target.is_cuda else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         _started.append(dist.destroy_process_group)
     if megatron_parallel_state() is None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
@@ -99,9 +100,10 @@ def _cut_cross_entropy(target: Tensor) -> Peers:
 
     return {
         "cut-cross-entropy": lambda h, w: linear_cross_entropy(h, w, target, reduction="none"),
-        # Its default skips small gradient entries; this one keeps all.
+        # Its default skips small gradient entries; this keeps all (25.1, the release on PyPI, has
+        # no "cce_exact", as later ones have).
         "cut-cross-entropy exact": lambda h, w: linear_cross_entropy(
-            h, w, target, reduction="none", impl="cce_exact"
+            h, w, target, reduction="none", filter_eps=None
         ),
     }
 

@@ -273,7 +273,11 @@ class HiddenTiles:
     def _start(self, number: int) -> tuple[Tensor, Any | None]:
         if number >= len(self.local):
             return self._hidden, None
-        return all_gather_dim0_async(self._hidden[self.local[number]], self._group)
+        rows = self._hidden[self.local[number]]
+        # A view of wider hidden states is strided, and collectives want contiguous memory.
+        if self._group is not None:
+            rows = rows.contiguous()
+        return all_gather_dim0_async(rows, self._group)
 
     def walk(self, per_row: Tensor) -> Tensor:
         """`[n, ...]` in the sequence's order -> as the tiles are walked."""

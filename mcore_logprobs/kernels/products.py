@@ -8,7 +8,6 @@ block of the operand is cast first: the products of bf16 numbers are exact in fl
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -52,16 +51,30 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 # releases refused to add to a float32 tensor. Asked for once each, by trying.
 
 
-@cache
 def _has_wide_mm(dtype: torch.dtype, device: torch.device) -> bool:
-    a, out = _probe(dtype, device)
-    return _works(lambda: torch.mm(a, a, out_dtype=out.dtype, out=out))
+    return _asked("mm", dtype, device)
 
 
-@cache
 def _has_wide_addmm(dtype: torch.dtype, device: torch.device) -> bool:
+    return _asked("addmm", dtype, device)
+
+
+_answers: dict[tuple[str, torch.dtype, torch.device], bool] = {}
+
+
+def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    key = name, dtype, device
+    if key in _answers:
+        return _answers[key]
     a, out = _probe(dtype, device)
-    return _works(lambda: torch.addmm(out, a, a, out_dtype=out.dtype, out=out))
+    if name == "mm":
+        answer = _works(lambda: torch.mm(a, a, out_dtype=out.dtype, out=out))
+    else:
+        answer = _works(lambda: torch.addmm(out, a, a, out_dtype=out.dtype, out=out))
+    # Under a fake mode, or while a graph is traced, nothing ran: what is seen there is not kept.
+    if type(a) is Tensor and not torch.compiler.is_compiling():
+        _answers[key] = answer
+    return answer
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -97,40 +97,43 @@ def finished(
 
 @triton.jit
 def row_transform(
-    temperature_ptr, row, scale, temperature,
-    HAS_ROW_TEMPERATURE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    temperature_ptr, row, scale, softcap, temperature,
+    HAS_ROW_TEMPERATURE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
-    """(scale, temperature) of `finished` for this row, which may have a temperature of its own."""
+    """(scale, softcap, temperature) of `finished` for a row that may have its own temperature."""
     if HAS_ROW_TEMPERATURE:
         own = tl.load(temperature_ptr + row).to(tl.float32)
         if HAS_TEMPERATURE:
             temperature = own
+        elif HAS_SOFTCAP:
+            softcap = softcap / own
         else:
             scale = scale / own
-    return scale, temperature
+    return scale, softcap, temperature
 
 
 def transform_args(
     spec: stats.RowSpec, bias: Tensor | None, temperature: Tensor | None
 ) -> dict[str, Any]:
-    """The arguments of `finished`, by name, save for its tensors."""
-    own = temperature is not None
-    late = spec.softcap is not None or bias is not None
-    late_temperature = (own or spec.temperature != 1.0) and late
+    """The arguments of `finished`, by name, save for its tensors.
+
+    Without a bias the temperature goes into the scale or the softcap; a bias comes between, and a
+    division a column is left.
+    """
+    own, capped = temperature is not None, spec.softcap is not None
+    scale = spec.logit_scale if bias is not None else spec.multiplier
+    softcap = 1.0
     if spec.softcap is not None:
         scale = spec.logit_scale / spec.softcap
-    elif late_temperature:
-        scale = spec.logit_scale
-    else:
-        scale = spec.multiplier if bias is None else spec.logit_scale
+        softcap = spec.softcap if bias is not None else spec.softcap / spec.temperature
     return {
         "scale": scale,
-        "softcap": 1.0 if spec.softcap is None else spec.softcap,
+        "softcap": softcap,
         "temperature": spec.temperature,
-        "HAS_SCALE": scale != 1.0 or (own and not late),
-        "HAS_SOFTCAP": spec.softcap is not None,
+        "HAS_SCALE": scale != 1.0 or (own and bias is None and not capped),
+        "HAS_SOFTCAP": capped,
         "HAS_BIAS": bias is not None,
-        "HAS_TEMPERATURE": late_temperature,
+        "HAS_TEMPERATURE": bias is not None and (own or spec.temperature != 1.0),
         "HAS_ROW_TEMPERATURE": own,
     }
 

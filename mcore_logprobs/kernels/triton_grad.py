@@ -92,7 +92,7 @@ def _write_tile(
         tl.store(out_row_ptr + columns, grad)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["valid", "splits", "width"])
 def grad_kernel(
     logits_ptr,  # [n, v]
     out_ptr,  # [n, v]; may be logits_ptr
@@ -146,9 +146,10 @@ def grad_kernel(
         squares = tl.load(coef_ptr + SQUARES * coef_stride + row).to(tl.float32)
     shift = tl.load(shift_ptr + row).to(tl.float32)
     column = tl.load(target_ptr + row).to(tl.int32)
-    scale, temperature = row_transform(
-        temperature_ptr, row, scale, temperature, HAS_ROW_TEMPERATURE, HAS_TEMPERATURE
-    )
+    scale, softcap, temperature = row_transform(
+        temperature_ptr, row, scale, softcap, temperature,
+        HAS_ROW_TEMPERATURE, HAS_SOFTCAP, HAS_TEMPERATURE,
+    )  # fmt: skip
     if HAS_ROW_TEMPERATURE:
         slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
 

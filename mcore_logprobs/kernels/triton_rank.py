@@ -14,7 +14,7 @@ from mcore_logprobs.kernels.triton_common import device_of, launch_plan, with_un
 __all__ = ["count_higher", "rank_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "valid", "splits"])
 def rank_kernel(
     logits_ptr,  # [n, v]
     target_ptr,  # [n] int64

@@ -96,7 +96,7 @@ def _accumulate(
     return new_top, total, weighted, squares, higher, zsum, finite
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "valid", "splits"])
 def stats_kernel(
     logits_ptr,  # [n, v]
     target_ptr,  # [n] int64
@@ -141,9 +141,10 @@ def stats_kernel(
     start = split * split_columns
     stop = tl.minimum(start + split_columns, valid)
 
-    scale, temperature = row_transform(
-        temperature_ptr, row, scale, temperature, HAS_ROW_TEMPERATURE, HAS_TEMPERATURE
-    )
+    scale, softcap, temperature = row_transform(
+        temperature_ptr, row, scale, softcap, temperature,
+        HAS_ROW_TEMPERATURE, HAS_SOFTCAP, HAS_TEMPERATURE,
+    )  # fmt: skip
     limit = 0.0
     if HIGHER >= 0:
         limit = tl.load(threshold_ptr + row).to(tl.float32)
@@ -208,7 +209,7 @@ def stats_kernel(
         tl.store(out + FINITE * rows, tl.sum(finite, 0).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def merge_kernel(
     parts_ptr,  # [splits, fields, n]
     out_ptr,  # [fields, n]

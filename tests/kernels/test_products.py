@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_logprobs.kernels import products
 from tests.kernels.common import DEVICE
@@ -34,14 +35,18 @@ def test_releases_of_torch_without_wide_results(has_mm, monkeypatch):
         return out.copy_(a.double() @ b.double())
 
     monkeypatch.setattr(torch, "mm", mm)
-    for probe in (products._has_wide_mm, products._has_wide_addmm):
-        probe.cache_clear()
-    try:
-        test_low_precision_operands_give_what_float32_ones_would(torch.bfloat16)
-        assert products._has_wide_mm(torch.bfloat16, torch.device(DEVICE)) == has_mm
-    finally:
-        for probe in (products._has_wide_mm, products._has_wide_addmm):
-            probe.cache_clear()
+    monkeypatch.setattr(products, "_answers", {})
+    test_low_precision_operands_give_what_float32_ones_would(torch.bfloat16)
+    assert products._has_wide_mm(torch.bfloat16, torch.device(DEVICE)) == has_mm
+
+
+def test_what_a_fake_mode_answers_is_not_kept(monkeypatch):
+    monkeypatch.setattr(products, "_answers", {})
+    with FakeTensorMode():
+        products._has_wide_addmm(torch.bfloat16, torch.device(DEVICE))
+    assert products._answers == {}
+    products._has_wide_addmm(torch.bfloat16, torch.device(DEVICE))
+    assert len(products._answers) == 1
 
 
 def test_operands_are_cast_only_where_there_is_no_matrix_unit_for_them():

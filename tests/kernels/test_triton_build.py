@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.kernels.triton_common import field_constants
+from mcore_logprobs.kernels.triton_common import field_constants, transform_args
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
@@ -32,9 +32,11 @@ POINTERS = {
     "coef_ptr": "*fp32",
     "threshold_ptr": "*fp32",
 }
-PLAIN = {"HAS_SCALE": False, "HAS_SOFTCAP": False, "HAS_BIAS": False, "HAS_TEMPERATURE": False}
-PLAIN["HAS_ROW_TEMPERATURE"] = False
-CAPPED = {**PLAIN, "HAS_SCALE": True, "HAS_SOFTCAP": True, "HAS_TEMPERATURE": True}
+CAP = {"logit_scale": 0.5, "softcap": 3.0, "temperature": 0.7}
+PLAIN, CAPPED = (
+    {name: on for name, on in transform_args(spec, None, None).items() if name.startswith("HAS_")}
+    for spec in (RowSpec(1), RowSpec(1, **CAP))
+)
 
 
 def _build(kernel: Any, logits: str, out: str, constants: dict[str, Any], directory: Any) -> str:
@@ -56,12 +58,16 @@ def _build(kernel: Any, logits: str, out: str, constants: dict[str, Any], direct
     built = triton.compile(source, target=HOPPER, options={"num_warps": 4})
     path = directory / "kernel.cubin"
     path.write_bytes(built.asm["cubin"])
-    usage = subprocess.run(
-        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)],
-        capture_output=True, text=True, check=True,
+    registers, code = (
+        subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, what, str(path)],
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for what in ("-res-usage", "-sass")
     )  # fmt: skip
-    resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout))
-    assert (resources["STACK"], resources["LOCAL"]) == ("0", "0"), f"spills: {resources}"
+    resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", registers))
+    # Spills are loads and stores of local memory; a stack alone may be a division's slow path.
+    assert not re.findall(r"\b(?:STL|LDL)\b", code), resources
     assert int(resources["REG"]) <= 128, resources  # 16 warps of a multiprocessor at the least
     return built.asm["ptx"]
 
