@@ -13,9 +13,12 @@ from mcore_logprobs.context_parallel import (
     context_parallel_shift,
 )
 from mcore_logprobs.fused.divergence import linear_kl_div
+from mcore_logprobs.fused.gather import linear_gather, linear_topk_distill
 from mcore_logprobs.fused.map import linear_map
 from mcore_logprobs.fused.policy_loss import linear_policy_loss
+from mcore_logprobs.fused.sampling import linear_sampling_logprobs
 from mcore_logprobs.fused.token_stats import linear_token_stats
+from mcore_logprobs.fused.topk import linear_topk
 from mcore_logprobs.groups import ParallelGroups, VocabShard
 from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
 from mcore_logprobs.logits.distill import vocab_parallel_kl_div, vocab_parallel_soft_cross_entropy
@@ -57,11 +60,15 @@ __all__ = [
     "context_parallel_positions",
     "context_parallel_shard",
     "context_parallel_shift",
+    "linear_gather",
     "linear_kl_div",
     "linear_map",
     "linear_policy_loss",
+    "linear_sampling_logprobs",
     "linear_token_stats",
     "logprob_model_hook",
+    "linear_topk",
+    "linear_topk_distill",
     "logprob_output_processor",
     "patch_gpt_model",
     "patch_model",
