@@ -19,6 +19,7 @@ from mcore_logprobs.fused.policy_loss import linear_policy_loss
 from mcore_logprobs.fused.sampling import linear_sampling_logprobs
 from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.fused.topk import linear_topk
+from mcore_logprobs.fused.topk_divergence import linear_topk_kl_div
 from mcore_logprobs.groups import ParallelGroups, VocabShard
 from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
 from mcore_logprobs.logits.distill import vocab_parallel_kl_div, vocab_parallel_soft_cross_entropy
@@ -33,6 +34,7 @@ from mcore_logprobs.logits.token_stats import (
     vocab_parallel_token_stats,
 )
 from mcore_logprobs.logits.topk import vocab_parallel_argmax, vocab_parallel_topk
+from mcore_logprobs.logits.topk_divergence import vocab_parallel_topk_kl_div
 from mcore_logprobs.megatron import (
     PatchHandle,
     logprob_model_hook,
@@ -69,6 +71,7 @@ __all__ = [
     "logprob_model_hook",
     "linear_topk",
     "linear_topk_distill",
+    "linear_topk_kl_div",
     "logprob_output_processor",
     "patch_gpt_model",
     "patch_model",
@@ -87,4 +90,5 @@ __all__ = [
     "vocab_parallel_token_stats",
     "vocab_parallel_topk",
     "vocab_parallel_topk_distill",
+    "vocab_parallel_topk_kl_div",
 ]

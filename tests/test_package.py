@@ -77,6 +77,14 @@ SIGNATURES = {
         ["hidden", "weight", "teacher_topk_logits", "teacher_topk_ids"],
         HEAD | COMMON | {"normalize": "vocab", "entropy": False, "teacher_temperature": None},
     ),
+    "vocab_parallel_topk_kl_div": (
+        ["student_logits", "teacher_logprobs", "ids"],
+        TARGETED | {"kind": "forward", "tail": "bin"},
+    ),
+    "linear_topk_kl_div": (
+        ["hidden", "weight", "teacher_logprobs", "ids"],
+        HEAD | TARGETED | {"kind": "forward", "tail": "bin"},
+    ),
     "linear_policy_loss": (
         ["hidden", "weight", "target", "loss_fn"],
         LINEAR | {"denominator": 1.0},
