@@ -371,6 +371,7 @@ def linear_topk_distill(
     else:
         student = _logits(tokens, weight, bias, column, head)
     if normalize == "topk":
+        student = torch.where(keep.unsqueeze(-1), student, 0.0)  # a masked row may hold NaN
         student = torch.log_softmax(student, dim=-1)
     if mask is not None:
         student = torch.where(keep.unsqueeze(-1), student, 0.0)

@@ -13,8 +13,12 @@ from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.fused.tokens import HiddenTiles, Tokens, open_tokens, whole_lead
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.logits.opening import check_target, localize_target, open_temperature
-from mcore_logprobs.logits.sampling import Filters, vocab_parallel_sampling_logprobs
-from mcore_logprobs.logits.sampling_replay import KeptIds, open_kept_ids
+from mcore_logprobs.logits.sampling import (
+    Filters,
+    KeptIds,
+    open_kept_ids,
+    vocab_parallel_sampling_logprobs,
+)
 
 __all__ = ["linear_sampling_logprobs"]
 
@@ -47,11 +51,11 @@ def linear_sampling_logprobs(
         hidden, weight, bias, target: as in `linear_token_stats`.
         Returns float32 `[s, b]` or `[n]` (float64 for float64 operands), the same on every TP rank;
         0 where the target is ignore_index, -inf where it was filtered out. Differentiable; the kept
-        set counts as a constant.
+        set counts as a constant. A filtered target has the gradient that plain torch gives.
 
     Args:
         top_k, top_p, kept_ids: as in `vocab_parallel_sampling_logprobs`. Larger and equal are
-            decided on finished logits before the temperature (after it, where it is a tensor).
+            decided on finished logits before the temperature.
         chunk_size: rows a tile, which spans all of a rank's columns, as in `linear_map`.
         the others: as in `linear_token_stats`.
 
@@ -126,16 +130,14 @@ def linear_sampling_logprobs(
         return _replay(tokens, weight, bias, target, kept, kept_ids[1].long(), head)
     number, own = open_temperature(temperature, lead, hidden.device)
 
-    def filtered(z: Tensor, wanted: Tensor, *temperatures: Tensor) -> Tensor:
-        for each in temperatures:
-            z = z / each.unsqueeze(-1).to(z.dtype)
+    def filtered(z: Tensor, wanted: Tensor, each: float | Tensor = number) -> Tensor:
         return vocab_parallel_sampling_logprobs(
             z,
             wanted,
             top_k=top_k,
             top_p=top_p,
             tp_group=head.group,
-            temperature=number,
+            temperature=each,
             vocab_size=vocab_size,
             ignore_index=ignore_index,
             backend=backend,
@@ -175,6 +177,7 @@ def _replay(
     entries, place = ragged_entries(offsets, local.column, tokens, tiles)
     z = entry_logits(tokens, weight, bias, entries, head, tiles)
     keep = tiles.walk(tokens.target.keep)
+    z = torch.where(keep[entries.row], z, 0.0)  # an ignored row may hold NaN
     rows = keep.shape[0]
     hit = kept.id[place] == tiles.walk(tokens.per_row(target))[entries.row]
     top = z.new_full((rows,), -torch.inf)
@@ -183,5 +186,7 @@ def _replay(
     log_sum = z.new_zeros(rows).index_add(0, entries.row, shifted.exp()).log()
     on_target = z.new_zeros(rows).index_add(0, entries.row, torch.where(hit, shifted, 0.0))
     among = z.new_zeros(rows).index_add(0, entries.row, hit.to(z.dtype)) > 0
-    logprobs = torch.where(among, on_target - log_sum, -torch.inf)
+    # A target that was not kept: -inf, with the gradient that plain torch gives.
+    logprobs = (on_target - log_sum) + torch.where(among, 0.0, -torch.inf)
+    logprobs = torch.where(top.isneginf(), -torch.inf, logprobs)
     return tokens.restore(tiles.restore(torch.where(keep, logprobs, 0.0)), 0.0)

@@ -26,6 +26,10 @@ __all__ = [
 
 TAILS = ("renormalize", "bin", "ignore")
 
+# The least probability of all other ids together: below it, float32's rounding of the k ids' sum is
+# all that is left.
+_REST = 1e-6
+
 
 @dataclass(frozen=True)
 class TopKDivergence:
@@ -64,15 +68,9 @@ class TopKDivergence:
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """`[..., k]` -> `[..., k + 1]`: also the log of the probability that is left.
-
-    Where rounding leaves nothing, it is LOG_ZERO without a gradient.
-    """
-    total = logprobs.logsumexp(-1, keepdim=True)
-    left = -torch.expm1(total)
-    some = left > torch.finfo(logprobs.dtype).eps
-    rest = torch.where(some, torch.where(some, left, 1.0).log(), LOG_ZERO)
-    return torch.cat([logprobs, rest], -1)
+    """`[..., k]` -> `[..., k + 1]`: also the log of what probability is left, at least _REST."""
+    left = -torch.expm1(logprobs.logsumexp(-1, keepdim=True))
+    return torch.cat([logprobs, left.clamp(min=_REST).log()], -1)
 
 
 def check_teacher(teacher: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
@@ -123,8 +121,8 @@ def vocab_parallel_topk_kl_div(
     Args:
         kind, beta: as in `vocab_parallel_kl_div`.
         tail: what becomes of the probability that either side gives to the other V - k ids.
-            "bin": it counts as one more id. A lower bound of the whole divergence, exact where
-            the two agree on the rest up to a factor. "ignore": left out; the sum over the k ids
+            "bin": it counts as one more id, of at least 1e-6. A lower bound of the whole
+            divergence, exact where the two agree on the rest up to a factor. "ignore": left out; the sum over the k ids
             alone, which may be negative and has no minimum at p = q. "renormalize": both sides are
             normalised over the k ids, as SFT on cached top-k does.
         the others: as in `vocab_parallel_gather`.

@@ -84,8 +84,9 @@ def _tuple(result: Any) -> tuple[Any, ...]:
 
 
 def _upstream(x: Tensor) -> Tensor:
-    """The same for every dtype and rank, and no two entries alike."""
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(x.dtype)
+    """The same for every dtype and rank, and no two entries alike; 0 where x is infinite."""
+    values = torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(x.dtype)
+    return torch.where(x.isfinite(), values, 0.0)
 
 
 # ---- gather -------------------------------------------------------------------------------------
@@ -344,6 +345,34 @@ def test_main_grad_of_single_entries(main_dtype):
     linear_gather(hidden, fused, ids, gradient_accumulation_fusion=True).sum().backward()
     expected = (weight.grad + 1.0).to(main_dtype)
     torch.testing.assert_close(fused.main_grad, expected)
+
+
+NAN_CALLS = {
+    "gather": lambda h, w, t: linear_gather(h, w, t.unsqueeze(-1)),
+    "log-softmax": lambda h, w, t: linear_gather(h, w, t.unsqueeze(-1), log_softmax=True),
+    "topk": lambda h, w, t: linear_topk(h, w, 3, mask=t >= 0)[0],
+    "top-p": lambda h, w, t: linear_sampling_logprobs(h, w, t, top_p=0.9),
+    "replay": lambda h, w, t: linear_sampling_logprobs(
+        h, w, t, kept_ids=(torch.arange(6).repeat(6), torch.arange(7) * 6)
+    ),
+    "distill": lambda h, w, t: linear_topk_distill(
+        h, w, torch.zeros(6, 2), torch.arange(12).view(6, 2), normalize="topk", mask=t >= 0
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", NAN_CALLS)
+def test_rows_that_do_not_count_may_hold_nan(name):
+    hidden = torch.randn(6, 4)
+    hidden[2] = torch.nan
+    target = torch.tensor([0, 1, -100, 3, 4, 5])
+    weight = torch.randn(24, 4, requires_grad=True)
+    hidden.requires_grad_()
+    out = NAN_CALLS[name](hidden, weight, target)
+    assert not out[2].any()
+    out[out.isfinite()].sum().backward()
+    assert not hidden.grad[2].any()
+    assert hidden.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(
