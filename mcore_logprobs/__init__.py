@@ -25,6 +25,7 @@ from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
 from mcore_logprobs.logits.distill import vocab_parallel_kl_div, vocab_parallel_soft_cross_entropy
 from mcore_logprobs.logits.gather import vocab_parallel_gather, vocab_parallel_topk_distill
 from mcore_logprobs.logits.log_softmax import vocab_parallel_log_softmax
+from mcore_logprobs.logits.reshard import reshard_vocabulary
 from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
 from mcore_logprobs.logits.token_stats import (
     TokenStats,
@@ -76,6 +77,7 @@ __all__ = [
     "patch_gpt_model",
     "patch_model",
     "patched_model_provider",
+    "reshard_vocabulary",
     "unpatch_gpt_model",
     "unpatch_model",
     "vocab_parallel_argmax",

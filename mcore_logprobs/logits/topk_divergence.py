@@ -122,9 +122,9 @@ def vocab_parallel_topk_kl_div(
         kind, beta: as in `vocab_parallel_kl_div`.
         tail: what becomes of the probability that either side gives to the other V - k ids.
             "bin": it counts as one more id, of at least 1e-6. A lower bound of the whole
-            divergence, exact where the two agree on the rest up to a factor. "ignore": left out; the sum over the k ids
-            alone, which may be negative and has no minimum at p = q. "renormalize": both sides are
-            normalised over the k ids, as SFT on cached top-k does.
+            divergence, exact where the two agree on the rest up to a factor. "ignore": left out;
+            the sum over the k ids alone, which may be negative and has no minimum at p = q.
+            "renormalize": both sides are normalised over the k ids, as SFT on cached top-k does.
         the others: as in `vocab_parallel_gather`.
 
     Collectives: those of `vocab_parallel_gather` with log_softmax.
