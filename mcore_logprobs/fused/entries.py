@@ -29,7 +29,7 @@ from mcore_logprobs.kernels.reference import (
 __all__ = ["Entries", "entry_gradients", "entry_logits", "grid_entries", "ragged_entries"]
 
 # Bytes of the two operands gathered at a time.
-_GATHERED_BYTES = 32 << 20
+_GATHERED_BYTES = {"cpu": 8 << 20, "other": 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Entries:
     def chunks(self, tile: Tile, width: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(slice of the entries, rows within the tile, columns) of one tile, some at a time."""
         start, stop = self.bounds[tile.number : tile.number + 2]
-        for part in row_chunks(stop - start, max(1, _GATHERED_BYTES // (8 * width))):
+        budget = _GATHERED_BYTES["cpu" if self.row.device.type == "cpu" else "other"]
+        for part in row_chunks(stop - start, max(1, budget // (8 * width))):
             where = slice(start + part.start, start + part.stop)
             yield where, self.row[where] - tile.rows.start, self.column[where]
 
