@@ -229,8 +229,9 @@ def linear_gather(
     Collectives: forward an all-reduce of `[n k]` over TP; with log_softmax an all-gather of
     `[3 + k, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
-    Memory: as `linear_token_stats`; without log_softmax 8 MiB of gathered operands (64 MiB on a GPU)
-    and their products in place of the chunk, and dWeight in float32. Saved for backward: the inputs and a few numbers a row and id.
+    Memory: as `linear_token_stats`; without log_softmax, in place of the chunk, 8 MiB of gathered
+    operands (64 MiB on a GPU) and their products, and dWeight in float32. Saved for backward: the
+    inputs and a few numbers a row and id.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_gather` and `linear_token_stats`.
