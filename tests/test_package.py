@@ -28,9 +28,7 @@ COMMON = {"tp_group": None, "temperature": 1.0, "vocab_size": None, "chunk_size"
 COMMON |= {"backend": "auto"}
 TARGETED = COMMON | {"ignore_index": -100}
 LAYOUT = {"cp_group": None, "layout": "zigzag", "cu_seqlens": None}
-LINEAR = TARGETED | {
-    "entropy": False,
-    "target_rank": False,
+HEAD = {
     "bias": None,
     "logit_scale": 1.0,
     "softcap": None,
@@ -38,7 +36,10 @@ LINEAR = TARGETED | {
     "logits_dtype": torch.float32,
     "compact": False,
     "gradient_accumulation_fusion": False,
+    "tp_group": None,
+    "chunk_size": None,
 }
+LINEAR = TARGETED | HEAD | {"entropy": False, "target_rank": False}
 LOGITS = "vocab_parallel_logits"
 
 # name: (positional arguments, keywords that must exist with these defaults)
@@ -65,6 +66,25 @@ SIGNATURES = {
     "all_to_all_vp2sp": (["x"], {"tp_group": None}),
     "all_to_all_sp2vp": (["x"], {"tp_group": None}),
     "linear_token_stats": (["hidden", "weight", "target"], LINEAR),
+    "linear_map": (["hidden", "weight", "fn"], HEAD | {"mask": None}),
+    "linear_topk": (["hidden", "weight", "k"], HEAD | COMMON | {"mask": None}),
+    "linear_gather": (["hidden", "weight", "ids"], HEAD | TARGETED | {"log_softmax": False}),
+    "linear_sampling_logprobs": (
+        ["hidden", "weight", "target"],
+        HEAD | TARGETED | {"top_k": None, "top_p": 1.0, "kept_ids": None},
+    ),
+    "linear_topk_distill": (
+        ["hidden", "weight", "teacher_topk_logits", "teacher_topk_ids"],
+        HEAD | COMMON | {"normalize": "vocab", "entropy": False, "teacher_temperature": None},
+    ),
+    "vocab_parallel_topk_kl_div": (
+        ["student_logits", "teacher_logprobs", "ids"],
+        TARGETED | {"kind": "forward", "tail": "bin"},
+    ),
+    "linear_topk_kl_div": (
+        ["hidden", "weight", "teacher_logprobs", "ids"],
+        HEAD | TARGETED | {"kind": "forward", "tail": "bin"},
+    ),
     "linear_policy_loss": (
         ["hidden", "weight", "target", "loss_fn"],
         LINEAR | {"denominator": 1.0},
@@ -108,7 +128,7 @@ def test_signature_is_the_contract(name) -> None:
         assert parameters[keyword].kind is kinds.KEYWORD_ONLY
         assert parameters[keyword].default == default
     var_positional = [n for n, p in parameters.items() if p.kind is kinds.VAR_POSITIONAL]
-    assert len(var_positional) == (1 if name == "linear_policy_loss" else 0)
+    assert len(var_positional) == (name in ("linear_policy_loss", "linear_map"))
 
 
 def test_classes_have_the_contract_s_members() -> None:

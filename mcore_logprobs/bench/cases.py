@@ -211,6 +211,55 @@ def _linear_error(
     return error.item(), grad_error.item()
 
 
+def linear_ops_case(shape: Shape) -> Workload:
+    """Other operations from hidden states, each against the same on logits that are held."""
+    hidden, weight, target = _head(shape)
+    group = shape.group
+    k = min(64, shape.vocab)
+    generator = torch.Generator(shape.device).manual_seed(shape.seed + 98)
+    size = (shape.rows, k)
+    ids = torch.randint(shape.vocab, size, generator=generator, device=shape.device)
+
+    def finite(logprobs: Tensor) -> Tensor:
+        return torch.where(logprobs.isfinite(), logprobs, 0.0)
+
+    # By name: from hidden states, from logits.
+    ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "top-p 0.95": (
+            lambda h, w: finite(
+                m.linear_sampling_logprobs(h, w, target, top_p=0.95, tp_group=group)
+            ),
+            lambda z: finite(
+                m.vocab_parallel_sampling_logprobs(z, target, top_p=0.95, tp_group=group)
+            ),
+        ),
+        f"log p of {k} ids": (
+            lambda h, w: m.linear_gather(h, w, ids, log_softmax=True, tp_group=group),
+            lambda z: m.vocab_parallel_gather(z, ids, log_softmax=True, tp_group=group),
+        ),
+        f"logits of {k} ids": (
+            lambda h, w: m.linear_gather(h, w, ids, tp_group=group),
+            lambda z: m.vocab_parallel_gather(z, ids, tp_group=group),
+        ),
+        f"top {k}": (
+            lambda h, w: m.linear_topk(h, w, k, tp_group=group)[0],
+            lambda z: m.vocab_parallel_topk(z, k, tp_group=group)[0],
+        ),
+        "logsumexp by map": (
+            lambda h, w: m.linear_map(h, w, lambda z: z.logsumexp(-1), tp_group=group),
+            lambda z: z.float().logsumexp(-1),
+        ),
+    }
+    inputs = [hidden, weight]
+    contenders = [_products(hidden, weight, recompute=True)]
+    for name, (fused, on_logits) in ways.items():
+        contenders.append(Contender(f"{name}, fused", fused, inputs))
+        contenders.append(
+            Contender(f"{name}, logits held", lambda h, w, f=on_logits: f(h @ w.t()), inputs)
+        )
+    return Workload("operations from hidden states", shape.describe(), contenders)
+
+
 def policy_case(shape: Shape) -> Workload:
     """A clipped policy loss with entropy bonus, from hidden states."""
     hidden, weight, target = _head(shape)
@@ -323,6 +372,7 @@ def topk_case(shape: Shape) -> Workload:
 CASES: dict[str, Callable[[Shape], Workload]] = {
     "logits": logits_case,
     "linear": linear_case,
+    "linear_ops": linear_ops_case,
     "policy": policy_case,
     "cp": cp_case,
     "sampling": sampling_case,

@@ -26,10 +26,11 @@ MODELS = {
     "deepseek-v3": (7168, 129024),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Defaults: (rows, vocab, hidden), small enough that all six take minutes on two cores.
+# Defaults: (rows, vocab, hidden), small enough that all seven take minutes on two cores.
 _CPU = {
     "logits": ([128, 256, 512], [65536], 0),
     "linear": ([128, 256, 512], [32768], 512),
+    "linear_ops": ([256], [32768], 512),
     "policy": ([128, 256, 512], [32768], 512),
     "cp": ([16384], [0], 0),
     "sampling": ([64], [65536], 0),
@@ -38,6 +39,7 @@ _CPU = {
 _CUDA = {
     "logits": ([8192, 32768], [152064], 0),
     "linear": ([8192, 32768], [152064], 4096),
+    "linear_ops": ([8192], [152064], 4096),
     "policy": ([8192, 32768], [152064], 4096),
     "cp": ([131072], [0], 0),
     "sampling": ([1024], [152064], 0),

@@ -34,6 +34,7 @@ class HeadGradients:
         hidden: `[n_local, h]`; weight `[v, h]`, the parameter itself; bias `[v]` or None.
         needs: which of the three are wanted; an unwanted one costs no product.
         wide: leave the gradients in float32 (float64 for float64), dWeight out of main_grad too.
+        sparse: dWeight comes row by row (`add_entries`) instead of block by block.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class HeadGradients:
         *,
         needs: tuple[bool, bool, bool],
         wide: bool = False,
+        sparse: bool = False,
     ) -> None:
         self.hidden = self.weight = self.bias = None
         self._wide = wide
@@ -60,6 +62,7 @@ class HeadGradients:
                 tiles=len(tiles.local),
                 valid=opts.spec.valid,
                 wide=wide,
+                sparse=sparse,
             )
         if needs[2] and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=accumulator_dtype(bias.dtype))
@@ -98,6 +101,29 @@ class HeadGradients:
                 self._tile = product(dlogits, block, torch.empty_like(tile.hidden, dtype=wide))
             else:
                 add_product(dlogits, block, self._tile)
+
+    def add_entries(
+        self, head: Head, tile: Tile, rows: Tensor, columns: Tensor, dz: Tensor, dy: Tensor
+    ) -> None:
+        """The products of single entries of dLogits, all others being 0.
+
+        Args:
+            rows, columns: `[e]` int64, an entry's row in the tile and its column; may repeat.
+            dz, dy: `[e]`, the gradient with respect to capped and scaled logits, and to raw ones;
+                an entry of 0 adds nothing, whatever the hidden states hold.
+        """
+        if self.bias is not None:
+            self.bias.index_add_(0, columns, dz.to(self.bias.dtype))
+        factor = dy.to(head.wide).unsqueeze(-1)
+        counts = factor != 0
+        if self.weight is not None:
+            part = tile.hidden[rows].to(head.wide) * factor
+            self.weight.add_rows(columns, part.masked_fill_(~counts, 0.0))
+        if self.hidden is not None:
+            if self._tile is None:
+                self._tile = torch.zeros_like(tile.hidden, dtype=head.wide)
+            part = head.weight[columns].to(head.wide) * factor
+            self._tile.index_add_(0, rows, part.masked_fill_(~counts, 0.0))
 
     def _add_bias(self, columns: slice, dz: Tensor, factor: float) -> None:
         """Add `factor * sum over rows of dz`."""
@@ -184,6 +210,7 @@ class WeightGradient:
         wide: leave the gradient in float32.
         tiles: how many tiles will contribute to each block.
         valid: columns past it are masked: their gradient is 0.
+        sparse: the gradient comes by `add_rows`; the float32 sum starts at 0.
     """
 
     def __init__(
@@ -194,13 +221,16 @@ class WeightGradient:
         tiles: int,
         valid: int,
         wide: bool = False,
+        sparse: bool = False,
     ) -> None:
         self._weight, self._main_grad = weight, main_grad
         self._wide = accumulator_dtype(weight.dtype)
         self._dtype = self._wide if wide else weight.dtype
         self._fresh = main_grad is None
         self._sum: Tensor | None = None
-        if main_grad is None:
+        if sparse and (main_grad is None or main_grad.dtype != self._wide):
+            self._sum = torch.zeros_like(weight, dtype=self._wide)
+        elif main_grad is None:
             dtype = self._dtype if tiles <= 1 else self._wide
             self._sum = prefer_huge_pages(torch.empty_like(weight, dtype=dtype))
             self._sum[valid if tiles else 0 :] = 0
@@ -226,11 +256,18 @@ class WeightGradient:
             assert self._main_grad is not None
             self._main_grad[columns].add_(part)
 
+    def add_rows(self, columns: Tensor, rows: Tensor) -> None:
+        """Add `rows[i]` to the gradient's row `columns[i]`; `[e]`, `[e, h]` float32 or float64."""
+        assert self._sum is not None
+        self._sum.index_add_(0, columns, rows)
+
     def finish(self) -> Tensor | None:
         """The weight's gradient, or what stands for it when main_grad has it."""
         if self._main_grad is None:
             assert self._sum is not None
             return self._sum.to(self._dtype)
+        if self._sum is not None and self._sum is not self._main_grad:
+            self._main_grad.add_(self._sum)
         return main_grad_stand_in(self._weight)
 
 

@@ -292,6 +292,12 @@ class Head:
         )
         return out
 
+    def entry_logits(self, hidden: Tensor, column: Tensor) -> Tensor:
+        """Raw logits of one column a row: `[e, h]`, `[e]` (-1: any value) -> `[e]`."""
+        rows = operand(self.weight.index_select(0, column.clamp(min=0)))
+        raw = (hidden.to(self.wide) * rows.to(self.wide)).sum(-1)
+        return raw.to(self.logits_dtype).to(self.wide)
+
     def target_threshold(self, tile: Tensor, column: Tensor, temperature: Tensor | None) -> Tensor:
         """Each row's target logit on every rank, `[rows]`: one dot product a row, one all-reduce.
 
@@ -299,9 +305,7 @@ class Head:
         to the rounding of a dot product.
         """
         here = column >= 0
-        rows = operand(self.weight.index_select(0, column.clamp(min=0)))
-        raw = (tile.to(self.wide) * rows.to(self.wide)).sum(-1)
-        raw = raw.to(self.logits_dtype).to(self.wide)
+        raw = self.entry_logits(tile, column)
         if self.bias is not None:
             own_bias = self.bias[column.clamp(min=0)].to(self.wide)
             raw = finished_logits(raw, self.opts.spec, own_bias, temperature)

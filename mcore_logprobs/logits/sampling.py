@@ -23,7 +23,7 @@ from mcore_logprobs.logits.rows import Rows
 from mcore_logprobs.logits.sampling_cut import FilterOptions, find_cut, multiplier_column
 from mcore_logprobs.logits.token_stats import vocab_parallel_logprobs
 
-__all__ = ["vocab_parallel_sampling_logprobs"]
+__all__ = ["Filters", "KeptIds", "open_kept_ids", "vocab_parallel_sampling_logprobs"]
 
 
 def vocab_parallel_sampling_logprobs(
@@ -108,7 +108,7 @@ def vocab_parallel_sampling_logprobs(
         temperature=temperature,
     )
     logits, shard = opened.logits, opened.shard
-    filters = _Filters.of(top_k, top_p, shard)
+    filters = Filters.of(top_k, top_p, shard)
     if kept_ids is None and filters.off:
         return vocab_parallel_logprobs(
             logits,
@@ -125,11 +125,7 @@ def vocab_parallel_sampling_logprobs(
     multiplier: float | Tensor = opened.options.spec.multiplier
     own = opened.options.temperature  # [...], or None
     if kept_ids is not None:
-        if not filters.off:
-            raise ValueError(
-                "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
-                f"them, got top_k={top_k}, top_p={top_p}"
-            )
+        filters.check_off_for_replay(top_k, top_p)
         kept = open_kept_ids(kept_ids, target.numel(), shard, logits.device)
         if own is not None:
             multiplier = own.reshape(-1).double().reciprocal()
@@ -147,7 +143,7 @@ def vocab_parallel_sampling_logprobs(
 
 
 @dataclass(frozen=True)
-class _Filters:
+class Filters:
     """Checked filters; None is off."""
 
     top_k: int | None
@@ -157,8 +153,16 @@ class _Filters:
     def off(self) -> bool:
         return self.top_k is None and self.top_p is None
 
+    def check_off_for_replay(self, top_k: int | None, top_p: float) -> None:
+        """A ValueError if filters go with kept_ids; takes them as the caller gave them."""
+        if not self.off:
+            raise ValueError(
+                "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
+                f"them, got top_k={top_k}, top_p={top_p}"
+            )
+
     @classmethod
-    def of(cls, top_k: int | None, top_p: float, shard: VocabShard) -> _Filters:
+    def of(cls, top_k: int | None, top_p: float, shard: VocabShard) -> Filters:
         check_top_k("top_k", top_k)
         check_top_p("top_p", top_p)
         k_off = top_k is None or top_k <= 0 or top_k >= shard.vocab_size

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_stack
+from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import accumulator_dtype
 from mcore_logprobs.logits.gather import scatter_gradient
@@ -103,6 +104,13 @@ def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tup
     return both[0].view(values.dtype), both[1].long()
 
 
+def check_k(k: int, shard: VocabShard) -> None:
+    """An int from 1 to vocab_size, or a ValueError."""
+    most = shard.vocab_size
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        raise ValueError(f"k: expected an int from 1 to vocab_size {most}, got {k!r}")
+
+
 def vocab_parallel_topk(
     vocab_parallel_logits: Tensor,
     k: int,
@@ -142,9 +150,7 @@ def vocab_parallel_topk(
         temperature=temperature,
         copies=2,  # an int64 key and its parts
     )
-    most = call.shard.vocab_size
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
-        raise ValueError(f"k: expected an int from 1 to vocab_size {most}, got {k!r}")
+    check_k(k, call.shard)
     return _TopK.apply(call.logits, k, call.options)
 
 

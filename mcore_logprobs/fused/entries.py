@@ -1,0 +1,203 @@
+"""Single logits of each row, from hidden states: a dot product an entry, no matrix product.
+
+An *entry* is one (row, column) of the logits. Forward takes `hidden[row] . weight[column]`;
+backward adds `g hidden[row]` to dWeight[column] and `g weight[column]` to dHidden[row]. A few
+entries are worked on at a time, so that their gathered operands stay as small as a chunk of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.fused.gradients import HeadGradients
+from mcore_logprobs.fused.head import Head, HeadOptions
+from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, Tokens
+from mcore_logprobs.kernels.reference import (
+    finished_logits,
+    row_chunks,
+    row_multiplier,
+    softcap_slope,
+)
+
+__all__ = ["Entries", "entry_gradients", "entry_logits", "grid_entries", "ragged_entries"]
+
+# Bytes of the two operands gathered at a time.
+_GATHERED_BYTES = {"cpu": 8 << 20, "other": 64 << 20}
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries in the order in which tiles are walked.
+
+    Attributes:
+        row: `[e]` int64, ascending, the walked row.
+        column: `[e]` int64, this rank's column, or -1 for another rank's and for none.
+        bounds: where each tile's entries begin, and the end.
+    """
+
+    row: Tensor
+    column: Tensor
+    bounds: tuple[int, ...]
+
+    def chunks(self, tile: Tile, width: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(slice of the entries, rows within the tile, columns) of one tile, some at a time."""
+        start, stop = self.bounds[tile.number : tile.number + 2]
+        budget = _GATHERED_BYTES["cpu" if self.row.device.type == "cpu" else "other"]
+        for part in row_chunks(stop - start, max(1, budget // (8 * width))):
+            where = slice(start + part.start, start + part.stop)
+            yield where, self.row[where] - tile.rows.start, self.column[where]
+
+
+def grid_entries(column: Tensor, tiles: HiddenTiles) -> Entries:
+    """Of columns `[n, k]` in walking order: k entries a row."""
+    rows, k = column.shape
+    row = torch.arange(rows, device=column.device).unsqueeze(-1).expand(rows, k)
+    ranks = rows // max(1, tiles.local[-1].stop) if tiles.local else 1
+    bounds = (0, *(part.stop * ranks * k for part in tiles.local))
+    return Entries(row.reshape(-1), column.reshape(-1), bounds)
+
+
+def ragged_entries(
+    offsets: Tensor, column: Tensor, tokens: Tokens, tiles: HiddenTiles
+) -> tuple[Entries, Tensor]:
+    """Of any number of entries a row, `column[offsets[i]:offsets[i+1]]` in the caller's order.
+
+    A host sync where rows are left out, and one where there are several tiles.
+
+    Returns:
+        The entries as they are walked, and `[e]` where each stood.
+    """
+    place = torch.arange(offsets.shape[0] - 1, device=offsets.device).view(tokens.lead)
+    order = tiles.walk(tokens.per_row(place))
+    lengths = offsets.diff()[order]
+    ends = lengths.cumsum(0)
+    count = column.shape[0]
+    if tokens.compaction is not None:
+        count = int(ends[-1]) if ends.numel() else 0  # a host sync
+    shift = offsets[:-1][order] - (ends - lengths)
+    index = shift.repeat_interleave(lengths, output_size=count)
+    index = index + torch.arange(count, device=offsets.device)
+    row = torch.arange(order.shape[0], device=offsets.device)
+    row = row.repeat_interleave(lengths, output_size=count)
+    bounds = (0,) if not tiles.local else (0, count)
+    if len(tiles.local) > 1:
+        ranks = order.shape[0] // tiles.local[-1].stop
+        last = [part.stop * ranks - 1 for part in tiles.local]
+        bounds = (0, *ends[last].tolist())  # a host sync
+    return Entries(row, column[index], bounds), index
+
+
+@dataclass(frozen=True)
+class _Options:
+    head: HeadOptions
+    tiling: Tiling
+
+
+class _EntryLogits(torch.autograd.Function):
+    """Finished logits `[e]`, 0 at entries that no rank owns; entries and temperature as walked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        entries: Entries,
+        temperature: Tensor | None,
+        opts: _Options,
+    ) -> Tensor:
+        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
+        values = torch.zeros(entries.row.shape, dtype=head.wide, device=hidden.device)
+        for tile in HiddenTiles(hidden, opts.tiling):
+            for where, rows, columns in entries.chunks(tile, hidden.shape[1]):
+                raw = head.entry_logits(tile.hidden[rows], columns)
+                values[where] = _finished(raw, columns, entries.row[where], temperature, head)
+        ctx.opts, ctx.weight, ctx.bounds = opts, weight, entries.bounds
+        ctx.save_for_backward(hidden, weight, bias, entries.row, entries.column, temperature)
+        return all_reduce_sum(values, opts.head.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, _, bias, row, column, temperature = ctx.saved_tensors
+        opts: _Options = ctx.opts
+        gradients = entry_gradients(
+            (hidden, ctx.weight, bias),
+            Entries(row, column, ctx.bounds),
+            grads[0],
+            temperature,
+            opts.head,
+            opts.tiling,
+            needs=ctx.needs_input_grad[:3],
+        )
+        return (*gradients, None, None, None)
+
+
+def _finished(
+    raw: Tensor, columns: Tensor, row: Tensor, temperature: Tensor | None, head: Head
+) -> Tensor:
+    bias = None if head.bias is None else head.bias[columns.clamp(min=0)].to(raw.dtype)
+    own = None if temperature is None else temperature[row]
+    return torch.where(columns >= 0, finished_logits(raw, head.opts.spec, bias, own), 0.0)
+
+
+def entry_logits(
+    tokens: Tokens,
+    weight: Tensor,
+    bias: Tensor | None,
+    entries: Entries,
+    head: HeadOptions,
+    tiles: HiddenTiles,
+) -> Tensor:
+    """Finished logits of entries, `[e]`, the same on every TP rank; differentiable.
+
+    Collectives: one all-reduce of `[e]` over TP; backward those of dHidden.
+    """
+    temperature = tiles.walk_optional(tokens.temperature)
+    opts = _Options(head, tokens.tiling)
+    return _EntryLogits.apply(tokens.hidden, weight, bias, entries, temperature, opts)
+
+
+def entry_gradients(
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    entries: Entries,
+    upstream: Tensor,
+    temperature: Tensor | None,
+    opts: HeadOptions,
+    tiling: Tiling,
+    *,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dHidden, dWeight, dBias) of finished logits whose only gradients are those of entries.
+
+    Args:
+        inputs: hidden `[n_local, h]`, weight (the parameter itself), bias or None.
+        upstream: `[e]`, with respect to z.
+        temperature: `[n]` as walked, or None.
+    """
+    hidden, weight, bias = inputs
+    tiles, spec = HiddenTiles(hidden, tiling), opts.spec
+    gradients = HeadGradients(hidden, weight, bias, tiles, tiling, opts, needs=needs, sparse=True)
+    head = Head(weight, bias, opts, tiling.block_columns)
+    for tile in tiles:
+        for where, rows, columns in entries.chunks(tile, hidden.shape[1]):
+            dz = torch.where(columns >= 0, upstream[where].to(head.wide), 0.0)
+            if temperature is None:
+                dz = dz / spec.temperature
+            else:
+                own = temperature[entries.row[where]]
+                dz = dz * (row_multiplier(spec, own) / spec.logit_scale).to(dz.dtype)
+            dy = dz * spec.logit_scale
+            if spec.softcap is not None:
+                raw = head.entry_logits(tile.hidden[rows], columns)
+                dy = torch.where(dy != 0, dy * softcap_slope(raw, spec, dy.dtype), 0.0)
+            gradients.add_entries(head, tile, rows, columns.clamp(min=0), dz, dy)
+        gradients.end_tile(tile)
+    return gradients.finish()

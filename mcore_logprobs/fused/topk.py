@@ -1,0 +1,182 @@
+"""The largest logits of each row, from hidden states: a running merge over blocks of columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.fused.entries import entry_gradients, grid_entries
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens, whole_lead
+from mcore_logprobs.kernels.backend import default_chunk_size
+from mcore_logprobs.kernels.reference import finished_logits, row_chunks
+from mcore_logprobs.logits.distill import check_mask
+from mcore_logprobs.logits.topk import check_k, gather_pairs, stable_topk
+
+__all__ = ["linear_topk"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    head: HeadOptions
+    tiling: Tiling
+    k: int
+    temperature: Tensor | None
+
+
+class _LinearTopK(torch.autograd.Function):
+    """(values, ids), each `[n, k]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, opts: _Options
+    ) -> tuple[Tensor, Tensor]:
+        tiles, shard = HiddenTiles(hidden, opts.tiling), opts.head.shard
+        temperature = tiles.walk_optional(opts.temperature)
+        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
+        width = min(opts.k, shard.width)
+        # A rank with less true vocabulary than that pads with -inf. Such ranks come last, so that
+        # in the stable sort below the padding comes after every true column.
+        values = torch.full((tiles.count, width), -torch.inf, dtype=head.wide, device=hidden.device)
+        columns = torch.zeros(tiles.count, width, dtype=torch.int64, device=hidden.device)
+        for tile in tiles:
+            best = values[tile.rows], columns[tile.rows]
+            none = torch.full_like(columns[tile.rows, 0], -1)
+            for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
+                _merge(chunk, *best)
+        values, ids = gather_pairs(values, columns + shard.start, shard.group)
+        order = values.sort(dim=-1, descending=True, stable=True).indices[:, : opts.k]
+        values, ids = values.gather(-1, order), ids.gather(-1, order)
+        own = (ids >= shard.start) & (ids < shard.end)
+        ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
+        ctx.save_for_backward(hidden, weight, bias, torch.where(own, ids - shard.start, -1))
+        ids = tiles.restore(ids)
+        ctx.mark_non_differentiable(ids)
+        return tiles.restore(values), ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, _, bias, column = ctx.saved_tensors
+        opts: _Options = ctx.opts
+        tiles = HiddenTiles(hidden, opts.tiling)
+        gradients = entry_gradients(
+            (hidden, ctx.weight, bias),
+            grid_entries(column, tiles),
+            tiles.walk(grads[0]).reshape(-1),
+            tiles.walk_optional(opts.temperature),
+            opts.head,
+            opts.tiling,
+            needs=ctx.needs_input_grad[:3],
+        )
+        return (*gradients, None)
+
+
+def _merge(chunk: Chunk, values: Tensor, columns: Tensor) -> None:
+    """Take a chunk's largest finished logits into the rows' best so far, in place.
+
+    Args:
+        values, columns: `[rows, k]`, descending, of equal ones the smaller column first.
+    """
+    rows, k = values.shape
+    width = chunk.logits.shape[1]
+    for part in row_chunks(rows, default_chunk_size(2 * width, values.device)):
+        own = None if chunk.temperature is None else chunk.temperature[part].unsqueeze(-1)
+        z = finished_logits(chunk.logits[part], chunk.spec, chunk.bias, own)
+        # By column, and later than those of earlier blocks: the sort by value is stable.
+        found = stable_topk(z, min(k, width)).sort(-1).values
+        both = torch.cat([values[part], z.gather(-1, found)], -1)
+        of_both = torch.cat([columns[part], found + chunk.columns.start], -1)
+        both, order = both.sort(dim=-1, descending=True, stable=True)
+        values[part] = both[:, :k]
+        columns[part] = of_both.gather(-1, order[:, :k])
+
+
+def linear_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    sequence_parallel: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    compact: bool = False,
+    gradient_accumulation_fusion: bool = False,
+    tp_group: ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`vocab_parallel_topk` of a head's logits without ever holding them.
+
+    The order is by value, descending, then by id, ascending. Finished logits are compared: two that
+    the temperature rounds to one value count as equal.
+
+    Shape:
+        hidden, weight, bias: as in `linear_token_stats`.
+        mask: bool `[s, b]` or `[n]`, the whole sequence; False rows give value 0 and id 0, and no
+            gradient.
+        Returns values float32 `[s, b, k]` or `[n, k]` (float64 for float64 operands) and ids int64,
+        global; the same on every TP rank. Values are differentiable.
+
+    Args:
+        k: 1 to vocab_size; columns at or past vocab_size are never chosen.
+        compact: compute only rows that the mask keeps; the same results. One host sync.
+        the others: as in `linear_token_stats`.
+
+    Cost: one matrix product, and a top-k of each chunk; backward a dot product an entry, see
+    `linear_gather`.
+
+    Collectives: forward one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward,
+    and under sequence parallelism, those of `linear_token_stats`.
+
+    Memory: a chunk of logits and some rows' copies of it; k pairs a row are all that is kept of a
+    block. Saved for backward: the inputs and the ids.
+
+    Raises:
+        ValueError: before any collective; k out of range, compact without a mask; else as in
+            `linear_token_stats`.
+    """
+    if compact is True and mask is None:
+        raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
+    head = open_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        logits_dtype=logits_dtype,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        tp_group=tp_group,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        backend=backend,
+    )
+    check_k(k, head.shard)
+    lead = whole_lead(hidden, head.group, sequence_parallel=sequence_parallel)
+    mask = check_mask(mask, lead, hidden.device)
+    tokens = open_tokens(
+        hidden,
+        None,
+        head.shard,
+        sequence_parallel=sequence_parallel,
+        chunk_size=chunk_size,
+        keep=None if mask is None else mask.reshape(-1),
+        compact=compact,
+        temperature=temperature,
+    )
+    opts = _Options(head, tokens.tiling, k, tokens.temperature)
+    values, ids = _LinearTopK.apply(tokens.hidden, weight, bias, opts)
+    if mask is not None:
+        keep = tokens.target.keep.unsqueeze(-1)
+        values, ids = torch.where(keep, values, 0.0), torch.where(keep, ids, 0)
+    return tokens.restore(values, 0.0), tokens.restore(ids, 0)
