@@ -1,7 +1,5 @@
 """DPO: log-probabilities of whole answers, of the policy and of a frozen reference."""
 
-import copy
-
 import torch
 from tiny import VOCAB, batch, gpt, megatron
 
@@ -11,8 +9,8 @@ from mcore_logprobs.losses import dpo_loss, sequence_sum
 
 def main(steps: int = 8) -> list[float]:
     with megatron():
-        policy = gpt()
-        reference = copy.deepcopy(policy).requires_grad_(False)
+        policy, reference = gpt(), gpt().requires_grad_(False)
+        reference.load_state_dict(policy.state_dict())
         ids, positions, labels = batch(rows=8)  # four pairs: chosen, then rejected
         mask = positions >= 4  # the answer
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)

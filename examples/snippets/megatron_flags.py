@@ -24,9 +24,7 @@ def main(flags: list[str] = FLAGS) -> tuple[float, float]:
         args = add_logprob_args(argparse.ArgumentParser()).parse_args(flags)
         model = patched_model_provider(model_provider, args=args)()  # Megatron-LM calls this
         ids, positions, labels = batch()
-        loss = model(
-            ids, positions, None, labels=labels
-        )  # [b, s], as Megatron's own
+        loss = model(ids, positions, None, labels=labels)  # [b, s], as Megatron's own
         z = model(ids, positions, None)[..., :90].float() / 0.8
         plain = -z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
         return loss.mean().item(), plain.mean().item()

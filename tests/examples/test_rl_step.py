@@ -316,7 +316,8 @@ def _top_p_step(kept_tokens: str) -> dict[str, Any]:
             "kept_tokens": kept_tokens,
             "importance_cap": 2.0,
         },
-        "grpo": {"micro_batch": 8, "kl_coef": 0.05},
+        # One update: after it the trainer's own filter moves with the weights, the record does not.
+        "grpo": {"micro_batch": 8, "kl_coef": 0.05, "updates": 1},
     }
     with _trainer(sections=sections, tp=2, cp=2) as trainer:
         records = [trainer.train_step()[0] for _ in range(2)]
