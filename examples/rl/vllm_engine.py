@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .config import EngineError, RunConfig, SetupError
 from .rollout import RolloutEngine, Sample, cores
@@ -37,7 +38,6 @@ class VllmEngine:
     def __init__(self, source: RolloutEngine, config: RunConfig, log: Path) -> None:
         self.source, self.config, self.log = source, config, log
         self.tokenizer, self.model = source.tokenizer, source.model
-        self.score = source.score
         # On a CPU vLLM packs a linear layer's weight as it loads it, and reloading a tied embedding
         # leaves the packed head as it was: there the head is a tensor of its own.
         self.untie = config.device == "cpu" and source.model.config.tie_word_embeddings
@@ -172,6 +172,15 @@ class VllmEngine:
             )
             for i, answer in enumerate(answers)
         ]
+
+    def score(self, tokens: Tensor, labels: Tensor, temperature: float) -> Tensor:
+        """The oracle of the self-check: transformers', on the device where `tokens` are."""
+        self.source.device = tokens.device
+        self.model.to(tokens.device)
+        try:
+            return self.source.score(tokens, labels, temperature)
+        finally:
+            self.model.to("cpu")
 
     def close(self) -> None:
         self.conn.close()

@@ -191,7 +191,8 @@ class WeightBridge:
     def _broadcast(self, tensor: Tensor | None, shape: tuple, dtype: torch.dtype) -> Tensor:
         if tensor is None:
             tensor = torch.empty(shape, dtype=dtype, device=self.layout.device)
-        tensor = tensor.detach().contiguous()
+        # The engine's copy may lie on the CPU, where NCCL does not reach it.
+        tensor = tensor.detach().to(self.layout.device).contiguous()
         dist.broadcast(tensor, src=0)
         return tensor
 
@@ -221,7 +222,8 @@ class WeightBridge:
             return []
         if lay.is_main:
             sender = stage * (lay.world // lay.pp)  # Megatron's order: the pipeline is outermost
-            received = [torch.empty_like(t) for t in like if t is not None]
+            device = lay.device
+            received = [torch.empty_like(t, device=device) for t in like if t is not None]
             for tensor in received:
                 dist.recv(tensor, src=sender)
             return received
