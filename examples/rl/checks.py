@@ -30,7 +30,7 @@ from .rollout import Sample
 def self_check(trainer: Any) -> None:
     """Raises SetupError where the trainer's figures are not those of two independent witnesses:
     transformers' implementation of the model, and one process with the whole vocabulary."""
-    count = trainer.config.rollout.prompts * trainer.config.rollout.group_size
+    count = trainer.config.grpo.micro_batch * trainer.layout.dp  # one micro-batch a rank
 
     def texts() -> list[Sample]:
         # Questions far from those of the training steps; every token of theirs is scored.

@@ -117,7 +117,6 @@ class OptimizerSection:
 @dataclass(frozen=True)
 class SelfCheckSection:
     max_logprob_diff: float = 1.0e-3
-    texts: int = 4
 
 
 @dataclass(frozen=True)
