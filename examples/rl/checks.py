@@ -90,7 +90,7 @@ def check_against_single_process(trainer: Any, batch: Batch) -> dict[str, float]
             "entropy": True,
             "target_rank": True,
             "temperature": trainer.logprobs.temperature,
-            "vocab_size": trainer.vocab_size,
+            "vocab_size": trainer.logprobs.vocab_size,
         }
         labels = micro.batch.labels
         sharded = vocab_parallel_token_stats(logits, labels, tp_group=tp_group, **options)
@@ -270,7 +270,7 @@ def explain(trainer: Any) -> Any:
         "hidden": hidden,
         "temperature": config.rollout.temperature,
         "top_p": config.rollout.top_p,
-        "vocab_size": trainer.vocab_size,
+        "vocab_size": trainer.logprobs.vocab_size,
     }
     # What each side does is known here, the engine's rounding as well: it has bfloat16 logits.
     bf16 = config.model.dtype == "bfloat16"
