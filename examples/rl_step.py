@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,6 @@ from rl.layout import (
     start_processes,
     stop_processes,
 )
-from rl.linear_head import PolicyLoss, policy_loss_head
 from rl.optim import make_optimizer
 from rl.report import StepRecord, run_steps, sample_metrics, step_metrics, token_metrics
 from rl.rollout import RolloutEngine, Sample
@@ -48,7 +48,7 @@ from rl.scores import Scores, filtered_loss, score
 from rl.vllm_engine import VllmEngine
 from rl.weights import Policy, WeightBridge, build_policy
 
-from mcore_logprobs import LogprobConfig, TokenStats, patch_gpt_model
+from mcore_logprobs import LogprobConfig, PatchHandle, TokenStats, patch_model
 from mcore_logprobs.losses import ClippedLoss, clip_fraction, truncated_importance_weights
 
 
@@ -182,14 +182,16 @@ class GrpoTrainer:
         }
         model = self.policy.model
         model.zero_grad_buffer()
-        with patch_gpt_model(model, replace(self.logprobs, fused=way in ("linear", "fused"))):
+        # compact: prompts and padding cost no product.
+        config = replace(self.logprobs, fused=way in ("linear", "fused"), compact=way == "linear")
+        with patch_model(model, config) as handle:
             parts = self.run(
                 model,
                 batch,
                 ways[way],
                 forward_only=False,
                 labels=way != "filtered",
-                in_head=way == "linear",
+                handle=handle if way == "linear" else None,
             )
         sums = sum(parts, torch.zeros(3, dtype=torch.float64, device=self.layout.device))
         dist.all_reduce(sums, group=self.layout.dp_cp_group)
@@ -204,18 +206,17 @@ class GrpoTrainer:
         *,
         forward_only: bool,
         labels: bool = True,
-        in_head: bool = False,
+        handle: PatchHandle | None = None,
     ) -> list[Any]:
         """Megatron's forward-backward over this rank's micro-batches: `loss_func(micro, output)`
-        gives (sum, tokens, report); returns the reports, on the last pipeline stage. Without
-        labels the output is the model's vocab-parallel logits."""
+        gives (sum, tokens, report); returns the reports, on the last pipeline stage. With the
+        patch's handle the loss is formed in the head; without labels the output is logits."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
             micro = next(iterator)
             per_token = self._loss_inputs(micro.batch)
-            head = self.policy.gpt_model
-            with policy_loss_head(head, self.logprobs, self.loss, per_token, in_head):
+            with handle.policy_loss(self.loss, *per_token) if handle else nullcontext():
                 output = model(
                     input_ids=micro.batch.tokens,
                     position_ids=micro.position_ids,
@@ -245,8 +246,8 @@ class GrpoTrainer:
         per_token = self.loss(stats.logprobs, stats.entropy, *self._loss_inputs(micro.batch))
         return self._report(micro, (per_token * micro.batch.mask).sum(), stats.logprobs)
 
-    def _loss_of_head(self, micro: MicroBatch, out: PolicyLoss) -> Any:
-        return self._report(micro, out.loss, out.stats.logprobs)
+    def _loss_of_head(self, micro: MicroBatch, stats: TokenStats) -> Any:
+        return self._report(micro, stats.policy_loss, stats.logprobs)
 
     def _loss_of_logits(self, micro: MicroBatch, logits: torch.Tensor) -> Any:
         return self._report(micro, *filtered_loss(self, micro, logits))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_logprobs import (
     TokenStats,
-    patch_gpt_model,
+    patch_model,
     vocab_parallel_logprobs,
     vocab_parallel_sampling_logprobs,
     vocab_parallel_token_stats,
@@ -55,7 +55,7 @@ def score(trainer: Any, model: Any, batch: Batch) -> Scores:
         return found[0].sum(), micro.batch.mask.sum().int(), found
 
     config = replace(trainer.logprobs, entropy=True, target_rank=True)
-    with patch_gpt_model(model, config):
+    with patch_model(model, config):
         parts = trainer.run(model, batch, keep, forward_only=True, labels=not trainer.filtered)
     logprobs, entropy, rank, lse, by_trainer, by_engine = (
         whole_rows([part[i] for part in parts], batch.tokens.shape, dtype, trainer.layout)

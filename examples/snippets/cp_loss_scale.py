@@ -11,7 +11,7 @@ from mcore_logprobs import (
     LogprobConfig,
     context_parallel_gather,
     context_parallel_shard,
-    patch_gpt_model,
+    patch_model,
 )
 
 
@@ -26,7 +26,7 @@ def main(cp: int = 1) -> float:
             logprobs = context_parallel_gather(stats.logprobs, grad="sum")  # [b, s]
             return -logprobs.sum(), logprobs.numel(), {}
 
-        with patch_gpt_model(model, LogprobConfig(vocab_size=VOCAB)):
+        with patch_model(model, LogprobConfig(vocab_size=VOCAB)):
             loss, tokens, _ = loss_func(model(ids, positions, None, labels=labels))
         loss.backward()
         squares = 0.0

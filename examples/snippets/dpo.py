@@ -3,7 +3,7 @@
 import torch
 from tiny import VOCAB, batch, gpt, megatron
 
-from mcore_logprobs import LogprobConfig, patch_gpt_model
+from mcore_logprobs import LogprobConfig, patch_model
 from mcore_logprobs.losses import dpo_loss, sequence_sum
 
 
@@ -16,7 +16,7 @@ def main(steps: int = 8) -> list[float]:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
 
         def answers(model) -> tuple[torch.Tensor, torch.Tensor]:
-            with patch_gpt_model(model, LogprobConfig(vocab_size=VOCAB)):
+            with patch_model(model, LogprobConfig(vocab_size=VOCAB)):
                 stats = model(ids, positions, None, labels=labels.masked_fill(~mask, -100))
             return sequence_sum(stats.logprobs, mask)[:, 0].chunk(2)
 

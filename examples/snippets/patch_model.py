@@ -2,7 +2,7 @@
 
 from tiny import VOCAB, batch, gpt, megatron
 
-from mcore_logprobs import LogprobConfig, patch_gpt_model
+from mcore_logprobs import LogprobConfig, patch_model
 
 
 def main() -> dict[str, float]:
@@ -12,7 +12,7 @@ def main() -> dict[str, float]:
         labels[:, :4] = -100  # the prompt: no log-probability, no gradient, no cost
         config = LogprobConfig(entropy=True, target_rank=True, temperature=0.8, vocab_size=VOCAB)
 
-        with patch_gpt_model(model, config):
+        with patch_model(model, config):
             stats = model(ids, positions, None, labels=labels)  # TokenStats, [b, s] each
             (-stats.logprobs.sum() / (labels >= 0).sum()).backward()
 
