@@ -1,6 +1,6 @@
 """From Megatron-LM's flags: the script's own model provider, and --logprob-* on the command line.
 
-In a training script these two lines are all:
+In a training script this is all (to 0.18; from 0.19 `logprob_model_hook` is the way in):
 
     pretrain(..., patched_model_provider(model_provider), ..., extra_args_provider=add_logprob_args)
 """
@@ -9,8 +9,7 @@ import argparse
 
 from tiny import batch, gpt, megatron
 
-from mcore_logprobs import add_logprob_args
-from mcore_logprobs.megatron.arguments import patched_model_provider
+from mcore_logprobs import add_logprob_args, patched_model_provider
 
 FLAGS = ["--logprob-output", "loss", "--logprob-vocab-size", "90", "--logprob-temperature", "0.8"]
 
