@@ -41,6 +41,7 @@ class VllmEngine:
         # On a CPU vLLM packs a linear layer's weight as it loads it, and reloading a tied embedding
         # leaves the packed head as it was: there the head is a tensor of its own.
         self.untie = config.device == "cpu" and source.model.config.tie_word_embeddings
+        self.timeout = config.rollout.timeout
         self.max_kept = min(config.rollout.max_kept, source.model.config.vocab_size)
         self._folder = tempfile.TemporaryDirectory(prefix="rollout-")
         self._start()
@@ -197,7 +198,7 @@ class VllmEngine:
 
     def _answer(self, doing: str, silence: float | None = None) -> Any:
         """The engine's next answer; beats start the clock again."""
-        limit = self.config.rollout.timeout if silence is None else silence
+        limit = self.timeout if silence is None else silence
         heard = time.monotonic()
         while True:
             try:
