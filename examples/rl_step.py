@@ -62,8 +62,10 @@ class GrpoTrainer:
         llama, self.pad = on_main(self._start_engine)
         validate_model(config, llama)
         self.bridge = WeightBridge(llama, layout)
-        self.policy = build_policy(llama, self.bridge, self.engine, config, trainable=True)
-        self.reference = build_policy(llama, self.bridge, self.engine, config, trainable=False)
+        parts = (llama, self.bridge, self.engine, config)
+        self.policy = build_policy(*parts, trainable=True)
+        with_kl = config.grpo.kl_coef > 0
+        self.reference = build_policy(*parts, trainable=False) if with_kl else None
         self.optimizer = make_optimizer(config, self.policy.model, layout.device)
         g, r = config.grpo, config.rollout
         self.filtered = r.top_p < 1.0
@@ -103,7 +105,7 @@ class GrpoTrainer:
 
         old = self.score(self.policy, batch)  # 2. what the policy thinks of them, before any update
         batch.old_logprobs = old.under(config.rollout.kept_tokens)
-        if config.grpo.kl_coef > 0:
+        if self.reference:
             batch.ref_logprobs = self.score(self.reference, batch).stats.logprobs
         if config.rollout.importance_cap > 0:
             batch.weights = truncated_importance_weights(
