@@ -9,8 +9,7 @@ vllm_engine.py), building a GPTModel and converting its weights (weights.py), sc
 under top-p (scores.py), process groups (layout.py), the optimizer (optim.py), checkpoints, tables
 and plots (report.py), and the checks before the first step (checks.py).
 
-Left out altogether: reward models, several rollout engines, rollouts that run while the trainer
-trains, sequence packing, and curricula.
+Left out altogether: reward models, several engines, asynchronous rollouts, sequence packing.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ class GrpoTrainer:
         llama, self.pad = on_main(self._start_engine)
         validate_model(config, llama)
         self.bridge = WeightBridge(llama, layout)
-        parts = (llama, self.bridge, self.engine, config)
-        self.policy = build_policy(*parts, trainable=True)
-        with_kl = config.grpo.kl_coef > 0
-        self.reference = build_policy(*parts, trainable=False) if with_kl else None
+        build = partial(build_policy, llama, self.bridge, self.engine, config)
+        self.policy = build(trainable=True)
+        self.reference = build(trainable=False) if config.grpo.kl_coef > 0 else None
         self.optimizer = make_optimizer(config, self.policy.model, layout.device)
         g, r = config.grpo, config.rollout
         self.filtered = r.top_p < 1.0
