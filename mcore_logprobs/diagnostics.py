@@ -10,6 +10,8 @@ those of John Schulman, "Approximating KL divergence" (2020): each is an average
     k2 = (log r)^2 / 2     biased, never negative, low variance
     k3 = (r - 1) - log r   unbiased, never negative, low variance
 
+`explain_mismatch` says where the difference comes from, cause by cause (docs/mismatch.md).
+
 For logging and plots, not for a hot path: the host reads values back. Sums are float64.
 """
 
@@ -25,8 +27,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0
+from mcore_logprobs.mismatch import (
+    MismatchCause,
+    MismatchExplanation,
+    Settings,
+    explain_mismatch,
+    load_mismatch_dump,
+)
 
-__all__ = ["MismatchStats", "RankHistogram", "compare_logprobs", "report"]
+__all__ = [
+    "MismatchCause",
+    "MismatchExplanation",
+    "MismatchStats",
+    "RankHistogram",
+    "Settings",
+    "compare_logprobs",
+    "explain_mismatch",
+    "load_mismatch_dump",
+    "report",
+]
 
 PERCENTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
 

@@ -37,13 +37,44 @@ _PACKAGES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; 0 if the self-test is within its bounds, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m mcore_logprobs doctor", description=__doc__)
+    """Prints the report; 0 if the self-test is within its bounds, else 1. With `mismatch FILE`,
+    explains a run's own log-probabilities instead."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["mismatch"]:
+        return _mismatch(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore_logprobs doctor",
+        description=__doc__,
+        epilog="doctor mismatch FILE explains train against rollout log-probabilities of a dump",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    as_json = parser.parse_args(argv).json
+    as_json = parser.parse_args(arguments).json
     found = report()
     print(json.dumps(found, indent=2) if as_json else _as_text(found))
     return 0 if found["ok"] else 1
+
+
+def _mismatch(argv: Sequence[str]) -> int:
+    from mcore_logprobs.mismatch import explain_mismatch, load_mismatch_dump
+
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore_logprobs doctor mismatch",
+        description="Splits train minus rollout log-probabilities of a dump into causes, each with "
+        "its size and the setting that cures it. docs/mismatch.md describes the file.",
+    )
+    parser.add_argument("file", help="a .npz or .pt dump: explain_mismatch's arguments by name")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="write a figure too (needs matplotlib)")
+    args = parser.parse_args(argv)
+    try:
+        found = explain_mismatch(**load_mismatch_dump(args.file))
+    except (OSError, ValueError) as error:
+        print(f"doctor mismatch: error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found.text())
+    if args.plot:
+        found.figure().savefig(args.plot, dpi=120)
+    return 0
 
 
 def report(model: Any = None) -> dict[str, Any]:

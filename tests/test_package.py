@@ -249,6 +249,7 @@ LEVELS = {
     "context_parallel": 2,
     "logits": 2,
     "fused": 3,
+    "mismatch": 3,
     "diagnostics": 4,
     "losses": 4,
     "megatron": 5,

@@ -1,7 +1,8 @@
 """Checkpoints that resume bit for bit on the same layout: one file a rank, one for the run.
 
 Kept: model, optimizer, every random generator and the step, which fixes the data order. The
-reference model is the starting weights and is loaded again from their source.
+reference model is the starting weights and is loaded again from their source; the rollout engine
+gets its weights from the resumed model, and vLLM samples by the step's own seeds.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .config import RunConfig
-from .errors import SetupError
+from .config import RunConfig, SetupError
 from .layout import Layout, on_all, on_main
 
 _RUN_KEYS = ("seed", "model", "parallel", "task", "rollout", "grpo", "optimizer", "logprobs")
 
 
-def save(path: Path, *, step: int, policy: Any, optimizer: Any, config: RunConfig, layout: Layout):
+def save(path: Path, trainer: Any) -> None:
     """Collective. Written beside `path` and renamed, so that a checkpoint is whole or absent."""
+    layout = trainer.layout
     partial = path.with_name(path.name + ".partial")
     if layout.is_main:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        run = {"step": step, "world": layout.world, "config": config.to_dict()}
+        run = {"step": trainer.step, "world": layout.world, "config": trainer.config.to_dict()}
         (partial / "run.json").write_text(json.dumps(run, indent=2))
     dist.barrier()
     torch.save(
         {
-            "model": policy.gpt_model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "model": trainer.policy.gpt_model.state_dict(),
+            "optimizer": trainer.optimizer.state_dict(),
             "generators": generator_states(),
         },
         partial / f"rank_{layout.rank}.pt",
@@ -48,13 +49,14 @@ def save(path: Path, *, step: int, policy: Any, optimizer: Any, config: RunConfi
     dist.barrier()
 
 
-def load(path: Path, *, policy: Any, optimizer: Any, config: RunConfig, layout: Layout) -> int:
-    """Collective; returns the step that was saved. Raises SetupError on every rank where the
-    checkpoint is missing, of another layout or of another run."""
-    run = on_main(lambda: _read_run(path, config, layout))
-    state = on_all(lambda: _read_rank(path / f"rank_{layout.rank}.pt"))
-    policy.gpt_model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+def load(path: Path, trainer: Any) -> int:
+    """Collective; loads model, optimizer and generators, and returns the step that was saved.
+    Raises SetupError on every rank where the checkpoint is missing, of another layout or of another
+    run."""
+    run = on_main(lambda: _read_run(path, trainer.config, trainer.layout))
+    state = on_all(lambda: _read_rank(path / f"rank_{trainer.layout.rank}.pt"))
+    trainer.policy.gpt_model.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
     set_generator_states(state["generators"])
     return run["step"]
 

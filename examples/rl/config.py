@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,7 +13,13 @@ import yaml
 
 from mcore_logprobs import LogprobConfig
 
-from .errors import SetupError
+
+class SetupError(ValueError):
+    """The run cannot start as asked; the message says what to change, without a traceback."""
+
+
+class EngineError(SetupError):
+    """The rollout engine died or hung in the middle of a run; what was written so far is whole."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,33 @@ class TaskSection:
 
 @dataclass(frozen=True)
 class RolloutSection:
+    """The rollout engine and how it samples.
+
+    engine: "transformers", or "vllm" (a process of its own; log-probabilities after temperature
+        and top-p).
+    kept_tokens: with top_p < 1, the filter of the trainer's log-probabilities: "trainer" (its own
+        top-p) or "engine" (exactly the ids that the engine kept).
+    max_kept: ids of a token that the engine reports; where it kept as many or more, that token
+        falls back to the trainer's filter.
+    importance_cap: cap of the truncated importance weights p_train / p_rollout; 0: no weights.
+    timeout: seconds of the engine's silence after which it counts as hung.
+    python: interpreter with vLLM, where it needs an environment of its own; empty: this one.
+    gpu_memory: share of the GPU's memory for vLLM, which sleeps while the trainer works.
+    """
+
+    engine: str = "transformers"
     prompts: int = 4
     group_size: int = 4
     max_new_tokens: int = 24
     temperature: float = 1.0
+    top_p: float = 1.0
+    kept_tokens: str = "trainer"
+    max_kept: int = 256
+    importance_cap: float = 0.0
+    timeout: float = 45.0
+    python: str = ""
+    max_model_len: int = 1024
+    gpu_memory: float = 0.3
 
 
 @dataclass(frozen=True)
@@ -86,7 +117,6 @@ class OptimizerSection:
 @dataclass(frozen=True)
 class SelfCheckSection:
     max_logprob_diff: float = 1.0e-3
-    texts: int = 4
 
 
 @dataclass(frozen=True)
@@ -155,11 +185,54 @@ def _typed(value: Any, kind: Any, *, where: str) -> Any:
     return value
 
 
+def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
+    """The configuration with the command line's values, validated. With --print-processes it prints
+    the number of processes and the rollout engine, and exits."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="a YAML file of configs/")
+    parser.add_argument(
+        "--steps", type=int, help="GRPO steps in all, those before a resume included"
+    )
+    parser.add_argument("--tp", type=int, help="tensor-parallel size")
+    parser.add_argument("--cp", type=int, help="context-parallel size")
+    parser.add_argument("--pp", type=int, help="pipeline-parallel size")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the model's weights")
+    parser.add_argument("--output-dir", help="metrics and plot go to <this>/<config's name>")
+    parser.add_argument("--save-every", type=int, help="checkpoint every so many steps (0: never)")
+    parser.add_argument("--resume", metavar="DIR", type=Path, help="a checkpoint to go on from")
+    parser.add_argument(
+        "--compare", action="store_true", help="peak memory with and without fusion, and exit"
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="why trainer and rollout engine differ on one rollout (docs/mismatch.md), and exit",
+    )
+    parser.add_argument(
+        "--print-processes", action="store_true", help="print TP x CP x PP and the engine, and exit"
+    )
+    args = parser.parse_args()
+    names = ("steps", "tp", "cp", "pp", "seed", "dtype", "output_dir", "save_every")
+    config = override(load_config(args.config), **{name: getattr(args, name) for name in names})
+    if args.print_processes:
+        print(config.parallel.tp * config.parallel.cp * config.parallel.pp, config.rollout.engine)
+        raise SystemExit(0)
+    validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+    return config, args
+
+
 def override(config: RunConfig, **given: Any) -> RunConfig:
     """Applies the command line's values; None leaves the file's. Layout keys go to `parallel`."""
     given = {key: value for key, value in given.items() if value is not None}
     layout = {key: given.pop(key) for key in ("tp", "cp", "pp") if key in given}
     parallel = dataclasses.replace(config.parallel, **layout)
+    if "dtype" in given:
+        given["model"] = dataclasses.replace(config.model, dtype=given.pop("dtype"))
+        if given["model"].dtype == "bfloat16":
+            # Two bfloat16 implementations differ at tokens that both find unlikely.
+            check = dataclasses.replace(config.selfcheck, max_logprob_diff=1.0)
+            given["selfcheck"] = check
     return dataclasses.replace(config, parallel=parallel, **given)
 
 
@@ -186,6 +259,22 @@ def validate(config: RunConfig, world_size: int) -> None:
     require(r.group_size >= 2, f"rollout.group_size: expected >= 2, got {r.group_size}")
     require(r.prompts >= 1, f"rollout.prompts: expected >= 1, got {r.prompts}")
     require(r.temperature > 0, f"rollout.temperature: expected > 0, got {r.temperature}")
+    require(
+        r.engine in ("transformers", "vllm"),
+        f"rollout.engine: expected transformers or vllm, got {r.engine}",
+    )
+    require(0 < r.top_p <= 1, f"rollout.top_p: expected in (0, 1], got {r.top_p}")
+    require(
+        r.kept_tokens in ("trainer", "engine"),
+        f"rollout.kept_tokens: expected trainer or engine, got {r.kept_tokens}",
+    )
+    require(r.max_kept >= 1, f"rollout.max_kept: expected >= 1, got {r.max_kept}")
+    require(r.importance_cap >= 0, f"rollout.importance_cap: expected >= 0, got {r.importance_cap}")
+    require(0 < r.timeout <= 60, f"rollout.timeout: expected in (0, 60], got {r.timeout}")
+    require(
+        r.top_p == 1 or g.policy_loss == "stats",
+        "grpo.policy_loss: linear has no top-p filter; rollout.top_p < 1 needs stats",
+    )
     require(g.updates >= 1, f"grpo.updates: expected >= 1, got {g.updates}")
     require(g.micro_batch >= 1, f"grpo.micro_batch: expected >= 1, got {g.micro_batch}")
     require(

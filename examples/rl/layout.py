@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .config import RunConfig
-from .errors import SetupError
+from mcore_logprobs import context_parallel_gather
+
+from .config import RunConfig, SetupError
 
 T = TypeVar("T")
 
@@ -35,6 +36,9 @@ class Layout:
     pp_rank: int
     dp_rank: int
     device: torch.device
+    tp_group: Any
+    cp_group: Any
+    dp_cp_group: Any
 
     @property
     def is_main(self) -> bool:
@@ -95,6 +99,9 @@ def start_megatron(config: RunConfig) -> Layout:
         device=torch.device("cpu")
         if config.device == "cpu"
         else torch.device("cuda", torch.cuda.current_device()),
+        tp_group=ps.get_tensor_model_parallel_group(),
+        cp_group=ps.get_context_parallel_group(),
+        dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
     )
 
 
@@ -157,3 +164,15 @@ def gather_rows(tensor: Tensor, layout: Layout) -> Tensor:
     out = tensor.new_empty((tensor.shape[0] * layout.dp, *tensor.shape[1:]))
     dist.all_gather_into_tensor(out, tensor.contiguous(), group=ps.get_data_parallel_group())
     return out
+
+
+def whole_rows(
+    parts: list[Tensor], shape: torch.Size, dtype: torch.dtype, layout: Layout
+) -> Tensor:
+    """The last stage's [micro_batch, s / CP] parts of all ranks -> [n, s] on every rank."""
+    if layout.last_stage:
+        local = context_parallel_gather(torch.cat(parts), cp_group=layout.cp_group, seq_dim=1)
+        whole = gather_rows(local, layout)
+    else:
+        whole = torch.empty(shape, dtype=dtype, device=layout.device)
+    return from_last_stage(whole, layout)

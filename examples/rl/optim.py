@@ -11,15 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .config import OptimizerSection
+from .config import OptimizerSection, RunConfig
 
 
-def make_optimizer(
-    section: OptimizerSection, model: Any, *, device: torch.device, dtype: Any
-) -> Any:
+def make_optimizer(config: RunConfig, model: Any, device: torch.device) -> Any:
     if device.type == "cpu":
-        return CpuAdamW(section, model)
-    return GpuOptimizer(section, model, dtype)
+        return CpuAdamW(config.optimizer, model)
+    return GpuOptimizer(config.optimizer, model, getattr(torch, config.model.dtype))
 
 
 class CpuAdamW:

@@ -1,4 +1,4 @@
-"""The rollout engine: Hugging Face `transformers`, which shares no code with the trained model.
+"""A rollout engine: Hugging Face `transformers`, which shares no code with the trained model.
 
 It lives on rank 0, samples the answers and says what log-probability it gave each token. The
 trainer's own figures are held against these: what differs is the train/rollout mismatch.
@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from .config import ModelSection
-from .errors import SetupError
-from .tokenizer import ChatTokenizer, LetterTokenizer
+from .config import ModelSection, SetupError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes from installed packages
 os.environ.setdefault("TQDM_DISABLE", "1")  # the run has its own progress bar
@@ -32,17 +30,18 @@ class Sample:
     group: int
     text: str = ""
     reward: float = 0.0
+    kept: list[list[int] | None] | None = None  # ids that the filters kept, None: not recorded
     advantage: float = field(default=0.0)
 
 
 class RolloutEngine:
-    def __init__(self, model: Any, tokenizer: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device | str) -> None:
         self.model = model.to(device).eval()
         self.tokenizer = tokenizer
         self.device = device
 
     @classmethod
-    def load(cls, section: ModelSection, *, seed: int, device: torch.device) -> RolloutEngine:
+    def load(cls, section: ModelSection, *, seed: int, device: Any) -> RolloutEngine:
         """Loads weights and tokenizer; raises SetupError where a package or file is missing."""
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -70,12 +69,35 @@ class RolloutEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: list[list[int]], *, group_size: int, max_new_tokens: int, temperature: float
+        self,
+        prompts: list[list[int]],
+        *,
+        group_size: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        seed: int = 0,
     ) -> list[Sample]:
-        """Samples `group_size` answers for each prompt, from the whole distribution (no top-k/p).
+        """Samples `group_size` answers for each prompt, with torch's global generator, whose state
+        a checkpoint keeps (`seed` is for engines that have none). All cores are this process's."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(threads, cores()))
+        try:
+            return self._generate(prompts, group_size, max_new_tokens, temperature, top_p)
+        finally:
+            torch.set_num_threads(threads)
 
-        Sampled with torch's global generator, whose state a checkpoint keeps.
-        """
+    def sync(self) -> None:
+        """Nothing: the weight bridge writes into `model` itself."""
+
+    def _generate(
+        self,
+        prompts: list[list[int]],
+        group_size: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+    ) -> list[Sample]:
         ids, mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         out = self.model.generate(
             input_ids=ids,
@@ -84,19 +106,23 @@ class RolloutEngine:
             do_sample=True,
             temperature=temperature,
             top_k=0,
-            top_p=1.0,
+            top_p=top_p,
             num_return_sequences=group_size,
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=self.tokenizer.eos_token_id,
             return_dict_in_generate=True,
-            output_logits=True,
+            output_logits=top_p == 1.0,
+            output_scores=top_p < 1.0,
         )
+        # Scores are logits over the temperature, -inf where the filter took them.
+        scaled = (z.float() / temperature for z in out.logits or ())
+        steps = scaled if top_p == 1.0 else out.scores
         answers = out.sequences[:, ids.shape[1] :]
         logprobs = torch.stack(
             [
                 # One step at a time: [samples, V] and never [samples, steps, V].
-                torch.log_softmax(step.float() / temperature, -1).gather(1, chosen[:, None])[:, 0]
-                for step, chosen in zip(out.logits, answers.T, strict=True)
+                torch.log_softmax(step, -1).gather(1, chosen[:, None])[:, 0]
+                for step, chosen in zip(steps, answers.T, strict=True)
             ],
             dim=1,
         )
@@ -110,6 +136,9 @@ class RolloutEngine:
                     tokens=prompt + answer[:length],
                     prompt_length=len(prompt),
                     logprobs=lp[:length],
+                    kept=None
+                    if top_p == 1.0
+                    else [s[i].isfinite().nonzero()[:, 0].tolist() for s in steps[:length]],
                     group=i // group_size,
                     text=self.tokenizer.decode(answer[:length]),
                 )
@@ -124,6 +153,11 @@ class RolloutEngine:
         labels = labels.to(self.device)
         picked = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         return picked.masked_fill(labels < 0, 0.0)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def renew_rotary_buffers(model: Any) -> None:
@@ -170,3 +204,47 @@ def locate_weights(source: str) -> tuple[Path, str | None]:
     if not folder.is_dir():
         raise SetupError(f"model directory {folder} does not exist")
     return folder, None
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+class LetterTokenizer:
+    """Token 0 pads, 1 starts, 2 ends; 'a' is 3."""
+
+    pad_token_id, bos_token_id, eos_token_id = 0, 1, 2
+
+    def __init__(self, vocab_size: int) -> None:
+        self._letters = vocab_size - 3
+
+    def encode_prompt(self, question: str, shots: list[tuple[str, str]]) -> list[int]:
+        del shots  # this model knows one task
+        return [self.bos_token_id, *(3 + ord(letter) - ord("a") for letter in question)]
+
+    def decode(self, ids: list[int]) -> str:
+        # Special tokens become "?", so that they count as wrong answers where they stand.
+        return "".join(chr(ord("a") + i - 3) if i >= 3 else "?" for i in ids)
+
+
+class ChatTokenizer:
+    """A transformers tokenizer behind the same methods, through the model's own chat template."""
+
+    def __init__(self, tokenizer: object) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_id
+        pad = tokenizer.pad_token_id
+        self.pad_token_id = tokenizer.eos_token_id if pad is None else pad
+
+    def encode_prompt(self, question: str, shots: list[tuple[str, str]]) -> list[int]:
+        messages = []
+        for asked, answer in shots:
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": question})
+        text = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
-
-from examples.rl.batch import IGNORE, group_advantages, make_batch, micro_batches
-from examples.rl.config import TaskSection
-from examples.rl.errors import SetupError
-from examples.rl.rollout import Sample, left_pad
-from examples.rl.tasks import make_task
-from examples.rl.tokenizer import LetterTokenizer
+from rl.config import SetupError, TaskSection
+from rl.data import IGNORE, group_advantages, kept_ids, make_batch, make_task, micro_batches
+from rl.rollout import LetterTokenizer, Sample, left_pad
 
 CPU = torch.device("cpu")
 
@@ -37,6 +36,20 @@ def test_all_tokens_labels_the_prompt_too() -> None:
     assert batch.labels.tolist() == [[6, 7, IGNORE, IGNORE]]
 
 
+def test_kept_ids_follow_their_tokens() -> None:
+    """Also through a CP split: row i of the flat target kept ids[offsets[i]:offsets[i + 1]]."""
+    samples = [_sample([5, 6], [8, 9]), _sample([5], [7, 4, 3])]
+    samples[0].kept = [[8, 1, 2], None]
+    samples[1].kept = [[7], [4, 0], [3, 5, 6, 9]]
+    batch = make_batch(samples, pad=0, multiple=4, device=CPU)
+    recorded, (ids, offsets) = kept_ids(batch)
+    found = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    assert found == [[], [8, 1, 2], [], [], [7], [4, 0], [3, 5, 6, 9], []]
+    assert recorded.flatten().tolist() == [bool(kept) for kept in found]
+    part = batch.map(lambda t: t[1:, 1:3])
+    assert kept_ids(part)[1][0].tolist() == [4, 0, 3, 5, 6, 9]
+
+
 def test_advantages_are_relative_to_the_group() -> None:
     rewards = [(0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0)]
     samples = [_sample([5], [6], group, reward) for group, reward in rewards]
@@ -49,7 +62,8 @@ def test_advantages_are_relative_to_the_group() -> None:
 def test_micro_batches_cover_the_rows_of_a_data_parallel_rank() -> None:
     samples = [_sample([5], [10 + i]) for i in range(8)]
     batch = make_batch(samples, pad=0, multiple=2, device=CPU)
-    parts = list(micro_batches(batch, size=2, dp_rank=1, dp=2, cp_group=None))
+    layout = SimpleNamespace(dp=2, dp_rank=1, cp_group=None)
+    parts = list(micro_batches(batch, size=2, layout=layout))
     assert torch.cat([m.batch.tokens for m in parts]).tolist() == batch.tokens[4:].tolist()
     assert [m.position_ids.tolist() for m in parts] == [[[0, 1], [0, 1]]] * 2
 

@@ -7,13 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rl.config import RunConfig, SetupError, from_dict, load_config, override, validate
 
-from examples.rl.config import RunConfig, from_dict, load_config, override, validate
-from examples.rl.errors import SetupError
 from mcore_logprobs import LogprobConfig, add_logprob_args
 
 ROOT = Path(__file__).parents[2]
-RANKS = {"smollm2-cpu": 3, "tiny-cpu": 4, "llama3-8b-gpu": 8}
+RANKS = {"smollm2-cpu": 3, "smollm2-vllm-cpu": 3, "tiny-cpu": 4, "llama3-8b-gpu": 8}
 
 
 def test_every_file_is_known() -> None:
@@ -35,7 +34,8 @@ def test_megatron_lm_flags() -> None:
     flags = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     args = add_logprob_args(argparse.ArgumentParser()).parse_args(flags.stdout.split("\n")[:-1])
     config = LogprobConfig.from_args(args)
-    assert (config.output, config.fused, config.vocab_size) == ("loss", True, 128256)
+    # No vocabulary size among the flags: it comes from Megatron-LM's tokenizer.
+    assert (config.output, config.fused, config.vocab_size) == ("loss", True, None)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,15 @@ def test_bad_values(values: dict, message: str) -> None:
             {"grpo": {"policy_loss": "linear"}, "logprobs": {"fused": False}},
             1,
             "linear needs logprobs.fused",
+        ),
+        ({"rollout": {"engine": "sglang"}}, 1, "engine: expected transformers or vllm, got sglang"),
+        ({"rollout": {"top_p": 0.0}}, 1, "rollout.top_p: expected in"),
+        ({"rollout": {"kept_tokens": "both"}}, 1, "kept_tokens: expected trainer or engine"),
+        ({"rollout": {"timeout": 90.0}}, 1, "rollout.timeout: expected in"),
+        (
+            {"rollout": {"top_p": 0.9}, "grpo": {"policy_loss": "linear"}},
+            1,
+            "linear has no top-p filter",
         ),
         ({"logprobs": {"temperature": 2.0}}, 1, "logprobs.temperature"),
         ({"logprobs": {"fuzed": True}}, 1, "unknown key 'fuzed'"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from examples.rl.convert import Sizes, Slot, slot_of, to_megatron, to_transformers
+from rl.weights import Sizes, Slot, slot_of, to_megatron, to_transformers
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCAB = 12, 6, 4, 48, 24, 11
 LAYER = "decoder.layers.3."

@@ -28,10 +28,10 @@ def _trainer(
 ) -> Iterator[Any]:
     """A Trainer inside a rank; `given` is what the command line can give."""
     from rich.console import Console
+    from rl.config import load_config, override, validate
+    from rl.layout import megatron_runtime, start_megatron
+    from rl_step import GrpoTrainer
 
-    from examples.rl.config import load_config, override, validate
-    from examples.rl.layout import megatron_runtime, start_megatron
-    from examples.rl.trainer import Trainer
     from mcore_logprobs.cpu_megatron import models as megatron_models
 
     config = override(load_config(path), **given)
@@ -46,15 +46,18 @@ def _trainer(
     validate(config, torch.distributed.get_world_size())
     with megatron_runtime(config):
         try:
-            yield Trainer(config, start_megatron(config), Console(quiet=True))
+            yield GrpoTrainer(config, start_megatron(config), Console(quiet=True))
         finally:
             megatron_models.destroy_model_parallel()
 
 
 def _learn(out: str, steps: int) -> list[float]:
+    from rl.checks import self_check
+    from rl.report import run_steps
+
     with _trainer(output_dir=out, steps=steps) as trainer:
-        trainer.self_check()
-        return [record.reward for record in trainer.run()]
+        self_check(trainer)
+        return [record.reward for record in run_steps(trainer)]
 
 
 def test_the_tiny_model_learns(ranks: Ranks, tmp_path: Path) -> None:
@@ -71,10 +74,10 @@ def test_the_tiny_model_learns(ranks: Ranks, tmp_path: Path) -> None:
 
 def _one_update(layout: dict[str, int], sequence_parallel: bool) -> dict[str, Any]:
     """One rollout's figures and gradients, by each way through the head."""
-    from examples.rl.batch import group_advantages
-    from examples.rl.config import load_config
-    from examples.rl.layout import on_main
-    from examples.rl.optim import global_grad_norm
+    from rl.config import load_config
+    from rl.data import group_advantages
+    from rl.layout import on_main
+    from rl.optim import global_grad_norm
 
     # Two layers for the pipeline's two stages; tied, so that both hold the embedding.
     llama = {**load_config(TINY).model.random, "num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -86,17 +89,17 @@ def _one_update(layout: dict[str, int], sequence_parallel: bool) -> dict[str, An
     }
     with _trainer(sections=sections, **layout) as trainer:
         torch.manual_seed(5)  # the sampler's, on rank 0
-        samples, _ = on_main(trainer._rollout)
+        samples, _ = on_main(trainer.roll_out)
         group_advantages(samples, normalise_std=True)
-        batch = trainer._batch(samples)
-        stats = trainer.policy.stats(batch)
+        batch = trainer.batch(samples)
+        stats = trainer.score(trainer.policy, batch).stats
         # Old and reference figures that differ from the policy's, so that no term vanishes.
         batch.old_logprobs = torch.where(batch.mask, stats.logprobs + 0.1, 0.0)
         batch.ref_logprobs = torch.where(batch.mask, stats.logprobs - 0.3, 0.0)
         params = list(trainer.policy.model.parameters())
         found: dict[str, Any] = {"tokens": batch.tokens, "stats": stats}
         for way in ("logits", "fused", "linear"):
-            report = trainer.policy.accumulate_gradients(batch, way=way)
+            report = trainer.accumulate_gradients(batch, way=way)
             found[way] = (report["loss"], report["clip_fraction"], global_grad_norm(params))
         return found
 
@@ -148,8 +151,10 @@ def _resume(out: str) -> list[tuple[Any, Any]]:
     small = {"rollout": {"prompts": 4, "group_size": 4}, "grpo": {"micro_batch": 16}}
     untimed = ("seconds", "rollout_tokens_per_s", "train_tokens_per_s", "peak_memory_gib")
 
+    from rl.report import run_steps
+
     def results(trainer: Any) -> tuple[list, dict, dict]:
-        records = [dataclasses.asdict(r) for r in trainer.run()]
+        records = [dataclasses.asdict(r) for r in run_steps(trainer)]
         kept = [{k: v for k, v in r.items() if k not in untimed} for r in records]
         weights = {k: v.clone() for k, v in trainer.policy.gpt_model.named_parameters()}
         return kept, weights, trainer.optimizer.state_dict()["state"]
@@ -185,8 +190,10 @@ def _resume_elsewhere(out: str, sections: dict, given: dict) -> None:
 
 
 def _save(out: str) -> None:
+    from rl import checkpoint
+
     with _trainer(tp=2, cp=1) as trainer:
-        trainer.save(Path(out))
+        checkpoint.save(Path(out), trainer)
 
 
 def test_resume_refuses_what_is_not_its_own(ranks: Ranks, tmp_path: Path) -> None:
@@ -233,20 +240,21 @@ def test_layout_that_does_not_divide_the_model(ranks: Ranks) -> None:
 
 
 def _real_weights(sections: dict) -> tuple[float, dict[str, float]]:
-    from examples.rl import selfcheck
-    from examples.rl.layout import on_main
-    from examples.rl.rollout import Sample
+    from rl import checks
+    from rl.layout import on_main
+    from rl.rollout import Sample
 
     with _trainer(SMOLLM2, sections=sections) as trainer:
 
         def texts() -> list[Sample]:
-            prompts = [trainer._encode(trainer.task.problem(i)) for i in range(2)]
+            encode, shots = trainer.engine.tokenizer.encode_prompt, trainer.task.shots
+            prompts = [encode(trainer.task.problem(i).question, shots) for i in range(2)]
             return [Sample(p, len(p), [], 0) for p in prompts]
 
-        batch = trainer._batch(on_main(texts), all_tokens=True)
+        batch = trainer.batch(on_main(texts), all_tokens=True)
         return (
-            selfcheck.check_against_rollout_engine(trainer.policy, trainer.engine, batch),
-            selfcheck.check_against_single_process(trainer.policy, batch),
+            checks.check_against_transformers(trainer, batch),
+            checks.check_against_single_process(trainer, batch),
         )
 
 
@@ -262,11 +270,13 @@ def test_real_weights_against_transformers(ranks: Ranks) -> None:
 
 def _wrong_weights() -> None:
     """A conversion mistake: gate and up exchanged in one layer of one rank."""
+    from rl.checks import self_check
+
     with _trainer(tp=2, cp=1) as trainer, torch.no_grad():
         if trainer.layout.rank == 1:
             fc1 = trainer.policy.gpt_model.decoder.layers[0].mlp.linear_fc1.weight
             fc1.copy_(torch.cat(fc1.chunk(2)[::-1]))
-        trainer.self_check()
+        self_check(trainer)
 
 
 def test_self_check_catches_a_conversion_mistake(ranks: Ranks) -> None:
@@ -293,3 +303,37 @@ def test_command_line_mistakes(arguments: list[str], message: str) -> None:
     assert done.returncode == 2
     assert f"rank 1: error: {message}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def _top_p_step(kept_tokens: str) -> dict[str, Any]:
+    """Two steps under top-p with transformers, whose record of kept ids is replayed or not."""
+    sections = {
+        "rollout": {
+            "prompts": 4,
+            "group_size": 4,
+            "temperature": 0.8,
+            "top_p": 0.8,
+            "kept_tokens": kept_tokens,
+            "importance_cap": 2.0,
+        },
+        # One update: after it the trainer's own filter moves with the weights, the record does not.
+        "grpo": {"micro_batch": 8, "kl_coef": 0.05, "updates": 1},
+    }
+    with _trainer(sections=sections, tp=2, cp=2) as trainer:
+        records = [trainer.train_step()[0] for _ in range(2)]
+    return [dataclasses.asdict(r) for r in records]
+
+
+def test_steps_under_top_p(ranks: Ranks) -> None:
+    """The trainer's filter is the sampler's; with the sampler's own record nothing changes."""
+    pool = ranks(4)
+    own, replayed = (pool.run(_top_p_step, by, timeout=280)[0] for by in ("trainer", "engine"))
+    for record in (*own, *replayed):
+        assert record["rollout_diff_max"] < 1e-4
+        assert record["engine_kept_diff_max"] < 1e-4
+        assert record["outside_filter"] == 0
+        assert record["weight_trainer_filter"] == pytest.approx(1, abs=1e-4)
+    for a, b in zip(own, replayed, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["grad_norm"] > 1e-3

@@ -1,0 +1,205 @@
+"""What a step works on: tasks and their scorers, tokens, and the batch that answers become."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from statistics import fmean, pstdev
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs import context_parallel_positions, context_parallel_shard
+
+from .config import SetupError, TaskSection
+from .rollout import Sample
+
+IGNORE = -100
+
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+# A task is addressed by index, so that the data order is a function of the step and nothing else;
+# a resumed run sees the same prompts.
+_ENTRIES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Problem:
+    question: str
+    entry: Any  # what the scorer needs
+
+
+class Task(Protocol):
+    shots: list[tuple[str, str]]  # solved examples shown before each question
+
+    def problem(self, index: int) -> Problem: ...
+
+    def score(self, problem: Problem, answer: str) -> float: ...
+
+
+class ReasoningGymTask:
+    """A reasoning-gym task, scored by its own scorer (1 for the bare answer, less around it)."""
+
+    def __init__(self, section: TaskSection, *, seed: int) -> None:
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise SetupError(
+                f"task {section.name!r} needs reasoning-gym ({error}); pip install reasoning-gym"
+            ) from None
+        try:
+            # The size bounds indexing only: entries are made on demand from seed + index.
+            self._dataset = reasoning_gym.create_dataset(
+                section.name, seed=seed, size=_ENTRIES, **section.options
+            )
+        except (ValueError, TypeError, AssertionError) as error:
+            raise SetupError(f"task {section.name!r}: {error}") from None
+        shown = [self._dataset[_ENTRIES - 1 - i] for i in range(section.examples)]
+        self.shots = [(entry["question"], entry["answer"]) for entry in shown]
+
+    def problem(self, index: int) -> Problem:
+        entry = self._dataset[index]
+        return Problem(entry["question"], entry)
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return float(self._dataset.score_answer(answer.strip(), problem.entry))
+
+
+class EchoTask:
+    """Letters in; the answer is the first of them, again and again. For a model of a few thousand
+    parameters: the score is the share of right letters, so that chance gives 1 / letters."""
+
+    def __init__(self, section: TaskSection, *, seed: int) -> None:
+        options = {"letters": 8, "prompt_length": 4, "answer_length": 4, **section.options}
+        unknown = sorted(set(options) - {"letters", "prompt_length", "answer_length"})
+        if unknown:
+            raise SetupError(f"task echo: unknown option {', '.join(unknown)}")
+        self.shots: list[tuple[str, str]] = []
+        self._letters = [chr(ord("a") + i) for i in range(options["letters"])]
+        self._prompt_length = options["prompt_length"]
+        self._answer_length = options["answer_length"]
+        self._seed = seed
+
+    def problem(self, index: int) -> Problem:
+        rng = random.Random(self._seed * 1_000_003 + index)
+        question = "".join(rng.choices(self._letters, k=self._prompt_length))
+        return Problem(question, question[0])
+
+    def score(self, problem: Problem, answer: str) -> float:
+        hits = sum(letter == problem.entry for letter in answer[: self._answer_length])
+        return hits / self._answer_length
+
+
+def make_task(section: TaskSection, *, seed: int) -> Task:
+    task = EchoTask if section.name == "echo" else ReasoningGymTask
+    return task(section, seed=seed)
+
+
+# ---- from answers to tensors ---------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Whole sequences, the same on every rank. labels[i] is tokens[i + 1] where that token was
+    sampled and IGNORE elsewhere; every other tensor is aligned with the labels."""
+
+    tokens: Tensor  # int64 [n, s]
+    labels: Tensor  # int64 [n, s]
+    advantages: Tensor  # float32 [n, s]
+    rollout_logprobs: Tensor  # float32 [n, s]
+    old_logprobs: Tensor  # float32 [n, s], zeros until computed
+    ref_logprobs: Tensor  # float32 [n, s], zeros until computed
+    weights: Tensor  # float32 [n, s], truncated importance weights, ones until computed
+    kept_ids: Tensor | None = None  # int64 [n, s, k], what the engine's filters kept; -1 fills up
+
+    @property
+    def mask(self) -> Tensor:
+        return self.labels != IGNORE
+
+    def map(self, fn) -> Batch:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if t is None else fn(t) for name, t in values.items()})
+
+
+def group_advantages(samples: list[Sample], *, normalise_std: bool) -> None:
+    """GRPO: an answer's reward against those of the other answers to the same prompt."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    for group in groups.values():
+        rewards = [sample.reward for sample in group]
+        scale = pstdev(rewards) + 1e-4 if normalise_std else 1.0
+        for sample in group:
+            sample.advantage = (sample.reward - fmean(rewards)) / scale
+
+
+def make_batch(
+    samples: list[Sample],
+    *,
+    pad: int,
+    multiple: int,
+    device: torch.device,
+    all_tokens: bool = False,
+) -> Batch:
+    """Right-pads to a multiple of `multiple` (2 * CP, and TP under sequence parallelism).
+
+    `all_tokens` labels the prompts too, for the self-check.
+    """
+    longest = max(len(s.tokens) for s in samples)
+    shape = (len(samples), -(-longest // multiple) * multiple)
+    batch = Batch(
+        tokens=torch.full(shape, pad),
+        labels=torch.full(shape, IGNORE),
+        advantages=torch.zeros(shape),
+        rollout_logprobs=torch.zeros(shape),
+        old_logprobs=torch.zeros(shape),
+        ref_logprobs=torch.zeros(shape),
+        weights=torch.ones(shape),
+    )
+    if not all_tokens and any(s.kept for s in samples):
+        widest = max(len(ids or ()) for s in samples for ids in s.kept)
+        batch.kept_ids = torch.full((*shape, widest), -1)
+    for i, sample in enumerate(samples):
+        end = len(sample.tokens)
+        batch.tokens[i, :end] = torch.tensor(sample.tokens)
+        # The label of position p is token p + 1: shifted here, before any split over ranks.
+        answer = slice(0 if all_tokens else sample.prompt_length - 1, end - 1)
+        batch.labels[i, answer] = batch.tokens[i, answer.start + 1 : end]
+        if not all_tokens:
+            batch.rollout_logprobs[i, answer] = torch.tensor(sample.logprobs)
+            batch.advantages[i, answer] = sample.advantage
+        if batch.kept_ids is not None:
+            for position, ids in enumerate(sample.kept, start=answer.start):
+                batch.kept_ids[i, position, : len(ids or ())] = torch.tensor(ids or ())
+    return batch.map(lambda t: t.to(device))
+
+
+@dataclass
+class MicroBatch:
+    """What one forward pass sees: rows of this data-parallel rank, positions of this CP rank."""
+
+    batch: Batch  # [micro_batch, s / CP]
+    position_ids: Tensor  # [micro_batch, s / CP], global positions
+
+
+def kept_ids(batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """-> bool [n, s], where the engine recorded what it kept, and `kept_ids` of
+    vocab_parallel_sampling_logprobs: (ids one after another, offsets [n * s + 1])."""
+    present = batch.kept_ids >= 0
+    offsets = torch.nn.functional.pad(present.sum(-1).flatten().cumsum(0), (1, 0))
+    return present.any(-1), (batch.kept_ids[present], offsets)
+
+
+def micro_batches(batch: Batch, *, size: int, layout: Any) -> Iterator[MicroBatch]:
+    rows, cp_group = batch.tokens.shape[0] // layout.dp, layout.cp_group
+    for start in range(layout.dp_rank * rows, (layout.dp_rank + 1) * rows, size):
+        local = batch.map(
+            lambda t, at=start: context_parallel_shard(
+                t[at : at + size], cp_group=cp_group, seq_dim=1
+            )
+        )
+        positions = context_parallel_positions(batch.tokens.shape[1], cp_group=cp_group)
+        yield MicroBatch(local, positions.to(batch.tokens.device).expand(size, -1))

@@ -1,0 +1,99 @@
+"""Log-probabilities of a batch without gradient, and the loss under the sampler's filter.
+
+A sampler with top-p draws from what its filter leaves, so that the trainer's log-probability is
+taken over the same tokens: by its own sums ("trainer"), or by the engine's record of what it kept
+("engine"), which differs at the edge of the filter alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs import (
+    TokenStats,
+    patch_model,
+    vocab_parallel_logprobs,
+    vocab_parallel_sampling_logprobs,
+    vocab_parallel_token_stats,
+)
+from mcore_logprobs.losses import kl_k3
+
+from .data import Batch, MicroBatch, kept_ids
+from .layout import whole_rows
+
+
+@dataclass
+class Scores:
+    """Of a batch's labels, [n, s] each, the same on every rank."""
+
+    stats: TokenStats  # of the whole distribution, at the sampler's temperature
+    trainer: Tensor  # log-probability under the trainer's own top-p; stats' where there is none
+    engine: Tensor  # log-probability under the ids that the engine kept
+
+    def under(self, kept_tokens: str) -> Tensor:
+        return self.engine if kept_tokens == "engine" else self.trainer
+
+
+@torch.no_grad()
+def score(trainer: Any, model: Any, batch: Batch) -> Scores:
+    """Log-probabilities, entropy and ranks of the batch's labels. Collective."""
+
+    def keep(micro: MicroBatch, out: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        if trainer.filtered:  # out is logits
+            options = {"entropy": True, "target_rank": True, **_options(trainer)}
+            stats = vocab_parallel_token_stats(out, micro.batch.labels, **options)
+            by_filter = [
+                under_filter(trainer, micro.batch, out, by) for by in ("trainer", "engine")
+            ]
+        else:
+            stats, by_filter = out, [out.logprobs, out.logprobs]
+        found = [stats.logprobs, stats.entropy, stats.target_rank, stats.lse, *by_filter]
+        return found[0].sum(), micro.batch.mask.sum().int(), found
+
+    config = replace(trainer.logprobs, entropy=True, target_rank=True)
+    with patch_model(model, config):
+        parts = trainer.run(model, batch, keep, forward_only=True, labels=not trainer.filtered)
+    logprobs, entropy, rank, lse, by_trainer, by_engine = (
+        whole_rows([part[i] for part in parts], batch.tokens.shape, dtype, trainer.layout)
+        for i, dtype in enumerate(
+            [torch.float32, torch.float32, torch.int64, torch.float32, torch.float32, torch.float32]
+        )
+    )
+    return Scores(TokenStats(logprobs, entropy, rank, lse), by_trainer, by_engine)
+
+
+def under_filter(trainer: Any, batch: Batch, logits: Tensor, kept_tokens: str) -> Tensor:
+    """[b, s] log-probability of the labels among the tokens that the sampler's top-p leaves."""
+    labels, options = batch.labels, _options(trainer)
+    top_p = trainer.config.rollout.top_p
+    own = vocab_parallel_sampling_logprobs(logits, labels, top_p=top_p, **options)
+    if kept_tokens == "trainer" or batch.kept_ids is None:
+        return own
+    recorded, kept = kept_ids(batch)
+    replayed = vocab_parallel_sampling_logprobs(logits, labels, kept_ids=kept, **options)
+    return torch.where(recorded, replayed, own)
+
+
+def filtered_loss(trainer: Any, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, log-probabilities [b, s]): the ratio under the sampler's filter, the KL
+    term between whole distributions."""
+    b, loss = micro.batch, trainer.loss
+    logprobs = under_filter(trainer, b, logits, trainer.config.rollout.kept_tokens)
+    weights = (b.weights,) if loss.weighted else ()
+    surrogate = replace(loss, kl_coef=0.0)
+    per_token = surrogate(logprobs, None, b.old_logprobs, b.advantages, *weights)
+    if loss.kl_coef > 0:
+        whole = vocab_parallel_logprobs(logits, b.labels, **_options(trainer))
+        per_token = per_token + loss.kl_coef * kl_k3(whole, b.ref_logprobs)
+    return torch.where(b.mask, per_token, 0.0).sum(), logprobs
+
+
+def _options(trainer: Any) -> dict[str, Any]:
+    return {
+        "temperature": trainer.logprobs.temperature,
+        "vocab_size": trainer.logprobs.vocab_size,
+    }

@@ -1,0 +1,108 @@
+"""vLLM in a process of its own: commands over a pipe, an answer or a beat for each bit of work.
+
+    python vllm_server.py FD        (started by vllm_engine.py; FD is the pipe's end)
+
+vLLM sets up torch.distributed, threads and signal handlers as it likes, so that it shares no
+process with Megatron, and no environment either where versions do not allow it: this file imports
+nothing of the example. It starts without weights (`load_format="dummy"`); they come over the pipe,
+before the first rollout as after every update.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Server:
+    def __init__(self, conn: Connection, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.conn = conn
+        self.sleeps = options.get("enable_sleep_mode", False)
+        self.asleep = False
+        self.llm = LLM(**options)
+
+    def weights(self, named: list[tuple[str, tuple[int, ...], str]]) -> None:
+        """Takes tensors from the pipe, in the order named, into vLLM's reload API."""
+        import torch
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, shape, dtype in named:
+                data = bytearray(self.conn.recv_bytes())
+                yield name, torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
+                self.conn.send(("beat", name))
+
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+        self.llm.reset_prefix_cache()  # its keys and values are the old weights'
+
+    def generate(
+        self, prompts: list[list[int]], group_size: int, seed: int, max_kept: int, sampling: dict
+    ) -> list[dict[str, Any]]:
+        """Answers in the order of prompts, group after group; each with its tokens' log-probability
+        and, with max_kept, the ids that the filters kept (None where they are that many)."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        for i, prompt in enumerate(prompts):
+            for j in range(group_size):
+                number = i * group_size + j
+                params = SamplingParams(
+                    seed=seed + number, logprobs=max_kept, detokenize=False, **sampling
+                )
+                engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        answers: list[dict[str, Any]] = [{}] * (len(prompts) * group_size)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    answers[int(output.request_id)] = self._answer(output.outputs[0], max_kept)
+            self.conn.send(("beat", "step"))
+        if self.sleeps:
+            self.llm.sleep(level=2)  # weights and cache; weights come before the next rollout
+            self.asleep = True
+        return answers
+
+    @staticmethod
+    def _answer(output: Any, max_kept: int) -> dict[str, Any]:
+        logprobs, kept = [], []
+        for token, entries in zip(output.token_ids, output.logprobs, strict=True):
+            logprobs.append(entries[token].logprob)
+            finite = [i for i, entry in entries.items() if entry.logprob > -math.inf]
+            kept.append(finite if len(finite) < max_kept else None)
+        return {"tokens": list(output.token_ids), "logprobs": logprobs, "kept": kept}
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole process group; the trainer decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    conn = Connection(int(sys.argv[1]))
+    try:
+        server = Server(conn, conn.recv())
+        conn.send(("done", None))
+        while True:
+            command, kwargs = conn.recv()
+            conn.send(("done", getattr(server, command)(**kwargs)))
+    except EOFError:  # the trainer is gone
+        pass
+    except Exception as error:
+        traceback.print_exc()
+        conn.send(("failed", f"{type(error).__name__}: {error}"))
+    finally:
+        sys.stderr.flush()
+        os._exit(0)  # vLLM's own shutdown waits for threads that have nothing left to do
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, whose modules are not those that vLLM means by their names
+    main()

@@ -1,0 +1,46 @@
+"""Distillation from a teacher: KL of two heads, from hidden states; no side's logits are held."""
+
+import torch
+from tiny import VOCAB, batch, gpt, megatron
+
+from mcore_logprobs import linear_kl_div
+
+
+def main(steps: int = 8) -> list[float]:
+    with megatron():
+        teacher, student = gpt(num_layers=3).requires_grad_(False), gpt(num_layers=1)
+        with torch.no_grad():
+            head(teacher).mul_(8)  # a teacher with opinions
+        ids, positions, labels = batch()
+        optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
+        losses = []
+        for _ in range(steps):
+            with torch.no_grad():
+                teacher_hidden = hidden_states(teacher, ids, positions)
+            kl = linear_kl_div(
+                hidden_states(student, ids, positions),
+                head(student),
+                teacher_hidden=teacher_hidden,
+                teacher_weight=head(teacher),
+                mask=(labels != -100).T,
+                vocab_size=VOCAB,
+            )  # [s, b]
+            optimizer.zero_grad()
+            kl.mean().backward()
+            optimizer.step()
+            losses.append(kl.mean().item())
+        return losses
+
+
+def head(model) -> torch.Tensor:
+    return model.shared_embedding_or_output_weight()  # [V/TP, h], tied or not
+
+
+def hidden_states(model, ids, positions) -> torch.Tensor:
+    embedded = model.embedding(input_ids=ids, position_ids=positions)
+    rotary = model.rotary_pos_emb(ids.shape[1])
+    return model.decoder(embedded, attention_mask=None, rotary_pos_emb=rotary)  # [s, b, h]
+
+
+if __name__ == "__main__":
+    print(main())

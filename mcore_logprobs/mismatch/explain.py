@@ -1,0 +1,256 @@
+"""Why the trainer's log-probabilities differ from the rollout engine's, cause by cause.
+
+Each side reports a number per token. Which computation gives that number is found by trying: from
+the trainer's logits, every combination of the settings below is computed for some tokens, and the
+one whose figures come closest to a side's report is taken for what that side computed (of those
+about as close, the one with the fewest departures from the right setting).
+
+    setting      right                            departures
+    alignment    label t is token t + 1           labels or values one position late or early
+    weights      the trainer's                    those before the last update ("stale")
+    padding      padded columns left out          counted in the softmax
+    rounding     float32 logits                   bfloat16 logits
+    temperature  applied                          left out
+    filter       top-k and top-p applied          left out
+
+What the two sides do differently explains the difference. Changing the trainer's settings into the
+engine's one by one, in the order above, splits `train - rollout` of each token into parts that add
+up to it exactly, with what no setting explains as the remainder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.mismatch.result import MismatchCause, MismatchExplanation, cause_of, part_of
+from mcore_logprobs.mismatch.search import (
+    OFFSETS,
+    Batch,
+    Rows,
+    Source,
+    check_known,
+    distance,
+    stale_source,
+)
+from mcore_logprobs.mismatch.settings import CAUSES, RIGHT, SETTINGS, Settings
+
+__all__ = ["explain_mismatch", "load_mismatch_dump"]
+
+
+def explain_mismatch(
+    train_logprobs: Any,
+    rollout_logprobs: Any,
+    target: Any,
+    *,
+    mask: Any = None,
+    logits: Any = None,
+    hidden: Any = None,
+    weight: Any = None,
+    stale_logits: Any = None,
+    stale_hidden: Any = None,
+    stale_weight: Any = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    train: Mapping[str, Any] | None = None,
+    rollout: Mapping[str, Any] | None = None,
+    threshold: float = 1e-3,
+    search_tokens: int = 256,
+    tp_group: ProcessGroup | None = None,
+) -> MismatchExplanation:
+    """Split `train_logprobs - rollout_logprobs` of a batch into its causes.
+
+    Without logits and hidden states only values that stand one position off can be found.
+
+    Shape:
+        train_logprobs, rollout_logprobs, target, mask: `[b, s]`, or `[s]` for one sequence.
+        logits, stale_logits: `[b, s, V/TP]`, the trainer's, as they leave the head: no temperature.
+            Or hidden, stale_hidden `[b, s, h]` with weight, stale_weight `[V/TP, h]` (stale_weight
+            None: weight): a tile of logits is computed at a time, in float32.
+
+    Args:
+        target: Megatron's labels, already shifted: target[t] is token t + 1. Give those of the
+            prompt too where you have them, and say by `mask` which tokens count: a wrong shift
+            needs the neighbours.
+        mask: the tokens that count; None: where target is not ignore_index.
+        stale_logits, stale_hidden, stale_weight: the same from the weights before the last update,
+            to tell stale weights from the rest.
+        temperature, top_k, top_p: the sampler's. vocab_size: the true vocabulary.
+        train, rollout: fields of `Settings` that are known of a side and not to be searched.
+        threshold: nats, of the share of tokens.
+        search_tokens: how many tokens, spread evenly, the search looks at.
+
+    Collectives, over TP: those of `vocab_parallel_sampling_logprobs` and `vocab_parallel_gather`,
+    some 50 calls a side. For a look at a run, not for a hot path; the host reads values back.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit; no token that counts.
+    """
+    batch = Batch.of(train_logprobs, rollout_logprobs, target, mask, ignore_index)
+    known = {
+        side: check_known(side, given) for side, given in (("train", train), ("rollout", rollout))
+    }
+    if logits is None and hidden is None:
+        return _without_logits(batch, threshold)
+    rows = Rows(
+        batch,
+        fresh=Source.of("", logits, hidden, weight, batch.shape),
+        stale=stale_source(stale_logits, stale_hidden, stale_weight, weight, batch.shape),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+    )
+    notes = rows.unchecked()
+    spread = batch.positions[:: max(1, -(-len(batch.positions) // search_tokens))]
+    found = {
+        "train": rows.search(batch.train, spread, known["train"]),
+        "rollout": rows.search(batch.rollout, spread, known["rollout"]),
+    }
+    ours, theirs = found["train"], found["rollout"]
+    for name in SETTINGS:
+        if getattr(ours, name) == getattr(theirs, name) != getattr(RIGHT, name):
+            notes.append(f"both sides: {CAUSES[name][0]}. They agree, and both are wrong")
+
+    # From the trainer's settings to the engine's, one change at a time.
+    at, steps = ours, []
+    for name in SETTINGS:
+        if getattr(ours, name) != getattr(theirs, name):
+            after = replace(at, **{name: getattr(theirs, name)})
+            steps.append((name, at, after))
+            at = after
+    figures = {s: rows.logprobs(s, batch.positions) for s in {ours, theirs, at}}
+    for _, before, after in steps:
+        for settings in (before, after):
+            if settings not in figures:
+                figures[settings] = rows.logprobs(settings, batch.positions)
+    total = batch.train[batch.positions] - batch.rollout[batch.positions]
+    finite = total.isfinite()
+    for values in figures.values():
+        finite &= values.isfinite()
+    if not finite.any():
+        raise ValueError("expected tokens with finite log-probabilities on both sides, got none")
+    parts = [
+        cause_of(name, ours, theirs, (figures[before] - figures[after])[finite], threshold)
+        for name, before, after in steps
+    ]
+    rest = total[finite] - sum((p.per_token for p in parts), torch.zeros(()).double())
+    return MismatchExplanation(
+        tokens=int(finite.sum()),
+        left_out=int((~finite).sum()),
+        threshold=threshold,
+        train=ours,
+        rollout=theirs,
+        total=part_of("all", total[finite], threshold),
+        causes=tuple(parts),
+        remainder=part_of("remainder", rest, threshold),
+        notes=tuple(notes),
+    )
+
+
+_DUMP_KEYS = (
+    "train_logprobs",
+    "rollout_logprobs",
+    "target",
+    "mask",
+    "logits",
+    "hidden",
+    "weight",
+    "stale_logits",
+    "stale_hidden",
+    "stale_weight",
+    "temperature",
+    "top_k",
+    "top_p",
+    "vocab_size",
+    "ignore_index",
+)
+
+
+def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
+    """The arguments of `explain_mismatch` from a file: a dictionary saved by `torch.save` (.pt), or
+    arrays saved by `numpy.savez` (.npz). Keys are the names of the arguments; numbers may be 0-d.
+
+    Nothing in the file is executed: pickled objects other than tensors and numbers are refused.
+
+    Raises:
+        ValueError: another suffix, a key that is not known, or one of train_logprobs,
+            rollout_logprobs and target missing.
+    """
+    file = Path(path)
+    if file.suffix == ".npz":
+        import numpy as np
+
+        with np.load(file, allow_pickle=False) as arrays:
+            found: dict[str, Any] = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+    elif file.suffix in (".pt", ".pth"):
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(found, dict):
+            raise ValueError(f"{file}: expected a dictionary, got {type(found).__name__}")
+    else:
+        raise ValueError(f"{file}: expected a .npz or .pt file")
+    unknown = sorted(set(found) - set(_DUMP_KEYS))
+    if unknown:
+        raise ValueError(
+            f"{file}: unknown key {', '.join(unknown)}; known: {', '.join(_DUMP_KEYS)}"
+        )
+    missing = [key for key in _DUMP_KEYS[:3] if key not in found]
+    if missing:
+        raise ValueError(
+            f"{file}: expected the keys {', '.join(_DUMP_KEYS[:3])}; {missing} missing"
+        )
+    for key in _DUMP_KEYS[10:]:
+        if isinstance(found.get(key), Tensor):
+            found[key] = found[key].item()
+    return found
+
+
+def _without_logits(batch: Batch, threshold: float) -> MismatchExplanation:
+    """From the two reports alone: whether one stands a position off."""
+    total = batch.train[batch.positions] - batch.rollout[batch.positions]
+    counted = torch.zeros_like(batch.train, dtype=torch.bool)
+    counted[batch.positions] = True
+    best = ("right", batch.train[batch.positions])
+    moved = distance(batch.train[batch.positions], batch.rollout[batch.positions])
+    for name in ("values late", "values early"):
+        # The trainer's value of token t stands one further on: at t + 1 where it is late.
+        other, inside = batch.neighbour(batch.positions, -OFFSETS[name][0])
+        inside &= counted[other]
+        if 2 * int(inside.sum()) < len(batch.positions):
+            continue
+        error = distance(batch.train[other][inside], batch.rollout[batch.positions][inside])
+        if error < moved / 2:
+            best, moved = (name, torch.where(inside, batch.train[other], torch.nan)), error
+    name, aligned = best
+    ours = Settings(alignment=name)  # type: ignore[arg-type]
+    finite = total.isfinite() & aligned.isfinite()
+    if not finite.any():
+        raise ValueError("expected tokens with finite log-probabilities on both sides, got none")
+    parts: tuple[MismatchCause, ...] = ()
+    rest = total[finite]
+    if name != "right":
+        size = (batch.train[batch.positions] - aligned)[finite]
+        parts = (cause_of("alignment", ours, RIGHT, size, threshold),)
+        rest = rest - size
+    return MismatchExplanation(
+        tokens=int(finite.sum()),
+        left_out=int((~finite).sum()),
+        threshold=threshold,
+        train=ours,
+        rollout=RIGHT,
+        total=part_of("all", total[finite], threshold),
+        causes=parts,
+        remainder=part_of("remainder", rest, threshold),
+        notes=("no logits or hidden: only values one position off can be found",),
+    )

@@ -1,0 +1,191 @@
+"""What `explain_mismatch` gives: a table, plain data, a figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.mismatch.settings import CAUSES, RIGHT, SETTINGS, Settings
+
+
+@dataclass(frozen=True)
+class MismatchCause:
+    """One part of `train - rollout`.
+
+    Attributes:
+        name: the cause, or "remainder".
+        side: "train" or "rollout": who departs from the right setting; "" for the remainder.
+        setting: the field of `Settings`; "" for the remainder.
+        mean, mean_abs, max_abs: of its size per token, in nats.
+        share: of the tokens, those that it moves by more than the threshold.
+        cure: the setting to change; "" for the remainder.
+        per_token: [tokens] its size, float64 on the CPU.
+    """
+
+    name: str
+    side: str
+    setting: str
+    mean: float
+    mean_abs: float
+    max_abs: float
+    share: float
+    cure: str
+    per_token: Tensor = field(repr=False)
+
+
+@dataclass(frozen=True)
+class MismatchExplanation:
+    """What `explain_mismatch` found; `causes` and `remainder` add up to `total`, token by token.
+
+    Attributes:
+        tokens: how many were explained.
+        left_out: tokens without a finite figure: impossible (-inf) under a filter of one side, or
+            next to a label that is not known.
+        threshold: nats, of `share`.
+        train, rollout: what each side was found to compute.
+        total: train - rollout; causes: its parts; remainder: what no setting explains.
+        notes: what could not be checked and why, and mistakes that both sides share.
+    """
+
+    tokens: int
+    left_out: int
+    threshold: float
+    train: Settings
+    rollout: Settings
+    total: MismatchCause
+    causes: tuple[MismatchCause, ...]
+    remainder: MismatchCause
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a line of JSON: no per-token values."""
+        keys = ("name", "side", "mean", "mean_abs", "max_abs", "share", "cure")
+
+        def plain(cause: MismatchCause) -> dict[str, Any]:
+            return {key: getattr(cause, key) for key in keys}
+
+        return {
+            "tokens": self.tokens,
+            "left_out": self.left_out,
+            "threshold": self.threshold,
+            "train": {name: getattr(self.train, name) for name in SETTINGS},
+            "rollout": {name: getattr(self.rollout, name) for name in SETTINGS},
+            "total": plain(self.total),
+            "causes": [plain(cause) for cause in self.causes],
+            "remainder": plain(self.remainder),
+            "notes": list(self.notes),
+        }
+
+    def text(self) -> str:
+        """A table: a line per cause, then the cures and the notes."""
+        head = f"{'train - rollout, nats':<36}{'mean':>11}{'mean |.|':>11}{'max |.|':>11}"
+        lines = [f"{head}{f'> {self.threshold:g}':>11}"]
+        for part in (self.total, *self.causes, self.remainder):
+            name = f"  {part.name} ({part.side})" if part.side else f"  {part.name}"
+            lines.append(
+                f"{name:<36}{part.mean:>+11.2e}{part.mean_abs:>11.2e}{part.max_abs:>11.2e}"
+                f"{part.share:>11.1%}"
+            )
+        dropped = f", {self.left_out} left out (no finite figure)" if self.left_out else ""
+        lines.append(f"{self.tokens} tokens{dropped}")
+        lines += [f"cure of {c.name} ({c.side}): {c.cure}" for c in self.causes]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def figure(self) -> Any:
+        """A matplotlib Figure: how large each part is over the tokens, and the two sides before and
+        after the explained parts are taken away. Drawn without a display."""
+        return draw(self)
+
+
+def cause_of(
+    setting: str, ours: Settings, theirs: Settings, size: Tensor, threshold: float
+) -> MismatchCause:
+    name, cure_train, cure_rollout = CAUSES[setting]
+    train_departs = getattr(ours, setting) != getattr(RIGHT, setting)
+    # Where both depart (late against early), the trainer's cure is named first.
+    side, cure = ("train", cure_train) if train_departs else ("rollout", cure_rollout)
+    part = part_of(name, size, threshold)
+    return replace(part, side=side, setting=setting, cure=cure)
+
+
+def part_of(name: str, size: Tensor, threshold: float) -> MismatchCause:
+    absolute = size.abs()
+    return MismatchCause(
+        name=name,
+        side="",
+        setting="",
+        mean=size.mean().item(),
+        mean_abs=absolute.mean().item(),
+        max_abs=absolute.max().item(),
+        share=(absolute > threshold).double().mean().item(),
+        cure="",
+        per_token=size,
+    )
+
+
+# ---- picture -----------------------------------------------------------------------------------
+
+_COLORS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#0891b2", "#be185d")
+
+
+def draw(found: MismatchExplanation) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            'the figure needs matplotlib: pip install "mcore-logprobs[examples]"'
+        ) from error
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    bars, tail, scatter = figure.subplots(1, 3, width_ratios=(1.05, 1, 1))
+    parts = [
+        (found.total, "#1f2933"),
+        *zip(found.causes, _COLORS, strict=False),
+        (found.remainder, "#9aa5b1"),
+    ]
+    names = [f"{p.name}\n({p.side})" if p.side else p.name for p, _ in parts]
+    sizes = [p.mean_abs for p, _ in parts]
+    bars.barh(names[::-1], sizes[::-1], color=[color for _, color in parts][::-1])
+    for y, size in enumerate(sizes[::-1]):
+        bars.text(size, y, f" {size:.1e}", va="center", fontsize=9)
+    bars.set_xlim(right=max(max(sizes), 1e-12) * 1.25)
+    bars.set_title("mean size per token, nats", loc="left", fontweight="bold")
+
+    for part, color in parts:
+        ordered = part.per_token.abs().sort(descending=True).values.clamp(min=1e-9)
+        share = (torch.arange(len(ordered)) + 1) / len(ordered)
+        label = part.name
+        tail.plot(ordered.tolist(), share.tolist(), color=color, lw=1.8, label=label)
+    tail.set(xscale="log", yscale="log", xlabel="nats")
+    tail.set_xlim(left=max(1e-7, found.remainder.mean_abs / 300))
+    tail.set_title("share of tokens larger than this", loc="left", fontweight="bold")
+    tail.legend(framealpha=0.8, edgecolor="none", fontsize=9)
+
+    explained = found.total.per_token - found.remainder.per_token
+    keep = slice(None, None, -(-found.tokens // 5000))
+    before, after = found.total.per_token[keep], found.remainder.per_token[keep]
+    scatter.axhline(0, color="#d5dbe1", lw=1)
+    scatter.scatter(
+        explained[keep].tolist(), before.tolist(), s=7, alpha=0.5, color="#1f2933", label="before"
+    )
+    scatter.scatter(
+        explained[keep].tolist(), after.tolist(), s=7, alpha=0.5, color="#d97706", label="after"
+    )
+    scatter.set(xlabel="explained part, nats", ylabel="train - rollout, nats")
+    scatter.set_title("each token, before and after", loc="left", fontweight="bold")
+    scatter.legend(framealpha=0.8, edgecolor="none", fontsize=9)
+    for axes in (bars, tail, scatter):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e5e9ee", lw=0.6)
+        axes.set_axisbelow(True)
+    figure.suptitle(
+        f"train against rollout, {found.tokens} tokens: mean |d| {found.total.mean_abs:.1e}, "
+        f"of which unexplained {found.remainder.mean_abs:.1e}",
+        fontsize=12,
+        x=0.01,
+        ha="left",
+    )
+    return figure

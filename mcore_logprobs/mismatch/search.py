@@ -1,0 +1,254 @@
+"""The batch, its logits, and the search for the settings that give what a side reports."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.logits.gather import vocab_parallel_gather
+from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
+from mcore_logprobs.mismatch.settings import RIGHT, SETTINGS, Alignment, Settings
+
+# Of each alignment: which row, and the label of which position, counted from the token's own.
+OFFSETS: dict[str, tuple[int, int]] = {
+    "right": (0, 0),
+    "labels late": (0, -1),
+    "labels early": (0, 1),
+    "values late": (-1, -1),
+    "values early": (1, 1),
+}
+CAP = 10.0  # nats: a token that is further off says no more than that a hypothesis is wrong
+_CLOSE = 1.5  # a simpler hypothesis is preferred while its error is under this multiple of the best
+_FLOOR = 2e-5  # nats: float32 log-probabilities of two implementations agree no better
+_TILE = 256  # rows of logits at a time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The checked batch, flat; float64 on the CPU."""
+
+    shape: tuple[int, int]
+    train: Tensor  # [b * s]
+    rollout: Tensor  # [b * s]
+    target: Tensor  # [b * s]
+    ignore_index: int
+    positions: Tensor  # [tokens] flat indices of the tokens that count
+
+    @classmethod
+    def of(cls, train: Any, rollout: Any, target: Any, mask: Any, ignore_index: int) -> Batch:
+        train, rollout = torch.as_tensor(train), torch.as_tensor(rollout)
+        target = torch.as_tensor(target)
+        if train.dim() not in (1, 2):
+            raise ValueError(f"train_logprobs: expected [b, s] or [s], got {list(train.shape)}")
+        if not train.is_floating_point() or not rollout.is_floating_point():
+            raise ValueError(
+                f"log-probabilities: expected floating dtypes, got {train.dtype}, {rollout.dtype}"
+            )
+        if target.is_floating_point() or target.dtype is torch.bool:
+            raise ValueError(f"target: expected an integer dtype, got {target.dtype}")
+        keep = target != ignore_index
+        if mask is not None:
+            mask = torch.as_tensor(mask).bool()
+        for name, x in (("rollout_logprobs", rollout), ("target", target), ("mask", mask)):
+            if x is not None and x.shape != train.shape:
+                raise ValueError(f"{name}: expected {list(train.shape)}, got {list(x.shape)}")
+        if mask is not None:
+            keep = keep & mask
+        positions = keep.cpu().flatten().nonzero()[:, 0]
+        if not len(positions):
+            raise ValueError("expected at least one token that counts, got none")
+        b, s = train.shape if train.dim() == 2 else (1, train.shape[0])
+        train, rollout = (x.detach().double().cpu().flatten() for x in (train, rollout))
+        bad = int((train[positions].isnan() | rollout[positions].isnan()).sum())
+        if bad:
+            raise ValueError(f"expected no NaN where a token counts, got {bad} tokens")
+        return cls((b, s), train, rollout, target.cpu().flatten(), ignore_index, positions)
+
+    def neighbour(self, positions: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """(flat index, whether it lies in the same sequence) of positions + offset."""
+        length = self.shape[1]
+        column = positions % length + offset
+        inside = (column >= 0) & (column < length)
+        return torch.where(inside, positions + offset, positions), inside
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows of logits come from."""
+
+    logits: Tensor | None  # [b * s, V/TP]
+    hidden: Tensor | None  # [b * s, h]
+    weight: Tensor | None  # [V/TP, h]
+
+    @classmethod
+    def of(
+        cls, prefix: str, logits: Any, hidden: Any, weight: Any, shape: tuple[int, int]
+    ) -> Source:
+        if (logits is None) == (hidden is None):
+            raise ValueError(f"expected one of {prefix}logits and {prefix}hidden")
+        name, x = (f"{prefix}logits", logits) if hidden is None else (f"{prefix}hidden", hidden)
+        x = torch.as_tensor(x).detach()
+        flat = x.reshape(-1, x.shape[-1]) if x.dim() in (2, 3) else x
+        if x.dim() not in (2, 3) or flat.shape[0] != shape[0] * shape[1]:
+            raise ValueError(f"{name}: expected [{shape[0]}, {shape[1]}, n], got {list(x.shape)}")
+        if hidden is None:
+            return cls(flat, None, None)
+        if weight is None:
+            raise ValueError(f"{name}: expected {prefix}weight with it")
+        weight = torch.as_tensor(weight).detach()
+        if weight.dim() != 2 or weight.shape[1] != flat.shape[1]:
+            raise ValueError(
+                f"{prefix}weight: expected [V/TP, {flat.shape[1]}], got {list(weight.shape)}"
+            )
+        return cls(None, flat, weight)
+
+    @property
+    def width(self) -> int:
+        tensor = self.logits if self.weight is None else self.weight.T
+        assert tensor is not None
+        return tensor.shape[1]
+
+    def rows(self, index: Tensor) -> Tensor:
+        """[rows, V/TP] float32."""
+        if self.logits is not None:
+            return self.logits[index.to(self.logits.device)].float()
+        assert self.hidden is not None
+        assert self.weight is not None
+        return self.hidden[index.to(self.hidden.device)].float() @ self.weight.float().T
+
+
+def stale_source(
+    logits: Any, hidden: Any, stale_weight: Any, weight: Any, shape: tuple[int, int]
+) -> Source | None:
+    if logits is None and hidden is None:
+        if stale_weight is not None:
+            raise ValueError("stale_weight: expected stale_hidden with it")
+        return None
+    return Source.of(
+        "stale_", logits, hidden, weight if stale_weight is None else stale_weight, shape
+    )
+
+
+def check_known(side: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    for name, value in (given or {}).items():
+        if name not in SETTINGS:
+            raise ValueError(f"{side}: unknown setting {name!r}; known: {', '.join(SETTINGS)}")
+        choices = get_args(Alignment) if name == "alignment" else (False, True)
+        if value not in choices:
+            raise ValueError(f"{side}: {name}: expected one of {choices}, got {value!r}")
+    return dict(given or {})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Log-probabilities of the batch's tokens under any settings."""
+
+    batch: Batch
+    fresh: Source
+    stale: Source | None
+    temperature: float
+    top_k: int | None
+    top_p: float
+    vocab_size: int | None
+    tp_group: ProcessGroup | None
+
+    def choices(self, name: str) -> tuple[Any, ...]:
+        """The values of a setting that give different figures here, the right one first."""
+        if name == "alignment":
+            return get_args(Alignment)
+        told_apart = {
+            "stale_weights": self.stale is not None,
+            "padding_counted": self.vocab_size is not None,
+            "bf16_logits": True,
+            "temperature_applied": self.temperature != 1.0,
+            "filter_applied": self.top_p < 1.0 or self.top_k not in (None, 0, -1),
+        }
+        right = getattr(RIGHT, name)
+        return (right, not right) if told_apart[name] else (right,)
+
+    def unchecked(self) -> list[str]:
+        notes = []
+        if self.stale is None:
+            notes.append("stale weights not checked: no stale_logits or stale_hidden")
+        if self.vocab_size is None:
+            notes.append("padded vocabulary not checked: no vocab_size")
+        return notes
+
+    def search(self, reported: Tensor, positions: Tensor, known: dict[str, Any]) -> Settings:
+        """The settings whose figures come closest to `reported`."""
+        wanted = reported[positions]
+
+        def best(free: dict[str, tuple[Any, ...]], base: Settings) -> Settings:
+            scored = []
+            for values in itertools.product(*free.values()):
+                settings = replace(base, **dict(zip(free, values, strict=True)))
+                scored.append((self._error(settings, wanted, positions), settings))
+            limit = max(min(error for error, _ in scored) * _CLOSE, _FLOOR)
+            close = [(len(s.departures()), error, i) for i, (error, s) in enumerate(scored)]
+            _, _, chosen = min(entry for entry in close if entry[1] <= limit)
+            return scored[chosen][1]
+
+        start = replace(RIGHT, **known)
+        free = {name: self.choices(name) for name in SETTINGS if name not in known}
+        # A shift is worth nats, so that it shows whatever the finer settings are.
+        coarse = {k: v for k, v in free.items() if k not in _FINE}
+        shift = best(coarse, start).alignment
+        fine = {k: v for k, v in free.items() if k != "alignment"}
+        return best(fine, replace(start, alignment=shift))
+
+    def _error(self, settings: Settings, wanted: Tensor, positions: Tensor) -> float:
+        """Mean |difference| over the tokens, each capped; infinite where most cannot be known."""
+        got = self.logprobs(settings, positions)
+        known = ~got.isnan()
+        if 2 * int(known.sum()) < len(wanted):
+            return math.inf
+        return distance(got[known], wanted[known])
+
+    @torch.no_grad()
+    def logprobs(self, settings: Settings, positions: Tensor) -> Tensor:
+        """float64 [positions] on the CPU; NaN where a neighbour's label is not known."""
+        row_offset, label_offset = OFFSETS[settings.alignment]
+        row, row_inside = self.batch.neighbour(positions, row_offset)
+        label, label_inside = self.batch.neighbour(positions, label_offset)
+        target = self.batch.target[label]
+        known = row_inside & label_inside & (target != self.batch.ignore_index)
+        source = self.stale if settings.stale_weights else self.fresh
+        assert source is not None, "stale weights are a choice only where there are some"
+        parts = []
+        for start in range(0, len(positions), _TILE):
+            tile = slice(start, start + _TILE)
+            z = source.rows(row[tile])
+            parts.append(self._figures(z, target[tile].clamp(min=0).to(z.device), settings))
+        values = torch.cat(parts).double().cpu()
+        return torch.where(known, values, torch.nan)
+
+    def _figures(self, z: Tensor, target: Tensor, settings: Settings) -> Tensor:
+        """z: [rows, V/TP] float32 -> [rows]."""
+        if settings.bf16_logits:
+            z = z.bfloat16().float()
+        temperature = self.temperature if settings.temperature_applied else 1.0
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "vocab_size": None if settings.padding_counted else self.vocab_size,
+            "tp_group": self.tp_group,
+        }
+        if settings.filter_applied and len(self.choices("filter_applied")) > 1:
+            return vocab_parallel_sampling_logprobs(
+                z, target, top_k=self.top_k, top_p=self.top_p, **options
+            )
+        return vocab_parallel_gather(z, target[:, None], log_softmax=True, **options)[:, 0]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Mean |a - b|, each capped; tokens that are impossible in both are equal."""
+    return torch.where(a == b, 0.0, (a - b).abs()).clamp(max=CAP).mean().item()
+
+
+_FINE = ("stale_weights", "padding_counted", "bf16_logits")

@@ -1,0 +1,362 @@
+"""explain_mismatch on a real Megatron model: each cause is put in, alone and in pairs, and found.
+
+What each side reports is computed here with plain torch in float64, so that the function is not
+held against itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs import diagnostics
+from mcore_logprobs.diagnostics import Settings, explain_mismatch, load_mismatch_dump
+from tests.helpers.distributed import get_pool
+
+VOCAB, TRUE_VOCAB, TEMPERATURE, TOP_P = 96, 89, 0.7, 0.9
+BATCH, LENGTH, PROMPT = 6, 21, 5
+
+
+def _model_data() -> dict[str, Tensor]:
+    """Logits of a Megatron GPTModel before and after an update, and tokens sampled from the first
+    weights as a rollout engine would."""
+    from mcore_logprobs.cpu_megatron import models as mm
+    from tests.megatron.common import megatron
+
+    with megatron():
+        config = mm.transformer_config(hidden_size=32, num_attention_heads=4, num_query_groups=2)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, max_sequence_length=64, tied=False)
+        with torch.no_grad():  # logits as wide as a trained model's
+            model.output_layer.weight.mul_(12)
+        generator = torch.Generator().manual_seed(2)
+        tokens = torch.randint(TRUE_VOCAB, (BATCH, PROMPT), generator=generator)
+        positions = torch.arange(LENGTH + 1).expand(BATCH, -1)
+
+        def logits(ids: Tensor) -> Tensor:
+            width = ids.shape[1]
+            return model(ids, positions[:, :width], None).detach().clone()
+
+        while tokens.shape[1] <= LENGTH:
+            z = logits(tokens)[:, -1].double()[:, :TRUE_VOCAB] / TEMPERATURE
+            probs = _filtered(z).softmax(-1)
+            drawn = torch.multinomial(probs, 1, generator=generator)
+            tokens = torch.cat([tokens, drawn], 1)
+        stale = logits(tokens[:, :-1])
+        loss = model(
+            tokens[:, :-1], positions[:, :LENGTH], None, labels=tokens[:, 1:].contiguous()
+        ).mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.05 * p.grad)
+        hidden: list[Tensor] = []
+        hook = model.output_layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+        fresh = logits(tokens[:, :-1])
+        hook.remove()
+        mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+        mask[:, PROMPT - 1 :] = True
+        mask[0, -4:] = False  # a shorter answer
+        return {
+            "target": tokens[:, 1:].contiguous(),
+            "mask": mask,
+            "logits": fresh,
+            "stale_logits": stale,
+            "hidden": hidden[0].detach().transpose(0, 1).contiguous(),
+            "weight": model.output_layer.weight.detach().clone(),
+        }
+
+
+def _filtered(z: Tensor) -> Tensor:
+    """Top-p by a plain sort."""
+    ordered, index = z.sort(dim=-1, descending=True, stable=True)
+    p = ordered.softmax(-1)
+    dropped = (p.cumsum(-1) - p) >= TOP_P
+    return z.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), -torch.inf)
+
+
+def _reported(data: dict[str, Tensor], settings: Settings) -> Tensor:
+    """[b, s] of a side that computes so: plain torch."""
+    z = data["stale_logits" if settings.stale_weights else "logits"].float()
+    if settings.bf16_logits:
+        z = z.bfloat16()
+    z = z.double()
+    if not settings.padding_counted:
+        z = z[..., :TRUE_VOCAB]
+    if settings.temperature_applied:
+        z = z / TEMPERATURE
+    if settings.filter_applied:
+        z = _filtered(z)
+    logp = z.log_softmax(-1)
+    labels = data["target"]
+    if settings.alignment == "labels late":  # never shifted: label t is token t
+        labels = labels.roll(1, 1)
+    elif settings.alignment == "labels early":  # shifted twice
+        labels = labels.roll(-1, 1)
+    values = logp.gather(-1, labels[..., None])[..., 0]
+    if settings.alignment == "values late":
+        values = values.roll(1, 1)
+    elif settings.alignment == "values early":
+        values = values.roll(-1, 1)
+    return values.float()
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Tensor]:
+    return get_pool(1).run(_model_data, timeout=200)[0]
+
+
+def _explain(data: dict[str, Tensor], ours: Settings, theirs: Settings, **more: Any) -> Any:
+    inputs = {k: data[k] for k in ("target", "mask", "logits", "stale_logits")}
+    settings = {"temperature": TEMPERATURE, "top_p": TOP_P, "vocab_size": TRUE_VOCAB}
+    return explain_mismatch(
+        _reported(data, ours), _reported(data, theirs), **{**inputs, **settings, **more}
+    )
+
+
+# Each cause on the side where it happens.
+CAUSES: dict[str, tuple[dict, dict]] = {
+    "labels late": ({"alignment": "labels late"}, {}),
+    "labels early": ({"alignment": "labels early"}, {}),
+    "values early": ({"alignment": "values early"}, {}),
+    "engine's values late": ({}, {"alignment": "values late"}),
+    "trainer without temperature": ({"temperature_applied": False}, {}),
+    "engine's raw temperature": ({}, {"temperature_applied": False}),
+    "trainer without filter": ({"filter_applied": False}, {}),
+    "engine without filter": ({}, {"filter_applied": False}),
+    "trainer's bf16 logits": ({"bf16_logits": True}, {}),
+    "engine's bf16 logits": ({}, {"bf16_logits": True}),
+    "padding counted": ({"padding_counted": True}, {}),
+    "stale engine": ({}, {"stale_weights": True}),
+}
+
+
+def _check(data: dict[str, Tensor], ours: dict, theirs: dict) -> Any:
+    train, rollout = Settings(**ours), Settings(**theirs)
+    found = _explain(data, train, rollout)
+    assert found.train == train
+    assert found.rollout == rollout
+    assert {(c.setting, c.side) for c in found.causes} == {
+        *((name, "train") for name in ours),
+        *((name, "rollout") for name in theirs),
+    }
+    assert found.remainder.max_abs < 1e-5
+    parts = sum(c.per_token for c in found.causes) + found.remainder.per_token
+    torch.testing.assert_close(parts, found.total.per_token, rtol=0, atol=1e-12)
+    counted = int(data["mask"].sum())
+    assert found.tokens + found.left_out == counted
+    return found
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_each_cause_is_found_alone(data: dict[str, Tensor], name: str) -> None:
+    ours, theirs = CAUSES[name]
+    found = _check(data, ours, theirs)
+    (cause,) = found.causes
+    # The size is the difference itself, as nothing else differs.
+    d = _reported(data, Settings(**ours)) - _reported(data, Settings(**theirs))
+    d = d[data["mask"]].double()
+    expected = d[d.isfinite()].abs()
+    if found.tokens == len(expected):
+        assert cause.mean_abs == pytest.approx(expected.mean().item(), abs=1e-6)
+        assert cause.max_abs == pytest.approx(expected.max().item(), abs=1e-5)
+        share = (expected > found.threshold).double().mean().item()
+        assert cause.share == pytest.approx(share, abs=1.5 / len(expected))
+    assert cause.cure
+
+
+def _pairs() -> list[tuple[str, str]]:
+    return [
+        (a, b)
+        for a, b in itertools.combinations(CAUSES, 2)
+        if not (set(CAUSES[a][0]) | set(CAUSES[a][1])) & (set(CAUSES[b][0]) | set(CAUSES[b][1]))
+    ]
+
+
+@pytest.mark.parametrize(("first", "second"), _pairs())
+def test_pairs_are_told_apart(data: dict[str, Tensor], first: str, second: str) -> None:
+    (a, b), (c, d) = CAUSES[first], CAUSES[second]
+    found = _check(data, {**a, **c}, {**b, **d})
+    assert len(found.causes) == 2
+
+
+def test_no_cause_where_nothing_differs(data: dict[str, Tensor]) -> None:
+    noise = 3e-6 * torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(1))
+    right = _reported(data, Settings())
+    found = explain_mismatch(
+        right,
+        right + noise,
+        data["target"],
+        mask=data["mask"],
+        logits=data["logits"],
+        stale_logits=data["stale_logits"],
+        temperature=TEMPERATURE,
+        top_p=TOP_P,
+        vocab_size=TRUE_VOCAB,
+    )
+    assert found.causes == ()
+    assert found.notes == ()
+    expected = noise[data["mask"]].abs().double().mean().item()
+    assert found.remainder.mean_abs == pytest.approx(expected, rel=0.1)
+
+
+def test_a_mistake_of_both_sides_is_noted(data: dict[str, Tensor]) -> None:
+    same = Settings(temperature_applied=False)
+    found = _explain(data, same, same)
+    assert found.causes == ()
+    assert any("both sides: temperature not applied" in note for note in found.notes)
+
+
+def test_from_hidden_states(data: dict[str, Tensor]) -> None:
+    """The same causes and sizes as from logits."""
+    sides = (Settings(temperature_applied=False), Settings(bf16_logits=True))
+    of_logits = _explain(data, *sides, stale_logits=None)
+    of_hidden = _explain(
+        data, *sides, logits=None, stale_logits=None, hidden=data["hidden"], weight=data["weight"]
+    )
+    assert of_hidden.train == of_logits.train
+    assert of_hidden.rollout.bf16_logits
+    for a, b in zip(of_logits.causes, of_hidden.causes, strict=True):
+        assert a.name == b.name
+        # A logit on the edge between two bfloat16 numbers may fall to the other side.
+        assert a.mean_abs == pytest.approx(b.mean_abs, rel=0.02)
+
+
+def test_known_settings_are_not_searched(data: dict[str, Tensor]) -> None:
+    found = _explain(
+        data, Settings(), Settings(), train={"filter_applied": False}, rollout={"bf16_logits": True}
+    )
+    assert not found.train.filter_applied
+    assert {c.name for c in found.causes} == {"truncation mass", "rounding of the head"}
+    # What was not there is taken back by the remainder.
+    sizes = sum(c.per_token for c in found.causes)
+    torch.testing.assert_close(found.remainder.per_token, -sizes, rtol=0, atol=1e-5)
+
+
+def test_without_logits_a_shift_of_values_is_found(data: dict[str, Tensor]) -> None:
+    right = _reported(data, Settings())
+    for name in ("values late", "values early"):
+        shifted = _reported(data, Settings(alignment=name))
+        found = explain_mismatch(shifted, right, data["target"], mask=data["mask"])
+        assert found.train.alignment == name
+        assert found.causes[0].name == "shifted by one"
+        assert found.remainder.max_abs < 1e-6
+    found = explain_mismatch(right, right, data["target"], mask=data["mask"])
+    assert found.causes == ()
+    assert "no logits" in found.notes[0]
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_sharded_logits(data: dict[str, Tensor], tp: int) -> None:
+    whole = _explain(data, Settings(padding_counted=True), Settings(bf16_logits=True))
+    for found in get_pool(tp).run(_explain_sharded, data, timeout=200):
+        assert found.train == whole.train
+        assert found.rollout == whole.rollout
+        assert found.total.mean_abs == whole.total.mean_abs
+        for a, b in zip(whole.causes, found.causes, strict=True):
+            torch.testing.assert_close(a.per_token, b.per_token, rtol=0, atol=1e-5)
+
+
+def _explain_sharded(data: dict[str, Tensor]) -> Any:
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = {k: data[k].chunk(world, -1)[rank] for k in ("logits", "stale_logits")}
+    sides = (Settings(padding_counted=True), Settings(bf16_logits=True))
+    return _explain(data, *sides, **mine, tp_group=dist.group.WORLD)
+
+
+def _dump(data: dict[str, Tensor], path: Path) -> None:
+    inputs: dict[str, Any] = {
+        "train_logprobs": _reported(data, Settings(temperature_applied=False)),
+        "rollout_logprobs": _reported(data, Settings(stale_weights=True)),
+        **{k: data[k] for k in ("target", "mask", "logits", "stale_logits")},
+    }
+    settings = {"temperature": TEMPERATURE, "top_p": TOP_P, "vocab_size": TRUE_VOCAB}
+    if path.suffix == ".npz":
+        np.savez(path, **{k: v.numpy() for k, v in inputs.items()}, **settings)
+    else:
+        torch.save({**inputs, **settings}, path)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt"])
+def test_dumps(data: dict[str, Tensor], tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"dump{suffix}"
+    _dump(data, path)
+    found = explain_mismatch(**load_mismatch_dump(path))
+    assert {c.name for c in found.causes} == {"temperature not applied", "stale weights"}
+
+
+def test_doctor_command(data: dict[str, Tensor], tmp_path: Path) -> None:
+    _dump(data, tmp_path / "dump.npz")
+    command = [sys.executable, "-m", "mcore_logprobs", "doctor", "mismatch"]
+
+    def run(*arguments: str) -> Any:
+        return subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=200, check=False
+        )
+
+    plot = str(tmp_path / "m.png")
+    done = run(str(tmp_path / "dump.npz"), "--json", "--plot", plot)
+    assert done.returncode == 0, done.stderr
+    assert [c["name"] for c in json.loads(done.stdout)["causes"]] == [
+        "stale weights",
+        "temperature not applied",
+    ]
+    assert Path(plot).read_bytes().startswith(b"\x89PNG")
+    text = explain_mismatch(**load_mismatch_dump(tmp_path / "dump.npz")).text()
+    assert "cure of temperature not applied (train): LogprobConfig(temperature" in text
+    missing = run(str(tmp_path / "none.npz"))
+    assert missing.returncode == 2
+    assert "error" in missing.stderr
+    assert "Traceback" not in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": torch.zeros(2, 3)}, "target: expected an integer dtype"),
+        ({"mask": torch.ones(2, 4)}, r"mask: expected \[2, 3\], got \[2, 4\]"),
+        ({"mask": torch.zeros(2, 3)}, "at least one token"),
+        ({"logits": torch.zeros(2, 4, 8)}, r"logits: expected \[2, 3, n\], got \[2, 4, 8\]"),
+        ({"hidden": torch.zeros(2, 3, 4)}, "expected one of logits and hidden"),
+        ({"logits": None, "hidden": torch.zeros(2, 3, 4)}, "expected weight with it"),
+        ({"stale_weight": torch.zeros(8, 4)}, "expected stale_hidden with it"),
+        ({"train": {"colour": 1}}, "train: unknown setting 'colour'"),
+        ({"rollout": {"alignment": "up"}}, "rollout: alignment: expected one of"),
+        ({"temperature": 0.0}, "temperature"),
+    ],
+)
+def test_mistakes(change: dict, message: str) -> None:
+    good = {
+        "train_logprobs": -torch.rand(2, 3),
+        "rollout_logprobs": -torch.rand(2, 3),
+        "target": torch.randint(8, (2, 3)),
+        "logits": torch.randn(2, 3, 8),
+    }
+    explain_mismatch(**good)
+    with pytest.raises(ValueError, match=message):
+        explain_mismatch(**{**good, **change})
+
+
+def test_unknown_dump_keys(tmp_path: Path) -> None:
+    torch.save({"train_logprobs": torch.zeros(3), "logit": 1}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="unknown key logit"):
+        load_mismatch_dump(tmp_path / "a.pt")
+    torch.save({"train_logprobs": torch.zeros(3)}, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="rollout_logprobs"):
+        load_mismatch_dump(tmp_path / "b.pt")
+    with pytest.raises(ValueError, match=r"expected a \.npz or \.pt file"):
+        load_mismatch_dump(tmp_path / "c.json")
+
+
+def test_exported_from_diagnostics() -> None:
+    assert "explain_mismatch" in diagnostics.__all__
