@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.fused.loss_function import LossFn, check_denominator
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,11 @@ class PolicyLoss:
     Attributes: the arguments of `linear_policy_loss`, per-token tensors as `[b, s, ...]`.
 
     Raises:
-        ValueError: no function, tensors that require a gradient, a denominator of 0.
+        ValueError: no function, tensors that require a gradient, a denominator that is
+            not a finite number above 0 (a CUDA tensor's value is not looked at).
     """
 
-    loss_fn: Callable[..., Tensor]
+    loss_fn: LossFn
     tensors: tuple[Tensor, ...]
     denominator: float | Tensor = 1.0
 
@@ -37,15 +37,7 @@ class PolicyLoss:
                 raise ValueError(f"{name}: expected a tensor [b, s, ...] like labels, got {got}")
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
-        over = self.denominator
-        if isinstance(over, Tensor):
-            if over.numel() != 1 or over.requires_grad:
-                raise ValueError(
-                    "denominator: expected a number or a tensor of one element without gradient, "
-                    f"got shape {tuple(over.shape)}"
-                )
-        elif isinstance(over, bool) or not isinstance(over, numbers.Real) or over == 0:
-            raise ValueError(f"denominator: expected a number other than 0, got {over!r}")
+        check_denominator(self.denominator)
 
     def sequence_first(self, labels: Tensor) -> tuple[Tensor, ...]:
         """The per-token tensors as `[s, b, ...]`.
