@@ -225,6 +225,7 @@ LEVELS = {
     "config": 1,
     "groups": 1,
     "collectives": 1,
+    "consistency": 1,
     "context_parallel": 2,
     "logits": 2,
     "fused": 3,
@@ -241,6 +242,8 @@ LEVELS = {
 # Units that may import the others of their own level (each direction named).
 SIDEWAYS = {
     ("collectives", "groups"),
+    ("consistency", "collectives"),
+    ("consistency", "groups"),
     ("logits", "context_parallel"),
     ("doctor", "dropin"),
 }

@@ -111,7 +111,9 @@ def _walk_graph(loss: Tensor, roots: list[Any]) -> tuple[bool, list[Any]]:
     seen: list[Any] = []
     known = set()
     connected = False
-    stack = [loss.grad_fn if loss.grad_fn is not None or not loss.requires_grad else loss]
+    stack: list[Any] = [
+        loss.grad_fn if loss.grad_fn is not None or not loss.requires_grad else loss
+    ]
     while stack:
         node = stack.pop()
         if node is None or node in known:
@@ -121,7 +123,7 @@ def _walk_graph(loss: Tensor, roots: list[Any]) -> tuple[bool, list[Any]]:
             continue
         known.add(node)
         seen.append(node)
-        if node is loss or isinstance(node, torch._C._functions.AccumulateGrad):
+        if node is loss or type(node).__name__ == "AccumulateGrad":
             return connected, seen
         stack.extend(parent for parent, _ in node.next_functions)
     return connected, []
