@@ -246,6 +246,7 @@ LEVELS = {
     "config": 1,
     "groups": 1,
     "collectives": 1,
+    "consistency": 1,
     "context_parallel": 2,
     "logits": 2,
     "fused": 3,
@@ -264,6 +265,8 @@ LEVELS = {
 # Units that may import the others of their own level (each direction named).
 SIDEWAYS = {
     ("collectives", "groups"),
+    ("consistency", "collectives"),
+    ("consistency", "groups"),
     ("logits", "context_parallel"),
     ("doctor", "dropin"),
 }

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_choice, check_flag, check_logits_dtype
 from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
@@ -91,7 +92,9 @@ def open_head(
     check_logits_dtype("logits_dtype", logits_dtype)
     if gradient_accumulation_fusion and weight.requires_grad:
         _check_main_grad(weight)
-    shard = VocabShard.of(weight.shape[0], resolve_tp_group(tp_group), vocab_size)
+    group = resolve_tp_group(tp_group)
+    check_call(weight.shape[0], group, weight.device)
+    shard = VocabShard.of(weight.shape[0], group, vocab_size)
     if isinstance(temperature, Tensor):  # one a row is the tokens' affair
         is_number = temperature.dim() == 0 and temperature.device.type == "cpu"
         temperature = float(temperature) if is_number else 1.0
@@ -309,4 +312,5 @@ class Head:
         if self.bias is not None:
             own_bias = self.bias[column.clamp(min=0)].to(self.wide)
             raw = finished_logits(raw, self.opts.spec, own_bias, temperature)
-        return all_reduce_sum(torch.where(here, raw, 0.0), self.opts.group)
+        shard = self.opts.shard
+        return all_reduce_sum(torch.where(here, raw, 0.0), shard.group, width=shard.width)

@@ -6,8 +6,6 @@ can be formed while the chunk of logits still exists. Nothing is recomputed.
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +18,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients, main_grad_stand_in
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.loss_function import LossFn, open_denominator, sum_of_losses
 from mcore_logprobs.fused.tokens import (
     HiddenTiles,
     Tiling,
@@ -40,8 +39,6 @@ from mcore_logprobs.logits.token_stats import TokenStats
 
 __all__ = ["linear_policy_loss"]
 
-LossFn = Callable[..., Tensor]
-
 
 @dataclass(frozen=True)
 class _Loss:
@@ -49,33 +46,35 @@ class _Loss:
 
     Attributes:
         tensors: per-token tensors, `[n, ...]`, in tile order.
-        scale: 1 / denominator.
-        backward: whether gradients are wanted at all.
+        denominator: a float64 scalar.
+        grad_enabled: as the caller has it; an autograd function sees gradients disabled.
+        backward: whether any input wants a gradient.
     """
 
     fn: LossFn
     tensors: tuple[Tensor, ...]
-    scale: float | Tensor
+    denominator: Tensor
+    grad_enabled: bool
     backward: bool
 
     def value_and_upstream(
         self, rows: slice, results: RowResults, keep: Tensor
     ) -> tuple[Tensor, RowResults]:
         """(sum of the rows' losses over the denominator, its gradients by logprobs and entropy)."""
-        logprobs = results.logprobs
-        with torch.set_grad_enabled(self.backward):
-            leaves = RowResults(logprobs=logprobs, entropy=results.entropy).map(
+        with torch.set_grad_enabled(self.grad_enabled):
+            leaves = RowResults(logprobs=results.logprobs, entropy=results.entropy).map(
                 lambda x: x.detach().requires_grad_(self.backward)
             )
-            loss = self.fn(leaves.logprobs, leaves.entropy, *(t[rows] for t in self.tensors))
-            if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
-                got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(
-                    f"loss_fn: expected a loss per row of shape {tuple(logprobs.shape)}, got {got}"
-                )
-            total = (torch.where(keep, loss, 0.0) * self.scale).sum()
+            total = sum_of_losses(
+                self.fn,
+                leaves.logprobs,
+                leaves.entropy,
+                tuple(t[rows] for t in self.tensors),
+                keep=keep,
+                denominator=self.denominator,
+            )
         upstream = RowResults()
-        if self.backward and total.requires_grad:
+        if self.backward:
             wanted = [x for x in leaves if x is not None]
             found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
             upstream = leaves.map(lambda x: next(found))
@@ -111,7 +110,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         gradients = HeadGradients(
             hidden, weight, bias, tiles, opts.tiling, opts.head, needs=needs, wide=True
         )
-        total = torch.zeros((), dtype=head.wide, device=hidden.device)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         # Of no rows to begin with, so that a call without any has results too.
         parts = [_finish(head, head.no_columns(hidden[:0]), opts).blanked(keep[:0])]
         temperature = tiles.walk_optional(opts.temperature)
@@ -142,7 +141,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = parts[0].map(lambda *x: tiles.restore(torch.cat(x)), *parts[1:])
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
-        return (total, *results)
+        return (total.to(head.wide), *results)
 
     @staticmethod
     @once_differentiable
@@ -188,7 +187,7 @@ def _whole_rows(
 
 def _finish(head: Head, stats: Tensor, opts: _Options) -> FinishedStats:
     done, _ = finish_shards(
-        stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
+        stats, opts.head.spec, opts.head.shard, label_smoothing=opts.label_smoothing
     )
     return done
 
@@ -223,7 +222,8 @@ def linear_policy_loss(
     `loss_fn(logprobs, entropy or None, *chunks of per_token_tensors)` is called for some rows at a
     time, on flat tensors `[rows]`, and returns a loss for each. Any differentiable function will do
     as long as a token's loss depends on that token alone; rows come in no particular order. It must
-    be deterministic and the same on every TP rank. Ready-made ones are in `mcore_logprobs.losses`.
+    be deterministic and the same on every TP rank. It may change its arguments in place: they are
+    copies. Ready-made ones are in `mcore_logprobs.losses`.
 
     Shape:
         hidden, weight, bias, target: as in `linear_token_stats`.
@@ -233,8 +233,10 @@ def linear_policy_loss(
             `[s, b]` or `[n]` tensors without gradient, for logging.
 
     Args:
-        denominator: what the sum is divided by, known beforehand: a number, or a tensor of one
-            element (on the device, no sync), such as the number of answer tokens in the batch.
+        denominator: what the sum is divided by (in float64), known beforehand: a number, or a
+            tensor of one element of any dtype (on the device, no sync), such as the number of
+            answer tokens in the batch. A call in which no token counts gives a loss of 0 and
+            gradients of 0.
         entropy: give loss_fn the entropy, differentiable, and the stats too; else None.
         chunk_size: rows at a time. A chunk spans all of a rank's columns; None: as many rows as fit
             128 MiB on a CPU, 1 GiB on a GPU, in float32.
@@ -252,7 +254,11 @@ def linear_policy_loss(
 
     Raises:
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors
-            of another shape or that require a gradient; a loss_fn that returns another shape.
+            of another shape or that require a gradient; a denominator that is 0, negative, NaN or
+            inf (a CUDA tensor's value is not looked at). After the first chunk: a loss_fn that
+            returns another shape, a loss that is cut off from the log-probabilities and the
+            entropy although an input requires a gradient, a loss that depends on another tensor
+            that requires one (a parameter in the function's closure).
     """
     if not callable(loss_fn):
         raise ValueError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
@@ -295,26 +301,13 @@ def linear_policy_loss(
     loss = _Loss(
         fn=loss_fn,
         tensors=tuple(tokens.per_row(t) for t in checked),
-        scale=_scale(denominator, hidden.device),
-        backward=torch.is_grad_enabled(),
+        denominator=open_denominator(denominator, hidden.device),
+        grad_enabled=torch.is_grad_enabled(),
+        backward=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (hidden, weight, bias)),
     )
     opts = _Options(head, tiling, label_smoothing, tokens.temperature)
     value, *results = _LinearPolicyLoss.apply(
         tokens.hidden, weight, bias, tokens.target, loss, opts
     )
     return value, tokens.stats(RowResults(*results))
-
-
-def _scale(denominator: float | Tensor, device: torch.device) -> float | Tensor:
-    if isinstance(denominator, Tensor):
-        if denominator.numel() != 1 or denominator.requires_grad:
-            raise ValueError(
-                "denominator: expected a number or a tensor of one element without gradient, got "
-                f"shape {tuple(denominator.shape)}"
-            )
-        return 1.0 / denominator.detach().reshape(()).to(device)
-    if isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
-        raise ValueError(f"denominator: expected a number, got {denominator!r}")
-    if denominator == 0:
-        raise ValueError("denominator: expected a number other than 0, got 0")
-    return 1.0 / denominator

@@ -202,7 +202,7 @@ def _grad_logits(
     # The target's entry is computed apart, from the logit before anything is written over it, and
     # rounded once: near p = 1 it is the difference of two nearly equal numbers.
     column = target.clamp(min=0)
-    rows = torch.arange(target.shape[0])
+    rows = torch.arange(target.shape[0], device=logits.device)
     shifted = logits[rows, column].float() * multiplier - shift
     shifted.clamp_(min=LOG_ZERO)
     own = shifted.exp()
@@ -237,7 +237,9 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 def _multiplier(logits: Tensor, spec: RowSpec, temperature: Tensor | None) -> Tensor:
     """z / y of each row, `[n]`: a tensor, for torch.compile would make a kernel for each float."""
     if temperature is None:
-        return torch.full((logits.shape[0],), spec.multiplier)
+        return torch.full(
+            (logits.shape[0],), spec.multiplier, dtype=torch.float32, device=logits.device
+        )
     return row_multiplier(spec, temperature).float()
 
 
@@ -372,22 +374,24 @@ def assert_compiled() -> None:
 _lock = threading.RLock()
 _kernels: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _warm: set[tuple[Any, ...]] = set()
-_failure: str | None = None
+# What failed, by kind; a kind that failed is not tried again, the others are.
+_failures: dict[tuple[Any, ...], str] = {}
+# As many kinds failed and none compiled: the compiler itself is at fault.
+_HOPELESS = 3
 
 
 def call_compiled(function: Callable[..., Any], *args: Tensor | bool) -> Any:
     """`function(*args)`, compiled at the first call with tensors and flags of this kind.
 
     Raises:
-        NotCompiled: compilation failed, here or earlier (the first failure is logged), or a
-            dispatch mode is active, within which torch compiles nothing.
+        NotCompiled: compilation failed, here or earlier (logged once a kind), or a dispatch mode is
+            active, within which torch compiles nothing.
     """
-    global _failure
-    if _failure is not None:
-        raise NotCompiled(_failure)
     if _get_current_dispatch_mode() is not None:
         raise NotCompiled("a TorchDispatchMode is active")
     key = (function, *(_kind(arg) for arg in args))
+    if key in _failures:
+        raise NotCompiled(_failures[key])
     state = (key, torch.get_num_threads(), torch.is_inference_mode_enabled())
     kernel = _kernels.get(key)
     try:
@@ -401,9 +405,11 @@ def call_compiled(function: Callable[..., Any], *args: Tensor | bool) -> Any:
     except NotCompiled:
         raise
     except Exception as error:  # whatever a compiler, a full disk or a missing header brings about
-        _failure = f"compilation failed: {type(error).__name__}: {_first_line(error)}"
-        logger.warning("inductor backend: %s; the torch backend takes over", _failure)
-        raise NotCompiled(_failure) from error
+        failure = f"compilation failed: {type(error).__name__}: {_first_line(error)}"
+        _failures[key] = failure
+        name = function.__name__.strip("_")
+        logger.warning("inductor backend: %s: %s; the torch backend takes over", name, failure)
+        raise NotCompiled(failure) from error
 
 
 def _kind(arg: Tensor | bool) -> Any:
@@ -426,8 +432,8 @@ def _first_line(error: Exception) -> str:
 
 def obstacle() -> str | None:
     """Why nothing can be compiled here, or None."""
-    if _failure is not None:
-        return _failure
+    if len(_failures) >= _HOPELESS and not _warm:
+        return next(iter(_failures.values()))
     if compiler() is None:
         return "no C++ compiler found (CXX, g++, clang++)"
     if (

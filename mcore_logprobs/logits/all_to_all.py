@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_to_all_dim0
+from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import group_size, resolve_tp_group
 
 __all__ = ["all_to_all_sp2vp", "all_to_all_vp2sp"]
@@ -22,7 +23,7 @@ def all_to_all_vp2sp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     Raises:
         ValueError: x is not 2-D, or n is not divisible by TP.
     """
-    group, size = _check(x, tp_group)
+    group, size = _check(x, tp_group, sharded=True)
     rows, width = x.shape
     if rows % size:
         raise ValueError(f"x: expected [n, V/TP] with n divisible by TP {size}, got {_shape(x)}")
@@ -42,7 +43,7 @@ def all_to_all_sp2vp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     Raises:
         ValueError: x is not 2-D, or V is not divisible by TP.
     """
-    group, size = _check(x, tp_group)
+    group, size = _check(x, tp_group, sharded=False)
     rows, vocab = x.shape
     if vocab % size:
         raise ValueError(f"x: expected [n/TP, V] with V divisible by TP {size}, got {_shape(x)}")
@@ -50,12 +51,16 @@ def all_to_all_sp2vp(x: Tensor, *, tp_group: ProcessGroup | None = None) -> Tens
     return all_to_all_dim0(blocks.reshape(size * rows, vocab // size), group)
 
 
-def _check(x: Tensor, tp_group: ProcessGroup | None) -> tuple[ProcessGroup | None, int]:
+def _check(
+    x: Tensor, tp_group: ProcessGroup | None, *, sharded: bool
+) -> tuple[ProcessGroup | None, int]:
     if not isinstance(x, Tensor) or x.dim() != 2:
         got = _shape(x) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x: expected a 2-D tensor, got {got}")
     group = resolve_tp_group(tp_group)
-    return group, group_size(group)
+    size = group_size(group)
+    check_call(x.shape[1] if sharded else x.shape[1] // size, group, x.device)
+    return group, size
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

@@ -66,7 +66,8 @@ class _Divergence(torch.autograd.Function):
         )
         for part, s, t in rows.chunks(opts.call.chunk_size, student, teacher):
             pair_stats(s, t, spec, out=stats[:, part], **opts.temperatures(rows, part))
-        done = finish_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
+        shards = all_gather_stack(stats, group, width=opts.call.shard.width)
+        done = finish_pair(merge_pairs(shards, spec), spec)
         value, inner = done.value, done.value
         if spec.kind == "jsd":
             sums = stats[:2]

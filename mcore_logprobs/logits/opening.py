@@ -14,6 +14,7 @@ from mcore_logprobs.checks import (
     check_optional_positive,
     check_positive,
 )
+from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype
@@ -113,10 +114,12 @@ def open_logits(
     """
     logits, tp_group = unwrap_logits(vocab_parallel_logits, tp_group, name)
     check_group_tensor(logits, name, min_dim=1)
+    group = resolve_tp_group(tp_group)
+    check_call(logits.shape[-1], group, logits.device)
     check_chunk_size(chunk_size)
     chosen = backends.select(backend, logits)
     temperature, own = open_temperature(temperature, logits.shape[:-1], logits.device)
-    shard = VocabShard.of(logits.shape[-1], resolve_tp_group(tp_group), vocab_size)
+    shard = VocabShard.of(logits.shape[-1], group, vocab_size)
     spec = row_spec(
         shard,
         softcap=softcap,

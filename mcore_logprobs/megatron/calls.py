@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.fused.loss_function import check_denominator
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class PolicyLoss(PerToken):
     """A policy loss to form in the head: the arguments of `linear_policy_loss`.
 
     Raises:
-        ValueError: as `PerToken`; a denominator of 0.
+        ValueError: as `PerToken`; a denominator that is not a finite number above 0 (a CUDA
+            tensor's value is not looked at).
     """
 
     denominator: float | Tensor = 1.0
@@ -66,15 +67,7 @@ class PolicyLoss(PerToken):
         if not callable(self.function):
             raise ValueError(f"loss_fn: expected a callable, got {type(self.function).__name__}")
         super().__post_init__()
-        over = self.denominator
-        if isinstance(over, Tensor):
-            if over.numel() != 1 or over.requires_grad:
-                raise ValueError(
-                    "denominator: expected a number or a tensor of one element without gradient, "
-                    f"got shape {tuple(over.shape)}"
-                )
-        elif isinstance(over, bool) or not isinstance(over, numbers.Real) or over == 0:
-            raise ValueError(f"denominator: expected a number other than 0, got {over!r}")
+        check_denominator(self.denominator)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.fused.loss_function import open_denominator, sum_of_losses
 from mcore_logprobs.fused.map import linear_map
 from mcore_logprobs.fused.policy_loss import linear_policy_loss
 from mcore_logprobs.fused.token_stats import linear_token_stats
@@ -331,14 +332,15 @@ def _with_policy_loss(
     stats: TokenStats, keep: Tensor, policy: PolicyLoss, tensors: tuple[Tensor, ...]
 ) -> TokenStats:
     """What `linear_policy_loss` gives, from statistics of real logits."""
-    entropy = None if stats.entropy is None else stats.entropy.reshape(-1)
-    flat = (t.detach().reshape(-1, *t.shape[2:]) for t in tensors)
-    loss = policy.function(stats.logprobs.reshape(-1), entropy, *flat)
-    if not isinstance(loss, Tensor) or loss.shape != (keep.numel(),):
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn: expected a loss per row of shape {(keep.numel(),)}, got {got}")
-    total = torch.where(keep.reshape(-1), loss, 0.0).sum() / policy.denominator
-    return replace(stats.detach(), policy_loss=total)
+    total = sum_of_losses(
+        policy.function,
+        stats.logprobs.reshape(-1),
+        None if stats.entropy is None else stats.entropy.reshape(-1),
+        tuple(t.reshape(-1, *t.shape[2:]) for t in tensors),
+        keep=keep.reshape(-1),
+        denominator=open_denominator(policy.denominator, keep.device),
+    )
+    return replace(stats.detach(), policy_loss=total.to(stats.logprobs.dtype))
 
 
 def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:

@@ -92,17 +92,12 @@ def only_entropy(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
     return -entropy
 
 
-def constant_loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-    return torch.ones_like(logprobs)
-
-
 LOSSES: dict[str, tuple[bool, Callable[..., Tensor], int]] = {
     "plain": (False, plain_loss, 0),
     "ratio": (False, ratio_loss, 2),
     "entropy": (True, entropy_loss, 2),
     "wide": (False, wide_loss, 1),
     "only entropy": (True, only_entropy, 0),
-    "constant": (True, constant_loss, 0),
 }
 
 
@@ -334,7 +329,7 @@ def _refused(loss_fn: Any, tensors: tuple, options: dict) -> tuple[str, list[str
             {},
             ("per_token_tensors[0]", "gradient"),
         ),
-        (plain_loss, (), {"denominator": 0}, ("denominator", "0")),
+        (plain_loss, (), {"denominator": 0}, ("denominator", "> 0", "got 0")),
         (plain_loss, (), {"denominator": "all"}, ("denominator", "'all'")),
         (plain_loss, (), {"denominator": torch.ones(2)}, ("denominator", "(2,)")),
         (plain_loss, (), {"temperature": 0.0}, ("temperature", "> 0", "0.0")),

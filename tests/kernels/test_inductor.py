@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def _must_compile() -> Iterator[None]:
     assert inductor.obstacle() is None
     yield
     assert inductor.obstacle() is None
+    assert not inductor._failures
 
 
 def make_rows(dtype: torch.dtype, *, strided: bool) -> tuple[Tensor, Tensor]:
@@ -209,24 +211,98 @@ def run_both() -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def test_a_failed_compilation_is_said_once_and_leaves_the_reference(monkeypatch, caplog):
-    def broken(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        raise RuntimeError("no such header\nand much more")
+@pytest.fixture
+def compile_anew(monkeypatch) -> Callable[[Callable[..., Any]], None]:
+    """A process that has compiled nothing yet, with another `_compile`; undone after the test."""
 
-    monkeypatch.setattr(inductor, "_kernels", {})
-    monkeypatch.setattr(inductor, "_compile", broken)
-    monkeypatch.setattr(inductor, "_failure", None)
+    def start(compile_: Callable[..., Any]) -> None:
+        for name, empty in (("_kernels", {}), ("_warm", set()), ("_failures", {})):
+            monkeypatch.setattr(inductor, name, empty)
+        monkeypatch.setattr(inductor, "_compile", compile_)
+
+    yield start
+    monkeypatch.undo()  # before _must_compile looks
+
+
+def test_a_failed_compilation_is_said_once_and_leaves_other_kinds_compiled(compile_anew, caplog):
+    real = inductor._compile
+
+    def broken_statistics(function: Callable[..., Any]) -> Callable[..., Any]:
+        if function is inductor._stats_kernel:
+            raise RuntimeError("no such header\nand much more")
+        return real(function)
+
+    compile_anew(broken_statistics)
     with caplog.at_level(logging.WARNING, logger="mcore_logprobs"):
         for _ in range(2):
             torch.testing.assert_close(*run_both(), rtol=0.0, atol=0.0, equal_nan=True)
     (record,) = caplog.records
+    assert "stats_kernel" in record.getMessage()
     assert "RuntimeError: no such header; the torch backend" in record.getMessage()
+    assert inductor.obstacle() is None
+    large = torch.zeros(inductor.MIN_NUMEL // BLOCK, BLOCK)
+    assert backends.select("auto", large) is inductor
+    # Another kernel is compiled after it.
+    logits, target = make_rows(torch.float32, strided=False)
+    arguments = (logits, target, thresholds(logits, target))
+    inductor.count_higher(*arguments, valid=VALID, chunk_size=4)
+    assert [key[0] for key in inductor._kernels] == [inductor._count_kernel]
+
+
+def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
+    def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+        raise RuntimeError("no such header")
+
+    compile_anew(broken)
+    with caplog.at_level(logging.WARNING, logger="mcore_logprobs"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert inductor.obstacle() is None
+            logits, target = make_rows(dtype, strided=False)
+            inductor.row_stats(logits, target, PLAIN, chunk_size=4)
+    assert len(caplog.records) == 3
     assert "no such header" in str(inductor.obstacle())
     large = torch.zeros(inductor.MIN_NUMEL // BLOCK, BLOCK)
     assert backends.select("auto", large) is reference
     with pytest.raises(ValueError, match=r"'inductor' cannot be had: .*no such header"):
         backends.select("inductor", large)
-    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("how", ["set_default_device", "with torch.device", "set_default_dtype"])
+def test_defaults_for_new_tensors_change_nothing(how, caplog):
+    logits, target = make_rows(torch.float32, strided=False)
+    logits = logits.nan_to_num(nan=0.5)
+    threshold = thresholds(logits, target)
+    shift, coef = logits.nan_to_num(neginf=-1e4).amax(-1), torch.randn(4, ROWS)
+    coef[3] = 0.0
+
+    def passes() -> list[Tensor]:
+        out = torch.empty_like(logits)
+        inductor.grad_logits(logits, target, shift, coef, FULL, out=out, chunk_size=4)
+        stats = inductor.row_stats(logits, target, FULL, threshold=threshold, chunk_size=4)
+        return [
+            out,
+            stats,
+            inductor.count_higher(logits, target, threshold, valid=VALID, chunk_size=4),
+        ]
+
+    want = passes()
+    try:
+        if how == "set_default_device":
+            torch.set_default_device("meta")
+            got = passes()
+        elif how == "set_default_dtype":
+            torch.set_default_dtype(torch.float64)
+            got = passes()
+        else:
+            with torch.device("meta"):
+                got = passes()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert not caplog.records
+    for one, other in zip(got, want, strict=True):
+        assert one.device.type == "cpu"
+        assert torch.equal(one, other)
 
 
 def test_where_torch_compiles_nothing_the_reference_takes_over():

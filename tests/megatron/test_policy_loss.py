@@ -171,7 +171,10 @@ def refused() -> None:
         for wrong in ((tensors[0][:1], *tensors[1:]), (tensors[0].t(), *tensors[1:])):
             with handle.policy_loss(LOSS, *wrong), pytest.raises(ValueError, match="labels'"):
                 model(**batch["inputs"], labels=batch["labels"])
-        for denominator in (0, True, "3", torch.ones(2), torch.ones(1, requires_grad=True)):
+        for denominator in (
+            *(0, True, "3", -1.0, float("nan"), torch.zeros(1), torch.ones(2)),
+            torch.ones(1, requires_grad=True),
+        ):
             with pytest.raises(ValueError, match="denominator"):
                 enter(handle.policy_loss(LOSS, *tensors, denominator=denominator))
         with pytest.raises(ValueError, match="loss_fn"):
@@ -183,11 +186,71 @@ def refused() -> None:
                 pytest.raises(ValueError, match="loss per row"),
             ):
                 model(**batch["inputs"], labels=batch["labels"])
+            for fn, words in ((cut_off, "cut off"), (LearntScale(), "LearntScale.scale")):
+                with (
+                    handle.options(fused=fused),
+                    handle.policy_loss(fn),
+                    pytest.raises(ValueError, match=words),
+                ):
+                    model(**batch["inputs"], labels=batch["labels"])
         # Whatever raised, the blocks are closed.
         assert model(**batch["inputs"], labels=batch["labels"]).policy_loss is None
         handle.remove()
         with pytest.raises(ValueError, match="not patched any more"):
             enter(handle.options(entropy=True))
+
+
+def cut_off(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    return -logprobs.detach()
+
+
+class LearntScale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        return logprobs * self.scale
+
+
+def in_place(logprobs: Tensor, entropy: Tensor | None, old: Tensor) -> Tensor:
+    return logprobs.sub_(old.mul_(2.0)).exp_()
+
+
+def losses_in_both_paths() -> list[dict[str, Any]]:
+    """In place, an int16 denominator, and no token that counts: fused, then on real logits."""
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        labels, inputs, old = batch["labels"], batch["inputs"], inputs_of(batch)[0]
+        kept, over = old.clone(), torch.tensor(257, dtype=torch.int16)
+        found = []
+        with patch_model(model) as handle:
+            plain = model(**inputs, labels=labels).logprobs.detach()
+            for fused in (True, False):
+                with (
+                    handle.options(fused=fused),
+                    handle.policy_loss(in_place, old, denominator=over),
+                ):
+                    stats = model(**inputs, labels=labels)
+                    none = model(**inputs, labels=torch.full_like(labels, -100))
+                assert torch.equal(old, kept)
+                torch.testing.assert_close(stats.logprobs, plain)
+                for gradient in gradients(model, none.policy_loss, 1.0).values():
+                    assert not gradient.any()
+                found.append(
+                    gradients(model, stats.policy_loss, 1.0)
+                    | {"loss": stats.policy_loss.detach(), "none": none.policy_loss.detach()}
+                )
+            expected = ((plain - 2.0 * old).exp().double().sum() / 257).float()
+            torch.testing.assert_close(found[0]["loss"], expected)
+            assert found[0]["none"] == 0
+        return found
+
+
+def test_both_paths_take_the_same_losses(ranks):
+    ((fused, real),) = ranks(1).run(losses_in_both_paths)
+    torch.testing.assert_close(fused, real, rtol=1e-4, atol=1e-7)
 
 
 def enter(block: Any) -> None:

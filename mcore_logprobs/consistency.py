@@ -1,0 +1,171 @@
+"""Whether the ranks of a TP group make the same call: their widths always, the rest on demand.
+
+A rank's shard starts at `rank * width`: with uneven shards every rank has another idea of where the
+others' columns are, and results are wrong without a word. Two checks, neither of them a collective
+of its own, find that:
+
+1. The first call with a width on a group: each rank posts its width in the group's store and reads
+   the others'. Nothing goes over the wire that carries tensors; later calls look in a set.
+2. Every call: the width travels as one more number in the operation's first collective
+   (`mcore_logprobs.collectives`). This catches a rank whose width changes after the others' were
+   agreed: it finds no answer in the store, and goes on to that collective.
+
+With `MCORE_LOGPROBS_CHECK=1` each opening of a call makes one all-gather of 4 KiB instead, which
+compares every argument of the operation: shapes, dtypes, options, a hash of integer tensors. It
+waits for the device, and is for finding a fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import weakref
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.collectives import all_gather_stack, check_widths
+from mcore_logprobs.groups import group_rank, group_size
+
+__all__ = ["VARIABLE", "check_call"]
+
+VARIABLE = "MCORE_LOGPROBS_CHECK"
+
+_MESSAGE_BYTES = 4096
+_LONGEST_VALUE = 120
+# Arguments whose values are this rank's own; of them only shape and dtype are compared.
+_SHARDED = ("logits", "hidden", "weight", "bias")
+# How long a rank waits for the others' widths in the store, in seconds. Ranks that are merely late
+# lose nothing but the check before local errors: the width is compared again in the collective.
+_PATIENCE = 20.0
+_WITHDRAWN = b"withdrawn"
+_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+
+
+def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> None:
+    """Called by the function that opens an operation's call, before whatever depends on the width.
+
+    Collectives: none; with `MCORE_LOGPROBS_CHECK=1` one all-gather of 4 KiB over TP.
+
+    Raises:
+        ValueError: on every rank of the group alike, saying which rank has which value.
+    """
+    if group_size(group) == 1 or torch.compiler.is_compiling():
+        return
+    assert group is not None
+    if os.environ.get(VARIABLE) == "1":
+        # this function <- the opening <- the operation, whose arguments are compared
+        _compare_arguments(sys._getframe(2), group, device)
+    elif width not in _agreed.setdefault(group, set()) and _agree_in_store(width, group):
+        _agreed[group].add(width)
+
+
+# ---- widths, once ------------------------------------------------------------------------------
+
+
+def _agree_in_store(width: int, group: ProcessGroup) -> bool:
+    """Whether all ranks have posted this width; False where some posted nothing in time.
+
+    The number in the keys counts the times that this rank has agreed or differed on the group: it
+    is the same on every rank, and lives in the store, as a group object may be made anew.
+    """
+    store = _store_of(group)
+    if store is None:
+        return False
+    rank, size = group_rank(group), group_size(group)
+    counter = f"mcore_logprobs/widths/{rank}"
+    number = store.add(counter, 0)
+    keys = [f"mcore_logprobs/width/{number}/{other}" for other in range(size)]
+    store.set(keys[rank], str(width))
+    deadline, pause = time.monotonic() + _PATIENCE, 1e-4
+    while True:
+        posted = [store.get(key) for key in keys] if store.check(keys) else []
+        if posted and _WITHDRAWN not in posted:
+            break
+        if time.monotonic() > deadline:
+            store.set(keys[rank], _WITHDRAWN.decode())
+            return False
+        time.sleep(pause)
+        pause = min(2.0 * pause, 0.02)
+    store.add(counter, 1)
+    check_widths([int(value) for value in posted])
+    return True
+
+
+def _store_of(group: ProcessGroup) -> Any | None:
+    """The group's key-value store, or None where torch does not tell."""
+    try:
+        from torch.distributed.distributed_c10d import _get_process_group_store
+
+        return _get_process_group_store(group)
+    except (ImportError, KeyError, ValueError):
+        return None
+
+
+# ---- all arguments, on demand ------------------------------------------------------------------
+
+
+def _compare_arguments(frame: FrameType, group: ProcessGroup, device: torch.device) -> None:
+    own = json.dumps(_described(frame)).encode()
+    if len(own) > _MESSAGE_BYTES:
+        raise ValueError(
+            f"{VARIABLE}: the description of a call takes {len(own)} bytes, of {_MESSAGE_BYTES}"
+        )
+    sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    sent[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    rows = all_gather_stack(sent.to(device), group).cpu()
+    calls = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+    names = dict.fromkeys(name for call in calls for name in call)
+    different = []
+    for name in names:
+        values = [call.get(name, "absent") for call in calls]
+        if len(set(values)) > 1:
+            of_ranks = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            different.append(f"{name}: {of_ranks}")
+    if different:
+        raise ValueError("the ranks of the TP group make different calls; " + "; ".join(different))
+
+
+def _described(frame: FrameType) -> dict[str, str]:
+    """What an operation was called with, argument by argument."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    found = {"operation": code.co_name}
+    for name in code.co_varnames[:count]:
+        found[name] = _value(name, frame.f_locals.get(name))
+    if code.co_flags & 0x04:  # *args, whose name stands after the arguments'
+        name = code.co_varnames[count]
+        for place, value in enumerate(frame.f_locals[name]):
+            found[f"{name}[{place}]"] = _value(name, value)
+    return {name: text for name, text in found.items() if text}
+
+
+def _value(name: str, value: Any) -> str:
+    if isinstance(value, ProcessGroup):
+        return ""
+    if isinstance(value, Tensor):
+        value = getattr(value, "_local_tensor", value).detach()  # of a DTensor
+        text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        sharded = value.is_floating_point() and any(part in name for part in _SHARDED)
+        if sharded and "topk" not in name:
+            return text
+        flat = value.cpu().reshape(-1)
+        content = flat.contiguous().view(torch.uint8).numpy().tobytes()
+        first = ", ".join(f"{x:g}" for x in flat[:4].tolist())
+        more = ", ..." if flat.numel() > 4 else ""
+        return f"{text} [{first}{more}] hash {_hash(content)}"
+    text = getattr(value, "__qualname__", "") if callable(value) else repr(value)
+    text = text or type(value).__qualname__
+    if len(text) > _LONGEST_VALUE:
+        text = f"{text[:_LONGEST_VALUE]}... hash {_hash(text.encode())}"
+    return text
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=4).hexdigest()

@@ -1,0 +1,188 @@
+"""Uneven shards raise on every rank; MCORE_LOGPROBS_CHECK names the rank whose call differs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_logprobs as ml
+from mcore_logprobs import consistency
+from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
+
+ROWS, HIDDEN = 4, 3
+
+
+def call(operation: str, width: int, **changes: Any) -> Any:
+    """One of the public operations on a shard of `width` columns; the same values on every rank."""
+    torch.manual_seed(1)
+    logits, weight = torch.randn(ROWS, width), torch.randn(width, HIDDEN)
+    target = changes.pop("target", torch.arange(ROWS) * 5)
+    common = {"tp_group": dist.group.WORLD} | changes
+    hidden = torch.randn(ROWS, HIDDEN)
+    ids = target.unsqueeze(-1)
+    calls = {
+        "logprobs": lambda: ml.vocab_parallel_logprobs(logits, target, **common),
+        "entropy": lambda: ml.vocab_parallel_entropy(logits, **common),
+        "target_rank": lambda: ml.vocab_parallel_target_rank(logits, target, **common),
+        "token_stats": lambda: ml.vocab_parallel_token_stats(
+            logits, target, entropy=True, target_rank=True, **common
+        ),
+        "log_softmax": lambda: ml.vocab_parallel_log_softmax(logits, **common),
+        "topk": lambda: ml.vocab_parallel_topk(logits, 3, **common),
+        "gather": lambda: ml.vocab_parallel_gather(logits, ids, **common),
+        "sampling": lambda: ml.vocab_parallel_sampling_logprobs(
+            logits, target, top_k=3, top_p=0.9, **common
+        ),
+        "kl_div": lambda: ml.vocab_parallel_kl_div(logits, logits, **common),
+        "linear_token_stats": lambda: ml.linear_token_stats(hidden, weight, target, **common),
+        "linear_policy_loss": lambda: ml.linear_policy_loss(
+            hidden, weight, target, lambda x, _: x, **common
+        ),
+        "vp2sp": lambda: all_to_all_vp2sp(logits, **common),
+        "sp2vp": lambda: all_to_all_sp2vp(torch.randn(ROWS, 2 * width), **common),
+    }
+    return calls[operation]()
+
+
+OPERATIONS = (
+    *("logprobs", "entropy", "target_rank", "token_stats", "log_softmax", "topk", "gather"),
+    *("sampling", "kl_div", "linear_token_stats", "linear_policy_loss", "vp2sp", "sp2vp"),
+)
+
+
+def message(operation: str, width: int, **changes: Any) -> str:
+    try:
+        call(operation, width, **changes)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def uneven(operation: str, agreed: bool) -> tuple[str, str]:
+    """Ranks of 12 and 13 columns; then, on the same group, an even call."""
+    consistency._agreed.clear()
+    consistency._PATIENCE = 0.5 if agreed else 20.0
+    if agreed:  # this rank's width was every rank's, once
+        assert message("logprobs", 12) == ""
+    found = message(operation, 12 + dist.get_rank())
+    return found, message(operation, 12)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_uneven_shards_raise_on_every_rank(ranks, operation):
+    for found, after in ranks(2).run(uneven, operation, False, timeout=60):
+        assert "12 on rank 0, 13 on rank 1" in found
+        assert after == ""
+
+
+# Nothing but tensors of one size goes over the wire in an all-to-all: 12 columns meet 13.
+@pytest.mark.parametrize("operation", OPERATIONS[:-2])
+def test_a_width_that_changes_on_one_rank_raises_on_every_rank(ranks, operation):
+    for found, after in ranks(2).run(uneven, operation, True, timeout=60):
+        assert "12 on rank 0, 13 on rank 1" in found
+        assert after == ""
+
+
+def uneven_with_targets_that_one_rank_refuses() -> str:
+    consistency._agreed.clear()
+    return message("logprobs", 12 + dist.get_rank(), target=torch.full((ROWS,), 25))
+
+
+def test_local_errors_that_follow_from_the_width_come_after_it(ranks):
+    for found in ranks(2).run(uneven_with_targets_that_one_rank_refuses, timeout=60):
+        assert "12 on rank 0, 13 on rank 1" in found
+
+
+def no_cost() -> list[str]:
+    with CollectivesMade() as made:
+        for _ in range(2):
+            call("logprobs", 17)
+    return made.names
+
+
+def test_even_shards_cost_no_collective(ranks):
+    assert ranks(2).run(no_cost) == [["all_gather"] * 2] * 2
+
+
+# ---- MCORE_LOGPROBS_CHECK ----------------------------------------------------------------------
+
+
+def checked(operation: str, per_rank: dict[str, list[Any]]) -> tuple[str, list[str]]:
+    rank = dist.get_rank()
+    changes = {name: values[rank] for name, values in per_rank.items()}
+    operation, width = changes.pop("operation", operation), changes.pop("width", 12)
+    os.environ[consistency.VARIABLE] = "1"
+    try:
+        with CollectivesMade() as made:
+            return message(operation, width, **changes), made.names
+    finally:
+        del os.environ[consistency.VARIABLE]
+
+
+TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
+
+
+@pytest.mark.parametrize(
+    ("operation", "per_rank", "parts"),
+    [
+        ("logprobs", {"temperature": [1.0, 0.7]}, ["temperature: 1.0 on rank 0, 0.7 on rank 1"]),
+        ("logprobs", {"target": TARGETS}, ["target: (4,) int64 [0, 5, 10, 15] hash", "10, 14]"]),
+        (
+            "logprobs",
+            {"target": [TARGETS[0], TARGETS[0].int()]},
+            ["target: (4,) int64", "(4,) int32", "on rank 1"],
+        ),
+        ("entropy", {"width": [12, 13]}, ["(4, 12) float32 on rank 0, (4, 13) float32 on rank 1"]),
+        ("token_stats", {"vocab_size": [None, 20], "temperature": [2, 2]}, ["None on rank 0, 20"]),
+        ("topk", {"operation": ["topk", "entropy"]}, ["operation: vocab_parallel_topk on rank 0"]),
+        (
+            "linear_token_stats",
+            {"compact": [False, True], "target": TARGETS},
+            ["compact: False on rank 0, True on rank 1", "target: "],
+        ),
+        ("linear_policy_loss", {"denominator": [1.0, 3]}, ["denominator: 1.0 on rank 0, 3 on"]),
+        ("kl_div", {"kind": ["forward", "jsd"]}, ["kind: 'forward' on rank 0, 'jsd' on rank 1"]),
+        ("gather", {"log_softmax": [False, True]}, ["log_softmax: False on rank 0, True on"]),
+    ],
+    ids=range(10),
+)
+def test_the_check_names_rank_and_value(ranks, operation, per_rank, parts):
+    for found, sent in ranks(2).run(checked, operation, per_rank, timeout=60):
+        assert found.startswith("the ranks of the TP group make different calls; ")
+        assert sent == ["all_gather"]
+        for part in parts:
+            assert part in found, found
+
+
+@pytest.mark.parametrize("operation", ["logprobs", "linear_policy_loss", "sampling"])
+def test_the_check_is_one_more_collective_where_all_agree(ranks, operation):
+    for found, sent in ranks(2).run(checked, operation, {}):
+        assert found == ""
+        assert sent[0] == "all_gather"
+    (once, _) = ranks(2).run(without_the_check, operation)
+    assert len(sent) == len(once) + 1
+
+
+def without_the_check(operation: str) -> list[str]:
+    with CollectivesMade() as made:
+        call(operation, 12)
+    return made.names
+
+
+def test_a_long_argument_is_told_by_its_hash():
+    one, other = (consistency._value("x", [*range(100), end]) for end in (1, 2))
+    assert len(one) < 200
+    assert one != other
+
+
+def test_values_of_a_shard_are_not_compared():
+    one, other = torch.zeros(2, 3), torch.ones(2, 3)
+    for name in ("hidden", "teacher_weight", "student_logits"):
+        assert consistency._value(name, one) == consistency._value(name, other)
+    for name in ("temperature", "per_token_tensors", "teacher_topk_logits"):
+        assert consistency._value(name, one) != consistency._value(name, other)
