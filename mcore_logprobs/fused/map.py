@@ -8,7 +8,6 @@ for each tile of rows:
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.learnt import name_of, walk_graph
 from mcore_logprobs.fused.tokens import (
     HiddenTiles,
     Tiling,
@@ -219,58 +220,18 @@ def _learns(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad
 
 
-# ---- learnt tensors that fn brings along --------------------------------------------------------
-
-
 def _refuse_learnt(found: list[Tensor | None], z: Tensor, fn: MapFn) -> None:
     """A ValueError if a result depends on a leaf that requires a gradient, other than z."""
-    seen: set[Any] = set()
-    stack = [x.grad_fn for x in found if x is not None and x.grad_fn is not None]
-    leaves = [x for x in found if x is not None and x.requires_grad and x.is_leaf]
-    while stack:
-        node = stack.pop()
-        if node in seen:
+    roots = [get_gradient_edge(z).node]
+    for x in found:
+        if x is None or x is z or not x.requires_grad:
             continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        stack.extend(below for below, _ in node.next_functions if below is not None)
-    for leaf in leaves:
-        if leaf is not z:
+        _, strangers = walk_graph(x, roots)
+        if strangers:
             raise ValueError(
-                f"fn: uses {_name_of(leaf, fn)}, which requires a gradient, but gradients flow to "
-                "hidden, weight and bias alone; detach it"
+                f"fn: uses {name_of(strangers, fn)}, which requires a gradient, but gradients flow "
+                "to hidden, weight and bias alone; detach it"
             )
-
-
-def _name_of(leaf: Tensor, fn: MapFn) -> str:
-    """What fn calls a tensor, as far as can be found out, and its shape."""
-    shape = f"a tensor of shape {tuple(leaf.shape)}"
-    for name, value in _reachable(fn):
-        if value is leaf:
-            return f"{name!r}, {shape}"
-        if isinstance(value, torch.nn.Module):
-            for inner, parameter in value.named_parameters():
-                if parameter is leaf:
-                    return f"{f'{name}.{inner}'.lstrip('.')!r}, {shape}"
-    return shape
-
-
-def _reachable(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values that a callable brings along."""
-    if isinstance(fn, functools.partial):
-        yield from ((f"args[{place}]", value) for place, value in enumerate(fn.args))
-        yield from fn.keywords.items()
-        fn = fn.func
-    owner = fn if not inspect.isroutine(fn) else getattr(fn, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
-        yield "", owner
-    yield from getattr(owner, "__dict__", {}).items()
-    fn = inspect.unwrap(getattr(fn, "__func__", fn))
-    if inspect.isfunction(fn):
-        variables = inspect.getclosurevars(fn)
-        yield from variables.nonlocals.items()
-        yield from variables.globals.items()
 
 
 def linear_map(

@@ -250,7 +250,7 @@ def test_learnt_tensors_are_refused_by_name(frozen):
     fns = {
         "'learnt'": lambda z: z.logsumexp(-1) * learnt.exp(),
         "'factor'": functools.partial(_times, factor=learnt),
-        "'temperature'": _Scaled(),
+        "'_Scaled.temperature'": _Scaled(),
         "a tensor of shape ()": lambda z: learnt.expand(z.shape[0]),
     }
     for name, fn in fns.items():
