@@ -251,7 +251,7 @@ def test_learnt_tensors_are_refused_by_name(frozen):
         "'learnt'": lambda z: z.logsumexp(-1) * learnt.exp(),
         "'factor'": functools.partial(_times, factor=learnt),
         "'_Scaled.temperature'": _Scaled(),
-        "a tensor of shape ()": lambda z: learnt.expand(z.shape[0]),
+        "'learnt' (shape ())": lambda z: learnt.expand(z.shape[0]),
     }
     for name, fn in fns.items():
         with pytest.raises(ValueError, match="requires a gradient") as error:
