@@ -40,7 +40,7 @@ _SHARDED = ("logits", "hidden", "weight", "bias")
 # How long a rank waits for the others' widths in the store, in seconds. The ranks of a TP group go
 # through a model layer by layer together: on a CPU none is late by much; elsewhere as long as NCCL
 # lets a collective take.
-_PATIENCE = {"cpu": 50.0, "other": 600.0}
+_PATIENCE = {"cpu": 30.0, "other": 600.0}
 _WITHDRAWN = "withdrawn"
 _agreed: weakref.WeakKeyDictionary[ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 
