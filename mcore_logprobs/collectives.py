@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.groups import group_rank, group_size
+from mcore_logprobs.groups import group_size
 
 __all__ = [
     "all_gather_dim0",
@@ -24,7 +24,6 @@ __all__ = [
     "all_reduce_sum",
     "all_reduce_sum_async",
     "all_to_all_dim0",
-    "check_widths",
     "reduce_scatter_dim0",
     "reduce_scatter_dim0_async",
     "sum_gradient",
@@ -46,26 +45,11 @@ _SENT_AS_THEY_ARE = (
 )
 
 
-def all_gather_stack(x: Tensor, group: ProcessGroup | None, *, width: int | None = None) -> Tensor:
-    """`[...]` on each rank -> `[size, ...]` on every rank. One all-gather; not differentiable.
-
-    Args:
-        width: of this rank's vocabulary shard, which goes along and must be every rank's.
-
-    Raises:
-        ValueError: the widths differ (on CUDA a device-side assert, without a sync).
-    """
-    size = group_size(group)
-    if size == 1:
+def all_gather_stack(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`[...]` on each rank -> `[size, ...]` on every rank. One all-gather; not differentiable."""
+    if group_size(group) == 1:
         return x.unsqueeze(0)
-    if width is None or not x.numel():
-        return all_gather_dim0(x.unsqueeze(0), group)
-    sent = x.new_empty(1, x.numel() + 1)
-    sent[0, :-1] = x.reshape(-1)
-    sent[0, -1].fill_(width)
-    found = all_gather_dim0(sent, group)
-    _check_width(found[:, -1], width)
-    return found[:, :-1].view(size, *x.shape)
+    return all_gather_dim0(x.unsqueeze(0), group)
 
 
 def all_gather_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -103,43 +87,10 @@ def _on_the_wire(x: Tensor) -> Tensor:
     return x if x.dtype in _SENT_AS_THEY_ARE else x.view(torch.uint8)
 
 
-def check_widths(widths: list[int]) -> None:
-    """The vocabulary shards of a group's ranks must be equally wide, or a ValueError."""
-    if len(set(widths)) > 1:
-        each = ", ".join(f"{width} on rank {rank}" for rank, width in enumerate(widths))
-        raise ValueError(
-            "vocabulary shards: expected the same number of columns on every rank of the TP "
-            f"group, got {each}: pad the vocabulary to a multiple of the group's size"
-        )
-
-
-def _check_width(widths: Tensor, own: int) -> None:
-    if widths.device.type == "cpu":
-        check_widths([int(width) for width in widths.tolist()])
-    else:
-        torch._assert_async((widths == own).all(), "vocabulary shards: uneven over the TP group")
-
-
-def all_reduce_sum(x: Tensor, group: ProcessGroup | None, *, width: int | None = None) -> Tensor:
-    """The sum over ranks, in a new tensor (x itself on one process). Not differentiable.
-
-    Args:
-        width: of this rank's vocabulary shard, which goes along, each rank's in a place of its own.
-
-    Raises:
-        ValueError: the widths differ (on CUDA a device-side assert, without a sync).
-    """
-    size = group_size(group)
-    if size == 1 or x.numel() == 0:
+def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum over ranks, in a new tensor (x itself on one process). Not differentiable."""
+    if group_size(group) == 1 or x.numel() == 0:
         return x
-    if width is not None:
-        count = x.numel()
-        sent = x.new_zeros(count + size)
-        sent[:count] = x.reshape(-1)
-        sent[count + group_rank(group)].fill_(width)
-        dist.all_reduce(sent, group=group)
-        _check_width(sent[count:], width)
-        return sent[:count].view(x.shape)
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out

@@ -1,14 +1,10 @@
 """Whether the ranks of a TP group make the same call: their widths always, the rest on demand.
 
 A rank's shard starts at `rank * width`: with uneven shards every rank has another idea of where the
-others' columns are, and results are wrong without a word. Two checks, neither of them a collective
-of its own, find that:
-
-1. The first call with a width on a group: each rank posts its width in the group's store and reads
-   the others'. Nothing goes over the wire that carries tensors; later calls look in a set.
-2. Every call: the width travels as one more number in the operation's first collective
-   (`mcore_logprobs.collectives`). This catches a rank whose width changes after the others' were
-   agreed: it finds no answer in the store, and goes on to that collective.
+others' columns are, and results are wrong without a word. So at the first call with a width on a
+group each rank posts its width in the group's key-value store and reads the others': no collective,
+nothing on the wire that carries tensors, and later calls look in a set. A rank whose width changes
+while the others' stays finds no answer and raises; what the others then see is a rank that raised.
 
 With `MCORE_LOGPROBS_CHECK=1` each opening of a call makes one all-gather of 4 KiB instead, which
 compares every argument of the operation: shapes, dtypes, options, a hash of integer tensors. It
@@ -30,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.collectives import all_gather_stack, check_widths
+from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import group_rank, group_size
 
 __all__ = ["VARIABLE", "check_call"]
@@ -41,10 +37,11 @@ _MESSAGE_BYTES = 4096
 _LONGEST_VALUE = 120
 # Arguments whose values are this rank's own; of them only shape and dtype are compared.
 _SHARDED = ("logits", "hidden", "weight", "bias")
-# How long a rank waits for the others' widths in the store, in seconds. Ranks that are merely late
-# lose nothing but the check before local errors: the width is compared again in the collective.
-_PATIENCE = 20.0
-_WITHDRAWN = b"withdrawn"
+# How long a rank waits for the others' widths in the store, in seconds. The ranks of a TP group go
+# through a model layer by layer together: on a CPU none is late by much; elsewhere as long as NCCL
+# lets a collective take.
+_PATIENCE = {"cpu": 30.0, "other": 600.0}
+_WITHDRAWN = "withdrawn"
 _agreed: weakref.WeakKeyDictionary[ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 
 
@@ -62,40 +59,51 @@ def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> 
     if os.environ.get(VARIABLE) == "1":
         # this function <- the opening <- the operation, whose arguments are compared
         _compare_arguments(sys._getframe(2), group, device)
-    elif width not in _agreed.setdefault(group, set()) and _agree_in_store(width, group):
+    elif width not in _agreed.setdefault(group, set()):
+        _agree_in_store(width, group, _PATIENCE["cpu" if device.type == "cpu" else "other"])
         _agreed[group].add(width)
 
 
 # ---- widths, once ------------------------------------------------------------------------------
 
 
-def _agree_in_store(width: int, group: ProcessGroup) -> bool:
-    """Whether all ranks have posted this width; False where some posted nothing in time.
+def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
+    """Returns where all ranks have posted this width; without a store nothing is compared.
 
     The number in the keys counts the times that this rank has agreed or differed on the group: it
     is the same on every rank, and lives in the store, as a group object may be made anew.
+
+    Raises:
+        ValueError: the widths differ, on every rank; or some rank has posted none in time.
     """
     store = _store_of(group)
     if store is None:
-        return False
+        return
     rank, size = group_rank(group), group_size(group)
     counter = f"mcore_logprobs/widths/{rank}"
     number = store.add(counter, 0)
     keys = [f"mcore_logprobs/width/{number}/{other}" for other in range(size)]
     store.set(keys[rank], str(width))
-    deadline, pause = time.monotonic() + _PATIENCE, 1e-4
+    deadline, pause = time.monotonic() + patience, 1e-4
     while True:
-        posted = [store.get(key) for key in keys] if store.check(keys) else []
+        posted = [store.get(key).decode() for key in keys] if store.check(keys) else []
         if posted and _WITHDRAWN not in posted:
             break
         if time.monotonic() > deadline:
-            store.set(keys[rank], _WITHDRAWN.decode())
-            return False
+            store.set(keys[rank], _WITHDRAWN)
+            raise ValueError(
+                f"vocabulary shards: {width} columns on rank {rank} of the TP group, a new width, "
+                f"but no new one on every other rank within {patience:g} s"
+            )
         time.sleep(pause)
         pause = min(2.0 * pause, 0.02)
     store.add(counter, 1)
-    check_widths([int(value) for value in posted])
-    return True
+    if len(set(posted)) > 1:
+        each = ", ".join(f"{found} on rank {other}" for other, found in enumerate(posted))
+        raise ValueError(
+            "vocabulary shards: expected the same number of columns on every rank of the TP "
+            f"group, got {each}: pad the vocabulary to a multiple of the group's size"
+        )
 
 
 def _store_of(group: ProcessGroup) -> Any | None:

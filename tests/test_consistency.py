@@ -63,29 +63,39 @@ def message(operation: str, width: int, **changes: Any) -> str:
     return ""
 
 
-def uneven(operation: str, agreed: bool) -> tuple[str, str]:
+def uneven(operation: str) -> tuple[str, str]:
     """Ranks of 12 and 13 columns; then, on the same group, an even call."""
     consistency._agreed.clear()
-    consistency._PATIENCE = 0.5 if agreed else 20.0
-    if agreed:  # this rank's width was every rank's, once
-        assert message("logprobs", 12) == ""
     found = message(operation, 12 + dist.get_rank())
     return found, message(operation, 12)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_uneven_shards_raise_on_every_rank(ranks, operation):
-    for found, after in ranks(2).run(uneven, operation, False, timeout=60):
+    for found, after in ranks(2).run(uneven, operation, timeout=60):
         assert "12 on rank 0, 13 on rank 1" in found
         assert after == ""
 
 
-# Nothing but tensors of one size goes over the wire in an all-to-all: 12 columns meet 13.
-@pytest.mark.parametrize("operation", OPERATIONS[:-2])
-def test_a_width_that_changes_on_one_rank_raises_on_every_rank(ranks, operation):
-    for found, after in ranks(2).run(uneven, operation, True, timeout=60):
-        assert "12 on rank 0, 13 on rank 1" in found
-        assert after == ""
+def alone_with_a_new_width() -> str:
+    """One rank's width changes; the other makes no call, so that nothing is left to wait for."""
+    consistency._agreed.clear()
+    assert message("logprobs", 12) == ""
+    found = ""
+    if dist.get_rank() == 1:
+        consistency._PATIENCE["cpu"] = 0.5
+        found = message("logprobs", 13)
+        consistency._PATIENCE["cpu"] = 30.0
+    dist.barrier()
+    # What it withdrew is in nobody's way.
+    assert message("logprobs", 14) == ""
+    return found
+
+
+def test_a_width_that_is_new_on_one_rank_raises_there(ranks):
+    none, found = ranks(2).run(alone_with_a_new_width, timeout=60)
+    assert none == ""
+    assert "13 columns on rank 1 of the TP group, a new width, but no new one" in found
 
 
 def uneven_with_targets_that_one_rank_refuses() -> str:

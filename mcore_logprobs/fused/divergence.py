@@ -189,9 +189,7 @@ class _LinearDivergence(torch.autograd.Function):
             for part, s, t, others in pair.parts():
                 pair_stats(s, t, pair.spec, out=found[:, part], **others)
             stats[:, tile.rows] = merge_pairs(torch.stack([stats[:, tile.rows], found]), spec)
-        shard = opts.student.shard
-        shards = all_gather_stack(stats, shard.group, width=shard.width)
-        done = finish_pair(merge_pairs(shards, spec), spec)
+        done = finish_pair(merge_pairs(all_gather_stack(stats, opts.student.group), spec), spec)
         value, inner = done.value, done.value
         if spec.kind == "jsd":
             # KL of either side from the mixture: a second walk, one all-reduce.

@@ -79,7 +79,7 @@ class _LinearEntries(torch.autograd.Function):
                 found.append(head.chunk_stats(chunk, None))
                 values[tile.rows] += _own_entries(chunk, mine)
             parts.append(merge(torch.stack(found), spec))
-        done, summed = finish_shards(torch.cat(parts, 1), spec, opts.head.shard, entries=values)
+        done, summed = finish_shards(torch.cat(parts, 1), spec, opts.head.group, entries=values)
         assert summed is not None
         # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
         summed = (summed - done.norms.top.unsqueeze(-1)) - done.norms.log_sum.unsqueeze(-1)

@@ -312,5 +312,4 @@ class Head:
         if self.bias is not None:
             own_bias = self.bias[column.clamp(min=0)].to(self.wide)
             raw = finished_logits(raw, self.opts.spec, own_bias, temperature)
-        shard = self.opts.shard
-        return all_reduce_sum(torch.where(here, raw, 0.0), shard.group, width=shard.width)
+        return all_reduce_sum(torch.where(here, raw, 0.0), self.opts.group)

@@ -187,7 +187,7 @@ def _whole_rows(
 
 def _finish(head: Head, stats: Tensor, opts: _Options) -> FinishedStats:
     done, _ = finish_shards(
-        stats, opts.head.spec, opts.head.shard, label_smoothing=opts.label_smoothing
+        stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
     )
     return done
 

@@ -64,7 +64,7 @@ class _LinearTokenStats(torch.autograd.Function):
         ]
         stats = torch.cat(parts, 1) if parts else head.no_columns(hidden[:0])
         done, _ = finish_shards(
-            stats, opts.head.spec, opts.head.shard, label_smoothing=opts.label_smoothing
+            stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
         )
         ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
         ctx.save_for_backward(hidden, weight, bias, column, keep, *done.norms)

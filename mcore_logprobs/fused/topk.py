@@ -49,7 +49,7 @@ class _LinearTopK(torch.autograd.Function):
             none = torch.full_like(columns[tile.rows, 0], -1)
             for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
                 _merge(chunk, *best)
-        values, ids = gather_pairs(values, columns + shard.start, shard)
+        values, ids = gather_pairs(values, columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : opts.k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
         own = (ids >= shard.start) & (ids < shard.end)

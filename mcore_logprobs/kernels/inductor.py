@@ -395,9 +395,12 @@ def call_compiled(function: Callable[..., Any], *args: Tensor | bool) -> Any:
     state = (key, torch.get_num_threads(), torch.is_inference_mode_enabled())
     kernel = _kernels.get(key)
     try:
+        # A default device is a mode that sees every operation, which torch.compile cannot trace.
         if kernel is not None and state in _warm:
-            return kernel(*args)
-        with _lock:  # torch's compiler configuration is not all thread-safe
+            with torch._C.DisableTorchFunction():
+                return kernel(*args)
+        # torch's compiler configuration is not all thread-safe
+        with _lock, torch._C.DisableTorchFunction():
             kernel = _kernels.setdefault(key, _compile(function))
             result = kernel(*args)
             _warm.add(state)

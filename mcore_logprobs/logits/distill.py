@@ -66,8 +66,7 @@ class _Divergence(torch.autograd.Function):
         )
         for part, s, t in rows.chunks(opts.call.chunk_size, student, teacher):
             pair_stats(s, t, spec, out=stats[:, part], **opts.temperatures(rows, part))
-        shards = all_gather_stack(stats, group, width=opts.call.shard.width)
-        done = finish_pair(merge_pairs(shards, spec), spec)
+        done = finish_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
         value, inner = done.value, done.value
         if spec.kind == "jsd":
             sums = stats[:2]

@@ -84,8 +84,7 @@ class _Entries(torch.autograd.Function):
                 # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
                 values = (values - done.norms.top.unsqueeze(-1)) - done.norms.log_sum.unsqueeze(-1)
         else:
-            shard = opts.call.shard
-            values = all_reduce_sum(values, shard.group, width=shard.width)
+            values = all_reduce_sum(values, opts.call.group)
         ctx.opts = opts
         ctx.save_for_backward(logits, column, keep, *norms)
         ctx.set_materialize_grads(False)

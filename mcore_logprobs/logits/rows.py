@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
-from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.reference import gather_target, row_chunks
 from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, accumulator_dtype, finish, merge
 from mcore_logprobs.logits.opening import CallOptions
@@ -114,7 +114,7 @@ def whole_rows(
     """
     rows, spec = Rows(logits), opts.spec
     blocks = list(rows.blocks(logits))
-    threshold = target_logits(blocks, column, opts.shard) if spec.rank else None
+    threshold = target_logits(blocks, column, opts.group) if spec.rank else None
     temperature = rows.walk_optional(opts.temperature)
     stats = torch.cat(
         [
@@ -130,29 +130,30 @@ def whole_rows(
         ],
         dim=1,
     )
-    return finish_shards(stats, spec, opts.shard, label_smoothing=label_smoothing, entries=entries)
+    return finish_shards(stats, spec, opts.group, label_smoothing=label_smoothing, entries=entries)
 
 
 def finish_shards(
     stats: Tensor,
     spec: RowSpec,
-    shard: VocabShard,
+    group: ProcessGroup | None,
     *,
     label_smoothing: float = 0.0,
     entries: Tensor | None = None,
 ) -> tuple[FinishedStats, Tensor | None]:
     """As `whole_rows`, from this rank's statistics `[k, n]`: one all-gather, one merge."""
     if entries is None:
-        shards = all_gather_stack(stats, shard.group, width=shard.width)
+        shards = all_gather_stack(stats, group)
         return finish(merge(shards, spec), spec, label_smoothing), None
     fields = len(spec.fields)
-    both = torch.cat([stats, entries.t()])
-    shards = all_gather_stack(both, shard.group, width=shard.width)
+    shards = all_gather_stack(torch.cat([stats, entries.t()]), group)
     whole = merge(shards[:, :fields].contiguous(), spec)
     return finish(whole, spec, label_smoothing), shards[:, fields:].sum(0).t()
 
 
-def target_logits(blocks: list[tuple[slice, Tensor]], column: Tensor, shard: VocabShard) -> Tensor:
+def target_logits(
+    blocks: list[tuple[slice, Tensor]], column: Tensor, group: ProcessGroup | None
+) -> Tensor:
     """Each row's raw target logit on every rank, `[n]` float32; one all-reduce over TP."""
     own = torch.cat([gather_target(block, column[part], 0.0) for part, block in blocks])
-    return all_reduce_sum(own.to(accumulator_dtype(own.dtype)), shard.group, width=shard.width)
+    return all_reduce_sum(own.to(accumulator_dtype(own.dtype)), group)

@@ -315,7 +315,7 @@ class _Replay(torch.autograd.Function):
         shift = torch.where(packed[1].isneginf(), 0.0, packed[1])
         packed[2].index_add_(0, kept.row, ((raw - shift[kept.row]) * opts.of(kept.row)).exp())
         packed[1] += _nan_where_unusable(logits, opts.shard).to(dtype)
-        ranks = all_gather_stack(packed, opts.shard.group, width=opts.shard.width)
+        ranks = all_gather_stack(packed, opts.shard.group)
         top = ranks[:, 1].amax(0)  # NaN where any rank's is
         top = torch.where(top.isneginf(), 0.0, top)
         mass = (ranks[:, 2] * ((ranks[:, 1] - top) * opts.multiplier).exp()).sum(0)

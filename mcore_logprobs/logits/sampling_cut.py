@@ -186,7 +186,7 @@ class _Survey:
             if opts.top_k is None:
                 multiplier = multiplier_column(opts.multiplier, part, dtype)
                 packed[1, part] = _mass(x, best.values[:, :1], multiplier)
-        everyone = all_gather_stack(packed, shard.group, width=shard.width)  # [ranks, 2 + c, n]
+        everyone = all_gather_stack(packed, shard.group)  # [ranks, 2 + c, n]
         self.own_target, self.target = packed[0], everyone[:, 0].sum(0)
         self._candidates = everyone[:, 2:]
         self.listed = self._candidates.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values

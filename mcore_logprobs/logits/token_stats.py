@@ -305,7 +305,7 @@ def vocab_parallel_target_rank(
     rows = Rows(call.logits)
     column = rows.walk(local.column)
     blocks = list(rows.blocks(call.logits))
-    threshold = target_logits(blocks, column, opts.shard)
+    threshold = target_logits(blocks, column, opts.group)
     counts = torch.cat(
         [
             opts.backend.count_higher(

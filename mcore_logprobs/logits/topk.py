@@ -39,7 +39,7 @@ class _TopK(torch.autograd.Function):
                 # By column, hence by global id after the gather: the sort by value is stable.
                 columns[part, :found] = picked.sort(-1).values
                 values[part, :found] = block.gather(-1, columns[part, :found]).to(dtype)
-        values, ids = gather_pairs(values, columns + shard.start, shard)
+        values, ids = gather_pairs(values, columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
         ctx.opts = opts
@@ -89,16 +89,16 @@ def stable_topk(x: Tensor, k: int) -> Tensor:
     return last - (key.topk(k, dim=-1, sorted=False).values & 0xFFFFFFFF)
 
 
-def gather_pairs(values: Tensor, ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Each rank's `[n, k]` values and ids -> all of them, `[n, size*k]`, rank by rank.
 
     One all-gather: the ids, cut to the values' width in bits, travel beside the values' bits.
     """
-    if shard.group is None:
+    if group is None:
         return values, ids
     integer = torch.int64 if values.dtype == torch.float64 else torch.int32
     packed = torch.stack([values.view(integer), ids.to(integer)])
-    everyone = all_gather_stack(packed, shard.group, width=shard.width)  # [size, 2, n, k]
+    everyone = all_gather_stack(packed, group)  # [size, 2, n, k]
     size, _, rows, k = everyone.shape
     both = everyone.permute(1, 2, 0, 3).reshape(2, rows, size * k)
     return both[0].view(values.dtype), both[1].long()
@@ -181,5 +181,7 @@ def vocab_parallel_argmax(
     else:
         value = torch.full(lead, -torch.inf, dtype=dtype, device=logits.device)
         column = torch.zeros(lead, dtype=torch.int64, device=logits.device)
-    values, ids = gather_pairs(value.reshape(-1, 1), (column + shard.start).reshape(-1, 1), shard)
+    values, ids = gather_pairs(
+        value.reshape(-1, 1), (column + shard.start).reshape(-1, 1), shard.group
+    )
     return ids.gather(-1, values.max(dim=-1, keepdim=True).indices).reshape(lead)

@@ -268,7 +268,7 @@ def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
 
 
 @pytest.mark.parametrize("how", ["set_default_device", "with torch.device", "set_default_dtype"])
-def test_defaults_for_new_tensors_change_nothing(how, caplog):
+def test_defaults_for_new_tensors_change_nothing(how, monkeypatch):
     logits, target = make_rows(torch.float32, strided=False)
     logits = logits.nan_to_num(nan=0.5)
     threshold = thresholds(logits, target)
@@ -285,6 +285,15 @@ def test_defaults_for_new_tensors_change_nothing(how, caplog):
             inductor.count_higher(logits, target, threshold, valid=VALID, chunk_size=4),
         ]
 
+    compiled = []
+    real = inductor.call_compiled
+
+    def spy(*args: Any) -> Any:
+        result = real(*args)
+        compiled.append(args[0])
+        return result
+
+    monkeypatch.setattr(inductor, "call_compiled", spy)
     want = passes()
     try:
         if how == "set_default_device":
@@ -299,7 +308,7 @@ def test_defaults_for_new_tensors_change_nothing(how, caplog):
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    assert not caplog.records
+    assert len(compiled) == 2 * 4  # none went to the reference
     for one, other in zip(got, want, strict=True):
         assert one.device.type == "cpu"
         assert torch.equal(one, other)
