@@ -5,6 +5,39 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+usage() {  # needs no environment; tests/examples/test_run_script.py holds it to the parser's flags
+    cat <<'TEXT'
+usage: bash examples/run_rl_step.sh [arguments]
+
+GRPO steps on a Megatron-Core model. The first run makes .venv (minutes), later runs find it.
+
+  --config FILE      a YAML file of configs/ (default: configs/smollm2-cpu.yaml)
+  --steps N          GRPO steps in all, those before a resume included
+  --tp N --cp N --pp N
+                     parallel sizes; they set the number of processes too
+  --seed N
+  --dtype float32|bfloat16
+                     of the model's weights
+  --output-dir DIR   metrics and plot go to DIR/<config's name>
+  --save-every N     checkpoint every N steps (0: never)
+  --resume DIR       a checkpoint to go on from
+  --compare          peak memory with and without fusion, and exit
+  --explain          why trainer and rollout engine differ on one rollout, and exit
+  --print-processes  check the configuration, print TP x CP x PP and the engine, and exit
+
+  NPROC=6 bash ...   more processes: data parallelism
+  PYTHON=python3.12  the interpreter to make .venv with
+
+Configurations (docs/configs.md):
+TEXT
+    for file in configs/*.yaml; do
+        echo "  $file: $(sed -n '1s/^# *//p' "$file")"
+    done
+}
+for given in "$@"; do
+    case $given in -h | --help) usage; exit 0 ;; esac
+done
+
 source examples/setup_env.sh || { echo "run_rl_step.sh: the environment could not be set up" >&2; exit 1; }
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONUNBUFFERED=1

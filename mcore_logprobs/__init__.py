@@ -47,7 +47,7 @@ from mcore_logprobs.megatron import (
     unpatch_model,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LogprobConfig",

@@ -76,6 +76,7 @@ stage ruff-check python -m ruff check .
 stage ruff-format python -m ruff format --check .
 stage mypy python -m mypy
 stage pytest tests "$@"
+[ "$#" -gt 0 ] || stage docs bash docs/build.sh
 
 echo "== stages failed:${failed:- none}"
 tail -n 1 "$log"

@@ -1,101 +1,55 @@
-"""README.md holds: its Python runs, its names and flags exist, its files are there."""
+"""README.md holds: its Python runs, its names and flags exist, its tables follow the package."""
 
 from __future__ import annotations
 
 import argparse
-import pkgutil
 import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import mcore_logprobs
+from mcore_logprobs import LogprobConfig, PatchHandle
 from mcore_logprobs.config import add_logprob_args
+from tests.helpers.distributed import RankError
+from tests.helpers.documents import ROOT, Source, fenced, headings, run_sources
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+BLOCKS = fenced(README, "python")
+RESULTS = ROOT / "mcore_logprobs" / "bench" / "results"
 
 
-def run_blocks(blocks: list[str]) -> dict[str, Any]:
-    """Runs the blocks one after the other, as one program, around a real GPTModel on CPU."""
-    from mcore_logprobs.cpu_megatron import models as mm
-    from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
-
-    with cpu_runtime():
-        mm.init_model_parallel()
-        try:
-            model = mm.build_gpt_model(mm.transformer_config(), vocab_size=64)
-            tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
-            names: dict[str, Any] = {
-                "model": model,
-                "input_ids": tokens[:, :-1],
-                "labels": tokens[:, 1:],
-                "position_ids": torch.arange(8).expand(2, 8),
-                "attention_mask": None,
-                "parser": argparse.ArgumentParser(),
-                "model_provider": lambda pre_process, post_process: model,
-            }
-            before = set(vars(model))
-            for number, block in enumerate(blocks):
-                exec(compile(block, f"README.md block {number}", "exec"), names)
-            assert set(vars(model)) == before, "a block left its patch behind"
-            gradients = [p.grad for p in model.parameters()]
-            return {
-                "stats": names["stats"],
-                "loss": names["loss"].detach(),
-                "model_gradients": sum(g is not None and g.abs().sum() > 0 for g in gradients),
-                "model_parameters": len(gradients),
-                "hidden_gradient": names["hidden"].grad,
-            }
-        finally:
-            mm.destroy_model_parallel()
-
-
-def test_python_blocks_run(ranks) -> None:
-    assert len(BLOCKS) == README.count("```python") >= 4
-    (result,) = ranks(1).run(run_blocks, BLOCKS)
+def test_python_blocks_run(ranks, tmp_path) -> None:
+    assert len(BLOCKS) == README.count("```python") >= 3
+    # As a reader runs them: one after the other, with nothing imported beforehand.
+    bare = dict.fromkeys(mcore_logprobs.__all__) | {"ClippedLoss": None}
+    sources = [Source("README.md", BLOCKS, bare)]
+    (seen,) = ranks(1).run(run_sources, sources, str(tmp_path))
+    result = seen["README.md"]
     assert torch.isfinite(result["loss"])
-    assert result["model_gradients"] == result["model_parameters"]
+    assert result["gradients"] == result["parameters"] > 0
     assert result["hidden_gradient"].abs().sum() > 0
-    assert result["stats"].logprobs.shape == (16, 2)
 
 
-def test_a_broken_block_would_be_noticed(ranks) -> None:
-    from tests.helpers.distributed import RankError
-
+def test_a_broken_block_would_be_noticed(ranks, tmp_path) -> None:
+    broken = [BLOCKS[0].replace("LogprobConfig(", "LogprobConfig(tempo=1, ")]
     with pytest.raises(RankError, match=r"README\.md block 0"):
-        ranks(1).run(run_blocks, [BLOCKS[0].replace("LogprobConfig(", "LogprobConfig(tempo=1, ")])
+        ranks(1).run(run_sources, [Source("README.md", broken)], str(tmp_path))
 
 
-def test_names_exist() -> None:
-    names = set(
-        re.findall(r"`((?:vocab_parallel|context_parallel|linear|all_to_all)_\w+)`", README)
-    )
-    names |= set(re.findall(r"`((?:un)?patch_gpt_model|LogprobConfig|ParallelGroups)`", README))
-    assert len(names) > 15
-    missing = names - set(mcore_logprobs.__all__)
-    assert not missing
-    for name in names:
-        getattr(mcore_logprobs, name)
+def test_the_first_screen_shows_install_patch_and_policy_loss() -> None:
+    first = "\n".join(README.splitlines()[:35])
+    assert "\npip install -e .\n" in first
+    assert "patch_model(model" in first
+    assert "handle.policy_loss(" in first
 
 
-def test_every_public_function_is_in_the_task_table() -> None:
-    functions = {
-        name
-        for name in mcore_logprobs.__all__
-        if name.startswith(("vocab_parallel_", "linear_", "context_parallel_", "all_to_all_"))
-    }
-    assert {name for name in functions if f"`{name}`" not in README} == set()
-
-
-def test_modules_exist() -> None:
-    modules = set(re.findall(r"mcore_logprobs(?:\.[a-z_]+)+", README))
-    assert "mcore_logprobs.diagnostics" in modules
-    for dotted in modules:
-        assert pkgutil.resolve_name(dotted) is not None
+def test_it_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) < 170
+    assert [line for line in lines if len(line) > 120] == []
 
 
 def test_flags_exist() -> None:
@@ -105,13 +59,121 @@ def test_flags_exist() -> None:
     assert all(flag in known for flag in flags)
 
 
-def test_files_exist() -> None:
-    files = set(re.findall(r"`bash ([\w/.]+)`", README)) | set(
-        re.findall(r"\]\((\w[\w./]*)\)", README)
-    )
-    assert "tests/run.sh" in files
-    assert [f for f in files if not f.startswith("http") and not (ROOT / f).exists()] == []
+def test_commands_exist() -> None:
+    files = set(re.findall(r"bash ([\w/]+\.sh)", README))
+    assert {"tests/run.sh", "examples/run_rl_step.sh", "docs/build.sh"} <= files
+    assert [f for f in files if not (ROOT / f).exists()] == []
 
 
-def test_it_is_short() -> None:
-    assert len(README.splitlines()) < 150
+# ---- the table of completeness -----------------------------------------------------------------
+
+COMPLETENESS = re.search(
+    r"<!-- completeness: begin -->\n.*?\n\|(?:---\|)+\n(.*?)<!-- completeness: end -->",
+    README,
+    re.S,
+)
+REFERENCES = dict(re.findall(r"^\[(\w)\]: (\S+)", README, flags=re.M))
+CELL = re.compile(r"\[([^\]]+)\]\[(\w)\]")
+
+
+def completeness() -> list[list[str]]:
+    assert COMPLETENESS is not None
+    lines = COMPLETENESS[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("row", completeness(), ids=lambda row: row[0])
+def test_every_cell_of_the_completeness_table_is_documented(row) -> None:
+    assert len(row) == 4
+    config_fields = {field.name for field in fields(LogprobConfig)}
+    for place, cell in enumerate(row[1:]):
+        found = CELL.findall(cell)
+        assert found, f"{row[0]}: a hole in column {place + 1}"
+        for label, key in found:
+            page = ROOT / REFERENCES[key]
+            name = label.strip("`")
+            if label.startswith("`"):
+                assert name in config_fields
+                assert f"| `{name}` |" in page.read_text()
+            elif name == "losses":
+                assert "::: mcore_logprobs.losses\n" in page.read_text()
+            else:
+                owner, _, member = name.partition(".")
+                assert owner in mcore_logprobs.__all__, f"{name} is not in the package"
+                assert not member or callable(getattr(PatchHandle, member))
+                assert name.replace(".", "").lower() in headings(page.read_text())
+                assert f"::: mcore_logprobs.{name}\n" in page.read_text()
+    assert "vocab_parallel_" in row[1]
+    assert "linear_" in row[2]
+
+
+def test_every_operation_of_the_package_is_in_readme() -> None:
+    table = "\n".join(" ".join(row) for row in completeness())
+    missing = [
+        name
+        for name in mcore_logprobs.__all__
+        if (name.startswith(("vocab_parallel_", "linear_")) and f"[{name}]" not in table)
+        or (name.startswith(("context_parallel_", "all_to_all_")) and f"`{name}`" not in README)
+    ]
+    assert missing == []
+
+
+# ---- figures -----------------------------------------------------------------------------------
+
+LOGITS = "2026-11-amd-epyc-2-cores-logits.txt", "dtype bfloat16"
+LINEAR = "2026-11-amd-epyc-2-cores-linear.txt", "dtype float32"
+POLICY = "2026-11-amd-epyc-2-cores-policy.txt", "dtype float32"
+MEASURED = {
+    "`vocab_parallel_logprobs`": (*LOGITS, "logprobs"),
+    "with entropy": (*LOGITS, "+ entropy"),
+    "Megatron's cross entropy": (*LOGITS, "megatron"),
+    "Megatron's fused cross entropy": (*LOGITS, "megatron fused"),
+    "`linear_token_stats`": (*LINEAR, "fused"),
+    "holding the logits": (*LINEAR, "unfused (holds the logits)"),
+    "`linear_policy_loss`": (*POLICY, "linear_policy_loss"),
+    "policy loss, holding the logits": (*POLICY, "unfused (holds the logits)"),
+}
+
+
+def printed(file: str, table: str, row: str) -> tuple[float, float]:
+    """(ms forward and backward, peak MiB) of one row of a result table."""
+    text = (RESULTS / file).read_text()
+    (part,) = [p for p in re.split(r"\n\n", text) if table in p.splitlines()[0]]
+    (line,) = [x for x in part.splitlines() if re.match(rf"  {re.escape(row)}  ", x)]
+    cells = re.split(r" {2,}", line.strip())
+    return float(cells[3]), float(cells[6])
+
+
+def figure_rows() -> dict[str, list[str]]:
+    section = README.split("## How fast, how lean")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return {row[0]: row[1:] for row in cells if row[1] != "time"}
+
+
+def test_figures_are_those_that_the_benchmark_printed() -> None:
+    rows = figure_rows()
+    assert rows.keys() == MEASURED.keys()
+    for label, source in MEASURED.items():
+        ms, mib = printed(*source)
+        time = f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1e3:.2f} s"
+        assert rows[label] == [time, f"{mib:.0f} MiB"], label
+
+
+def test_releases_follow_their_page() -> None:
+    page = (ROOT / "docs" / "releases.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| ")]
+    header, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    for verdict, title in (("passed", "features that pass"), ("not there", "not there in the")):
+        counts = [sum(row[i] == verdict for row in body) for i in range(1, len(header))]
+        (line,) = [x for x in README.splitlines() if x.startswith(f"| {title}")]
+        assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [str(c) for c in counts]
+    assert f"| Megatron-Core | {' | '.join(header[1:])} |" in README
+    known = {cell for row in body for cell in row[1:]}
+    assert known <= {"passed", "not there"}, "README has no row for other verdicts"
+
+
+def test_where_to_read_on() -> None:
+    for page in ("how-it-works", "costs", "configs", "releases", "audit", "megatron-flags"):
+        assert f"(docs/{page}.md)" in README
+    assert Path(ROOT / "CONTRIBUTING.md").exists()

@@ -210,13 +210,17 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
         help="why trainer and rollout engine differ on one rollout (docs/mismatch.md), and exit",
     )
     parser.add_argument(
-        "--print-processes", action="store_true", help="print TP x CP x PP and the engine, and exit"
+        "--print-processes",
+        action="store_true",
+        help="check, print TP x CP x PP and the engine, exit",
     )
     args = parser.parse_args()
     names = ("steps", "tp", "cp", "pp", "seed", "dtype", "output_dir", "save_every")
     config = override(load_config(args.config), **{name: getattr(args, name) for name in names})
-    if args.print_processes:
-        print(config.parallel.tp * config.parallel.cp * config.parallel.pp, config.rollout.engine)
+    if args.print_processes:  # before torchrun, whose report would bury a mistake
+        processes = config.parallel.tp * config.parallel.cp * config.parallel.pp
+        validate(config, int(os.environ.get("NPROC", processes)))
+        print(processes, config.rollout.engine)
         raise SystemExit(0)
     validate(config, int(os.environ.get("WORLD_SIZE", "1")))
     return config, args
