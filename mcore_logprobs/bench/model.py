@@ -50,14 +50,11 @@ def logits_cost(
 ) -> Cost:
     """Of `vocab_parallel_token_stats` with its backward."""
     statistics = 3 + entropy + rank
-    # The shard's width travels along: once with the statistics, and in a place a rank with the sum
-    # of the targets' logits.
-    widths = 4 + 4 * tp * rank
     return Cost(
         operations=0,
         traffic=3 * rows * (vocab // tp) * itemsize,
         collectives=(1 + rank) if tp > 1 else 0,
-        sent=(4 * statistics * rows + 4 * rows * rank + widths) if tp > 1 else 0,
+        sent=(4 * statistics * rows + 4 * rows * rank) if tp > 1 else 0,
     )
 
 
@@ -69,5 +66,5 @@ def fused_cost(
         operations=8 * rows * hidden * (vocab // tp),
         traffic=0,
         collectives=(1 + tiles) if tp > 1 else 0,
-        sent=(4 * (3 + entropy) * rows + 4 * rows * hidden + 4) if tp > 1 else 0,
+        sent=(4 * (3 + entropy) * rows + 4 * rows * hidden) if tp > 1 else 0,
     )
