@@ -20,6 +20,7 @@ from tests.helpers.poison import poisoned_memory
 
 torch.set_num_threads(1)
 settings.register_profile("repo", derandomize=True, deadline=None, max_examples=25, database=None)
+settings.register_profile("nightly", deadline=None, max_examples=2000, database=None)
 settings.load_profile("repo")
 
 
