@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
-from mcore_logprobs.cpu_megatron.models import end_groups
+from mcore_logprobs.cpu_megatron.models import destroy_model_parallel, end_groups
 from mcore_logprobs.groups import megatron_parallel_state
 from tests.helpers.distributed import (
     RankPool,
@@ -38,12 +39,13 @@ def _fresh_memory_is_nan() -> Iterator[None]:
 
 
 def _forget_groups() -> None:
-    state = megatron_parallel_state()
-    if state is not None:
-        state.destroy_model_parallel()
+    if megatron_parallel_state() is not None:
+        destroy_model_parallel()
     if torch.distributed.is_initialized():
         # Device meshes are made once and shared by files.
         end_groups(g for g in live_groups() if not g.group_desc.startswith("mesh"))
+    # Models are cycles that hold groups, and a group's threads run for as long as it is held.
+    gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="module")
