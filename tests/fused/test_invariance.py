@@ -23,7 +23,7 @@ def inputs(rows: int, sizes: dict[str, int], dtype: torch.dtype) -> dict[str, Te
     target[rows // 2] = -100
     return {
         "hidden": torch.randn(rows, sizes["hidden"]).to(dtype),
-        "weight": torch.randn(sizes["vocab"], sizes["hidden"]).to(dtype),
+        "weight": (torch.randn(sizes["vocab"], sizes["hidden"]) / sizes["hidden"] ** 0.5).to(dtype),
         "bias": torch.randn(sizes["vocab"]).to(dtype),
         "target": target,
         "temperature": 0.5 + torch.rand(rows),
