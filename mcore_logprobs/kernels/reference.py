@@ -197,35 +197,46 @@ def block_stats(
         padded = buffer[: chunk.stop - chunk.start]
         raw, z = logits[chunk, :valid], padded[:, :valid]
         own = _column(None if temperature is None else temperature[chunk])
-        z.copy_(raw)
         if bias is not None or own is not None or not spec.is_plain:
-            z.copy_(finished_logits(z, spec, bias, own))
+            z.copy_(finished_logits(raw, spec, bias, own))
+        elif raw.dtype != wide or valid < padded.shape[1] or raw.stride(1) != 1:
+            z.copy_(raw)
+        else:
+            z = raw
         first = spec.named(out[0, :, chunk])
         first["target"].copy_(gather_target(z, target[chunk], 0.0))
         if spec.rank:
             assert threshold is not None
             values = raw if bias is None else z
             first["higher"].copy_(_count(values, target[chunk], threshold[chunk]))
-        _reduce_blocks(padded.unflatten(1, (blocks, block)), spec, out[:, :, chunk])
+        source = raw if z is raw else padded
+        _reduce_blocks(
+            *(x.unflatten(1, (blocks, block)) for x in (source, padded)), spec, out[:, :, chunk]
+        )
         # The reduction leaves other numbers here.
         padded[:, valid:] = -torch.inf
     return out
 
 
-def _reduce_blocks(z: Tensor, spec: RowSpec, out: Tensor) -> None:
-    """Sums over the last dimension of z `[c, blocks, block]`, overwritten; out `[blocks, k, c]`."""
+def _reduce_blocks(z: Tensor, buffer: Tensor, spec: RowSpec, out: Tensor) -> None:
+    """Statistics over the last dimension of z `[c, blocks, block]`, into out `[blocks, k, c]`.
+
+    The sums run over `buffer`, which is contiguous, of z's shape, and may be z itself.
+    """
     part = spec.named(out, dim=1)
     top = z.amax(-1)
     part["max"].copy_(top.t())
     if spec.smoothing:
         is_finite = ~z.isneginf()
         part["finite"].copy_(is_finite.sum(-1).t())
-        part["zsum"].copy_(torch.where(is_finite, z, 0.0).sum(-1).t())
-    z.sub_(torch.where(top.isneginf(), 0.0, top).unsqueeze(-1))
-    weight = z.clamp_(min=LOG_ZERO).exp() if spec.entropy else z.exp_()
+        # In fresh memory, so that how z lies does not decide how it is added.
+        finite = torch.where(is_finite, z, 0.0).contiguous()
+        part["zsum"].copy_(finite.sum(-1).t())
+    shifted = torch.sub(z, torch.where(top.isneginf(), 0.0, top).unsqueeze(-1), out=buffer)
+    weight = shifted.clamp_(min=LOG_ZERO).exp() if spec.entropy else shifted.exp_()
     part["sum"].copy_(weight.sum(-1).t())
     if spec.entropy:
-        part["entropy"].copy_(z.mul_(weight).sum(-1).t())
+        part["entropy"].copy_(shifted.mul_(weight).sum(-1).t())
     if spec.sum_pi_squared:
         part["squares"].copy_(weight.square_().sum(-1).t())
 

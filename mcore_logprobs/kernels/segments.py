@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.stats import RowSpec, merge
+from mcore_logprobs.kernels.stats import RowSpec, merge, no_columns
 
 if TYPE_CHECKING:
     from mcore_logprobs.kernels.backend import Backend
@@ -99,8 +99,11 @@ def segment_stats(
 
     Arguments as in `kernels.reference.row_stats`; `logits` are all of this rank's columns.
     """
-    parts = []
-    for columns in segments.columns(spec.valid):
+    rows = logits.shape[0]
+    # All segments merge at once, as rows of their own; blocks that are masked add nothing.
+    stats = no_columns(spec, segments.local * rows, like=logits)
+    stats = stats.repeat(-(-segments.width // segments.block), 1, 1)
+    for number, columns in enumerate(segments.columns(spec.valid)):
         width = columns.stop - columns.start
         own = target - columns.start
         blocks = backend.block_stats(
@@ -111,7 +114,8 @@ def segment_stats(
             bias=None if bias is None else bias[columns],
             threshold=threshold,
             temperature=temperature,
-            chunk_size=chunk_size,
+            chunk_size=chunk_size * segments.local,  # as many numbers, of narrower rows
         )
-        parts.append(merge(blocks, spec, ordered=True))
-    return torch.stack(parts)
+        stats[: blocks.shape[0], :, number * rows : (number + 1) * rows] = blocks
+    merged = merge(stats, spec, ordered=True)
+    return merged.view(len(spec.fields), segments.local, rows).transpose(0, 1)
