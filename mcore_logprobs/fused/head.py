@@ -280,19 +280,19 @@ class Head:
         spec = self.opts.spec
         threshold = self.target_threshold(tile, column, temperature) if spec.rank else None
         chunks = self.chunks(tile, column, temperature)
-        return self.merged(tile, [self.chunk_stats(chunk, threshold) for chunk in chunks])
+        return self.merged(tile, [(c.columns, self.chunk_stats(c, threshold)) for c in chunks])
 
     def no_columns(self, tile: Tensor) -> Tensor:
         """The row statistics of no columns at all, as `merged` gives them."""
         return self.merged(tile, [])
 
-    def chunk_stats(self, chunk: Chunk, threshold: Tensor | None) -> tuple[slice, Tensor]:
-        """A chunk's columns and its `kernels.reference.row_stats`, with segments `block_stats`."""
+    def chunk_stats(self, chunk: Chunk, threshold: Tensor | None) -> Tensor:
+        """`kernels.reference.row_stats` of a chunk; with segments its `block_stats`."""
         segments, backend = self.opts.segments, self.backend(chunk.logits)
         row_stats = backend.row_stats
         if segments is not None:
             row_stats = partial(backend.block_stats, block=segments.block)
-        stats = row_stats(
+        return row_stats(
             chunk.logits,
             chunk.target,
             chunk.spec,
@@ -301,10 +301,9 @@ class Head:
             temperature=chunk.temperature,
             chunk_size=backends.default_chunk_size(chunk.logits.shape[1], chunk.logits.device),
         )
-        return chunk.columns, stats
 
     def merged(self, tile: Tensor, parts: list[tuple[slice, Tensor]]) -> Tensor:
-        """What `chunk_stats` gave of all chunks, `[k, rows]`; `[g/TP, k, rows]` with segments.
+        """Chunks' columns and `chunk_stats` to `[k, rows]`; with segments to `[g/TP, k, rows]`.
 
         Once for all: a merge is a dozen small launches for a few numbers a row and chunk.
         """

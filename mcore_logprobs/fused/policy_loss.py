@@ -180,7 +180,7 @@ def _whole_rows(
     parts = []
     for chunk in head.chunks(tile, column, temperature, hold=True):
         chunks.append(chunk)
-        parts.append(head.chunk_stats(chunk, threshold))
+        parts.append((chunk.columns, head.chunk_stats(chunk, threshold)))
     return chunks, _finish(head, head.merged(tile, parts), opts)
 
 

@@ -209,10 +209,9 @@ def block_stats(
             assert threshold is not None
             values = raw if bias is None else z
             first["higher"].copy_(_count(values, target[chunk], threshold[chunk]))
-        source = raw if z is raw else padded
-        _reduce_blocks(
-            *(x.unflatten(1, (blocks, block)) for x in (source, padded)), spec, out[:, :, chunk]
-        )
+        shape = (blocks, block)
+        source = (raw if z is raw else padded).unflatten(1, shape)
+        _reduce_blocks(source, padded.unflatten(1, shape), spec, out[:, :, chunk])
         # The reduction leaves other numbers here.
         padded[:, valid:] = -torch.inf
     return out
