@@ -24,6 +24,7 @@ __all__ = [
     "all_reduce_sum",
     "all_reduce_sum_async",
     "all_to_all_dim0",
+    "ordered_sum_dim0",
     "reduce_scatter_dim0",
     "reduce_scatter_dim0_async",
     "sum_gradient",
@@ -134,6 +135,44 @@ def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Te
     if not x.numel():
         return out, None
     return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
+
+
+def ordered_sum_dim0(parts: list[Tensor], group: ProcessGroup | None, *, scatter: bool) -> Tensor:
+    """The sum of every rank's parts `[n, ...]`, added one by one in rank order, then in list order.
+
+    The same bits however the parts are spread over ranks, which a reduction does not promise. One
+    all-to-all, as much as a reduce-scatter of each part; without `scatter` one all-gather of the
+    sum. Not differentiable.
+
+    Args:
+        parts: as many on every rank; the library's own, the first is written over on one process.
+        scatter: give this rank's `n / size` rows of the sum; n is divisible by size. Else all.
+    """
+    size = group_size(group)
+    if size == 1:
+        total = parts[0]
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+    rows = parts[0].shape[0]
+    own = -(-rows // size)
+    if scatter and rows % size:
+        raise ValueError(f"ordered sum: expected dim 0 divisible by {size}, got {rows}")
+    # [to whom, part, rows, ...], then [from whom, part, rows, ...]
+    sent = parts[0].new_zeros(size, len(parts), own, *parts[0].shape[1:])
+    for place, part in enumerate(parts):
+        for rank in range(size):
+            piece = part[rank * own : (rank + 1) * own]
+            sent[rank, place, : piece.shape[0]] = piece
+    received = sent
+    if sent.numel():
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+    total, *others = received.flatten(0, 1).unbind(0)
+    total = total.clone()
+    for other in others:
+        total.add_(other)
+    return total if scatter else all_gather_dim0(total, group)[:rows]
 
 
 # torch 2.13 renames these two; the names here serve every torch that this package does.

@@ -272,6 +272,11 @@ class LogprobConfig:
                 "LogprobConfig.label_smoothing: expected 0 with top_k or top_p, which give the "
                 f"target's neighbours no probability, got {self.label_smoothing}"
             )
+        if self.invariant_segments is not None and (self.top_k is not None or self.top_p < 1.0):
+            raise ValueError(
+                "LogprobConfig.invariant_segments: expected None with top_k or top_p, whose "
+                f"log-probabilities make no such promise, got {self.invariant_segments}"
+            )
         extras = [n for n in ("entropy", "target_rank", "sum_pi_squared") if getattr(self, n)]
         if self.output == "loss" and extras:
             raise ValueError(
@@ -381,17 +386,6 @@ class LogprobConfig:
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values (dtypes by name): `from_dict(c.as_dict()) == c`."""
         return {name: _plain(getattr(self, name)) for name in _settings(self)}
-
-
-def refuse_unsupported(config: LogprobConfig) -> None:
-    """Raises a ValueError for a setting that patched models do not honour yet."""
-    for name in ("invariant_segments",):
-        value, default = getattr(config, name), _default(LogprobConfig, name)
-        if value != default:
-            raise ValueError(
-                f"LogprobConfig.{name}: not supported yet for a patched model; expected {default!r}"
-                f", got {value!r}"
-            )
 
 
 def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -95,6 +95,7 @@ def report(model: Any = None) -> dict[str, Any]:
         "frameworks": installed_frameworks(),
         **({} if model is None else {"head": _head(model)}),
         "groups": _groups(),
+        "invariant_segments": {device: _guarantees(device) for device in devices},
         "self_test": [asdict(test) | {"ok": test.ok} for test in tests],
         "ok": all(test.ok for test in tests),
     }
@@ -186,6 +187,16 @@ def _groups() -> dict[str, Any]:
     for axis, group in (("tp", groups.tp), ("cp", groups.cp)):
         found[axis] = f"rank {group_rank(group)} of {group_size(group)}"
     return found
+
+
+def _guarantees(device: str) -> dict[str, bool]:
+    """What `invariant_segments` keeps here, by name; nothing where there are several ranks."""
+    from mcore_logprobs.invariance import find_guarantees
+
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return {}
+    return {found.name: found.holds for found in find_guarantees(device)}
 
 
 # ---- self-test ---------------------------------------------------------------------------------
@@ -332,6 +343,11 @@ def _as_text(found: dict[str, Any]) -> str:
     lines += [] if found["frameworks"] else ["  none installed"]
     lines.append("Groups")
     lines += [f"  {name:20} {text}" for name, text in found["groups"].items()]
+    lines.append("The same bits with invariant_segments, tried on this machine")
+    for device, found_here in found["invariant_segments"].items():
+        kept = [name for name, holds in found_here.items() if holds]
+        lines.append(f"  {device}: {len(kept)} of {len(found_here)} checks found them")
+        lines += [f"    NOT {name}" for name in found_here if name not in kept]
     lines.append("Self-test against float64 (largest error, bound)")
     for test in found["self_test"]:
         mark = "ok" if test["ok"] else "OUT OF BOUND"

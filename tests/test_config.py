@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from mcore_logprobs.config import LogprobConfig, add_logprob_args, refuse_unsupported
+from mcore_logprobs.config import LogprobConfig, add_logprob_args
 
 # A value other than the default for every field, as Python, as flag text and as YAML text.
 OTHER = {
@@ -201,11 +201,10 @@ def test_docstring_and_help_have_the_same_text(name) -> None:
     assert text.replace(" ", "") in words.replace(" ", "")
 
 
-@pytest.mark.parametrize("setting", [{"invariant_segments": 2}], ids=str)
-def test_a_patched_model_refuses_what_it_does_not_honour_yet(setting) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}: not supported yet"):
-        refuse_unsupported(LogprobConfig(**setting))
-    refuse_unsupported(LogprobConfig())
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_invariant_segments_promise_nothing_of_a_filtered_distribution(filters) -> None:
+    with pytest.raises(ValueError, match="invariant_segments: expected None"):
+        LogprobConfig(invariant_segments=2, **filters)
 
 
 def test_loss_output_has_no_place_for_extras() -> None:

@@ -253,6 +253,7 @@ LEVELS = {
     "mismatch": 3,
     "diagnostics": 4,
     "losses": 4,
+    "invariance": 4,
     "megatron": 5,
     "cpu_megatron": 5,
     "bench": 6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -369,6 +370,31 @@ def topk_case(shape: Shape) -> Workload:
     return Workload("top-k, k = 64", shape.describe(hidden=False), contenders)
 
 
+def invariant_case(shape: Shape) -> Workload:
+    """The price of `invariant_segments`, from logits and from hidden states, on one backend."""
+    hidden, weight, target = _head(shape)
+    logits = shape.randn(shape.rows, shape.width, std=4.0, shared=False).requires_grad_()
+    segments = math.lcm(8, group_size(shape.group))
+    contenders = []
+    for name, options in (("", {}), (f", {segments} segments", {"invariant_segments": segments})):
+        keywords: dict[str, Any] = {"tp_group": shape.group, "backend": "torch", **options}
+        if shape.device.type != "cpu":
+            keywords["backend"] = "auto"
+        contenders += [
+            Contender(
+                f"logits{name}",
+                lambda z, k=keywords: m.vocab_parallel_logprobs(z, target, **k),
+                [logits],
+            ),
+            Contender(
+                f"hidden{name}",
+                lambda h, w, k=keywords: m.linear_token_stats(h, w, target, **k).logprobs,
+                [hidden, weight],
+            ),
+        ]
+    return Workload("the same bits at any TP", shape.describe(), contenders)
+
+
 CASES: dict[str, Callable[[Shape], Workload]] = {
     "logits": logits_case,
     "linear": linear_case,
@@ -377,4 +403,5 @@ CASES: dict[str, Callable[[Shape], Workload]] = {
     "cp": cp_case,
     "sampling": sampling_case,
     "topk": topk_case,
+    "invariant": invariant_case,
 }

@@ -16,12 +16,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mcore_logprobs.collectives import all_reduce_sum_async, reduce_scatter_dim0_async
+from mcore_logprobs.collectives import (
+    all_reduce_sum_async,
+    ordered_sum_dim0,
+    reduce_scatter_dim0_async,
+)
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions
 from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
-from mcore_logprobs.kernels.products import add_product, product
+from mcore_logprobs.kernels.products import add_product, aligned, fixed_product, product
 from mcore_logprobs.kernels.reference import finished_logits, softcap_slope
+from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import accumulator_dtype
 
 __all__ = ["HeadGradients", "main_grad_stand_in"]
@@ -63,11 +68,14 @@ class HeadGradients:
                 valid=opts.spec.valid,
                 wide=wide,
                 sparse=sparse,
+                fixed=opts.segments is not None,
             )
         if needs[2] and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=accumulator_dtype(bias.dtype))
         self._bias_like = bias
         self._tile: Tensor | None = None
+        self._segments = opts.segments
+        self._parts: list[Tensor | None] = []
 
     def add_chunk(
         self, head: Head, tile: Tile, chunk: Chunk, dlogits_of: Callable[[Chunk], Tensor]
@@ -94,7 +102,9 @@ class HeadGradients:
             dlogits = (dz * slope).to(dz.dtype)
         if self.weight is not None:
             self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
-        if self.hidden is not None:
+        if self.hidden is not None and self._segments is not None:
+            self._add_segment(self._segments, head, columns, dlogits, tile)
+        elif self.hidden is not None:
             block = head.weight_block(columns)
             if self._tile is None:
                 wide = accumulator_dtype(tile.hidden.dtype)
@@ -125,6 +135,18 @@ class HeadGradients:
             part = head.weight[columns].to(head.wide) * factor
             self._tile.index_add_(0, rows, part.masked_fill_(~counts, 0.0))
 
+    def _add_segment(
+        self, segments: Segments, head: Head, columns: slice, dlogits: Tensor, tile: Tile
+    ) -> None:
+        """Add a chunk's part of dTile to its segment's sum."""
+        wide = accumulator_dtype(tile.hidden.dtype)
+        part = torch.empty_like(tile.hidden, dtype=wide, memory_format=torch.contiguous_format)
+        fixed_product(dlogits, head.weight_block(columns), part)
+        self._parts = self._parts or [None] * segments.local
+        number = columns.start // segments.width
+        before = self._parts[number]
+        self._parts[number] = part if before is None else before.add_(part)
+
     def _add_bias(self, columns: slice, dz: Tensor, factor: float) -> None:
         """Add `factor * sum over rows of dz`."""
         if self.bias is not None:
@@ -133,6 +155,15 @@ class HeadGradients:
     def end_tile(self, tile: Tile) -> None:
         """All of the tile's chunks were added: its dHidden can be reduced."""
         if self.hidden is None:
+            return
+        if self._segments is not None:
+            wide = accumulator_dtype(tile.hidden.dtype)
+            parts = [
+                torch.zeros_like(tile.hidden, dtype=wide) if part is None else part
+                for part in self._parts or [None] * self._segments.local
+            ]
+            self.hidden.put_segments(tile.number, parts)
+            self._parts = []
             return
         if self._tile is None:  # no true vocabulary on this rank
             wide = accumulator_dtype(tile.hidden.dtype)
@@ -182,6 +213,13 @@ class HiddenGradient:
             out, work = tile, all_reduce_sum_async(tile, group)
         self._pending = (number, out, work)
 
+    def put_segments(self, number: int, parts: list[Tensor]) -> None:
+        """As `put`, of this rank's segments' `[rows, h]`: added in vocabulary order."""
+        tiling = self._tiling
+        out = ordered_sum_dim0(parts, tiling.group, scatter=tiling.sequence_parallel)
+        self._pending = (number, out, None)
+        self._settle()
+
     def finish(self) -> Tensor:
         """`[n_local, h]` in the hidden states' dtype, or float32."""
         self._settle()
@@ -211,6 +249,8 @@ class WeightGradient:
         tiles: how many tiles will contribute to each block.
         valid: columns past it are masked: their gradient is 0.
         sparse: the gradient comes by `add_rows`; the float32 sum starts at 0.
+        fixed: multiply from and into memory of its own, so that a block's place in the weight
+            does not change its bits.
     """
 
     def __init__(
@@ -222,8 +262,10 @@ class WeightGradient:
         valid: int,
         wide: bool = False,
         sparse: bool = False,
+        fixed: bool = False,
     ) -> None:
         self._weight, self._main_grad = weight, main_grad
+        self._fixed = fixed
         self._wide = accumulator_dtype(weight.dtype)
         self._dtype = self._wide if wide else weight.dtype
         self._fresh = main_grad is None
@@ -244,14 +286,16 @@ class WeightGradient:
             dlogits: `[rows, columns]`, hidden: `[rows, h]`; of one operand dtype.
         """
         block = None if self._sum is None else self._sum[columns]
-        if block is not None and block.dtype == self._wide:
+        if self._fixed:
+            dlogits, hidden = aligned(dlogits), aligned(hidden)
+        elif block is not None and block.dtype == self._wide:
             # product writes where there is nothing yet, so that no zero fill is needed.
             (product if first and self._fresh else add_product)(dlogits.t(), hidden, block)
             return
         shape = (dlogits.shape[1], hidden.shape[1])
         part = product(dlogits.t(), hidden, hidden.new_empty(shape, dtype=self._wide))
-        if block is not None:  # one tile, low-precision weight: rounded once
-            block.copy_(part)
+        if block is not None:  # fixed; or one tile, low-precision weight: rounded once
+            block.copy_(part) if first and self._fresh else block.add_(part)
         else:  # a low-precision main_grad: rounded once a tile, as Megatron's own does
             assert self._main_grad is not None
             self._main_grad[columns].add_(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,12 +17,22 @@ from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
-from mcore_logprobs.kernels.products import operand, operand_dtype, product
+from mcore_logprobs.kernels.products import (
+    aligned,
+    fixed_product,
+    operand,
+    operand_dtype,
+    product,
+)
 from mcore_logprobs.kernels.reference import finished_logits, row_chunks
+from mcore_logprobs.kernels.segments import BLOCK, Segments
 from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype, merge, no_columns
-from mcore_logprobs.logits.opening import check_group_tensor, row_spec
+from mcore_logprobs.logits.opening import check_group_tensor, open_segments, row_spec
 
 __all__ = ["Chunk", "Head", "HeadOptions", "open_head"]
+
+# Columns a product under invariant_segments, whatever the tile: the shape decides the bits.
+_FIXED_COLUMNS = {"cpu": 2 * BLOCK, "other": 4 * BLOCK}
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class HeadOptions:
 
     Attributes:
         spec: how a product becomes a finished logit, and which statistics are wanted.
+        segments: the segments that statistics are taken by, or None.
     """
 
     shard: VocabShard
@@ -38,6 +49,7 @@ class HeadOptions:
     logits_dtype: torch.dtype
     backend: str
     gradient_accumulation_fusion: bool
+    segments: Segments | None = None
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -57,6 +69,7 @@ def open_head(
     vocab_size: int | None,
     backend: str,
     gradient_accumulation_fusion: bool = False,
+    invariant_segments: int | None = None,
     prefix: str = "",
     **wanted: bool,
 ) -> HeadOptions:
@@ -106,7 +119,10 @@ def open_head(
         prefix=prefix,
         **wanted,
     )
-    return HeadOptions(shard, spec, logits_dtype, backend, gradient_accumulation_fusion)
+    segments = open_segments(shard, invariant_segments)
+    if segments is not None:  # refused here, not at the first chunk
+        backends.select(backend, weight.new_empty(0, 1), invariant=True)
+    return HeadOptions(shard, spec, logits_dtype, backend, gradient_accumulation_fusion, segments)
 
 
 def _check_main_grad(weight: Any) -> None:
@@ -164,7 +180,8 @@ class Head:
         """`[columns, h]` of the weight in the operand dtype; the latest block is kept."""
         if self._block is None or self._block[0] != columns:
             self._block = None  # a cast block's memory can serve the next
-            self._block = (columns, operand(self.weight[columns]))
+            block = operand(self.weight[columns])
+            self._block = (columns, block if self.opts.segments is None else aligned(block))
         return self._block[1]
 
     def chunks(
@@ -186,7 +203,7 @@ class Head:
         rows = tile.shape[0]
         if hold:
             self._reserve(rows * self.opts.spec.valid)
-        for columns in row_chunks(self.opts.spec.valid, self._block_columns):
+        for columns in self._columns():
             width = columns.stop - columns.start
             local = column - columns.start
             yield Chunk(
@@ -198,15 +215,24 @@ class Head:
                 temperature=temperature,
             )
 
+    def _columns(self) -> Iterator[slice]:
+        valid, segments = self.opts.spec.valid, self.opts.segments
+        if segments is None:
+            return row_chunks(valid, self._block_columns)
+        kind = "cpu" if self.weight.device.type == "cpu" else "other"
+        return segments.columns(valid, _FIXED_COLUMNS[kind])
+
     def logits(self, tile: Tensor, columns: slice, *, start: int = 0) -> Tensor:
         """`tile @ weight[columns]^T` in logits_dtype, in the buffer from element `start`."""
         weight = self.weight_block(columns)
-        if self.logits_dtype == tile.dtype != self.wide:  # tensor cores, low-precision result
+        fixed = self.opts.segments is not None
+        # Tensor cores, low-precision result.
+        if self.logits_dtype == tile.dtype != self.wide and not fixed:
             return tile @ weight.t()
         shape = (tile.shape[0], weight.shape[0])
         size = shape[0] * shape[1]
         out = self._reserve(start + size)[start : start + size].view(shape)
-        product(tile, weight.t(), out)
+        (fixed_product if fixed else product)(tile, weight.t(), out)
         # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
         return out.to(self.logits_dtype)
 
@@ -246,25 +272,27 @@ class Head:
         return self._buffer
 
     def backend(self, logits: Tensor) -> backends.Backend:
-        return backends.select(self.opts.backend, logits)
+        invariant = self.opts.segments is not None
+        return backends.select(self.opts.backend, logits, invariant=invariant)
 
     def tile_stats(self, tile: Tensor, column: Tensor, temperature: Tensor | None = None) -> Tensor:
-        """Row statistics of one tile over this rank's columns, `[k, rows]`."""
+        """Row statistics of one tile over this rank's columns, as `merged` gives them."""
         spec = self.opts.spec
         threshold = self.target_threshold(tile, column, temperature) if spec.rank else None
-        # A few numbers a row and block: merged once, as a merge is a dozen small launches.
-        parts = [self.no_columns(tile)]
         chunks = self.chunks(tile, column, temperature)
-        parts += [self.chunk_stats(chunk, threshold) for chunk in chunks]
-        return merge(torch.stack(parts), spec)
+        return self.merged(tile, [(c.columns, self.chunk_stats(c, threshold)) for c in chunks])
 
     def no_columns(self, tile: Tensor) -> Tensor:
-        """The row statistics of no columns at all, `[k, rows]`, to merge others into."""
-        return no_columns(self.opts.spec, tile.shape[0], like=self.weight)
+        """The row statistics of no columns at all, as `merged` gives them."""
+        return self.merged(tile, [])
 
     def chunk_stats(self, chunk: Chunk, threshold: Tensor | None) -> Tensor:
-        """`kernels.reference.row_stats` of a chunk."""
-        return self.backend(chunk.logits).row_stats(
+        """`kernels.reference.row_stats` of a chunk; with segments its `block_stats`."""
+        segments, backend = self.opts.segments, self.backend(chunk.logits)
+        row_stats = backend.row_stats
+        if segments is not None:
+            row_stats = partial(backend.block_stats, block=segments.block)
+        return row_stats(
             chunk.logits,
             chunk.target,
             chunk.spec,
@@ -273,6 +301,20 @@ class Head:
             temperature=chunk.temperature,
             chunk_size=backends.default_chunk_size(chunk.logits.shape[1], chunk.logits.device),
         )
+
+    def merged(self, tile: Tensor, parts: list[tuple[slice, Tensor]]) -> Tensor:
+        """Chunks' columns and `chunk_stats` to `[k, rows]`; with segments to `[g/TP, k, rows]`.
+
+        Once for all: a merge is a dozen small launches for a few numbers a row and chunk.
+        """
+        spec, segments = self.opts.spec, self.opts.segments
+        none = no_columns(spec, tile.shape[0], like=self.weight)
+        if segments is None:
+            return merge(torch.stack([none, *(stats for _, stats in parts)]), spec)
+        found = [[none.unsqueeze(0)] for _ in range(segments.local)]
+        for columns, stats in parts:
+            found[columns.start // segments.width].append(stats)
+        return torch.stack([merge(torch.cat(own), spec, ordered=True) for own in found])
 
     def gradient_buffer(self, logits: Tensor) -> Tensor:
         """Where dLogits of a chunk go, in the operand dtype: over the logits if they fit there."""

@@ -31,7 +31,6 @@ from mcore_logprobs.kernels.stats import (
     RowResults,
     gradient_coefficients,
     gradient_spec,
-    merge,
 )
 from mcore_logprobs.logits.opening import LocalTarget
 from mcore_logprobs.logits.rows import finish_shards
@@ -178,11 +177,11 @@ def _whole_rows(
     """
     threshold = head.target_threshold(tile, column, temperature) if opts.head.spec.rank else None
     chunks: list[Chunk] = []
-    parts = [head.no_columns(tile)]
+    parts = []
     for chunk in head.chunks(tile, column, temperature, hold=True):
         chunks.append(chunk)
-        parts.append(head.chunk_stats(chunk, threshold))
-    return chunks, _finish(head, merge(torch.stack(parts), opts.head.spec), opts)
+        parts.append((chunk.columns, head.chunk_stats(chunk, threshold)))
+    return chunks, _finish(head, head.merged(tile, parts), opts)
 
 
 def _finish(head: Head, stats: Tensor, opts: _Options) -> FinishedStats:
@@ -216,6 +215,7 @@ def linear_policy_loss(
     label_smoothing: float = 0.0,
     chunk_size: int | None = None,
     backend: str = "auto",
+    invariant_segments: int | None = None,
 ) -> tuple[Tensor, TokenStats]:
     """The sum of a per-token loss over a denominator, its gradient formed in the forward.
 
@@ -282,6 +282,7 @@ def linear_policy_loss(
         rank=target_rank,
         smoothing=label_smoothing > 0.0,
         sum_pi_squared=sum_pi_squared,
+        invariant_segments=invariant_segments,
     )
     tokens = open_tokens(
         hidden,
@@ -293,7 +294,7 @@ def linear_policy_loss(
         compact=compact,
         temperature=temperature,
     )
-    tiling = whole_row_tiling(tokens, head.shard, chunk_size)
+    tiling = whole_row_tiling(tokens, head.shard, chunk_size, any_tp=invariant_segments is not None)
     checked = [
         check_per_token(place, t, tokens.lead, hidden.device)
         for place, t in enumerate(per_token_tensors)

@@ -62,7 +62,7 @@ class _LinearTokenStats(torch.autograd.Function):
         parts = [
             head.tile_stats(tile.hidden, column[tile.rows], tile.of(temperature)) for tile in tiles
         ]
-        stats = torch.cat(parts, 1) if parts else head.no_columns(hidden[:0])
+        stats = torch.cat(parts, -1) if parts else head.no_columns(hidden[:0])
         done, _ = finish_shards(
             stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
         )
@@ -124,6 +124,7 @@ def linear_token_stats(
     label_smoothing: float = 0.0,
     chunk_size: int | None = None,
     backend: str = "auto",
+    invariant_segments: int | None = None,
 ) -> TokenStats:
     """Log-probabilities, entropy and rank of a head's targets without ever holding its logits.
 
@@ -153,6 +154,13 @@ def linear_token_stats(
             Megatron's linear layers do (`grad_added_to_main_grad` and `zero_out_wgrad` honoured).
         chunk_size: rows a tile; None: 2048 on a CPU and 8192 on a GPU. The block of columns follows
             from the budget of a chunk of logits, 32 MiB on a CPU and 256 MiB on a GPU.
+        invariant_segments: g: values are the same bits for every TP size that divides g, every
+            chunk_size and whatever other rows are in the call, as in `vocab_parallel_token_stats`;
+            products are made in tiles of one fixed shape. The gradients of weight, bias and hidden
+            are the same bits at every such TP size for the same rows in the same order and the same
+            chunk_size (under sequence parallelism with one tile). dHidden then is not reduced as it
+            comes: each rank sends g/TP times what a reduce-scatter does, keeps g/TP float32 copies
+            of a tile of it, and waits.
 
     Which way the work is cut: tiles of rows outside, blocks of columns inside. Up to one tile of
     rows each block of dWeight is one product, written once, and dHidden is added up in float32 over
@@ -194,6 +202,7 @@ def linear_token_stats(
         rank=target_rank,
         smoothing=label_smoothing > 0.0,
         sum_pi_squared=sum_pi_squared,
+        invariant_segments=invariant_segments,
     )
     tokens = open_tokens(
         hidden,

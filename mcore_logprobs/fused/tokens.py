@@ -173,10 +173,16 @@ def whole_lead(
     return torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
 
 
-def whole_row_tiling(tokens: Tokens, shard: VocabShard, chunk_size: int | None) -> Tiling:
-    """The tiling of operations whose chunk spans all of a rank's columns."""
+def whole_row_tiling(
+    tokens: Tokens, shard: VocabShard, chunk_size: int | None, *, any_tp: bool = False
+) -> Tiling:
+    """The tiling of operations whose chunk spans all of a rank's columns.
+
+    With `any_tp` the same rows a tile whatever the tensor-parallel size is.
+    """
     budget = _WHOLE_ROW_BYTES["cpu" if tokens.hidden.device.type == "cpu" else "other"]
-    rows = chunk_size or max(1, budget // (4 * shard.width))
+    width = shard.padded_size if any_tp else shard.width
+    rows = chunk_size or max(1, budget // (4 * width))
     return replace(tokens.tiling, tile_rows=max(1, min(rows, tokens.lead.numel())))
 
 

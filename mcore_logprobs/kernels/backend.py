@@ -29,7 +29,7 @@ _CHUNK_BYTES = {"cpu": 2 << 20, "other": 64 << 20}
 
 
 class Backend(Protocol):
-    """A module with these three functions; `reference` documents them."""
+    """A module with these functions; `reference` documents them."""
 
     def row_stats(
         self,
@@ -37,6 +37,19 @@ class Backend(Protocol):
         target: Tensor,
         spec: RowSpec,
         *,
+        bias: Tensor | None = None,
+        threshold: Tensor | None = None,
+        temperature: Tensor | None = None,
+        chunk_size: int,
+    ) -> Tensor: ...
+
+    def block_stats(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        spec: RowSpec,
+        *,
+        block: int,
         bias: Tensor | None = None,
         threshold: Tensor | None = None,
         temperature: Tensor | None = None,
@@ -81,6 +94,7 @@ class _Candidate:
         refusal: logits -> why it cannot serve this call, or None.
         by_default: device types on which `auto` takes it; elsewhere it is had by name only.
         unworthy: logits -> why `auto` leaves this call to another, though it could be served.
+        varies: why its results may depend on the shape of the call, or None if they never do.
     """
 
     name: str
@@ -89,6 +103,7 @@ class _Candidate:
     refusal: Callable[[Tensor], str | None]
     by_default: tuple[str, ...]
     unworthy: Callable[[Tensor], str | None] = lambda logits: None
+    varies: str | None = None
 
 
 def default_chunk_size(width: int, device: torch.device) -> int:
@@ -148,7 +163,7 @@ def _load_triton() -> Backend:
 def _triton_refusal(logits: Tensor) -> str | None:
     if logits.dtype not in _TRITON_DTYPES:
         return f"expected logits of float16, bfloat16 or float32, got {logits.dtype}"
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+    if _has_strided_columns(logits):
         return f"expected logits whose last stride is 1, got strides {logits.stride()}"
     return None
 
@@ -174,7 +189,7 @@ def _inductor_availability(device_type: str) -> Choice:
 def _inductor_refusal(logits: Tensor) -> str | None:
     if logits.dtype not in inductor.DTYPES:
         return f"expected logits of float32, bfloat16 or float16, got {logits.dtype}"
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+    if _has_strided_columns(logits):
         return "expected logits whose last stride is 1"
     return None
 
@@ -205,6 +220,7 @@ _CANDIDATES: tuple[_Candidate, ...] = (
         _inductor_refusal,
         by_default=("cpu",),
         unworthy=_inductor_unworthy,
+        varies="compiled loops treat the last columns of a row apart",
     ),
 )
 _TORCH = Choice("torch", True, "eager torch, on any device")
@@ -215,8 +231,11 @@ def explain(device_type: str) -> tuple[Choice, ...]:
     return (*(candidate.availability(device_type) for candidate in _CANDIDATES), _TORCH)
 
 
-def select(backend: str, logits: Tensor) -> Backend:
+def select(backend: str, logits: Tensor, *, invariant: bool = False) -> Backend:
     """The module that serves this call, for logits of this device, dtype, size and layout.
+
+    Args:
+        invariant: results must not depend on the shape of the call, so neither must the choice.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot be had here.
@@ -230,6 +249,10 @@ def select(backend: str, logits: Tensor) -> Backend:
             continue
         choice = candidate.availability(device_type)
         reason = candidate.refusal(logits) if choice.available else choice.reason
+        if invariant and candidate.varies:
+            reason = f"invariant_segments: {candidate.varies}"
+        elif invariant and reason and choice.available and _has_strided_columns(logits):
+            raise ValueError(f"invariant_segments: {reason}")
         if reason is None and not by_name:
             reason = candidate.unworthy(logits)
         if reason is None:
@@ -240,6 +263,10 @@ def select(backend: str, logits: Tensor) -> Backend:
         _log_once("not " + candidate.name, device_type, reason)
     _log_once("torch", device_type, _TORCH.reason)
     return reference
+
+
+def _has_strided_columns(logits: Tensor) -> bool:
+    return logits.shape[-1] > 1 and logits.stride(-1) != 1
 
 
 _logged: set[tuple[str, str, str]] = set()

@@ -31,13 +31,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.reference import gather_target, row_multiplier
+from mcore_logprobs.kernels.reference import block_stats, gather_target, row_multiplier
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, merge
 
 __all__ = [
     "DTYPES",
     "MIN_NUMEL",
     "NotCompiled",
+    "block_stats",
     "compiler",
     "count_higher",
     "grad_logits",

@@ -12,7 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["add_product", "operand", "operand_dtype", "product"]
+__all__ = ["add_product", "aligned", "fixed_product", "operand", "operand_dtype", "product"]
+
+# Rows of a product of one fixed shape: enough for full speed, few enough for small calls.
+_FIXED_ROWS = {"cpu": 128, "other": 256}
+_ALIGNMENT = 64  # bytes; as torch allocates
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -45,6 +49,40 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     if _has_wide_addmm(a.dtype, a.device):
         return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     return out.add_(product(a, b, torch.empty_like(out)))
+
+
+def fixed_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """`out = a @ b`, such that a row's bits do not depend on the other rows or how many there are.
+
+    All products have the same number of rows, the last one filled up with zeros, and operands that
+    lie in memory alike: a matrix library chooses how to add by shape and alignment. `b` must be
+    `aligned`, or a transposed view of what is.
+    """
+    rows = _FIXED_ROWS["cpu" if a.device.type == "cpu" else "other"]
+    padded = fresh = None
+    for start in range(0, a.shape[0], rows):
+        left, result = a[start : start + rows], out[start : start + rows]
+        count = left.shape[0]
+        if count < rows or not _is_aligned(left):
+            padded = a.new_zeros(rows, a.shape[1]) if padded is None else padded
+            padded[:count] = left
+            padded[count:] = 0
+            left = padded
+        if count < rows or not _is_aligned(result):
+            fresh = out.new_empty(rows, out.shape[1]) if fresh is None else fresh
+            result.copy_(product(left, b, fresh)[:count])
+        else:
+            product(left, b, result)
+    return out
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy in fresh memory where its rows have gaps or its start is not aligned."""
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
 
 
 # torch.mm has had out_dtype since 2.8, on CUDA alone; torch.addmm since then too, but the first

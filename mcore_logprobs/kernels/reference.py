@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, no_columns
 
 __all__ = [
+    "block_stats",
     "count_higher",
     "distribution_gradient",
     "finished_logits",
@@ -152,6 +153,91 @@ def _chunk_stats(
         row["entropy"].copy_(shifted.mul_(weight).sum(-1))
     if spec.sum_pi_squared:
         row["squares"].copy_(weight.square_().sum(-1))
+
+
+def block_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    *,
+    block: int,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
+    chunk_size: int,
+) -> Tensor:
+    """The row statistics of each block of columns; a row's bits depend on its own numbers alone.
+
+    Every reduction runs over `block` neighbouring numbers in fresh memory, the last block filled up
+    with -inf, so that neither the rows in the call nor the logits' strides move a number to another
+    place of the sum.
+
+    Args:
+        block: columns a block, the same in every call that is to give the same bits.
+        The others as in `row_stats`.
+
+    Returns:
+        `[blocks, k, n]`, at least one block; what is not summed by blocks (`target`, `higher`)
+        stands in the first.
+    """
+    rows, valid = logits.shape[0], spec.valid
+    blocks = max(1, -(-valid // block))
+    wide = accumulator_dtype(logits.dtype)
+    out = torch.zeros(blocks, len(spec.fields), rows, dtype=wide, device=logits.device)
+    if valid == 0:
+        out[0] = no_columns(spec, rows, like=out)
+        return out
+    bias = None if bias is None else bias[:valid]
+    # Not more rows than the caller's memory budget has room for once blocks are filled up.
+    chunk_size = max(1, chunk_size * max(1, logits.shape[1]) // (blocks * block))
+    buffer = torch.full(
+        (min(rows, chunk_size), blocks * block), -torch.inf, dtype=wide, device=logits.device
+    )
+    for chunk in row_chunks(rows, chunk_size):
+        padded = buffer[: chunk.stop - chunk.start]
+        raw, z = logits[chunk, :valid], padded[:, :valid]
+        own = _column(None if temperature is None else temperature[chunk])
+        if bias is not None or own is not None or not spec.is_plain:
+            z.copy_(finished_logits(raw, spec, bias, own))
+        elif raw.dtype != wide or valid < padded.shape[1] or raw.stride(1) != 1:
+            z.copy_(raw)
+        else:
+            z = raw
+        first = spec.named(out[0, :, chunk])
+        first["target"].copy_(gather_target(z, target[chunk], 0.0))
+        if spec.rank:
+            assert threshold is not None
+            values = raw if bias is None else z
+            first["higher"].copy_(_count(values, target[chunk], threshold[chunk]))
+        shape = (blocks, block)
+        source = (raw if z is raw else padded).unflatten(1, shape)
+        _reduce_blocks(source, padded.unflatten(1, shape), spec, out[:, :, chunk])
+        # The reduction leaves other numbers here.
+        padded[:, valid:] = -torch.inf
+    return out
+
+
+def _reduce_blocks(z: Tensor, buffer: Tensor, spec: RowSpec, out: Tensor) -> None:
+    """Statistics over the last dimension of z `[c, blocks, block]`, into out `[blocks, k, c]`.
+
+    The sums run over `buffer`, which is contiguous, of z's shape, and may be z itself.
+    """
+    part = spec.named(out, dim=1)
+    top = z.amax(-1)
+    part["max"].copy_(top.t())
+    if spec.smoothing:
+        is_finite = ~z.isneginf()
+        part["finite"].copy_(is_finite.sum(-1).t())
+        # In fresh memory, so that how z lies does not decide how it is added.
+        finite = torch.where(is_finite, z, 0.0).contiguous()
+        part["zsum"].copy_(finite.sum(-1).t())
+    shifted = torch.sub(z, torch.where(top.isneginf(), 0.0, top).unsqueeze(-1), out=buffer)
+    weight = shifted.clamp_(min=LOG_ZERO).exp() if spec.entropy else shifted.exp_()
+    part["sum"].copy_(weight.sum(-1).t())
+    if spec.entropy:
+        part["entropy"].copy_(shifted.mul_(weight).sum(-1).t())
+    if spec.sum_pi_squared:
+        part["squares"].copy_(weight.square_().sum(-1).t())
 
 
 def _column(per_row: Tensor | None) -> Tensor | None:

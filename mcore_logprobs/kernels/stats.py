@@ -131,31 +131,45 @@ def no_columns(spec: RowSpec, rows: int, *, like: Tensor) -> Tensor:
     return stats
 
 
-def merge(stats: Tensor, spec: RowSpec) -> Tensor:
+def merge(stats: Tensor, spec: RowSpec, *, ordered: bool = False) -> Tensor:
     """Statistics of several blocks or shards of the same rows, as those of their union.
 
     Args:
         stats: `[parts, k, n]`, float32 or float64, rows as `spec.fields` says.
+        ordered: add the parts one after the other, so that a row's bits depend on nothing else.
 
     Returns:
         `[k, n]`.
     """
     if stats.shape[0] == 1:
         return stats[0]
+    total = _ordered_sum if ordered else _sum
     part = spec.named(stats, dim=1)
     top = part["max"].amax(0)
     # A part of -inf alone has s = e = 0: its shift must be finite for 0 times it to be 0.
     shift = (part["max"] - torch.where(top.isneginf(), 0.0, top)).clamp(min=LOG_ZERO)
     weight = shift.exp()
-    merged = stats.sum(0)
+    merged = total(stats)
     whole = spec.named(merged)
     whole["max"].copy_(top)
-    whole["sum"].copy_((part["sum"] * weight).sum(0))
+    whole["sum"].copy_(total(part["sum"] * weight))
     if spec.entropy:
-        whole["entropy"].copy_(((part["entropy"] + shift * part["sum"]) * weight).sum(0))
+        whole["entropy"].copy_(total((part["entropy"] + shift * part["sum"]) * weight))
     if spec.sum_pi_squared:
-        whole["squares"].copy_((part["squares"] * weight.square()).sum(0))
+        whole["squares"].copy_(total(part["squares"] * weight.square()))
     return merged
+
+
+def _sum(parts: Tensor) -> Tensor:
+    return parts.sum(0)
+
+
+def _ordered_sum(parts: Tensor) -> Tensor:
+    """The sum over dim 0, first to last, which `torch.sum` does not promise."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 class RowResults(NamedTuple):

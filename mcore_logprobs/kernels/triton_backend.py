@@ -16,7 +16,7 @@ from torch.library import custom_op
 from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
 from mcore_logprobs.kernels.stats import RowSpec
 
-__all__ = ["count_higher", "grad_logits", "row_stats"]
+__all__ = ["block_stats", "count_higher", "grad_logits", "row_stats"]
 
 
 def row_stats(
@@ -31,6 +31,21 @@ def row_stats(
 ) -> Tensor:
     """As `kernels.reference.row_stats`; float16, bfloat16 or float32 with a last stride of 1."""
     return _row_stats(logits, target, bias, threshold, temperature, *_flatten(spec))
+
+
+def block_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    *,
+    block: int,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
+    chunk_size: int = 0,
+) -> Tensor:
+    """As `kernels.reference.block_stats`; dtypes and strides as in `row_stats`."""
+    return _block_stats(logits, target, block, bias, threshold, temperature, *_flatten(spec))
 
 
 def count_higher(
@@ -106,6 +121,47 @@ def _(
     *spec: Any,
 ) -> Tensor:
     return logits.new_empty(len(RowSpec(*spec).fields), logits.shape[0], dtype=torch.float32)
+
+
+@custom_op(
+    "mcore_logprobs::block_stats",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor target, int block, Tensor? bias, Tensor? threshold, "
+    f"Tensor? row_temperature, {_SPEC_SCHEMA}) -> Tensor",
+)
+def _block_stats(
+    logits: Tensor,
+    target: Tensor,
+    block: int,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    row_temperature: Tensor | None,
+    *spec: Any,
+) -> Tensor:
+    return triton_stats.block_stats(
+        logits,
+        target,
+        RowSpec(*spec),
+        block=block,
+        bias=bias,
+        threshold=threshold,
+        temperature=row_temperature,
+    )
+
+
+@_block_stats.register_fake
+def _(
+    logits: Tensor,
+    target: Tensor,
+    block: int,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    row_temperature: Tensor | None,
+    *spec: Any,
+) -> Tensor:
+    given = RowSpec(*spec)
+    shape = (max(1, -(-given.valid // block)), len(given.fields), logits.shape[0])
+    return logits.new_empty(shape, dtype=torch.float32)
 
 
 @custom_op(

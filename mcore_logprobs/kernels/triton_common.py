@@ -26,6 +26,7 @@ __all__ = [
     "LOG2E",
     "LOG_ZERO",
     "Plan",
+    "block_plan",
     "device_of",
     "field_constants",
     "finished",
@@ -180,6 +181,18 @@ def launch_plan(rows: int, width: int, logits: Tensor) -> Plan:
     per_program = triton.cdiv(tiles, min(tiles, wanted))
     splits = triton.cdiv(tiles, per_program)
     return Plan(splits, per_program * tile, lanes, tile // lanes, _NUM_WARPS)
+
+
+def block_plan(width: int, block: int, logits: Tensor) -> Plan:
+    """One program for each block of columns, whatever the rows or the chip.
+
+    Args:
+        block: columns a block, a multiple of 64.
+    """
+    size = logits.element_size()
+    lanes = 16 // size
+    tile = min(_TILE_BYTES // size, block & -block)  # the largest power of two that divides it
+    return Plan(max(1, triton.cdiv(width, block)), block, lanes, tile // lanes, _NUM_WARPS)
 
 
 @cache

@@ -14,6 +14,7 @@ from mcore_logprobs.kernels.triton_common import (
     LOG2E,
     LOG_ZERO,
     Plan,
+    block_plan,
     device_of,
     field_constants,
     finished,
@@ -23,7 +24,7 @@ from mcore_logprobs.kernels.triton_common import (
     with_unit_stride,
 )
 
-__all__ = ["STORED", "merge_splits", "row_stats", "stats_kernel"]
+__all__ = ["STORED", "block_stats", "merge_splits", "row_stats", "stats_kernel"]
 
 
 @triton.jit
@@ -265,15 +266,61 @@ def row_stats(
     plan: Plan | None = None,
 ) -> Tensor:
     """As `kernels.reference.row_stats`, for logits whose last stride is 1."""
-    rows = logits.shape[0]
-    fields = len(spec.fields)
-    plan = plan or launch_plan(rows, spec.valid, logits)
-    out = torch.empty(fields, rows, dtype=torch.float32, device=logits.device)
+    plan = plan or launch_plan(logits.shape[0], spec.valid, logits)
+    parts = _split_stats(logits, target, spec, plan, bias, threshold, temperature)
+    if plan.splits == 1 or logits.shape[0] == 0:
+        return parts[0]
+    out = torch.empty_like(parts[0])
+    with device_of(logits):
+        merge_splits(parts, out, spec)
+    return out
+
+
+def block_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    *,
+    block: int,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
+) -> Tensor:
+    """As `kernels.reference.block_stats`, for logits whose last stride is 1.
+
+    One program a row and block, and logits that are aligned alike in every call: Triton compiles
+    another kernel, which may add in another order, where they are not.
+    """
+    return _split_stats(
+        _aligned_rows(logits), target, spec, block_plan(spec.valid, block, logits),
+        bias, threshold, temperature,
+    )  # fmt: skip
+
+
+def _aligned_rows(logits: Tensor) -> Tensor:
+    """The logits, or a copy whose rows start at multiples of 16 bytes, with gaps between them."""
+    size, unit = logits.element_size(), 16 // logits.element_size()
+    if logits.data_ptr() % 16 == 0 and logits.stride(0) * size % 16 == 0:
+        return logits
+    rows, width = logits.shape
+    copy = logits.new_empty(rows, -(-width // unit) * unit)[:, :width]
+    return copy.copy_(logits)
+
+
+def _split_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    plan: Plan,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    temperature: Tensor | None,
+) -> Tensor:
+    """The statistics of each of a plan's splits, `[splits, k, n]`."""
+    rows, fields = logits.shape[0], len(spec.fields)
+    parts = torch.empty(plan.splits, fields, rows, dtype=torch.float32, device=logits.device)
     if rows == 0:
-        return out
-    parts = out
-    if plan.splits > 1:
-        parts = torch.empty(plan.splits, fields, rows, dtype=torch.float32, device=logits.device)
+        return parts
     assert (threshold is not None) or not spec.rank
     with device_of(logits):
         stats_kernel[(rows * plan.splits,)](
@@ -294,9 +341,7 @@ def row_stats(
             **field_constants(spec, *STORED),
             num_warps=plan.num_warps,
         )
-        if plan.splits > 1:
-            merge_splits(parts, out, spec)
-    return out
+    return parts
 
 
 def merge_splits(parts: Tensor, out: Tensor, spec: RowSpec) -> None:

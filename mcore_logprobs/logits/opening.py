@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import (
     check_chunk_size,
+    check_optional_count,
     check_optional_integer,
     check_optional_positive,
     check_positive,
@@ -17,6 +18,7 @@ from mcore_logprobs.checks import (
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype
 from mcore_logprobs.logits.dtensor import unwrap_logits, unwrap_rows
 
@@ -30,6 +32,7 @@ __all__ = [
     "check_target",
     "localize_target",
     "open_logits",
+    "open_segments",
     "open_temperature",
     "row_spec",
 ]
@@ -46,6 +49,7 @@ class CallOptions:
         spec: how this rank's columns become finished logits, and which statistics are wanted.
         chunk_size: rows at a time where a float32 copy of them is made.
         temperature: `[...]`, each row's own in place of the spec's, or None.
+        segments: the segments that statistics are taken by, or None.
     """
 
     shard: VocabShard
@@ -53,6 +57,7 @@ class CallOptions:
     chunk_size: int
     backend: backends.Backend
     temperature: Tensor | None = None
+    segments: Segments | None = None
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -99,6 +104,7 @@ def open_logits(
     smoothing: bool = False,
     sum_pi_squared: bool = False,
     copies: int = 1,
+    invariant_segments: int | None = None,
     name: str = "vocab_parallel_logits",
 ) -> LogitsCall:
     """Check the arguments that operations on logits share, resolve the group, choose the backend.
@@ -108,6 +114,7 @@ def open_logits(
     Args:
         entropy, rank, smoothing, sum_pi_squared: which statistics are wanted, as in `RowSpec`.
         copies: float32 copies of a chunk that the operation holds, for the default chunk size.
+        invariant_segments: as in `vocab_parallel_token_stats`.
 
     Raises:
         ValueError: with the argument's name, what was expected and what was given.
@@ -117,7 +124,8 @@ def open_logits(
     group = resolve_tp_group(tp_group)
     check_call(logits.shape[-1], group, logits.device)
     check_chunk_size(chunk_size)
-    chosen = backends.select(backend, logits)
+    check_optional_count("invariant_segments", invariant_segments)
+    chosen = backends.select(backend, logits, invariant=invariant_segments is not None)
     temperature, own = open_temperature(temperature, logits.shape[:-1], logits.device)
     shard = VocabShard.of(logits.shape[-1], group, vocab_size)
     spec = row_spec(
@@ -130,7 +138,16 @@ def open_logits(
         sum_pi_squared=sum_pi_squared,
     )
     rows = chunk_size or backends.default_chunk_size(copies * shard.width, logits.device)
-    return LogitsCall(logits, CallOptions(shard, spec, rows, chosen, own))
+    segments = open_segments(shard, invariant_segments)
+    return LogitsCall(logits, CallOptions(shard, spec, rows, chosen, own, segments))
+
+
+def open_segments(shard: VocabShard, invariant_segments: int | None) -> Segments | None:
+    """The segments that a call asks for, checked against its shard; see `Segments.of`."""
+    check_optional_count("invariant_segments", invariant_segments)
+    if invariant_segments is None:
+        return None
+    return Segments.of(invariant_segments, shard.padded_size, shard.tp_size)
 
 
 def open_temperature(

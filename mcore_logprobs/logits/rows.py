@@ -7,14 +7,16 @@ views with one row stride each; the per-row tensors (targets, log-probabilities)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.kernels.reference import gather_target, row_chunks
+from mcore_logprobs.kernels.segments import segment_stats
 from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, accumulator_dtype, finish, merge
 from mcore_logprobs.logits.opening import CallOptions
 
@@ -100,8 +102,9 @@ def whole_rows(
 ) -> tuple[FinishedStats, Tensor | None]:
     """Each row's statistics over the whole vocabulary, `[n]` each, in walking order.
 
-    One all-gather of `[k, n]` over TP; with the rank, one all-reduce of `[n]` before it, so that
-    the ranks count against the target's logit in the same read.
+    One all-gather of `[k, n]` over TP, of `[g/TP, k, n]` with segments; with the rank, one
+    all-reduce of `[n]` before it, so that the ranks count against the target's logit in the same
+    read.
 
     Args:
         logits: `[..., V/TP]`.
@@ -116,9 +119,12 @@ def whole_rows(
     blocks = list(rows.blocks(logits))
     threshold = target_logits(blocks, column, opts.group) if spec.rank else None
     temperature = rows.walk_optional(opts.temperature)
+    row_stats = opts.backend.row_stats
+    if opts.segments is not None:
+        row_stats = partial(segment_stats, opts.backend, segments=opts.segments)
     stats = torch.cat(
         [
-            opts.backend.row_stats(
+            row_stats(
                 block,
                 column[part],
                 spec,
@@ -128,7 +134,7 @@ def whole_rows(
             )
             for part, block in blocks
         ],
-        dim=1,
+        dim=-1,
     )
     return finish_shards(stats, spec, opts.group, label_smoothing=label_smoothing, entries=entries)
 
@@ -141,7 +147,15 @@ def finish_shards(
     label_smoothing: float = 0.0,
     entries: Tensor | None = None,
 ) -> tuple[FinishedStats, Tensor | None]:
-    """As `whole_rows`, from this rank's statistics `[k, n]`: one all-gather, one merge."""
+    """As `whole_rows`, from this rank's statistics: one all-gather, one merge.
+
+    Args:
+        stats: `[k, n]`, or `[g/TP, k, n]` of this rank's segments, merged in vocabulary order.
+    """
+    if stats.dim() == 3:
+        assert entries is None
+        segments = all_gather_dim0(stats, group)
+        return finish(merge(segments, spec, ordered=True), spec, label_smoothing), None
     if entries is None:
         shards = all_gather_stack(stats, group)
         return finish(merge(shards, spec), spec, label_smoothing), None

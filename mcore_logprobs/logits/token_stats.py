@@ -125,6 +125,7 @@ def vocab_parallel_token_stats(
     chunk_size: int | None = None,
     backend: str = "auto",
     inplace_backward: bool = False,
+    invariant_segments: int | None = None,
 ) -> TokenStats:
     """Log-probability of each target and, if asked for, entropy and rank, in one pass.
 
@@ -155,10 +156,15 @@ def vocab_parallel_token_stats(
             see `mcore_logprobs.kernels.backend`.
         inplace_backward: write the gradient over the logits. Saves the only large tensor made; the
             logits must not be used after the backward.
+        invariant_segments: g: values and the logits' gradient are the same bits for every TP size
+            that divides g, every chunk_size and whatever other rows are in the call, on one kind of
+            machine, with one backend, dtype and number of threads. V must be divisible by g.
+            "auto" then chooses by device and dtype alone. None: no such promise.
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one
         more for each of entropy, sum_pi_squared and rank, two for label smoothing); with
-    the rank, one all-reduce of `[n]` more. Backward none. None at all on one rank.
+    the rank, one all-reduce of `[n]` more. Backward none. None at all on one rank. With
+        invariant_segments the all-gather is of `[g/TP, k, n]`.
 
     Memory: backward keeps the logits themselves and a few float32 numbers a row; the gradient, in
     the logits' dtype, is the only `[..., V/TP]` tensor made.
@@ -183,6 +189,7 @@ def vocab_parallel_token_stats(
         rank=target_rank,
         smoothing=label_smoothing > 0.0,
         sum_pi_squared=sum_pi_squared,
+        invariant_segments=invariant_segments,
     )
     return _token_stats(
         call,
@@ -205,6 +212,7 @@ def vocab_parallel_logprobs(
     chunk_size: int | None = None,
     backend: str = "auto",
     inplace_backward: bool = False,
+    invariant_segments: int | None = None,
 ) -> Tensor:
     """log p[target] in nats, differentiable; minus Megatron's `vocab_parallel_cross_entropy`.
 
@@ -227,6 +235,7 @@ def vocab_parallel_logprobs(
         chunk_size=chunk_size,
         backend=backend,
         inplace_backward=inplace_backward,
+        invariant_segments=invariant_segments,
     ).logprobs
 
 
@@ -240,6 +249,7 @@ def vocab_parallel_entropy(
     chunk_size: int | None = None,
     backend: str = "auto",
     inplace_backward: bool = False,
+    invariant_segments: int | None = None,
 ) -> Tensor:
     """-sum p log p over the whole vocabulary, in nats, differentiable.
 
@@ -259,6 +269,7 @@ def vocab_parallel_entropy(
         temperature=temperature,
         softcap=softcap,
         entropy=True,
+        invariant_segments=invariant_segments,
     )
     lead, device = call.logits.shape[:-1], call.logits.device
     everything = LocalTarget(

@@ -258,6 +258,7 @@ def _options(config: LogprobConfig, tp_group: Any) -> dict[str, Any]:
         "tp_group": tp_group,
         "chunk_size": config.chunk_size,
         "backend": config.backend,
+        "invariant_segments": config.invariant_segments,
     }
 
 

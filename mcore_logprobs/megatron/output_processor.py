@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_logprobs.config import LogprobConfig, refuse_unsupported
+from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron.calls import Call
 from mcore_logprobs.megatron.deferred import DeferringHead, scale_deferred
@@ -54,7 +54,6 @@ def logprob_output_processor(
         )
     if context is None:
         context = LogprobConfig.from_transformer_config(config)
-    refuse_unsupported(context)
     call = {"weight": output_weight, "runtime_gather_output": runtime_gather_output}
     scale = scale_logits or (lambda logits: logits)
     if labels is None:

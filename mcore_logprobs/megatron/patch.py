@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs.config import LogprobConfig, refuse_unsupported
+from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron.calls import NOT_TOLD, Call, PerToken, PolicyLoss, Running
@@ -87,7 +87,6 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     reason = ""
     for language_model in find_language_models(model):
         wanted = config or LogprobConfig.from_transformer_config(language_model.config)
-        refuse_unsupported(wanted)
         _check_own_loss(language_model, wanted)
         if not has_head(language_model):
             continue
@@ -190,7 +189,6 @@ class PatchHandle:
             changes["temperature"] = fields.pop("temperature") if own else None
         now = self._heads[0].call.config if self._heads else self._configs[-1]
         changed = LogprobConfig.from_dict({**now.as_dict(), **fields})
-        refuse_unsupported(changed)
         for language_model in find_language_models(self._model):
             _check_own_loss(language_model, changed)
         self._configs.append(changed)

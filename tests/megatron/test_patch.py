@@ -215,20 +215,6 @@ def test_patching_twice(ranks):
     ranks(1).run(idempotence)
 
 
-def unsupported_settings() -> None:
-    with megatron():
-        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
-        before = snapshot(model)
-        for setting in ({"invariant_segments": 2},):
-            with pytest.raises(ValueError, match="not supported yet"):
-                patch_gpt_model(model, LogprobConfig(**setting))
-        assert [list(d) for d in snapshot(model)] == [list(d) for d in before]
-
-
-def test_settings_that_are_not_supported_yet_are_refused(ranks):
-    ranks(1).run(unsupported_settings)
-
-
 def foreign_changes() -> None:
     """Someone else's attributes survive, and an unpatch that would drop them refuses."""
     with megatron() as parallel_state:

@@ -1,0 +1,192 @@
+"""Does `invariant_segments` hold here? Tried on this machine, with its matrix library and threads.
+
+What torch leaves to a matrix or vector library can depend on a machine: how a product adds up, and
+whether exp has the same bits at the end of an array. So `doctor` does not assume it. In one process
+and without collectives, since kernels never communicate: every rank's shard is worked on in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.fused.gradients import WeightGradient
+from mcore_logprobs.fused.head import Head, HeadOptions
+from mcore_logprobs.fused.token_stats import linear_token_stats
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.products import operand
+from mcore_logprobs.kernels.segments import Segments, segment_stats
+from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.logits.result import TokenStats
+from mcore_logprobs.logits.token_stats import vocab_parallel_token_stats
+
+__all__ = ["Guarantee", "find_guarantees"]
+
+_SEGMENTS = 8
+_VOCAB = _SEGMENTS * (2048 + 57)  # of each segment one whole block and a part of one
+_ROWS, _HIDDEN = 66, 80
+_SOME = (1, 2, 5, 16, 33, 65)
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """Whether results keep their bits across something.
+
+    Attributes:
+        name: from what, in which dtype; forward or backward; across what.
+        holds: whether they did, in everything that was tried.
+    """
+
+    name: str
+    holds: bool
+
+
+def find_guarantees(device: str = "cpu") -> list[Guarantee]:
+    """Bits across TP 1, 2, 4 and 8, chunks, and other rows; from logits and from hidden states.
+
+    Takes a second or a few.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden = torch.randn(_ROWS, _HIDDEN, generator=generator).to(device, dtype)
+        weight = torch.randn(_VOCAB, _HIDDEN, generator=generator).to(device, dtype) * 0.2
+        logits = 3 * torch.randn(_ROWS, _VOCAB, generator=generator).to(device, dtype)
+        target = torch.randint(_VOCAB, (_ROWS,), generator=generator).to(device)
+        for source, checks in (
+            ("logits", _logits_checks(logits, target)),
+            ("hidden", _hidden_checks(hidden, weight, target)),
+        ):
+            label = f"{source} {str(dtype).removeprefix('torch.')}"
+            found += [Guarantee(f"{label} {what}", holds) for what, holds in checks]
+    return found
+
+
+def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]:
+    backend = backends.select("auto", logits, invariant=True)
+    spec = RowSpec(_VOCAB, entropy=True, sum_pi_squared=True)
+    top = logits.amax(-1).float()
+    coef = torch.linspace(-1, 1, len(spec.coefficients) * _ROWS, device=logits.device)
+    coef = coef.view(len(spec.coefficients), _ROWS)
+
+    def forward(tp: int) -> Tensor:
+        return torch.cat(
+            [
+                segment_stats(
+                    backend,
+                    logits[:, part].contiguous(),
+                    _own(target, part),
+                    replace(spec, valid=part.stop - part.start),
+                    Segments.of(_SEGMENTS, _VOCAB, tp),
+                    chunk_size=_ROWS,
+                )
+                for part in _shards(tp)
+            ]
+        )
+
+    def backward(tp: int) -> Tensor:
+        parts = []
+        for part in _shards(tp):
+            shard, own = logits[:, part].contiguous(), _own(target, part)
+            parts.append(torch.empty_like(shard))
+            width = replace(spec, valid=part.stop - part.start)
+            backend.grad_logits(shard, own, top, coef, width, out=parts[-1], chunk_size=_ROWS)
+        return torch.cat(parts, -1)
+
+    def stats(rows: slice, chunk_size: int | None) -> TokenStats:
+        return vocab_parallel_token_stats(
+            logits[rows],
+            target[rows],
+            entropy=True,
+            sum_pi_squared=True,
+            chunk_size=chunk_size,
+            invariant_segments=_SEGMENTS,
+        )
+
+    yield "forward across TP", _same_at_any_tp(forward)
+    yield "backward across TP", _same_at_any_tp(backward)
+    yield from _across_calls(stats)
+
+
+def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]:
+    spec = RowSpec(_VOCAB, entropy=True, sum_pi_squared=True)
+    probability = torch.full((len(spec.coefficients), _ROWS), 1e-3, device=hidden.device)
+
+    def heads(tp: int) -> Iterator[tuple[Head, Tensor]]:
+        for part in _shards(tp):
+            width = part.stop - part.start
+            options = HeadOptions(
+                VocabShard(None, width, width),
+                replace(spec, valid=width),
+                torch.float32,
+                "auto",
+                False,
+                Segments.of(_SEGMENTS, _VOCAB, tp),
+            )
+            yield Head(weight[part].clone(), None, options, width), _own(target, part)
+
+    def forward(tp: int) -> Tensor:
+        return torch.cat([head.tile_stats(operand(hidden), own) for head, own in heads(tp)])
+
+    def backward(tp: int) -> Tensor:
+        parts = []
+        for head, own in heads(tp):
+            width = head.weight.shape[0]
+            gradient = WeightGradient(
+                head.weight, main_grad=None, tiles=1, valid=width, wide=True, fixed=True
+            )
+            for chunk in head.chunks(operand(hidden), own):
+                top = torch.zeros(_ROWS, device=hidden.device)
+                dlogits = head.chunk_grad(chunk, top, probability)
+                gradient.add(True, chunk.columns, dlogits, operand(hidden))
+            done = gradient.finish()
+            assert done is not None
+            parts.append(done)
+        return torch.cat(parts)
+
+    def stats(rows: slice, chunk_size: int | None) -> TokenStats:
+        return linear_token_stats(
+            hidden[rows],
+            weight,
+            target[rows],
+            entropy=True,
+            sum_pi_squared=True,
+            chunk_size=chunk_size,
+            invariant_segments=_SEGMENTS,
+        )
+
+    yield "forward across TP", _same_at_any_tp(forward)
+    yield "dWeight across TP", _same_at_any_tp(backward)
+    yield from _across_calls(stats)
+
+
+def _shards(tp: int) -> Iterator[slice]:
+    width = _VOCAB // tp
+    return (slice(rank * width, (rank + 1) * width) for rank in range(tp))
+
+
+def _own(target: Tensor, part: slice) -> Tensor:
+    return torch.where((target >= part.start) & (target < part.stop), target - part.start, -1)
+
+
+def _same_at_any_tp(function: Callable[[int], Tensor]) -> bool:
+    alone = function(1)
+    return all(torch.equal(function(tp), alone) for tp in (2, 4, 8))
+
+
+def _across_calls(
+    function: Callable[[slice, int | None], TokenStats],
+) -> Iterator[tuple[str, bool]]:
+    whole = function(slice(None), None)
+    yield "forward across chunks", all(_equal(function(slice(None), c), whole) for c in (1, 7, 64))
+    some = [slice(0, count) for count in _SOME] + [slice(3, None), slice(None, None, 2)]
+    yield "forward across rows", all(_equal(function(rows, None), whole[rows]) for rows in some)
+
+
+def _equal(a: TokenStats, b: TokenStats) -> bool:
+    names = ("logprobs", "entropy", "lse", "sum_pi_squared")
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

@@ -1,0 +1,45 @@
+"""`doctor` on `invariant_segments`: it reports what it finds, and finds what is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_logprobs import doctor, invariance
+from mcore_logprobs.fused import head as fused_head
+from mcore_logprobs.kernels.products import product
+from mcore_logprobs.kernels.stats import merge
+from mcore_logprobs.logits import rows
+
+
+def found() -> dict[str, bool]:
+    return {g.name: g.holds for g in invariance.find_guarantees()}
+
+
+def test_every_guarantee_holds_here() -> None:
+    guarantees = found()
+    assert len(guarantees) == 16
+    assert set(guarantees.values()) == {True}
+
+
+def test_products_of_another_shape_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_head, "fixed_product", lambda a, b, out: product(a, b, out))
+    broken = {name for name, holds in found().items() if not holds}
+    assert "hidden float32 forward across rows" in broken
+    assert not any(name.startswith("logits") for name in broken)
+
+
+def test_sums_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(stats, spec, *, ordered=False):
+        flipped = stats.flip(0) if stats.shape[-1] % 2 else stats
+        return merge(flipped, spec, ordered=ordered)
+
+    monkeypatch.setattr(rows, "merge", backwards)
+    broken = {name for name, holds in found().items() if not holds}
+    assert "logits float32 forward across rows" in broken
+
+
+def test_doctor_prints_it() -> None:
+    report = doctor.report()
+    assert "cpu: 16 of 16 checks found them" in doctor._as_text(report)
+    report["invariant_segments"]["cpu"]["logits float32 forward across TP"] = False
+    assert "NOT logits float32 forward across TP" in doctor._as_text(report)
