@@ -143,7 +143,11 @@ def filtered_and_policy(tp: int) -> dict[str, float]:
         for fused in ("require", False):
             with patch_gpt_model(model, LogprobConfig(fused=fused, top_p=0.9)):
                 found.append(step(model, batch))
-        errors["top_p"] = relative(loss_of(found[0][0]), loss_of(found[1][0]))
+        losses = [loss_of(output).detach() for output, _ in found]
+        kept = losses[1].isfinite()  # the loss of a target that top_p leaves out is inf
+        assert kept.any()
+        assert torch.equal(losses[0].isfinite(), kept)
+        errors["top_p"] = relative(losses[0][kept], losses[1][kept])
         errors["top_p grad"] = worst(found[0][1], found[1][1])
         found = []
         for fused in ("require", False):
@@ -277,11 +281,12 @@ def test_dropout_counts_in_training_alone(ranks):
     ranks(1).run(dropout_between_calls)
 
 
-def float64_truth(tp: int) -> dict[str, float]:
-    with megatron(tp=tp) as parallel_state:
-        return patched_errors(build(tp), make_batch(parallel_state))
+def float64_truth() -> dict[str, float]:
+    """On one rank: the adapter's own forward knows no gathered logits."""
+    with megatron() as parallel_state:
+        return patched_errors(build(1), make_batch(parallel_state))
 
 
 def test_log_probabilities_against_float64(ranks):
-    for errors in ranks(2).run(float64_truth, 2):
-        assert max(errors.values()) < 2e-5, errors
+    errors = ranks(1).run(float64_truth)[0]
+    assert max(errors.values()) < 2e-5, errors
