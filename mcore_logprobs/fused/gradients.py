@@ -22,6 +22,7 @@ from mcore_logprobs.collectives import (
     reduce_scatter_dim0_async,
 )
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions
+from mcore_logprobs.fused.lora import LoRA, LoRAGradient
 from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import add_product, aligned, fixed_product, product
@@ -33,13 +34,14 @@ __all__ = ["HeadGradients", "main_grad_stand_in"]
 
 
 class HeadGradients:
-    """The three gradients of the output layer.
+    """The three gradients of the output layer, and those of a LoRA on it.
 
     Args:
         hidden: `[n_local, h]`; weight `[v, h]`, the parameter itself; bias `[v]` or None.
         needs: which of the three are wanted; an unwanted one costs no product.
         wide: leave the gradients in float32 (float64 for float64), dWeight out of main_grad too.
-        sparse: dWeight comes row by row (`add_entries`) instead of block by block.
+        sparse: dWeight comes row by row (`add_entries`) instead of block by block; no LoRA.
+        lora: A, B and scale, or None; lora_needs: whether dA and dB are wanted.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class HeadGradients:
         needs: tuple[bool, bool, bool],
         wide: bool = False,
         sparse: bool = False,
+        lora: LoRA | None = None,
+        lora_needs: tuple[bool, bool] = (False, False),
     ) -> None:
-        self.hidden = self.weight = self.bias = None
+        self.hidden = self.weight = self.bias = self._lora = None
         self._wide = wide
         if needs[0]:
             self.hidden = HiddenGradient(hidden, tiles, tiling, wide=wide)
@@ -72,6 +76,10 @@ class HeadGradients:
             )
         if needs[2] and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=accumulator_dtype(bias.dtype))
+        if lora is not None and (needs[0] or any(lora_needs)):
+            self._lora = LoRAGradient(
+                lora, tiling.group, needs=lora_needs, hidden=needs[0], wide=wide
+            )
         self._bias_like = bias
         self._tile: Tensor | None = None
         self._segments = opts.segments
@@ -102,6 +110,9 @@ class HeadGradients:
             dlogits = (dz * slope).to(dz.dtype)
         if self.weight is not None:
             self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
+        if self._lora is not None:
+            assert head.low_rank is not None
+            self._lora.add_chunk(columns, dlogits, head.low_rank.inner(tile.hidden))
         if self.hidden is not None and self._segments is not None:
             self._add_segment(self._segments, head, columns, dlogits, tile)
         elif self.hidden is not None:
@@ -154,6 +165,8 @@ class HeadGradients:
 
     def end_tile(self, tile: Tile) -> None:
         """All of the tile's chunks were added: its dHidden can be reduced."""
+        if self._lora is not None:
+            self._lora.end_tile(tile.hidden, self._tile)
         if self.hidden is None:
             return
         if self._segments is not None:
@@ -181,6 +194,10 @@ class HeadGradients:
             None if self.weight is None else self.weight.finish(),
             bias,
         )
+
+    def finish_lora(self) -> tuple[Tensor | None, Tensor | None]:
+        """(dA, dB), None where unwanted; one all-reduce of dA over TP."""
+        return (None, None) if self._lora is None else self._lora.finish()
 
 
 class HiddenGradient:

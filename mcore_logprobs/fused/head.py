@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_choice, check_flag, check_logits_dtype
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.consistency import check_call
+from mcore_logprobs.fused.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
@@ -42,6 +43,7 @@ class HeadOptions:
     Attributes:
         spec: how a product becomes a finished logit, and which statistics are wanted.
         segments: the segments that statistics are taken by, or None.
+        lora_scale: what a LoRA's product is multiplied by, if there is one.
     """
 
     shard: VocabShard
@@ -50,6 +52,7 @@ class HeadOptions:
     backend: str
     gradient_accumulation_fusion: bool
     segments: Segments | None = None
+    lora_scale: float = 1.0
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -70,6 +73,7 @@ def open_head(
     backend: str,
     gradient_accumulation_fusion: bool = False,
     invariant_segments: int | None = None,
+    lora: LoRAInput | None = None,
     prefix: str = "",
     **wanted: bool,
 ) -> HeadOptions:
@@ -100,6 +104,8 @@ def open_head(
         raise ValueError(
             f"{prefix}bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}"
         )
+    if lora is not None:
+        check_lora(lora, hidden, weight, prefix)
     check_flag("gradient_accumulation_fusion", gradient_accumulation_fusion)
     check_choice("backend", backend, backends.BACKENDS)
     check_logits_dtype("logits_dtype", logits_dtype)
@@ -122,7 +128,20 @@ def open_head(
     segments = open_segments(shard, invariant_segments)
     if segments is not None:  # refused here, not at the first chunk
         backends.select(backend, weight.new_empty(0, 1), invariant=True)
-    return HeadOptions(shard, spec, logits_dtype, backend, gradient_accumulation_fusion, segments)
+    if segments is not None and lora is not None:
+        raise ValueError(
+            f"invariant_segments: expected None with a LoRA, got {invariant_segments!r}: its thin "
+            "products make no such promise"
+        )
+    return HeadOptions(
+        shard=shard,
+        spec=spec,
+        logits_dtype=logits_dtype,
+        backend=backend,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        segments=segments,
+        lora_scale=1.0 if lora is None else float(lora[2]),
+    )
 
 
 def _check_main_grad(weight: Any) -> None:
@@ -156,17 +175,23 @@ class Chunk:
 
 
 class Head:
-    """Weight, bias and options; makes chunks of logits in a buffer of its own.
+    """Weight, bias, LoRA and options; makes chunks of logits in a buffer of its own.
 
     Args:
         block_columns: columns a block at most.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, opts: HeadOptions, block_columns: int
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        opts: HeadOptions,
+        block_columns: int,
+        lora: LoRA | None = None,
     ) -> None:
         self.weight, self.bias, self.opts = weight.detach(), bias, opts
         self.wide = accumulator_dtype(weight.dtype)
+        self.low_rank = None if lora is None else LowRank(lora)
         self._block_columns = block_columns
         self._buffer: Tensor | None = None
         self._block: tuple[slice, Tensor] | None = None
@@ -223,16 +248,22 @@ class Head:
         return segments.columns(valid, _FIXED_COLUMNS[kind])
 
     def logits(self, tile: Tensor, columns: slice, *, start: int = 0) -> Tensor:
-        """`tile @ weight[columns]^T` in logits_dtype, in the buffer from element `start`."""
+        """`tile @ weight[columns]^T`, with the LoRA's part, in the buffer from element `start`.
+
+        In logits_dtype.
+        """
         weight = self.weight_block(columns)
         fixed = self.opts.segments is not None
+        low = self.logits_dtype == tile.dtype != self.wide
         # Tensor cores, low-precision result.
-        if self.logits_dtype == tile.dtype != self.wide and not fixed:
+        if low and self.low_rank is None and not fixed:
             return tile @ weight.t()
         shape = (tile.shape[0], weight.shape[0])
         size = shape[0] * shape[1]
         out = self._reserve(start + size)[start : start + size].view(shape)
         (fixed_product if fixed else product)(tile, weight.t(), out)
+        if self.low_rank is not None:
+            self.low_rank.add_logits(tile, columns, out)
         # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
         return out.to(self.logits_dtype)
 
@@ -247,6 +278,8 @@ class Head:
         for columns in row_chunks(valid, self._block_columns):
             if self.logits_dtype == self.wide:
                 product(tile, self.weight_block(columns).t(), out[:, columns])
+                if self.low_rank is not None:
+                    self.low_rank.add_logits(tile, columns, out[:, columns])
             else:
                 out[:, columns] = self.logits(tile, columns)
         out[:, valid:] = -torch.inf
@@ -341,6 +374,8 @@ class Head:
         """Raw logits of one column a row: `[e, h]`, `[e]` (-1: any value) -> `[e]`."""
         rows = operand(self.weight.index_select(0, column.clamp(min=0)))
         raw = (hidden.to(self.wide) * rows.to(self.wide)).sum(-1)
+        if self.low_rank is not None:
+            raw = raw + self.low_rank.entries(hidden, column)
         return raw.to(self.logits_dtype).to(self.wide)
 
     def target_threshold(self, tile: Tensor, column: Tensor, temperature: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
 from mcore_logprobs.fused.learnt import name_of, walk_graph
+from mcore_logprobs.fused.lora import LoRAInput, lora_of
 from mcore_logprobs.fused.tokens import (
     HiddenTiles,
     Tiling,
@@ -99,11 +100,19 @@ class _LinearMap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep: Tensor, call: _Mapped
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        keep: Tensor,
+        call: _Mapped,
     ) -> Any:
         tiles = HiddenTiles(hidden, call.tiling)
         call = replace(call, tensors=tuple(tiles.walk(t) for t in call.tensors))
-        head = Head(weight, bias, call.head, call.tiling.block_columns)
+        lora = lora_of(lora_a, lora_b, call.head.lora_scale)
+        head = Head(weight, bias, call.head, call.tiling.block_columns, lora)
         parts: list[list[Tensor | None]] = []
         for rows, tile in _tiles(tiles, hidden):
             _, z = _finished_tile(head, tile)
@@ -123,7 +132,7 @@ class _LinearMap(torch.autograd.Function):
                 whole = torch.where(_beside(keep, whole), whole, torch.zeros_like(whole[:1]))
             results.append(whole)
         ctx.call, ctx.weight = call, weight  # the parameter itself: main_grad hangs on it
-        ctx.save_for_backward(hidden, weight, bias, keep)
+        ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, keep)
         ctx.set_materialize_grads(False)
         flags = call.structure.differentiable or [False] * len(results)
         ctx.mark_non_differentiable(
@@ -135,8 +144,8 @@ class _LinearMap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
-            return (None,) * 5
-        hidden, weight, bias, keep = ctx.saved_tensors
+            return (None,) * 7
+        hidden, weight, bias, lora_a, lora_b, keep = ctx.saved_tensors
         call: _Mapped = ctx.call
         tiles = HiddenTiles(hidden, call.tiling)
         asked = torch.zeros(tiles.count, dtype=torch.bool, device=hidden.device)
@@ -146,6 +155,7 @@ class _LinearMap(torch.autograd.Function):
                 g = tiles.walk(torch.where(_beside(keep, g), g, 0.0) if call.masked else g)
                 asked |= (g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0
             upstream.append(g)
+        lora = lora_of(lora_a, lora_b, call.head.lora_scale)
         gradients = HeadGradients(
             hidden,
             ctx.weight,
@@ -154,8 +164,10 @@ class _LinearMap(torch.autograd.Function):
             call.tiling,
             call.head,
             needs=ctx.needs_input_grad[:3],
+            lora=lora,
+            lora_needs=ctx.needs_input_grad[3:5],
         )
-        head = Head(weight, bias, call.head, call.tiling.block_columns)
+        head = Head(weight, bias, call.head, call.tiling.block_columns, lora)
         for tile in tiles:
             raw, z = _finished_tile(head, tile.hidden)
             with torch.enable_grad():
@@ -179,7 +191,7 @@ class _LinearMap(torch.autograd.Function):
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
             gradients.end_tile(tile)
             del raw, z, dz, dlogits_of
-        return (*gradients.finish(), None, None)
+        return (*gradients.finish(), *gradients.finish_lora(), None, None)
 
 
 def _tiles(tiles: HiddenTiles, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -230,7 +242,7 @@ def _refuse_learnt(found: list[Tensor | None], z: Tensor, fn: MapFn) -> None:
         if strangers:
             raise ValueError(
                 f"fn: uses {name_of(strangers, fn)}, which requires a gradient, but gradients flow "
-                "to hidden, weight and bias alone; detach it"
+                "to hidden, weight, bias and lora alone; detach it"
             )
 
 
@@ -241,6 +253,7 @@ def linear_map(
     *per_token_tensors: Tensor,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -259,7 +272,7 @@ def linear_map(
     temperature and no true vocabulary: what fn calls applies them.
 
     Shape:
-        hidden, weight, bias: as in `linear_token_stats`.
+        hidden, weight, bias, lora: as in `linear_token_stats`.
         per_token_tensors: `[s, b, ...]` or `[n, ...]`, the whole sequence on every TP rank also
             under sequence parallelism. No gradient flows to them.
         logits: what fn gets, `[rows, V/TP]` float32 (float64 for float64 operands); fn must not
@@ -310,6 +323,7 @@ def linear_map(
         logits_dtype=logits_dtype,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=tp_group,
+        lora=lora,
         temperature=1.0,
         vocab_size=None,
         backend="auto",
@@ -335,6 +349,7 @@ def linear_map(
         grad_enabled=torch.is_grad_enabled(),
         structure=_Structure(),
     )
-    flat = _LinearMap.apply(tokens.hidden, weight, bias, tokens.target.keep, call)
+    lora_a, lora_b = (None, None) if lora is None else lora[:2]
+    flat = _LinearMap.apply(tokens.hidden, weight, bias, lora_a, lora_b, tokens.target.keep, call)
     restored = [None if x is None else tokens.restore(x, 0) for x in flat]
     return pytree.tree_unflatten(restored, call.structure.spec)

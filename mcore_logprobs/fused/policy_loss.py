@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients, main_grad_stand_in
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.lora import LoRAInput, lora_of
 from mcore_logprobs.fused.loss_function import LossFn, open_denominator, sum_of_losses
 from mcore_logprobs.fused.tokens import (
     HiddenTiles,
@@ -97,6 +98,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
         local: LocalTarget,
         loss: _Loss,
         opts: _Options,
@@ -104,10 +107,20 @@ class _LinearPolicyLoss(torch.autograd.Function):
         tiles = HiddenTiles(hidden, opts.tiling)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
         loss = replace(loss, tensors=tuple(tiles.walk(t) for t in loss.tensors))
-        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
-        needs = ctx.needs_input_grad[:3] if loss.backward else (False, False, False)
+        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
+        head = Head(weight, bias, opts.head, opts.tiling.block_columns, lora)
+        needs = ctx.needs_input_grad[:5] if loss.backward else (False,) * 5
         gradients = HeadGradients(
-            hidden, weight, bias, tiles, opts.tiling, opts.head, needs=needs, wide=True
+            hidden,
+            weight,
+            bias,
+            tiles,
+            opts.tiling,
+            opts.head,
+            needs=needs[:3],
+            wide=True,
+            lora=lora,
+            lora_needs=needs[3:],
         )
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         # Of no rows to begin with, so that a call without any has results too.
@@ -134,9 +147,15 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 dlogits_of = partial(head.chunk_grad, shift=done.norms.top, coef=coef)
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
             gradients.end_tile(tile)
-        ctx.inputs = (hidden, weight, bias)  # the parameter itself: main_grad hangs on it
+        ctx.inputs = (
+            hidden,
+            weight,
+            bias,
+            lora_a,
+            lora_b,
+        )  # the parameter itself: main_grad hangs on it
         ctx.fused = needs[1] and opts.head.gradient_accumulation_fusion
-        ctx.gradients = gradients.finish()
+        ctx.gradients = (*gradients.finish(), *gradients.finish_lora())
         ctx.set_materialize_grads(False)
         results = parts[0].map(lambda *x: tiles.restore(torch.cat(x)), *parts[1:])
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
@@ -147,7 +166,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         upstream = grads[0]
         if upstream is None:
-            return (None,) * 6
+            return (None,) * 8
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_policy_loss: the gradients formed in the forward went to the first "
@@ -202,6 +221,7 @@ def linear_policy_loss(
     target_rank: bool = False,
     sum_pi_squared: bool = False,
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -226,7 +246,7 @@ def linear_policy_loss(
     copies. Ready-made ones are in `mcore_logprobs.losses`.
 
     Shape:
-        hidden, weight, bias, target: as in `linear_token_stats`.
+        hidden, weight, bias, lora, target: as in `linear_token_stats`.
         per_token_tensors: `[s, b, ...]` or `[n, ...]`, target's shape in front; no gradient flows
             to them. The whole sequence on every TP rank, also under sequence parallelism.
         Returns (loss, stats): a float32 scalar, the same on every TP rank, and a TokenStats of
@@ -247,10 +267,11 @@ def linear_policy_loss(
 
     Collectives: one all-gather of `[k, rows]` over TP a chunk (with the rank one all-reduce of
     `[rows]` more); none on one rank. Where hidden needs a gradient one all-reduce of dHidden a
-    chunk, or a reduce-scatter under sequence parallelism, while the next chunk is computed.
+    chunk, or a reduce-scatter under sequence parallelism, while the next chunk is computed. Where a
+    LoRA's A needs one, one all-reduce of `[r, h]`.
 
-    Memory: two chunks, and the gradients of hidden and weight in float32, from the forward to the
-    backward. `backward` may run once.
+    Memory: two chunks, and the gradients of hidden, weight and LoRA in float32, from the forward to
+    the backward. `backward` may run once.
 
     Raises:
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors
@@ -275,6 +296,7 @@ def linear_policy_loss(
         logits_dtype=logits_dtype,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=tp_group,
+        lora=lora,
         temperature=temperature,
         vocab_size=vocab_size,
         backend=backend,
@@ -299,16 +321,17 @@ def linear_policy_loss(
         check_per_token(place, t, tokens.lead, hidden.device)
         for place, t in enumerate(per_token_tensors)
     ]
+    lora_a, lora_b = (None, None) if lora is None else lora[:2]
     loss = _Loss(
         fn=loss_fn,
         tensors=tuple(tokens.per_row(t) for t in checked),
         denominator=open_denominator(denominator, hidden.device),
         grad_enabled=torch.is_grad_enabled(),
         backward=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (hidden, weight, bias)),
+        and any(x is not None and x.requires_grad for x in (hidden, weight, bias, lora_a, lora_b)),
     )
     opts = _Options(head, tiling, label_smoothing, tokens.temperature)
     value, *results = _LinearPolicyLoss.apply(
-        tokens.hidden, weight, bias, tokens.target, loss, opts
+        tokens.hidden, weight, bias, lora_a, lora_b, tokens.target, loss, opts
     )
     return value, tokens.stats(RowResults(*results))

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Head, HeadOptions, open_head
+from mcore_logprobs.fused.lora import LoRAInput, lora_of
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens
 from mcore_logprobs.kernels.stats import (
     RowNorms,
@@ -52,12 +53,15 @@ class _LinearTokenStats(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
         local: LocalTarget,
         opts: _Options,
     ) -> tuple[Any, ...]:
         tiles = HiddenTiles(hidden, opts.tiling)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
-        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
+        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
+        head = Head(weight, bias, opts.head, opts.tiling.block_columns, lora)
         temperature = tiles.walk_optional(opts.temperature)
         parts = [
             head.tile_stats(tile.hidden, column[tile.rows], tile.of(temperature)) for tile in tiles
@@ -67,7 +71,7 @@ class _LinearTokenStats(torch.autograd.Function):
             stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
         )
         ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
-        ctx.save_for_backward(hidden, weight, bias, column, keep, *done.norms)
+        ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, column, keep, *done.norms)
         ctx.set_materialize_grads(False)
         results = done.blanked(keep).map(tiles.restore)
         if results.target_rank is not None:
@@ -78,8 +82,8 @@ class _LinearTokenStats(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
-            return (None,) * 5
-        hidden, weight, bias, column, keep, *norms = ctx.saved_tensors
+            return (None,) * 7
+        hidden, weight, bias, lora_a, lora_b, column, keep, *norms = ctx.saved_tensors
         norms, opts = RowNorms(*norms), ctx.opts
         tiles = HiddenTiles(hidden, opts.tiling)
         upstream = RowResults(*grads).map(tiles.walk)
@@ -87,11 +91,20 @@ class _LinearTokenStats(torch.autograd.Function):
         coef = gradient_coefficients(
             upstream, norms, spec, keep=keep, label_smoothing=opts.label_smoothing
         )
-        needs = ctx.needs_input_grad[:3]
+        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
         gradients = HeadGradients(
-            hidden, ctx.weight, bias, tiles, opts.tiling, opts.head, needs=needs
+            hidden,
+            ctx.weight,
+            bias,
+            tiles,
+            opts.tiling,
+            opts.head,
+            needs=ctx.needs_input_grad[:3],
+            lora=lora,
+            lora_needs=ctx.needs_input_grad[3:5],
         )
-        head = Head(weight, bias, replace(opts.head, spec=spec), opts.tiling.block_columns)
+        head_opts = replace(opts.head, spec=spec)
+        head = Head(weight, bias, head_opts, opts.tiling.block_columns, lora)
         temperature = tiles.walk_optional(opts.temperature)
         for tile in tiles:
             top, row_coef = norms.top[tile.rows], coef[:, tile.rows]
@@ -99,7 +112,7 @@ class _LinearTokenStats(torch.autograd.Function):
                 dlogits_of = partial(head.chunk_grad, shift=top, coef=row_coef)
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
             gradients.end_tile(tile)
-        return (*gradients.finish(), None, None)
+        return (*gradients.finish(), *gradients.finish_lora(), None, None)
 
 
 def linear_token_stats(
@@ -111,6 +124,7 @@ def linear_token_stats(
     target_rank: bool = False,
     sum_pi_squared: bool = False,
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -128,8 +142,8 @@ def linear_token_stats(
 ) -> TokenStats:
     """Log-probabilities, entropy and rank of a head's targets without ever holding its logits.
 
-    The logits are `hidden @ weight^T`, times logit_scale, through the softcap, plus bias, over the
-    temperature, and masked past vocab_size: in this order.
+    The logits are `hidden @ weight^T`, plus a LoRA's part, times logit_scale, through the softcap,
+    plus bias, over the temperature, and masked past vocab_size: in this order.
 
     Shape:
         hidden: `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism) or `[n, h]` (`[n/TP, h]`);
@@ -139,6 +153,9 @@ def linear_token_stats(
         target: `[s, b]` or `[n]`, integers, global ids or ignore_index; the whole sequence on every
             TP rank also under sequence parallelism.
         bias: `[V/TP]` or None.
+        lora: None, or (A `[r, h]`, B `[V/TP, r]`, scale) in hidden's dtype: the raw logits get
+            `scale * (hidden @ A^T) @ B^T` added before logit_scale. A is whole and the same on
+            every TP rank, B is this rank's rows, as the weight's are.
         Returns TokenStats of `[s, b]` or `[n]` tensors, the same on every TP rank.
 
     Args:
@@ -168,12 +185,15 @@ def linear_token_stats(
     rows of products outweigh.
 
     Gradients: hidden's and weight's (and bias's), each in its own dtype, accumulated in float32;
-    an input that does not require one skips its product. dHidden is summed over TP.
+    an input that does not require one skips its product (a frozen weight under a LoRA: no dWeight).
+    dHidden is summed over TP, and so is the gradient of a LoRA's A: every rank gets the whole of
+    it. That of B is of this rank's rows.
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP, with the rank one all-reduce of
     `[rows]` a tile more; backward one all-reduce of dHidden a tile (in float32, while the next tile
     is computed), with sequence parallelism one reduce-scatter; sequence parallelism gathers each
-    tile of hidden, forward and backward, one ahead of the products.
+    tile of hidden, forward and backward, one ahead of the products. Where a LoRA's A requires a
+    gradient, one all-reduce of `[r, h]` float32 at the end of the backward.
 
     Memory: a chunk of logits and, where operands are bfloat16, its gradient; the gradients; for a
     bfloat16 weight without main_grad and more than one tile, dWeight in float32. Saved for
@@ -195,6 +215,7 @@ def linear_token_stats(
         logits_dtype=logits_dtype,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=tp_group,
+        lora=lora,
         temperature=temperature,
         vocab_size=vocab_size,
         backend=backend,
@@ -214,7 +235,9 @@ def linear_token_stats(
         compact=compact,
         temperature=temperature,
     )
+    lora_a, lora_b = (None, None) if lora is None else lora[:2]
     opts = _Options(head, tokens.tiling, label_smoothing, tokens.temperature)
-    return tokens.stats(
-        RowResults(*_LinearTokenStats.apply(tokens.hidden, weight, bias, tokens.target, opts))
+    results = _LinearTokenStats.apply(
+        tokens.hidden, weight, bias, lora_a, lora_b, tokens.target, opts
     )
+    return tokens.stats(RowResults(*results))

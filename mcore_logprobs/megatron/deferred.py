@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
 from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
 
 HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
@@ -31,6 +32,7 @@ class DeferredLogits:
     Attributes:
         hidden: [s, b, h], or [s/TP, b, h] where `sequence_parallel`.
         weight: [V/TP, h]; bias: [V/TP] or None. For shapes; compute with it in `with_head`.
+        lora: an adapter around the layer, whose part is added to the product; or None.
         scale: number that the product is multiplied by (MuP).
         sequence_parallel: whether hidden is split over the TP ranks along the sequence, and
         tp_group: over which.
@@ -45,6 +47,7 @@ class DeferredLogits:
         sequence_parallel: bool,
         compute: Callable[[], Tensor],
         tp_group: Any = None,
+        lora: HeadLoRA | None = None,
         scale: float = 1.0,
         finish: Callable[[Tensor], Tensor] = lambda logits: logits,
         call_head: Callable[[HeadCall], Any] | None = None,
@@ -53,6 +56,7 @@ class DeferredLogits:
         self.hidden = hidden
         self.weight = weight
         self.bias = bias
+        self.lora = lora
         self.scale = scale
         self.sequence_parallel = sequence_parallel
         self.tp_group = tp_group
@@ -135,6 +139,7 @@ class DeferredLogits:
             bias=self.bias,
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
+            lora=self.lora,
             compute=lambda: apply(self.materialize()),
             scale=self.scale * factor,
             finish=lambda logits: apply(self._finish(logits)),
@@ -190,10 +195,14 @@ class DeferredLogits:
             hidden = all_gather_dim0(hidden, self.tp_group)
         values = hidden.new_empty(self.shape[:-1])
         indices = torch.empty_like(values, dtype=torch.int64)
+        lora = None if self.lora is None else self.lora.whole()
         rows = max(1, _BEST_ELEMENTS // (self.shape[1:].numel()))
         for start in range(0, self.shape[0], rows):
             some = slice(start, start + rows)
             logits = nn.functional.linear(hidden[some], weight, self.bias)
+            if lora is not None:
+                inner = nn.functional.linear(hidden[some], lora[0]) * lora[2]
+                logits += nn.functional.linear(inner, lora[1])
             values[some], indices[some] = self._finish(logits).max(dim=-1)
         return values, indices
 
@@ -227,14 +236,17 @@ class DeferredLogits:
 class DeferringHead:
     """In place of `output_layer.forward` of a ColumnParallelLinear: returns (handle, bias).
 
+    Or of a LoRA around one.
+
     Attributes:
+        base: the ColumnParallelLinear itself.
         reason: why the latest call computed real logits; empty where it deferred them.
         latest: the latest handle.
     """
 
     def __init__(self, layer: Any, refusal: Callable[[], str] | None = None) -> None:
         """`refusal()` gives the caller's own reason against deferring a call, or an empty one."""
-        self.layer = layer
+        self.layer, self.base = layer, base_layer(layer)
         self.reason = ""
         self.latest: DeferredLogits | None = None
         self._refusal = refusal
@@ -259,25 +271,25 @@ class DeferringHead:
         **other: Any,
     ) -> Any:
         """Calls that cannot be deferred, or that the layer refuses, are left to the layer."""
-        layer = self.layer
+        layer, base = self.layer, self.base
         inside: HeadCall | None = other.pop(_INSIDE, None)
         original = type(layer).forward
-        whose = layer.weight if weight is None else weight
+        whose = base.weight if weight is None else weight
         if inside is not None:
             return inside(input_, whose)
         self.latest = None
         self.reason = self._reason_against(whose, runtime_gather_output, other)
         if self.reason:
             return original(layer, input_, weight, runtime_gather_output, **other)
-        sequence_parallel = layer.sequence_parallel
+        sequence_parallel = base.sequence_parallel
 
         def real(hidden: Tensor, _: Tensor) -> Tensor:
             # Inference switches the flag around the call, which may be over by now.
-            now, layer.sequence_parallel = layer.sequence_parallel, sequence_parallel
+            now, base.sequence_parallel = base.sequence_parallel, sequence_parallel
             try:
                 return original(layer, hidden, weight, runtime_gather_output)[0]
             finally:
-                layer.sequence_parallel = now
+                base.sequence_parallel = now
 
         def call_again(fn: HeadCall) -> Any:
             with self.in_place():
@@ -287,13 +299,14 @@ class DeferringHead:
         self.latest = handle = DeferredLogits(
             hidden=input_,
             weight=whose,
-            bias=None if layer.skip_bias_add else layer.bias,
+            bias=None if base.skip_bias_add else base.bias,
+            lora=head_lora(layer),
             sequence_parallel=sequence_parallel,
-            tp_group=resolve_tp_group(getattr(layer, "tp_group", None)),
+            tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
             compute=lambda: handle.with_head(real),
             call_head=again,
         )
-        return handle, layer.bias if layer.skip_bias_add else None
+        return handle, base.bias if base.skip_bias_add else None
 
     def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, Any]) -> str:
         reason = (self._refusal() if self._refusal else "") or call_reason(
@@ -301,7 +314,7 @@ class DeferringHead:
         )
         if reason:
             return reason
-        expected = (self.layer.output_size_per_partition, self.layer.input_size)
+        expected = (self.base.output_size_per_partition, self.base.input_size)
         if other or tuple(weight.shape) != expected:
             return f"the output layer was called with {sorted(other) or tuple(weight.shape)}"
         return ""

@@ -79,19 +79,19 @@ def head_output(
     if call.temperature is not None:
         options["temperature"] = _sequence_first(call.temperature, labels)
     if known is not None:
-        known = _own_columns(known, tp_group, getattr(head.layer, "output_size", None))
+        known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
     if call.mapped is not None:
-        return _mapped(call.mapped, known, logits, labels, config, head.layer, tp_group)
+        return _mapped(call.mapped, known, logits, labels, config, head.base, tp_group)
     tensors = call.policy.sequence_first(labels) if call.policy else ()
     if config.top_k is not None or config.top_p < 1.0:
-        stats = _filtered(known, logits, target, config, head.layer, options)
+        stats = _filtered(known, logits, target, config, head.base, options)
         if call.policy:
             keep = target != config.ignore_index
             stats = _with_policy_loss(stats, keep, call.policy, tensors)
     elif known is None:
         assert isinstance(logits, DeferredLogits)
         options |= {"compact": config.compact, "logits_dtype": config.logits_dtype}
-        stats = _from_hidden(logits, target, call.policy, tensors, head.layer, options)
+        stats = _from_hidden(logits, target, call.policy, tensors, head.base, options)
     else:
         stats = vocab_parallel_token_stats(known, target, **options)
         if call.policy:
@@ -126,7 +126,7 @@ def mtp_loss(
         "ignore_index": None,
         "logits_dtype": config.logits_dtype,
     }
-    stats = _from_hidden(logits, target.masked_fill(outside, 0), None, (), head.layer, options)
+    stats = _from_hidden(logits, target.masked_fill(outside, 0), None, (), head.base, options)
     wants_top = (
         bool(outside.any()) if outside.device.type == "cpu" else not isinstance(loss_mask, Tensor)
     )
@@ -305,6 +305,7 @@ def _with_head(
         head = {
             "tp_group": logits.tp_group,
             "bias": bias,
+            "lora": None if logits.lora is None else logits.lora.whole(),
             "logit_scale": logits.scale,
             "sequence_parallel": logits.sequence_parallel,
             "gradient_accumulation_fusion": _into_main_grad(layer, weight),
@@ -348,7 +349,8 @@ def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
     """Real logits that reached the loss must carry the gradient of the deferred ones."""
     if latest is None or not torch.is_grad_enabled():
         return
-    trains = latest.hidden.requires_grad or latest.weight.requires_grad
+    inputs = [latest.hidden, latest.weight, *(latest.lora[:2] if latest.lora else ())]
+    trains = any(x.requires_grad for x in inputs)
     if trains and not (logits.requires_grad and latest.is_ancestor_of(logits)):
         raise RuntimeError(
             "the logits lost their gradient between the patched output layer and the loss: they "

@@ -10,6 +10,7 @@ from torch import nn
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_rank, resolve_tp_group
+from mcore_logprobs.megatron.adapters import adapter_reason, base_layer, is_adapter
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
@@ -67,7 +68,7 @@ def has_head(language_model: Any) -> bool:
 
 def head_tp_group(layer: Any) -> Any:
     """The TP group over which the output layer's vocabulary is split, Megatron's by default."""
-    return resolve_tp_group(getattr(layer, "tp_group", None))
+    return resolve_tp_group(getattr(base_layer(layer), "tp_group", None))
 
 
 def head_report(model: Any, *, softcap: float | None = None) -> HeadReport:
@@ -89,7 +90,7 @@ def head_report(model: Any, *, softcap: float | None = None) -> HeadReport:
 
 def _model_report(language_model: Any, softcap: float | None) -> HeadReport:
     layer = language_model.output_layer
-    weight = getattr(layer, "weight", None)
+    weight = getattr(base_layer(layer), "weight", None)
     if weight is None and hasattr(language_model, "shared_embedding_or_output_weight"):
         weight = language_model.shared_embedding_or_output_weight()
     scale_logits = getattr(language_model, "_scale_logits", None)
@@ -117,7 +118,7 @@ def layer_report(
 
 
 def softcap_reason(layer: Any, softcap: float | None) -> str:
-    if softcap is not None and layer.bias is not None:
+    if softcap is not None and base_layer(layer).bias is not None:
         return "its bias would have to come before the softcap"
     return ""
 
@@ -128,7 +129,8 @@ def call_reason(layer: Any, weight: Any, *, gather: bool, gathered_by_then: bool
         return "the call gathers the logits over TP (runtime_gather_output)"
     return (
         kind_reason(layer)
-        or _reason_against_layer(layer)
+        or _reason_against_layer(base_layer(layer))
+        or (adapter_reason(layer) if is_adapter(layer) else "")
         or _reason_against_hooks(layer)
         or _reason_against_weight(weight, gathered_by_then)
     )
@@ -186,6 +188,10 @@ def kind_reason(layer: Any) -> str:
     """Why this layer's forward cannot be replaced at all, or ""."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
+    if is_adapter(layer):
+        if "forward" in vars(layer) and not _is_ours(vars(layer)["forward"]):
+            return "something else has replaced the output layer's forward"
+        layer = layer.to_wrap
     kind = type(layer).__name__
     if not isinstance(layer, ColumnParallelLinear):
         return f"the output layer is a {kind} (an adapter, FP8 or other head), not Megatron's own"

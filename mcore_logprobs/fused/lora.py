@@ -1,0 +1,157 @@
+"""A LoRA on the head: logits = hidden W^T + scale (hidden A^T) B^T, and what it adds to gradients.
+
+    U    = scale * tile @ A^T                once a tile, [rows, r]
+    chunk                += U @ B[block]^T
+    dB[block]            += dLogits^T @ U
+    dU                   += dLogits @ B[block]
+    dTile                += scale * dU @ A   once a tile; summed over TP with the rest of dTile
+    dA                   += scale * dU^T @ tile, summed over TP once a call
+
+B is split over TP as the vocabulary is, A is whole on every rank. A rank's dU comes from its own
+columns alone, so that dA, as dHidden, is a sum over TP; after it every rank has the whole dA.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.kernels.products import add_product, operand, product
+from mcore_logprobs.kernels.stats import accumulator_dtype
+
+__all__ = ["LoRA", "LoRAGradient", "LoRAInput", "LowRank", "check_lora", "lora_of"]
+
+LoRAInput = tuple[Tensor, Tensor, float]
+
+
+class LoRA(NamedTuple):
+    """Attributes: A `[r, h]`, B `[V/TP, r]`, and what their product is multiplied by."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def check_lora(lora: LoRAInput, hidden: Tensor, weight: Tensor, prefix: str = "") -> None:
+    """Check a LoRA against the hidden states and the weight that it goes with.
+
+    Raises:
+        ValueError: with what was expected and what was given.
+    """
+    name, form = f"{prefix}lora", "(A [r, h], B [V/TP, r], scale)"
+    if not isinstance(lora, tuple) or len(lora) != 3:
+        got = f"{len(lora)} values" if isinstance(lora, (tuple, list)) else type(lora).__name__
+        raise ValueError(f"{name}: expected a tuple {form}, got {got}")
+    a, b, scale = lora
+    for part, tensor in (("A", a), ("B", b)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: expected {form}, got {type(tensor).__name__} for {part}")
+    if a.dim() != 2 or a.shape[1] != hidden.shape[-1] or a.shape[0] < 1:
+        raise ValueError(
+            f"{name}: expected A of shape [r, {hidden.shape[-1]}], whole on every TP rank, got "
+            f"{tuple(a.shape)}"
+        )
+    if b.shape != (weight.shape[0], a.shape[0]):
+        raise ValueError(
+            f"{name}: expected B of shape [{weight.shape[0]}, {a.shape[0]}], got {tuple(b.shape)}"
+        )
+    for part, tensor in (("A", a), ("B", b)):
+        if (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
+            raise ValueError(
+                f"{name}: expected {part} in {prefix}hidden's dtype and on its device, "
+                f"{hidden.dtype} on {hidden.device}, got {tensor.dtype} on {tensor.device}"
+            )
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"{name}: expected a finite number for scale, got {scale!r}")
+
+
+def lora_of(a: Tensor | None, b: Tensor | None, scale: float) -> LoRA | None:
+    """Of an autograd function's arguments; None where the head has none."""
+    return None if a is None or b is None else LoRA(a.detach(), b.detach(), scale)
+
+
+class LowRank:
+    """The LoRA's part of the logits; U of the latest tile is kept.
+
+    U is float32 (float64 for float64), and so are the products that go into the logits.
+    """
+
+    def __init__(self, lora: LoRA) -> None:
+        self._lora = lora
+        self._wide = accumulator_dtype(lora.a.dtype)
+        self._a = operand(lora.a)
+        self._latest: tuple[Tensor, Tensor] | None = None
+
+    def inner(self, tile: Tensor) -> Tensor:
+        """U `[rows, r]` of a tile `[rows, h]` in the operand dtype."""
+        if self._latest is None or self._latest[0] is not tile:
+            shape = (tile.shape[0], self._a.shape[0])
+            out = product(tile, self._a.t(), tile.new_empty(shape, dtype=self._wide))
+            self._latest = (tile, out.mul_(self._lora.scale))
+        return self._latest[1]
+
+    def add_logits(self, tile: Tensor, columns: slice, out: Tensor) -> None:
+        """`out += U @ B[columns]^T`, `[rows, columns]` float32 or float64."""
+        add_product(self.inner(tile), self._lora.b[columns].to(self._wide).t(), out)
+
+    def entries(self, tile: Tensor, column: Tensor) -> Tensor:
+        """The part of one column a row, `[rows]`; column -1: any value."""
+        rows = self._lora.b.index_select(0, column.clamp(min=0)).to(self._wide)
+        return (self.inner(tile) * rows).sum(-1)
+
+
+class LoRAGradient:
+    """dA, dB and the LoRA's part of dTile, accumulated in float32.
+
+    Args:
+        needs: whether dA and dB are wanted, and dHidden.
+        wide: leave dA and dB in float32 (float64 for float64).
+    """
+
+    def __init__(
+        self,
+        lora: LoRA,
+        group: ProcessGroup | None,
+        *,
+        needs: tuple[bool, bool],
+        hidden: bool,
+        wide: bool = False,
+    ) -> None:
+        self._lora, self._group, self._hidden = lora, group, hidden
+        self._wide = accumulator_dtype(lora.a.dtype)
+        self._dtype = self._wide if wide else lora.a.dtype
+        self._a = torch.zeros_like(lora.a, dtype=self._wide) if needs[0] else None
+        self._b = torch.zeros_like(lora.b, dtype=self._wide) if needs[1] else None
+        self._inner: Tensor | None = None
+
+    def add_chunk(self, columns: slice, dlogits: Tensor, inner: Tensor) -> None:
+        """Args: `[rows, columns]` in the operand dtype; U `[rows, r]`."""
+        if self._b is not None:
+            add_product(dlogits.t(), inner.to(dlogits.dtype), self._b[columns])
+        if self._a is not None or self._hidden:
+            if self._inner is None:
+                self._inner = torch.zeros_like(inner)
+            add_product(dlogits, operand(self._lora.b[columns]), self._inner)
+
+    def end_tile(self, tile: Tensor, dtile: Tensor | None) -> None:
+        """All of the tile's chunks were added; adds to dtile, `[rows, h]` float32 or float64."""
+        if self._inner is None:  # no true vocabulary on this rank, or nothing that needs it
+            return
+        inner = self._inner.mul_(self._lora.scale)
+        if self._a is not None:
+            add_product(inner.t(), tile.to(self._wide), self._a)
+        if dtile is not None:
+            add_product(inner, self._lora.a.to(self._wide), dtile)
+        self._inner = None
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """(dA whole on every rank, dB of this rank). One all-reduce of `[r, h]` float32 over TP."""
+        a, b = self._a, self._b
+        if a is not None:
+            a = all_reduce_sum(a, self._group)
+        return (None if a is None else a.to(self._dtype), None if b is None else b.to(self._dtype))

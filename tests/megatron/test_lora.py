@@ -1,0 +1,292 @@
+"""A LoRA around the output layer: fused exactly where it is known, left alone where it is not.
+
+The classes here are written for the test, with the names, attributes and layout over TP of
+Megatron-Bridge's `LoRALinear` and `ParallelLinearAdapter`, on Megatron's own linear layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.megatron import head_report, patch_gpt_model
+from mcore_logprobs.megatron import heads as heads_module
+from mcore_logprobs.megatron.deferred import DeferredLogits
+from tests.megatron.common import (
+    VOCAB,
+    loss_of,
+    make_batch,
+    megatron,
+    patched_errors,
+    relative,
+    step,
+    tiny_config,
+    worst,
+)
+
+RANK = 6  # divides by TP 1, 2 and 3
+
+
+class ParallelLinearAdapter(nn.Module):
+    """A of `[RANK/TP, h]` rows a rank, its output gathered; B split as the vocabulary is."""
+
+    def __init__(self, base: Any, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        self.dim, self.alpha = RANK, 9.0
+        self.activation = nn.Identity()
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        config, sequence_parallel = base.config, base.config.sequence_parallel
+        self.disable_sequence_parallel_comm = not sequence_parallel
+        config.sequence_parallel = False
+        common = {"config": config, "init_method": nn.init.normal_, "bias": False}
+        self.linear_in = ColumnParallelLinear(
+            base.input_size,
+            RANK,
+            gather_output=True,
+            disable_grad_reduce=sequence_parallel,
+            **common,
+        )
+        self.linear_out = ColumnParallelLinear(
+            RANK, base.output_size, gather_output=False, **common
+        )
+        config.sequence_parallel = sequence_parallel
+        with torch.no_grad():
+            for layer in (self.linear_in, self.linear_out):
+                layer.weight.mul_(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        x = self.dropout(x)
+        if not self.disable_sequence_parallel_comm:
+            x = gather_from_sequence_parallel_region(x)
+        x = self.activation(self.linear_in(x)[0]) * (self.alpha / self.dim)
+        return self.linear_out(x)[0]
+
+
+class LoRALinear(nn.Module):
+    def __init__(self, to_wrap: Any, adapter: nn.Module) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter = to_wrap, adapter
+        self._adapter_enabled = True
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, bias = self.to_wrap(x, *args, **kwargs)
+        return (out + self.adapter(x) if self._adapter_enabled else out), bias
+
+
+def build(tp: int, *, sequence_parallel: bool = False, dropout: float = 0.0, **config: Any) -> Any:
+    """A tiny GPT with frozen layers and a LoRA on its head."""
+    made = tiny_config(tp, sequence_parallel=sequence_parallel, **config)
+    model = mm.build_gpt_model(made, vocab_size=VOCAB, tied=False)
+    base = model.output_layer
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    model.output_layer = LoRALinear(base, ParallelLinearAdapter(base, dropout=dropout))
+    base.weight.requires_grad_(False)
+    return model
+
+
+def compare(tp: int, sequence_parallel: bool) -> dict[str, float]:
+    with megatron(tp=tp) as parallel_state:
+        model = build(tp, sequence_parallel=sequence_parallel)
+        assert head_report(model) == (True, "")
+        batch = make_batch(parallel_state)
+        _, plain = step(model, batch)
+        names = [name for name in plain if "adapter" in name]
+        assert len(names) == 2
+        assert all(plain[name].abs().max() > 1e-3 for name in names)
+        assert not any("output_layer.to_wrap" in name for name in plain)
+        return against_unpatched(model, batch)
+
+
+def against_unpatched(model: Any, batch: dict[str, Any]) -> dict[str, float]:
+    expected, expected_grads = step(model, batch)
+    seen: list[Any] = []
+    compute = DeferredLogits.materialize
+    DeferredLogits.materialize = lambda self: seen.append(self) or compute(self)  # type: ignore[method-assign]
+    errors = {}
+    try:
+        for settings in ({}, {"compact": True, "chunk_size": 16}):
+            with patch_gpt_model(model, LogprobConfig(fused="require", entropy=True, **settings)):
+                got, grads = step(model, batch)
+            errors[f"loss {settings}"] = relative(loss_of(got), expected)
+            errors[f"grad {settings}"] = worst(grads, expected_grads)
+    finally:
+        DeferredLogits.materialize = compute  # type: ignore[method-assign]
+    assert not seen, "real logits were computed"
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (3, True)], ids=str
+)
+def test_fused_equals_unpatched(ranks, tp, sequence_parallel):
+    for errors in ranks(tp).run(compare, tp, sequence_parallel):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def filtered_and_policy(tp: int) -> dict[str, float]:
+    """top_p and the policy loss on the fused path against the logits path, patched both."""
+    with megatron(tp=tp) as parallel_state:
+        model = build(tp)
+        batch = make_batch(parallel_state)
+        errors = {}
+        found = []
+        for fused in ("require", False):
+            with patch_gpt_model(model, LogprobConfig(fused=fused, top_p=0.9)):
+                found.append(step(model, batch))
+        losses = [loss_of(output).detach() for output, _ in found]
+        kept = losses[1].isfinite()  # the loss of a target that top_p leaves out is inf
+        assert kept.any()
+        assert torch.equal(losses[0].isfinite(), kept)
+        errors["top_p"] = relative(losses[0][kept], losses[1][kept])
+        errors["top_p grad"] = worst(found[0][1], found[1][1])
+        found = []
+        for fused in ("require", False):
+            model.zero_grad(set_to_none=True)
+            handle = patch_gpt_model(model, LogprobConfig(fused=fused))
+            with handle, handle.policy_loss(lambda logp, entropy, w: -logp * w, batch["weights"]):
+                out = model(**batch["inputs"], labels=batch["labels"])
+                out.policy_loss.backward()
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            found.append((out.policy_loss.detach(), grads))
+        errors["policy"] = relative(found[0][0], found[1][0])
+        errors["policy grad"] = worst(found[0][1], found[1][1])
+        return errors
+
+
+def test_top_p_and_policy_loss(ranks):
+    for errors in ranks(2).run(filtered_and_policy, 2):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def switched_off() -> dict[str, float]:
+    with megatron() as parallel_state:
+        model = build(1)
+        batch = make_batch(parallel_state)
+        model.output_layer._adapter_enabled = False
+        return against_unpatched(model, batch)
+
+
+def test_an_adapter_that_is_switched_off_adds_nothing(ranks):
+    errors = ranks(1).run(switched_off)[0]
+    assert max(errors.values()) < 2e-5, errors
+
+
+def dropout(model: Any) -> None:
+    model.output_layer.adapter.dropout = nn.Dropout(0.5)
+
+
+def activation(model: Any) -> None:
+    model.output_layer.adapter.activation = nn.ReLU()
+
+
+def magnitude(model: Any) -> None:
+    """As DoRA's: the same two parts and one more parameter, which the forward may use."""
+    model.output_layer.adapter.weight_magnitude = nn.Parameter(torch.ones(VOCAB))
+
+
+def other_name(model: Any) -> None:
+    class DoRALinear(LoRALinear):
+        pass
+
+    model.output_layer.__class__ = DoRALinear
+
+
+def other_linear(model: Any) -> None:
+    class Linear(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), None
+
+    adapter = model.output_layer.adapter
+    adapter.linear_in = Linear(adapter.linear_in.input_size, RANK, bias=False)
+
+
+def inner_hook(model: Any) -> None:
+    model.output_layer.adapter.linear_in.register_forward_pre_hook(lambda *args: None)
+
+
+CASES = {
+    "dropout": (dropout, "drops out"),
+    "activation": (activation, "activation"),
+    "magnitude": (magnitude, "weight_magnitude"),
+    "other name": (other_name, "DoRALinear"),
+    "other linear": (other_linear, "linear_in that is not Megatron's"),
+    "inner hook": (inner_hook, "hooks on the ColumnParallelLinear"),
+}
+
+
+def fall_back(case: str) -> dict[str, Any]:
+    """What an adapter that is not known for certain gives, patched against unpatched."""
+    change, reason = CASES[case]
+    with megatron() as parallel_state:
+        model = build(1)
+        change(model)
+        fusable, why = head_report(model)
+        assert not fusable
+        assert reason in why, why
+        with pytest.raises(ValueError, match="fused='require'"):
+            patch_gpt_model(model, LogprobConfig(fused="require"))
+        batch = make_batch(parallel_state)
+        torch.manual_seed(11)
+        expected, expected_grads = step(model, batch)
+        heads_module._said.clear()
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("mcore_logprobs").addHandler(handler)
+        with patch_gpt_model(model, LogprobConfig()):
+            for _ in range(2):
+                torch.manual_seed(11)
+                got, grads = step(model, batch)
+        logging.getLogger("mcore_logprobs").removeHandler(handler)
+        errors = {"loss": relative(loss_of(got), expected), "grad": worst(grads, expected_grads)}
+        return {"errors": errors, "lines": lines}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_adapters_take_the_logits_path(ranks, case):
+    result = ranks(1).run(fall_back, case)[0]
+    assert max(result["errors"].values()) < 1e-5, result
+    assert len(result["lines"]) == 1
+    assert CASES[case][1] in result["lines"][0]
+
+
+def dropout_between_calls() -> None:
+    """Evaluation has no dropout: the same patched model is fused there, and not in training."""
+    with megatron() as parallel_state:
+        model = build(1, dropout=0.5)
+        batch = make_batch(parallel_state)
+        assert not head_report(model).fusable
+        model.eval()
+        expected, expected_grads = step(model, batch)
+        with patch_gpt_model(model, LogprobConfig(fused="require")):
+            got, grads = step(model, batch)
+            model.output_layer.train()
+            with pytest.raises(ValueError, match="drops out"):
+                step(model, batch)
+        assert relative(loss_of(got), expected) < 2e-5
+        assert worst(grads, expected_grads) < 2e-5
+
+
+def test_dropout_counts_in_training_alone(ranks):
+    ranks(1).run(dropout_between_calls)
+
+
+def float64_truth() -> dict[str, float]:
+    """On one rank: the adapter's own forward knows no gathered logits."""
+    with megatron() as parallel_state:
+        return patched_errors(build(1), make_batch(parallel_state))
+
+
+def test_log_probabilities_against_float64(ranks):
+    errors = ranks(1).run(float64_truth)[0]
+    assert max(errors.values()) < 2e-5, errors
