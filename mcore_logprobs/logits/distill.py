@@ -242,6 +242,7 @@ def _divergence(
         backend=backend,
         temperature=teacher_temperature,
         name="teacher_logits",
+        prefix="teacher_",
     )
     logits = student.logits
     check_same_rows("teacher_logits", teacher.logits, logits.shape, logits.device)

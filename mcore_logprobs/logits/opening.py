@@ -104,6 +104,7 @@ def open_logits(
     smoothing: bool = False,
     sum_pi_squared: bool = False,
     copies: int = 1,
+    prefix: str = "",
     invariant_segments: int | None = None,
     name: str = "vocab_parallel_logits",
 ) -> LogitsCall:
@@ -113,6 +114,7 @@ def open_logits(
 
     Args:
         entropy, rank, smoothing, sum_pi_squared: which statistics are wanted, as in `RowSpec`.
+        prefix: goes before the names of options in errors.
         copies: float32 copies of a chunk that the operation holds, for the default chunk size.
         invariant_segments: as in `vocab_parallel_token_stats`.
 
@@ -126,7 +128,9 @@ def open_logits(
     check_chunk_size(chunk_size)
     check_optional_count("invariant_segments", invariant_segments)
     chosen = backends.select(backend, logits, invariant=invariant_segments is not None)
-    temperature, own = open_temperature(temperature, logits.shape[:-1], logits.device)
+    temperature, own = open_temperature(
+        temperature, logits.shape[:-1], logits.device, name=f"{prefix}temperature"
+    )
     shard = VocabShard.of(logits.shape[-1], group, vocab_size)
     spec = row_spec(
         shard,
@@ -136,6 +140,7 @@ def open_logits(
         rank=rank,
         smoothing=smoothing,
         sum_pi_squared=sum_pi_squared,
+        prefix=prefix,
     )
     rows = chunk_size or backends.default_chunk_size(copies * shard.width, logits.device)
     segments = open_segments(shard, invariant_segments)
