@@ -7,6 +7,7 @@ ones otherwise; without one, the layers of `layers`, inside `cpu_runtime()` (usa
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import inspect
 import os
@@ -91,6 +92,8 @@ def destroy_model_parallel() -> None:
         parallel_state.destroy_model_parallel()
     end_groups(_made)
     _made.clear()
+    # Models are cycles that hold groups, and a group's threads run for as long as it is held.
+    gc.collect()
 
 
 def all_groups() -> list[dist.ProcessGroup]:
