@@ -78,7 +78,7 @@ def loss_output() -> None:
 @feature("every statistic against float64")
 def statistics() -> None:
     settings = {"entropy": True, "target_rank": True, "temperature": 0.7, "softcap": 5.0}
-    settings |= {"vocab_size": 91, "fused": "require"}
+    settings |= {"vocab_size": 91, "fused": "require", "sum_pi_squared": True}
     agree(2, test_patch.all_outputs, 2, True, settings)
 
 
