@@ -2,9 +2,9 @@
 
 for each tile of rows:
     for each block of columns:          chunk = tile @ weight[block]^T, and from it dLogits
-        dWeight[block] += dLogits^T @ tile
         dTile          += dLogits @ weight[block]
-    dHidden[tile] = dTile summed over TP, while the next tile is computed
+        after the last block: dHidden[tile] = dTile summed over TP, while work goes on
+        dWeight[block] += dLogits^T @ tile
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from mcore_logprobs.fused.head import Chunk, Head, HeadOptions
 from mcore_logprobs.fused.lora import LoRA, LoRAGradient
 from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
-from mcore_logprobs.kernels.products import add_product, aligned, fixed_product, product
+from mcore_logprobs.kernels.products import (
+    add_product,
+    aligned,
+    fixed_product,
+    product,
+    rounded_product,
+)
 from mcore_logprobs.kernels.reference import finished_logits, softcap_slope
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import accumulator_dtype
@@ -82,6 +88,7 @@ class HeadGradients:
             )
         self._bias_like = bias
         self._tile: Tensor | None = None
+        self._reduced = -1  # the latest tile whose reduction was started
         self._segments = opts.segments
         self._parts: list[Tensor | None] = []
 
@@ -89,6 +96,9 @@ class HeadGradients:
         self, head: Head, tile: Tile, chunk: Chunk, dlogits_of: Callable[[Chunk], Tensor]
     ) -> None:
         """dLogits of a chunk, and from it the products.
+
+        After dHidden's product of a tile's last chunk its sum over TP starts, so that it runs while
+        that chunk's dWeight is multiplied: there is always a product to hide it behind.
 
         With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on
         top. A head with both a softcap and a bias takes the two steps apart.
@@ -108,8 +118,6 @@ class HeadGradients:
             dz = dlogits_of(replace(chunk, logits=capped, spec=uncapped))
             self._add_bias(columns, dz, 1.0)
             dlogits = (dz * slope).to(dz.dtype)
-        if self.weight is not None:
-            self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
         if self._lora is not None:
             assert head.low_rank is not None
             self._lora.add_chunk(columns, dlogits, head.low_rank.inner(tile.hidden))
@@ -122,6 +130,10 @@ class HeadGradients:
                 self._tile = product(dlogits, block, torch.empty_like(tile.hidden, dtype=wide))
             else:
                 add_product(dlogits, block, self._tile)
+        if columns.stop == head.opts.spec.valid:
+            self._reduce(tile)
+        if self.weight is not None:
+            self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
 
     def add_entries(
         self, head: Head, tile: Tile, rows: Tensor, columns: Tensor, dz: Tensor, dy: Tensor
@@ -164,7 +176,13 @@ class HeadGradients:
             self.bias[columns] += dz.sum(0, dtype=self.bias.dtype) * factor
 
     def end_tile(self, tile: Tile) -> None:
-        """All of the tile's chunks were added: its dHidden can be reduced."""
+        """All of the tile's chunks or entries were added."""
+        if self._reduced != tile.number:  # entries, or no true vocabulary on this rank
+            self._reduce(tile)
+
+    def _reduce(self, tile: Tile) -> None:
+        """The tile's dHidden is complete: start its sum over TP."""
+        self._reduced = tile.number
         if self._lora is not None:
             self._lora.end_tile(tile.hidden, self._tile)
         if self.hidden is None:
@@ -255,9 +273,9 @@ class HiddenGradient:
 class WeightGradient:
     """Collects dWeight block by block, accumulated in float32 whatever the weight's dtype.
 
-    With one tile a block is multiplied once and written once. With several, the float32 sum lives
-    in `main_grad` if it is given, else in the gradient itself if that is float32, else in a float32
-    tensor of the gradient's size.
+    With one tile a block is multiplied once and written once, straight into the gradient where its
+    dtype is the operands'. With several, the float32 sum lives in `main_grad` if it is given, else
+    in the gradient itself if that is float32, else in a float32 tensor of the gradient's size.
 
     Args:
         weight: `[v, h]`.
@@ -309,9 +327,12 @@ class WeightGradient:
             # product writes where there is nothing yet, so that no zero fill is needed.
             (product if first and self._fresh else add_product)(dlogits.t(), hidden, block)
             return
+        elif block is not None and first and self._fresh and block.dtype == dlogits.dtype:
+            rounded_product(dlogits.t(), hidden, block)
+            return
         shape = (dlogits.shape[1], hidden.shape[1])
         part = product(dlogits.t(), hidden, hidden.new_empty(shape, dtype=self._wide))
-        if block is not None:  # fixed; or one tile, low-precision weight: rounded once
+        if block is not None:  # fixed; or one tile, float32 operands of a low-precision weight
             block.copy_(part) if first and self._fresh else block.add_(part)
         else:  # a low-precision main_grad: rounded once a tile, as Megatron's own does
             assert self._main_grad is not None

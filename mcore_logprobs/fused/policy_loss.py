@@ -39,6 +39,10 @@ from mcore_logprobs.logits.token_stats import TokenStats
 
 __all__ = ["linear_policy_loss"]
 
+# Rows a tile on a GPU, if 2.5 GiB hold them: their three products take 20 times as long as reading
+# and writing dWeight in float32.
+_TILE_ROWS = 4096
+
 
 @dataclass(frozen=True)
 class _Loss:
@@ -259,7 +263,8 @@ def linear_policy_loss(
             gradients of 0.
         entropy: give loss_fn the entropy, differentiable, and the stats too; else None.
         chunk_size: rows at a time. A chunk spans all of a rank's columns; None: as many rows as fit
-            128 MiB on a CPU, 1 GiB on a GPU, in float32.
+            128 MiB on a CPU, 1 GiB on a GPU, in float32; there 4096 if 2.5 GiB hold them, and
+            chunks of about one size.
         the others: as in `linear_token_stats`. Rows whose target is ignore_index add nothing.
 
     Cost: three matrix products, where `linear_token_stats` with a backward takes four. Each chunk
@@ -316,7 +321,13 @@ def linear_policy_loss(
         compact=compact,
         temperature=temperature,
     )
-    tiling = whole_row_tiling(tokens, head.shard, chunk_size, any_tp=invariant_segments is not None)
+    tiling = whole_row_tiling(
+        tokens,
+        head.shard,
+        chunk_size,
+        least=_TILE_ROWS,
+        any_tp=invariant_segments is not None,
+    )
     checked = [
         check_per_token(place, t, tokens.lead, hidden.device)
         for place, t in enumerate(per_token_tensors)

@@ -51,9 +51,15 @@ _CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
 # reading and writing a block of the weight's gradient once a tile costs little beside it.
 _TILE_ROWS = {"cpu": 2048, "other": 8192}
 _MAX_BLOCK = {"cpu": 4096, "other": 1 << 20}
+# Blocks are as wide as each other, up to multiples of this: whole tiles of a product.
+_BLOCK_STEP = {"cpu": 64, "other": 128}
 # Bytes of one float32 chunk that spans all of a rank's columns. Each reads and writes the whole
-# float32 dWeight once, so that it must have enough rows to outweigh that.
+# float32 dWeight once, so that it must have enough rows to outweigh that: on a GPU as many as
+# `whole_row_tile` is told, where they fit into the larger limit. The same on every rank, whatever
+# memory is free there: ranks must cut alike.
 _WHOLE_ROW_BYTES = {"cpu": 128 << 20, "other": 1 << 30}
+_LARGEST_WHOLE = 5 << 29
+_ROW_STEP = 256
 
 
 def tile_shape(
@@ -62,10 +68,40 @@ def tile_shape(
     """(rows a tile, columns a block) for `rows` rows and `columns` columns on a rank."""
     kind = "cpu" if device.type == "cpu" else "other"
     tile = max(1, min(rows, chunk_size or _TILE_ROWS[kind]))
-    block = _CHUNK_BYTES[kind] // (4 * tile)
+    return tile, _block_columns(tile, columns, chunk_size, kind)
+
+
+def _block_columns(tile: int, columns: int, chunk_size: int | None, kind: str) -> int:
+    """Columns a block for tiles of so many rows."""
+    most = max(_CHUNK_BYTES[kind] // (4 * tile), 256)
     if chunk_size is None:
-        block = min(block, _MAX_BLOCK[kind])
-    return tile, max(1, min(columns, max(block, 256)))
+        most = min(most, _MAX_BLOCK[kind])
+    return even_parts(columns, most, _BLOCK_STEP[kind])
+
+
+def even_parts(total: int, most: int, step: int) -> int:
+    """The size of as few parts as hold `most` each, all about as large: a multiple of `step`.
+
+    A product of what is left over would run far below the speed of the others.
+    """
+    parts = max(1, -(-total // most))
+    size = -(-total // (parts * step)) * step
+    return max(1, min(size, most, total))
+
+
+def whole_row_tile(rows: int, width: int, device: torch.device, *, least: int = 0) -> int:
+    """Rows a tile for `rows` rows where a chunk spans all `width` columns of a rank.
+
+    Args:
+        least: rows that a tile should have, for which the chunk may be larger on a GPU.
+    """
+    row_bytes = 4 * max(1, width)
+    if device.type == "cpu":
+        return max(1, min(rows, _WHOLE_ROW_BYTES["cpu"] // row_bytes))
+    most = max(_WHOLE_ROW_BYTES["other"] // row_bytes, min(least, _LARGEST_WHOLE // row_bytes))
+    if most > _ROW_STEP:
+        most -= most % _ROW_STEP
+    return even_parts(rows, max(1, most), _ROW_STEP)
 
 
 @dataclass(frozen=True)
@@ -174,16 +210,26 @@ def whole_lead(
 
 
 def whole_row_tiling(
-    tokens: Tokens, shard: VocabShard, chunk_size: int | None, *, any_tp: bool = False
+    tokens: Tokens,
+    shard: VocabShard,
+    chunk_size: int | None,
+    *,
+    least: int = 0,
+    any_tp: bool = False,
 ) -> Tiling:
     """The tiling of operations whose chunk spans all of a rank's columns.
 
-    With `any_tp` the same rows a tile whatever the tensor-parallel size is.
+    Args:
+        least: as in `whole_row_tile`.
+        any_tp: the same rows a tile whatever the tensor-parallel size is.
     """
-    budget = _WHOLE_ROW_BYTES["cpu" if tokens.hidden.device.type == "cpu" else "other"]
+    device, count = tokens.hidden.device, tokens.lead.numel()
     width = shard.padded_size if any_tp else shard.width
-    rows = chunk_size or max(1, budget // (4 * width))
-    return replace(tokens.tiling, tile_rows=max(1, min(rows, tokens.lead.numel())))
+    rows = chunk_size or whole_row_tile(count, width, device, least=least)
+    tile = max(1, min(rows, count))
+    kind = "cpu" if device.type == "cpu" else "other"
+    block = _block_columns(tile, shard.width, chunk_size, kind)
+    return replace(tokens.tiling, tile_rows=tile, block_columns=block)
 
 
 def check_per_token(place: int, tensor: Tensor, lead: torch.Size, device: torch.device) -> Tensor:

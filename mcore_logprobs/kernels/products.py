@@ -7,12 +7,21 @@ block of the operand is cast first: the products of bf16 numbers are exact in fl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_product", "aligned", "fixed_product", "operand", "operand_dtype", "product"]
+__all__ = [
+    "add_product",
+    "aligned",
+    "fixed_product",
+    "operand",
+    "operand_dtype",
+    "product",
+    "rounded_product",
+]
 
 # Rows of a product of one fixed shape: enough for full speed, few enough for small calls.
 _FIXED_ROWS = {"cpu": 128, "other": 256}
@@ -49,6 +58,32 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     if _has_wide_addmm(a.dtype, a.device):
         return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     return out.add_(product(a, b, torch.empty_like(out)))
+
+
+def rounded_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """`out = a @ b`, all of one dtype: added in float32 or better, and rounded once."""
+    if a.device.type != "cuda" or a.dtype not in _HALF:
+        return torch.mm(a, b, out=out)
+    with _whole_sums(a.dtype):
+        return torch.mm(a, b, out=out)
+
+
+@contextmanager
+def _whole_sums(dtype: torch.dtype) -> Iterator[None]:
+    """Within it cuBLAS does not add parts of a low-precision product in low precision.
+
+    torch lets it, by default, where it splits the inner dimension over several programs.
+    """
+    flags = torch.backends.cuda.matmul
+    kind = "bf16" if dtype == torch.bfloat16 else "fp16"
+    name = f"allow_{kind}_reduced_precision_reduction"
+    before = getattr(flags, name)
+    splits = getattr(flags, f"{name}_split_k", None)  # set with the other
+    setattr(flags, name, False if splits is None else (False, splits))
+    try:
+        yield
+    finally:
+        setattr(flags, name, before if splits is None else (before, splits))
 
 
 def fixed_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
