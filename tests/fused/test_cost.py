@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mcore_logprobs import linear_token_stats
+from mcore_logprobs import linear_policy_loss, linear_token_stats
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.fused import tokens
+from mcore_logprobs.fused.gradients import WeightGradient
 from tests.fused.common import (
     LAYOUTS,
     Case,
     Problem,
     make_problem,
+    plain_loss,
     shard_problem,
 )
 from tests.helpers import oracles
@@ -229,3 +236,103 @@ def test_the_default_budget_holds():
     assert kept <= rows * 8 * 40
     assert peak <= 2 * budget
     assert peak_backward <= 2 * budget + wide
+
+
+# ---- order and sizes of products ----------------------------------------------------------------
+
+
+class _Order(TorchDispatchMode):
+    """Products by the shape of what they write, and sums over ranks, as they are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issued: list[str | tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in ("aten::mm", "aten::addmm"):
+            self.issued.append(tuple(out.shape))
+        elif name in ("c10d::allreduce_", "c10d::_reduce_scatter_base_"):
+            self.issued.append("sum")
+        return out
+
+
+def _order(problem: Problem, sequence_parallel: bool, policy: bool) -> list:
+    hidden, weight, _ = shard_problem(problem, sequence_parallel)
+    parallel = {"tp_group": world_group(), "sequence_parallel": sequence_parallel, "chunk_size": 8}
+    # 8 rows by 256 columns a chunk, of a shard of 320: two blocks of 192 and 128.
+    small = mock.patch.dict(tokens._CHUNK_BYTES, cpu=4 * 8 * 256)
+    with small, _Order() as order:
+        if policy:
+            loss, _ = linear_policy_loss(hidden, weight, problem.target, plain_loss, **parallel)
+        else:
+            loss = linear_token_stats(hidden, weight, problem.target, **parallel).logprobs.sum()
+            order.issued.clear()
+        loss.backward()
+    return order.issued
+
+
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_sum_of_dhidden_is_issued_before_a_product(ranks, sequence_parallel, policy):
+    problem = make_problem((16,), width=12, vocab=640)
+    logits, d_hidden = [(8, 192), (8, 128)], (8, 12)
+    d_weight = [(192, 12), (128, 12)]
+    if policy:
+        tile = [*logits, d_hidden, d_weight[0], d_hidden, "sum", d_weight[1]]
+    else:
+        tile = [logits[0], d_hidden, d_weight[0], logits[1], d_hidden, "sum", d_weight[1]]
+    for issued in ranks(2).run(_order, problem, sequence_parallel, policy):
+        assert issued == tile * 2
+
+
+def test_blocks_are_even_and_as_few_as_the_budget_allows():
+    assert tokens.even_parts(152064 // 8, 8192, 128) == 6400  # and not 8192, 8192, 2624
+    for total in (*range(0, 2000, 61), 19008, 152064):
+        for most in (1, 100, 256, 300, 4096):
+            for step in (64, 128):
+                size = tokens.even_parts(total, most, step)
+                parts = [min(size, total - at) for at in range(0, total, size)]
+                assert len(parts) == -(-total // most)
+                assert size <= most
+                assert not parts or parts[0] - parts[-1] < step * len(parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "least", "tile"),
+    [
+        (8192, 152064, 4096, 4096),
+        (32768, 152064, 4096, 4096),
+        (32768, 152064, 0, 1536),  # what 1 GiB holds
+        (32768, 19008, 4096, 11008),  # three even ones
+        (8192, 19008, 4096, 8192),
+        (4100, 262144, 4096, 2304),  # 2.5 GiB hold 2560: two even ones
+        (100, 262144, 4096, 100),
+        (0, 262144, 4096, 1),
+        (8, 1 << 29, 4096, 1),
+    ],
+)
+def test_rows_of_a_chunk_that_spans_all_columns_on_a_gpu(rows, width, least, tile):
+    assert tokens.whole_row_tile(rows, width, torch.device("cuda"), least=least) == tile
+
+
+def test_on_a_cpu_such_chunks_keep_to_the_cache():
+    assert tokens.whole_row_tile(1024, 65536, torch.device("cpu"), least=4096) == 512
+
+
+@pytest.mark.parametrize("rows", [1, 512, 4096])
+def test_one_tiles_dweight_is_multiplied_into_its_own_dtype(rows):
+    weight = torch.zeros(96, 40, dtype=torch.bfloat16)
+    dlogits, hidden = (torch.randn(rows, n).bfloat16() for n in (96, 40))
+    gradient = WeightGradient(weight, main_grad=None, tiles=1, valid=96)
+    with TensorsMade() as made:
+        for columns in (slice(0, 64), slice(64, 96)):
+            gradient.add(True, columns, dlogits[:, columns], hidden)
+        found = gradient.finish()
+    assert made.made == []
+    assert found.dtype == torch.bfloat16
+    exact = dlogits.double().t() @ hidden.double()
+    # Half a unit in the last place, and what adding in float32 loses.
+    error = (found.double() - exact).abs()
+    assert (error <= exact.abs() * 2.0**-8 + rows**0.5 * 2.0**-20).all()

@@ -22,6 +22,27 @@ def test_low_precision_operands_give_what_float32_ones_would(dtype):
     torch.testing.assert_close(out.double(), 2 * exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_low_precision_result_is_rounded_once(dtype):
+    # A long inner dimension: where cuBLAS splits it, parts must not be added in low precision.
+    a, b = (torch.randn(16, 1 << 14, device=DEVICE).to(dtype) for _ in range(2))
+    out = products.rounded_product(a, b.t(), torch.empty(16, 16, dtype=dtype, device=DEVICE))
+    exact = a.double() @ b.double().t()
+    half_ulp = torch.finfo(dtype).eps / 2
+    assert ((out.double() - exact).abs() <= exact.abs() * half_ulp + 1e-3).all()
+    flags = torch.backends.cuda.matmul
+    name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    for mine in (True, False):
+        before = getattr(flags, name)
+        try:
+            setattr(flags, name, mine)
+            with products._whole_sums(dtype):
+                assert not getattr(flags, name)
+            assert getattr(flags, name) == mine
+        finally:
+            setattr(flags, name, before)
+
+
 @pytest.mark.parametrize("has_mm", [False, True])
 def test_releases_of_torch_without_wide_results(has_mm, monkeypatch):
     # An older torch raises TypeError for out_dtype; the first with it refused a float32 addend.

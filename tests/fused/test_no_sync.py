@@ -1,0 +1,149 @@
+"""No call waits for the device or copies to it: what a CUDA graph needs, and asynchrony too.
+
+Without a GPU the calls run on the meta device, where a tensor has no values: whatever asks for one
+(`.item()`, `nonzero`, a Python `if`) raises, and the ways of cutting are those of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mcore_logprobs as m
+from mcore_logprobs.losses import ClippedLoss
+
+ROWS, WIDTH, VOCAB = 48, 16, 640
+
+
+def _stats(stats: m.TokenStats) -> Tensor:
+    assert stats.entropy is not None
+    assert stats.sum_pi_squared is not None
+    return (stats.logprobs + 0.1 * stats.entropy - stats.sum_pi_squared).sum()
+
+
+ALL = {"entropy": True, "target_rank": True, "sum_pi_squared": True, "vocab_size": 600}
+
+
+def from_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _stats(m.vocab_parallel_token_stats(hidden @ weight.t(), target, **ALL))
+
+
+def fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _stats(m.linear_token_stats(hidden, weight, target, softcap=20.0, **ALL))
+
+
+def fused_in_tiles(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _stats(m.linear_token_stats(hidden, weight, target, chunk_size=20, **ALL))
+
+
+def policy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    old = torch.full((ROWS,), -7.0, device=hidden.device)
+    advantages = torch.linspace(-1.0, 1.0, ROWS, device=hidden.device)
+    loss, _ = m.linear_policy_loss(
+        hidden,
+        weight,
+        target,
+        ClippedLoss(entropy_coef=0.01),
+        old,
+        advantages,
+        denominator=ROWS,
+        entropy=True,
+        vocab_size=600,
+        chunk_size=20,
+    )
+    return loss
+
+
+CALLS = [from_logits, fused, fused_in_tiles, policy]
+
+
+class _NothingFromTheHost(TorchDispatchMode):
+    """Refuses an operator that takes a host's tensor of data to the device, or one back."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        kinds = {x.device.type for x in tensors if x.dim()}  # a scalar travels with the launch
+        if "copy" in str(func):
+            kinds = {x.device.type for x in tensors}
+        assert kinds <= {self._device}, f"{func} between {kinds}"
+        self.seen += 1
+        return out
+
+
+def _leaves(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(ROWS, WIDTH).to(dtype)
+    weight = torch.randn(VOCAB, WIDTH).to(dtype)
+    target = torch.randint(600, (ROWS,))
+    target[::7] = -100
+    return hidden.to(device), weight.to(device), target.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_forward_and_backward_ask_the_device_for_nothing(
+    call: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    hidden, weight, target = _leaves("meta", dtype)
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+    with _NothingFromTheHost("meta") as mode:
+        grads = torch.autograd.grad(call(*leaves, target), leaves)
+    assert [g.shape for g in grads] == [hidden.shape, weight.shape]
+    assert mode.seen > 50
+
+
+def test_the_proxy_sees_what_a_graph_would_refuse() -> None:
+    x = torch.ones(3, device="meta")
+    for bad in (x.sum().item, x.nonzero, lambda: bool(x.any()), lambda: x[x > 0]):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            bad()
+    with _NothingFromTheHost("meta"):
+        with pytest.raises(AssertionError, match="between"):
+            torch.tensor([1.0, 2.0]).to("meta")
+        with pytest.raises(AssertionError, match="between"):
+            torch.tensor(2.0).to("meta")
+    hidden, weight, target = _leaves("meta", torch.float32)
+    with pytest.raises((RuntimeError, NotImplementedError)):  # compaction says that it syncs
+        m.linear_token_stats(hidden, weight, target, compact=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_cuda_graph_of_forward_and_backward_replays(
+    call: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    hidden, weight, target = _leaves("cuda", dtype)
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+
+    def step() -> tuple[Tensor, ...]:
+        value = call(*leaves, target)
+        return (value.detach(), *torch.autograd.grad(value, leaves))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels compile and libraries start outside the capture
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():  # the replay computes what lies in the inputs by then
+        fresh = _leaves("cuda", dtype)
+        for leaf, value in zip((*leaves, target), fresh, strict=True):
+            leaf.copy_(value)
+    graph.replay()
+    for found, expected in zip(captured, step(), strict=True):
+        assert torch.equal(found, expected)
