@@ -1,39 +1,65 @@
 """Mutation run: small changes to the source, each of which some test must notice.
 
-    python -m tests.mutation --sample 20 --seed 0          # mutants a module
-    python -m tests.mutation --only losses --sample 0      # all of one module
+    python -m tests.mutation --only logits/gather --sample 20 --seed 0   # mutants a module
+    python -m tests.mutation --only losses --sample 0                    # all of one module
 
 Works in a copy of the repository. A mutant is one comparison, operator, constant, condition or
-keyword changed; it survives if the tests listed for its module pass. What survived and why is in
-tests/mutants.md.
+sign changed. A process that has imported torch forks for each mutant, and runs the tests that
+`tests_of` names: those of one process first, then those with gloo ranks, up to the first failure.
+A mutant that they leave alive survives. What survived and why is in tests/mutants.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import json
+import multiprocessing.forkserver
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Module (or package): what is run against its mutants, the quickest first.
-TESTS = {
-    "collectives.py": ["tests/test_collectives.py"],
-    "consistency.py": ["tests/test_consistency.py"],
-    "losses.py": ["tests/test_losses.py"],
-    "context_parallel": ["tests/context_parallel"],
-    "fused/loss_function.py": ["tests/fused/test_loss_function.py"],
-    "fused": ["tests/fused"],
-    "logits": ["tests/logits"],
+PACKAGES = ("collectives.py", "consistency.py", "losses.py", "context_parallel", "fused", "logits")
+# The tests nearest to a module, where it has none of its own name, or more than that.
+NEAREST = {
+    "collectives.py": "test_collectives.py context_parallel/test_communication.py",
+    "context_parallel/layouts.py": "context_parallel",
+    "context_parallel/operations.py": "context_parallel",
+    "fused/divergence.py": "fused/test_distill.py",
+    "fused/entries.py": "fused/test_linear_ops.py fused/test_distill.py",
+    "fused/gather.py": "fused/test_linear_ops.py",
+    "fused/gradients.py": "fused/test_token_stats.py fused/test_main_grad.py fused/test_cost.py",
+    "fused/head.py": "fused/test_token_stats.py fused/test_linear_ops.py fused/test_cost.py",
+    "fused/learnt.py": "fused/test_loss_function.py fused/test_policy_loss.py fused/test_map.py",
+    "fused/loss_function.py": "fused/test_loss_function.py fused/test_policy_loss.py",
+    "fused/map.py": "fused/test_map.py fused/test_linear_ops.py",
+    "fused/policy_loss.py": "fused/test_policy_loss.py fused/test_policy_loss_cost.py",
+    "fused/sampling.py": "fused/test_linear_ops.py",
+    "fused/token_stats.py": "fused/test_token_stats.py fused/test_cost.py",
+    "fused/tokens.py": "fused/test_token_stats.py fused/test_policy_loss.py fused/test_cost.py",
+    "fused/topk.py": "fused/test_linear_ops.py",
+    "logits/distill.py": "logits/test_distill.py logits/test_nan_rows.py",
+    "logits/gather.py": "logits/test_gather.py logits/test_nan_rows.py",
+    "logits/opening.py": "logits/test_inputs.py logits/test_inplace.py logits/test_temperature.py",
+    "logits/sampling_cut.py": "logits/test_sampling.py",
+    "logits/token_stats.py": "logits/test_token_stats.py logits/test_target_rank.py "
+    "logits/test_sum_pi_squared.py logits/test_inplace.py logits/test_nan_rows.py",
+    "logits/topk_divergence.py": "logits/test_distill.py fused/test_topk_divergence.py",
 }
 
 _OPERATORS: dict[type, type] = {
@@ -42,6 +68,7 @@ _OPERATORS: dict[type, type] = {
     ast.Mult: ast.Div,
     ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
     ast.Lt: ast.LtE,
@@ -57,17 +84,30 @@ _OPERATORS: dict[type, type] = {
 }
 
 
+def tests_of(path: str) -> list[str]:
+    """Files or folders under tests/ for a module, whose path is relative to the package."""
+    own = Path("tests", path).with_name(f"test_{Path(path).name}")
+    default = str(own.relative_to("tests"))
+    chosen = [f"tests/{name}" for name in NEAREST.get(path, default).split()]
+    absent = [name for name in chosen if not (ROOT / name).exists()]
+    if absent:
+        raise SystemExit(f"{path}: no tests at {', '.join(absent)}; name some in NEAREST")
+    return chosen
+
+
 def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
     """Nodes that can be changed, and how, in a fixed order."""
     skipped: set[int] = set()
     for node in ast.walk(tree):
-        # Annotations, defaults of signatures and messages are not behaviour.
-        if isinstance(node, (ast.arg, ast.Raise, ast.JoinedStr)):
+        # Annotations, messages and invariants are not behaviour.
+        if isinstance(node, (ast.arg, ast.Raise, ast.Assert, ast.JoinedStr)):
             skipped |= {id(child) for child in ast.walk(node)}
         if isinstance(node, ast.AnnAssign):
             skipped |= {id(child) for child in ast.walk(node.annotation)}
         if isinstance(node, ast.FunctionDef) and node.returns is not None:
             skipped |= {id(child) for child in ast.walk(node.returns)}
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _MESSAGES:
+            skipped |= {id(child) for child in ast.walk(node)}
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
             is_type = node.value.id in ("dict", "list", "tuple", "set", "Callable", "Iterator")
             skipped |= {id(child) for child in ast.walk(node)} if is_type else set()
@@ -86,6 +126,9 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
             yield node, "constant"
         elif isinstance(node, (ast.If, ast.IfExp)):
             yield node, "condition"
+
+
+_MESSAGES = ("warn", "warning", "info", "debug", "_assert_async")
 
 
 def mutated(source: str, number: int) -> tuple[str, int, str]:
@@ -115,11 +158,84 @@ def mutated(source: str, number: int) -> tuple[str, int, str]:
         vars(node).update(test=ast.Constant(True), body=inner, orelse=ast.Constant(None))
     ast.fix_missing_locations(tree)
     found = node if isinstance(node, ast.expr) else getattr(node, "test", node)
-    return ast.unparse(tree), line, f"{kind}: {ast.unparse(found)[:80]}"
+    return ast.unparse(tree), line, f"{kind}: {' '.join(ast.unparse(found).split())[:80]}"
 
 
-def tests_of(path: str) -> list[str]:
-    return next(tests for prefix, tests in TESTS.items() if path.startswith(prefix))
+class _Recorder:
+    """A pytest plugin: quick tests first, and what each took and which one failed."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.known = seconds
+        self.seconds: dict[str, float] = {}
+        self.failed = ""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        def order(item: Any) -> tuple[bool, float]:
+            return "ranks" in item.fixturenames, self.known.get(item.nodeid, 0.0)
+
+        items.sort(key=order)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid or "collection"
+
+
+def _run(root: Path, tests: list[str], seconds: dict[str, float], answer: Path) -> None:
+    """In a forked process: the tests on the copy, the verdict as JSON into `answer`."""
+    os.chdir(root)
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("tests", "mcore_logprobs")]:
+        del sys.modules[name]
+    sys.path[:] = [str(root), *(p for p in sys.path if p not in ("", str(ROOT)))]
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    # The ranks come from the fork server of the process that this one was forked from.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    with open(answer.with_suffix(".log"), "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    recorder = _Recorder(seconds)
+    arguments = ["-x", "-q", "--no-header", "--timeout", "100", *tests]
+    code = pytest.main(arguments, plugins=[recorder])
+    failed = recorder.failed or ("" if code == 0 else f"exit status {int(code)}")
+    answer.write_text(json.dumps({"failed": failed, "seconds": recorder.seconds}))
+
+
+def verdict(
+    root: Path, tests: list[str], seconds: dict[str, float], timeout: float
+) -> tuple[str, dict[str, float], float]:
+    """(the test that failed or "" or "timed out", seconds by test, seconds in all)."""
+    answer, started = root.parent / "answer.json", time.monotonic()
+    answer.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _run(root, tests, seconds, answer)
+        finally:
+            os._exit(0)
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() - started > timeout:
+            os.kill(pid, signal.SIGKILL)  # its ranks end with it
+            os.waitpid(pid, 0)
+            return "timed out", {}, timeout
+        time.sleep(0.02)
+    took = time.monotonic() - started
+    if not answer.exists():
+        return "the process died", {}, took
+    found = json.loads(answer.read_text())
+    return found["failed"], found["seconds"], took
+
+
+def _modules(package: Path) -> list[str]:
+    found = []
+    for prefix in PACKAGES:
+        where = package / prefix
+        found += [where] if where.is_file() else sorted(where.rglob("*.py"))
+    return [str(f.relative_to(package)) for f in found if f.stem != "__init__"]
 
 
 def main() -> int:
@@ -127,58 +243,47 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, default=20, help="mutants a module; 0: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="modules whose path starts so")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a mutant")
+    parser.add_argument("--only", default=[""], nargs="+", help="modules whose path starts so")
+    parser.add_argument("--line", type=int, help="the mutants of this line alone")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     args = parser.parse_args()
-    chosen = random.Random(args.seed)
-    started, counts = time.monotonic(), {"killed": 0, "survived": 0, "timed out": 0}
-    with tempfile.TemporaryDirectory() as directory:
-        copy_root = Path(directory, "repository")
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info")
-        shutil.copytree(ROOT, copy_root, ignore=ignored)
-        package = copy_root / "mcore_logprobs"
-        files = sorted({f for prefix in TESTS for f in _files(package, prefix)})
-        wanted = [f for f in files if str(f.relative_to(package)).startswith(args.only)]
-        mutants = []
-        for file in wanted:
-            numbers = list(range(len(list(sites(ast.parse(file.read_text()))))))
-            chosen.shuffle(numbers)
-            mutants += [(file, n) for n in numbers[: args.sample or None]]
-        chosen.shuffle(mutants)
-        print(f"{len(mutants)} mutants of {len(wanted)} modules", flush=True)
-        for file, number in mutants:
-            if time.monotonic() - started > 60 * args.minutes:
-                break
-            path = str(file.relative_to(package))
+    torch.set_num_threads(1)
+    settings = hypothesis.settings()  # imported before the fork, as torch is
+    assert settings is not None
+    multiprocessing.forkserver.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+    multiprocessing.forkserver.ensure_running()
+    started = time.monotonic()
+    counts = {"killed": 0, "survived": 0, "timed out": 0}
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(KeyboardInterrupt):
+        root = Path(directory, "repository")
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs")
+        shutil.copytree(ROOT, root, ignore=ignored)
+        for path in _modules(root / "mcore_logprobs"):
+            if not path.startswith(tuple(args.only)):
+                continue
+            file, tests = root / "mcore_logprobs" / path, tests_of(path)
             source = file.read_text()
-            text, line, change = mutated(source, number)
-            file.write_text(text)
-            try:
-                verdict = _verdict(copy_root, tests_of(path), args.timeout)
-            finally:
-                file.write_text(source)
-            counts[verdict] += 1
-            print(f"{verdict:9} {path}:{line} {change}", flush=True)
+            numbers = list(range(len(list(sites(ast.parse(source))))))
+            random.Random(f"{args.seed} {path}").shuffle(numbers)
+            if args.line is not None:
+                numbers = [n for n in numbers if mutated(source, n)[1] == args.line]
+            failed, seconds, whole = verdict(root, tests, {}, 900.0)
+            if failed:
+                raise SystemExit(f"{path}: without a mutant, {failed} fails")
+            print(f"{path}: {len(numbers)} sites; {' '.join(tests)} {whole:.0f} s", flush=True)
+            for number in numbers[: args.sample or None]:
+                if time.monotonic() - started > 60 * args.minutes:
+                    break
+                text, line, change = mutated(source, number)
+                file.write_text(text)
+                failed, _, took = verdict(root, tests, seconds, 3 * whole + 20.0)
+                kind = failed if failed == "timed out" else "killed" if failed else "survived"
+                counts[kind] += 1
+                by = f" [{took:.0f} s, {failed.split('::')[-1]}]"
+                print(f"{kind:9} {path}:{line} {change}{by}", flush=True)
+            file.write_text(source)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return int(counts["survived"] > 0)
-
-
-def _files(package: Path, prefix: str) -> list[Path]:
-    where = package / prefix
-    return [where] if where.is_file() else [f for f in where.rglob("*.py") if f.stem != "__init__"]
-
-
-def _verdict(root: Path, tests: list[str], timeout: float) -> str:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *tests]
-    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "timed out"
-    return "survived" if done.returncode == 0 else "killed"
 
 
 if __name__ == "__main__":
