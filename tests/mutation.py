@@ -230,6 +230,19 @@ def verdict(
     return found["failed"], found["seconds"], took
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What starts here writes to nowhere: torch's profiler is chatty in the ranks."""
+    saved = [os.dup(1), os.dup(2)]
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    yield
+    for place, fd in enumerate(saved, 1):
+        os.dup2(fd, place)
+        os.close(fd)
+
+
 def _modules(package: Path) -> list[str]:
     found = []
     for prefix in PACKAGES:
@@ -251,7 +264,8 @@ def main() -> int:
     settings = hypothesis.settings()  # imported before the fork, as torch is
     assert settings is not None
     multiprocessing.forkserver.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
-    multiprocessing.forkserver.ensure_running()
+    with _quiet():
+        multiprocessing.forkserver.ensure_running()
     started = time.monotonic()
     counts = {"killed": 0, "survived": 0, "timed out": 0}
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(KeyboardInterrupt):

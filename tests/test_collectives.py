@@ -203,3 +203,36 @@ def test_the_recorder_sees_what_the_profiler_sees(ranks):
     for names, seen in ranks(2).run(_profiled):
         assert names == ["all_gather", "all_reduce", "all_reduce", "all_gather", "barrier"]
         assert seen == len(names)
+
+
+def _ordered_parts(rank: int, rows: int, count: int) -> list[Tensor]:
+    """Parts of a rank, of sizes at which another order of addition gives other bits."""
+    generator = torch.Generator().manual_seed(rank)
+    scale = 10.0 ** torch.arange(count)
+    return list(torch.randn(count, rows, 2, generator=generator) * scale[:, None, None])
+
+
+def _ordered_sum(rows: int, count: int) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    everyone = [part for r in range(world) for part in _ordered_parts(r, rows, count)]
+    total = everyone[0].clone()
+    for part in everyone[1:]:
+        total += part
+    mine = _ordered_parts(rank, rows, count)
+    assert torch.equal(collectives.ordered_sum_dim0(mine, group, scatter=False), total)
+    mine = _ordered_parts(rank, rows, count)
+    if rows % world:
+        message = f"ordered sum: expected dim 0 divisible by {world}, got {rows}"
+        with pytest.raises(ValueError, match=message):
+            collectives.ordered_sum_dim0(mine, group, scatter=True)
+    else:
+        own = rows // world
+        scattered = collectives.ordered_sum_dim0(mine, group, scatter=True)
+        assert torch.equal(scattered, total[rank * own : (rank + 1) * own])
+
+
+@pytest.mark.parametrize(("rows", "count"), [(6, 3), (7, 2), (1, 2), (0, 2), (6, 1)])
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_ordered_sum_is_taken_in_the_order_of_ranks_and_parts(ranks, world, rows, count):
+    ranks(world).run(_ordered_sum, rows, count)
