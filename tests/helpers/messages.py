@@ -1,0 +1,128 @@
+"""Every message of the package, read from its source, and the page that lists them.
+
+python -m tests.helpers.messages    # writes docs/errors.md
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "mcore_logprobs"
+PAGE = ROOT / "docs" / "errors.md"
+
+# Heading: what of the package is under it, by the start of the path.
+AREAS = {
+    "Settings, groups and shards": ("checks.", "config.", "groups.", "vocabulary.", "consistency."),
+    "From logits": ("logits/", "kernels/", "collectives."),
+    "From hidden states": ("fused/",),
+    "Losses": ("losses.",),
+    "Context parallelism": ("context_parallel/",),
+    "Patched models": ("megatron/",),
+    "Frameworks": ("dropin/",),
+    "Diagnostics and tools": ("diagnostics.", "mismatch/", "audit.", "bench/", "run.", "doctor."),
+    "Megatron on a CPU": ("cpu_megatron/",),
+}
+_LOGS = ("logger.info", "logger.warning", "warnings.warn")
+_INNER = ("AttributeError", "SystemExit")  # protocols of Python, whose text is not read by itself
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message's literal pieces; between two of them stands a name in capitals, or `...`."""
+
+    where: str
+    kind: str
+    text: str
+    pieces: tuple[str, ...]
+
+    def words(self) -> list[str]:
+        """Literal words that a search for the message can begin with."""
+        cut = [" ".join(piece.split()).strip(" :;,.()=") for piece in self.pieces]
+        return [piece[:40].strip() for piece in cut if len(piece) >= 7]
+
+
+def messages() -> list[Message]:
+    """In the order of AREAS, then of the source; each text once."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        where = str(file.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(file.read_text())):
+            kind, value = _message_of(node)
+            pieces = tuple(_pieces(value)) if value is not None else ()
+            if any(len(piece.strip(" :,;")) > 3 for piece in pieces[::2]):
+                text = " ".join("".join(pieces).replace("......", "...").split())
+                found.setdefault(text, Message(where, kind, text, pieces[::2]))
+    return sorted(found.values(), key=lambda m: (list(AREAS).index(area(m.where)), m.where))
+
+
+def area(where: str) -> str:
+    return next(name for name, starts in AREAS.items() if where.startswith(starts))
+
+
+def _message_of(node: ast.AST) -> tuple[str, ast.expr | None]:
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+        name = ast.unparse(node.exc.func)
+        return name, None if name in _INNER else node.exc.args[0]
+    if isinstance(node, ast.Call) and node.args:
+        name = ast.unparse(node.func)
+        if name == "torch._assert_async":
+            return "device-side assert", node.args[1]
+        if name in _LOGS:
+            return "log", node.args[0]
+    return "", None
+
+
+def _pieces(node: ast.expr) -> list[str]:
+    """Literal text and placeholders by turns, from text to text."""
+    if isinstance(node, ast.Constant):
+        text = re.sub(r"%[sdr]", "...", str(node.value))
+        parts = re.split(r"(\.\.\.)", text)
+    elif isinstance(node, ast.JoinedStr):
+        parts = [""]
+        for value in node.values:
+            if isinstance(value, ast.Constant):
+                parts[-1] += str(value.value)
+            else:
+                assert isinstance(value, ast.FormattedValue)
+                parts += [_placeholder(value.value), ""]
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _pieces(node.left), _pieces(node.right)
+        parts = [*left[:-1], left[-1] + right[0], *right[1:]]
+    else:
+        parts = ["", "...", ""]
+    return parts
+
+
+def _placeholder(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id.strip("_").upper()
+    return "..."
+
+
+def page() -> str:
+    """docs/errors.md."""
+    lines = [
+        "# Every error and log line",
+        "",
+        "Written by `python -m tests.helpers.messages` from the source: search here for the words",
+        "of a message. Capitals and `...` stand for what a call fills in. What is wrong stands",
+        "before `expected`, and what cures it after; the others are explained in",
+        "[Troubleshooting](troubleshooting.md).",
+    ]
+    heading = ""
+    for message in messages():
+        if area(message.where) != heading:
+            heading = area(message.where)
+            lines += ["", f"## {heading}", "", "| message | raised as | in |", "|---|---|---|"]
+        text = message.text.replace("|", "\\|")
+        quote = "``" if "`" in text else "`"
+        lines.append(f"| {quote}{text}{quote} | {message.kind} | {message.where} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
