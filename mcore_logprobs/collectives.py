@@ -24,10 +24,13 @@ __all__ = [
     "all_reduce_sum",
     "all_reduce_sum_async",
     "all_to_all_dim0",
+    "group_store",
+    "leave_reason",
     "ordered_sum_dim0",
     "reduce_scatter_dim0",
     "reduce_scatter_dim0_async",
     "sum_gradient",
+    "wait_for",
 ]
 
 
@@ -46,6 +49,54 @@ _SENT_AS_THEY_ARE = (
 )
 
 
+_REASON = "mcore_logprobs/reason"
+
+
+def group_store(group: ProcessGroup) -> Any | None:
+    """The group's key-value store, or None where torch does not tell."""
+    try:
+        from torch.distributed.distributed_c10d import _get_process_group_store
+
+        return _get_process_group_store(group)
+    except (ImportError, KeyError, ValueError):
+        return None
+
+
+def leave_reason(group: ProcessGroup, reason: str) -> None:
+    """Say why this rank raises and the others do not, or "" that it has gone on.
+
+    They wait in a collective; once it fails they raise with this text (`wait_for`).
+    """
+    store = group_store(group)
+    if store is not None:
+        store.set(_REASON, reason)
+
+
+def wait_for(work: Any | None, group: ProcessGroup | None) -> None:
+    """`work.wait()`, if there is any.
+
+    Raises:
+        ValueError: it failed, and the rank that stopped has left its reason.
+    """
+    if work is None:
+        return
+    try:
+        work.wait()
+    except RuntimeError as error:
+        reason = _reason_left(group)
+        if reason:
+            raise ValueError(f"another rank stopped: {reason}") from error
+        raise
+
+
+def _reason_left(group: ProcessGroup | None) -> str:
+    store = group_store(group) if group is not None else None
+    try:
+        return store.get(_REASON).decode() if store and store.check([_REASON]) else ""
+    except RuntimeError:  # the store was the lost rank's
+        return ""
+
+
 def all_gather_stack(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """`[...]` on each rank -> `[size, ...]` on every rank. One all-gather; not differentiable."""
     if group_size(group) == 1:
@@ -61,8 +112,7 @@ def all_gather_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if group_size(group) == 1:
         return x
     out, work = all_gather_dim0_async(x.contiguous(), group)
-    if work is not None:
-        work.wait()
+    wait_for(work, group)
     return out
 
 
@@ -94,7 +144,7 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if group_size(group) == 1 or x.numel() == 0:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group)
+    wait_for(all_reduce_sum_async(out, group), group)
     return out
 
 
@@ -116,8 +166,7 @@ def reduce_scatter_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if group_size(group) == 1:
         return x
     out, work = reduce_scatter_dim0_async(x.contiguous(), group)
-    if work is not None:
-        work.wait()
+    wait_for(work, group)
     return out
 
 

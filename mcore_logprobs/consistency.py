@@ -4,7 +4,8 @@ A rank's shard starts at `rank * width`: with uneven shards every rank has anoth
 others' columns are, and results are wrong without a word. So at the first call with a width on a
 group each rank posts its width in the group's key-value store and reads the others': no collective,
 nothing on the wire that carries tensors, and later calls look in a set. A rank whose width changes
-while the others' stays finds no answer and raises; what the others then see is a rank that raised.
+while the others' stays finds no answer and raises, and leaves the reason in the store; the others
+wait for it in a collective, and raise with that reason once its process has ended.
 
 With `MCORE_LOGPROBS_CHECK=1` each opening of a call makes one all-gather of 4 KiB instead, which
 compares every argument of the operation: shapes, dtypes, options, a hash of integer tensors. It
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.collectives import all_gather_stack
+from mcore_logprobs.collectives import all_gather_stack, group_store, leave_reason
 from mcore_logprobs.groups import group_rank, group_size
 
 __all__ = ["VARIABLE", "check_call"]
@@ -51,7 +52,8 @@ def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> 
     Collectives: none; with `MCORE_LOGPROBS_CHECK=1` one all-gather of 4 KiB over TP.
 
     Raises:
-        ValueError: on every rank of the group alike, saying which rank has which value.
+        ValueError: on every rank of the group alike, saying which rank has which value. A width
+            that is new on some ranks only: on them after a while, on the others where those end.
     """
     if group_size(group) == 1 or torch.compiler.is_compiling():
         return
@@ -76,7 +78,7 @@ def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
     Raises:
         ValueError: the widths differ, on every rank; or some rank has posted none in time.
     """
-    store = _store_of(group)
+    store = group_store(group)
     if store is None:
         return
     rank, size = group_rank(group), group_size(group)
@@ -91,29 +93,22 @@ def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
             break
         if time.monotonic() > deadline:
             store.set(keys[rank], _WITHDRAWN)
-            raise ValueError(
+            reason = (
                 f"vocabulary shards: {width} columns on rank {rank} of the TP group, a new width, "
                 f"but no new one on every other rank within {patience:g} s"
             )
+            leave_reason(group, reason)
+            raise ValueError(reason)
         time.sleep(pause)
         pause = min(2.0 * pause, 0.02)
     store.add(counter, 1)
+    leave_reason(group, "")
     if len(set(posted)) > 1:
         each = ", ".join(f"{found} on rank {other}" for other, found in enumerate(posted))
         raise ValueError(
             "vocabulary shards: expected the same number of columns on every rank of the TP "
             f"group, got {each}: pad the vocabulary to a multiple of the group's size"
         )
-
-
-def _store_of(group: ProcessGroup) -> Any | None:
-    """The group's key-value store, or None where torch does not tell."""
-    try:
-        from torch.distributed.distributed_c10d import _get_process_group_store
-
-        return _get_process_group_store(group)
-    except (ImportError, KeyError, ValueError):
-        return None
 
 
 # ---- all arguments, on demand ------------------------------------------------------------------

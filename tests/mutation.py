@@ -272,30 +272,37 @@ def main() -> int:
         root = Path(directory, "repository")
         ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs")
         shutil.copytree(ROOT, root, ignore=ignored)
+        queue: list[tuple[int, str, int]] = []
+        baselines: dict[tuple[str, ...], tuple[dict[str, float], float]] = {}
         for path in _modules(root / "mcore_logprobs"):
             if not path.startswith(tuple(args.only)):
                 continue
-            file, tests = root / "mcore_logprobs" / path, tests_of(path)
-            source = file.read_text()
+            source, tests = (root / "mcore_logprobs" / path).read_text(), tests_of(path)
             numbers = list(range(len(list(sites(ast.parse(source))))))
             random.Random(f"{args.seed} {path}").shuffle(numbers)
             if args.line is not None:
                 numbers = [n for n in numbers if mutated(source, n)[1] == args.line]
-            failed, seconds, whole = verdict(root, tests, {}, 900.0)
-            if failed:
-                raise SystemExit(f"{path}: without a mutant, {failed} fails")
-            print(f"{path}: {len(numbers)} sites; {' '.join(tests)} {whole:.0f} s", flush=True)
-            for number in numbers[: args.sample or None]:
-                if time.monotonic() - started > 60 * args.minutes:
-                    break
-                text, line, change = mutated(source, number)
-                file.write_text(text)
-                failed, _, took = verdict(root, tests, seconds, 3 * whole + 20.0)
-                kind = failed if failed == "timed out" else "killed" if failed else "survived"
-                counts[kind] += 1
-                by = f" [{took:.0f} s, {failed.split('::')[-1]}]"
-                print(f"{kind:9} {path}:{line} {change}{by}", flush=True)
+            queue += [(turn, path, n) for turn, n in enumerate(numbers[: args.sample or None])]
+            if tuple(tests) not in baselines:
+                failed, seconds, whole = verdict(root, tests, {}, 900.0)
+                if failed:
+                    raise SystemExit(f"{path}: without a mutant, {failed} fails")
+                baselines[tuple(tests)] = seconds, whole
+            print(f"{path}: {len(numbers)} sites; {' '.join(tests)}", flush=True)
+        for _, path, number in sorted(queue):  # all modules by turns
+            if time.monotonic() - started > 60 * args.minutes:
+                break
+            file, tests = root / "mcore_logprobs" / path, tests_of(path)
+            source = file.read_text()
+            text, line, change = mutated(source, number)
+            seconds, whole = baselines[tuple(tests)]
+            file.write_text(text)
+            failed, _, took = verdict(root, tests, seconds, 3 * whole + 20.0)
             file.write_text(source)
+            kind = failed if failed == "timed out" else "killed" if failed else "survived"
+            counts[kind] += 1
+            by = f" [{took:.0f} s, {failed.split('::')[-1]}]"
+            print(f"{kind:9} {path}:{line} {change}{by}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return int(counts["survived"] > 0)
 

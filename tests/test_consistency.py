@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_logprobs as ml
-from mcore_logprobs import consistency
+from mcore_logprobs import collectives, consistency
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
 
@@ -167,6 +168,29 @@ def test_the_check_names_rank_and_value(ranks, operation, per_rank, parts):
         assert sent == ["all_gather"]
         for part in parts:
             assert part in found, found
+
+
+def changes_its_width_under_the_check() -> tuple[str, float]:
+    assert message("logprobs", 12) == ""
+    started = time.monotonic()
+    found, _ = checked("logprobs", {"width": [12, 13]})
+    return found, time.monotonic() - started
+
+
+def test_the_check_names_a_width_that_changes_on_one_rank_at_once(ranks):
+    for found, seconds in ranks(2).run(changes_its_width_under_the_check, timeout=60):
+        assert "(4, 12) float32 on rank 0, (4, 13) float32 on rank 1" in found
+        assert seconds < 10.0
+
+
+def reason_is_withdrawn() -> str:
+    """What a rank left in the store is gone after the next agreement."""
+    alone_with_a_new_width()
+    return collectives._reason_left(dist.group.WORLD)
+
+
+def test_a_reason_does_not_outlive_the_next_agreement(ranks):
+    assert ranks(2).run(reason_is_withdrawn, timeout=60) == ["", ""]
 
 
 @pytest.mark.parametrize("operation", ["logprobs", "linear_policy_loss", "sampling"])

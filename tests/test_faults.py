@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from mcore_logprobs import (
     LogprobConfig,
     TokenStats,
+    consistency,
     linear_policy_loss,
     linear_token_stats,
     patch_model,
@@ -76,11 +77,20 @@ def raises_and_ends(how: str) -> None:
             call["loss_fn"] = bad_on_one_rank
             loss, _ = linear_policy_loss(**call, chunk_size=2)
             loss.backward()
+        elif how.startswith("changes its width"):
+            consistency._PATIENCE["cpu"] = 0.5
+            if dist.get_rank() == 1:
+                call["weight"] = torch.zeros(WIDTH + 1, HIDDEN)
+            if how.endswith("sequence parallel"):
+                call |= {"hidden": call["hidden"][: ROWS // 2], "sequence_parallel": True}
+            linear_token_stats(**call)
         elif how == "refuses its arguments":
             linear_token_stats(**call, temperature=1.0 - dist.get_rank())
         else:
             linear_token_stats(**call)
     except (KeyError, ValueError):
+        if dist.get_rank() == 0:
+            raise
         os._exit(1)  # what an error does to a script
 
 
@@ -90,6 +100,13 @@ def test_a_rank_that_ends_is_seen_by_the_others(how):
     assert isinstance(survivor, RuntimeError)
     assert "Connection" in str(survivor) or "peer" in str(survivor), survivor
     assert str(lost) == "the process died"
+
+
+@pytest.mark.parametrize("how", ["changes its width", "changes its width, sequence parallel"])
+def test_a_width_that_changes_on_one_rank_is_named_on_the_others(how):
+    survivor, _ = errors_of(raises_and_ends, how)
+    assert isinstance(survivor, ValueError)
+    assert "another rank stopped: vocabulary shards: 9 columns on rank 1" in str(survivor)
 
 
 # ---- one rank makes another call ---------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_chunk_size, check_flag
-from mcore_logprobs.collectives import all_gather_dim0_async
+from mcore_logprobs.collectives import all_gather_dim0_async, wait_for
 from mcore_logprobs.groups import VocabShard, group_rank, group_size
 from mcore_logprobs.kernels.products import operand
 from mcore_logprobs.kernels.reference import row_chunks
@@ -316,8 +316,7 @@ class HiddenTiles:
         pending = self._start(0)
         for number, local in enumerate(self.local):
             tile, work = pending
-            if work is not None:
-                work.wait()
+            wait_for(work, self._group)
             pending = self._start(number + 1)
             rows = slice(local.start * self._ranks, local.stop * self._ranks)
             yield Tile(number, rows, operand(tile))
