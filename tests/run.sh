@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and tests:  bash tests/run.sh [pytest arguments]
+# bash tests/run.sh --coverage [pytest arguments]: the same under coverage, with its figures by part.
 # bash tests/run.sh --matrix: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
 set -uo pipefail
@@ -58,6 +59,14 @@ while read -r framework; do
     fi
 done < <(grep -v '^#' tests/dropin/frameworks.txt)
 
+run_pytest=(python -m pytest)
+if [ "${1:-}" = --coverage ]; then
+    shift
+    coverage=yes
+    python -m coverage erase
+    run_pytest=(python -m coverage run -m pytest)
+fi
+
 failed=""
 stage() {  # stage NAME COMMAND...: runs the command and remembers whether it failed
     local name=$1
@@ -68,7 +77,7 @@ stage() {  # stage NAME COMMAND...: runs the command and remembers whether it fa
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 tests() {
-    python -m pytest --durations=10 "$@" 2>&1 | tee "$log"
+    "${run_pytest[@]}" --durations=10 "$@" 2>&1 | tee "$log"
     return "${PIPESTATUS[0]}"
 }
 
@@ -76,6 +85,8 @@ stage ruff-check python -m ruff check .
 stage ruff-format python -m ruff format --check .
 stage mypy python -m mypy
 stage pytest tests "$@"
+covered() { python -m coverage combine -q && python -m tests.covered; }
+[ -z "${coverage:-}" ] || stage coverage covered
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh
 
 echo "== stages failed:${failed:- none}"
