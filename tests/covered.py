@@ -2,7 +2,7 @@
 
     bash tests/run.sh --coverage                # the whole suite, then this
     bash tests/run.sh --coverage tests/logits   # arguments go to pytest
-    python -m tests.covered --missing           # again, with the lines and branches not taken
+    python -m tests.covered --missing logits/   # again, with the lines and branches not taken
 
 Every process is measured: gloo ranks, forked workers and scripts that tests start. Kernels that
 Triton or torch.compile translate run outside Python and count as not covered.
@@ -53,7 +53,7 @@ def percentages(summaries: list[dict]) -> tuple[float, float]:
 def main() -> int:
     """Prints a line a part and the whole; exit status 1 where a held part is below its goal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--missing", action="store_true", help="lines and branches not taken")
+    parser.add_argument("--missing", metavar="PART", default="", help="what is not taken in it")
     args = parser.parse_args()
     files = measured()
     below = []
@@ -66,7 +66,7 @@ def main() -> int:
             mark = f"  below {GOAL[0]:g} and {GOAL[1]:g}"
             below.append(part)
         print(f"{part:24} {lines:6.1f}% {branches:8.1f}%{mark}")
-        for file, found in inside.items() if args.missing else ():
+        for file, found in inside.items() if part == args.missing else ():
             ways = [f"{a}->{b}" for a, b in found["missing_branches"]]
             if found["missing_lines"] or ways:
                 print(f"    {file}: {found['missing_lines']} {' '.join(ways)}")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+import torch
+
+import mcore_logprobs as ml
 from tests.helpers.messages import PAGE, ROOT, Message, area, messages, page
 
 # Messages that name what they take explain themselves; so do the lines of command-line tools.
@@ -29,3 +33,58 @@ def test_what_is_collected():
 def test_a_message_that_does_not_say_its_cure_is_explained(message: Message):
     explained = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().split())
     assert any(words in explained for words in message.words()), message.words()
+
+
+# ---- refusals that no other test asks for --------------------------------------------------------
+
+HIDDEN, WEIGHT, IDS = torch.randn(4, 3), torch.randn(6, 3), torch.arange(4)
+LOGITS, TEACHER = torch.randn(4, 6), torch.randn(4, 2)
+FAR = torch.zeros(4, device="meta")
+LORA = (torch.randn(2, 3), torch.randn(6, 2), 1.0)
+REFUSED: list[tuple[str, Callable[[], object]]] = [
+    (
+        "compact=True: expected a mask that says which rows to keep, got None",
+        lambda: ml.linear_topk_distill(HIDDEN, WEIGHT, TEACHER, IDS[:, None], compact=True),
+    ),
+    (
+        "teacher_topk_logits: expected [..., k] with k >= 1, got k = 0",
+        lambda: ml.linear_topk_distill(HIDDEN, WEIGHT, TEACHER[:, :0], IDS[:, None]),
+    ),
+    (
+        "teacher_bias: expected None with teacher_logits",
+        lambda: ml.linear_kl_div(
+            HIDDEN, WEIGHT, teacher_logits=LOGITS, teacher_bias=torch.zeros(6)
+        ),
+    ),
+    (
+        "teacher_hidden: expected device cpu, got meta",
+        lambda: ml.linear_kl_div(
+            HIDDEN, WEIGHT, teacher_hidden=HIDDEN.to("meta"), teacher_weight=WEIGHT
+        ),
+    ),
+    (
+        "invariant_segments: expected None with a LoRA, got 1",
+        lambda: ml.linear_token_stats(HIDDEN, WEIGHT, IDS, lora=LORA, invariant_segments=1),
+    ),
+    (
+        "per_token_tensors[0]: expected device cpu, got meta",
+        lambda: ml.linear_policy_loss(HIDDEN, WEIGHT, IDS, lambda x, _, a: x * a, FAR),
+    ),
+    (
+        "lengths: expected device cpu, got meta",
+        lambda: ml.context_parallel_shift(
+            torch.zeros(1, 4), lengths=torch.zeros(1, dtype=torch.int64, device="meta")
+        ),
+    ),
+    (
+        "temperature: expected device cpu, got meta",
+        lambda: ml.vocab_parallel_logprobs(LOGITS, IDS, temperature=FAR),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED, ids=[text[:40] for text, _ in REFUSED])
+def test_a_mistake_is_refused_with_its_message(message, call):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value).startswith(message), caught.value

@@ -106,7 +106,8 @@ def strangers() -> dict[str, Callable[..., Tensor]]:
     temperature = torch.ones((), requires_grad=True)
     values = (temperature * 3.0).exp()
     held: dict[str, Any] = {"scale": torch.ones((), requires_grad=True)}
-    critic = Critic()
+    betas = [torch.ones(()), torch.ones((), requires_grad=True)]
+    critic, other = Critic(), Critic()
 
     def leaf(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         return logprobs * temperature
@@ -117,8 +118,20 @@ def strangers() -> dict[str, Callable[..., Tensor]]:
     def from_dict(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         return logprobs * held["scale"]
 
+    def from_list(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        return logprobs * betas[0] * betas[1]
+
     def by_module(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        return critic(logprobs, entropy)
+        return critic(other(logprobs, entropy).detach() + logprobs, entropy)
+
+    def with_an_empty_cell(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        return logprobs * (temperature if logprobs.numel() else later)
+
+    def out_of_reach(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        return leaf(logprobs, entropy)
+
+    if not CUT:
+        later = None  # never: the closure's cell stays empty, as of a name that is assigned later
 
     def alone(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         return temperature.expand_as(logprobs)
@@ -128,12 +141,16 @@ def strangers() -> dict[str, Callable[..., Tensor]]:
         "'values'": computed,
         "\"held['scale']\"": from_dict,
         "'critic.inner.": by_module,
+        "'betas[1]'": from_list,
+        "'temperature' (shape ()), which": with_an_empty_cell,
+        "a tensor of shape () other than its arguments": out_of_reach,
         "'temperature' (shape ())": alone,
         "'SCALE'": by_global,
         "'factor'": by_default,
         "'Critic.inner.": Critic(),
         "'Plain.beta'": Plain(),
         "'self.beta'": Plain().method,
+        "'SCALE' (shape ()), which": functools.partial(by_global),
         "'argument 0'": functools.partial(lambda beta, x, e: x * beta, values),
         "'beta'": functools.partial(lambda x, e, beta: x * beta, beta=temperature),
     }

@@ -371,6 +371,39 @@ def test_replay_of_one_row(ranks, world):
     on_ranks(ranks, world, _replay_single, torch.randn(VOCAB))
 
 
+def _padding_alone(whole: Tensor, target: Tensor, upstream: Tensor, options: dict) -> list[Tensor]:
+    leaf, logits = shard(whole)
+    out = vocab_parallel_sampling_logprobs(
+        logits, target, tp_group=world_group(), vocab_size=5, **options
+    )
+    return [out.detach(), torch.autograd.grad(out, leaf, upstream)[0]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"kept_ids": (torch.arange(12) % 5, torch.arange(7) * 2)},
+    ],
+    ids=["top_k", "top_p", "replay"],
+)
+def test_a_shard_of_padding_alone(ranks, options):
+    """5 true columns of 12: the second rank of two owns none, and holds NaN."""
+    whole, target, upstream = torch.randn(6, 12), torch.arange(6) % 5, torch.randn(6)
+    whole[:, 5:] = torch.nan
+    value, grad = _padding_alone(whole[:, :5], target, upstream, options)
+    (first, on_first), (second, on_second) = ranks(2).run(
+        _padding_alone, whole, target, upstream, options
+    )
+    assert value.isfinite().any()
+    for found in (first, second):
+        torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(on_first[:, :5], grad, rtol=1e-6, atol=1e-6)
+    assert not on_first[:, 5:].any()
+    assert not on_second.any()
+
+
 # ---- errors and memory --------------------------------------------------------------------------
 
 
