@@ -93,12 +93,12 @@ def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
             break
         if time.monotonic() > deadline:
             store.set(keys[rank], _WITHDRAWN)
-            reason = (
+            error = ValueError(
                 f"vocabulary shards: {width} columns on rank {rank} of the TP group, a new width, "
                 f"but no new one on every other rank within {patience:g} s"
             )
-            leave_reason(group, reason)
-            raise ValueError(reason)
+            leave_reason(group, str(error))
+            raise error
         time.sleep(pause)
         pause = min(2.0 * pause, 0.02)
     store.add(counter, 1)

@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("collectives.py", "consistency.py", "losses.py", "context_parallel", "fused", "logits")
 # The tests nearest to a module, where it has none of its own name, or more than that.
 NEAREST = {
-    "collectives.py": "test_collectives.py context_parallel/test_communication.py",
+    "collectives.py": "test_collectives.py test_consistency.py test_faults.py "
+    "context_parallel/test_communication.py",
     "context_parallel/layouts.py": "context_parallel",
     "context_parallel/operations.py": "context_parallel",
     "fused/divergence.py": "fused/test_distill.py",

@@ -43,9 +43,10 @@ def _values(strided: bool) -> None:
     else:
         assert work is None
     assert torch.equal(own, total)
-    scattered, work = collectives.reduce_scatter_dim0_async(kept.contiguous(), group)
-    if work is not None:
-        work.wait()
+    for start in (collectives.all_gather_dim0_async, collectives.reduce_scatter_dim0_async):
+        scattered, work = start(kept.contiguous(), group)
+        assert (work is not None) == (world > 1), "nothing goes on while the caller works"
+        collectives.wait_for(work, group)
     assert torch.equal(scattered, total[2 * rank : 2 * rank + 2])
 
 

@@ -131,6 +131,8 @@ def test_clip_fraction_is_where_the_gradient_is_gone(low, high):
     gone = (grad == 0) & (x["advantage"] != 0)
     assert gone.any()
     assert torch.equal(found.bool(), gone)
+    if loss == losses.ClippedLoss():  # the defaults are the same
+        assert torch.equal(losses.clip_fraction(x["new"], x["old"], x["advantage"]), found)
 
 
 # ---- the others ---------------------------------------------------------------------------------

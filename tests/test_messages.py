@@ -59,7 +59,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     (
         "teacher_hidden: expected device cpu, got meta",
         lambda: ml.linear_kl_div(
-            HIDDEN, WEIGHT, teacher_hidden=HIDDEN.to("meta"), teacher_weight=WEIGHT
+            HIDDEN, WEIGHT, teacher_hidden=HIDDEN.to("meta"), teacher_weight=WEIGHT.to("meta")
         ),
     ),
     (

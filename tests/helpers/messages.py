@@ -27,7 +27,7 @@ AREAS = {
     "Megatron on a CPU": ("cpu_megatron/",),
 }
 _LOGS = ("logger.info", "logger.warning", "warnings.warn")
-_INNER = ("AttributeError", "SystemExit")  # protocols of Python, whose text is not read by itself
+_INNER = ("AttributeError",)  # Python's own protocol, whose text nobody reads
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,10 @@ def area(where: str) -> str:
 
 
 def _message_of(node: ast.AST) -> tuple[str, ast.expr | None]:
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-        name = ast.unparse(node.exc.func)
-        return name, None if name in _INNER else node.exc.args[0]
     if isinstance(node, ast.Call) and node.args:
         name = ast.unparse(node.func)
+        if name.endswith(("Error", "NotCompiled")) and name not in _INNER:
+            return name, node.args[0]
         if name == "torch._assert_async":
             return "device-side assert", node.args[1]
         if name in _LOGS:
