@@ -6,7 +6,7 @@
 Works in a copy of the repository. A mutant is one comparison, operator, constant, condition or
 sign changed. A process that has imported torch forks for each mutant, and runs the tests that
 `tests_of` names: those of one process first, then those with gloo ranks, up to the first failure.
-A mutant that they leave alive survives. What survived and why is in tests/mutants.md.
+A mutant that they leave alive survives. What survived and why is in tests/measured.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
+import hypothesis  # noqa: F401
 import pytest
 import torch
 
@@ -262,9 +262,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    settings = hypothesis.settings()  # imported before the fork, as torch is
-    assert settings is not None
-    multiprocessing.forkserver.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+    # What takes seconds to import is there before the forks, in the ranks' fork server too.
+    with contextlib.suppress(ImportError):
+        import megatron.core  # noqa: F401
+    heavy = ("torch", "torch.distributed", "pytest", "hypothesis", "megatron.core")
+    loaded = [name for name in heavy if name in sys.modules]
+    multiprocessing.forkserver.set_forkserver_preload(loaded)
     with _quiet():
         multiprocessing.forkserver.ensure_running()
     started = time.monotonic()

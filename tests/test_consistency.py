@@ -208,6 +208,40 @@ def without_the_check(operation: str) -> list[str]:
     return made.names
 
 
+def many_tensors(last: list[float]) -> str:
+    """A call whose arguments' description is longer than the message."""
+    tensors = [torch.zeros(ROWS)] * 99 + [torch.full((ROWS,), last[dist.get_rank()])]
+    os.environ[consistency.VARIABLE] = "1"
+    try:
+        ml.linear_policy_loss(
+            torch.ones(ROWS, HIDDEN),
+            torch.ones(12, HIDDEN),
+            torch.arange(ROWS),
+            lambda logprobs, entropy, *tensors: logprobs,
+            *tensors,
+            tp_group=dist.group.WORLD,
+        )
+    except ValueError as error:
+        return str(error)
+    finally:
+        del os.environ[consistency.VARIABLE]
+    return ""
+
+
+def test_a_call_too_long_to_describe_is_compared_as_a_whole(ranks):
+    assert ranks(2).run(many_tensors, [1.0, 1.0]) == ["", ""]
+    for found in ranks(2).run(many_tensors, [1.0, 2.0]):
+        assert "make different calls; all arguments: hash " in found
+
+
+def test_where_torch_tells_no_store_nothing_is_compared():
+    unknown = object()
+    assert collectives.group_store(unknown) is None
+    collectives.leave_reason(unknown, "why")
+    assert collectives._reason_left(unknown) == ""
+    consistency._agree_in_store(3, unknown, patience=0.0)
+
+
 def test_a_long_argument_is_told_by_its_hash():
     one, other = (consistency._value("x", [*range(100), end]) for end in (1, 2))
     assert len(one) < 200

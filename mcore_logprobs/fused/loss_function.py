@@ -36,7 +36,7 @@ def check_denominator(denominator: float | Tensor) -> None:
                 f"got shape {tuple(denominator.shape)}, {denominator.dtype}"
             )
         if denominator.device.type != "cpu":
-            return
+            return  # pragma: no cover (CUDA)
         denominator = denominator.item()
     elif isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
         raise ValueError(f"denominator: expected a number, got {denominator!r}")

@@ -122,6 +122,15 @@ def _refused(what: str) -> None:
     whole, target = _data()
     placements: dict[str, Any] = {"rows": Shard(1), "replicated": Replicate(), "partial": Partial()}
     logits = DTensor.from_local(whole, mesh, [placements.get(what, Shard(2))], run_check=False)
+    if what == "uneven":
+        logits = DTensor.from_local(
+            whole,
+            mesh,
+            [Shard(2)],
+            run_check=False,
+            shape=torch.Size((*whole.shape[:2], 25)),
+            stride=(whole.shape[1] * 25, 25, 1),
+        )
     if what == "target":
         target = DTensor.from_local(target, mesh, [Partial()], run_check=False)
     group = None
@@ -136,6 +145,7 @@ def _refused(what: str) -> None:
         ("rows", "last dimension is sharded"),
         ("replicated", "last dimension is sharded"),
         ("partial", "no partial placement"),
+        ("uneven", "divisible by the mesh dimension's size 2, got 25"),
         ("target", "target: expected no partial placement"),
         ("group", "tp_group: expected None or the group"),
     ],
