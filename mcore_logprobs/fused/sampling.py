@@ -1,26 +1,276 @@
-"""Log-probabilities under what the sampler sampled from, from hidden states."""
+"""Log-probabilities under what the sampler sampled from, from hidden states.
+
+    for each tile of rows:
+        forward    z = finished(tile @ weight^T), block by block -> the filters' cut, [rows]
+        backward   a block of z again -> dLogits by the saved cut, in its place -> the products
+
+Filters need whole rows at once, so that the forward holds a tile of logits. Where each row was cut
+is a few numbers: the backward asks no filter and no other rank again, and holds a chunk.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.fused.entries import entry_logits, ragged_entries
-from mcore_logprobs.fused.head import HeadOptions, open_head
-from mcore_logprobs.fused.map import linear_map
+from mcore_logprobs.fused.gradients import HeadGradients
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.lora import LoRAInput, lora_of
 from mcore_logprobs.fused.token_stats import linear_token_stats
-from mcore_logprobs.fused.tokens import HiddenTiles, Tokens, open_tokens, whole_lead
-from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.logits.opening import check_target, localize_target, open_temperature
-from mcore_logprobs.logits.sampling import (
-    Filters,
-    KeptIds,
-    open_kept_ids,
-    vocab_parallel_sampling_logprobs,
+from mcore_logprobs.fused.tokens import (
+    HiddenTiles,
+    Tiling,
+    Tokens,
+    open_tokens,
+    whole_lead,
+    whole_row_tiling,
 )
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.reference import (
+    distribution_gradient,
+    finished_logits,
+    row_chunks,
+    to_raw_gradient,
+)
+from mcore_logprobs.kernels.stats import (
+    RowNorms,
+    RowResults,
+    RowSpec,
+    gradient_coefficients,
+    gradient_spec,
+)
+from mcore_logprobs.logits.opening import LocalTarget, check_target, localize_target
+from mcore_logprobs.logits.rows import finish_shards
+from mcore_logprobs.logits.sampling import CutGradient, Filters, KeptIds, SavedCut, open_kept_ids
+from mcore_logprobs.logits.sampling_cut import Cut, FilterOptions, find_cut, multiplier_column
+from mcore_logprobs.logits.token_stats import TokenStats
 
-__all__ = ["linear_sampling_logprobs"]
+__all__ = ["linear_filtered_stats", "linear_sampling_logprobs"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a call does; holds no tensor but the temperatures.
+
+    Attributes:
+        temperature: `[n]`, each row's own in place of the head's, or None.
+        whole: whether statistics of the whole distribution are wanted too.
+    """
+
+    head: HeadOptions
+    tiling: Tiling
+    filters: Filters
+    temperature: Tensor | None
+    whole: bool
+
+    def filter(self, temperature: Tensor | None, device: torch.device) -> FilterOptions:
+        """For logits before their temperature; temperature `[n]` of their rows, or None."""
+        number, shard = self.head.spec.temperature, self.head.shard
+        return FilterOptions(
+            shard=shard,
+            multiplier=1.0 / number if temperature is None else temperature.double().reciprocal(),
+            top_k=self.filters.top_k,
+            top_p=self.filters.top_p,
+            chunk_size=backends.default_chunk_size(shard.width, device),
+        )
+
+
+class _LinearFiltered(torch.autograd.Function):
+    """A RowResults of `[n]` tensors: filtered log-probabilities, the rest unfiltered or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        local: LocalTarget,
+        opts: _Options,
+    ) -> tuple[Any, ...]:
+        tiles, spec = HiddenTiles(hidden, opts.tiling), opts.head.spec
+        column, keep = tiles.walk(local.column), tiles.walk(local.keep)
+        temperature = tiles.walk_optional(opts.temperature)
+        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
+        head = Head(weight, bias, opts.head, opts.tiling.block_columns, lora)
+        stats, cuts = [head.no_columns(hidden[:0])], [Cut.of_no_rows(head.wide, hidden.device)]
+        for tile in tiles:
+            mine, own = column[tile.rows], tile.of(temperature)
+            threshold = head.target_threshold(tile.hidden, mine, own) if spec.rank else None
+            found = []
+            z = prefer_huge_pages(weight.new_empty(len(mine), spec.valid, dtype=head.wide))
+            for chunk in head.chunks(tile.hidden, mine, own):
+                if opts.whole:
+                    found.append((chunk.columns, head.chunk_stats(chunk, threshold)))
+                finished = finished_logits(chunk.logits, _finishing(chunk), chunk.bias)
+                z[:, chunk.columns] = finished
+            stats.append(head.merged(tile.hidden, found))
+            cuts.append(find_cut(z, mine, keep[tile.rows], opts.filter(own, z.device)))
+            del z
+        cut = Cut(*(torch.cat(parts) for parts in zip(*cuts, strict=True)))
+        results: RowResults = RowResults()
+        norms: tuple[Tensor | None, ...] = ()
+        if opts.whole:
+            done, _ = finish_shards(torch.cat(stats, 1), spec, opts.head.group)
+            results, norms = done.blanked(keep), done.norms
+        results = results._replace(logprobs=torch.where(keep, cut.logprobs, 0.0))
+        ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
+        column = torch.where(cut.kept, column, -1)  # a filtered target's own column gets nothing
+        saved = (column, keep, *SavedCut.of(cut), *norms)
+        ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, *saved)
+        ctx.set_materialize_grads(False)
+        results = results.map(tiles.restore)
+        if results.target_rank is not None:
+            ctx.mark_non_differentiable(results.target_rank)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return (None,) * 7
+        hidden, weight, bias, lora_a, lora_b, column, keep, *saved = ctx.saved_tensors
+        cut = SavedCut(*saved[:4])
+        opts: _Options = ctx.opts
+        tiles = HiddenTiles(hidden, opts.tiling)
+        temperature = tiles.walk_optional(opts.temperature)
+        upstream = RowResults(*grads).map(tiles.walk)
+        on_filtered = upstream.logprobs
+        if on_filtered is None:
+            on_filtered = torch.zeros_like(cut.top)
+        filters = opts.filter(temperature, hidden.device)
+        filtered = CutGradient(on_filtered, keep, column, cut, filters)
+        whole = upstream._replace(logprobs=None)
+        spec = gradient_spec(opts.head.spec, whole)
+        coef: Tensor | None = None
+        if any(grad is not None for grad in whole):
+            norms = RowNorms(*saved[4:])
+            coef = gradient_coefficients(whole, norms, spec, keep=keep, label_smoothing=0.0)
+        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
+        gradients = HeadGradients(
+            hidden,
+            ctx.weight,
+            bias,
+            tiles,
+            opts.tiling,
+            opts.head,
+            needs=ctx.needs_input_grad[:3],
+            lora=lora,
+            lora_needs=ctx.needs_input_grad[3:5],
+        )
+        head_opts = replace(opts.head, spec=spec)
+        head = Head(weight, bias, head_opts, opts.tiling.block_columns, lora)
+
+        def dlogits_of(chunk: Chunk, *, rows: slice) -> Tensor:
+            out, finishing = head.gradient_buffer(chunk.logits), _finishing(chunk)
+            size = backends.default_chunk_size(out.shape[1], out.device)
+            for part in row_chunks(out.shape[0], size):
+                where = slice(rows.start + part.start, rows.start + part.stop)
+                raw = chunk.logits[part]
+                z = finished_logits(raw, finishing, chunk.bias)
+                dz = filtered.of_logits(z, where, chunk.columns.start)
+                if coef is not None:
+                    own = None if chunk.temperature is None else chunk.temperature[part]
+                    unfiltered = (norms.top[where], coef[:, where], chunk.spec, chunk.bias, own)
+                    base = distribution_gradient(raw, *unfiltered)
+                    base.masked_fill_((coef[:, where] == 0).all(0).unsqueeze(-1), 0.0)
+                    dz += base.mul_(multiplier_column(filters.multiplier, where, dz.dtype))
+                to_raw_gradient(dz, raw, finishing)
+                out[part] = dz
+            return out
+
+        for tile in tiles:
+            none = torch.full_like(column[tile.rows], -1)
+            for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
+                gradients.add_chunk(head, tile, chunk, partial(dlogits_of, rows=tile.rows))
+            gradients.end_tile(tile)
+        return (*gradients.finish(), *gradients.finish_lora(), None, None)
+
+
+def _finishing(chunk: Chunk) -> RowSpec:
+    """The chunk's spec without its temperature: the filters' order is that of such logits."""
+    return replace(chunk.spec, temperature=1.0)
+
+
+def linear_filtered_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    top_k: int | None,
+    top_p: float,
+    whole: bool = True,
+    entropy: bool = False,
+    target_rank: bool = False,
+    sum_pi_squared: bool = False,
+    bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    sequence_parallel: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    compact: bool = False,
+    gradient_accumulation_fusion: bool = False,
+    tp_group: ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int | None = -100,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> TokenStats:
+    """`linear_token_stats` whose logprobs are those of the filtered distribution.
+
+    Args:
+        top_k, top_p: not both off.
+        whole: False leaves lse out, and with it the pass over the logits that it costs.
+        the others: as in `linear_token_stats`.
+
+    Cost, collectives, memory: those of `linear_sampling_logprobs`; with `whole` the statistics of
+    each chunk and one all-gather of `[k, n]` a call more, and for the gradient of any of them one
+    more pass over each chunk.
+    """
+    head = open_head(
+        hidden,
+        weight,
+        bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        logits_dtype=logits_dtype,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        tp_group=tp_group,
+        lora=lora,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        backend=backend,
+        entropy=entropy,
+        rank=target_rank,
+        sum_pi_squared=sum_pi_squared,
+    )
+    filters = Filters.of(top_k, top_p, head.shard)
+    tokens = open_tokens(
+        hidden,
+        target,
+        head.shard,
+        sequence_parallel=sequence_parallel,
+        chunk_size=chunk_size,
+        ignore_index=ignore_index,
+        compact=compact,
+        temperature=temperature,
+    )
+    lora_a, lora_b = (None, None) if lora is None else lora[:2]
+    tiling = whole_row_tiling(tokens, head.shard, chunk_size)
+    opts = _Options(head, tiling, filters, tokens.temperature, whole)
+    args = (tokens.hidden, weight, bias, lora_a, lora_b, tokens.target, opts)
+    return tokens.stats(RowResults(*_LinearFiltered.apply(*args)))
 
 
 def linear_sampling_logprobs(
@@ -59,18 +309,17 @@ def linear_sampling_logprobs(
         chunk_size: rows a tile, which spans all of a rank's columns, as in `linear_map`.
         the others: as in `linear_token_stats`.
 
-    Cost: filters: four matrix products with a backward, and twice the filters' own work, which
-    `linear_map` recomputes. kept_ids: a dot product an id, and no matrix product. Filters off: that
-    of `linear_token_stats`.
+    Cost: filters: four matrix products with a backward, and the filters' own work once. kept_ids: a
+    dot product an id, and no matrix product. Filters off: that of `linear_token_stats`.
 
-    Collectives: filters: those of `vocab_parallel_sampling_logprobs` a tile, forward and backward;
-    kept_ids: one all-reduce of `[ids]`. Backward, and under sequence parallelism, those of
-    `linear_token_stats`.
+    Collectives: filters: those of `vocab_parallel_sampling_logprobs` a tile; kept_ids: one
+    all-reduce of `[ids]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
     Host syncs: filters: one a tile, as there. kept_ids: none with one tile and without compaction,
     else one each.
 
-    Memory: filters: two tiles of logits and what the filters make of one. kept_ids: a few numbers
+    Memory: filters: a tile and a chunk of logits and what the filters make of a tile; backward a
+    chunk; saved for it the inputs and six numbers a row. kept_ids: a few numbers
     an id, and 32 MiB of gathered operands.
 
     Raises:
@@ -94,7 +343,6 @@ def linear_sampling_logprobs(
     filters = Filters.of(top_k, top_p, head.shard)
     lead = whole_lead(hidden, head.group, sequence_parallel=sequence_parallel)
     target = check_target(target, lead, hidden.device)
-    local = localize_target(target, head.shard, ignore_index)
     if kept_ids is None and filters.off:
         return linear_token_stats(
             hidden,
@@ -128,28 +376,13 @@ def linear_sampling_logprobs(
             temperature=temperature,
         )
         return _replay(tokens, weight, bias, target, kept, kept_ids[1].long(), head)
-    number, own = open_temperature(temperature, lead, hidden.device)
-
-    def filtered(z: Tensor, wanted: Tensor, each: float | Tensor = number) -> Tensor:
-        return vocab_parallel_sampling_logprobs(
-            z,
-            wanted,
-            top_k=top_k,
-            top_p=top_p,
-            tp_group=head.group,
-            temperature=each,
-            vocab_size=vocab_size,
-            ignore_index=ignore_index,
-            backend=backend,
-        )
-
-    return linear_map(
+    return linear_filtered_stats(
         hidden,
         weight,
-        filtered,
         target,
-        *(() if own is None else (own,)),
-        mask=local.keep,
+        top_k=top_k,
+        top_p=top_p,
+        whole=False,
         bias=bias,
         logit_scale=logit_scale,
         softcap=softcap,
@@ -158,8 +391,12 @@ def linear_sampling_logprobs(
         compact=compact,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=head.group,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
         chunk_size=chunk_size,
-    )
+        backend=backend,
+    ).logprobs
 
 
 def _replay(

@@ -7,7 +7,7 @@ replayed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,22 @@ from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.stats import accumulator_dtype
 from mcore_logprobs.logits.opening import LocalTarget, check_target, open_logits
 from mcore_logprobs.logits.rows import Rows
-from mcore_logprobs.logits.sampling_cut import FilterOptions, find_cut, multiplier_column
+from mcore_logprobs.logits.sampling_cut import (
+    Cut,
+    FilterOptions,
+    find_cut,
+    multiplier_column,
+)
 from mcore_logprobs.logits.token_stats import vocab_parallel_logprobs
 
-__all__ = ["Filters", "KeptIds", "open_kept_ids", "vocab_parallel_sampling_logprobs"]
+__all__ = [
+    "CutGradient",
+    "Filters",
+    "KeptIds",
+    "SavedCut",
+    "open_kept_ids",
+    "vocab_parallel_sampling_logprobs",
+]
 
 
 def vocab_parallel_sampling_logprobs(
@@ -184,44 +196,80 @@ class _Filtered(torch.autograd.Function):
         cut = find_cut(logits, column, keep, opts)
         ctx.opts = opts
         column = torch.where(cut.kept, column, -1)  # a filtered target's own column gets nothing
-        ctx.save_for_backward(logits, column, keep, cut.value, cut.last, cut.top, cut.log_sum)
+        ctx.save_for_backward(logits, column, keep, *SavedCut.of(cut))
         return rows.restore(torch.where(keep, cut.logprobs, 0.0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, column, keep, value, last, top, log_sum = ctx.saved_tensors
+        logits, column, keep, *saved = ctx.saved_tensors
         opts: FilterOptions = ctx.opts
         rows, valid = Rows(logits), opts.shard.valid_width
-        upstream = torch.where(keep, rows.walk(grads[0]), 0.0).to(value.dtype)
-        # A row that asks for nothing keeps nothing: NaN compares with no logit.
-        value = torch.where(upstream == 0, torch.nan, value)
-        filtered = _outside_kept(top, upstream)
-        ids = torch.arange(valid, device=logits.device)
+        gradient = CutGradient(rows.walk(grads[0]), keep, column, SavedCut(*saved), opts)
         grad = torch.empty_like(logits)
         for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
             out[:, valid:] = 0
-            if not valid:
-                continue
-            per_row = (t[part].unsqueeze(-1) for t in (upstream, value, top, log_sum, filtered))
-            g, lowest, highest, total, rest = per_row
-            x = block[:, :valid].to(value.dtype)
-            if opts.top_p is None:
-                kept = x >= lowest
-            else:
-                kept = x == lowest
-                kept &= ids <= last[part].unsqueeze(-1)
-                kept |= x > lowest
-            multiplier = multiplier_column(opts.multiplier, part, x.dtype)
-            # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-            dz = torch.sub(x, highest).mul_(multiplier).sub_(total).exp_().mul_(-g)
-            own = column[part]
-            row, at = torch.arange(own.shape[0], device=own.device), own.clamp(min=0)
-            dz.index_put_((row, at), dz[row, at] + torch.where(own >= 0, g.squeeze(-1), 0.0))
-            torch.where(kept, dz, rest, out=dz)
-            out[:, :valid] = dz.mul_(multiplier)
-            del x, kept, dz  # before the next chunk makes its own
+            if valid:
+                out[:, :valid] = gradient.of_logits(block[:, :valid], part)
         return grad, None, None, None
+
+
+class SavedCut(NamedTuple):
+    """What a backward needs of a `Cut`; each as there."""
+
+    value: Tensor
+    last: Tensor
+    top: Tensor
+    log_sum: Tensor
+
+    @classmethod
+    def of(cls, cut: Cut) -> SavedCut:
+        return cls(cut.value, cut.last, cut.top, cut.log_sum)
+
+
+class CutGradient:
+    """The gradient of filtered log-probabilities, from the rows' saved cuts: no search, no rank.
+
+    Args:
+        upstream, keep, column: `[n]`, in the order of the rows; the target as this rank's column,
+            -1 where it is another rank's or filtered out.
+    """
+
+    def __init__(
+        self, upstream: Tensor, keep: Tensor, column: Tensor, cut: SavedCut, opts: FilterOptions
+    ) -> None:
+        self._opts, self._column, self._last = opts, column, cut.last
+        upstream = torch.where(keep, upstream, 0.0).to(cut.value.dtype)
+        # A row that asks for nothing keeps nothing: NaN compares with no logit.
+        value = torch.where(upstream == 0, torch.nan, cut.value)
+        filtered = _outside_kept(cut.top, upstream)
+        self._rows = (upstream, value, cut.top, cut.log_sum, filtered)
+
+    def of_logits(self, logits: Tensor, part: slice, first: int = 0) -> Tensor:
+        """With respect to logits `[c, v]` of some rows, float32 or float64; new.
+
+        Args:
+            logits: as `find_cut` saw them, to the bit; columns from `first` on.
+            part: their rows.
+        """
+        opts = self._opts
+        g, lowest, highest, total, rest = (t[part].unsqueeze(-1) for t in self._rows)
+        x = logits.to(lowest.dtype)
+        if opts.top_p is None:
+            kept = x >= lowest
+        else:
+            ids = torch.arange(first, first + x.shape[1], device=x.device)
+            kept = x == lowest
+            kept &= ids <= self._last[part].unsqueeze(-1)
+            kept |= x > lowest
+        multiplier = multiplier_column(opts.multiplier, part, x.dtype)
+        # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
+        dz = torch.sub(x, highest).mul_(multiplier).sub_(total).exp_().mul_(-g)
+        own = self._column[part] - first
+        inside = (own >= 0) & (own < x.shape[1])
+        row, at = torch.arange(own.shape[0], device=own.device), torch.where(inside, own, 0)
+        dz.index_put_((row, at), dz[row, at] + torch.where(inside, g.squeeze(-1), 0.0))
+        return torch.where(kept, dz, rest, out=dz).mul_(multiplier)
 
 
 def _outside_kept(top: Tensor, upstream: Tensor) -> Tensor:

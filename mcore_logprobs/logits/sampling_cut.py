@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,8 +80,7 @@ def multiplier_column(
     return multiplier[part].unsqueeze(-1).to(dtype)
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The kept set of each row, and the target's place in it. All `[n]`, float32 or float64.
 
     Attributes:
@@ -99,6 +99,12 @@ class Cut:
     last: Tensor
     top: Tensor
     log_sum: Tensor
+
+    @classmethod
+    def of_no_rows(cls, dtype: torch.dtype, device: torch.device) -> Cut:
+        """An empty one, to join others to."""
+        dtypes = (dtype, torch.bool, dtype, torch.int64, dtype, dtype)
+        return cls(*(torch.empty(0, dtype=each, device=device) for each in dtypes))
 
 
 def find_cut(logits: Tensor, column: Tensor, keep: Tensor, opts: FilterOptions) -> Cut:

@@ -15,6 +15,7 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.fused.loss_function import open_denominator, sum_of_losses
 from mcore_logprobs.fused.map import linear_map
 from mcore_logprobs.fused.policy_loss import linear_policy_loss
+from mcore_logprobs.fused.sampling import linear_filtered_stats
 from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
@@ -148,32 +149,26 @@ def _filtered(
 ) -> TokenStats:
     """Log-probabilities under top_k and top_p, the other statistics of the whole distribution.
 
-    `[s, b]` tensors, from real logits or, a tile at a time, from hidden states.
+    `[s, b]` tensors, from real logits or from hidden states.
     """
-    softcap, temperature = options["softcap"], options["temperature"]
-    options = {k: v for k, v in options.items() if k not in ("softcap", "temperature")}
-    sampled = {"tp_group", "vocab_size", "ignore_index", "chunk_size", "backend"}
-    filters = {k: v for k, v in options.items() if k in sampled}
-    filters |= {"top_k": config.top_k, "top_p": config.top_p}
+    filters: dict[str, Any] = {"top_k": config.top_k, "top_p": config.top_p}
+    # LogprobConfig refuses both beside a filter.
+    refused = ("label_smoothing", "invariant_segments")
+    options = {k: v for k, v in options.items() if k not in refused}
+    if known is None:
+        options |= {"compact": config.compact, "logits_dtype": config.logits_dtype}
 
-    def statistics(z: Tensor, target: Tensor, own: Tensor | float) -> TokenStats:
-        whole = vocab_parallel_token_stats(z, target, temperature=own, **options)
-        logprobs = vocab_parallel_sampling_logprobs(z, target, temperature=own, **filters)
-        return replace(whole, logprobs=logprobs)
+        def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> TokenStats:
+            return linear_filtered_stats(hidden, weight, target, **filters, **(options | head))
 
-    if known is not None:
-        if softcap is not None:
-            known = torch.tanh(known.float() / softcap) * softcap
-        return statistics(known, target, temperature)
-    per_token = [target]
-    function: Any = lambda z, t: statistics(z, t, temperature)  # noqa: E731
-    if isinstance(temperature, Tensor):
-        per_token, function = [target, temperature], statistics
-    keep = target != config.ignore_index
-    stats = _map_in_head(logits, function, per_token, keep, config, layer, softcap=softcap)
-    if stats.target_rank is not None:  # rows that compact leaves out come back as 0
-        stats.target_rank = torch.where(keep, stats.target_rank, -1)
-    return stats
+        return _stats_in_head(logits, layer, in_head)
+    if options["softcap"] is not None:
+        known = torch.tanh(known.float() / options["softcap"]) * options["softcap"]
+    options = {k: v for k, v in options.items() if k != "softcap"}
+    sampled = {"tp_group", "temperature", "vocab_size", "ignore_index", "chunk_size", "backend"}
+    filters |= {k: v for k, v in options.items() if k in sampled}
+    whole = vocab_parallel_token_stats(known, target, **options)
+    return replace(whole, logprobs=vocab_parallel_sampling_logprobs(known, target, **filters))
 
 
 def _mapped(
@@ -189,15 +184,33 @@ def _mapped(
     tensors = mapped.sequence_first(labels)
     keep = (labels != config.ignore_index).transpose(0, 1).contiguous()
     if known is None:
-        found = _map_in_head(
-            logits, mapped.function, tensors, keep, config, layer, softcap=config.softcap, mask=keep
-        )
+        structure: list[Any] = []
+
+        def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> Any:
+            results = linear_map(
+                hidden,
+                weight,
+                mapped.function,
+                *tensors,
+                mask=keep,
+                compact=config.compact,
+                softcap=config.softcap,
+                logits_dtype=config.logits_dtype,
+                chunk_size=config.chunk_size,
+                **head,
+            )
+            flat, spec = pytree.tree_flatten(results)
+            structure.append(spec)
+            return tuple(flat)
+
+        flat = _with_head(logits, layer, in_head)
+        found = pytree.tree_unflatten(list(flat), structure[-1])
     else:
         z = known.float() if known.dtype != torch.float64 else known
         if config.softcap is not None:
             z = torch.tanh(z / config.softcap) * config.softcap
-        flat = (t.reshape(-1, *t.shape[2:]) for t in tensors)
-        found = mapped.function(z.reshape(-1, z.shape[-1]), *flat)
+        rows = (t.reshape(-1, *t.shape[2:]) for t in tensors)
+        found = mapped.function(z.reshape(-1, z.shape[-1]), *rows)
 
         def place(x: Tensor) -> Tensor:
             x = x.reshape(*keep.shape, *x.shape[1:])
@@ -205,41 +218,6 @@ def _mapped(
 
         found = pytree.tree_map_only(Tensor, place, found)
     return pytree.tree_map_only(Tensor, lambda x: x.transpose(0, 1).contiguous(), found)
-
-
-def _map_in_head(
-    logits: DeferredLogits,
-    function: Any,
-    tensors: Any,
-    keep: Tensor,
-    config: LogprobConfig,
-    layer: Any,
-    *,
-    softcap: float | None,
-    mask: Tensor | None = None,
-) -> Any:
-    """`linear_map` of a handle's logits; with `compact`, rows that are not kept come back as 0."""
-    structure: list[Any] = []
-
-    def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> tuple[Tensor | None, ...]:
-        found = linear_map(
-            hidden,
-            weight,
-            function,
-            *tensors,
-            mask=keep if config.compact else mask,
-            compact=config.compact,
-            softcap=softcap,
-            logits_dtype=config.logits_dtype,
-            chunk_size=config.chunk_size,
-            **head,
-        )
-        flat, spec = pytree.tree_flatten(found)
-        structure.append(spec)
-        return tuple(flat)
-
-    flat = _with_head(logits, layer, in_head)
-    return pytree.tree_unflatten(list(flat), structure[-1])
 
 
 def _sequence_first(temperature: Tensor, labels: Tensor) -> Tensor:
@@ -272,21 +250,29 @@ def _from_hidden(
 ) -> TokenStats:
     """By the fused path; `[s, b]` tensors."""
 
-    def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> TokenStats:
         head = options | head
         if policy is None:
-            stats = linear_token_stats(hidden, weight, target, **head)
-        else:
-            loss, stats = linear_policy_loss(
-                hidden,
-                weight,
-                target,
-                policy.function,
-                *tensors,
-                denominator=policy.denominator,
-                **head,
-            )
-            stats = replace(stats, policy_loss=loss)
+            return linear_token_stats(hidden, weight, target, **head)
+        loss, stats = linear_policy_loss(
+            hidden,
+            weight,
+            target,
+            policy.function,
+            *tensors,
+            denominator=policy.denominator,
+            **head,
+        )
+        return replace(stats, policy_loss=loss)
+
+    return _stats_in_head(logits, layer, in_head)
+
+
+def _stats_in_head(logits: DeferredLogits, layer: Any, fn: Callable[..., TokenStats]) -> TokenStats:
+    """As `_with_head`, of a function that gives a TokenStats."""
+
+    def in_head(*args: Any) -> tuple[Tensor | None, ...]:
+        stats = fn(*args)
         return tuple(getattr(stats, f.name) for f in fields(stats))
 
     return TokenStats(*_with_head(logits, layer, in_head))  # type: ignore[arg-type]
