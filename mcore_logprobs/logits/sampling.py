@@ -249,7 +249,7 @@ class CutGradient:
         """With respect to logits `[c, v]` of some rows, float32 or float64; new.
 
         Args:
-            logits: as `find_cut` saw them, to the bit; columns from `first` on.
+            logits: as `find_cut` saw them; columns from `first` on.
             part: their rows.
         """
         opts = self._opts
@@ -269,6 +269,8 @@ class CutGradient:
         inside = (own >= 0) & (own < x.shape[1])
         row, at = torch.arange(own.shape[0], device=own.device), torch.where(inside, own, 0)
         dz.index_put_((row, at), dz[row, at] + torch.where(inside, g.squeeze(-1), 0.0))
+        # The target is known to be kept, even where a product made again rounds it below the cut.
+        kept.index_put_((row, at), kept[row, at] | (inside & ~lowest.squeeze(-1).isnan()))
         return torch.where(kept, dz, rest, out=dz).mul_(multiplier)
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_logprobs, vocab_parallel_sampling_logprobs
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.logits import sampling_cut
+from mcore_logprobs.logits.sampling import CutGradient, SavedCut
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
 from tests.logits.common import (
@@ -461,3 +463,20 @@ def test_memory_is_within_four_chunks(dtype, flat):
         out.sum().backward()
     assert [m.dtype for m in made.larger_than(copy)] == [dtype]  # the gradient itself
     assert made.peak <= logits.nbytes + 4 * copy
+
+
+@pytest.mark.parametrize("top_k, top_p", [(2, None), (None, 0.9)])
+def test_a_target_made_again_below_the_cut_keeps_its_gradient(top_k, top_p):
+    """A backward from hidden states multiplies again, and a GPU may round the second time."""
+    logits = torch.tensor([[3.0, 2.0, -4.0, -5.0]])
+    column, keep = torch.tensor([1]), torch.tensor([True])
+    shard = VocabShard.of(4, None, None)
+    opts = sampling_cut.FilterOptions(shard, 1.0, top_k, top_p, chunk_size=1)
+    cut = sampling_cut.find_cut(logits, column, keep, opts)
+    assert cut.value.item() == 2.0, "the target is the last one kept"
+    upstream = torch.tensor([0.7])
+    gradient = CutGradient(upstream, keep, column, SavedCut.of(cut), opts)
+    again = torch.nextafter(logits, torch.tensor(-torch.inf))
+    probability = torch.softmax(logits[0, :2].double(), 0)[1]
+    found = gradient.of_logits(again, slice(0, 1))[0, 1]
+    torch.testing.assert_close(found.double(), 0.7 * (1.0 - probability), rtol=1e-6, atol=0.0)
