@@ -465,7 +465,7 @@ def test_memory_is_within_four_chunks(dtype, flat):
     assert made.peak <= logits.nbytes + 4 * copy
 
 
-@pytest.mark.parametrize("top_k, top_p", [(2, None), (None, 0.9)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, None), (None, 0.9)])
 def test_a_target_made_again_below_the_cut_keeps_its_gradient(top_k, top_p):
     """A backward from hidden states multiplies again, and a GPU may round the second time."""
     logits = torch.tensor([[3.0, 2.0, -4.0, -5.0]])
