@@ -13,9 +13,17 @@ from torch import Tensor
 
 from mcore_logprobs import (
     linear_kl_div,
+    linear_token_stats,
+    vocab_parallel_entropy,
+    vocab_parallel_gather,
     vocab_parallel_kl_div,
+    vocab_parallel_log_softmax,
+    vocab_parallel_logprobs,
     vocab_parallel_sampling_logprobs,
     vocab_parallel_soft_cross_entropy,
+    vocab_parallel_target_rank,
+    vocab_parallel_token_stats,
+    vocab_parallel_topk_distill,
 )
 from mcore_logprobs.logits import sampling_cut
 from tests.logits.common import VOCAB, WORLDS, on_ranks, shard, world_group
@@ -238,3 +246,74 @@ def test_fused_divergence_of_a_spoilt_row(ranks, world, kind):
         assert not grad[1].any()
         assert grad[4].isnan().all()
         assert grad[[row for row in range(ROWS) if row != 4]].isfinite().all()
+
+
+# ---- statistics, gather, log-softmax -------------------------------------------------------------
+
+IDS = torch.arange(ROWS * 3).reshape(ROWS, 3) % TRUE
+# From (logits, target, options) to `[rows, ...]`.
+OPERATIONS: dict[str, Any] = {
+    "logprobs": lambda x, t, options: vocab_parallel_logprobs(x, t, **options),
+    "entropy": lambda x, t, options: vocab_parallel_entropy(x, **options),
+    "gather": lambda x, t, options: vocab_parallel_gather(x, IDS, log_softmax=True, **options),
+    "distill": lambda x, t, options: vocab_parallel_topk_distill(
+        x, torch.ones(ROWS, 3), IDS, **options
+    )[0],
+    "log_softmax": lambda x, t, options: vocab_parallel_log_softmax(x, **options)[..., :3],
+}
+
+
+def _plain_operation(name: str, whole: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    leaf, logits = shard(whole)
+    options = {"tp_group": world_group(), "vocab_size": TRUE, "temperature": 0.8}
+    out = OPERATIONS[name](logits, target, options)
+    rows = torch.linspace(0.5, 1.5, ROWS)
+    rows[SILENT] = 0.0
+    upstream = rows if out.dim() == 1 else rows[:, None] * torch.tensor([1.0, -0.5, 2.0])
+    (grad,) = torch.autograd.grad(out, leaf, upstream)
+    return out.detach(), grad
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_spoilt_row_without_upstream_has_no_gradient(ranks, world, name):
+    whole = torch.randn(ROWS, VOCAB) * 2
+    target = torch.randint(0, TRUE, (ROWS,))
+    sound = on_ranks(ranks, world, _plain_operation, name, whole, target)
+    spoilt = on_ranks(ranks, world, _plain_operation, name, _spoil(whole), target)
+    bad = torch.zeros(ROWS, dtype=torch.bool)
+    bad[[*BAD, 4]] = True
+    grad = torch.cat([found for _, found in spoilt], -1)
+    assert torch.equal(grad[~bad], torch.cat([found for _, found in sound], -1)[~bad])
+    loud = bad.clone()
+    loud[SILENT] = False
+    assert grad[loud][:, :TRUE].isnan().all()
+    assert not grad[SILENT].any()
+    for value, _ in spoilt:
+        assert torch.equal(
+            value.isnan().flatten(1).any(-1) if value.dim() > 1 else value.isnan(), bad
+        )
+
+
+def _ranks_of(whole: Tensor, target: Tensor) -> list[Tensor]:
+    logits, options = shard(whole)[1].detach(), {"tp_group": world_group(), "vocab_size": TRUE}
+    together = vocab_parallel_token_stats(logits, target, target_rank=True, **options)
+    # Hidden states whose logits are the rows themselves, or NaN in every column.
+    hidden = torch.eye(ROWS).masked_fill(whole.isnan().any(-1, keepdim=True), torch.nan)
+    fused = linear_token_stats(
+        hidden, logits.t().contiguous().nan_to_num(nan=0.0), target, target_rank=True, **options
+    )
+    alone = vocab_parallel_target_rank(logits, target, **options)
+    return [alone, together.target_rank, fused.target_rank]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_rank_of_a_nan_is_minus_one(ranks, world):
+    whole = torch.randn(ROWS, VOCAB)
+    target = torch.randint(0, TRUE, (ROWS,))
+    expected = (whole[:, :TRUE] > whole.gather(-1, target[:, None])).sum(-1)
+    nan = torch.arange(ROWS) % 3 == 1
+    whole[nan, target[nan]] = torch.nan
+    for found in on_ranks(ranks, world, _ranks_of, whole, target):
+        for rank in found:
+            assert torch.equal(rank, torch.where(nan, -1, expected))
