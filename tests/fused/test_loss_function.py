@@ -244,14 +244,19 @@ def test_a_denominator_that_is_no_count_is_refused(value):
 
 
 def test_a_loss_in_low_precision_is_summed_in_float64():
-    problem = make_problem((2048,), width=2, vocab=4, ignored=0.0)
+    """2047 different numbers, whose sum bf16 does not have."""
+    count = 2047
+    problem = make_problem((count,), width=2, vocab=4, ignored=0.0)
     hidden, weight, _ = shard_problem(problem, False)
+    values = torch.linspace(0.1, 0.9, count)
 
-    def fn(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        return (0.0 * logprobs + 0.3).bfloat16()
+    def fn(logprobs: Tensor, entropy: Tensor | None, values: Tensor) -> Tensor:
+        return (0.0 * logprobs + values).bfloat16()
 
-    loss, _ = linear_policy_loss(hidden, weight, problem.target, fn, denominator=2048)
-    torch.testing.assert_close(loss, torch.tensor(0.3).bfloat16().float(), rtol=1e-6, atol=0.0)
+    loss, _ = linear_policy_loss(hidden, weight, problem.target, fn, values, denominator=count)
+    exact = values.bfloat16().double().mean()
+    assert values.bfloat16().sum().double() / count != exact
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-7, atol=0.0)
 
 
 @pytest.mark.parametrize("compact", [False, True])
