@@ -5,8 +5,8 @@
 
 Works in a copy of the repository. A mutant is one comparison, operator, constant, condition or
 sign changed. A process that has imported torch forks for each mutant, and runs the tests that
-`tests_of` names: those of one process first, then those with gloo ranks, up to the first failure.
-A mutant that they leave alive survives. What survived and why is in tests/measured.md.
+`tests_of` names up to the first failure: those of one process, then, for what these leave alive,
+those with gloo ranks. What survived both and why is in tests/measured.md.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -166,19 +167,27 @@ def mutated(source: str, number: int) -> tuple[str, int, str]:
     return ast.unparse(tree), line, f"{kind}: {' '.join(ast.unparse(found).split())[:80]}"
 
 
-class _Recorder:
-    """A pytest plugin: quick tests first, and what each took and which one failed."""
+def _uses_ranks(item: Any) -> bool:
+    """Whether a test starts gloo ranks; those that take a number of them run one in-process."""
+    if "ranks" not in item.fixturenames:
+        return False
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    layout = values.get("layout")
+    of_layout = layout[0] if isinstance(layout, tuple) else None
+    return 1 not in (values.get("world"), values.get("cp"), of_layout)
 
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.known = seconds
+
+class _Recorder:
+    """A pytest plugin: the tests of one stage, quick ones first; what each took, which failed."""
+
+    def __init__(self, with_ranks: bool, seconds: dict[str, float]) -> None:
+        self.with_ranks, self.known = with_ranks, seconds
         self.seconds: dict[str, float] = {}
         self.failed = ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        def order(item: Any) -> tuple[bool, float]:
-            return "ranks" in item.fixturenames, self.known.get(item.nodeid, 0.0)
-
-        items.sort(key=order)
+        items[:] = [item for item in items if _uses_ranks(item) == self.with_ranks]
+        items.sort(key=lambda item: self.known.get(item.nodeid, 0.0))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
@@ -190,7 +199,7 @@ class _Recorder:
             self.failed = report.nodeid or "collection"
 
 
-def _run(root: Path, tests: list[str], seconds: dict[str, float], answer: Path) -> None:
+def _run(root: Path, stage: _Stage, answer: Path) -> None:
     """In a forked process: the tests on the copy, the verdict as JSON into `answer`."""
     os.chdir(root)
     for name in [n for n in sys.modules if n.partition(".")[0] in ("tests", "mcore_logprobs")]:
@@ -203,36 +212,59 @@ def _run(root: Path, tests: list[str], seconds: dict[str, float], answer: Path) 
     with open(answer.with_suffix(".log"), "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    recorder = _Recorder(seconds)
-    arguments = ["-x", "-q", "--no-header", "--timeout", "100", *tests]
+    recorder = _Recorder(stage.with_ranks, stage.seconds)
+    arguments = ["-x", "-q", "--no-header", "--timeout", "100", *stage.tests]
     code = pytest.main(arguments, plugins=[recorder])
-    failed = recorder.failed or ("" if code == 0 else f"exit status {int(code)}")
+    sound = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    failed = recorder.failed or ("" if code in sound else f"exit status {int(code)}")
     answer.write_text(json.dumps({"failed": failed, "seconds": recorder.seconds}))
 
 
-def verdict(
-    root: Path, tests: list[str], seconds: dict[str, float], timeout: float
-) -> tuple[str, dict[str, float], float]:
-    """(the test that failed or "" or "timed out", seconds by test, seconds in all)."""
-    answer, started = root.parent / "answer.json", time.monotonic()
-    answer.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _run(root, tests, seconds, answer)
-        finally:
-            os._exit(0)
-    while os.waitpid(pid, os.WNOHANG)[0] == 0:
-        if time.monotonic() - started > timeout:
-            os.kill(pid, signal.SIGKILL)  # its ranks end with it
-            os.waitpid(pid, 0)
-            return "timed out", {}, timeout
-        time.sleep(0.02)
-    took = time.monotonic() - started
-    if not answer.exists():
-        return "the process died", {}, took
-    found = json.loads(answer.read_text())
-    return found["failed"], found["seconds"], took
+@dataclass
+class _Stage:
+    """The tests of one process, or those with ranks; how long they take without a mutant.
+
+    The limit is generous: on a busy machine the same tests may take several times as long.
+    """
+
+    tests: tuple[str, ...]
+    with_ranks: bool
+    seconds: dict[str, float] = field(default_factory=dict)
+    whole: float | None = None
+
+    def baseline(self, root: Path) -> None:
+        """Run them once without a mutant, if that was not done."""
+        if self.whole is None:
+            failed, self.whole = self.run(root, 900.0)
+            if failed:
+                raise SystemExit(f"without a mutant, {failed} fails")
+
+    def verdict(self, root: Path) -> tuple[str, float]:
+        """(the test that failed, "timed out" or ""; seconds) with the mutant that is in place."""
+        assert self.whole is not None
+        return self.run(root, 4.0 * self.whole + 60.0)
+
+    def run(self, root: Path, timeout: float) -> tuple[str, float]:
+        answer, started = root.parent / "answer.json", time.monotonic()
+        answer.unlink(missing_ok=True)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _run(root, self, answer)
+            finally:
+                os._exit(0)
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() - started > timeout:
+                os.kill(pid, signal.SIGKILL)  # its ranks end with it
+                os.waitpid(pid, 0)
+                return "timed out", timeout
+            time.sleep(0.02)
+        took = time.monotonic() - started
+        if not answer.exists():
+            return "the process died", took
+        found = json.loads(answer.read_text())
+        self.seconds = self.seconds or found["seconds"]
+        return found["failed"], took
 
 
 @contextlib.contextmanager
@@ -281,32 +313,32 @@ def main() -> int:
         ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs")
         shutil.copytree(ROOT, root, ignore=ignored)
         queue: list[tuple[int, str, int]] = []
-        baselines: dict[tuple[str, ...], tuple[dict[str, float], float]] = {}
+        stages: dict[tuple[str, ...], tuple[_Stage, _Stage]] = {}
         for path in _modules(root / "mcore_logprobs"):
             if not path.startswith(tuple(args.only)):
                 continue
-            source, tests = (root / "mcore_logprobs" / path).read_text(), tests_of(path)
+            source, tests = (root / "mcore_logprobs" / path).read_text(), tuple(tests_of(path))
             numbers = list(range(len(list(sites(ast.parse(source))))))
             random.Random(f"{args.seed} {path}").shuffle(numbers)
             if args.line is not None:
                 numbers = [n for n in numbers if mutated(source, n)[1] == args.line]
             queue += [(turn, path, n) for turn, n in enumerate(numbers[: args.sample or None])]
-            if tuple(tests) not in baselines:
-                failed, seconds, whole = verdict(root, tests, {}, 900.0)
-                if failed:
-                    raise SystemExit(f"{path}: without a mutant, {failed} fails")
-                baselines[tuple(tests)] = seconds, whole
+            stages[tests] = (_Stage(tests, False), _Stage(tests, True))
             print(f"{path}: {len(numbers)} sites; {' '.join(tests)}", flush=True)
         for _, path, number in sorted(queue):  # all modules by turns
             if time.monotonic() - started > 60 * args.minutes:
                 break
-            file, tests = root / "mcore_logprobs" / path, tests_of(path)
+            file = root / "mcore_logprobs" / path
             source = file.read_text()
             text, line, change = mutated(source, number)
-            seconds, whole = baselines[tuple(tests)]
-            file.write_text(text)
-            failed, _, took = verdict(root, tests, seconds, 4 * whole + 60.0)
-            file.write_text(source)
+            failed, took = "", 0.0
+            for stage in stages[tuple(tests_of(path))]:
+                stage.baseline(root)
+                file.write_text(text)
+                failed, took = stage.verdict(root)
+                file.write_text(source)
+                if failed:
+                    break
             kind = failed if failed == "timed out" else "killed" if failed else "survived"
             counts[kind] += 1
             by = f" [{took:.0f} s, {failed.split('::')[-1]}]"
