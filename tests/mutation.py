@@ -174,7 +174,7 @@ def _uses_ranks(item: Any) -> bool:
     values = item.callspec.params if hasattr(item, "callspec") else {}
     layout = values.get("layout")
     of_layout = layout[0] if isinstance(layout, tuple) else None
-    return 1 not in (values.get("world"), values.get("cp"), of_layout)
+    return 1 not in (values.get("world"), of_layout)
 
 
 class _Recorder:
@@ -187,7 +187,7 @@ class _Recorder:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if _uses_ranks(item) == self.with_ranks]
-        items.sort(key=lambda item: self.known.get(item.nodeid, 0.0))
+        items.sort(key=lambda i: ("ranks" in i.fixturenames, self.known.get(i.nodeid, 0.0)))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
