@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ from mcore_logprobs import (
     linear_topk,
     linear_topk_distill,
     vocab_parallel_sampling_logprobs,
+    vocab_parallel_token_stats,
     vocab_parallel_topk,
 )
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.fused.sampling import linear_filtered_stats
 from tests.fused.common import LAYOUTS, Case, Truth, make_problem, shard_problem
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
@@ -338,6 +341,47 @@ def test_filters_take_four_products(chunk_size):
         out.backward(torch.randn(12))
     one = 2 * 12 * weight.numel()
     assert (forward.get_total_flops(), backward.get_total_flops()) == (one, 3 * one)
+
+
+def test_filters_and_the_whole_distribution_from_one_pass():
+    """With everything a head may have, in float64, against the operations on its logits."""
+    lead, names = (7, 2), ("hidden", "weight", "bias", "a", "b")
+    problem = make_problem(lead, dtype=torch.float64, bias=True, true_vocab=20)
+    inputs = (problem.hidden, problem.weight, problem.bias, torch.randn(3, 8), torch.randn(24, 3))
+    leaves = dict(zip(names, (x.double().requires_grad_() for x in inputs), strict=True))
+    hidden, weight, bias, a, b = leaves.values()
+    options = {"vocab_size": 20, "temperature": torch.rand(lead) + 0.5}
+    wanted = {"entropy": True, "target_rank": True, "sum_pi_squared": True}
+    filters = {"top_k": 9, "top_p": 0.7}
+    head = {"bias": bias, "lora": (a, b, 0.4), "softcap": 5.0, "logit_scale": 0.8}
+    z = 5.0 * torch.tanh((hidden @ weight.t() + 0.4 * hidden @ a.t() @ b.t()) * (0.8 / 5.0)) + bias
+    exact = vocab_parallel_token_stats(z, problem.target, **options, **wanted)
+    kept = vocab_parallel_sampling_logprobs(z, problem.target, **options, **filters)
+    exact = dataclasses.replace(exact, logprobs=kept)
+    for compact in (False, True):
+        found = linear_filtered_stats(
+            hidden,
+            weight,
+            problem.target,
+            chunk_size=4,
+            compact=compact,
+            **head,
+            **options,
+            **wanted,
+            **filters,
+        )
+        assert torch.equal(found.target_rank, exact.target_rank)
+        for chosen in (("logprobs",), ("logprobs", "entropy", "sum_pi_squared", "lse"), ("lse",)):
+            pairs = [(getattr(found, name), getattr(exact, name)) for name in chosen]
+            mine, theirs = zip(*pairs, strict=True)
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+            upstream = [_upstream(x) for x in mine]
+            for one, other in zip(
+                torch.autograd.grad(mine, list(leaves.values()), upstream, retain_graph=True),
+                torch.autograd.grad(theirs, list(leaves.values()), upstream, retain_graph=True),
+                strict=True,
+            ):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("compact", [False, True])
