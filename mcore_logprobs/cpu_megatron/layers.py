@@ -76,9 +76,10 @@ class CpuCoreAttention(nn.Module):
         if packed:  # thd is one long row: [t, heads, d] -> [t, 1, heads, d]
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         cp_size, cp_rank = 1, 0
-        if self._cp_group is not None and self._cp_group.size() > 1:
-            cp_size, cp_rank = self._cp_group.size(), self._cp_group.rank()
-            kv = _GatherSequence.apply(torch.cat((key, value), dim=-1), self._cp_group)
+        cp_group = self._group_of(packed_seq_params)
+        if cp_group is not None and cp_group.size() > 1:
+            cp_size, cp_rank = cp_group.size(), cp_group.rank()
+            kv = _GatherSequence.apply(torch.cat((key, value), dim=-1), cp_group)
             key, value = kv.split((key.shape[-1], value.shape[-1]), dim=-1)
 
         mask = None
@@ -104,6 +105,13 @@ class CpuCoreAttention(nn.Module):
         )
         out = out.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads * d]
         return out.squeeze(1).contiguous() if packed else out.contiguous()
+
+    def _group_of(self, packed_seq_params: Any) -> Any:
+        """The call's own group where it brings one (dynamic CP), as Transformer Engine takes it."""
+        own = getattr(packed_seq_params, "cp_group", None)
+        if own is None and getattr(packed_seq_params, "local_cp_size", None) is None:
+            return self._cp_group
+        return own
 
 
 def token_positions(

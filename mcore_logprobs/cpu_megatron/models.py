@@ -203,10 +203,9 @@ def build_gpt_model(
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
         rotary_base=rotary_base,
         vp_stage=vp_stage,
-        **gpt_kwargs,
+        **{"position_embedding_type": "rope", **gpt_kwargs},
     )
     _share_out_gates(model)
     return model
