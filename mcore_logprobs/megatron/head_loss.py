@@ -214,7 +214,10 @@ def _mapped(
 
         def place(x: Tensor) -> Tensor:
             x = x.reshape(*keep.shape, *x.shape[1:])
-            return torch.where(keep.view(*keep.shape, *(1,) * (x.dim() - 2)), x, 0)
+            # Not 0, with which a bool would become an integer.
+            return torch.where(
+                keep.view(*keep.shape, *(1,) * (x.dim() - 2)), x, torch.zeros_like(x)
+            )
 
         found = pytree.tree_map_only(Tensor, place, found)
     return pytree.tree_map_only(Tensor, lambda x: x.transpose(0, 1).contiguous(), found)

@@ -60,7 +60,8 @@ def filters(layout: dict[str, Any], settings: dict[str, Any], own: bool, change:
         target = labels.masked_fill(~keep, 0).unsqueeze(-1)
         logp = z.log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1) * keep
-        short = filtered(z, settings.get("top_k"), settings.get("top_p", 1.0)).log_softmax(-1)
+        top_k = settings.get("top_k") or None
+        short = filtered(z, top_k, settings.get("top_p", 1.0)).log_softmax(-1)
         exact = torch.where(keep, short.gather(-1, target)[..., 0], 0.0)
         assert torch.equal(exact.isfinite(), kept)
         rank = torch.where(keep, (z > z.gather(-1, target)).sum(-1), -1)
@@ -75,7 +76,12 @@ def filters(layout: dict[str, Any], settings: dict[str, Any], own: bool, change:
 
 
 LAYOUTS = [{}, {"tp": 2}, {"cp": 2}]
-SETTINGS = [{"top_p": 0.6}, {"top_k": 9, "top_p": 0.9, "compact": True}, {}]
+SETTINGS: list[dict[str, Any]] = [
+    {"top_p": 0.6},
+    {"top_k": 9, "top_p": 0.9, "compact": True},
+    {},
+    {"top_k": 0},  # off, as samplers write it
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -83,7 +89,7 @@ SETTINGS = [{"top_p": 0.6}, {"top_k": 9, "top_p": 0.9, "compact": True}, {}]
 def test_filters_and_a_temperature_a_token(ranks, layout, settings):
     world = layout.get("tp", 1) * layout.get("cp", 1)
     for result in ranks(world).run(filters, layout, settings, True, ""):
-        assert result["filtered"] > 0 or not settings
+        assert result["filtered"] > 0 or not (settings.get("top_k") or settings.get("top_p"))
         assert max(result["logprobs"], result["entropy"], result["grad"]) < 2e-5, result
 
 
@@ -96,6 +102,7 @@ class Found(NamedTuple):
     values: Tensor
     ids: Tensor
     total: Tensor
+    sure: Tensor  # bool
 
 
 def mapped(layout: dict[str, Any], change: str) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def mapped(layout: dict[str, Any], change: str) -> dict[str, Any]:
 
         def fn(z: Tensor, weight: Tensor) -> Found:
             values, ids = vocab_parallel_topk(z, 4, tp_group=resolve_tp_group(None))
-            return Found(values, ids, values.sum(-1) * weight)
+            return Found(values, ids, values.sum(-1) * weight, values[:, 0] > 0.5)
 
         with patch_model(model) as handle, handle.map(fn, weights):
             found = model(**batch["inputs"], labels=labels)
@@ -115,6 +122,8 @@ def mapped(layout: dict[str, Any], change: str) -> dict[str, Any]:
         z = model(**batch["inputs"], runtime_gather_output=True)
         values, ids = z.topk(4, -1)
         assert torch.equal(found.ids, torch.where(keep.unsqueeze(-1), ids, 0))
+        assert found.sure.dtype == torch.bool
+        assert torch.equal(found.sure, (values[..., 0] > 0.5) & keep)
         loss = (values.sum(-1) * weights * keep).sum()
         return {
             "values": relative(found.values, values * keep.unsqueeze(-1)),
