@@ -230,7 +230,7 @@ def linear_filtered_stats(
     """`linear_token_stats` whose logprobs are those of the filtered distribution.
 
     Args:
-        top_k, top_p: not both off.
+        top_k, top_p: both off is `linear_token_stats`.
         whole: False leaves lse out, and with it the pass over the logits that it costs.
         the others: as in `linear_token_stats`.
 
@@ -255,7 +255,31 @@ def linear_filtered_stats(
         rank=target_rank,
         sum_pi_squared=sum_pi_squared,
     )
+    backends.select(backend, weight)
     filters = Filters.of(top_k, top_p, head.shard)
+    if filters.off:
+        return linear_token_stats(
+            hidden,
+            weight,
+            target,
+            entropy=entropy,
+            target_rank=target_rank,
+            sum_pi_squared=sum_pi_squared,
+            bias=bias,
+            lora=lora,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            sequence_parallel=sequence_parallel,
+            logits_dtype=logits_dtype,
+            compact=compact,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            tp_group=head.group,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            ignore_index=ignore_index,
+            chunk_size=chunk_size,
+            backend=backend,
+        )
     tokens = open_tokens(
         hidden,
         target,
@@ -326,77 +350,35 @@ def linear_sampling_logprobs(
         ValueError: before any collective; see `vocab_parallel_sampling_logprobs` and
             `linear_token_stats`.
     """
-    head = open_head(
-        hidden,
-        weight,
-        bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        logits_dtype=logits_dtype,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        tp_group=tp_group,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        backend=backend,
-    )
+    shared: dict[str, Any] = {
+        "bias": bias,
+        "logit_scale": logit_scale,
+        "softcap": softcap,
+        "logits_dtype": logits_dtype,
+        "gradient_accumulation_fusion": gradient_accumulation_fusion,
+        "tp_group": tp_group,
+        "temperature": temperature,
+        "vocab_size": vocab_size,
+        "backend": backend,
+    }
+    rows: dict[str, Any] = {
+        "sequence_parallel": sequence_parallel,
+        "chunk_size": chunk_size,
+        "ignore_index": ignore_index,
+        "compact": compact,
+    }
+    if kept_ids is None:
+        filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "whole": False}
+        return linear_filtered_stats(hidden, weight, target, **filters, **shared, **rows).logprobs
+    shared.pop("bias")
+    head = open_head(hidden, weight, bias, **shared)
     backends.select(backend, weight)
-    filters = Filters.of(top_k, top_p, head.shard)
+    Filters.of(top_k, top_p, head.shard).check_off_for_replay(top_k, top_p)
     lead = whole_lead(hidden, head.group, sequence_parallel=sequence_parallel)
     target = check_target(target, lead, hidden.device)
-    if kept_ids is None and filters.off:
-        return linear_token_stats(
-            hidden,
-            weight,
-            target,
-            bias=bias,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            sequence_parallel=sequence_parallel,
-            logits_dtype=logits_dtype,
-            compact=compact,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-            tp_group=head.group,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            ignore_index=ignore_index,
-            chunk_size=chunk_size,
-            backend=backend,
-        ).logprobs
-    if kept_ids is not None:
-        filters.check_off_for_replay(top_k, top_p)
-        kept = open_kept_ids(kept_ids, target.numel(), head.shard, hidden.device)
-        tokens = open_tokens(
-            hidden,
-            target,
-            head.shard,
-            sequence_parallel=sequence_parallel,
-            chunk_size=chunk_size,
-            ignore_index=ignore_index,
-            compact=compact,
-            temperature=temperature,
-        )
-        return _replay(tokens, weight, bias, target, kept, kept_ids[1].long(), head)
-    return linear_filtered_stats(
-        hidden,
-        weight,
-        target,
-        top_k=top_k,
-        top_p=top_p,
-        whole=False,
-        bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        sequence_parallel=sequence_parallel,
-        logits_dtype=logits_dtype,
-        compact=compact,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        tp_group=head.group,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        ignore_index=ignore_index,
-        chunk_size=chunk_size,
-        backend=backend,
-    ).logprobs
+    kept = open_kept_ids(kept_ids, target.numel(), head.shard, hidden.device)
+    tokens = open_tokens(hidden, target, head.shard, temperature=temperature, **rows)
+    return _replay(tokens, weight, bias, target, kept, kept_ids[1].long(), head)
 
 
 def _replay(
