@@ -224,16 +224,18 @@ def linear_ops_case(shape: Shape) -> Workload:
     def finite(logprobs: Tensor) -> Tensor:
         return torch.where(logprobs.isfinite(), logprobs, 0.0)
 
+    def sampling(temperature: float) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        # At temperature 1 a row keeps thousands of tokens, and the filters search for its cut.
+        options: dict[str, Any] = {"top_p": 0.95, "temperature": temperature, "tp_group": group}
+        return (
+            lambda h, w: finite(m.linear_sampling_logprobs(h, w, target, **options)),
+            lambda z: finite(m.vocab_parallel_sampling_logprobs(z, target, **options)),
+        )
+
     # By name: from hidden states, from logits.
     ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-        "top-p 0.95": (
-            lambda h, w: finite(
-                m.linear_sampling_logprobs(h, w, target, top_p=0.95, tp_group=group)
-            ),
-            lambda z: finite(
-                m.vocab_parallel_sampling_logprobs(z, target, top_p=0.95, tp_group=group)
-            ),
-        ),
+        "top-p 0.95, peaked": sampling(0.25),
+        "top-p 0.95, flat": sampling(1.0),
         f"log p of {k} ids": (
             lambda h, w: m.linear_gather(h, w, ids, log_softmax=True, tp_group=group),
             lambda z: m.vocab_parallel_gather(z, ids, log_softmax=True, tp_group=group),
