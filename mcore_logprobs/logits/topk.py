@@ -70,14 +70,33 @@ class _TopK(torch.autograd.Function):
 def stable_topk(x: Tensor, k: int) -> Tensor:
     """Columns of the k largest in each row, smaller columns first among equals; in any order.
 
-    torch.topk takes any of the values that tie at the k-th place. Here each value's bits, made to
-    increase with the value, and its column share one int64 that cannot tie. No host sync.
+    NaN is the largest of all. torch.topk takes any of the values that tie at the k-th place: on a
+    CPU rows where some do are looked at again, elsewhere, without a host sync, all are.
 
     Args:
-        x: `[c, v]`, not modified.
+        x: `[c, v]`, not modified; k is at most v.
 
     Returns:
         `[c, k]` int64.
+    """
+    if k == x.shape[-1]:
+        return torch.arange(k, device=x.device).repeat(x.shape[0], 1)
+    if x.device.type != "cpu":
+        return _topk_of_keys(x, k)
+    best = x.topk(k + 1, dim=-1)
+    columns = best.indices[:, :k]
+    tied = ~(best.values[:, k - 1] > best.values[:, k])  # NaN too
+    again = tied.nonzero().squeeze(-1)
+    if again.numel():
+        picked = x[again]
+        # A NaN that a CPU makes has its sign bit set.
+        columns[again] = _topk_of_keys(torch.where(picked.isnan(), torch.nan, picked), k)
+    return columns
+
+
+def _topk_of_keys(x: Tensor, k: int) -> Tensor:
+    """As `stable_topk`: each value's bits, made to increase with the value, and its column share
+    one int64 that cannot tie.
     """
     if x.dtype == torch.float64:  # no room for the column
         return x.sort(dim=-1, descending=True, stable=True).indices[:, :k]

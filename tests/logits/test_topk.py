@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_argmax, vocab_parallel_topk
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.logits.topk import stable_topk
 from tests.helpers.distributed import RankError
 from tests.helpers.memory import TensorsMade
 from tests.logits.common import (
@@ -160,3 +161,18 @@ def test_memory_is_a_few_chunks():
         vocab_parallel_topk(logits, 8, chunk_size=4)
     assert not made.larger_than(2 * copy)
     assert made.peak <= 4 * copy
+
+
+@pytest.mark.parametrize("k", [1, 5, 12])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_equal_values_and_nan_are_chosen_by_column(dtype, k):
+    """Rows without a tie, of nothing but ties, of both zeros, and with the NaN that a CPU makes."""
+    x = torch.randn(9, 12).to(dtype)
+    x[1], x[2, ::2], x[3] = 1.0, 0.0, torch.where(torch.arange(12) % 3 == 0, -0.0, 0.0)
+    x[4, [2, 7]] = torch.tensor(torch.inf, dtype=dtype) - torch.inf
+    x[5, [1, 8, 9]], x[6] = torch.nan, -torch.inf
+    x[7:] = torch.randint(0, 3, (2, 12)).to(dtype)
+    expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+    assert torch.equal(stable_topk(x, k).sort(-1).values, expected)
+    values, _ = vocab_parallel_topk(x, k)
+    assert values[4:6, 0].isnan().all()
