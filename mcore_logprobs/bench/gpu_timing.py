@@ -1,0 +1,254 @@
+"""One group of cases in a process of its own: its time, its records, and how a call is timed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["GroupRun", "peak_bytes", "timed"]
+
+Call = Callable[[], object]
+
+_WARM_SECONDS = 0.2  # an idle clock takes that long to rise
+_COLD_BYTES = 256 << 20  # more than a GPU's cache
+_CYCLES_PER_SECOND = 2.0e9  # at most: a sleep must not be shorter than what it is to cover
+
+
+@dataclass
+class GroupRun:
+    """What a group's process is given.
+
+    Attributes:
+        results: the file of JSON lines that all groups append to.
+        until: end of the group's time, of `time.monotonic`.
+        started: of the session, on the same clock.
+        small: sizes for trying the script out.
+        cuda: whether there is a GPU; without one everything runs interpreted on the CPU.
+        share: (i, n): run each n-th call once, untimed and unrecorded, from the i-th on. None: all.
+    """
+
+    group: str
+    out: Path
+    results: Path
+    until: float
+    started: float
+    small: bool
+    cuda: bool
+    share: tuple[int, int] | None = None
+    _count: int = field(default=0, init=False)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if self.cuda else "cpu")
+
+    @property
+    def left(self) -> float:
+        """Seconds of the group's time."""
+        return self.until - time.monotonic()
+
+    def record(self, case: str, status: str = "ok", **fields: Any) -> None:
+        """Append one line: group, case, status ("ok", "failed", "left out") and the fields."""
+        if self.share is not None:
+            return
+        at = round(time.monotonic() - self.started, 3)
+        line = {"group": self.group, "case": case, "status": status, "at": at, **fields}
+        with open(self.results, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def case(self, name: str, run: Callable[[], dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """Run one case and record what it gives; its failure is recorded and the group goes on.
+
+        Returns the fields, {} where there are none. A case that no time is left for is left out.
+
+        Raises:
+            RuntimeError: the device answers no more, as after an illegal access.
+        """
+        if self.share is not None:
+            self._count += 1
+            if self._count % self.share[1] != self.share[0]:
+                return {}
+        if self.left <= 0.0:
+            self.record(name, "left out", reason="no time left in this group", **fields)
+            return {}
+        begin = time.monotonic()
+        try:
+            found = run()
+        except Exception as error:
+            traceback.print_exc()
+            first = str(error).strip().splitlines()[:1]
+            reason = f"{type(error).__name__}: {first[0] if first else ''}"[:300]
+            self.record(name, "failed", reason=reason, **fields)
+            if self.cuda:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            return {}
+        self.record(name, took=round(time.monotonic() - begin, 3), **fields, **found)
+        return found
+
+    def time(
+        self,
+        name: str,
+        call: Call,
+        *,
+        floor_ms: float | None = None,
+        bytes_moved: int | None = None,
+        operations: int | None = None,
+        small_input: bool = False,
+        peak: bool = False,
+        **fields: Any,
+    ) -> float | None:
+        """Time one call as a case; its smallest kernel time in ms, None where it did not run.
+
+        Args:
+            floor_ms: what the machine's limit takes for the same; recorded as `share`.
+            bytes_moved, operations: give `tb_per_s` and `tflops`.
+            small_input: the input fits the GPU's cache, which is emptied before each call.
+            peak: also record the memory beyond what was there before, in MiB.
+        """
+
+        def run() -> dict[str, Any]:
+            if self.share is not None:
+                call()
+                return {}
+            found = timed(call, cuda=self.cuda, seconds=self._seconds(), cold=small_input)
+            least = found["kernel_ms"]
+            if floor_ms is not None:
+                found["share"] = round(floor_ms / least, 4)
+            if bytes_moved is not None:
+                found["tb_per_s"] = round(bytes_moved / least / 1e9, 4)
+            if operations is not None:
+                found["tflops"] = round(operations / least / 1e9, 2)
+            if peak:
+                found["peak_mib"] = round(peak_bytes(call, self.cuda) / 2**20, 1)
+            return found
+
+        return self.case(name, run, **fields).get("kernel_ms")
+
+    def _seconds(self) -> float:
+        """A case's share of what is left, so that one slow case does not take it all."""
+        return max(0.0, min(1.5, self.left / 4)) if not self.small else 0.02
+
+    def randn(self, *size: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0) -> Tensor:
+        """Random operands: products of zeros draw less power and run faster than real ones."""
+        generator = torch.Generator(self.device).manual_seed(len(size) + size[0])
+        return torch.randn(*size, device=self.device, dtype=dtype, generator=generator).mul_(std)
+
+    def targets(self, rows: int, vocab: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(rows)
+        return torch.randint(vocab, (rows,), device=self.device, generator=generator)
+
+
+def timed(call: Call, *, cuda: bool, seconds: float, cold: bool = False) -> dict[str, Any]:
+    """Smallest and median time of a call on the device, apart from the host's.
+
+    The device is kept busy while the host issues the call, so that what is between the two events
+    is the device's work alone.
+
+    Args:
+        seconds: to spend, at least three calls all the same.
+        cold: empty the GPU's cache before each.
+
+    Returns: `kernel_ms`, `kernel_ms_median`, `host_us` (issuing the call) and `calls`; on a CPU
+        `kernel_ms` is all of it.
+    """
+    call()  # compiles, and fills the allocator's pools
+    if not cuda:
+        times = _repeat(lambda: _host_seconds(call), seconds)
+        return _summary([1e3 * t for t in times], min(times))
+    torch.cuda.synchronize()
+    _warm_clock()
+    host = [_issue(call) for _ in range(3)]
+    cycles = int(_CYCLES_PER_SECOND * (2.0 * min(host) + 50e-6))
+    scratch = torch.empty(_COLD_BYTES if cold else 0, dtype=torch.uint8, device="cuda")
+
+    def once() -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        scratch.zero_()
+        torch.cuda._sleep(min(cycles, int(_CYCLES_PER_SECOND * 0.1)))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+
+    return _summary(_repeat(once, seconds), min(host))
+
+
+def graph_timed(call: Call, *, seconds: float) -> float:
+    """Smallest time in ms of a CUDA graph of the call: its kernels without the host."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    found = timed(graph.replay, cuda=True, seconds=seconds, cold=True)
+    return float(found["kernel_ms"])
+
+
+def peak_bytes(call: Call, cuda: bool) -> int:
+    """Device memory that one call takes beyond what is there; 0 on a CPU."""
+    if not cuda:
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _summary(times_ms: list[float], host: float) -> dict[str, Any]:
+    return {
+        "kernel_ms": round(min(times_ms), 5),
+        "kernel_ms_median": round(statistics.median(times_ms), 5),
+        "host_us": round(1e6 * host, 1),
+        "calls": len(times_ms),
+    }
+
+
+def _repeat(once: Callable[[], float], seconds: float) -> list[float]:
+    end = time.monotonic() + seconds
+    found = [once() for _ in range(3)]
+    while time.monotonic() < end and len(found) < 100:
+        found.append(once())
+    return found
+
+
+def _host_seconds(call: Call) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _issue(call: Call) -> float:
+    seconds = _host_seconds(call)
+    torch.cuda.synchronize()
+    return seconds
+
+
+_warmed_at: list[float] = []
+
+
+def _warm_clock() -> None:
+    """Work for a while, unless there was some within the last second."""
+    now = time.monotonic()
+    if not _warmed_at or now - _warmed_at[0] > 1.0:
+        a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        while time.monotonic() < now + _WARM_SECONDS:
+            for _ in range(8):
+                a @ a
+            torch.cuda.synchronize()
+    _warmed_at[:] = [time.monotonic()]
