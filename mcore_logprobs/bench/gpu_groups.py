@@ -10,10 +10,12 @@ import concurrent.futures
 import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +25,16 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.bench import gpu_ranks
+from mcore_logprobs.bench.gpu_heads import (
+    fused,
+    launches,
+    peers_linear,
+    peers_logits,
+    policy,
+    profile,
+)
 from mcore_logprobs.bench.gpu_session import Group
-from mcore_logprobs.bench.gpu_timing import GroupRun, graph_timed
+from mcore_logprobs.bench.gpu_timing import GroupRun, sizes
 
 __all__ = ["CANDIDATES", "Candidate", "groups"]
 
@@ -34,12 +44,12 @@ class Candidate:
     """Another way to run the statistics and gradient kernels, measured against the default.
 
     Attributes:
-        env: environment variables, set before a kernel is imported.
+        switch: a name that the kernels' own switch knows (`triton_common.use_candidate`), or None.
         stats: fields of the statistics' launch plan that differ.
         grad: keywords of `triton_grad.grad_logits`.
     """
 
-    env: Mapping[str, str] = field(default_factory=dict)
+    switch: str | None = None
     stats: Mapping[str, int] = field(default_factory=dict)
     grad: Mapping[str, int] = field(default_factory=dict)
 
@@ -61,10 +71,7 @@ CANDIDATES: dict[str, Candidate] = {
 
 
 def groups() -> list[Group]:
-    """All groups in order; a candidate with an environment of its own has its own process."""
-    apart: dict[tuple[tuple[str, str], ...], dict[str, Candidate]] = {}
-    for name, candidate in CANDIDATES.items():
-        apart.setdefault(tuple(sorted(candidate.env.items())), {})[name] = candidate
+    """All groups, in the order in which they run."""
     return [
         Group("environment", environment, 2.0),
         Group("compile", compile_all, 6.0),
@@ -74,33 +81,12 @@ def groups() -> list[Group]:
         Group("tests", kernel_tests, 10.0),
         Group("peers-linear", peers_linear, 6.0),
         Group("peers-logits", peers_logits, 5.0),
-        *(
-            Group(f"candidates{place or ''}", partial(candidates, some=some), 4.0, dict(env))
-            for place, (env, some) in enumerate(apart.items())
-        ),
+        Group("candidates", candidates, 6.0),
         Group("launches", launches, 2.0),
         Group("ranks", gpu_ranks.ranks, 5.0),
         Group("ceilings", ceilings, 2.0),
         Group("profile", profile, 2.0),
     ]
-
-
-# ---- sizes -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sizes:
-    rows: tuple[int, ...]
-    vocab: int
-    hidden: int
-    launch_bound: tuple[int, int]
-
-
-def sizes(run: GroupRun) -> Sizes:
-    if run.small:
-        return Sizes((4, 6), 512, 32, (4, 256))
-    rows = (8192,) if run.share is not None else (8192, 32768)
-    return Sizes(rows, 152064, 4096, (1024, 19008))
 
 
 # ---- environment, tests ------------------------------------------------------------------------
@@ -118,7 +104,8 @@ def environment(run: GroupRun) -> None:
             found |= {"gpu": card.name, "memory_gib": round(card.total_memory / 2**30, 1)}
             found |= {"processors": card.multi_processor_count, "cuda": torch.version.cuda}
             found["capability"] = list(torch.cuda.get_device_capability())
-            print(subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True).stdout)
+            if shutil.which("nvidia-smi"):
+                print(subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True).stdout)
         else:
             found["gpu"] = None
         return found
@@ -179,7 +166,7 @@ def compile_all(run: GroupRun) -> None:
         kernels,
         policy,
         fused,
-        partial(candidates, some=CANDIDATES),
+        candidates,
         launches,
     ]
     chosen += [] if run.small else [peers_linear, peers_logits]
@@ -193,6 +180,8 @@ def compile_all(run: GroupRun) -> None:
                 group(mine)
             except Exception as error:
                 print(f"worker {number}: {type(error).__name__}: {error}", flush=True)
+            if run.cuda:
+                torch.cuda.empty_cache()
 
     def compiled() -> dict[str, Any]:
         workers = [context.Process(target=worker, args=(n,)) for n in range(count)]
@@ -328,11 +317,19 @@ def kernels(run: GroupRun) -> None:
     )
 
 
-def candidates(run: GroupRun, some: Mapping[str, Candidate]) -> None:
-    """The same kernels, launched otherwise."""
-    from mcore_logprobs.kernels import triton_grad, triton_stats
+def _all_candidates(run: GroupRun) -> dict[str, Candidate]:
+    """`CANDIDATES`, and what the kernels' own switch offers."""
+    from mcore_logprobs.kernels import triton_common
+
+    switches = [name for name in getattr(triton_common, "CANDIDATES", {}) if name != "default"]
+    plans = dict(list(CANDIDATES.items())[:2]) if run.small else CANDIDATES
+    return plans | {name: Candidate(switch=name) for name in switches}
+
+
+def candidates(run: GroupRun) -> None:
+    """The same kernels, otherwise launched or compiled."""
+    from mcore_logprobs.kernels import triton_common, triton_grad, triton_stats
     from mcore_logprobs.kernels.stats import RowSpec
-    from mcore_logprobs.kernels.triton_common import launch_plan
 
     size = sizes(run)
     rows, vocab = size.rows[0], size.vocab
@@ -340,265 +337,35 @@ def candidates(run: GroupRun, some: Mapping[str, Candidate]) -> None:
     out, target = torch.empty_like(logits), run.targets(rows, vocab)
     shift = torch.full((rows,), 12.0, device=run.device)
     copy = _copy_ms(run, logits, out, rows=rows, vocab=vocab)
-    base = launch_plan(rows, vocab, logits)
-    chosen = dict(list(some.items())[:2]) if run.small else some
-    for name, candidate in chosen.items():
+    base = triton_common.launch_plan(rows, vocab, logits)
+    specs = {
+        "log-probability": RowSpec(vocab),
+        "with entropy": RowSpec(vocab, entropy=True),
+        "softcap": RowSpec(vocab, softcap=30.0),
+    }
+    for name, candidate in _all_candidates(run).items():
         plan = base
         if candidate.stats:
             plan = replace(base, splits=1, columns=1 << 30, **candidate.stats)
-        for what, entropy in (("log-probability", False), ("with entropy", True)):
-            spec = RowSpec(vocab, entropy=entropy)
-            coef = run.randn(len(spec.coefficients), rows, dtype=torch.float32, std=0.1)
-            fields: dict[str, Any] = {
-                "candidate": name,
-                "rows": rows,
-                "vocab": vocab,
-                "env": dict(candidate.env),
-            }
-            run.time(
-                f"statistics, {what}",
-                partial(triton_stats.row_stats, logits, target, spec, plan=plan),
-                floor_ms=None if copy is None else copy / 2,
-                **fields,
-            )
-            run.time(
-                f"gradient, {what}",
-                partial(
-                    triton_grad.grad_logits, logits, target, shift, coef, spec,
-                    out=out, **dict[str, Any](candidate.grad),
-                ),
-                floor_ms=copy,
-                **fields,
-            )  # fmt: skip
-
-
-# ---- from hidden states ------------------------------------------------------------------------
-
-Function = Callable[[Tensor, Tensor], Tensor]
-
-
-def _head(run: GroupRun, rows: int, size: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    hidden = run.randn(rows, size.hidden).requires_grad_()
-    weight = run.randn(size.vocab, size.hidden, std=2.0 * size.hidden**-0.5).requires_grad_()
-    return hidden, weight, run.targets(rows, size.vocab)
-
-
-def _one_product(run: GroupRun, x: Tensor, weight: Tensor, /, **shape: Any) -> float | None:
-    """The vendor's product of the whole head, in row pieces, with a low-precision result."""
-    rows = x.shape[0]
-    piece = min(rows, 8192)
-    out = torch.empty(piece, weight.shape[0], device=run.device, dtype=x.dtype)
-    x, w = x.detach(), weight.detach().t()
-
-    def product() -> None:
-        for part in x.split(piece):
-            torch.mm(part, w, out=out[: part.shape[0]])
-
-    return run.time("floor: one product", product, operations=2 * rows * weight.numel(), **shape)
-
-
-def _both(
-    run: GroupRun, name: str, function: Function, leaves: tuple[Tensor, Tensor], **more: Any
-) -> None:
-    """Forward and backward of a function of (hidden, weight), with its peak memory."""
-    upstream: list[Tensor] = []
-
-    def step() -> None:
-        value = function(*leaves)
-        if not upstream or upstream[0].shape != value.shape:
-            ramp = torch.linspace(0.5, 1.5, max(1, value.numel()), device=value.device)
-            upstream[:] = [ramp.view(value.shape).to(value.dtype)]
-        torch.autograd.grad(value, leaves, upstream[0])
-
-    run.time(f"{name}, both", step, peak=True, **more)
-
-
-def fused(run: GroupRun) -> None:
-    """`linear_token_stats` against four of the vendor's products."""
-    import mcore_logprobs as m
-
-    size = sizes(run)
-    for rows in size.rows:
-        hidden, weight, target = _head(run, rows, size)
-        shape: dict[str, Any] = {"rows": rows, "vocab": size.vocab, "hidden": size.hidden}
-        one = _one_product(run, hidden, weight, **shape)
-        four = None if one is None else 4 * one
-
-        def stats(
-            h: Tensor, w: Tensor, *, target: Tensor = target, entropy: bool = False
-        ) -> Tensor:
-            found = m.linear_token_stats(h, w, target, entropy=entropy)
-            return found.logprobs if found.entropy is None else found.logprobs + found.entropy
-
-        _both(run, "fused", stats, (hidden, weight), floor_ms=four, **shape)
-        with torch.no_grad():
-            run.time("fused, forward", partial(stats, hidden, weight), floor_ms=one, **shape)
-        _both(
-            run, "fused, entropy", partial(stats, entropy=True), (hidden, weight),
-            floor_ms=four, **shape,
-        )  # fmt: skip
-        del hidden, weight
-
-
-def policy(run: GroupRun) -> None:
-    """`linear_policy_loss` against three of the vendor's products."""
-    import mcore_logprobs as m
-    from mcore_logprobs.losses import ClippedLoss
-
-    size = sizes(run)
-    for rows in size.rows:
-        hidden, weight, target = _head(run, rows, size)
-        old = torch.full((rows,), -11.0, device=run.device)
-        advantages = run.randn(rows, dtype=torch.float32)
-        shape: dict[str, Any] = {"rows": rows, "vocab": size.vocab, "hidden": size.hidden}
-        one = _one_product(run, hidden, weight, **shape)
-
-        def loss(
-            h: Tensor,
-            w: Tensor,
-            *,
-            target: Tensor = target,
-            tensors: tuple[Tensor, Tensor] = (old, advantages),
-        ) -> Tensor:
-            fn = ClippedLoss(entropy_coef=0.01)
-            value, _ = m.linear_policy_loss(
-                h, w, target, fn, *tensors, denominator=target.numel(), entropy=True
-            )
-            return value
-
-        three = None if one is None else 3 * one
-        _both(run, "policy loss", loss, (hidden, weight), floor_ms=three, **shape)
-        del hidden, weight
-
-
-# ---- peers -------------------------------------------------------------------------------------
-
-
-def peers_linear(run: GroupRun) -> None:
-    """Other libraries' fused heads, and holding the logits, on the same shapes."""
-    import mcore_logprobs as m
-    from mcore_logprobs.bench.peers import linear_peers
-
-    size = sizes(run)
-    for rows in size.rows:
-        hidden, weight, target = _head(run, rows, size)
-        shape: dict[str, Any] = {"rows": rows, "vocab": size.vocab, "hidden": size.hidden}
-
-        def fused(h: Tensor, w: Tensor, *, target: Tensor = target) -> Tensor:
-            return m.linear_token_stats(h, w, target).logprobs
-
-        def held(h: Tensor, w: Tensor, *, target: Tensor = target) -> Tensor:
-            return m.vocab_parallel_logprobs(h @ w.t(), target)
-
-        found, absent = linear_peers(target)
-        ways: dict[str, Function] = {"fused": fused, "logits held": held, **found}
-        for name, function in ways.items():
-            _both(run, name, function, (hidden, weight), **shape)
-        for name, reason in absent.items():
-            run.record(name, "left out", reason=reason, **shape)
-        del hidden, weight
-
-
-def peers_logits(run: GroupRun) -> None:
-    """Other libraries' cross entropies on the same logits."""
-    import mcore_logprobs as m
-    from mcore_logprobs.bench.peers import logits_peers, stop_megatron
-
-    size = sizes(run)
-    for rows in size.rows:
-        logits = run.randn(rows, size.vocab, std=4.0).requires_grad_()
-        target = run.targets(rows, size.vocab)
-        shape: dict[str, Any] = {"rows": rows, "vocab": size.vocab}
-        found, absent = logits_peers(target)
-        if run.small:  # compiling these takes longer than all the rest
-            found = {k: v for k, v in found.items() if k not in ("torch.compile", "megatron fused")}
-
-        def ours(z: Tensor, *, target: Tensor = target) -> Tensor:
-            return m.vocab_parallel_logprobs(z, target)
-
-        for name, function in {"logprobs": ours, **found}.items():
-            _both(run, name, lambda z, _, f=function: f(z), (logits, logits), **shape)  # type: ignore[misc]
-        for name, reason in absent.items():
-            run.record(name, "left out", reason=reason, **shape)
-        del logits
-    stop_megatron()
-
-
-# ---- launches, profile -------------------------------------------------------------------------
-
-
-def _launched(call: Callable[[], object], run: GroupRun) -> int | None:
-    """Kernels that one call launches; None without a GPU."""
-    if not run.cuda:
-        return None
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    call()
-    with record(activities=[ProfilerActivity.CUDA]) as found:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
-
-
-def launches(run: GroupRun) -> None:
-    """A call so small that the host's time counts: host, kernels, and both as a CUDA graph."""
-    import mcore_logprobs as m
-
-    rows, width = sizes(run).launch_bound
-    logits = run.randn(rows, width, std=4.0).requires_grad_()
-    target = run.targets(rows, width)
-    upstream = torch.linspace(0.5, 1.5, rows, device=run.device)
-
-    def forward(entropy: bool = False) -> Tensor:
-        found = m.vocab_parallel_token_stats(logits, target, entropy=entropy)
-        return found.logprobs if found.entropy is None else found.logprobs + found.entropy
-
-    def both(entropy: bool = False) -> None:
-        torch.autograd.grad(forward(entropy), logits, upstream)
-
-    for entropy in (False, True):
-        suffix = ", entropy" if entropy else ""
-        shape: dict[str, Any] = {"rows": rows, "vocab": width}
-        for name, call in (("forward", forward), ("both", both)):
-            way = partial(call, entropy)
-            run.time(name + suffix, way, small_input=True, kernels=_launched(way, run), **shape)
-        if not run.cuda:
-            run.record(f"graph{suffix}", "left out", reason="CUDA graphs need a GPU")
-            continue
-        run.case(
-            f"graph{suffix}",
-            lambda e=entropy: {"kernel_ms": graph_timed(partial(both, e), seconds=0.5)},  # type: ignore[misc]
-            **shape,
-        )
-
-
-def profile(run: GroupRun) -> None:
-    """One fused forward and backward under torch's profiler: logs/profile.txt."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    import mcore_logprobs as m
-
-    size = sizes(run)
-    hidden, weight, target = _head(run, size.rows[0], size)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if run.cuda else [])
-    by = "self_cuda_time_total" if run.cuda else "self_cpu_time_total"
-
-    def profiled() -> dict[str, Any]:
-        def step() -> None:
-            stats = m.linear_token_stats(hidden, weight, target, entropy=True)
-            torch.autograd.grad((stats.logprobs + stats.entropy).sum(), (hidden, weight))  # type: ignore[operator]
-            if run.cuda:
-                torch.cuda.synchronize()
-
-        step()
-        with record(activities=activities) as found:
-            step()
-        table = found.key_averages()
-        print(table.table(sort_by=by, row_limit=40, max_name_column_width=90))
-        attribute = "self_device_time_total" if run.cuda else "self_cpu_time_total"
-        top = sorted(table, key=lambda event: -getattr(event, attribute))[:8]
-        return {"top_us": {event.key[:80]: round(getattr(event, attribute), 1) for event in top}}
-
-    run.case("fused, both", profiled, rows=size.rows[0], vocab=size.vocab, hidden=size.hidden)
+        switch = nullcontext()
+        if candidate.switch is not None:
+            switch = getattr(triton_common, "use_candidate")(candidate.switch)  # noqa: B009
+        fields: dict[str, Any] = {"candidate": name, "rows": rows, "vocab": vocab}
+        with switch:
+            for what, spec in specs.items():
+                coef = run.randn(len(spec.coefficients), rows, dtype=torch.float32, std=0.1)
+                run.time(
+                    f"statistics, {what}",
+                    partial(triton_stats.row_stats, logits, target, spec, plan=plan),
+                    floor_ms=None if copy is None else copy / 2,
+                    **fields,
+                )
+                run.time(
+                    f"gradient, {what}",
+                    partial(
+                        triton_grad.grad_logits, logits, target, shift, coef, spec,
+                        out=out, **dict[str, Any](candidate.grad),
+                    ),
+                    floor_ms=copy,
+                    **fields,
+                )  # fmt: skip

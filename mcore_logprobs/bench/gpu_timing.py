@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GroupRun", "peak_bytes", "timed"]
+__all__ = ["GroupRun", "Sizes", "graph_timed", "peak_bytes", "sizes", "timed"]
 
 Call = Callable[[], object]
 
@@ -87,7 +87,7 @@ class GroupRun:
             first = str(error).strip().splitlines()[:1]
             reason = f"{type(error).__name__}: {first[0] if first else ''}"[:300]
             self.record(name, "failed", reason=reason, **fields)
-            if self.cuda:
+            if torch.cuda.is_initialized():  # or processes forked from this one could not use it
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             return {}
@@ -252,3 +252,19 @@ def _warm_clock() -> None:
                 a @ a
             torch.cuda.synchronize()
     _warmed_at[:] = [time.monotonic()]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: tuple[int, ...]
+    vocab: int
+    hidden: int
+    launch_bound: tuple[int, int]
+
+
+def sizes(run: GroupRun) -> Sizes:
+    if run.small:
+        return Sizes((4, 6), 512, 32, (4, 256))
+    # To compile fewer rows do: several processes share the memory.
+    rows = (4096,) if run.share is not None else (8192, 32768)
+    return Sizes(rows, 152064, 4096, (1024, 19008))

@@ -55,7 +55,7 @@ def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
     assert by_case["tests", "test_products.py"]["summary"].endswith("s")
     assert by_case["fused", "fused, both"]["share"] > 0.0
     assert by_case["ranks", "values, sequence parallel"]["error"] < 2e-5
-    assert {r["candidate"] for r in records if "candidate" in r} == {"default", "tile 4K, 8 warps"}
+    assert {r["candidate"] for r in records if "candidate" in r} >= {"default", "tile 4K, 8 warps"}
     timed = {r["group"] for r in records if "kernel_ms" in r}
     assert timed >= {"kernels", "fused", "policy", "peers-linear", "peers-logits", "launches"}
     summary = (tmp_path / "summary.md").read_text()
