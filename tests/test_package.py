@@ -269,6 +269,7 @@ SIDEWAYS = {
     ("consistency", "collectives"),
     ("consistency", "groups"),
     ("logits", "context_parallel"),
+    ("bench", "doctor"),
     ("doctor", "dropin"),
 }
 MAY_IMPORT_MEGATRON = {
