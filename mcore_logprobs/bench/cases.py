@@ -193,6 +193,9 @@ def linear_case(shape: Shape) -> Workload:
             "unfused (holds the logits)", unfused, [hidden, weight], check=check if one else None
         ),
     ]
+    if shape.dtype == torch.bfloat16:
+        rounded = fused(logits_dtype=torch.bfloat16)
+        contenders.insert(3, Contender("fused, bf16 logits", rounded, [hidden, weight]))
     peers, absent = linear_peers(target)
     contenders += [Contender(name, f, [hidden, weight], is_peer=True) for name, f in peers.items()]
     return Workload("log-probabilities from hidden states", shape.describe(), contenders, absent)

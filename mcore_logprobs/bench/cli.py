@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mcore_logprobs.bench.cases import CASES, Shape
 from mcore_logprobs.bench.peers import stop_megatron
-from mcore_logprobs.bench.report import Point, as_json, machine, plot, print_table
+from mcore_logprobs.bench.report import LEGEND, Point, as_json, machine, plot, print_table
 from mcore_logprobs.bench.runner import measure
 
 __all__ = ["main"]
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = dist.group.WORLD if several else None
     first = not several or dist.get_rank() == 0
     if first:
-        print(machine())
+        print(f"{machine()}\n{LEGEND}")
     points: list[Point] = []
     try:
         for what in CASES if args.what == "all" else [args.what]:

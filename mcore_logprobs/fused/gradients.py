@@ -79,6 +79,7 @@ class HeadGradients:
                 wide=wide,
                 sparse=sparse,
                 fixed=opts.segments is not None,
+                rounded=opts.rounded,
             )
         if needs[2] and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=accumulator_dtype(bias.dtype))
@@ -127,9 +128,10 @@ class HeadGradients:
             block = head.weight_block(columns)
             if self._tile is None:
                 wide = accumulator_dtype(tile.hidden.dtype)
-                self._tile = product(dlogits, block, torch.empty_like(tile.hidden, dtype=wide))
+                self._tile = torch.empty_like(tile.hidden, dtype=wide)
+                product(dlogits, block, self._tile, rounded=head.opts.rounded)
             else:
-                add_product(dlogits, block, self._tile)
+                add_product(dlogits, block, self._tile, rounded=head.opts.rounded)
         if columns.stop == head.opts.spec.valid:
             self._reduce(tile)
         if self.weight is not None:
@@ -286,6 +288,7 @@ class WeightGradient:
         sparse: the gradient comes by `add_rows`; the float32 sum starts at 0.
         fixed: multiply from and into memory of its own, so that a block's place in the weight
             does not change its bits.
+        rounded: as in `kernels.products.product`.
     """
 
     def __init__(
@@ -298,9 +301,10 @@ class WeightGradient:
         wide: bool = False,
         sparse: bool = False,
         fixed: bool = False,
+        rounded: bool = False,
     ) -> None:
         self._weight, self._main_grad = weight, main_grad
-        self._fixed = fixed
+        self._fixed, self._rounded = fixed, rounded
         self._wide = accumulator_dtype(weight.dtype)
         self._dtype = self._wide if wide else weight.dtype
         self._fresh = main_grad is None
@@ -325,13 +329,15 @@ class WeightGradient:
             dlogits, hidden = aligned(dlogits), aligned(hidden)
         elif block is not None and block.dtype == self._wide:
             # product writes where there is nothing yet, so that no zero fill is needed.
-            (product if first and self._fresh else add_product)(dlogits.t(), hidden, block)
+            multiply = product if first and self._fresh else add_product
+            multiply(dlogits.t(), hidden, block, rounded=self._rounded)
             return
         elif block is not None and first and self._fresh and block.dtype == dlogits.dtype:
             rounded_product(dlogits.t(), hidden, block)
             return
         shape = (dlogits.shape[1], hidden.shape[1])
-        part = product(dlogits.t(), hidden, hidden.new_empty(shape, dtype=self._wide))
+        part = hidden.new_empty(shape, dtype=self._wide)
+        product(dlogits.t(), hidden, part, rounded=self._rounded)
         if block is not None:  # fixed; or one tile, float32 operands of a low-precision weight
             block.copy_(part) if first and self._fresh else block.add_(part)
         else:  # a low-precision main_grad: rounded once a tile, as Megatron's own does

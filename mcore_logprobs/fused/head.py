@@ -44,6 +44,7 @@ class HeadOptions:
         spec: how a product becomes a finished logit, and which statistics are wanted.
         segments: the segments that statistics are taken by, or None.
         lora_scale: what a LoRA's product is multiplied by, if there is one.
+        rounded: products may be rounded to the weight's dtype: logits_dtype is that.
     """
 
     shard: VocabShard
@@ -53,6 +54,7 @@ class HeadOptions:
     gradient_accumulation_fusion: bool
     segments: Segments | None = None
     lora_scale: float = 1.0
+    rounded: bool = False
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -74,12 +76,14 @@ def open_head(
     gradient_accumulation_fusion: bool = False,
     invariant_segments: int | None = None,
     lora: LoRAInput | None = None,
+    may_round: bool = False,
     prefix: str = "",
     **wanted: bool,
 ) -> HeadOptions:
     """Check a head against the hidden states that it is given, and resolve its group.
 
     Args:
+        may_round: the operation heeds `HeadOptions.rounded`.
         wanted: the statistics, as flags of `RowSpec`.
         prefix: goes before the arguments' names in errors.
 
@@ -141,6 +145,7 @@ def open_head(
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         segments=segments,
         lora_scale=1.0 if lora is None else float(lora[2]),
+        rounded=(may_round and logits_dtype == weight.dtype and lora is None and segments is None),
     )
 
 
@@ -205,7 +210,7 @@ class Head:
         """`[columns, h]` of the weight in the operand dtype; the latest block is kept."""
         if self._block is None or self._block[0] != columns:
             self._block = None  # a cast block's memory can serve the next
-            block = operand(self.weight[columns])
+            block = operand(self.weight[columns], rounded=self.opts.rounded)
             self._block = (columns, block if self.opts.segments is None else aligned(block))
         return self._block[1]
 
@@ -351,7 +356,8 @@ class Head:
 
     def gradient_buffer(self, logits: Tensor) -> Tensor:
         """Where dLogits of a chunk go, in the operand dtype: over the logits if they fit there."""
-        dtype = operand_dtype(self.weight.dtype, self.weight.device)
+        weight, rounded = self.weight, self.opts.rounded
+        dtype = operand_dtype(weight.dtype, weight.device, rounded=rounded)
         return logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
 
     def chunk_grad(self, chunk: Chunk, shift: Tensor, coef: Tensor) -> Tensor:

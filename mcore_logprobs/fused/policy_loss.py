@@ -108,7 +108,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         loss: _Loss,
         opts: _Options,
     ) -> Any:
-        tiles = HiddenTiles(hidden, opts.tiling)
+        tiles = HiddenTiles(hidden, opts.tiling, rounded=opts.head.rounded)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
         loss = replace(loss, tensors=tuple(tiles.walk(t) for t in loss.tensors))
         lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
@@ -310,6 +310,7 @@ def linear_policy_loss(
         smoothing=label_smoothing > 0.0,
         sum_pi_squared=sum_pi_squared,
         invariant_segments=invariant_segments,
+        may_round=True,
     )
     tokens = open_tokens(
         hidden,

@@ -58,7 +58,7 @@ class _LinearTokenStats(torch.autograd.Function):
         local: LocalTarget,
         opts: _Options,
     ) -> tuple[Any, ...]:
-        tiles = HiddenTiles(hidden, opts.tiling)
+        tiles = HiddenTiles(hidden, opts.tiling, rounded=opts.head.rounded)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
         lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
         head = Head(weight, bias, opts.head, opts.tiling.block_columns, lora)
@@ -85,7 +85,7 @@ class _LinearTokenStats(torch.autograd.Function):
             return (None,) * 7
         hidden, weight, bias, lora_a, lora_b, column, keep, *norms = ctx.saved_tensors
         norms, opts = RowNorms(*norms), ctx.opts
-        tiles = HiddenTiles(hidden, opts.tiling)
+        tiles = HiddenTiles(hidden, opts.tiling, rounded=opts.head.rounded)
         upstream = RowResults(*grads).map(tiles.walk)
         spec = gradient_spec(opts.head.spec, upstream)
         coef = gradient_coefficients(
@@ -164,7 +164,9 @@ def linear_token_stats(
             dot product: columns within its rounding of the target count either way.
         logits_dtype: what the products are rounded to. float32 (the default) also for bfloat16
             operands: the rounding of the logits is the main source of mismatch between trainer and
-            rollout engine. torch.bfloat16 gives what a bfloat16 head gives.
+            rollout engine. torch.bfloat16 gives what a bfloat16 head gives; on a CPU with
+            instructions for them all products of a bfloat16 head are then bfloat16 ones, and each
+            chunk's part of a gradient is rounded once before it is added in float32.
         compact: compute only rows whose target is not ignore_index; the same results, and prompt
             and padding tokens cost no product. One host sync.
         gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad` in place, as
@@ -224,6 +226,7 @@ def linear_token_stats(
         smoothing=label_smoothing > 0.0,
         sum_pi_squared=sum_pi_squared,
         invariant_segments=invariant_segments,
+        may_round=True,
     )
     tokens = open_tokens(
         hidden,

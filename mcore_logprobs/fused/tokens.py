@@ -303,10 +303,13 @@ class HiddenTiles:
     Attributes:
         count: n, rows over all ranks: n_local, times TP under sequence parallelism.
         local: each tile's rows of this rank.
+
+    Args:
+        rounded: as in `kernels.products.operand_dtype`.
     """
 
-    def __init__(self, hidden: Tensor, tiling: Tiling) -> None:
-        self._hidden = hidden.detach()
+    def __init__(self, hidden: Tensor, tiling: Tiling, *, rounded: bool = False) -> None:
+        self._hidden, self._rounded = hidden.detach(), rounded
         self._group = tiling.group if tiling.sequence_parallel else None
         self._ranks = group_size(self._group)
         self.local = list(row_chunks(hidden.shape[0], max(1, tiling.tile_rows // self._ranks)))
@@ -319,7 +322,7 @@ class HiddenTiles:
             wait_for(work, self._group)
             pending = self._start(number + 1)
             rows = slice(local.start * self._ranks, local.stop * self._ranks)
-            yield Tile(number, rows, operand(tile))
+            yield Tile(number, rows, operand(tile, rounded=self._rounded))
 
     def _start(self, number: int) -> tuple[Tensor, Any | None]:
         if number >= len(self.local):
