@@ -73,12 +73,12 @@ CANDIDATES: dict[str, Candidate] = {
 def groups() -> list[Group]:
     """All groups, in the order in which they run."""
     return [
-        Group("environment", environment, 2.0),
+        Group("environment", environment, 2.0, least=40.0),
         Group("compile", compile_all, 6.0),
         Group("kernels", kernels, 5.0),
         Group("fused", fused, 6.0),
         Group("policy", policy, 4.0),
-        Group("tests", kernel_tests, 10.0),
+        Group("tests", kernel_tests, 10.0, least=40.0),
         Group("peers-linear", peers_linear, 6.0),
         Group("peers-logits", peers_logits, 5.0),
         Group("candidates", candidates, 6.0),

@@ -37,7 +37,7 @@ class Group:
     Attributes:
         run: takes a `GroupRun` and records its cases.
         weight: its share of the time that is left when it starts, against the later ones' weights.
-        least: seconds that it gets in any case, as far as there are so many.
+        least: seconds that it gets in any case, up to a third of what is left.
         env: environment variables of its process, set before a kernel is imported.
     """
 
@@ -74,7 +74,7 @@ def run_groups(groups: Sequence[Group], session: Session) -> None:
     for place, group in enumerate(groups):
         left = session.until - time.monotonic()
         weights = sum(later.weight for later in groups[place:])
-        limit = min(left, max(group.least, left * group.weight / weights))
+        limit = max(min(group.least, left / 3), left * group.weight / weights)
         if limit < 0.5:
             session.note(group.name, "group", "left out", reason="no time left")
             continue

@@ -104,19 +104,19 @@ run_groups(
         Group("raises", raises, 1.0, {"HERE": "yes"}, least=1.0),
         Group("late", late, 0.1, least=1.0),
         Group("good", good, 5.0, least=1.0),
-        Group("never", lambda run: time.sleep(60), 5.0, least=60.0),
-        Group("after", good, 1.0),
+        Group("last", lambda run: time.sleep(60), 5.0, least=60.0),
     ],
     session,
 )
 print(time.monotonic() - now)
+run_groups([Group("after", good, 1.0)], session)
 """
 
 
 def test_a_group_that_hangs_or_crashes_takes_no_other_with_it(tmp_path: Path) -> None:
     done, _ = _python(["-c", _SCRIPT, str(tmp_path)], 60)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.splitlines()[-1]) < 10.7  # the deadline is kept
+    assert 9.9 < float(done.stdout.splitlines()[-1]) < 11.0  # the deadline is kept
     records = gpu_summary.read(tmp_path / "results.jsonl")
     found = {(r["group"], r["case"]): r for r in records}
     ends = {name: r["status"] for (name, case), r in found.items() if case == "group"}
@@ -126,7 +126,7 @@ def test_a_group_that_hangs_or_crashes_takes_no_other_with_it(tmp_path: Path) ->
         "raises": "failed",
         "late": "ok",
         "good": "ok",
-        "never": "killed",
+        "last": "killed",
         "after": "left out",
     }
     # What was found before the end is there.
