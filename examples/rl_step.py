@@ -4,8 +4,8 @@
 
 `bash examples/run_rl_step.sh` sets up an environment and runs this. `GrpoTrainer.train_step` is the
 step: roll out, score, update through Megatron's own schedule, weights back, report. What is not the
-step lies in rl/: tasks and the batch of padded answers (data.py), rollout engines (rollout.py,
-vllm_engine.py), building a GPTModel and converting its weights (weights.py), scores and the loss
+step lies in rl/: tasks and the batch of padded answers (data.py), questions for training and held
+out from it (evaluate.py), rollout engines (rollout.py, vllm_engine.py), building a GPTModel and converting its weights (weights.py), scores and the loss
 under top-p (scores.py), process groups (layout.py), the optimizer (optim.py), checkpoints, tables
 and plots (report.py), and the checks before the first step (checks.py).
 
@@ -31,6 +31,7 @@ from rl import checkpoint, checks
 from rl.config import RunConfig, SetupError, read_command_line, validate_model
 from rl.data import IGNORE, Batch, MicroBatch, group_advantages, make_batch, make_task
 from rl.data import micro_batches as split
+from rl.evaluate import Questions
 from rl.layout import (
     Layout,
     from_last_stage,
@@ -60,6 +61,7 @@ class GrpoTrainer:
         self.engine: RolloutEngine | VllmEngine | None = None  # on rank 0, as is the task
         llama, self.pad = on_main(self._start_engine)
         validate_model(config, llama)
+        self.llama = llama
         self.bridge = WeightBridge(llama, layout)
         build = partial(build_policy, llama, self.bridge, self.engine, config)
         self.policy = build(trainable=True)
@@ -86,6 +88,7 @@ class GrpoTrainer:
     def _start_engine(self) -> tuple[Any, int]:
         config, vllm = self.config, self.config.rollout.engine == "vllm"
         self.task = make_task(config.task, seed=config.seed)
+        self.questions = Questions(self.task, config)
         device = "cpu" if vllm else self.layout.device
         self.engine = RolloutEngine.load(config.model, seed=config.seed, device=device)
         if vllm:
@@ -113,10 +116,11 @@ class GrpoTrainer:
         outside = batch.mask & batch.old_logprobs.isinf()
         batch.labels = batch.labels.masked_fill(outside, IGNORE)
         measured = token_metrics(batch, old, outside, config)
+        taught = batch.that_teaches(config.grpo, self.layout)
 
         updates = []
         for _ in range(config.grpo.updates):  # 3. clipped updates
-            report = self.accumulate_gradients(batch)
+            report = self.accumulate_gradients(taught)
             report["grad_norm"] = self.optimizer.step()
             updates.append(report)
 
@@ -126,24 +130,17 @@ class GrpoTrainer:
             step=self.step,
             **sample_metrics(samples),
             **measured,
-            **step_metrics(updates, samples, batch, self.layout, started, rollout_seconds),
+            **step_metrics(updates, samples, taught, self.layout, started, rollout_seconds),
         )
         return record, samples, questions
 
     def roll_out(self) -> tuple[list[Sample], list[str]]:
         """On rank 0. The others wait in a broadcast, so that all cores are the engine's."""
-        r, encode = self.config.rollout, self.engine.tokenizer.encode_prompt
-        problems = [self.task.problem(self.step * r.prompts + i) for i in range(r.prompts)]
-        samples = self.engine.generate(
-            [encode(p.question, self.task.shots) for p in problems],
-            group_size=r.group_size,
-            max_new_tokens=r.max_new_tokens,
-            temperature=r.temperature,
-            top_p=r.top_p,
-            seed=(self.config.seed * 1_000_003 + self.step) * r.prompts * r.group_size,
-        )
-        for sample in samples:
-            sample.reward = self.task.score(problems[sample.group], sample.text)
+        r = self.config.rollout
+        first = self.step * r.prompts
+        problems = [self.questions.training(first + i) for i in range(r.prompts)]
+        seed = (self.config.seed * 1_000_003 + self.step) * r.prompts * r.group_size
+        samples = self.questions.answer(self.engine, problems, r.group_size, seed)
         return samples, [p.question for p in problems]
 
     def batch(self, samples: list[Sample], *, all_tokens: bool = False) -> Batch:

@@ -13,6 +13,7 @@ GRPO steps on a Megatron-Core model. The first run makes .venv (minutes), later 
 
   --config FILE      a YAML file of configs/ (default: configs/smollm2-cpu.yaml)
   --steps N          GRPO steps in all, those before a resume included
+  --minutes M        no step starts after M minutes
   --tp N --cp N --pp N
                      parallel sizes; they set the number of processes too
   --seed N

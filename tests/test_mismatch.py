@@ -6,6 +6,7 @@ held against itself.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import subprocess
@@ -62,6 +63,13 @@ def _model_data() -> dict[str, Tensor]:
         hook = model.output_layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
         fresh = logits(tokens[:, :-1])
         hook.remove()
+        # The trained weights in two lower precisions: a trainer's layers and an engine's.
+        low = {}
+        for name, dtype in (("low", torch.bfloat16), ("engine", torch.float16)):
+            copied = copy.deepcopy(model).to(dtype)
+            copied.output_layer.weight.data = model.output_layer.weight.data
+            copied.output_layer.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            low[f"{name}_logits"] = copied(tokens[:, :-1], positions[:, :LENGTH], None).detach()
         mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
         mask[:, PROMPT - 1 :] = True
         mask[0, -4:] = False  # a shorter answer
@@ -70,6 +78,7 @@ def _model_data() -> dict[str, Tensor]:
             "mask": mask,
             "logits": fresh,
             "stale_logits": stale,
+            **low,
             "hidden": hidden[0].detach().transpose(0, 1).contiguous(),
             "weight": model.output_layer.weight.detach().clone(),
         }
@@ -85,7 +94,9 @@ def _filtered(z: Tensor) -> Tensor:
 
 def _reported(data: dict[str, Tensor], settings: Settings) -> Tensor:
     """[b, s] of a side that computes so: plain torch."""
-    z = data["stale_logits" if settings.stale_weights else "logits"].float()
+    source = "low_logits" if settings.trainer_layers else "logits"
+    source = "engine_logits" if settings.engine_layers else source
+    z = data["stale_logits" if settings.stale_weights else source].float()
     if settings.bf16_logits:
         z = z.bfloat16()
     z = z.double()
@@ -171,6 +182,53 @@ def test_each_cause_is_found_alone(data: dict[str, Tensor], name: str) -> None:
         share = (expected > found.threshold).double().mean().item()
         assert cause.share == pytest.approx(share, abs=1.5 / len(expected))
     assert cause.cure
+
+
+LAYERS: dict[str, tuple[dict, dict]] = {
+    "trainer's layers": ({"trainer_layers": True}, {}),
+    "engine's layers": ({}, {"engine_layers": True}),
+    "both layers": ({"trainer_layers": True}, {"engine_layers": True}),
+    "layers and the engine's head": (
+        {"trainer_layers": True},
+        {"engine_layers": True, "bf16_logits": True},
+    ),
+    "layers and both heads": (
+        {"trainer_layers": True, "bf16_logits": True},
+        {"engine_layers": True, "bf16_logits": True},
+    ),
+    "layers and no filter": (
+        {"trainer_layers": True, "filter_applied": False},
+        {"engine_layers": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rounding_in_the_layers_is_split_by_side(data: dict[str, Tensor], name: str) -> None:
+    ours, theirs = LAYERS[name]
+    train, rollout = Settings(**ours), Settings(**theirs)
+    sources = {
+        "logits": data["low_logits"],
+        "float32_logits": data["logits"],
+        "rollout_logits": data["engine_logits"],
+    }
+    found = _explain(data, train, rollout, **sources)
+    assert (found.train, found.rollout) == (train, rollout)
+    # Both heads round, each other hidden states: that part has changed sides, not gone.
+    both = set(ours) & set(theirs)
+    assert {(c.setting, c.side) for c in found.causes} == {
+        *((setting, "train") for setting in set(ours) - both),
+        *((setting, "rollout") for setting in set(theirs) - both),
+    }
+    assert found.remainder.max_abs < 1e-5
+    parts = sum(c.per_token for c in found.causes)
+    torch.testing.assert_close(parts, found.total.per_token, rtol=0, atol=1e-5)
+    # Without the engine's hidden states its share is the remainder, and a note says so.
+    del sources["rollout_logits"]
+    found = _explain(data, train, rollout, **sources)
+    assert found.train == train
+    assert (found.remainder.mean_abs > 1e-5) == ("engine_layers" in theirs)
+    assert any("rollout_hidden" in note for note in found.notes)
 
 
 def _pairs() -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .data import Batch, group_advantages
 from .layout import Layout, from_last_stage, on_main
 from .optim import global_grad_norm
 from .rollout import Sample
+from .weights import Policy, build_policy
 
 # ---- two independent witnesses ---------------------------------------------------------------
 
@@ -35,8 +37,7 @@ def self_check(trainer: Any) -> None:
     def texts() -> list[Sample]:
         # Questions far from those of the training steps; every token of theirs is scored.
         problems = [trainer.task.problem(900_000 + i) for i in range(count)]
-        encode, shots = trainer.engine.tokenizer.encode_prompt, trainer.task.shots
-        prompts = [encode(p.question, shots) for p in problems]
+        prompts = [trainer.questions.encode(trainer.engine, p.question) for p in problems]
         return [Sample(tokens=p, prompt_length=len(p), logprobs=[], group=0) for p in prompts]
 
     batch = trainer.batch(on_main(texts), all_tokens=True)
@@ -257,11 +258,13 @@ def explain(trainer: Any) -> Any:
     config, layout = trainer.config, trainer.layout
     if layout.cp * layout.pp * layout.dp != 1:
         raise SetupError("--explain holds one rollout on one TP group: set CP, PP and DP to 1")
+    if config.rollout.engine == "vllm":
+        on_main(lambda: trainer.engine.record_hidden())
     samples, _ = on_main(trainer.roll_out)
     whole = trainer.batch(samples, all_tokens=True)  # labels of the prompts too
     batch = trainer.batch(samples)
     train = trainer.score(trainer.policy, batch)
-    hidden, weight = _head_inputs(trainer, batch)
+    hidden, weight = _head_inputs(trainer, trainer.policy, batch)
     inputs = {
         "train_logprobs": train.stats.logprobs,
         "rollout_logprobs": batch.rollout_logprobs,
@@ -272,16 +275,14 @@ def explain(trainer: Any) -> Any:
         "top_p": config.rollout.top_p,
         "vocab_size": trainer.logprobs.vocab_size,
     }
-    # What each side does is known here, the engine's rounding as well: it has bfloat16 logits.
-    bf16 = config.model.dtype == "bfloat16"
-    right = {"alignment": "right", "padding_counted": False, "temperature_applied": True}
-    found = explain_mismatch(
-        **inputs,
-        weight=weight,
-        train={**right, "bf16_logits": False, "filter_applied": config.rollout.top_p == 1.0},
-        rollout={**right, "bf16_logits": bf16, "filter_applied": True},
-        tp_group=layout.tp_group,
-    )
+    if all(s.hidden is not None for s in samples):
+        inputs["rollout_hidden"] = _answer_hidden(samples, batch, hidden)
+    if config.model.dtype != "float32":
+        # The same weights in float32, so that what rounding in the layers does can be told.
+        exact = replace(config, model=replace(config.model, dtype="float32"))
+        policy = build_policy(trainer.llama, trainer.bridge, trainer.engine, exact, trainable=False)
+        inputs["float32_hidden"], _ = _head_inputs(trainer, policy, batch)
+    found = explain_mismatch(**inputs, weight=weight, tp_group=layout.tp_group)
     weights = [
         truncated_importance_weights(lp[batch.mask], batch.rollout_logprobs[batch.mask]).mean()
         for lp in (train.stats.logprobs, train.trainer, train.engine)
@@ -302,9 +303,16 @@ def explain(trainer: Any) -> Any:
     return found
 
 
-def _head_inputs(trainer: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def _answer_hidden(samples: list[Sample], batch: Batch, like: Tensor) -> Tensor:
+    """[n, s, h]: the engine's hidden states, each at the position of the token that it predicts."""
+    out = torch.zeros(like.shape, device=like.device)
+    out[batch.mask] = torch.cat([s.hidden for s in samples]).to(like.device)
+    return out
+
+
+def _head_inputs(trainer: Any, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     """What the output layer multiplies: hidden states [n, s, h] and this rank's [V/TP, h]."""
-    gpt_model, found = trainer.policy.gpt_model, []
+    gpt_model, found = policy.gpt_model, []
 
     def look(_: Any, args: tuple, kwargs: dict) -> None:
         weight = kwargs.get("weight")
@@ -316,7 +324,7 @@ def _head_inputs(trainer: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
     hook = gpt_model.output_layer.register_forward_pre_hook(look, with_kwargs=True)
     try:
-        trainer.run(trainer.policy.model, batch, nothing, forward_only=True, labels=False)
+        trainer.run(policy.model, batch, nothing, forward_only=True, labels=False)
     finally:
         hook.remove()
     hidden = torch.cat([h for h, _ in found], dim=1)  # [s, n, h], or [s/TP, n, h]

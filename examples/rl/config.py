@@ -49,11 +49,17 @@ class TaskSection:
 
     name: a reasoning-gym task ("chain_sum", ...) with its own options, or "echo" (tiny model).
     examples: solved problems shown before each question, so that a small model sees the form.
+    system: system message; empty: what the model's chat template puts there by itself.
+    eval_questions: held-out questions, answered at the start, every `eval_every` steps and at the
+        end; training never asks them.
     """
 
     name: str = "echo"
     options: dict[str, Any] = field(default_factory=dict)
     examples: int = 0
+    system: str = ""
+    eval_questions: int = 0
+    eval_every: int = 10
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,8 @@ class RolloutSection:
     max_kept: ids of a token that the engine reports; where it kept as many or more, that token
         falls back to the trainer's filter.
     importance_cap: cap of the truncated importance weights p_train / p_rollout; 0: no weights.
-    timeout: seconds of the engine's silence after which it counts as hung.
+    timeout: seconds without progress of the engine (a layer, a tensor) after which it counts as
+        hung.
     python: interpreter with vLLM, where it needs an environment of its own; empty: this one.
     gpu_memory: share of the GPU's memory for vLLM, which sleeps while the trainer works.
     """
@@ -127,6 +134,7 @@ class RunConfig:
     device: str = "cpu"
     seed: int = 0
     steps: int = 2
+    minutes: float = 0.0  # no step starts after so many (0: no limit)
     save_every: int = 0
     output_dir: str = "runs"
     model: ModelSection = field(default_factory=ModelSection)
@@ -193,6 +201,7 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
     parser.add_argument(
         "--steps", type=int, help="GRPO steps in all, those before a resume included"
     )
+    parser.add_argument("--minutes", type=float, help="no step starts after so many (0: no limit)")
     parser.add_argument("--tp", type=int, help="tensor-parallel size")
     parser.add_argument("--cp", type=int, help="context-parallel size")
     parser.add_argument("--pp", type=int, help="pipeline-parallel size")
@@ -215,7 +224,7 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
         help="check, print TP x CP x PP and the engine, exit",
     )
     args = parser.parse_args()
-    names = ("steps", "tp", "cp", "pp", "seed", "dtype", "output_dir", "save_every")
+    names = ("steps", "minutes", "tp", "cp", "pp", "seed", "dtype", "output_dir", "save_every")
     config = override(load_config(args.config), **{name: getattr(args, name) for name in names})
     if args.print_processes:  # before torchrun, whose report would bury a mistake
         processes = config.parallel.tp * config.parallel.cp * config.parallel.pp
@@ -260,6 +269,13 @@ def validate(config: RunConfig, world_size: int) -> None:
     samples = r.prompts * r.group_size
     require(config.device in ("cpu", "cuda"), f"device: expected cpu or cuda, got {config.device}")
     require(config.steps >= 1, f"steps: expected >= 1, got {config.steps}")
+    require(config.minutes >= 0, f"minutes: expected >= 0, got {config.minutes}")
+    t = config.task
+    require(
+        t.eval_questions == 0 or t.eval_questions >= 2,
+        f"task.eval_questions: expected 0, or 2 and more, got {t.eval_questions}",
+    )
+    require(t.eval_every >= 1, f"task.eval_every: expected >= 1, got {t.eval_every}")
     require(r.group_size >= 2, f"rollout.group_size: expected >= 2, got {r.group_size}")
     require(r.prompts >= 1, f"rollout.prompts: expected >= 1, got {r.prompts}")
     require(r.temperature > 0, f"rollout.temperature: expected > 0, got {r.temperature}")

@@ -123,6 +123,18 @@ class Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Batch(**{name: None if t is None else fn(t) for name, t in values.items()})
 
+    def that_teaches(self, grpo: Any, layout: Any) -> Batch:
+        """Without the answers whose advantage is 0 (all answers to the question scored alike): they
+        have no gradient, unless by the KL term. Filled up to whole micro-batches on every rank."""
+        if grpo.kl_coef > 0:
+            return self
+        size = grpo.micro_batch * layout.dp
+        teaches = (self.advantages != 0).any(1)
+        # Those that teach first, in their order; a step without any still makes one micro-batch.
+        order = torch.argsort(teaches.logical_not().int(), stable=True)
+        rows = order[: max(1, -(-int(teaches.sum()) // size)) * size]
+        return self.map(lambda t: t[rows])
+
 
 def group_advantages(samples: list[Sample], *, normalise_std: bool) -> None:
     """GRPO: an answer's reward against those of the other answers to the same prompt."""
@@ -185,12 +197,12 @@ class MicroBatch:
     position_ids: Tensor  # [micro_batch, s / CP], global positions
 
 
-def kept_ids(batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """-> bool [n, s], where the engine recorded what it kept, and `kept_ids` of
-    vocab_parallel_sampling_logprobs: (ids one after another, offsets [n * s + 1])."""
-    present = batch.kept_ids >= 0
+def kept_ids(kept: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """[..., k], filled up with -1 -> bool [...], where the engine recorded what it kept, and
+    `kept_ids` of vocab_parallel_sampling_logprobs: (ids one after another, offsets [rows + 1])."""
+    present = kept >= 0
     offsets = torch.nn.functional.pad(present.sum(-1).flatten().cumsum(0), (1, 0))
-    return present.any(-1), (batch.kept_ids[present], offsets)
+    return present.any(-1), (kept[present], offsets)
 
 
 def micro_batches(batch: Batch, *, size: int, layout: Any) -> Iterator[MicroBatch]:

@@ -59,9 +59,10 @@ def start_processes(config: RunConfig) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif torch.cuda.is_available():
         raise SetupError("device: cpu on a machine with a GPU; set CUDA_VISIBLE_DEVICES= (empty)")
-    # A rank that dies takes the others with it in minutes at most, whatever they wait for.
+    # torchrun ends the others where a rank dies. This bounds what they wait for rank 0's rollout,
+    # which may be long on a busy machine; an engine that hangs is found by its own timeout.
     dist.init_process_group(
-        "nccl" if config.device == "cuda" else "gloo", timeout=timedelta(minutes=5)
+        "nccl" if config.device == "cuda" else "gloo", timeout=timedelta(minutes=30)
     )
 
 

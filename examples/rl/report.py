@@ -6,6 +6,7 @@ import dataclasses
 import json
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,8 @@ from mcore_logprobs.losses import kl_k3, truncated_importance_weights
 from . import checkpoint
 from .config import RunConfig
 from .data import Batch
-from .layout import Layout
+from .evaluate import Evaluation, Evaluator
+from .layout import Layout, on_main
 from .rollout import Sample
 
 
@@ -175,21 +177,28 @@ def run_steps(trainer: Any) -> list[StepRecord]:
     config, layout, p = trainer.config, trainer.layout, trainer.config.parallel
     out = config.run_dir
     reporter = Reporter(out, layout, trainer.console, resume_step=trainer.step)
+    evaluator = Evaluator(trainer, out / "eval.jsonl", trainer.say)
+    until = time.monotonic() + 60 * config.minutes
     columns = (TextColumn("GRPO"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=trainer.console, disable=not layout.is_main)
     try:
         with bar:
             shown = bar.add_task("steps", total=config.steps, completed=trainer.step)
+            evaluator.after_step()
             while trainer.step < config.steps:
+                if config.minutes and not on_main(lambda: time.monotonic() < until):
+                    break  # by one clock for all ranks
                 reporter.add(*trainer.train_step())
                 bar.update(shown, completed=trainer.step)
+                evaluator.after_step()
                 if config.save_every and trainer.step % config.save_every == 0:
                     checkpoint.save(out / "checkpoints" / f"step_{trainer.step}", trainer)
+            evaluator.after_step(last=True)
     finally:
         if layout.is_main and reporter.records:
             title = f"{config.name}: {config.task.name}, {config.rollout.engine}, "
             title += f"TP {p.tp} x CP {p.cp} x PP {p.pp}"
-            plot_run(reporter.records, out / "run.png", title=title)
+            plot_run(reporter.records, out / "run.png", title=title, held_out=evaluator.done)
             trainer.say(f"wrote {out / 'metrics.jsonl'} and {out / 'run.png'}")
     dist.barrier()
     return reporter.records
@@ -236,7 +245,13 @@ _LEGEND = {"framealpha": 0.8, "edgecolor": "none"}
 _BLUE, _RED, _GREEN, _VIOLET = "#2563eb", "#dc2626", "#059669", "#7c3aed"
 
 
-def plot_run(records: list[StepRecord], path: Path, *, title: str) -> None:
+def plot_run(
+    records: list[StepRecord],
+    path: Path,
+    *,
+    title: str,
+    held_out: Sequence[Evaluation] = (),
+) -> None:
     """Writes a PNG of six panels. Needs at least one record."""
     import matplotlib
 
@@ -257,12 +272,29 @@ def plot_run(records: list[StepRecord], path: Path, *, title: str) -> None:
         return y
 
     ax = axes[0, 0]
-    _dress(ax, "Reward", "mean of the step's answers, band: one standard deviation")
-    y = line(ax, "reward", "reward", _BLUE)
-    spread = [r.reward_std for r in records]
-    low = [a - b for a, b in zip(y, spread, strict=True)]
-    high = [a + b for a, b in zip(y, spread, strict=True)]
-    ax.fill_between(x, low, high, color=_BLUE, alpha=0.12, lw=0)
+    if held_out:
+        _dress(ax, "Reward", "of the step's answers; of held-out questions with 2 standard errors")
+    else:
+        _dress(ax, "Reward", "mean of the step's answers, band: one standard deviation")
+    y = line(ax, "reward", "training", _BLUE)
+    if held_out:
+        ax.errorbar(
+            [e.step for e in held_out],
+            [e.mean for e in held_out],
+            [2 * e.error for e in held_out],
+            color=_RED,
+            lw=1.8,
+            marker="s",
+            ms=5,
+            capsize=3,
+            label="held out",
+        )
+        ax.legend(**_LEGEND)
+    else:
+        spread = [r.reward_std for r in records]
+        low = [a - b for a, b in zip(y, spread, strict=True)]
+        high = [a + b for a, b in zip(y, spread, strict=True)]
+        ax.fill_between(x, low, high, color=_BLUE, alpha=0.12, lw=0)
     if not few:
         smooth = [
             sum(y[max(0, i - 9) : i + 1]) / len(y[max(0, i - 9) : i + 1]) for i in range(len(y))

@@ -31,6 +31,7 @@ class Sample:
     text: str = ""
     reward: float = 0.0
     kept: list[list[int] | None] | None = None  # ids that the filters kept, None: not recorded
+    hidden: torch.Tensor | None = None  # [answer, h] what the engine's head multiplied, on request
     advantage: float = field(default=0.0)
 
 
@@ -217,8 +218,10 @@ class LetterTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self._letters = vocab_size - 3
 
-    def encode_prompt(self, question: str, shots: list[tuple[str, str]]) -> list[int]:
-        del shots  # this model knows one task
+    def encode_prompt(
+        self, question: str, shots: list[tuple[str, str]], system: str = ""
+    ) -> list[int]:
+        del shots, system  # this model knows one task
         return [self.bos_token_id, *(3 + ord(letter) - ord("a") for letter in question)]
 
     def decode(self, ids: list[int]) -> str:
@@ -235,8 +238,10 @@ class ChatTokenizer:
         pad = tokenizer.pad_token_id
         self.pad_token_id = tokenizer.eos_token_id if pad is None else pad
 
-    def encode_prompt(self, question: str, shots: list[tuple[str, str]]) -> list[int]:
-        messages = []
+    def encode_prompt(
+        self, question: str, shots: list[tuple[str, str]], system: str = ""
+    ) -> list[int]:
+        messages = [{"role": "system", "content": system}] if system else []
         for asked, answer in shots:
             messages.append({"role": "user", "content": asked})
             messages.append({"role": "assistant", "content": answer})

@@ -45,13 +45,24 @@ def score(trainer: Any, model: Any, batch: Batch) -> Scores:
     def keep(micro: MicroBatch, out: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         if trainer.filtered:  # out is logits
             options = {"entropy": True, "target_rank": True, **_options(trainer)}
-            stats = vocab_parallel_token_stats(out, micro.batch.labels, **options)
-            by_filter = [
-                under_filter(trainer, micro.batch, out, by) for by in ("trainer", "engine")
+            b = micro.batch
+            z, labels = answer_rows(b, out)
+            s = vocab_parallel_token_stats(z, labels, **options)
+            by_filter = [under_filter(trainer, b, z, by) for by in ("trainer", "engine")]
+            found = [
+                in_place(b, rows, blank)
+                for rows, blank in [
+                    (s.logprobs, 0),
+                    (s.entropy, 0),
+                    (s.target_rank, -1),
+                    (s.lse, 0),
+                    (by_filter[0], 0),
+                    (by_filter[1], 0),
+                ]
             ]
         else:
-            stats, by_filter = out, [out.logprobs, out.logprobs]
-        found = [stats.logprobs, stats.entropy, stats.target_rank, stats.lse, *by_filter]
+            found = [out.logprobs, out.entropy, out.target_rank, out.lse]
+            found += [out.logprobs, out.logprobs]
         return found[0].sum(), micro.batch.mask.sum().int(), found
 
     config = replace(trainer.logprobs, entropy=True, target_rank=True)
@@ -66,14 +77,27 @@ def score(trainer: Any, model: Any, batch: Batch) -> Scores:
     return Scores(TokenStats(logprobs, entropy, rank, lse), by_trainer, by_engine)
 
 
+def answer_rows(batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, V/TP], [rows]: logits and labels of the sampled tokens alone. Top-p sorts a whole
+    vocabulary for every row, and most rows are prompt."""
+    return logits[batch.mask], batch.labels[batch.mask]
+
+
+def in_place(batch: Batch, rows: Tensor, blank: float) -> Tensor:
+    """[rows] -> [b, s], `blank` where no token was sampled. Differentiable."""
+    return torch.full(batch.mask.shape, blank, dtype=rows.dtype, device=rows.device).masked_scatter(
+        batch.mask, rows
+    )
+
+
 def under_filter(trainer: Any, batch: Batch, logits: Tensor, kept_tokens: str) -> Tensor:
-    """[b, s] log-probability of the labels among the tokens that the sampler's top-p leaves."""
-    labels, options = batch.labels, _options(trainer)
+    """[rows] log-probability of the labels among the tokens that the sampler's top-p leaves."""
+    labels, options = batch.labels[batch.mask], _options(trainer)
     top_p = trainer.config.rollout.top_p
     own = vocab_parallel_sampling_logprobs(logits, labels, top_p=top_p, **options)
     if kept_tokens == "trainer" or batch.kept_ids is None:
         return own
-    recorded, kept = kept_ids(batch)
+    recorded, kept = kept_ids(batch.kept_ids[batch.mask])
     replayed = vocab_parallel_sampling_logprobs(logits, labels, kept_ids=kept, **options)
     return torch.where(recorded, replayed, own)
 
@@ -82,12 +106,14 @@ def filtered_loss(trainer: Any, micro: MicroBatch, logits: Tensor) -> tuple[Tens
     """(sum of the losses, log-probabilities [b, s]): the ratio under the sampler's filter, the KL
     term between whole distributions."""
     b, loss = micro.batch, trainer.loss
-    logprobs = under_filter(trainer, b, logits, trainer.config.rollout.kept_tokens)
+    z, labels = answer_rows(b, logits)
+    by_filter = under_filter(trainer, b, z, trainer.config.rollout.kept_tokens)
+    logprobs = in_place(b, by_filter, 0.0)
     weights = (b.weights,) if loss.weighted else ()
     surrogate = replace(loss, kl_coef=0.0)
     per_token = surrogate(logprobs, None, b.old_logprobs, b.advantages, *weights)
     if loss.kl_coef > 0:
-        whole = vocab_parallel_logprobs(logits, b.labels, **_options(trainer))
+        whole = in_place(b, vocab_parallel_logprobs(z, labels, **_options(trainer)), 0.0)
         per_token = per_token + loss.kl_coef * kl_k3(whole, b.ref_logprobs)
     return torch.where(b.mask, per_token, 0.0).sum(), logprobs
 

@@ -1,8 +1,9 @@
 """The rollout engine that users run: vLLM, in a process of its own (vllm_server.py).
 
-Rank 0 starts it, sends weights and prompts over a pipe, and waits for beats: vLLM reports after
-every step of its scheduler and every tensor that it took. Silence for `rollout.timeout` seconds, or
-the process's end, is an `EngineError` on every rank. Nothing goes through a file but vLLM's log.
+Rank 0 starts it, sends weights and prompts over a pipe, and waits for beats: vLLM reports as layers
+and steps of its scheduler are done and tensors are taken, so that a slow engine on a busy machine
+is waited for. Without any progress for `rollout.timeout` seconds, or at the process's end, an
+`EngineError` is raised on every rank. Nothing goes through a file but vLLM's log.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ class VllmEngine:
         env.pop("PYTHONPATH", None)
         if self.config.device == "cpu":
             options["enforce_eager"] = True
+            # A prompt in two parts rewinds the request's generator, which a CPU's has no way to do.
+            options["enable_chunked_prefill"] = False
+            options["block_size"] = 32  # the answers to a question share its prompt in whole blocks
             env["OMP_NUM_THREADS"] = str(cores())
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
             env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -170,9 +174,15 @@ class VllmEngine:
                 kept=answer["kept"] if kept else None,
                 group=i // group_size,
                 text=self.tokenizer.decode(answer["tokens"]),
+                hidden=torch.tensor(answer["hidden"]) if answer["hidden"] else None,
             )
             for i, answer in enumerate(answers)
         ]
+
+    def record_hidden(self) -> None:
+        """Samples carry the hidden states of their tokens from now on."""
+        self._ask("record_hidden", sending="a request to record hidden states")
+        self._answer("starting to record hidden states")
 
     def score(self, tokens: Tensor, labels: Tensor, temperature: float) -> Tensor:
         """The oracle of the self-check: transformers', on the device where `tokens` are."""
@@ -218,8 +228,9 @@ class VllmEngine:
             if time.monotonic() - heard > limit:
                 self.process.kill()
                 raise EngineError(
-                    f"vLLM was silent for {limit:.0f} s while {doing}: killed (rollout.timeout; "
-                    f"log: {self.log}){self._log_tail()}"
+                    f"vLLM was silent for {limit:.0f} s while {doing}, not one layer or tensor "
+                    f"done: killed (rollout.timeout: {limit:.0f}; log: {self.log})"
+                    f"{self._log_tail()}"
                 )
 
     def _dead(self, doing: str) -> EngineError:

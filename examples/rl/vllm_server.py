@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -27,7 +28,21 @@ class Server:
         self.conn = conn
         self.sleeps = options.get("enable_sleep_mode", False)
         self.asleep = False
+        self.hidden: dict[str, list[Any]] = {}  # by request, where it is recorded
         self.llm = LLM(**options)
+        self.runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+        self._beat_at = 0.0
+        if options.get("enforce_eager"):
+            # On a busy CPU a scheduler step with many prompts takes minutes; a layer does not.
+            for layer in self.runner.model.model.layers:
+                layer.register_forward_hook(lambda *_: self.beat("layer"))
+
+    def beat(self, what: str) -> None:
+        """Says that work goes on, once a second at most."""
+        now = time.monotonic()
+        if now - self._beat_at >= 1.0:
+            self._beat_at = now
+            self.conn.send(("beat", what))
 
     def weights(self, named: list[tuple[str, tuple[int, ...], str]]) -> None:
         """Takes tensors from the pipe, in the order named, into vLLM's reload API."""
@@ -37,7 +52,7 @@ class Server:
             for name, shape, dtype in named:
                 data = bytearray(self.conn.recv_bytes())
                 yield name, torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
-                self.conn.send(("beat", name))
+                self.beat(name)
 
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
@@ -47,6 +62,19 @@ class Server:
             self.asleep = False
         self.llm.reset_prefix_cache()  # its keys and values are the old weights'
 
+    def record_hidden(self) -> None:
+        """From now on `generate` returns what the head multiplied for each token, as float32."""
+        runner = self.runner
+        compute_logits = runner.model.compute_logits
+
+        def recording(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, row in zip(runner.input_batch.req_ids, hidden, strict=True):
+                # vLLM appends a suffix of its own to a request's name.
+                self.hidden.setdefault(name.split("-")[0], []).append(row.float().cpu())
+            return compute_logits(hidden, *args, **kwargs)
+
+        runner.model.compute_logits = recording
+
     def generate(
         self, prompts: list[list[int]], group_size: int, seed: int, max_kept: int, sampling: dict
     ) -> list[dict[str, Any]]:
@@ -55,6 +83,7 @@ class Server:
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
+        self.hidden.clear()
         for i, prompt in enumerate(prompts):
             for j in range(group_size):
                 number = i * group_size + j
@@ -66,8 +95,11 @@ class Server:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    answers[int(output.request_id)] = self._answer(output.outputs[0], max_kept)
-            self.conn.send(("beat", "step"))
+                    answer = self._answer(output.outputs[0], max_kept)
+                    rows = self.hidden.get(output.request_id, [])[: len(answer["tokens"])]
+                    answer["hidden"] = [row.tolist() for row in rows]
+                    answers[int(output.request_id)] = answer
+            self.beat("step")
         if self.sleeps:
             self.llm.sleep(level=2)  # weights and cache; weights come before the next rollout
             self.asleep = True

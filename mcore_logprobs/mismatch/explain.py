@@ -8,6 +8,7 @@ about as close, the one with the fewest departures from the right setting).
     setting      right                            departures
     alignment    label t is token t + 1           labels or values one position late or early
     weights      the trainer's                    those before the last update ("stale")
+    layers       float32 (where given)            the trainer's precision, or the engine's
     padding      padded columns left out          counted in the softmax
     rounding     float32 logits                   bfloat16 logits
     temperature  applied                          left out
@@ -38,6 +39,7 @@ from mcore_logprobs.mismatch.search import (
     Source,
     check_known,
     distance,
+    optional_source,
     stale_source,
 )
 from mcore_logprobs.mismatch.settings import CAUSES, RIGHT, SETTINGS, Settings
@@ -57,6 +59,10 @@ def explain_mismatch(
     stale_logits: Any = None,
     stale_hidden: Any = None,
     stale_weight: Any = None,
+    float32_logits: Any = None,
+    float32_hidden: Any = None,
+    rollout_logits: Any = None,
+    rollout_hidden: Any = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
@@ -76,7 +82,8 @@ def explain_mismatch(
         train_logprobs, rollout_logprobs, target, mask: `[b, s]`, or `[s]` for one sequence.
         logits, stale_logits: `[b, s, V/TP]`, the trainer's, as they leave the head: no temperature.
             Or hidden, stale_hidden `[b, s, h]` with weight, stale_weight `[V/TP, h]` (stale_weight
-            None: weight): a tile of logits is computed at a time, in float32.
+            None: weight): a tile of logits is computed at a time, in float32. float32_* and
+            rollout_* likewise, with weight.
 
     Args:
         target: Megatron's labels, already shifted: target[t] is token t + 1. Give those of the
@@ -85,6 +92,10 @@ def explain_mismatch(
         mask: the tokens that count; None: where target is not ignore_index.
         stale_logits, stale_hidden, stale_weight: the same from the weights before the last update,
             to tell stale weights from the rest.
+        float32_logits, float32_hidden: the same from a float32 forward of the trainer's weights, to
+            tell rounding in the layers of either side from the rest.
+        rollout_logits, rollout_hidden: the same as the engine computed them, to tell its layers
+            from its head.
         temperature, top_k, top_p: the sampler's. vocab_size: the true vocabulary.
         train, rollout: fields of `Settings` that are known of a side and not to be searched.
         threshold: nats, of the share of tokens.
@@ -106,6 +117,8 @@ def explain_mismatch(
         batch,
         fresh=Source.of("", logits, hidden, weight, batch.shape),
         stale=stale_source(stale_logits, stale_hidden, stale_weight, weight, batch.shape),
+        float32=optional_source("float32_", float32_logits, float32_hidden, weight, batch.shape),
+        engine=optional_source("rollout_", rollout_logits, rollout_hidden, weight, batch.shape),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -159,6 +172,7 @@ def explain_mismatch(
     )
 
 
+_DUMP_NUMBERS = ("temperature", "top_k", "top_p", "vocab_size", "ignore_index")
 _DUMP_KEYS = (
     "train_logprobs",
     "rollout_logprobs",
@@ -170,11 +184,11 @@ _DUMP_KEYS = (
     "stale_logits",
     "stale_hidden",
     "stale_weight",
-    "temperature",
-    "top_k",
-    "top_p",
-    "vocab_size",
-    "ignore_index",
+    "float32_logits",
+    "float32_hidden",
+    "rollout_logits",
+    "rollout_hidden",
+    *_DUMP_NUMBERS,
 )
 
 
@@ -210,7 +224,7 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{file}: expected the keys {', '.join(_DUMP_KEYS[:3])}; {missing} missing"
         )
-    for key in _DUMP_KEYS[10:]:
+    for key in _DUMP_NUMBERS:
         if isinstance(found.get(key), Tensor):
             found[key] = found[key].item()
     return found

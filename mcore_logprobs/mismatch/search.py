@@ -124,6 +124,14 @@ class Source:
         return self.hidden[index.to(self.hidden.device)].float() @ self.weight.float().T
 
 
+def optional_source(
+    prefix: str, logits: Any, hidden: Any, weight: Any, shape: tuple[int, int]
+) -> Source | None:
+    if logits is None and hidden is None:
+        return None
+    return Source.of(prefix, logits, hidden, None if hidden is None else weight, shape)
+
+
 def stale_source(
     logits: Any, hidden: Any, stale_weight: Any, weight: Any, shape: tuple[int, int]
 ) -> Source | None:
@@ -153,6 +161,8 @@ class Rows:
     batch: Batch
     fresh: Source
     stale: Source | None
+    float32: Source | None
+    engine: Source | None
     temperature: float
     top_k: int | None
     top_p: float
@@ -165,6 +175,8 @@ class Rows:
             return get_args(Alignment)
         told_apart = {
             "stale_weights": self.stale is not None,
+            "trainer_layers": self.float32 is not None,
+            "engine_layers": self.engine is not None,
             "padding_counted": self.vocab_size is not None,
             "bf16_logits": True,
             "temperature_applied": self.temperature != 1.0,
@@ -179,6 +191,8 @@ class Rows:
             notes.append("stale weights not checked: no stale_logits or stale_hidden")
         if self.vocab_size is None:
             notes.append("padded vocabulary not checked: no vocab_size")
+        if self.float32 is not None and self.engine is None:
+            notes.append("the engine's own rounding is in the remainder: no rollout_hidden")
         return notes
 
     def search(self, reported: Tensor, positions: Tensor, known: dict[str, Any]) -> Settings:
@@ -219,8 +233,7 @@ class Rows:
         label, label_inside = self.batch.neighbour(positions, label_offset)
         target = self.batch.target[label]
         known = row_inside & label_inside & (target != self.batch.ignore_index)
-        source = self.stale if settings.stale_weights else self.fresh
-        assert source is not None, "stale weights are a choice only where there are some"
+        source = self._source(settings)
         parts = []
         for start in range(0, len(positions), _TILE):
             tile = slice(start, start + _TILE)
@@ -228,6 +241,17 @@ class Rows:
             parts.append(self._figures(z, target[tile].clamp(min=0).to(z.device), settings))
         values = torch.cat(parts).double().cpu()
         return torch.where(known, values, torch.nan)
+
+    def _source(self, settings: Settings) -> Source:
+        source: Source | None = self.fresh
+        if settings.stale_weights:
+            source = self.stale
+        elif settings.engine_layers:
+            source = self.engine
+        elif self.float32 is not None and not settings.trainer_layers:
+            source = self.float32
+        assert source is not None, "a setting is a choice only where its logits are given"
+        return source
 
     def _figures(self, z: Tensor, target: Tensor, settings: Settings) -> Tensor:
         """z: [rows, V/TP] float32 -> [rows]."""
@@ -251,4 +275,4 @@ def distance(a: Tensor, b: Tensor) -> float:
     return torch.where(a == b, 0.0, (a - b).abs()).clamp(max=CAP).mean().item()
 
 
-_FINE = ("stale_weights", "padding_counted", "bf16_logits")
+_FINE = ("stale_weights", "trainer_layers", "engine_layers", "padding_counted", "bf16_logits")

@@ -14,6 +14,8 @@ class Settings:
 
     alignment: Alignment = "right"
     stale_weights: bool = False
+    trainer_layers: bool = False
+    engine_layers: bool = False
     padding_counted: bool = False
     bf16_logits: bool = False
     temperature_applied: bool = True
@@ -39,6 +41,16 @@ CAUSES: dict[str, tuple[str, str, str]] = {
         "score with the weights that rolled out (before the update), as old_logprobs",
         "send the weights to the engine after every update and drop its prefix cache; or correct "
         "with truncated_importance_weights",
+    ),
+    "trainer_layers": (
+        "rounding in the trainer's layers",
+        "float32 layers, or correct with truncated_importance_weights",
+        "none: the engine computes the trainer's hidden states, rounding and all",
+    ),
+    "engine_layers": (
+        "rounding in the engine's layers",
+        "none: the trainer computes the engine's hidden states, rounding and all",
+        "correct with truncated_importance_weights; a float32 engine shows whether it is rounding",
     ),
     "padding_counted": (
         "padded vocabulary counted",

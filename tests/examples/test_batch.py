@@ -42,12 +42,12 @@ def test_kept_ids_follow_their_tokens() -> None:
     samples[0].kept = [[8, 1, 2], None]
     samples[1].kept = [[7], [4, 0], [3, 5, 6, 9]]
     batch = make_batch(samples, pad=0, multiple=4, device=CPU)
-    recorded, (ids, offsets) = kept_ids(batch)
+    recorded, (ids, offsets) = kept_ids(batch.kept_ids)
     found = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
     assert found == [[], [8, 1, 2], [], [], [7], [4, 0], [3, 5, 6, 9], []]
     assert recorded.flatten().tolist() == [bool(kept) for kept in found]
     part = batch.map(lambda t: t[1:, 1:3])
-    assert kept_ids(part)[1][0].tolist() == [4, 0, 3, 5, 6, 9]
+    assert kept_ids(part.kept_ids)[1][0].tolist() == [4, 0, 3, 5, 6, 9]
 
 
 def test_advantages_are_relative_to_the_group() -> None:

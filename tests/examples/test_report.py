@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rl.evaluate import Evaluation
 from rl.report import Reporter, StepRecord, plot_run, run_steps
 
 QUIET = Console(quiet=True)
@@ -38,8 +39,9 @@ def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None
             run_dir=tmp_path,
             steps=5,
             save_every=0,
+            minutes=0.0,
             name="run",
-            task=SimpleNamespace(name="t"),
+            task=SimpleNamespace(name="t", eval_questions=0),
             rollout=SimpleNamespace(engine="vllm"),
             parallel=SimpleNamespace(tp=1, cp=1, pp=1),
         )
@@ -64,5 +66,6 @@ def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None
 @pytest.mark.parametrize("steps", [1, 40])
 def test_plot(tmp_path: Path, steps: int) -> None:
     path = tmp_path / "a" / "run.png"
-    plot_run([_record(i + 1) for i in range(steps)], path, title="a run")
+    held_out = [Evaluation(0, [0.0, 0.5]), Evaluation(steps, [1.0, 0.5])][: steps // 20]
+    plot_run([_record(i + 1) for i in range(steps)], path, title="a run", held_out=held_out)
     assert path.stat().st_size > 20_000

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import time
@@ -49,6 +50,7 @@ def _sections(**rollout: Any) -> dict[str, dict[str, Any]]:
             **rollout,
         },
         "parallel": {"sequence_parallel": False},
+        "task": {"eval_questions": 4, "eval_every": 1},
         "grpo": {"micro_batch": 8, "kl_coef": 0.01},
         "optimizer": {"lr": 0.02},
     }
@@ -98,6 +100,11 @@ def test_steps_sync_resume_and_death(ranks: Any, tmp_path: Path) -> None:
     for _, _, error, seconds in results:
         assert "vLLM's process ended (signal 9)" in error
         assert seconds < 60
+    # Held-out questions, before each step and after the last; a resume answers them alike.
+    found = {run: (tmp_path / run / "tiny-cpu" / "eval.jsonl").read_text() for run in "ab"}
+    evaluated = [json.loads(line)["step"] for line in found["a"].splitlines()]
+    assert evaluated == [0, 1, 2]
+    assert found["b"].splitlines() == found["a"].splitlines()[1:]
     lines = (tmp_path / "b" / "tiny-cpu" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 1
 
@@ -124,6 +131,7 @@ def _hang(out: str) -> tuple[str, float]:
 def test_a_hanging_engine(ranks: Any, tmp_path: Path) -> None:
     for error, seconds in _run(ranks(2), _hang, str(tmp_path)):
         assert "vLLM was silent for 3 s while" in error
+        assert "not one layer or tensor done" in error
         assert seconds < 60
 
 

@@ -1,0 +1,141 @@
+"""Questions that training never sees, answered before, during and after it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from .config import RunConfig, SetupError
+from .data import Problem, Task
+from .layout import on_main
+from .rollout import Sample
+
+_FIRST = 800_000  # index of the first held-out question, far from those of the training steps
+_STRIDE = 10_007  # how far on a training step looks for a question that is not held out
+_SEED = 900_000_000  # the answers' seeds, the same in every evaluation
+
+
+class Questions:
+    """A task's questions in two parts: `held_out`, and `training(index)`, which is never one of
+    them; and how they are asked and scored. On rank 0."""
+
+    def __init__(self, task: Task, config: RunConfig) -> None:
+        self._task, self._config, section = task, config, config.task
+        self.held_out: list[Problem] = []
+        self._taken: set[str] = set()
+        for index in range(_FIRST, _FIRST + 50 * section.eval_questions):
+            if len(self.held_out) == section.eval_questions:
+                break
+            problem = task.problem(index)
+            if problem.question not in self._taken:
+                self._taken.add(problem.question)
+                self.held_out.append(problem)
+        if len(self.held_out) < section.eval_questions:
+            raise SetupError(
+                f"task.eval_questions: expected at most {len(self.held_out)} (the task has no more "
+                f"distinct questions), got {section.eval_questions}"
+            )
+
+    def training(self, index: int) -> Problem:
+        for attempt in range(1000):
+            problem = self._task.problem(index + attempt * _STRIDE)
+            if problem.question not in self._taken:
+                return problem
+        raise SetupError(
+            f"task.eval_questions: {len(self.held_out)} questions held out leave none to train on"
+        )
+
+    def encode(self, engine: Any, question: str) -> list[int]:
+        encode = engine.tokenizer.encode_prompt
+        return encode(question, self._task.shots, self._config.task.system)
+
+    def answer(
+        self, engine: Any, problems: list[Problem], group_size: int, seed: int
+    ) -> list[Sample]:
+        """Scored answers, `group_size` to each problem."""
+        r = self._config.rollout
+        samples = engine.generate(
+            [self.encode(engine, p.question) for p in problems],
+            group_size=group_size,
+            max_new_tokens=r.max_new_tokens,
+            temperature=r.temperature,
+            top_p=r.top_p,
+            seed=seed,
+        )
+        for sample in samples:
+            sample.reward = self._task.score(problems[sample.group], sample.text)
+        return samples
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rewards of the held-out questions, one answer each, in the questions' order."""
+
+    step: int
+    rewards: list[float]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.rewards)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean."""
+        return standard_error(self.rewards)
+
+    def against(self, other: Evaluation) -> tuple[float, float]:
+        """Mean difference and its standard error, question by question."""
+        pairs = zip(self.rewards, other.rewards, strict=True)
+        differences = [a - b for a, b in pairs]
+        return fmean(differences), standard_error(differences)
+
+
+def standard_error(values: list[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+class Evaluator:
+    """Evaluates at step 0, every `task.eval_every` steps and at the end, and keeps eval.jsonl."""
+
+    def __init__(self, trainer: Any, path: Path, say: Callable[[str], None]) -> None:
+        self.trainer, self.path, self.say = trainer, path, say
+        self.section = trainer.config.task
+        self.done: list[Evaluation] = []  # on rank 0
+        if trainer.layout.is_main and self.section.eval_questions:
+            if trainer.step and path.exists():
+                lines = path.read_text().split("\n")[:-1]
+                found = [Evaluation(**json.loads(line)) for line in lines]
+                self.done = [e for e in found if e.step <= trainer.step]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(_line(e) for e in self.done))
+
+    def after_step(self, *, last: bool = False) -> None:
+        """Collective: evaluates where the step asks for it, once."""
+        step = self.trainer.step
+        if self.section.eval_questions and (last or step % self.section.eval_every == 0):
+            on_main(lambda: self._evaluate(step))
+
+    def _evaluate(self, step: int) -> None:
+        if any(e.step == step for e in self.done):
+            return
+        trainer, problems = self.trainer, self.trainer.questions.held_out
+        samples = trainer.questions.answer(trainer.engine, problems, 1, _SEED)
+        found = Evaluation(step, [s.reward for s in samples])
+        self.done.append(found)
+        with self.path.open("a") as file:
+            file.write(_line(found))
+        text = f"held out, {len(problems)} questions, step {step}: reward {found.mean:.3f}"
+        text += f" +- {found.error:.3f}"
+        if step and self.done[0].step == 0:
+            gain, error = found.against(self.done[0])
+            text += f"; against step 0 {gain:+.3f} +- {error:.3f}"
+        self.say(text)
+
+
+def _line(e: Evaluation) -> str:
+    return json.dumps({"step": e.step, "rewards": [round(r, 4) for r in e.rewards]}) + "\n"
