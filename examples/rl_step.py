@@ -4,10 +4,11 @@
 
 `bash examples/run_rl_step.sh` sets up an environment and runs this. `GrpoTrainer.train_step` is the
 step: roll out, score, update through Megatron's own schedule, weights back, report. What is not the
-step lies in rl/: tasks and the batch of padded answers (data.py), questions for training and held
-out from it (evaluate.py), rollout engines (rollout.py, vllm_engine.py), building a GPTModel and converting its weights (weights.py), scores and the loss
-under top-p (scores.py), process groups (layout.py), the optimizer (optim.py), checkpoints, tables
-and plots (report.py), and the checks before the first step (checks.py).
+step lies in rl/: tasks and the batch of padded answers (data.py), questions to train on and held
+out (evaluate.py), rollout engines (rollout.py, vllm_engine.py), building a GPTModel and converting
+its weights (weights.py), scores and the loss under top-p (scores.py), process groups (layout.py),
+the optimizer (optim.py), checkpoints, tables and plots (report.py), and the checks before the first
+step (checks.py).
 
 Left out altogether: reward models, several engines, asynchronous rollouts, sequence packing.
 """

@@ -6,7 +6,6 @@ held against itself.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import subprocess
@@ -64,12 +63,14 @@ def _model_data() -> dict[str, Tensor]:
         fresh = logits(tokens[:, :-1])
         hook.remove()
         # The trained weights in two lower precisions: a trainer's layers and an engine's.
-        low = {}
+        weight, low = model.output_layer.weight.detach().clone(), {}
         for name, dtype in (("low", torch.bfloat16), ("engine", torch.float16)):
-            copied = copy.deepcopy(model).to(dtype)
-            copied.output_layer.weight.data = model.output_layer.weight.data
-            copied.output_layer.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-            low[f"{name}_logits"] = copied(tokens[:, :-1], positions[:, :LENGTH], None).detach()
+            hook = model.to(dtype).output_layer.register_forward_pre_hook(
+                lambda _, args: hidden.append(args[0].detach().transpose(0, 1).float())
+            )
+            logits(tokens[:, :-1])
+            hook.remove()
+            low[f"{name}_logits"] = hidden[-1] @ weight.T
         mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
         mask[:, PROMPT - 1 :] = True
         mask[0, -4:] = False  # a shorter answer
@@ -80,7 +81,7 @@ def _model_data() -> dict[str, Tensor]:
             "stale_logits": stale,
             **low,
             "hidden": hidden[0].detach().transpose(0, 1).contiguous(),
-            "weight": model.output_layer.weight.detach().clone(),
+            "weight": weight,
         }
 
 
