@@ -2,8 +2,9 @@
 
 Rank 0 starts it, sends weights and prompts over a pipe, and waits for beats: vLLM reports as layers
 and steps of its scheduler are done and tensors are taken, so that a slow engine on a busy machine
-is waited for. Without any progress for `rollout.timeout` seconds, or at the process's end, an
-`EngineError` is raised on every rank. Nothing goes through a file but vLLM's log.
+is waited for. Without any progress for `rollout.timeout` seconds, those not counted in which it
+waited for a core, or at the process's end, an `EngineError` is raised on every rank. Nothing goes
+through a file but vLLM's log.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -209,7 +211,7 @@ class VllmEngine:
     def _answer(self, doing: str, silence: float | None = None) -> Any:
         """The engine's next answer; beats start the clock again."""
         limit = self.timeout if silence is None else silence
-        heard = time.monotonic()
+        heard, waited = time.monotonic(), waiting_for_a_core(self.process.pid)
         while True:
             try:
                 if self.conn.poll(0.5):
@@ -219,13 +221,17 @@ class VllmEngine:
                     if kind == "failed":
                         self.process.wait()
                         raise EngineError(f"vLLM failed while {doing}: {value} (log: {self.log})")
-                    heard = time.monotonic()
+                    heard, waited = time.monotonic(), waiting_for_a_core(self.process.pid)
                     continue
             except (EOFError, OSError):
                 raise self._dead(doing) from None
             if self.process.poll() is not None and not self.conn.poll(0):
                 raise self._dead(doing)
-            if time.monotonic() - heard > limit:
+            silent = time.monotonic() - heard
+            if silent > limit:
+                now = waiting_for_a_core(self.process.pid)
+                silent -= max((now[t] - waited.get(t, 0.0) for t in now), default=0.0)
+            if silent > limit:
                 self.process.kill()
                 raise EngineError(
                     f"vLLM was silent for {limit:.0f} s while {doing}, not one layer or tensor "
@@ -247,6 +253,16 @@ class VllmEngine:
     def _log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         return "".join(f"\n  {line}" for line in lines[-4:])
+
+
+def waiting_for_a_core(pid: int) -> dict[str, float]:
+    """Seconds that each of the process's threads could have run and had no core, since its start
+    (Linux; elsewhere nothing). A process that hangs or is stopped does not wait for one."""
+    found = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+            found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return found
 
 
 def _plain(model: Any) -> dict[str, Any]:

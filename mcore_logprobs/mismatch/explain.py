@@ -132,22 +132,14 @@ def explain_mismatch(
         "rollout": rows.search(batch.rollout, spread, known["rollout"]),
     }
     ours, theirs = found["train"], found["rollout"]
+    steps = _steps(ours, theirs)
+    changed = {name for name, _, _ in steps}
     for name in SETTINGS:
-        if getattr(ours, name) == getattr(theirs, name) != getattr(RIGHT, name):
+        shared = getattr(ours, name) == getattr(theirs, name) != getattr(RIGHT, name)
+        if shared and name not in changed:
             notes.append(f"both sides: {CAUSES[name][0]}. They agree, and both are wrong")
-
-    # From the trainer's settings to the engine's, one change at a time.
-    at, steps = ours, []
-    for name in SETTINGS:
-        if getattr(ours, name) != getattr(theirs, name):
-            after = replace(at, **{name: getattr(theirs, name)})
-            steps.append((name, at, after))
-            at = after
-    figures = {s: rows.logprobs(s, batch.positions) for s in {ours, theirs, at}}
-    for _, before, after in steps:
-        for settings in (before, after):
-            if settings not in figures:
-                figures[settings] = rows.logprobs(settings, batch.positions)
+    path = {ours, theirs, *(settings for _, *pair in steps for settings in pair)}
+    figures = {settings: rows.logprobs(settings, batch.positions) for settings in path}
     total = batch.train[batch.positions] - batch.rollout[batch.positions]
     finite = total.isfinite()
     for values in figures.values():
@@ -155,7 +147,7 @@ def explain_mismatch(
     if not finite.any():
         raise ValueError("expected tokens with finite log-probabilities on both sides, got none")
     parts = [
-        cause_of(name, ours, theirs, (figures[before] - figures[after])[finite], threshold)
+        cause_of(name, before, after, (figures[before] - figures[after])[finite], threshold)
         for name, before, after in steps
     ]
     rest = total[finite] - sum((p.per_token for p in parts), torch.zeros(()).double())
@@ -170,6 +162,33 @@ def explain_mismatch(
         remainder=part_of("remainder", rest, threshold),
         notes=tuple(notes),
     )
+
+
+def _steps(ours: Settings, theirs: Settings) -> list[tuple[str, Settings, Settings]]:
+    """From the trainer's settings to the engine's, one change at a time: (name, before, after).
+
+    Two heads that both round agree on that only where they round the same logits. Where the hidden
+    states differ, each rounding is a part of its own: the trainer's is undone first, the engine's
+    done last.
+    """
+    at, steps = ours, []
+
+    def change(name: str, value: Any) -> None:
+        nonlocal at
+        before, at = at, replace(at, **{name: value})
+        steps.append((name, before, at))
+
+    layers = ("stale_weights", "trainer_layers", "engine_layers")
+    apart = any(getattr(ours, name) != getattr(theirs, name) for name in layers)
+    both_round = ours.bf16_logits and theirs.bf16_logits and apart
+    if both_round:
+        change("bf16_logits", False)
+    for name in SETTINGS:
+        if getattr(ours, name) != getattr(theirs, name):
+            change(name, getattr(theirs, name))
+    if both_round:
+        change("bf16_logits", True)
+    return steps
 
 
 _DUMP_NUMBERS = ("temperature", "top_k", "top_p", "vocab_size", "ignore_index")

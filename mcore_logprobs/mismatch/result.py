@@ -81,12 +81,12 @@ class MismatchExplanation:
 
     def text(self) -> str:
         """A table: a line per cause, then the cures and the notes."""
-        head = f"{'train - rollout, nats':<36}{'mean':>11}{'mean |.|':>11}{'max |.|':>11}"
+        head = f"{'train - rollout, nats':<44}{'mean':>11}{'mean |.|':>11}{'max |.|':>11}"
         lines = [f"{head}{f'> {self.threshold:g}':>11}"]
         for part in (self.total, *self.causes, self.remainder):
             name = f"  {part.name} ({part.side})" if part.side else f"  {part.name}"
             lines.append(
-                f"{name:<36}{part.mean:>+11.2e}{part.mean_abs:>11.2e}{part.max_abs:>11.2e}"
+                f"{name:<44}{part.mean:>+11.2e}{part.mean_abs:>11.2e}{part.max_abs:>11.2e}"
                 f"{part.share:>11.1%}"
             )
         dropped = f", {self.left_out} left out (no finite figure)" if self.left_out else ""
@@ -102,10 +102,11 @@ class MismatchExplanation:
 
 
 def cause_of(
-    setting: str, ours: Settings, theirs: Settings, size: Tensor, threshold: float
+    setting: str, before: Settings, after: Settings, size: Tensor, threshold: float
 ) -> MismatchCause:
+    """before, after: on the way from the trainer's settings to the engine's."""
     name, cure_train, cure_rollout = CAUSES[setting]
-    train_departs = getattr(ours, setting) != getattr(RIGHT, setting)
+    train_departs = getattr(before, setting) != getattr(RIGHT, setting)
     # Where both depart (late against early), the trainer's cure is named first.
     side, cure = ("train", cure_train) if train_departs else ("rollout", cure_rollout)
     part = part_of(name, size, threshold)
