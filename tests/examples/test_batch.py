@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rl.config import SetupError, TaskSection
+from rl.config import GrpoSection, SetupError, TaskSection
 from rl.data import IGNORE, group_advantages, kept_ids, make_batch, make_task, micro_batches
 from rl.rollout import LetterTokenizer, Sample, left_pad
 
@@ -48,6 +48,19 @@ def test_kept_ids_follow_their_tokens() -> None:
     assert recorded.flatten().tolist() == [bool(kept) for kept in found]
     part = batch.map(lambda t: t[1:, 1:3])
     assert kept_ids(part.kept_ids)[1][0].tolist() == [4, 0, 3, 5, 6, 9]
+
+
+def test_rows_without_an_advantage_are_left_out_of_the_update() -> None:
+    samples = [_sample([5], [6 + i]) for i in range(7)]
+    for i in (2, 5, 6):
+        samples[i].advantage = -1.0
+    batch = make_batch(samples, pad=0, multiple=2, device=CPU)
+    layout, grpo = SimpleNamespace(dp=2), GrpoSection(kl_coef=0.0, micro_batch=1)
+    # Filled up to 2 ranks x micro-batches of 1 by a row that adds nothing.
+    assert batch.that_teaches(grpo, layout).tokens[:, 1].tolist() == [8, 11, 12, 6]
+    assert batch.that_teaches(GrpoSection(kl_coef=0.1), layout) is batch
+    batch.advantages.zero_()
+    assert batch.that_teaches(grpo, layout).tokens[:, 1].tolist() == [6, 7]
 
 
 def test_advantages_are_relative_to_the_group() -> None:
