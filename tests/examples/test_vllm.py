@@ -9,6 +9,8 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,32 @@ def test_a_hanging_engine(ranks: Any, tmp_path: Path) -> None:
         assert "vLLM was silent for 3 s while" in error
         assert "not one layer or tensor done" in error
         assert seconds < 60
+
+
+def test_a_wait_for_a_core_is_told_from_a_hang() -> None:
+    """What the engine's timeout does not count: of more busy processes than cores some wait, one
+    that is stopped does not."""
+    from rl.rollout import cores
+    from rl.vllm_engine import waiting_for_a_core
+
+    spin = [sys.executable, "-S", "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin) for _ in range(cores() + 2)]
+    try:
+        os.kill(busy[0].pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        before = [waiting_for_a_core(p.pid) for p in busy]
+        time.sleep(1.0)
+        waited = [
+            sum(waiting_for_a_core(p.pid).values()) - sum(b.values())
+            for p, b in zip(busy, before, strict=True)
+        ]
+    finally:
+        for p in busy:
+            p.kill()
+            p.wait()
+    assert waited[0] == 0
+    assert max(waited[1:]) > 0.1
+    assert waiting_for_a_core(busy[0].pid) == {}
 
 
 def _run(pool: RankPool, fn: Any, *args: Any) -> list:
