@@ -262,7 +262,7 @@ class Head:
         low = self.logits_dtype == tile.dtype != self.wide
         # Tensor cores, low-precision result.
         if low and self.low_rank is None and not fixed:
-            return tile @ weight.t()  # pragma: no cover (a CPU's tiles are float32)
+            return tile @ weight.t()  # pragma: no cover (CUDA, or a CPU with bfloat16 products)
         shape = (tile.shape[0], weight.shape[0])
         size = shape[0] * shape[1]
         out = self._reserve(start + size)[start : start + size].view(shape)
