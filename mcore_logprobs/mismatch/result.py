@@ -130,7 +130,11 @@ def part_of(name: str, size: Tensor, threshold: float) -> MismatchCause:
 
 # ---- picture -----------------------------------------------------------------------------------
 
-_COLORS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#0891b2", "#be185d")
+# As many as there can be causes: one a setting, and the rounding of the other side's head.
+_COLORS = (
+    *("#2563eb", "#d97706", "#059669", "#7c3aed", "#0891b2"),
+    *("#be185d", "#65a30d", "#b45309", "#4338ca"),
+)
 
 
 def draw(found: MismatchExplanation) -> Any:
@@ -152,18 +156,21 @@ def draw(found: MismatchExplanation) -> Any:
     bars.barh(names[::-1], sizes[::-1], color=[color for _, color in parts][::-1])
     for y, size in enumerate(sizes[::-1]):
         bars.text(size, y, f" {size:.1e}", va="center", fontsize=9)
-    bars.set_xlim(right=max(max(sizes), 1e-12) * 1.25)
-    bars.set_title("mean size per token, nats", loc="left", fontweight="bold")
+    means = [p.mean for p, _ in parts]
+    bars.plot(means[::-1], range(len(parts)), "D", color="white", mec="#1f2933", label="mean")
+    bars.axvline(0, color="#1f2933", lw=0.8)
+    bars.set_xlim(min(0.0, *means) * 1.2, max(max(sizes), 1e-12) * 1.25)
+    bars.set_title("mean |d| per token, nats", loc="left", fontweight="bold")
+    bars.legend(framealpha=0.8, edgecolor="none", fontsize=9, loc="lower right")
 
     for part, color in parts:
         ordered = part.per_token.abs().sort(descending=True).values.clamp(min=1e-9)
         share = (torch.arange(len(ordered)) + 1) / len(ordered)
-        label = part.name
-        tail.plot(ordered.tolist(), share.tolist(), color=color, lw=1.8, label=label)
+        tail.plot(ordered.tolist(), share.tolist(), color=color, lw=1.8)
     tail.set(xscale="log", yscale="log", xlabel="nats")
     tail.set_xlim(left=max(1e-7, found.remainder.mean_abs / 300))
     tail.set_title("share of tokens larger than this", loc="left", fontweight="bold")
-    tail.legend(framealpha=0.8, edgecolor="none", fontsize=9)
+    tail.text(0.02, 0.02, "colours as on the left", transform=tail.transAxes, fontsize=9)
 
     explained = found.total.per_token - found.remainder.per_token
     keep = slice(None, None, -(-found.tokens // 5000))
