@@ -67,6 +67,7 @@ def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
 
 _SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
+from mcore_logprobs.bench import gpu_timing  # with torch, once for all groups
 from mcore_logprobs.bench.gpu_session import Group, Session, run_groups
 
 out = pathlib.Path(sys.argv[1])
@@ -96,15 +97,15 @@ def good(run):
     run.time("call", lambda: None)
 
 now = time.monotonic()
-session = Session(out, now, now + 10.0, True, False)
+session = Session(out, now, now + 12.0, True, False)
 run_groups(
     [
         Group("hangs", hangs, 1.0, least=1.5),
-        Group("crashes", crashes, 1.0, least=1.0),
-        Group("raises", raises, 1.0, {"HERE": "yes"}, least=1.0),
-        Group("late", late, 0.1, least=1.0),
-        Group("good", good, 5.0, least=1.0),
-        Group("last", lambda run: time.sleep(60), 5.0, least=60.0),
+        Group("crashes", crashes, 3.0, least=1.0),
+        Group("raises", raises, 3.0, {"HERE": "yes"}, least=1.0),
+        Group("late", late, 0.1, least=1.5),
+        Group("good", good, 3.0, least=1.0),
+        Group("last", lambda run: time.sleep(60), 3.0, least=60.0),
     ],
     session,
 )
@@ -116,7 +117,7 @@ run_groups([Group("after", good, 1.0)], session)
 def test_a_group_that_hangs_or_crashes_takes_no_other_with_it(tmp_path: Path) -> None:
     done, _ = _python(["-c", _SCRIPT, str(tmp_path)], 60)
     assert done.returncode == 0, done.stderr
-    assert 9.9 < float(done.stdout.splitlines()[-1]) < 11.0  # the deadline is kept
+    assert 11.9 < float(done.stdout.splitlines()[-1]) < 14.0  # the deadline is kept
     records = gpu_summary.read(tmp_path / "results.jsonl")
     found = {(r["group"], r["case"]): r for r in records}
     ends = {name: r["status"] for (name, case), r in found.items() if case == "group"}
