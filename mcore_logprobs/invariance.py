@@ -67,7 +67,7 @@ def find_guarantees(device: str = "cpu") -> list[Guarantee]:
 
 
 def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]:
-    backend = backends.select("auto", logits, invariant=True)
+    backend = backends.select("auto", logits, segments=Segments.of(_SEGMENTS, _VOCAB, 1))
     spec = RowSpec(_VOCAB, entropy=True, sum_pi_squared=True)
     top = logits.amax(-1).float()
     coef = torch.linspace(-1, 1, len(spec.coefficients) * _ROWS, device=logits.device)

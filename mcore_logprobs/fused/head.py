@@ -26,14 +26,15 @@ from mcore_logprobs.kernels.products import (
     product,
 )
 from mcore_logprobs.kernels.reference import finished_logits, row_chunks
-from mcore_logprobs.kernels.segments import BLOCK, Segments
+from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype, merge, no_columns
 from mcore_logprobs.logits.opening import check_group_tensor, open_segments, row_spec
 
 __all__ = ["Chunk", "Head", "HeadOptions", "open_head"]
 
-# Columns a product under invariant_segments, whatever the tile: the shape decides the bits.
-_FIXED_COLUMNS = {"cpu": 2 * BLOCK, "other": 4 * BLOCK}
+# Columns a product under invariant_segments, at most and in whole blocks, whatever the tile: the
+# shape decides the bits.
+_FIXED_COLUMNS = {"cpu": 4096, "other": 8192}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def open_head(
     )
     segments = open_segments(shard, invariant_segments)
     if segments is not None:  # refused here, not at the first chunk
-        backends.select(backend, weight.new_empty(0, 1), invariant=True)
+        backends.select(backend, weight.new_empty(0, 1), segments=segments)
     if segments is not None and lora is not None:
         raise ValueError(
             f"invariant_segments: expected None with a LoRA, got {invariant_segments!r}: its thin "
@@ -249,8 +250,10 @@ class Head:
         valid, segments = self.opts.spec.valid, self.opts.segments
         if segments is None:
             return row_chunks(valid, self._block_columns)
-        kind = "cpu" if self.weight.device.type == "cpu" else "other"
-        return segments.columns(valid, _FIXED_COLUMNS[kind])
+        device_type = self.weight.device.type
+        block = segments.block(device_type)
+        most = _FIXED_COLUMNS["cpu" if device_type == "cpu" else "other"]
+        return segments.columns(valid, most // block * block)
 
     def logits(self, tile: Tensor, columns: slice, *, start: int = 0) -> Tensor:
         """`tile @ weight[columns]^T`, with the LoRA's part, in the buffer from element `start`.
@@ -310,8 +313,7 @@ class Head:
         return self._buffer
 
     def backend(self, logits: Tensor) -> backends.Backend:
-        invariant = self.opts.segments is not None
-        return backends.select(self.opts.backend, logits, invariant=invariant)
+        return backends.select(self.opts.backend, logits, segments=self.opts.segments)
 
     def tile_stats(self, tile: Tensor, column: Tensor, temperature: Tensor | None = None) -> Tensor:
         """Row statistics of one tile over this rank's columns, as `merged` gives them."""
@@ -329,7 +331,7 @@ class Head:
         segments, backend = self.opts.segments, self.backend(chunk.logits)
         row_stats = backend.row_stats
         if segments is not None:
-            row_stats = partial(backend.block_stats, block=segments.block)
+            row_stats = partial(backend.block_stats, block=segments.block(chunk.logits.device.type))
         return row_stats(
             chunk.logits,
             chunk.target,

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels import inductor, reference
+from mcore_logprobs.kernels import inductor, inductor_blocks, reference
+from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowSpec
 
 __all__ = ["BACKENDS", "Backend", "Choice", "default_chunk_size", "explain", "select"]
@@ -89,21 +90,20 @@ class _Candidate:
     """A backend that `auto` may take.
 
     Attributes:
-        load: gives the module, which is imported when first taken.
+        load: gives the module, which is imported when first taken; by segments or None.
         availability: device type -> Choice; may import what it needs.
-        refusal: logits -> why it cannot serve this call, or None.
+        refusal: logits, segments or None -> why it cannot serve this call, or None.
         by_default: device types on which `auto` takes it; elsewhere it is had by name only.
-        unworthy: logits -> why `auto` leaves this call to another, though it could be served.
-        varies: why its results may depend on the shape of the call, or None if they never do.
+        unworthy: likewise why `auto` leaves this call to another, though it could be served. With
+            segments it must not look at the call's layout.
     """
 
     name: str
-    load: Callable[[], Backend]
+    load: Callable[[Segments | None], Backend]
     availability: Callable[[str], Choice]
-    refusal: Callable[[Tensor], str | None]
+    refusal: Callable[[Tensor, Segments | None], str | None]
     by_default: tuple[str, ...]
-    unworthy: Callable[[Tensor], str | None] = lambda logits: None
-    varies: str | None = None
+    unworthy: Callable[[Tensor, Segments | None], str | None] = lambda logits, segments: None
 
 
 def default_chunk_size(width: int, device: torch.device) -> int:
@@ -154,13 +154,13 @@ def _import_triton() -> tuple[str, bool, str]:
     return triton.__version__, triton_common.INTERPRETED, ""
 
 
-def _load_triton() -> Backend:
+def _load_triton(segments: Segments | None) -> Backend:
     from mcore_logprobs.kernels import triton_backend
 
     return triton_backend
 
 
-def _triton_refusal(logits: Tensor) -> str | None:
+def _triton_refusal(logits: Tensor, segments: Segments | None) -> str | None:
     if logits.dtype not in _TRITON_DTYPES:
         return f"expected logits of float16, bfloat16 or float32, got {logits.dtype}"
     if _has_strided_columns(logits):
@@ -181,22 +181,30 @@ def _inductor_availability(device_type: str) -> Choice:
         "inductor",
         True,
         f"torch.compile with {inductor.compiler()}: seconds at the first use, cached on "
-        f"disk; auto takes it from {inductor.MIN_NUMEL} logits on; softcap, bias and label "
+        f"disk; auto takes it from {inductor.MIN_NUMEL} logits on, with invariant_segments "
+        f"from {inductor_blocks.MIN_WIDTH} columns a segment; softcap, bias and label "
         "smoothing go through eager torch",
     )
 
 
-def _inductor_refusal(logits: Tensor) -> str | None:
+def _load_inductor(segments: Segments | None) -> Backend:
+    return inductor if segments is None else inductor_blocks
+
+
+def _inductor_refusal(logits: Tensor, segments: Segments | None) -> str | None:
     if logits.dtype not in inductor.DTYPES:
         return f"expected logits of float32, bfloat16 or float16, got {logits.dtype}"
-    if _has_strided_columns(logits):
+    if segments is None and _has_strided_columns(logits):
         return "expected logits whose last stride is 1"
     return None
 
 
-def _inductor_unworthy(logits: Tensor) -> str | None:
+def _inductor_unworthy(logits: Tensor, segments: Segments | None) -> str | None:
     if torch.compiler.is_compiling():
         return "the caller is being compiled already"
+    if segments is not None:
+        narrow = segments.width < inductor_blocks.MIN_WIDTH
+        return f"segments of under {inductor_blocks.MIN_WIDTH} columns" if narrow else None
     if logits.numel() < inductor.MIN_NUMEL:
         return f"fewer than {inductor.MIN_NUMEL} logits"
     return None
@@ -215,12 +223,11 @@ _CANDIDATES: tuple[_Candidate, ...] = (
     ),
     _Candidate(
         "inductor",
-        lambda: inductor,
+        _load_inductor,
         _inductor_availability,
         _inductor_refusal,
         by_default=("cpu",),
         unworthy=_inductor_unworthy,
-        varies="compiled loops treat the last columns of a row apart",
     ),
 )
 _TORCH = Choice("torch", True, "eager torch, on any device")
@@ -231,11 +238,12 @@ def explain(device_type: str) -> tuple[Choice, ...]:
     return (*(candidate.availability(device_type) for candidate in _CANDIDATES), _TORCH)
 
 
-def select(backend: str, logits: Tensor, *, invariant: bool = False) -> Backend:
+def select(backend: str, logits: Tensor, *, segments: Segments | None = None) -> Backend:
     """The module that serves this call, for logits of this device, dtype, size and layout.
 
     Args:
-        invariant: results must not depend on the shape of the call, so neither must the choice.
+        segments: results must not depend on the layout of the call, so neither must the choice;
+            their width may count.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot be had here.
@@ -248,16 +256,14 @@ def select(backend: str, logits: Tensor, *, invariant: bool = False) -> Backend:
         if not by_name and not (backend == "auto" and device_type in candidate.by_default):
             continue
         choice = candidate.availability(device_type)
-        reason = candidate.refusal(logits) if choice.available else choice.reason
-        if invariant and candidate.varies:
-            reason = f"invariant_segments: {candidate.varies}"
-        elif invariant and reason and choice.available and _has_strided_columns(logits):
+        reason = candidate.refusal(logits, segments) if choice.available else choice.reason
+        if segments is not None and reason and choice.available and _has_strided_columns(logits):
             raise ValueError(f"invariant_segments: {reason}")
         if reason is None and not by_name:
-            reason = candidate.unworthy(logits)
+            reason = candidate.unworthy(logits, segments)
         if reason is None:
             _log_once(candidate.name, device_type, choice.reason)
-            return candidate.load()
+            return candidate.load(segments)
         if by_name:
             raise ValueError(f"backend={backend!r} cannot be had: {reason}")
         _log_once("not " + candidate.name, device_type, reason)

@@ -35,15 +35,22 @@ from mcore_logprobs.kernels.reference import block_stats, gather_target, row_mul
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, merge
 
 __all__ = [
+    "BLOCK",
     "DTYPES",
     "MIN_NUMEL",
     "NotCompiled",
+    "assert_compiled",
     "block_stats",
+    "block_values",
+    "call_compiled",
+    "compiled_gradient",
     "compiler",
     "count_higher",
     "grad_logits",
     "obstacle",
+    "row_multipliers",
     "row_stats",
+    "stats_kernel",
 ]
 
 logger = logging.getLogger("mcore_logprobs")
@@ -54,7 +61,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_NUMEL = 1 << 21
 
 # Columns a block: 8 KiB of float32, well within a first-level cache.
-_BLOCK = 2048
+BLOCK = 2048
 _MIN_BLOCKS = 2  # torch.compile makes a kernel of its own for a size of 1
 
 
@@ -69,7 +76,7 @@ def row_stats(
     chunk_size: int,
 ) -> Tensor:
     """As `reference.row_stats`."""
-    blocks = spec.valid // _BLOCK
+    blocks = spec.valid // BLOCK
     if blocks >= _MIN_BLOCKS and _is_common(logits, spec, bias):
         try:
             return _row_stats(logits, target, spec, threshold, temperature, chunk_size)
@@ -90,8 +97,8 @@ def count_higher(
     logits: Tensor, target: Tensor, threshold: Tensor, *, valid: int, chunk_size: int
 ) -> Tensor:
     """As `reference.count_higher`."""
-    whole = valid - valid % _BLOCK
-    if whole >= _MIN_BLOCKS * _BLOCK and _is_common(logits, None, None):
+    whole = valid - valid % BLOCK
+    if whole >= _MIN_BLOCKS * BLOCK and _is_common(logits, None, None):
         limit = threshold.to(logits.dtype)
         try:
             higher = call_compiled(_count_kernel, logits[:, :whole], limit).sum(-1).long()
@@ -118,9 +125,11 @@ def grad_logits(
     chunk_size: int,
 ) -> None:
     """As `reference.grad_logits`."""
-    if spec.valid >= _MIN_BLOCKS * _BLOCK and _is_common(logits, spec, bias):
+    if spec.valid >= _MIN_BLOCKS * BLOCK and _is_common(logits, spec, bias):
         try:
-            _grad_logits(logits, target, shift, coef, spec, temperature, out)
+            compiled_gradient(
+                logits, target, shift, coef, spec, temperature, out, call=call_compiled
+            )
             return
         except NotCompiled:
             pass
@@ -155,11 +164,11 @@ def _row_stats(
     temperature: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    whole = spec.valid - spec.valid % _BLOCK
-    multiplier = _multiplier(logits, spec, temperature)
+    whole = spec.valid - spec.valid % BLOCK
+    multiplier = row_multipliers(logits, spec, temperature)
     head = logits[:, :whole]
-    block_stats = call_compiled(_stats_kernel, head, multiplier, spec.entropy, spec.sum_pi_squared)
-    count = whole // _BLOCK
+    block_stats = call_compiled(stats_kernel, head, multiplier, spec.entropy, spec.sum_pi_squared)
+    count = whole // BLOCK
     parts = logits.new_zeros(
         count + (whole < spec.valid), len(spec.fields), logits.shape[0], dtype=torch.float32
     )
@@ -187,7 +196,7 @@ def _row_stats(
     return merge(parts, spec)
 
 
-def _grad_logits(
+def compiled_gradient(
     logits: Tensor,
     target: Tensor,
     shift: Tensor,
@@ -195,8 +204,15 @@ def _grad_logits(
     spec: RowSpec,
     temperature: Tensor | None,
     out: Tensor,
+    *,
+    call: Callable[..., Any],
 ) -> None:
-    multiplier = _multiplier(logits, spec, temperature)
+    """`grad_logits` of at least two rows without bias, softcap or label smoothing.
+
+    Args:
+        call: `call_compiled`, or what stands around it.
+    """
+    multiplier = row_multipliers(logits, spec, temperature)
     scaled = (coef * multiplier).unbind(0)
     row = dict(zip(spec.coefficients, scaled, strict=True))
     alive = (coef != 0).any(0)
@@ -213,7 +229,7 @@ def _grad_logits(
     if spec.sum_pi_squared:
         factor = factor + row["squares"] * own
     own = own * factor
-    own = torch.where(alive, own + torch.where(target >= 0, row["target"], 0.0), 0.0)
+    own = torch.where(alive, own + row["target"], 0.0).to(out.dtype)
 
     source, result = logits[:, : spec.valid], out[:, : spec.valid]
     # A coefficient that is not there is not read: any other stands in its place.
@@ -222,20 +238,21 @@ def _grad_logits(
     flags = (spec.entropy, spec.sum_pi_squared)
     factors = (multiplier, shift, *coefficients, alive, *flags)
     if _same_memory(source, result):
-        call_compiled(_grad_inplace_kernel, result, *factors)
+        call(_grad_inplace_kernel, result, *factors)
     elif source.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
         raise NotCompiled("the gradient's layout differs from the logits' in the same memory")
     else:
-        call_compiled(_grad_kernel, source, result, *factors)
+        call(_grad_kernel, source, result, *factors)
     out[:, spec.valid :] = 0
-    out[rows, column] = own.to(out.dtype)
+    # Where the target is elsewhere the kernel's own value stays: an eager exp may round otherwise.
+    out[rows, column] = torch.where(target >= 0, own, out[rows, column])
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
-def _multiplier(logits: Tensor, spec: RowSpec, temperature: Tensor | None) -> Tensor:
+def row_multipliers(logits: Tensor, spec: RowSpec, temperature: Tensor | None) -> Tensor:
     """z / y of each row, `[n]`: a tensor, for torch.compile would make a kernel for each float."""
     if temperature is None:
         return torch.full(
@@ -247,13 +264,20 @@ def _multiplier(logits: Tensor, spec: RowSpec, temperature: Tensor | None) -> Te
 # ---- kernels: what torch.compile sees -----------------------------------------------------------
 
 
-def _stats_kernel(
+def stats_kernel(
     logits: Tensor, multiplier: Tensor, entropy: bool, squares: bool
 ) -> dict[str, Tensor]:
-    """`[n, blocks * _BLOCK]` -> each block's statistics by name, `[n, blocks]`."""
+    """`[n, blocks * BLOCK]` -> each block's statistics by name, `[n, blocks]`."""
     assert_compiled()
-    z = logits.unflatten(1, (logits.shape[1] // _BLOCK, _BLOCK)).float()
-    z = z * multiplier[:, None, None]
+    blocks = logits.unflatten(1, (logits.shape[1] // BLOCK, BLOCK))
+    return block_values(blocks, multiplier, entropy, squares)
+
+
+def block_values(
+    logits: Tensor, multiplier: Tensor, entropy: bool, squares: bool
+) -> dict[str, Tensor]:
+    """Part of a kernel: `[n, blocks, block]` -> each block's statistics by name, `[n, blocks]`."""
+    z = logits.float() * multiplier[:, None, None]
     top = z.amax(-1)
     # Apart: stacked, the maximum's loop and the sum's would not be fused.
     shifted = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)
@@ -269,9 +293,9 @@ def _stats_kernel(
 
 
 def _count_kernel(logits: Tensor, limit: Tensor) -> Tensor:
-    """`[n, blocks * _BLOCK]`, `[n]` -> how many of each block are higher, `[n, blocks]` float32."""
+    """`[n, blocks * BLOCK]`, `[n]` -> how many of each block are higher, `[n, blocks]` float32."""
     assert_compiled()
-    blocks = logits.unflatten(1, (logits.shape[1] // _BLOCK, _BLOCK))
+    blocks = logits.unflatten(1, (logits.shape[1] // BLOCK, BLOCK))
     # float32 holds every count of a block, and is summed faster than int64.
     return torch.where(blocks > limit[:, None, None], 1.0, 0.0).sum(-1)
 
@@ -395,6 +419,8 @@ def call_compiled(function: Callable[..., Any], *args: Tensor | bool) -> Any:
         raise NotCompiled(_failures[key])
     state = (key, torch.get_num_threads(), torch.is_inference_mode_enabled())
     kernel = _kernels.get(key)
+    # A view's kernel is compiled for the shape of its base, and another for what is no view.
+    args = tuple(arg.data if isinstance(arg, Tensor) else arg for arg in args)
     try:
         # A default device is a mode that sees every operation, which torch.compile cannot trace.
         if kernel is not None and state in _warm:
@@ -424,7 +450,11 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     # torch counts recompilations by code object, up to a small limit: each kind gets its own.
     assert isinstance(function, FunctionType)
     own = FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     return torch.compile(own, dynamic=True, fullgraph=True)
 

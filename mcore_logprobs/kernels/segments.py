@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "Segments", "segment_stats"]
 
-# Columns a block at most. Narrow segments have one block, rounded up to whole vectors.
+# Columns a block at most: 8 KiB of float32, well within a first-level cache.
 BLOCK = 2048
+_MIN_BLOCK = 512
 _VECTOR = 64
 
 
@@ -64,10 +66,14 @@ class Segments:
             )
         return cls(segments // tp_size, padded_size // segments)
 
-    @property
-    def block(self) -> int:
-        """Columns a block; the last one of a segment is filled up with -inf."""
-        return min(BLOCK, -(-self.width // _VECTOR) * _VECTOR)
+    def block(self, device_type: str) -> int:
+        """Columns a block; the last one of a segment is filled up with -inf if it is not whole.
+
+        On a CPU the largest divisor of the width between 512 and 2048, so that all are whole, or
+        2048 where there is none; a narrow segment is one block. Elsewhere 2048, or a narrow
+        segment rounded up to whole vectors: kernels there want powers of two.
+        """
+        return _block(self.width, device_type == "cpu")
 
     def columns(self, valid: int, most: int | None = None) -> Iterator[slice]:
         """This rank's true columns, `most` at a time, counted from each segment's start.
@@ -81,6 +87,15 @@ class Segments:
                 continue
             for at in range(start, stop, most):
                 yield slice(at, min(at + most, stop))
+
+
+@cache
+def _block(width: int, divides: bool) -> int:
+    if not divides:
+        return min(BLOCK, -(-width // _VECTOR) * _VECTOR)
+    if width <= BLOCK:
+        return width
+    return next((size for size in range(BLOCK, _MIN_BLOCK - 1, -1) if width % size == 0), BLOCK)
 
 
 def segment_stats(
@@ -99,23 +114,31 @@ def segment_stats(
 
     Arguments as in `kernels.reference.row_stats`; `logits` are all of this rank's columns.
     """
-    rows = logits.shape[0]
-    # All segments merge at once, as rows of their own; blocks that are masked add nothing.
-    stats = no_columns(spec, segments.local * rows, like=logits)
-    stats = stats.repeat(-(-segments.width // segments.block), 1, 1)
-    for number, columns in enumerate(segments.columns(spec.valid)):
+    rows, block = logits.shape[0], segments.block(logits.device.type)
+    count = -(-segments.width // block)
+    # [local, blocks, k, n]; blocks that are masked add nothing.
+    stats = no_columns(spec, rows, like=logits).repeat(segments.local, count, 1, 1)
+    if segments.width % block == 0:  # one call: no block reaches into the next segment
+        parts = [slice(0, spec.valid)]
+        places = [stats.flatten(0, 1)]
+    else:
+        parts = list(segments.columns(spec.valid))
+        places = list(stats)
+    for columns, place in zip(parts, places, strict=True):
         width = columns.stop - columns.start
         own = target - columns.start
         blocks = backend.block_stats(
             logits[:, columns],
             torch.where((own >= 0) & (own < width), own, -1),
             replace(spec, valid=width),
-            block=segments.block,
+            block=block,
             bias=None if bias is None else bias[columns],
             threshold=threshold,
             temperature=temperature,
-            chunk_size=chunk_size * segments.local,  # as many numbers, of narrower rows
+            chunk_size=chunk_size * len(parts),  # as many numbers, of narrower rows
         )
-        stats[: blocks.shape[0], :, number * rows : (number + 1) * rows] = blocks
-    merged = merge(stats, spec, ordered=True)
+        place[: blocks.shape[0]] = blocks
+    # All segments at once, as rows of their own.
+    every = stats.permute(1, 2, 0, 3).reshape(count, len(spec.fields), -1)
+    merged = merge(every, spec, ordered=True)
     return merged.view(len(spec.fields), segments.local, rows).transpose(0, 1)

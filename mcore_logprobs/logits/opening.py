@@ -126,12 +126,12 @@ def open_logits(
     group = resolve_tp_group(tp_group)
     check_call(logits.shape[-1], group, logits.device)
     check_chunk_size(chunk_size)
-    check_optional_count("invariant_segments", invariant_segments)
-    chosen = backends.select(backend, logits, invariant=invariant_segments is not None)
     temperature, own = open_temperature(
         temperature, logits.shape[:-1], logits.device, name=f"{prefix}temperature"
     )
     shard = VocabShard.of(logits.shape[-1], group, vocab_size)
+    segments = open_segments(shard, invariant_segments)
+    chosen = backends.select(backend, logits, segments=segments)
     spec = row_spec(
         shard,
         softcap=softcap,
@@ -143,7 +143,6 @@ def open_logits(
         prefix=prefix,
     )
     rows = chunk_size or backends.default_chunk_size(copies * shard.width, logits.device)
-    segments = open_segments(shard, invariant_segments)
     return LogitsCall(logits, CallOptions(shard, spec, rows, chosen, own, segments))
 
 
