@@ -17,7 +17,7 @@ def found() -> dict[str, bool]:
 
 def test_every_guarantee_holds_here() -> None:
     guarantees = found()
-    assert len(guarantees) == 16
+    assert len(guarantees) == 18
     assert set(guarantees.values()) == {True}
 
 
@@ -40,6 +40,6 @@ def test_sums_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_doctor_prints_it() -> None:
     report = doctor.report()
-    assert "cpu: 16 of 16 checks found them" in doctor._as_text(report)
+    assert "cpu: 18 of 18 checks found them" in doctor._as_text(report)
     report["invariant_segments"]["cpu"]["logits float32 forward across TP"] = False
     assert "NOT logits float32 forward across TP" in doctor._as_text(report)

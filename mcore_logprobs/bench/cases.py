@@ -376,15 +376,13 @@ def topk_case(shape: Shape) -> Workload:
 
 
 def invariant_case(shape: Shape) -> Workload:
-    """The price of `invariant_segments`, from logits and from hidden states, on one backend."""
+    """The price of `invariant_segments`, from logits and from hidden states; what `auto` takes."""
     hidden, weight, target = _head(shape)
     logits = shape.randn(shape.rows, shape.width, std=4.0, shared=False).requires_grad_()
     segments = math.lcm(8, group_size(shape.group))
     contenders = []
     for name, options in (("", {}), (f", {segments} segments", {"invariant_segments": segments})):
-        keywords: dict[str, Any] = {"tp_group": shape.group, "backend": "torch", **options}
-        if shape.device.type != "cpu":
-            keywords["backend"] = "auto"
+        keywords: dict[str, Any] = {"tp_group": shape.group, **options}
         contenders += [
             Contender(
                 f"logits{name}",

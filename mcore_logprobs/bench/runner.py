@@ -66,8 +66,8 @@ class Measurement:
     """Of one contender at one shape. Seconds and bytes; spreads are interquartile ranges.
 
     Attributes:
-        least: the fastest round of both. A host that backs fresh memory lazily slows single rounds
-            many times over, and with them the median: compare code by the least.
+        least: the fastest round of forward, and of both. A host that backs fresh memory lazily slows
+            single rounds many times over, and with them the median: compare code by the least.
         peak: bytes beyond what was there before, at the highest point of forward and backward.
         collectives: names, forward and backward, and the bytes this rank puts into them.
         error: (result, gradients) against float64: largest absolute error of the result, largest
@@ -80,7 +80,7 @@ class Measurement:
     backward: float | None
     both: float
     spread: float
-    least: float = 0.0
+    least: tuple[float, float] = (0.0, 0.0)
     peak: int | None = None
     collectives: list[str] = field(default_factory=list)
     sent: int = 0
@@ -114,7 +114,8 @@ def measure(load: Workload, *, rounds: int, warmup: int) -> list[Measurement]:
         result = results[contender.name]
         result.forward, result.both = statistics.median(forward), statistics.median(both)
         result.backward = statistics.median(backward) if contender.differentiable else None
-        result.spread, result.least = _quartile_range(both), min(both)
+        result.spread = _quartile_range(both)
+        result.least = min(forward), min(both)
     _floors(load, results)
     return [results[c.name] for c in alive]
 

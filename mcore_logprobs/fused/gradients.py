@@ -190,19 +190,22 @@ class HeadGradients:
         if self.hidden is None:
             return
         if self._segments is not None:
-            wide = accumulator_dtype(tile.hidden.dtype)
-            parts = [
-                torch.zeros_like(tile.hidden, dtype=wide) if part is None else part
-                for part in self._parts or [None] * self._segments.local
-            ]
-            self.hidden.put_segments(tile.number, parts)
-            self._parts = []
+            self.hidden.put_segments(tile.number, self.take_segments(tile))
             return
         if self._tile is None:  # no true vocabulary on this rank
             wide = accumulator_dtype(tile.hidden.dtype)
             self._tile = torch.zeros_like(tile.hidden, dtype=wide)
         self.hidden.put(tile.number, self._tile)
         self._tile = None
+
+    def take_segments(self, tile: Tile) -> list[Tensor]:
+        """The tile's dHidden by this rank's segments, `[rows, h]` each; not kept any longer."""
+        assert self._segments is not None
+        parts, self._parts = self._parts or [None] * self._segments.local, []
+        wide = accumulator_dtype(tile.hidden.dtype)
+        return [
+            torch.zeros_like(tile.hidden, dtype=wide) if part is None else part for part in parts
+        ]
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(dHidden, dWeight, dBias), None where unwanted or gone into main_grad."""
