@@ -34,7 +34,10 @@ def inputs(rows: int, sizes: dict[str, int], dtype: torch.dtype) -> dict[str, Te
 def stats_and_gradients(
     given: dict[str, Tensor], *, gradients: bool = True, policy: bool = False, **options: Any
 ) -> dict[str, Tensor]:
-    """This rank's statistics, dHidden, and its part of dWeight and dBias."""
+    """This rank's statistics, dHidden, and its part of dWeight and dBias.
+
+    By eager torch: with a bias nothing is compiled.
+    """
     width = given["weight"].shape[0] // world_size()
     own = slice(world_rank() * width, (world_rank() + 1) * width)
     hidden = given["hidden"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_token_stats
-from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import inductor, inductor_blocks, reference
 from mcore_logprobs.kernels.segments import Segments, segment_stats
 from mcore_logprobs.kernels.stats import RowSpec, merge
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
+from tests.helpers.memory import TensorsMade
 from tests.kernels.common import DEVICE, EVERYTHING, make_logits, make_target, make_threshold
 from tests.kernels.interpreter import interpreted
 
@@ -96,3 +100,142 @@ def test_triton_by_name_through_the_public_operation():
     whole = found(slice(0, 9))
     for rows in (slice(0, 1), slice(4, 9)):
         assert_same_bits(found(rows), {n: value[rows] for n, value in whole.items()}, str(rows))
+
+
+# ---- compiled for a CPU -------------------------------------------------------------------------
+
+COUNT, BLOCK = 200, 1030  # a block that is no multiple of a vector
+COLUMNS = SEGMENTS * BLOCK
+
+
+class Compiled:
+    """Statistics and gradients of random logits by the compiled backend, however they are spread.
+
+    Every shard is worked on in turn, since kernels never communicate.
+    """
+
+    def __init__(self, dtype: torch.dtype, valid: int, **wanted: bool) -> None:
+        self.spec = RowSpec(valid, **wanted)
+        self.logits = (3.0 * torch.randn(COUNT, COLUMNS)).to(dtype)
+        self.logits[1, 5:900] = self.logits[2, : 2 * BLOCK + 9] = -torch.inf
+        self.target = torch.randint(valid, (COUNT,))
+        self.temperature = 0.5 + torch.rand(COUNT)
+        self.threshold = reference.gather_target(self.logits, self.target, 0.0).float()
+        self.coef = torch.randn(len(self.spec.coefficients), COUNT)
+        self.coef[:, 4] = 0.0
+        self.every = torch.arange(COUNT)
+        self.top = self.spec.named(self.stats(1, self.every))["max"].contiguous()
+
+    def shards(self, tp: int, rows: Tensor) -> list[tuple[Tensor, Tensor, RowSpec]]:
+        width, found = COLUMNS // tp, []
+        for start in range(0, COLUMNS, width):
+            own = self.target[rows] - start
+            own = torch.where((own >= 0) & (own < width), own, -1)
+            valid = max(0, min(width, self.spec.valid - start))
+            shard = self.logits[rows, start : start + width].contiguous()
+            found.append((shard, own, replace(self.spec, valid=valid)))
+        return found
+
+    def stats(self, tp: int, rows: Tensor, chunk_size: int = 64, module=inductor_blocks) -> Tensor:
+        parts = [
+            segment_stats(
+                module, shard, own, spec, Segments.of(SEGMENTS, COLUMNS, tp),
+                threshold=self.threshold[rows] if spec.rank else None,
+                temperature=self.temperature[rows], chunk_size=chunk_size,
+            )
+            for shard, own, spec in self.shards(tp, rows)
+        ]  # fmt: skip
+        return merge(torch.cat(parts), self.spec, ordered=True)
+
+    def gradient(self, tp: int, rows: Tensor, *, inplace: bool = False) -> Tensor:
+        parts = []
+        for shard, own, spec in self.shards(tp, rows):
+            out = shard if inplace else torch.empty_like(shard)
+            inductor_blocks.grad_logits(
+                shard, own, self.top[rows], self.coef[:, rows], spec,
+                temperature=self.temperature[rows], out=out, chunk_size=64,
+            )  # fmt: skip
+            parts.append(out)
+        return torch.cat(parts, -1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "valid", "wanted"),
+    [
+        (torch.float32, COLUMNS - 300, {"entropy": True, "sum_pi_squared": True, "rank": True}),
+        (torch.bfloat16, COLUMNS, {}),
+    ],
+    ids=["float32", "bfloat16"],
+)
+def test_compiled_kernels_give_the_same_bits_at_any_tp_and_number_of_rows(dtype, valid, wanted):
+    call = Compiled(dtype, valid, **wanted)
+    stats, gradient = call.stats(1, call.every), call.gradient(1, call.every)
+    eager = call.stats(1, call.every, module=reference)
+    torch.testing.assert_close(stats, eager, rtol=2e-6, atol=0.0)
+    for tp in (2, 4):
+        assert_same_bits(call.stats(tp, call.every), stats, f"TP {tp}")
+        assert_same_bits(call.gradient(tp, call.every), gradient, f"gradient, TP {tp}")
+    for chunk_size in (1, 7):
+        assert_same_bits(call.stats(1, call.every, chunk_size), stats, f"chunk {chunk_size}")
+    assert_same_bits(call.gradient(1, call.every, inplace=True), gradient, "in place")
+    step = 3 if dtype == torch.float32 else 17
+    orders = [torch.arange(count) for count in range(1, COUNT, step)]
+    for some in (*orders, torch.randperm(COUNT), torch.tensor([COUNT - 1])):
+        assert_same_bits(call.stats(1, some), stats[:, some], f"{len(some)} rows")
+        assert_same_bits(call.gradient(1, some), gradient[some], f"gradient, {len(some)} rows")
+    with TensorsMade():  # a mode, in which torch compiles nothing
+        assert_same_bits(call.stats(2, call.every), stats, "in a mode")
+    # In blocks of another width, as without segments, the order of the sums is another.
+    plain = inductor.row_stats(
+        call.logits, call.target, call.spec, threshold=call.threshold if wanted else None,
+        temperature=call.temperature, chunk_size=64,
+    )  # fmt: skip
+    assert not same_bits(plain, stats)
+    assert not inductor._failures
+
+
+def test_compiled_columns_that_do_not_lie_side_by_side():
+    logits, target = torch.randn(9, COLUMNS), torch.arange(9)
+
+    def found(x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        stats = vocab_parallel_token_stats(
+            leaf, target, backend="inductor", invariant_segments=SEGMENTS
+        )
+        (grad,) = torch.autograd.grad(stats.logprobs, leaf, torch.linspace(-1, 1, 9))
+        return torch.cat([stats.logprobs.detach(), grad.flatten()])
+
+    whole = found(logits)
+    assert_same_bits(found(logits.t().contiguous().t()), whole, "strided")
+    assert_same_bits(found(torch.cat([target[:, None], logits], 1)[:, 1:]), whole, "offset by one")
+
+
+def test_what_is_rare_is_the_references():
+    logits, target = torch.randn(3, COLUMNS), torch.arange(3)
+    for options in ({"softcap": 5.0}, {"smoothing": True}, {"bias": torch.randn(COLUMNS)}):
+        bias = options.pop("bias", None)
+        spec = RowSpec(COLUMNS, **options)
+        results = [
+            module.block_stats(logits, target, spec, block=BLOCK, bias=bias, chunk_size=2)
+            for module in (inductor_blocks, reference)
+        ]
+        assert_same_bits(*results, str(options))
+
+
+def test_auto_chooses_by_width_and_a_kernel_that_fails_raises():
+    for rows in (1, 300):
+        logits = torch.zeros(rows, COLUMNS)
+        for tp in (1, 2, 4):
+            segments = Segments.of(SEGMENTS, COLUMNS, tp)
+            chosen = backends.select("auto", logits[:, : COLUMNS // tp], segments=segments)
+            assert chosen is inductor_blocks
+            assert backends.select("auto", logits.double(), segments=segments) is reference
+        narrow = Segments.of(SEGMENTS, SEGMENTS * 1023, 1)
+        assert backends.select("auto", logits, segments=narrow) is reference
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(RuntimeError, match=r"invariant_segments: .*backend='torch'"),
+    ):
+        vocab_parallel_token_stats(
+            logits, torch.zeros(300).long(), backend="inductor", invariant_segments=SEGMENTS
+        )
