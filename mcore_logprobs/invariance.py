@@ -120,7 +120,7 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
         return vocab_parallel_token_stats(
-            logits[rows],
+            logits[rows].contiguous(),  # strided, another kernel would be compiled
             target[rows],
             entropy=True,
             sum_pi_squared=True,

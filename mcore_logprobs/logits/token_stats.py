@@ -159,7 +159,7 @@ def vocab_parallel_token_stats(
         invariant_segments: g: values and the logits' gradient are the same bits for every TP size
             that divides g, every chunk_size and whatever other rows are in the call, on one kind of
             machine, with one backend, dtype and number of threads. V must be divisible by g.
-            "auto" then chooses by device and dtype alone. None: no such promise.
+            "auto" then chooses by device, dtype and V / g alone. None: no such promise.
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one
         more for each of entropy, sum_pi_squared and rank, two for label smoothing); with
@@ -172,6 +172,7 @@ def vocab_parallel_token_stats(
     Raises:
         ValueError: before any collective, for shapes, dtypes, option ranges, an unresolvable group,
             and on CPU targets outside [0, vocab_size) (on CUDA a device-side assert).
+        RuntimeError: with invariant_segments, where the backend's kernels do not compile.
     """
     check_flag("entropy", entropy)
     check_flag("target_rank", target_rank)
