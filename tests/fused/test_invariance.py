@@ -145,6 +145,26 @@ def test_any_number_and_order_of_rows(dtype: torch.dtype) -> None:
         assert_same_bits(again, {n: value[some] for n, value in whole.items()}, f"{len(some)} rows")
 
 
+def test_compiled_kernels_give_the_same_bits_for_any_chunk_and_rows() -> None:
+    given = inputs(40, {"vocab": SEGMENTS * 1030, "vocab_size": 3900, "hidden": 24}, torch.float32)
+
+    def found(rows: Tensor, chunk_size: int | None = None) -> dict[str, Tensor]:
+        stats = linear_token_stats(
+            given["hidden"][rows], given["weight"], given["target"][rows], entropy=True,
+            target_rank=True, sum_pi_squared=True, temperature=given["temperature"][rows],
+            vocab_size=3900, invariant_segments=SEGMENTS, chunk_size=chunk_size,
+            backend="inductor",
+        )  # fmt: skip
+        return {name: getattr(stats, name) for name in FIELDS}
+
+    every = torch.arange(40)
+    whole = found(every)
+    for chunk_size in (1, 7):
+        assert_same_bits(found(every, chunk_size), whole, f"chunk_size {chunk_size}")
+    for some in (torch.arange(1), torch.arange(17), torch.randperm(40)):
+        assert_same_bits(found(some), {n: v[some] for n, v in whole.items()}, f"{len(some)} rows")
+
+
 def test_compact_rows_and_low_precision_logits() -> None:
     given = inputs(40, NARROW, torch.bfloat16)
     given["target"][::3] = -100
