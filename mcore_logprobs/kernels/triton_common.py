@@ -89,7 +89,11 @@ def finished(
         capped = tanh(z)
         z = capped * softcap
     if HAS_BIAS:
-        z = z + tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        if mask is None:
+            bias = tl.load(bias_ptr + columns)
+        else:
+            bias = tl.load(bias_ptr + columns, mask=mask, other=0.0)
+        z = z + bias.to(tl.float32)
     if HAS_TEMPERATURE:
         # Rounded as torch rounds it: with a bias, ranks compare z of two origins.
         z = tl.div_rn(z, temperature)

@@ -75,6 +75,12 @@ def test_scale_softcap_bias_and_temperature(transform):
         _check(logits, spec, bias=make_bias(options, 1152), ulps=8.0)
 
 
+@interpreted
+def test_a_bias_over_whole_tiles():
+    logits = make_logits(2, 9000, torch.bfloat16)
+    _check(logits, RowSpec(9000, **EVERYTHING), bias=make_bias({"bias": True}, 9000), ulps=8.0)
+
+
 @pytest.mark.parametrize("kind", ["low", "high", "holes"])
 @pytest.mark.parametrize("transform", ["plain", "temperature", "all"])
 @interpreted
