@@ -1,0 +1,54 @@
+"""Functions as operators of torch, at the price of the dispatcher alone.
+
+`torch.library.custom_op` takes 14 to 41 us a call, more than a small call has to spare; a schema
+and two functions given to a `Library` take 3 to 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from mcore_logprobs.kernels.stats import RowSpec
+
+__all__ = ["SPEC_SCHEMA", "flatten", "operator", "unflatten"]
+
+_LIBRARY = Library("mcore_logprobs", "DEF")
+
+
+def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The operator `mcore_logprobs::NAME` of a schema `NAME(...) -> ...`, for torch.compile too.
+
+    It knows no gradient: call it within an autograd function.
+
+    Args:
+        run: takes the arguments one by one, on any device.
+        fake: takes the same, gives empty tensors of the results' shapes and dtypes.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mcore_logprobs::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.mcore_logprobs, name).default
+
+
+# A RowSpec travels as its fields: their declaration in a schema, and the way there and back.
+_TYPES = {"int": "int", "float": "float", "float | None": "float?", "bool": "bool"}
+_FIELDS = dataclasses.fields(RowSpec)
+SPEC_SCHEMA = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in _FIELDS)
+unflatten = lru_cache(1024)(RowSpec)
+
+
+@lru_cache(1024)
+def flatten(spec: RowSpec) -> tuple[Any, ...]:
+    """The values of a spec's fields, as `SPEC_SCHEMA` declares them."""
+    # A schema takes no int for a float.
+    return tuple(
+        float(value) if "float" in str(field.type) and value is not None else value
+        for field, value in zip(_FIELDS, dataclasses.astuple(spec), strict=True)
+    )
