@@ -22,19 +22,17 @@ from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
 from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, open_tokens, whole_lead
 from mcore_logprobs.groups import resolve_tp_group
-from mcore_logprobs.kernels.backend import default_chunk_size
+from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.distill import (
     PAIR_STATS,
     PairSpec,
+    Side,
     finish_pair,
-    jsd_sums,
     merge_pairs,
     pair_dtype,
-    pair_grad,
-    pair_stats,
 )
-from mcore_logprobs.kernels.reference import row_chunks
-from mcore_logprobs.logits.distill import check_backend, check_kind, check_mask
+from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.logits.distill import check_kind, check_mask
 from mcore_logprobs.logits.dtensor import unwrap_logits
 from mcore_logprobs.logits.opening import (
     check_group_tensor,
@@ -48,10 +46,11 @@ __all__ = ["linear_kl_div"]
 
 @dataclass(frozen=True)
 class _Options:
-    """`teacher` is None where the teacher's logits are given."""
+    """`teacher` is None where the teacher's logits are given; `teacher_spec` is there always."""
 
     student: HeadOptions
     teacher: HeadOptions | None
+    teacher_spec: RowSpec
     tiling: Tiling
     pair: PairSpec
     temperatures: tuple[Tensor | None, Tensor | None]
@@ -117,46 +116,43 @@ class _HeadTeacher:
         return None if self._head.bias is None else self._head.bias[columns]
 
 
+@dataclass(frozen=True)
 class _Pair:
-    """A chunk of the student's logits and the teacher's beside it, in parts of some rows.
+    """A chunk of the student's logits and the teacher's beside it."""
 
-    Args:
-        beside: what the teacher's `tiles` gave for this tile.
-    """
+    student: Side
+    teacher: Side
+    kernels: backends.PairBackend
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         chunk: Chunk,
-        rows: slice,
+        tile: Tile,
         teacher: _GivenTeacher | _HeadTeacher,
         beside: Tensor | None,
-        pair: PairSpec,
         teacher_temperature: Tensor | None,
-    ) -> None:
-        self.student = chunk
-        self.teacher = teacher.chunk(beside, rows, chunk.columns)
-        self._per_column: dict[str, Any] = {
-            "student_bias": chunk.bias,
-            "teacher_bias": teacher.bias(chunk.columns),
-        }
-        self._per_row = {
-            "student_temperature": chunk.temperature,
-            "teacher_temperature": teacher_temperature,
-        }
-        width = chunk.columns.stop - chunk.columns.start
-        self.spec = replace(pair, student=chunk.spec, teacher=replace(pair.teacher, valid=width))
+        opts: _Options,
+    ) -> _Pair:
+        """Both chunks; `beside` is what the teacher's `tiles` gave for this tile."""
+        columns = chunk.columns
+        other = teacher.chunk(beside, tile.rows, columns)
+        return cls(
+            Side(chunk.logits, chunk.spec, chunk.bias, chunk.temperature),
+            Side(
+                other,
+                replace(opts.teacher_spec, valid=columns.stop - columns.start),
+                teacher.bias(columns),
+                tile.of(teacher_temperature),
+            ),
+            backends.select_pair(opts.student.backend, chunk.logits, other),
+        )
 
-    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor, dict[str, Any]]]:
-        """(rows, student's, teacher's, the kernels' other inputs).
-
-        Two float32 copies of a part stay small beside the chunk.
-        """
-        rows, columns = self.teacher.shape
-        size = default_chunk_size(2 * columns, self.teacher.device)
-        for part in row_chunks(rows, size):
-            own = {name: None if t is None else t[part] for name, t in self._per_row.items()}
-            others = {**self._per_column, **own}
-            yield part, self.student.logits[part], self.teacher[part], others
+    @property
+    def chunk_size(self) -> int:
+        """Rows at a time of which two float32 copies stay small beside the chunk."""
+        logits = self.teacher.logits
+        return backends.default_chunk_size(2 * logits.shape[1], logits.device)
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -185,9 +181,9 @@ class _LinearDivergence(torch.autograd.Function):
         stats = hidden.new_zeros(PAIR_STATS, tiles.count, dtype=dtype)
         stats[0] = stats[2] = -torch.inf  # what a rank without true vocabulary says
         for tile, pair in _pairs(head, tiles, other, opts):
-            found = stats.new_empty(PAIR_STATS, tile.hidden.shape[0])
-            for part, s, t, others in pair.parts():
-                pair_stats(s, t, pair.spec, out=found[:, part], **others)
+            found = pair.kernels.pair_stats(
+                pair.student, pair.teacher, spec, chunk_size=pair.chunk_size
+            )
             stats[:, tile.rows] = merge_pairs(torch.stack([stats[:, tile.rows], found]), spec)
         done = finish_pair(merge_pairs(all_gather_stack(stats, opts.student.group), spec), spec)
         value, inner = done.value, done.value
@@ -195,12 +191,14 @@ class _LinearDivergence(torch.autograd.Function):
             # KL of either side from the mixture: a second walk, one all-reduce.
             sums = stats.new_zeros(2, tiles.count)
             for tile, pair in _pairs(head, tiles, other, opts):
-                found = sums.new_empty(2, tile.hidden.shape[0])
-                norm_s, norm_t = done.norm_s[:, tile.rows], done.norm_t[:, tile.rows]
-                for part, s, t, others in pair.parts():
-                    norms = norm_s[:, part], norm_t[:, part]
-                    jsd_sums(s, t, *norms, pair.spec, out=found[:, part], **others)
-                sums[:, tile.rows] += found
+                sums[:, tile.rows] += pair.kernels.jsd_sums(
+                    pair.student,
+                    pair.teacher,
+                    done.norm_s[:, tile.rows],
+                    done.norm_t[:, tile.rows],
+                    spec,
+                    chunk_size=pair.chunk_size,
+                )
             from_teacher, inner = all_reduce_sum(sums, opts.student.group)
             value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
         keep = tiles.walk(keep) & done.usable
@@ -239,20 +237,19 @@ class _LinearDivergence(torch.autograd.Function):
 
         def dlogits_of(chunk: Chunk, *, tile: Tile, beside: Tensor | None) -> Tensor:
             rows = tile.rows
-            pair = _Pair(chunk, rows, other, beside, opts.pair, tile.of(teacher_t))
+            pair = _Pair.of(chunk, tile, other, beside, teacher_t, opts)
             out = head.gradient_buffer(chunk.logits)
-            for part, s, t, others in pair.parts():
-                pair_grad(
-                    s,
-                    t,
-                    norm_s[:, rows][:, part],
-                    norm_t[:, rows][:, part],
-                    inner[rows][part],
-                    upstream[rows][part],
-                    pair.spec,
-                    out=out[part],
-                    **others,
-                )
+            pair.kernels.pair_grad(
+                pair.student,
+                pair.teacher,
+                norm_s[:, rows],
+                norm_t[:, rows],
+                inner[rows],
+                upstream[rows],
+                opts.pair,
+                out=out,
+                chunk_size=pair.chunk_size,
+            )
             return out
 
         for tile, beside in zip(tiles, other.tiles(), strict=False):
@@ -269,8 +266,7 @@ def _pairs(
     student_t, teacher_t = (tiles.walk_optional(t) for t in opts.temperatures)
     for tile, beside in zip(tiles, teacher.tiles(), strict=False):
         for chunk in head.chunks(tile.hidden, _no_target(tile), tile.of(student_t)):
-            pair = _Pair(chunk, tile.rows, teacher, beside, opts.pair, tile.of(teacher_t))
-            yield tile, pair
+            yield tile, _Pair.of(chunk, tile, teacher, beside, teacher_t, opts)
 
 
 def _no_target(tile: Tile) -> Tensor:
@@ -342,7 +338,7 @@ def linear_kl_div(
         compact: compute only rows that the mask keeps; the same results. One host sync.
         bias, logit_scale, softcap, sequence_parallel, logits_dtype, gradient_accumulation_fusion,
             tp_group, chunk_size: as in `linear_token_stats`.
-        backend: "auto" or "torch"; there is no Triton kernel for two sides.
+        backend: "auto", "torch" or "triton".
 
     The gradient goes to hidden, weight and bias of the student, accumulated in float32.
 
@@ -358,7 +354,6 @@ def linear_kl_div(
             `vocab_parallel_kl_div` and `linear_token_stats`.
     """
     check_kind(kind, beta)
-    check_backend(backend)
     given = teacher_logits is not None
     if given == (teacher_hidden is not None or teacher_weight is not None):
         raise ValueError(
@@ -437,7 +432,9 @@ def linear_kl_div(
         index = tokens.per_row(torch.arange(lead.numel(), device=hidden.device).view(lead))
         if not given:
             first = tokens.compaction.select_hidden(first)
-    pair = PairSpec(student.spec, teacher_spec, kind, float(beta))
+    # A backend asked for by name that cannot serve both sides is refused before any collective.
+    backends.select_pair(backend, weight.new_empty(0, 1), first if given else first.new_empty(0, 1))
+    pair = PairSpec(kind, float(beta))
     value = _LinearDivergence.apply(
         tokens.hidden,
         weight,
@@ -447,7 +444,9 @@ def linear_kl_div(
         teacher_bias,
         tokens.target.keep,
         index,
-        _Options(student, teacher, tokens.tiling, pair, (tokens.temperature, teacher_own)),
+        _Options(
+            student, teacher, teacher_spec, tokens.tiling, pair, (tokens.temperature, teacher_own)
+        ),
     )
     return tokens.restore(value, 0.0)
 

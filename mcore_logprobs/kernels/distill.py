@@ -20,12 +20,12 @@ generalised Jensen-Shannon divergence needs both log-sum-exps first and a second
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.reference import finished_logits, to_raw_gradient
+from mcore_logprobs.kernels.reference import finished_logits, row_chunks, to_raw_gradient
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "PAIR_STATS",
     "FinishedPair",
     "PairSpec",
+    "Side",
     "finish_pair",
     "jsd_sums",
     "merge_pairs",
@@ -50,17 +51,49 @@ _FAR = 60.0
 
 @dataclass(frozen=True)
 class PairSpec:
-    """How both sides' raw logits become s and t, and what is wanted of them.
+    """What is wanted of the two.
 
     Attributes:
         kind: one of KINDS.
         beta: the teacher's weight in the mixture beta q + (1 - beta) p; "jsd" only.
     """
 
-    student: RowSpec
-    teacher: RowSpec
     kind: str
     beta: float = 0.5
+
+
+@dataclass(frozen=True)
+class Side:
+    """Raw logits of one side, and how they become finished ones.
+
+    Attributes:
+        logits: `[n, v]`, any float dtype and row stride; not modified.
+        spec: its transformation and true vocabulary, the same for both sides; no statistics.
+        bias: `[v]` or None.
+        temperature: `[n]`, each row's own in place of the spec's, or None.
+    """
+
+    logits: Tensor
+    spec: RowSpec
+    bias: Tensor | None = None
+    temperature: Tensor | None = None
+
+    def part(self, rows: slice) -> Side:
+        """Some of its rows."""
+        own = None if self.temperature is None else self.temperature[rows]
+        return replace(self, logits=self.logits[rows], temperature=own)
+
+    def finished(self, dtype: torch.dtype) -> Tensor:
+        """Finished logits `[n, valid]` in float32 or float64; logits itself if nothing is to do."""
+        valid = self.spec.valid
+        bias = None if self.bias is None else self.bias[:valid]
+        own = None if self.temperature is None else self.temperature.unsqueeze(-1)
+        return finished_logits(self.logits[:, :valid], self.spec, bias, own).to(dtype)
+
+    def log_probs(self, norm: Tensor) -> Tensor:
+        """`[n, valid]`, new, in the dtype of the normaliser `[2, n]`."""
+        top, log_sum = norm.unsqueeze(-1)
+        return (self.finished(norm.dtype) - top).sub_(log_sum).clamp_(min=LOG_ZERO)
 
 
 def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
@@ -68,33 +101,25 @@ def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
     return torch.promote_types(accumulator_dtype(student), accumulator_dtype(teacher))
 
 
-def pair_stats(
-    student: Tensor,
-    teacher: Tensor,
-    spec: PairSpec,
-    *,
-    out: Tensor,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    student_temperature: Tensor | None = None,
-    teacher_temperature: Tensor | None = None,
-) -> None:
-    """Write the pair statistics of one chunk.
+def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, chunk_size: int) -> Tensor:
+    """The pair statistics of a block, `[5, n]`; cross is 0 for "jsd".
 
     Args:
-        student, teacher: `[c, v]` raw logits, any float dtype and row stride; not modified.
-        out: `[5, c]`. Its cross is 0 for "jsd".
-        student_bias, teacher_bias: `[v]` or None.
-        student_temperature, teacher_temperature: `[c]`, each row's own in place of the spec's, or
-            None.
+        chunk_size: rows at a time, of which two float32 copies of either side are made.
     """
-    if spec.student.valid == 0:
-        out.zero_()
-        out[0::2].fill_(-torch.inf)
-        out[4].zero_()
-        return
-    s = _finished(student, spec.student, student_bias, student_temperature, out.dtype)
-    t = _finished(teacher, spec.teacher, teacher_bias, teacher_temperature, out.dtype)
+    rows = student.logits.shape[0]
+    dtype = pair_dtype(student.logits.dtype, teacher.logits.dtype)
+    out = student.logits.new_zeros((PAIR_STATS, rows), dtype=dtype)
+    if student.spec.valid == 0:
+        out[0] = out[2] = -torch.inf
+        return out
+    for part in row_chunks(rows, chunk_size):
+        _chunk_stats(student.part(part), teacher.part(part), spec, out[:, part])
+    return out
+
+
+def _chunk_stats(student: Side, teacher: Side, spec: PairSpec, out: Tensor) -> None:
+    s, t = student.finished(out.dtype), teacher.finished(out.dtype)
     out[0], out[2] = s.amax(-1), t.amax(-1)
     s, t = _about(s, out[0]), _about(t, out[2])
     exp_s, exp_t = s.exp(), t.exp()
@@ -105,20 +130,6 @@ def pair_stats(
         out[4] = exp_s.mul_(s.sub_(t)).sum(-1)
     elif spec.kind == "cross_entropy":
         out[4] = exp_t.mul_(s).sum(-1).neg_()
-    else:
-        out[4].zero_()
-
-
-def _finished(
-    logits: Tensor,
-    spec: RowSpec,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    bias = None if bias is None else bias[: spec.valid]
-    temperature = None if temperature is None else temperature.unsqueeze(-1)
-    return finished_logits(logits[:, : spec.valid], spec, bias, temperature).to(dtype)
 
 
 def _about(z: Tensor, top: Tensor) -> Tensor:
@@ -192,20 +203,6 @@ def finish_pair(stats: Tensor, spec: PairSpec) -> FinishedPair:
     )
 
 
-def _log_probs(
-    logits: Tensor,
-    norm: Tensor,
-    spec: RowSpec,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    top, log_sum = norm.unsqueeze(-1)
-    return (
-        (_finished(logits, spec, bias, temperature, dtype) - top).sub_(log_sum).clamp_(min=LOG_ZERO)
-    )
-
-
 def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
     """log p - log(beta q + (1 - beta) p), exact where p and q are close."""
     gap = (logq - logp).clamp_(min=-_FAR, max=_FAR)
@@ -213,39 +210,36 @@ def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 
 
 def jsd_sums(
-    student: Tensor,
-    teacher: Tensor,
+    student: Side,
+    teacher: Side,
     norm_s: Tensor,
     norm_t: Tensor,
     spec: PairSpec,
     *,
-    out: Tensor,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    student_temperature: Tensor | None = None,
-    teacher_temperature: Tensor | None = None,
-) -> None:
-    """Write a chunk's share of KL(q || M) and KL(p || M), M = beta q + (1 - beta) p.
+    chunk_size: int,
+) -> Tensor:
+    """A block's share of KL(q || M) and KL(p || M), M = beta q + (1 - beta) p; `[2, n]`.
 
     Both add up over blocks and shards.
 
     Args:
-        student, teacher, the biases and temperatures: as in `pair_stats`.
-        norm_s, norm_t: `[2, c]`, of whole rows.
-        out: `[2, c]`.
+        norm_s, norm_t: `[2, n]`, of whole rows; see `FinishedPair`.
+        The others as in `pair_stats`.
     """
-    if spec.student.valid == 0:
-        out.zero_()
-        return
-    logp = _log_probs(student, norm_s, spec.student, student_bias, student_temperature, out.dtype)
-    logq = _log_probs(teacher, norm_t, spec.teacher, teacher_bias, teacher_temperature, out.dtype)
-    out[0] = _log_over_mixture(logq, logp, 1.0 - spec.beta).mul_(logq.exp()).sum(-1)
-    out[1] = _log_over_mixture(logp, logq, spec.beta).mul_(logp.exp()).sum(-1)
+    out = torch.zeros_like(norm_s)
+    if student.spec.valid:
+        for part in row_chunks(out.shape[1], chunk_size):
+            logp = student.part(part).log_probs(norm_s[:, part])
+            logq = teacher.part(part).log_probs(norm_t[:, part])
+            to_p = _log_over_mixture(logp, logq, spec.beta).mul_(logp.exp())
+            to_q = _log_over_mixture(logq, logp, 1.0 - spec.beta).mul_(logq.exp())
+            out[:, part] = torch.stack([to_q.sum(-1), to_p.sum(-1)])
+    return out
 
 
 def pair_grad(
-    student: Tensor,
-    teacher: Tensor,
+    student: Side,
+    teacher: Side,
     norm_s: Tensor,
     norm_t: Tensor,
     inner: Tensor,
@@ -253,12 +247,9 @@ def pair_grad(
     spec: PairSpec,
     *,
     out: Tensor,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    student_temperature: Tensor | None = None,
-    teacher_temperature: Tensor | None = None,
+    chunk_size: int,
 ) -> None:
-    """Write one chunk's gradient with respect to the student's raw logits.
+    """Write the gradient with respect to the student's raw logits.
 
         forward, cross_entropy   ds = g (p - q)
         reverse                  ds = g p (log p - log q - KL(p || q))
@@ -267,28 +258,33 @@ def pair_grad(
     A row whose g is 0 gets exactly 0, whatever its logits hold.
 
     Args:
-        student, teacher, norm_s, norm_t, the biases and temperatures: as in `jsd_sums`.
-        inner: `[c]`, the divergence at the end of the formula; unused by the first.
-        upstream: `[c]`, g.
-        out: `[c, v]`, any dtype; may be `student` itself. Every entry is written.
+        inner: `[n]`, the divergence at the end of the formula; unused by the first.
+        upstream: `[n]`, g.
+        out: `[n, v]`, any dtype; may be the student's logits. Every entry is written.
+        The others as in `jsd_sums`.
     """
-    valid = spec.student.valid
+    valid = student.spec.valid
     out[:, valid:] = 0
     if valid == 0:
         return
-    dtype = pair_dtype(norm_s.dtype, norm_t.dtype)
-    logp = _log_probs(student, norm_s, spec.student, student_bias, student_temperature, dtype)
-    logq = _log_probs(teacher, norm_t, spec.teacher, teacher_bias, teacher_temperature, dtype)
-    g = upstream.to(dtype).unsqueeze(-1)
+    for part in row_chunks(out.shape[0], chunk_size):
+        own, other = student.part(part), teacher.part(part)
+        grad = _distribution_gradient(
+            own.log_probs(norm_s[:, part]), other.log_probs(norm_t[:, part]), inner[part], spec
+        )
+        g = upstream[part].to(grad.dtype).unsqueeze(-1)
+        to_raw_gradient(grad.mul_(g), own.logits[:, :valid], own.spec, own.temperature)
+        out[part, :valid] = grad.masked_fill_(g == 0, 0.0)
+
+
+def _distribution_gradient(logp: Tensor, logq: Tensor, inner: Tensor, spec: PairSpec) -> Tensor:
+    """ds for g = 1; overwrites both."""
     if spec.kind in ("forward", "cross_entropy"):
-        grad = logp.exp_().sub_(logq.exp_()).mul_(g)
+        return logp.exp_().sub_(logq.exp_())
+    p = logp.exp()
+    if spec.kind == "reverse":
+        grad = logp.sub_(logq)
     else:
-        p = logp.exp()
-        if spec.kind == "reverse":
-            grad = logp.sub_(logq)
-        else:
-            grad = _log_over_mixture(logp, logq, spec.beta)
-            g = g * (1.0 - spec.beta)
-        grad.sub_(inner.unsqueeze(-1)).mul_(p).mul_(g)
-    to_raw_gradient(grad, student[:, :valid], spec.student, student_temperature)
-    out[:, :valid].copy_(grad.masked_fill_(g == 0, 0.0))
+        grad = _log_over_mixture(logp, logq, spec.beta)
+        p.mul_(1.0 - spec.beta)
+    return grad.sub_(inner.unsqueeze(-1)).mul_(p)

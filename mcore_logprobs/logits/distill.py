@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +13,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
-from mcore_logprobs.kernels.distill import (
-    PAIR_STATS,
-    PairSpec,
-    finish_pair,
-    jsd_sums,
-    merge_pairs,
-    pair_dtype,
-    pair_grad,
-    pair_stats,
-)
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.distill import PairSpec, Side, finish_pair, merge_pairs
 from mcore_logprobs.logits.dtensor import unwrap_rows
 from mcore_logprobs.logits.opening import CallOptions, check_same_rows, open_logits
 from mcore_logprobs.logits.rows import Rows
 
 __all__ = [
     "KL_KINDS",
-    "check_backend",
     "check_kind",
     "check_mask",
     "vocab_parallel_kl_div",
@@ -40,17 +32,23 @@ KL_KINDS = ("forward", "reverse", "jsd")
 
 @dataclass(frozen=True)
 class _Options:
-    call: CallOptions
+    student: CallOptions
+    teacher: CallOptions
     spec: PairSpec
-    teacher_temperature: Tensor | None
+    kernels: backends.PairBackend
 
-    def temperatures(self, rows: Rows, part: slice) -> dict[str, Any]:
-        """Rows' own temperatures, as the kernels' keywords."""
-        own = {
-            "student_temperature": self.call.temperature,
-            "teacher_temperature": self.teacher_temperature,
-        }
-        return {name: None if t is None else rows.walk(t)[part] for name, t in own.items()}
+    def sides(
+        self, rows: Rows, student: Tensor, teacher: Tensor, *others: Tensor
+    ) -> Iterator[tuple[Any, ...]]:
+        """As `Rows.blocks`, both logits as a `Side`."""
+        own, other = (rows.walk_optional(x.temperature) for x in (self.student, self.teacher))
+        for part, s, t, *views in rows.blocks(student, teacher, *others):
+            yield (
+                part,
+                Side(s, self.student.spec, temperature=None if own is None else own[part]),
+                Side(t, self.teacher.spec, temperature=None if other is None else other[part]),
+                *views,
+            )
 
 
 class _Divergence(torch.autograd.Function):
@@ -60,20 +58,28 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor | None, opts: _Options
     ) -> Tensor:
-        rows, spec, group = Rows(student), opts.spec, opts.call.group
-        stats = student.new_empty(
-            (PAIR_STATS, rows.count), dtype=pair_dtype(student.dtype, teacher.dtype)
+        rows, spec, group = Rows(student), opts.spec, opts.student.group
+        kernels, chunk_size = opts.kernels, opts.student.chunk_size
+        stats = torch.cat(
+            [
+                kernels.pair_stats(s, t, spec, chunk_size=chunk_size)
+                for _, s, t in opts.sides(rows, student, teacher)
+            ],
+            dim=-1,
         )
-        for part, s, t in rows.chunks(opts.call.chunk_size, student, teacher):
-            pair_stats(s, t, spec, out=stats[:, part], **opts.temperatures(rows, part))
         done = finish_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
         value, inner = done.value, done.value
         if spec.kind == "jsd":
-            sums = stats[:2]
-            for part, s, t in rows.chunks(opts.call.chunk_size, student, teacher):
-                norms = done.norm_s[:, part], done.norm_t[:, part]
-                own = opts.temperatures(rows, part)
-                jsd_sums(s, t, *norms, spec, out=sums[:, part], **own)
+            sums = torch.cat(
+                [
+                    kernels.jsd_sums(
+                        s, t, done.norm_s[:, part], done.norm_t[:, part], spec,
+                        chunk_size=chunk_size,
+                    )
+                    for part, s, t in opts.sides(rows, student, teacher)
+                ],
+                dim=-1,
+            )  # fmt: skip
             from_teacher, inner = all_reduce_sum(sums, group)
             value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
         keep = done.usable if mask is None else done.usable & rows.walk(mask)
@@ -89,8 +95,8 @@ class _Divergence(torch.autograd.Function):
         rows = Rows(student)
         upstream = torch.where(keep, rows.walk(grads[0]), 0.0)
         grad = torch.empty_like(student)
-        for part, s, t, out in rows.chunks(opts.call.chunk_size, student, teacher, grad):
-            pair_grad(
+        for part, s, t, out in opts.sides(rows, student, teacher, grad):
+            opts.kernels.pair_grad(
                 s,
                 t,
                 norm_s[:, part],
@@ -99,7 +105,7 @@ class _Divergence(torch.autograd.Function):
                 upstream[part],
                 opts.spec,
                 out=out,
-                **opts.temperatures(rows, part),
+                chunk_size=opts.student.chunk_size,
             )
         return grad, None, None, None
 
@@ -139,7 +145,7 @@ def vocab_parallel_kl_div(
         teacher_temperature: likewise for the teacher's; None: the same temperature.
         vocab_size: true vocabulary of both; columns at or past it count as -inf. None: all V.
         chunk_size: rows at a time; None: from a memory budget.
-        backend: "auto" or "torch"; there is no Triton kernel for two sides.
+        backend: "auto", "torch" or "triton".
 
     The gradient goes to the student alone. A column at which one side is -inf has log-probability
     -1e4 there: divergences and gradients stay finite.
@@ -224,7 +230,6 @@ def _divergence(
 ) -> Tensor:
     if teacher_temperature is None:
         teacher_temperature = temperature
-    check_backend(backend)
     student = open_logits(
         student_logits,
         tp_group=tp_group,
@@ -247,13 +252,9 @@ def _divergence(
     logits = student.logits
     check_same_rows("teacher_logits", teacher.logits, logits.shape, logits.device)
     mask = check_mask(mask, logits.shape[:-1], logits.device)
-    spec = PairSpec(student.options.spec, teacher.options.spec, kind, float(beta))
-    return _Divergence.apply(
-        logits,
-        teacher.logits.detach(),
-        mask,
-        _Options(student.options, spec, teacher.options.temperature),
-    )
+    kernels = backends.select_pair(backend, logits, teacher.logits)
+    opts = _Options(student.options, teacher.options, PairSpec(kind, float(beta)), kernels)
+    return _Divergence.apply(logits, teacher.logits.detach(), mask, opts)
 
 
 def check_kind(kind: str, beta: float) -> None:
@@ -265,12 +266,6 @@ def check_kind(kind: str, beta: float) -> None:
             f"beta: expected a number in (0, 1), got {beta!r} (towards 0 the divergence tends to "
             "kind='forward', towards 1 to 'reverse', both scaled)"
         )
-
-
-def check_backend(backend: str) -> None:
-    """Refuse a backend that has no kernel for two sides."""
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend: expected 'auto' or 'torch' for a divergence, got {backend!r}")
 
 
 def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:

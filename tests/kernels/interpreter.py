@@ -38,10 +38,11 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None]:
 @functools.cache  # ends with this process, as executors do
 def _interpreter() -> ProcessPoolExecutor:
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_start)
+    return ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=interpret)
 
 
-def _start() -> None:
+def interpret() -> None:
+    """Have this process interpret kernels; before it first imports Triton."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
 

@@ -274,7 +274,7 @@ def test_refuses_what_it_cannot_do() -> None:
         ({"teacher_temperature": 0.0}, "teacher_temperature: expected a finite number > 0"),
         ({"mask": torch.ones(3)}, "mask: expected a bool tensor or None, got torch.float32"),
         ({"mask": torch.ones(2, dtype=torch.bool)}, "mask: expected shape (3,), got (2,)"),
-        ({"backend": "triton"}, "backend: expected 'auto' or 'torch'"),
+        ({"backend": "inductor"}, "backend: expected one of ('auto', 'torch', 'triton')"),
         ({"vocab_size": 9}, "vocab_size: expected 1 to 8"),
     ]
     for options, message in cases:

@@ -1,0 +1,691 @@
+"""Divergences between two sides of logits, each read once a pass, as Triton kernels.
+
+`kernels.distill` documents the functions and has the formulas. Statistics are one pass over both
+sides, "jsd" takes a second one for its sums, and the gradient is one pass that reads both and
+writes the student's. Nothing of the logits' size is made but that gradient.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels.distill import KINDS, PAIR_STATS, PairSpec, Side
+from mcore_logprobs.kernels.triton_common import (
+    INTERPRETED,
+    LOG2E,
+    LOG_ZERO,
+    Plan,
+    device_of,
+    finished,
+    launch_plan,
+    row_transform,
+    transform_args,
+    with_unit_stride,
+)
+
+__all__ = [
+    "jsd_kernel",
+    "jsd_sums",
+    "pair_grad",
+    "pair_grad_kernel",
+    "pair_stats",
+    "pair_stats_kernel",
+    "side_args",
+]
+
+FORWARD = tl.constexpr(KINDS.index("forward"))
+REVERSE = tl.constexpr(KINDS.index("reverse"))
+JSD = tl.constexpr(KINDS.index("jsd"))
+CROSS_ENTROPY = tl.constexpr(KINDS.index("cross_entropy"))
+STATS = tl.constexpr(PAIR_STATS)
+
+# A side's transformation as one constant: the sum of these.
+SCALE = tl.constexpr(1)
+SOFTCAP = tl.constexpr(2)
+BIAS = tl.constexpr(4)
+TEMPERATURE = tl.constexpr(8)
+ROW_TEMPERATURE = tl.constexpr(16)
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+_GRAD_TILE = 2048
+_GRAD_TILES = 8
+_NUM_WARPS = 4
+
+
+# ---- one side ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row(
+    logits_ptr, temperature_ptr, row, stride, scale, softcap, temperature,
+    TRANSFORM: tl.constexpr,
+):  # fmt: skip
+    """What `_load` needs of one row: its address, and its own scale, softcap and temperature."""
+    scale, softcap, temperature = row_transform(
+        temperature_ptr, row, scale, softcap, temperature,
+        (ROW_TEMPERATURE & TRANSFORM) != 0, (SOFTCAP & TRANSFORM) != 0,
+        (TEMPERATURE & TRANSFORM) != 0,
+    )  # fmt: skip
+    return logits_ptr + row.to(tl.int64) * stride, scale, softcap, temperature
+
+
+@triton.jit
+def _load(row, bias_ptr, columns, valid, MASKED: tl.constexpr, TRANSFORM: tl.constexpr):
+    """(finished logits in float32, -inf at and past `valid`; the second result of `finished`)."""
+    row_ptr, scale, softcap, temperature = row
+    if MASKED:
+        mask = columns < valid
+        y = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    else:
+        mask = None
+        y = tl.load(row_ptr + columns).to(tl.float32)
+    z, capped = finished(
+        y, bias_ptr, columns, mask, scale, softcap, temperature,
+        (SCALE & TRANSFORM) != 0, (SOFTCAP & TRANSFORM) != 0, (BIAS & TRANSFORM) != 0,
+        (TEMPERATURE & TRANSFORM) != 0,
+    )  # fmt: skip
+    if MASKED:
+        z = tl.where(mask, z, float("-inf"))
+    return z, capped
+
+
+@triton.jit
+def _base(top):
+    """What to subtract from a side's logits, and the least that a difference counts as.
+
+    Where all is -inf so far both are 0: such a side has no log-probability yet to be far from.
+    """
+    empty = top == float("-inf")
+    return tl.where(empty, 0.0, top), tl.where(empty, 0.0, LOG_ZERO)
+
+
+@triton.jit
+def _log_probs(z, top, log_sum):
+    """Log-probabilities, at least LOG_ZERO; a row's NaN is in `top` and may be lost here."""
+    return tl.maximum((z - top) - log_sum, LOG_ZERO)
+
+
+# ---- statistics --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND: tl.constexpr):
+    """`cross` about other maxima: z - m grows by a side's shift, exp(z - m) by its decay."""
+    if KIND == FORWARD:
+        cross = (cross + (shift_t - shift_s) * sum_t) * decay_t
+    elif KIND == REVERSE:
+        cross = (cross + (shift_s - shift_t) * sum_s) * decay_s
+    elif KIND == CROSS_ENTROPY:
+        cross = (cross - shift_s * sum_t) * decay_t
+    return cross
+
+
+@triton.jit
+def _merged(top_s, sum_s, top_t, sum_t, cross, KIND: tl.constexpr):
+    """Statistics of several parts along dimension 0, of which a part may be empty, as one."""
+    row_top_s = tl.max(top_s, 0)
+    row_top_t = tl.max(top_t, 0)
+    base_s, floor_s = _base(row_top_s)
+    base_t, floor_t = _base(row_top_t)
+    decay_s = tl.exp2((top_s - base_s) * LOG2E)
+    decay_t = tl.exp2((top_t - base_t) * LOG2E)
+    shift_s = tl.maximum(top_s - base_s, floor_s)
+    shift_t = tl.maximum(top_t - base_t, floor_t)
+    cross = tl.sum(_moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND), 0)
+    sum_s = tl.sum(sum_s * decay_s, 0)
+    sum_t = tl.sum(sum_t * decay_t, 0)
+    # A maximum may overlook NaN; a sum never does.
+    row_top_s = tl.where(sum_s == sum_s, row_top_s, sum_s)
+    row_top_t = tl.where(sum_t == sum_t, row_top_t, sum_t)
+    return row_top_s, sum_s, row_top_t, sum_t, cross
+
+
+@triton.jit
+def _store(out_ptr, rows, mask, top_s, sum_s, top_t, sum_t, cross):
+    """The pair statistics in their order; `out_ptr` points at the row's first."""
+    tl.store(out_ptr, top_s, mask=mask)
+    tl.store(out_ptr + rows, sum_s, mask=mask)
+    tl.store(out_ptr + 2 * rows, top_t, mask=mask)
+    tl.store(out_ptr + 3 * rows, sum_t, mask=mask)
+    tl.store(out_ptr + 4 * rows, cross, mask=mask)
+
+
+@triton.jit
+def _take_in(s, t, top_s, sum_s, top_t, sum_t, cross, KIND: tl.constexpr):
+    """Statistics `[groups]` and one tile `[groups, lanes]` more: one exp a side and column."""
+    new_s = tl.maximum(top_s, tl.max(s, 1))
+    new_t = tl.maximum(top_t, tl.max(t, 1))
+    base_s, floor_s = _base(new_s)
+    base_t, floor_t = _base(new_t)
+    decay_s = tl.exp2((top_s - base_s) * LOG2E)
+    decay_t = tl.exp2((top_t - base_t) * LOG2E)
+    shift_s = tl.maximum(top_s - base_s, floor_s)
+    shift_t = tl.maximum(top_t - base_t, floor_t)
+    cross = _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND)
+
+    s = s - base_s[:, None]
+    t = t - base_t[:, None]
+    weight_s = tl.exp2(s * LOG2E)
+    weight_t = tl.exp2(t * LOG2E)
+    # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
+    s = tl.maximum(s, floor_s[:, None])
+    t = tl.maximum(t, floor_t[:, None])
+    if KIND == FORWARD:
+        cross += tl.sum(weight_t * (t - s), 1)
+    elif KIND == REVERSE:
+        cross += tl.sum(weight_s * (s - t), 1)
+    elif KIND == CROSS_ENTROPY:
+        cross -= tl.sum(weight_t * s, 1)
+    sum_s = sum_s * decay_s + tl.sum(weight_s, 1)
+    sum_t = sum_t * decay_t + tl.sum(weight_t, 1)
+    return new_s, sum_s, new_t, sum_t, cross
+
+
+@triton.jit(do_not_specialize=["rows", "valid", "splits"])
+def pair_stats_kernel(
+    student_ptr,  # [n, v]
+    teacher_ptr,  # [n, v]
+    student_bias_ptr,  # [v]
+    teacher_bias_ptr,
+    student_temperature_ptr,  # [n]
+    teacher_temperature_ptr,
+    out_ptr,  # [splits, 5, n] float32
+    rows,
+    valid,
+    student_stride,
+    teacher_stride,
+    split_columns,
+    splits,
+    student_scale,
+    student_softcap,
+    student_temperature,
+    teacher_scale,
+    teacher_softcap,
+    teacher_temperature,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STUDENT: tl.constexpr,
+    TEACHER: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Pair statistics of one row's columns `[split * split_columns, ...)`.
+
+    Every group of columns keeps its sums about its own maxima until the end. STUDENT and TEACHER
+    are the sides' transformations (`side_args`).
+    """
+    TILE: tl.constexpr = LANES * GROUPS
+    program = tl.program_id(0)
+    row = program // splits
+    split = program % splits
+    start = split * split_columns
+    stop = tl.minimum(start + split_columns, valid)
+    student = _row(
+        student_ptr, student_temperature_ptr, row, student_stride,
+        student_scale, student_softcap, student_temperature, STUDENT,
+    )  # fmt: skip
+    teacher = _row(
+        teacher_ptr, teacher_temperature_ptr, row, teacher_stride,
+        teacher_scale, teacher_softcap, teacher_temperature, TEACHER,
+    )  # fmt: skip
+
+    offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    top_s = tl.full([GROUPS], float("-inf"), tl.float32)
+    sum_s = tl.zeros([GROUPS], tl.float32)
+    top_t = tl.full([GROUPS], float("-inf"), tl.float32)
+    sum_t = tl.zeros([GROUPS], tl.float32)
+    cross = tl.zeros([GROUPS], tl.float32)
+    whole = start + tl.maximum(stop - start, 0) // TILE * TILE
+    for at in range(start, whole, TILE):
+        s, _ = _load(student, student_bias_ptr, at + offsets, valid, False, STUDENT)
+        t, _ = _load(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER)
+        top_s, sum_s, top_t, sum_t, cross = _take_in(s, t, top_s, sum_s, top_t, sum_t, cross, KIND)
+    if whole < stop:
+        s, _ = _load(student, student_bias_ptr, whole + offsets, valid, True, STUDENT)
+        t, _ = _load(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER)
+        top_s, sum_s, top_t, sum_t, cross = _take_in(s, t, top_s, sum_s, top_t, sum_t, cross, KIND)
+
+    row_top_s, row_sum_s, row_top_t, row_sum_t, row_cross = _merged(
+        top_s, sum_s, top_t, sum_t, cross, KIND
+    )
+    out = out_ptr + split.to(tl.int64) * STATS * rows + row
+    _store(out, rows, None, row_top_s, row_sum_s, row_top_t, row_sum_t, row_cross)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def pair_merge_kernel(
+    parts_ptr,  # [splits, 5, n]
+    out_ptr,  # [5, n]
+    rows,
+    splits,
+    SPLITS: tl.constexpr,  # splits, or the next power of two
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """`kernels.distill.merge_pairs` in one launch."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.arange(0, SPLITS)
+    mask = (split < splits)[:, None] & (row < rows)[None, :]
+    part = parts_ptr + (split.to(tl.int64) * STATS * rows)[:, None] + row[None, :]
+    top_s = tl.load(part, mask=mask, other=float("-inf"))
+    sum_s = tl.load(part + rows, mask=mask, other=0.0)
+    top_t = tl.load(part + 2 * rows, mask=mask, other=float("-inf"))
+    sum_t = tl.load(part + 3 * rows, mask=mask, other=0.0)
+    cross = tl.load(part + 4 * rows, mask=mask, other=0.0)
+    top_s, sum_s, top_t, sum_t, cross = _merged(top_s, sum_s, top_t, sum_t, cross, KIND)
+    _store(out_ptr + row, rows, row < rows, top_s, sum_s, top_t, sum_t, cross)
+
+
+# ---- the mixture of the Jensen-Shannon divergence ----------------------------------------------
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1 of x <= 0."""
+    series = 1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720)))))
+    return tl.where(x > -0.25, x * series, tl.exp2(x * LOG2E) - 1.0)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) of x in (-1, 0]."""
+    half = x / (2.0 + x)  # log(1 + x) = 2 atanh(half)
+    square = half * half
+    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7)))
+    return tl.where(x > -0.22, 2.0 * half * series, tl.log2(1.0 + x) * LN2)
+
+
+@triton.jit
+def _over_mixture(logp, logq, beta):
+    """(log p - log M, log q - log M) of M = beta q + (1 - beta) p; exact where p and q are close.
+
+    The larger of p and q, of weight 1 - w in M, is M / (1 + w (smaller / larger - 1)).
+    """
+    gap = logq - logp
+    far = tl.abs(gap)
+    weight = tl.where(gap > 0.0, 1.0 - beta, beta)
+    larger = -_log1p(weight * _expm1(-far))
+    smaller = larger - far
+    return tl.where(gap > 0.0, smaller, larger), tl.where(gap > 0.0, larger, smaller)
+
+
+@triton.jit
+def _mixture_sums(to_p, to_q, s, t, top_s, log_s, top_t, log_t, beta):
+    """Both sums `[groups]` and one tile more."""
+    logp = _log_probs(s, top_s, log_s)
+    logq = _log_probs(t, top_t, log_t)
+    p_over, q_over = _over_mixture(logp, logq, beta)
+    to_p += tl.sum(tl.exp2(logp * LOG2E) * p_over, 1)
+    to_q += tl.sum(tl.exp2(logq * LOG2E) * q_over, 1)
+    return to_p, to_q
+
+
+@triton.jit(do_not_specialize=["rows", "valid", "splits"])
+def jsd_kernel(
+    student_ptr,  # [n, v]
+    teacher_ptr,  # [n, v]
+    student_bias_ptr,  # [v]
+    teacher_bias_ptr,
+    student_temperature_ptr,  # [n]
+    teacher_temperature_ptr,
+    student_norm_ptr,  # [2, n]
+    teacher_norm_ptr,  # [2, n]
+    out_ptr,  # [splits, 2, n] float32
+    rows,
+    valid,
+    student_stride,
+    teacher_stride,
+    student_norm_stride,
+    teacher_norm_stride,
+    split_columns,
+    splits,
+    student_scale,
+    student_softcap,
+    student_temperature,
+    teacher_scale,
+    teacher_softcap,
+    teacher_temperature,
+    beta,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STUDENT: tl.constexpr,
+    TEACHER: tl.constexpr,
+):
+    """`kernels.distill.jsd_sums` of one row's columns `[split * split_columns, ...)`."""
+    TILE: tl.constexpr = LANES * GROUPS
+    program = tl.program_id(0)
+    row = program // splits
+    split = program % splits
+    start = split * split_columns
+    stop = tl.minimum(start + split_columns, valid)
+    student = _row(
+        student_ptr, student_temperature_ptr, row, student_stride,
+        student_scale, student_softcap, student_temperature, STUDENT,
+    )  # fmt: skip
+    teacher = _row(
+        teacher_ptr, teacher_temperature_ptr, row, teacher_stride,
+        teacher_scale, teacher_softcap, teacher_temperature, TEACHER,
+    )  # fmt: skip
+    top_s = tl.load(student_norm_ptr + row)
+    log_s = tl.load(student_norm_ptr + student_norm_stride + row)
+    top_t = tl.load(teacher_norm_ptr + row)
+    log_t = tl.load(teacher_norm_ptr + teacher_norm_stride + row)
+
+    offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    to_p = tl.zeros([GROUPS], tl.float32)
+    to_q = tl.zeros([GROUPS], tl.float32)
+    whole = start + tl.maximum(stop - start, 0) // TILE * TILE
+    for at in range(start, whole, TILE):
+        s, _ = _load(student, student_bias_ptr, at + offsets, valid, False, STUDENT)
+        t, _ = _load(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER)
+        to_p, to_q = _mixture_sums(to_p, to_q, s, t, top_s, log_s, top_t, log_t, beta)
+    if whole < stop:
+        s, _ = _load(student, student_bias_ptr, whole + offsets, valid, True, STUDENT)
+        t, _ = _load(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER)
+        to_p, to_q = _mixture_sums(to_p, to_q, s, t, top_s, log_s, top_t, log_t, beta)
+
+    nan = (top_s + log_s + top_t + log_t) * 0.0  # of a row that holds one, else 0
+    out = out_ptr + split.to(tl.int64) * 2 * rows + row
+    tl.store(out, tl.sum(to_q, 0) + nan)
+    tl.store(out + rows, tl.sum(to_p, 0) + nan)
+
+
+# ---- gradient ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _write_tile(
+    student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+    out_row_ptr, start, valid, width,
+    MASKED: tl.constexpr, TILE: tl.constexpr, STUDENT: tl.constexpr, TEACHER: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """`kernels.distill.pair_grad` of one tile; `factor` is all of it that the row shares."""
+    columns = start + tl.arange(0, TILE)
+    s, capped = _load(student, student_bias_ptr, columns, valid, MASKED, STUDENT)
+    t, _ = _load(teacher, teacher_bias_ptr, columns, valid, MASKED, TEACHER)
+    top_s, log_s, top_t, log_t = norms
+    if KIND == FORWARD or KIND == CROSS_ENTROPY:  # noqa: SIM109
+        p = tl.exp2(((s - top_s) - log_s) * LOG2E)
+        q = tl.exp2(((t - top_t) - log_t) * LOG2E)
+        grad = p - q
+    else:
+        logp = _log_probs(s, top_s, log_s)
+        logq = _log_probs(t, top_t, log_t)
+        if KIND == REVERSE:
+            over = logp - logq
+        else:
+            over, _ = _over_mixture(logp, logq, beta)
+        grad = tl.exp2(logp * LOG2E) * (over - inner)  # inner is NaN where either side is
+    grad = grad * factor
+    if (SOFTCAP & STUDENT) != 0:
+        grad = grad * (1.0 - capped * capped)
+    if MASKED:
+        grad = tl.where(columns < valid, grad, 0.0).to(out_row_ptr.dtype.element_ty)
+        tl.store(out_row_ptr + columns, grad, mask=columns < width)
+    else:
+        tl.store(out_row_ptr + columns, grad.to(out_row_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["valid", "width", "splits"])
+def pair_grad_kernel(
+    student_ptr,  # [n, v]
+    teacher_ptr,  # [n, v]
+    student_bias_ptr,  # [v]
+    teacher_bias_ptr,
+    student_temperature_ptr,  # [n]
+    teacher_temperature_ptr,
+    student_norm_ptr,  # [2, n]
+    teacher_norm_ptr,  # [2, n]
+    inner_ptr,  # [n]
+    upstream_ptr,  # [n]
+    out_ptr,  # [n, v]; may be student_ptr
+    valid,
+    width,
+    student_stride,
+    teacher_stride,
+    student_norm_stride,
+    teacher_norm_stride,
+    out_stride,
+    splits,
+    slope,
+    student_scale,
+    student_softcap,
+    student_temperature,
+    teacher_scale,
+    teacher_softcap,
+    teacher_temperature,
+    beta,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    STUDENT: tl.constexpr,
+    TEACHER: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """The gradient of one row's columns `[split * TILES * TILE, ...)`."""
+    program = tl.program_id(0)
+    row = program // splits
+    start = (program % splits) * (TILES * TILE)
+    stop = tl.minimum(start + TILES * TILE, width)
+    out_row_ptr = out_ptr + row.to(tl.int64) * out_stride
+    upstream = tl.load(upstream_ptr + row)
+    if upstream != 0.0:
+        student = _row(
+            student_ptr, student_temperature_ptr, row, student_stride,
+            student_scale, student_softcap, student_temperature, STUDENT,
+        )  # fmt: skip
+        teacher = _row(
+            teacher_ptr, teacher_temperature_ptr, row, teacher_stride,
+            teacher_scale, teacher_softcap, teacher_temperature, TEACHER,
+        )  # fmt: skip
+        top_s = tl.load(student_norm_ptr + row)
+        log_s = tl.load(student_norm_ptr + student_norm_stride + row)
+        top_t = tl.load(teacher_norm_ptr + row)
+        log_t = tl.load(teacher_norm_ptr + teacher_norm_stride + row)
+        inner = tl.load(inner_ptr + row)
+        factor = upstream * slope
+        if (ROW_TEMPERATURE & STUDENT) != 0:
+            factor = factor / tl.load(student_temperature_ptr + row).to(tl.float32)
+        if KIND == JSD:
+            factor = factor * (1.0 - beta)
+
+        norms = (top_s, log_s, top_t, log_t)
+        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
+        for at in range(start, whole, TILE):
+            _write_tile(
+                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+                out_row_ptr, at, valid, width,
+                False, TILE, STUDENT, TEACHER, KIND,
+            )  # fmt: skip
+        for at in range(whole, stop, TILE):
+            _write_tile(
+                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+                out_row_ptr, at, valid, width,
+                True, TILE, STUDENT, TEACHER, KIND,
+            )  # fmt: skip
+    else:
+        # Nothing is asked of the row: exactly 0, whatever its logits hold.
+        zeros = tl.zeros([TILE], out_ptr.dtype.element_ty)
+        for at in range(start, stop, TILE):
+            columns = at + tl.arange(0, TILE)
+            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+
+
+# ---- launches ----------------------------------------------------------------------------------
+
+
+def side_args(side: Side, name: str) -> dict[str, Any]:
+    """A side's transformation as the kernels' arguments: numbers by name, and the constant."""
+    args = transform_args(side.spec, side.bias, side.temperature)
+    bits = {
+        "HAS_SCALE": SCALE,
+        "HAS_SOFTCAP": SOFTCAP,
+        "HAS_BIAS": BIAS,
+        "HAS_TEMPERATURE": TEMPERATURE,
+        "HAS_ROW_TEMPERATURE": ROW_TEMPERATURE,
+    }
+    return {
+        f"{name}_scale": args["scale"],
+        f"{name}_softcap": args["softcap"],
+        f"{name}_temperature": args["temperature"],
+        name.upper(): sum(bit.value for flag, bit in bits.items() if args[flag]),
+    }
+
+
+def _tensors(student: Side, teacher: Side) -> dict[str, Any]:
+    """Both sides' tensors and strides, by the kernels' names."""
+    given: dict[str, Any] = {}
+    for name, side in (("student", student), ("teacher", teacher)):
+        given |= {
+            f"{name}_ptr": side.logits,
+            f"{name}_bias_ptr": None if side.bias is None else with_unit_stride(side.bias),
+            f"{name}_temperature_ptr": (
+                None if side.temperature is None else with_unit_stride(side.temperature)
+            ),
+            f"{name}_stride": side.logits.stride(0),
+        }
+    return given
+
+
+def _norms(norm_s: Tensor, norm_t: Tensor) -> dict[str, Any]:
+    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
+    return {
+        "student_norm_ptr": norm_s,
+        "teacher_norm_ptr": norm_t,
+        "student_norm_stride": norm_s.stride(0),
+        "teacher_norm_stride": norm_t.stride(0),
+    }
+
+
+def pair_plan(student: Tensor, teacher: Tensor, valid: int) -> Plan:
+    """Splits as one side has them, tiles of half the columns: two sides are in flight at a time."""
+    narrower = min(student, teacher, key=Tensor.element_size)
+    plan = launch_plan(student.shape[0], valid, narrower)
+    return replace(plan, groups=max(32, plan.groups // 2))
+
+
+def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | None = None) -> Tensor:
+    """As `kernels.distill.pair_stats`, for logits whose last stride is 1."""
+    rows, valid = student.logits.shape[0], student.spec.valid
+    plan = plan or pair_plan(student.logits, teacher.logits, valid)
+    parts = student.logits.new_empty((plan.splits, PAIR_STATS, rows), dtype=torch.float32)
+    if rows == 0:
+        return parts[0]
+    kind = KINDS.index(spec.kind)
+    with device_of(parts):
+        pair_stats_kernel[(rows * plan.splits,)](
+            out_ptr=parts,
+            rows=rows,
+            valid=valid,
+            split_columns=plan.columns,
+            splits=plan.splits,
+            **_tensors(student, teacher),
+            **side_args(student, "student"),
+            **side_args(teacher, "teacher"),
+            LANES=plan.lanes,
+            GROUPS=plan.groups,
+            KIND=kind,
+            num_warps=plan.num_warps,
+        )
+        if plan.splits == 1:
+            return parts[0]
+        out = torch.empty_like(parts[0])
+        pair_merge_kernel[(triton.cdiv(rows, 8),)](
+            parts,
+            out,
+            rows,
+            plan.splits,
+            SPLITS=triton.next_power_of_2(plan.splits),
+            ROWS=8,
+            KIND=kind,
+            num_warps=_NUM_WARPS,
+        )
+    return out
+
+
+def jsd_sums(
+    student: Side,
+    teacher: Side,
+    norm_s: Tensor,
+    norm_t: Tensor,
+    spec: PairSpec,
+    *,
+    plan: Plan | None = None,
+) -> Tensor:
+    """As `kernels.distill.jsd_sums`, for logits whose last stride is 1."""
+    rows, valid = student.logits.shape[0], student.spec.valid
+    plan = plan or pair_plan(student.logits, teacher.logits, valid)
+    parts = student.logits.new_empty((plan.splits, 2, rows), dtype=torch.float32)
+    if rows:
+        with device_of(parts):
+            jsd_kernel[(rows * plan.splits,)](
+                out_ptr=parts,
+                rows=rows,
+                valid=valid,
+                split_columns=plan.columns,
+                splits=plan.splits,
+                beta=spec.beta,
+                **_tensors(student, teacher),
+                **_norms(norm_s, norm_t),
+                **side_args(student, "student"),
+                **side_args(teacher, "teacher"),
+                LANES=plan.lanes,
+                GROUPS=plan.groups,
+                num_warps=plan.num_warps,
+            )
+    return parts[0] if plan.splits == 1 else parts.sum(0)
+
+
+def pair_grad(
+    student: Side,
+    teacher: Side,
+    norm_s: Tensor,
+    norm_t: Tensor,
+    inner: Tensor,
+    upstream: Tensor,
+    spec: PairSpec,
+    *,
+    out: Tensor,
+    tile: int = _GRAD_TILE,
+    tiles: int = _GRAD_TILES,
+) -> None:
+    """As `kernels.distill.pair_grad`, for logits and out whose last stride is 1."""
+    rows, width = out.shape
+    if out.numel() == 0:
+        return
+    if INTERPRETED and out.dtype == torch.bfloat16:
+        # The interpreter truncates to bfloat16 where a GPU rounds.
+        rounded = torch.empty(rows, width, dtype=torch.float32, device=out.device)
+        pair_grad(student, teacher, norm_s, norm_t, inner, upstream, spec, out=rounded)
+        out.copy_(rounded)
+        return
+    tile = min(tile, max(128, triton.next_power_of_2(width)))
+    splits = triton.cdiv(width, tile * tiles)
+    with device_of(out):
+        pair_grad_kernel[(rows * splits,)](
+            inner_ptr=with_unit_stride(inner),
+            upstream_ptr=with_unit_stride(upstream),
+            out_ptr=out,
+            valid=student.spec.valid,
+            width=width,
+            out_stride=out.stride(0),
+            splits=splits,
+            slope=student.spec.multiplier,
+            beta=spec.beta,
+            **_tensors(student, teacher),
+            **_norms(norm_s, norm_t),
+            **side_args(student, "student"),
+            **side_args(teacher, "teacher"),
+            TILE=tile,
+            TILES=tiles,
+            KIND=KINDS.index(spec.kind),
+            num_warps=_NUM_WARPS,
+        )
