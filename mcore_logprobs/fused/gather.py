@@ -20,18 +20,17 @@ from mcore_logprobs.fused.entries import entry_logits, grid_entries
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, Tokens, open_tokens, whole_lead
-from mcore_logprobs.kernels.reference import distribution_gradient, finished_logits
+from mcore_logprobs.kernels.backend import default_chunk_size
+from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import (
     RowNorms,
     RowResults,
     accumulator_dtype,
-    gradient_coefficients,
-    gradient_spec,
     merge,
 )
 from mcore_logprobs.logits.distill import check_mask
 from mcore_logprobs.logits.dtensor import unwrap_rows
-from mcore_logprobs.logits.gather import NORMALIZATIONS, scatter_gradient
+from mcore_logprobs.logits.gather import NORMALIZATIONS, entry_coefficients
 from mcore_logprobs.logits.opening import (
     check_group_tensor,
     check_same_rows,
@@ -110,11 +109,7 @@ class _LinearEntries(torch.autograd.Function):
             logprobs=on_entries.sum(-1),
             entropy=None if on_entropy is None else tiles.walk(on_entropy),
         )
-        spec = gradient_spec(opts.head.spec, upstream)
-        asked = (on_entries != 0).any(-1)
-        if upstream.entropy is not None:
-            asked |= upstream.entropy != 0
-        coef = gradient_coefficients(upstream, norms, spec, keep=asked, label_smoothing=0.0)
+        spec, coef = entry_coefficients(on_entries, upstream, norms, opts.head.spec)
         needs = ctx.needs_input_grad[:3]
         gradients = HeadGradients(
             hidden, ctx.weight, bias, tiles, opts.tiling, opts.head, needs=needs
@@ -122,24 +117,23 @@ class _LinearEntries(torch.autograd.Function):
         head = Head(weight, bias, replace(opts.head, spec=spec), opts.tiling.block_columns)
 
         def dlogits_of(chunk: Chunk, *, rows: slice) -> Tensor:
-            base = distribution_gradient(
-                chunk.logits,
+            logits, out = chunk.logits, head.gradient_buffer(chunk.logits)
+            head.backend(logits).entries_grad(
+                logits,
+                _inside(chunk, column[rows]),
+                on_entries[rows],
                 norms.top[rows],
                 coef[:, rows],
                 chunk.spec,
-                chunk.bias,
-                chunk.temperature,
-            )
-            # A row that asks for nothing gets exactly 0, whatever its logits hold.
-            base.masked_fill_(~asked[rows].unsqueeze(-1), 0.0)
-            out, inside = head.gradient_buffer(chunk.logits), _inside(chunk, column[rows])
-            scatter_gradient(
-                on_entries[rows], inside, chunk.logits, chunk.spec, out, base, chunk.temperature
+                bias=chunk.bias,
+                temperature=chunk.temperature,
+                out=out,
+                chunk_size=default_chunk_size(logits.shape[1], logits.device),
             )
             return out
 
         for tile in tiles:
-            none = torch.full_like(asked[tile.rows], -1, dtype=torch.int64)
+            none = column.new_full((tile.hidden.shape[0],), -1)
             for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
                 gradients.add_chunk(head, tile, chunk, partial(dlogits_of, rows=tile.rows))
             gradients.end_tile(tile)

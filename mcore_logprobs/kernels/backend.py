@@ -15,13 +15,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels import inductor, inductor_blocks, reference
+from mcore_logprobs.kernels import distill, inductor, inductor_blocks, reference
+from mcore_logprobs.kernels.distill import PairSpec, Side
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowSpec
 
-__all__ = ["BACKENDS", "Backend", "Choice", "default_chunk_size", "explain", "select"]
+__all__ = [
+    "BACKENDS",
+    "PAIR_BACKENDS",
+    "Backend",
+    "Choice",
+    "PairBackend",
+    "default_chunk_size",
+    "explain",
+    "select",
+    "select_pair",
+]
 
 BACKENDS = ("auto", "torch", "triton", "inductor")
+PAIR_BACKENDS = ("auto", "torch", "triton")
 logger = logging.getLogger("mcore_logprobs")
 
 # Bytes of one float32 copy of a chunk. On a CPU it should stay in the cache; on a GPU it must be
@@ -71,6 +83,54 @@ class Backend(Protocol):
         *,
         bias: Tensor | None = None,
         temperature: Tensor | None = None,
+        out: Tensor,
+        chunk_size: int,
+    ) -> None: ...
+
+    def entries_grad(
+        self,
+        logits: Tensor,
+        column: Tensor,
+        upstream: Tensor,
+        shift: Tensor | None,
+        coef: Tensor | None,
+        spec: RowSpec,
+        *,
+        bias: Tensor | None = None,
+        temperature: Tensor | None = None,
+        out: Tensor,
+        chunk_size: int,
+    ) -> None: ...
+
+
+class PairBackend(Protocol):
+    """A module with the functions for two sides; `kernels.distill` documents them."""
+
+    def pair_stats(
+        self, student: Side, teacher: Side, spec: PairSpec, *, chunk_size: int
+    ) -> Tensor: ...
+
+    def jsd_sums(
+        self,
+        student: Side,
+        teacher: Side,
+        norm_s: Tensor,
+        norm_t: Tensor,
+        spec: PairSpec,
+        *,
+        chunk_size: int,
+    ) -> Tensor: ...
+
+    def pair_grad(
+        self,
+        student: Side,
+        teacher: Side,
+        norm_s: Tensor,
+        norm_t: Tensor,
+        inner: Tensor,
+        upstream: Tensor,
+        spec: PairSpec,
+        *,
         out: Tensor,
         chunk_size: int,
     ) -> None: ...
@@ -269,6 +329,25 @@ def select(backend: str, logits: Tensor, *, segments: Segments | None = None) ->
         _log_once("not " + candidate.name, device_type, reason)
     _log_once("torch", device_type, _TORCH.reason)
     return reference
+
+
+def select_pair(backend: str, student: Tensor, teacher: Tensor) -> PairBackend:
+    """The module that serves a divergence between these logits, which may differ in dtype.
+
+    Raises:
+        ValueError: an unknown name, or a backend that is unavailable here.
+    """
+    if backend not in PAIR_BACKENDS:
+        raise ValueError(
+            f"backend: expected one of {PAIR_BACKENDS} for a divergence, got {backend!r}"
+        )
+    if backend == "auto" and student.device.type == "cpu":
+        backend = "torch"  # inductor has no functions for two sides
+    if any(select(backend, side) is reference for side in (student, teacher)):
+        return distill
+    from mcore_logprobs.kernels import triton_pairs
+
+    return triton_pairs
 
 
 def _has_strided_columns(logits: Tensor) -> bool:

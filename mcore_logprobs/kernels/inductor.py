@@ -31,7 +31,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.reference import block_stats, gather_target, row_multiplier
+from mcore_logprobs.kernels.reference import (
+    block_stats,
+    entries_grad,
+    gather_target,
+    row_multiplier,
+)
 from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, merge
 
 __all__ = [
@@ -46,6 +51,7 @@ __all__ = [
     "compiled_gradient",
     "compiler",
     "count_higher",
+    "entries_grad",
     "grad_logits",
     "obstacle",
     "row_multipliers",

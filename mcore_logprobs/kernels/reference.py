@@ -15,7 +15,7 @@ from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, n
 __all__ = [
     "block_stats",
     "count_higher",
-    "distribution_gradient",
+    "entries_grad",
     "finished_logits",
     "gather_target",
     "grad_logits",
@@ -326,7 +326,7 @@ def _chunk_grad(
     temperature: Tensor | None,  # [c]
     out: Tensor,  # [c, valid]
 ) -> None:
-    grad = distribution_gradient(logits, shift, coef, spec, bias, temperature)
+    grad = _distribution_gradient(logits, shift, coef, spec, bias, temperature)
     # One entry a row. The gather and the write go through float32, so that the target's entry, the
     # difference of two nearly equal numbers where p is near 1, is rounded to the output once.
     column = target.clamp(min=0).unsqueeze(-1)
@@ -338,7 +338,7 @@ def _chunk_grad(
     out.copy_(grad.masked_fill_((coef == 0).all(0).unsqueeze(-1), 0.0))
 
 
-def distribution_gradient(
+def _distribution_gradient(
     logits: Tensor,
     shift: Tensor,
     coef: Tensor,
@@ -365,6 +365,54 @@ def distribution_gradient(
     if is_finite is not None:
         grad.add_(torch.where(is_finite, row["finite"], 0.0))
     return grad
+
+
+def entries_grad(
+    logits: Tensor,
+    column: Tensor,
+    upstream: Tensor,
+    shift: Tensor | None,
+    coef: Tensor | None,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | None = None,
+    out: Tensor,
+    chunk_size: int,
+) -> None:
+    """Write the gradient with respect to raw logits of k finished ones a row, and of statistics.
+
+        dz[v] = w[v] * (weight + moment * (z[v] - shift) + squares * w[v])     as in `grad_logits`
+                + sum_j upstream[j] * [v == column[j]]
+
+    summed in float32 and rounded once. A row whose upstream and coefficients are all 0 gets exactly
+    0, whatever its logits hold.
+
+    Args:
+        logits, spec, bias, temperature, chunk_size: as in `row_stats`.
+        column: `[n, k]` int64, columns of this block, repeated ones allowed, -1 for another's.
+        upstream: `[n, k]`, with respect to z; those of other blocks say whether the row is asked.
+        shift, coef: as in `grad_logits`; None: no statistics, only the entries.
+        out: as in `grad_logits`.
+    """
+    out[:, spec.valid :] = 0
+    if spec.valid == 0:
+        return
+    bias = None if bias is None else bias[: spec.valid]
+    for part in row_chunks(logits.shape[0], chunk_size):
+        raw, mine = logits[part, : spec.valid], column[part]
+        own = None if temperature is None else temperature[part]
+        if shift is None or coef is None:
+            grad = raw.new_zeros(raw.shape, dtype=accumulator_dtype(out.dtype))
+        else:
+            asked = (upstream[part] != 0).any(-1) | (coef[:, part] != 0).any(0)
+            grad = _distribution_gradient(raw, shift[part], coef[:, part], spec, bias, own)
+            grad.masked_fill_(~asked.unsqueeze(-1), 0.0)
+        at = torch.arange(len(mine), device=out.device).unsqueeze(-1).expand_as(mine)
+        here = torch.where(mine >= 0, upstream[part].to(grad.dtype), 0.0)
+        grad.index_put_((at, mine.clamp(min=0)), here, accumulate=True)
+        to_raw_gradient(grad, raw, spec, own)
+        out[part, : spec.valid] = grad
 
 
 def softcap_slope(logits: Tensor, spec: RowSpec, dtype: torch.dtype) -> Tensor:

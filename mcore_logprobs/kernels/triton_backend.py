@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels import triton_entries, triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels.operators import SPEC_SCHEMA, flatten, operator, unflatten
 from mcore_logprobs.kernels.stats import RowSpec
 
-__all__ = ["block_stats", "count_higher", "grad_logits", "row_stats"]
+__all__ = ["block_stats", "count_higher", "entries_grad", "grad_logits", "row_stats"]
 
 
 def row_stats(
@@ -209,3 +210,41 @@ def _grad_logits(
 @_grad_logits.register_fake
 def _(*_: Any) -> None:
     return None
+
+
+# ---- entries -----------------------------------------------------------------------------------
+
+
+def entries_grad(
+    logits: Tensor,
+    column: Tensor,
+    upstream: Tensor,
+    shift: Tensor | None,
+    coef: Tensor | None,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | None = None,
+    out: Tensor,
+    chunk_size: int = 0,
+) -> None:
+    """As `kernels.reference.entries_grad`; dtypes and strides as in `row_stats`, for out too."""
+    _entries_grad(logits, column, upstream, shift, coef, bias, temperature, out, *flatten(spec))
+
+
+def _run_entries_grad(
+    logits: Tensor, column: Tensor, upstream: Tensor, shift: Any, coef: Any, bias: Any,
+    temperature: Any, out: Tensor, *spec: Any,
+) -> None:  # fmt: skip
+    triton_entries.entries_grad(
+        logits, column, upstream, shift, coef, unflatten(*spec),
+        bias=bias, temperature=temperature, out=out,
+    )  # fmt: skip
+
+
+_entries_grad = operator(
+    "entries_grad(Tensor logits, Tensor column, Tensor upstream, Tensor? shift, Tensor? coef, "
+    f"Tensor? bias, Tensor? row_temperature, Tensor(a!) out, {SPEC_SCHEMA}) -> ()",
+    _run_entries_grad,
+    lambda *_: None,
+)

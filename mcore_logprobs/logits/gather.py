@@ -12,11 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_flag, check_positive
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.reference import (
-    distribution_gradient,
-    finished_logits,
-    to_raw_gradient,
-)
+from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import (
     RowNorms,
     RowResults,
@@ -38,7 +34,7 @@ from mcore_logprobs.logits.rows import Rows, whole_rows
 
 __all__ = [
     "NORMALIZATIONS",
-    "scatter_gradient",
+    "entry_coefficients",
     "vocab_parallel_gather",
     "vocab_parallel_topk_distill",
 ]
@@ -104,72 +100,49 @@ class _Entries(torch.autograd.Function):
             column, on_entries = column[:, :0], norms[0].new_zeros(rows.count, 0)
         else:
             on_entries = torch.where(keep, rows.walk(on_values), 0.0)
-        upstream = RowResults(
-            logprobs=on_entries.sum(-1) if opts.normalise else None,
-            entropy=None if on_entropy is None else rows.walk(on_entropy),
-        )
-        spec = gradient_spec(spec, upstream)
-        asked = (on_entries != 0).any(-1)
-        coef = None
+        summed = on_entries.sum(-1) if opts.normalise else None
+        upstream = RowResults(summed, None if on_entropy is None else rows.walk(on_entropy))
+        coef: Tensor | None = None
         if upstream != RowResults():
-            if upstream.entropy is not None:
-                asked |= upstream.entropy != 0
-            coef = gradient_coefficients(
-                upstream, RowNorms(*norms), spec, keep=asked, label_smoothing=0.0
-            )
+            spec, coef = entry_coefficients(on_entries, upstream, RowNorms(*norms), spec)
         temperature = rows.walk_optional(opts.call.temperature)
         grad = torch.empty_like(logits)
-        for part, block, out in rows.chunks(opts.call.chunk_size, logits, grad):
-            base = None
-            if coef is not None:
-                base = distribution_gradient(
-                    block[:, : spec.valid],
-                    norms[0][part],
-                    coef[:, part],
-                    spec,
-                    temperature=None if temperature is None else temperature[part],
-                )
-                # A row that asks for nothing gets exactly 0, whatever its logits hold.
-                base.masked_fill_(~asked[part].unsqueeze(-1), 0.0)
-            own = None if temperature is None else temperature[part]
-            scatter_gradient(on_entries[part], column[part], block, spec, out, base, own)
+        for part, block, out in rows.blocks(logits, grad):
+            opts.call.backend.entries_grad(
+                block,
+                column[part],
+                on_entries[part],
+                None if coef is None else norms[0][part],
+                None if coef is None else coef[:, part],
+                spec,
+                temperature=None if temperature is None else temperature[part],
+                out=out,
+                chunk_size=opts.call.chunk_size,
+            )
         return grad, None, None
+
+
+def entry_coefficients(
+    on_entries: Tensor, upstream: RowResults, norms: RowNorms, spec: RowSpec
+) -> tuple[RowSpec, Tensor]:
+    """The spec and coefficients of `kernels.reference.entries_grad`, from upstream gradients.
+
+    Args:
+        on_entries: `[n, k]`, of all k entries, whichever rank has them.
+        upstream: `[n]` each: logprobs, the sum of on_entries where they are normalised; entropy.
+    """
+    spec = gradient_spec(spec, upstream)
+    asked = (on_entries != 0).any(-1)
+    if upstream.entropy is not None:
+        asked |= upstream.entropy != 0
+    coef = gradient_coefficients(upstream, norms, spec, keep=asked, label_smoothing=0.0)
+    # Entries that cancel leave coefficients of 0, but a row that holds a NaN is NaN throughout.
+    return spec, coef + torch.where(asked, 0.0 * norms.log_sum, 0.0)
 
 
 def _own_entries(block: Tensor, column: Tensor) -> Tensor:
     """`block[i, column[i, j]]`, 0 where the column is -1. `[c, v]`, `[c, k]` -> `[c, k]`."""
     return torch.where(column >= 0, block.gather(-1, column.clamp(min=0)), 0.0)
-
-
-def scatter_gradient(
-    upstream: Tensor,
-    column: Tensor,
-    logits: Tensor,
-    spec: RowSpec,
-    out: Tensor,
-    base: Tensor | None = None,
-    temperature: Tensor | None = None,
-) -> None:
-    """Write `base` plus each entry's gradient at its column, summed in float32 and rounded once.
-
-    Args:
-        upstream: `[c, k]`, with respect to z.
-        column: `[c, k]` int64, this rank's columns, repeated ones allowed, -1 for another rank's.
-        logits: `[c, v]`, raw.
-        out: `[c, v]`, any dtype and row stride; every entry is written, masked columns with 0.
-        base: `[c, valid]` float32 or float64, with respect to z; overwritten. None: zero.
-        temperature: `[c]`, each row's own in place of the spec's, or None.
-    """
-    out[:, spec.valid :] = 0
-    if spec.valid == 0:
-        return
-    if base is None:
-        base = logits.new_zeros((len(logits), spec.valid), dtype=accumulator_dtype(out.dtype))
-    row = torch.arange(column.shape[0], device=out.device).unsqueeze(-1).expand_as(column)
-    mine = torch.where(column >= 0, upstream.to(base.dtype), 0.0)
-    base.index_put_((row, column.clamp(min=0)), mine, accumulate=True)
-    to_raw_gradient(base, logits[:, : spec.valid], spec, temperature)
-    out[:, : spec.valid] = base
 
 
 def vocab_parallel_gather(

@@ -13,7 +13,6 @@ from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import accumulator_dtype
-from mcore_logprobs.logits.gather import scatter_gradient
 from mcore_logprobs.logits.opening import CallOptions, open_logits
 from mcore_logprobs.logits.rows import Rows
 
@@ -61,9 +60,18 @@ class _TopK(torch.autograd.Function):
         grad = torch.empty_like(logits)
         upstream = rows.walk(grads[0])
         temperature = rows.walk_optional(opts.temperature)
-        for part, block, out in rows.chunks(opts.chunk_size, logits, grad):
-            own = None if temperature is None else temperature[part]
-            scatter_gradient(upstream[part], column[part], block, opts.spec, out, temperature=own)
+        for part, block, out in rows.blocks(logits, grad):
+            opts.backend.entries_grad(
+                block,
+                column[part],
+                upstream[part],
+                None,
+                None,
+                opts.spec,
+                temperature=None if temperature is None else temperature[part],
+                out=out,
+                chunk_size=opts.chunk_size,
+            )
         return grad, None, None
 
 

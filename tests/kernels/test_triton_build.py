@@ -12,11 +12,19 @@ import subprocess
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels import (
+    triton_distill,
+    triton_entries,
+    triton_grad,
+    triton_rank,
+    triton_stats,
+)
+from mcore_logprobs.kernels.distill import KINDS, Side
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import field_constants, transform_args
 
@@ -25,29 +33,50 @@ pytestmark = pytest.mark.skipif(
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
-FLOATS = ("scale", "softcap", "temperature", "slope")
+FLOATS = ("scale", "softcap", "temperature", "slope", "beta")
 POINTERS = {
+    "own_ptr": "*bf16",
+    "column_ptr": "*i64",
+    "bias_ptr": "*bf16",
+    "student_bias_ptr": "*bf16",
+    "teacher_bias_ptr": "*bf16",
+    "inner_ptr": "*fp32",
+    "upstream_ptr": "*fp32",
+    "student_norm_ptr": "*fp32",
+    "teacher_norm_ptr": "*fp32",
     "target_ptr": "*i64",
     "shift_ptr": "*fp32",
     "coef_ptr": "*fp32",
     "threshold_ptr": "*fp32",
 }
 CAP = {"logit_scale": 0.5, "softcap": 3.0, "temperature": 0.7}
+BIAS = torch.empty(1)
 PLAIN, CAPPED = (
     {name: on for name, on in transform_args(spec, None, None).items() if name.startswith("HAS_")}
     for spec in (RowSpec(1), RowSpec(1, **CAP))
 )
 
 
-def _build(kernel: Any, logits: str, out: str, constants: dict[str, Any], directory: Any) -> str:
+def _build(
+    kernel: Any,
+    logits: str,
+    out: str,
+    constants: dict[str, Any],
+    directory: Any,
+    bias: bool = False,
+    **others: str,
+) -> str:
     """The PTX of a kernel for aligned rows that are not split; fails if it spills registers."""
-    constants = {"splits": 1, "bias_ptr": None, "temperature_ptr": None, **constants}
-    pointers = {"logits_ptr": "*" + logits, "out_ptr": "*" + out, **POINTERS}
+    absent = [name for name in kernel.arg_names if name.endswith("temperature_ptr")]
+    if not bias:
+        absent += [name for name in kernel.arg_names if name.endswith("bias_ptr")]
+    constants = {"splits": 1, **dict.fromkeys(absent), **constants}
+    pointers = {"logits_ptr": "*" + logits, "out_ptr": "*" + out, **POINTERS, **others}
     signature, values, attributes = {}, {}, {}
     for at, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], values[(at,)] = "constexpr", constants[name]
-        elif name in FLOATS:
+        elif name.removeprefix("student_").removeprefix("teacher_") in FLOATS:
             signature[name] = "fp32"
         else:
             signature[name] = pointers.get(name, "i32")
@@ -109,3 +138,67 @@ def test_the_gradient_reads_and_writes_sixteen_bytes_at_a_time(logits, out, tmp_
     assert _wide(ptx, "ld") == 4096 * bytes_of[logits] // 16 // 128
     # Twice: the tile, and the zeros of a row without coefficients.
     assert _wide(ptx, "st") >= 2 * 4096 * bytes_of[out] // 16 // 128
+
+
+BYTES = {"bf16": 2, "fp32": 4}
+PAIRS = [("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32")]
+
+
+def _sides(
+    student: str, teacher: str, bias: Any = None, **spec: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The constants of both sides' transformation, and their pointers' types."""
+    side = Side(torch.empty(1, 1), RowSpec(1, **spec), bias)
+    constants = {
+        name.upper(): triton_distill.side_args(side, name)[name.upper()]
+        for name in ("student", "teacher")
+    }
+    return constants, {"student_ptr": "*" + student, "teacher_ptr": "*" + teacher}
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_sides_are_read_sixteen_bytes_at_a_time(kind, student, teacher, tmp_path):
+    sides, pointers = _sides(student, teacher, temperature=0.7)
+    lanes = 16 // min(BYTES[student], BYTES[teacher])
+    shape = {"LANES": lanes, "GROUPS": 256}
+    kernels = [(triton_distill.pair_stats_kernel, {"KIND": KINDS.index(kind)})]
+    if kind == "jsd":
+        kernels.append((triton_distill.jsd_kernel, {}))
+    for kernel, constants in kernels:
+        ptx = _build(kernel, "", "fp32", {**sides, **shape, **constants}, tmp_path, **pointers)
+        assert _wide(ptx, "ld") == 256 * lanes * (BYTES[student] + BYTES[teacher]) // 16 // 128
+        loop = ptx[: ptx.rindex("ld.global.v4.b32")]
+        assert "bar.sync" not in loop
+        assert "shfl" not in loop
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_their_gradient_reads_and_writes_sixteen_bytes_at_a_time(kind, student, teacher, tmp_path):
+    sides, pointers = _sides(student, teacher, temperature=0.7)
+    constants = {"TILE": 2048, "TILES": 8, "KIND": KINDS.index(kind), **sides}
+    ptx = _build(triton_distill.pair_grad_kernel, "", student, constants, tmp_path, **pointers)
+    assert _wide(ptx, "ld") == 2048 * (BYTES[student] + BYTES[teacher]) // 16 // 128
+    assert _wide(ptx, "st") >= 2 * 2048 * BYTES[student] // 16 // 128
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_sides_with_softcap_and_bias_spill_nothing(kind, tmp_path):
+    sides, pointers = _sides("fp32", "bf16", BIAS, **CAP)
+    constants = {"TILE": 2048, "TILES": 8, "KIND": KINDS.index(kind), **sides}
+    kernel = triton_distill.pair_grad_kernel
+    _build(kernel, "", "bf16", constants, tmp_path, bias=True, **pointers)
+
+
+def test_entries_and_biases_are_built(tmp_path):
+    transform = transform_args(RowSpec(1, **CAP), BIAS, None)
+    transform = {name: on for name, on in transform.items() if name.startswith("HAS_")}
+    constants = {"BLOCK": 64, "ENTROPY": True, "WEIGHT": 0, "MOMENT": 1, **transform}
+    _build(triton_entries.entries_kernel, "bf16", "bf16", constants, tmp_path, bias=True)
+    constants = {
+        "LANES": 8, "GROUPS": 512, "threshold_ptr": None,
+        **field_constants(RowSpec(1, entropy=True), *triton_stats.STORED),
+    }  # fmt: skip
+    kernel = triton_stats.stats_kernel
+    _build(kernel, "bf16", "fp32", {**transform, **constants}, tmp_path, bias=True)

@@ -1,0 +1,172 @@
+"""The gradient of given entries in Triton against the reference in float64, and behind top-k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs import (
+    linear_gather,
+    vocab_parallel_gather,
+    vocab_parallel_topk,
+    vocab_parallel_topk_distill,
+)
+from mcore_logprobs.kernels import reference, triton_backend, triton_entries
+from mcore_logprobs.kernels.operators import flatten
+from mcore_logprobs.kernels.stats import RowSpec
+from tests.helpers.oracles import assert_no_worse
+from tests.kernels.common import (
+    DEVICE,
+    DTYPES,
+    TRANSFORMS,
+    lay_out,
+    make_bias,
+    make_logits,
+    make_spec,
+)
+from tests.kernels.interpreter import interpreted
+
+
+def _check(logits: Tensor, spec: RowSpec, k: int, **options: Any) -> None:
+    """With statistics and without; out is fresh, strided, and the logits themselves."""
+    rows = logits.shape[0]
+    bias, own = make_bias(options, logits.shape[1]), None
+    if options.get("rows"):
+        own = torch.linspace(0.5, 2.0, rows, device=DEVICE)
+    column = torch.randint(spec.valid, (rows, k), device=DEVICE)
+    column[:, 1::3] = column[:, :1]  # repeated
+    column[:, 2::5] = -1
+    upstream, coef = torch.randn(rows, k, device=DEVICE), torch.randn(4, rows, device=DEVICE)
+    upstream[1::3] = coef[:, 1::3] = 0.0
+    wide = None if bias is None else bias.double()
+    z = reference.finished_logits(
+        logits[:, : spec.valid].double(), spec, None if wide is None else wide[: spec.valid],
+        None if own is None else own[:, None],
+    )  # fmt: skip
+    shift = z.amax(-1).float()
+    coef[:2] /= (z - shift.unsqueeze(-1)).exp().sum(-1)
+    rest = {"temperature": own, "chunk_size": 4}
+    for statistics in ((shift, coef), (None, None)):
+        exact = torch.empty(logits.shape, dtype=torch.float64, device=DEVICE)
+        doubled = [None if x is None else x.double() for x in statistics]
+        reference.entries_grad(
+            logits.double(), column, upstream.double(), *doubled, spec, bias=wide, out=exact, **rest
+        )
+        plain = torch.empty_like(logits)
+        arguments = (column, upstream, *statistics, spec)
+        reference.entries_grad(logits, *arguments, bias=bias, out=plain, **rest)
+        copy = logits.clone()
+        for source, out in (
+            (logits, torch.full_like(logits, torch.nan)),
+            (logits, lay_out(torch.zeros_like(logits), "wide")),
+            (copy, copy),
+        ):
+            triton_backend.entries_grad(source, *arguments, bias=bias, out=out, **rest)
+            assert_no_worse(out, plain, exact, name="gradient")
+            assert (out[1::3] == 0).all()
+            assert (out[:, spec.valid :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@interpreted
+def test_shapes_and_dtypes(dtype):
+    for rows, width, k in ((3, 1152, 7), (2, 33, 1), (2, 700, 130), (3, 40, 0), (0, 40, 3)):
+        _check(make_logits(rows, width, dtype), RowSpec(width - 3, entropy=True), k)
+    _check(make_logits(3, 300, dtype), RowSpec(300), 5)
+
+
+@pytest.mark.parametrize("transform", [*TRANSFORMS, "rows", "capped rows"])
+@interpreted
+def test_scale_softcap_bias_and_temperature(transform):
+    options = dict(TRANSFORMS.get(transform, {"rows": True}))
+    if transform == "capped rows":
+        options |= {"softcap": 3.0, "bias": True}
+    plain = {name: value for name, value in options.items() if name != "rows"}
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = make_logits(5, 700, dtype)
+        _check(logits, make_spec(650, plain, {"entropy": True}), 6, **options)
+
+
+@interpreted
+def test_rows_of_nan_and_no_others():
+    logits = make_logits(4, 300, torch.float32)
+    logits[:3] = torch.nan
+    ids = torch.tensor([[3, 4]] * 4, device=DEVICE)
+    # Entries that cancel, so that no coefficient is left; one that does not; nothing at all.
+    upstream = torch.tensor([[1.0, -1.0], [1.0, 0.5], [0.0, 0.0], [1.0, 2.0]], device=DEVICE)
+    for backend in ("torch", "triton"):
+        leaf = logits.clone().requires_grad_()
+        values = vocab_parallel_gather(leaf, ids, log_softmax=True, backend=backend)
+        values.backward(upstream)
+        assert values[:3].isnan().all()
+        assert leaf.grad[:2].isnan().all()
+        assert (leaf.grad[2] == 0).all()
+        assert leaf.grad[3].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@interpreted
+def test_operations_agree_with_torch(dtype):
+    # [s, b, V] seen as [b, s, V], without its last position: rows of two strides.
+    raw = make_logits(12, 300, dtype).view(4, 3, 300)
+    ids = torch.randint(280, (3, 3, 6), device=DEVICE)
+    ids[..., 5] = ids[..., 0]
+    teacher, upstream = torch.randn(2, 3, 3, 6, device=DEVICE).unbind(0)
+    upstream[0, 1] = 0.0
+    warm = {"temperature": torch.rand(3, 1, device=DEVICE) + 0.5, "vocab_size": 280}
+
+    def distilled(logits: Tensor, normalize: str, backend: str) -> Tensor:
+        student, _, entropy = vocab_parallel_topk_distill(
+            logits, teacher, ids, normalize=normalize, entropy=True, backend=backend, **warm
+        )
+        return (upstream * student).sum() + (entropy * upstream[..., 0]).sum()
+
+    operations = {
+        "vocab": lambda z, backend: distilled(z, "vocab", backend),
+        "topk": lambda z, backend: distilled(z, "topk", backend),
+        "gather": lambda z, b: vocab_parallel_gather(z, ids, backend=b, **warm) * upstream,
+        "largest": lambda z, b: vocab_parallel_topk(z, 6, backend=b, **warm)[0] * upstream,
+    }
+    for name, operation in operations.items():
+        grads = []
+        for backend in ("torch", "triton"):
+            leaf = raw.clone().requires_grad_()
+            operation(leaf.transpose(0, 1)[:, :-1], backend).sum().backward()
+            grads.append(leaf.grad)
+        step = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(*grads, rtol=step, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@interpreted
+def test_the_fused_path_agrees_with_torch():
+    hidden, weight = torch.randn(7, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
+    ids, upstream = torch.randint(290, (7, 5), device=DEVICE), torch.randn(7, 5, device=DEVICE)
+    results = []
+    for backend in ("torch", "triton"):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        values = linear_gather(
+            *leaves, ids, log_softmax=True, softcap=5.0, temperature=0.7, vocab_size=290,
+            bias=torch.linspace(-1, 1, 300, device=DEVICE), chunk_size=4, backend=backend,
+        )  # fmt: skip
+        values.backward(upstream)
+        results.append((values.detach(), *(leaf.grad for leaf in leaves)))
+    for torchs, tritons in zip(*results, strict=True):
+        torch.testing.assert_close(tritons, torchs, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+def test_the_operator_declares_what_it_does():
+    logits = make_logits(4, 200, torch.bfloat16)
+    column = torch.randint(190, (4, 3), device=DEVICE)
+    shift, coef = torch.ones(4, device=DEVICE), torch.randn(4, 4, device=DEVICE)
+    spec, upstream = RowSpec(190, softcap=3.0), torch.randn(4, 3, device=DEVICE)
+    torch.library.opcheck(
+        triton_backend._entries_grad,
+        (logits, column, upstream, shift, coef, None, None, torch.empty_like(logits),
+         *flatten(spec)),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+    )  # fmt: skip
+    assert triton_entries._BLOCK < 130  # test_shapes_and_dtypes has more entries than a block
