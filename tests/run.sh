@@ -11,35 +11,38 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source examples/setup_env.sh vllm || source examples/setup_env.sh || { echo "tests/run.sh: the environment could not be set up" >&2; exit 1; }
 export OMP_NUM_THREADS=1
 
-# Megatron-Core from 0.17 on asks pip for Python 3.12 but runs on 3.11 too, so releases other than the
-# one that pip installs here are unpacked wheels, which go first on PYTHONPATH.
-newest=0.19.2
-releases="0.15.3 0.16.1 0.17.1 0.18.2 $newest"  # the last patch of each, for --matrix
-unpack() {  # unpack VERSION: its wheel into .venv, once
-    local version=$1 wheels unpacked
-    local folder="$VIRTUAL_ENV/megatron-core-$version"
+# Releases other than the ones that pip installs here are unpacked wheels, which go first on PYTHONPATH.
+unpack() {  # unpack PROJECT VERSION [PIP OPTIONS]: its wheel into .venv, once
+    local project=$1 version=$2 wheels unpacked
+    local folder="$VIRTUAL_ENV/$project-$version"
     [ -d "$folder" ] && return
     wheels=$(mktemp -d "$VIRTUAL_ENV/wheel.XXXXXX")
-    python -m pip download -q --no-deps --python-version 3.12 --only-binary=:all: \
-        --dest "$wheels" "megatron-core==$version" \
+    python -m pip download -q --no-deps --only-binary=:all: "${@:3}" \
+        --dest "$wheels" "$project==$version" \
         && python -m zipfile -e "$wheels"/*.whl "$wheels/unpacked" \
         && mv "$wheels/unpacked" "$folder"
     unpacked=$?
     rm -rf "$wheels"
-    [ "$unpacked" -eq 0 ] || echo "tests/run.sh: megatron-core $version could not be downloaded" >&2
+    [ "$unpacked" -eq 0 ] || echo "tests/run.sh: $project $version could not be downloaded" >&2
     return "$unpacked"
 }
+# Megatron-Core from 0.17 on asks pip for Python 3.12 but runs on 3.11 too.
+newest=0.19.2
+releases="0.15.3 0.16.1 0.17.1 0.18.2 $newest"  # the last patch of each, for --matrix
+megatron() { unpack megatron-core "$1" --python-version 3.12; }
+triton=3.6.0  # what torch 2.11 brings to a GPU machine; the newest is installed
 
 export MCORE_LOGPROBS_MEGATRON_019="$VIRTUAL_ENV/megatron-core-$newest"
 if [ "${1:-}" = --matrix ]; then
     folders=()
     for release in $releases; do
-        unpack "$release" || exit 1
+        megatron "$release" || exit 1
         folders+=("$VIRTUAL_ENV/megatron-core-$release")
     done
     exec python -m tests.megatron.release_matrix "${folders[@]}"
 fi
-unpack "$newest" || exit 1
+megatron "$newest" || exit 1
+unpack triton "$triton" || exit 1
 
 # Frameworks whose names the drop-ins carry, as source: tests read it, and load single files of it.
 export MCORE_LOGPROBS_FRAMEWORKS="$VIRTUAL_ENV/frameworks"
@@ -87,6 +90,12 @@ stage mypy python -m mypy
 stage pytest tests "$@"
 covered() { python -m coverage combine -q && python -m tests.covered; }
 [ -z "${coverage:-}" ] || stage coverage covered
+older_triton() {  # The wheel's assembler comes without its executable bits.
+    chmod -R u+x "$VIRTUAL_ENV/triton-$triton/triton/backends/nvidia/bin"
+    PYTHONPATH="$VIRTUAL_ENV/triton-$triton" python -m pytest -q \
+        tests/kernels/test_triton_build.py tests/kernels/test_triton_rank.py
+}
+[ "$#" -gt 0 ] || stage "triton-$triton" older_triton
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh
 
 echo "== stages failed:${failed:- none}"

@@ -84,55 +84,65 @@ def _check(
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 33, 1152, 9000])
 @interpreted
-def test_widths_that_are_no_multiple_of_the_tile(width, dtypes):
-    # 9000 columns are several tiles, over which a row's programs are spread.
-    _check(*(_side(make_logits(3, width, dtype)) for dtype in dtypes))
+def test_widths_that_are_no_multiple_of_the_tile(dtypes):
+    for width in (1, 33, 1152):
+        _check(*(_side(make_logits(3, width, dtype)) for dtype in dtypes))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @interpreted
-def test_one_program_walks_over_all_tiles_where_rows_are_many(kind):
+def test_several_tiles_and_several_programs_a_row(kind):
+    student, teacher = make_logits(3, 9000, FP32), make_logits(3, 9000, BF16)
+    plan = triton_distill.pair_plan(student, teacher, 9000)
+    if DEVICE == "cpu":
+        assert (plan.splits, plan.columns // plan.tile) == (3, 2)
+    _check(_side(student), _side(teacher), (kind,))
+
+
+@interpreted
+def test_one_program_walks_over_all_tiles_where_rows_are_many():
     student, teacher = (make_logits(32, 5000, BF16) for _ in range(2))
     if DEVICE == "cpu":
         assert triton_distill.pair_plan(student, teacher, 5000).splits == 1
-    _check(_side(student), _side(teacher), (kind,))
+    _check(_side(student), _side(teacher), ("reverse",))
 
 
 @pytest.mark.parametrize("transform", [*TRANSFORMS, "rows"])
 @interpreted
 def test_scale_softcap_bias_and_temperature_of_either_side(transform):
     options = {"rows": True} if transform == "rows" else TRANSFORMS[transform]
-    student, teacher = make_logits(5, 1152, FP32), make_logits(5, 1152, BF16)
-    _check(_side(student, 1100, **options), _side(teacher, 1100))
-    _check(_side(student, 1100, temperature=1.3), _side(teacher, 1100, **options))
+    student, teacher = make_logits(3, 1152, FP32), make_logits(3, 1152, BF16)
+    warm = _side(student, 1100, temperature=1.3)
+    _check(_side(student, 1100, **options), _side(teacher, 1100), ("forward", "jsd"))
+    _check(warm, _side(teacher, 1100, **options), ("reverse", "cross_entropy"))
     if transform in ("bias", "softcap"):
-        _check(_side(student, 1100, rows=True, **options), _side(teacher, 1100, **options))
+        both = (_side(x, 1100, rows=True, **options) for x in (student, teacher))
+        _check(*both, ("jsd",))
 
 
 @pytest.mark.parametrize("kind", ["low", "high", "holes"])
 @interpreted
 def test_extreme_logits(kind):
     # Where one side has -inf so has the other: the divergence has an exact answer.
-    for dtypes in DTYPES:
-        _check(*(_side(make_logits(6, 1152, dtype, kind)) for dtype in dtypes), ulps=16)
+    for dtypes in DTYPES[1:3]:
+        _check(*(_side(make_logits(4, 300, dtype, kind)) for dtype in dtypes), ulps=16)
 
 
 @interpreted
 def test_columns_that_one_side_lacks_cost_much_and_stay_finite():
     # Several tiles, of which the first are nothing but -inf on one side: their columns are as far
     # away as the others, whose probability is 0 too.
-    spec = RowSpec(9000)
+    spec = RowSpec(5000)
     for lacks in ("student", "teacher"):
-        student, teacher = make_logits(4, 9000, BF16), make_logits(4, 9000, BF16)
+        student, teacher = make_logits(4, 5000, BF16), make_logits(4, 5000, BF16)
         holes = student if lacks == "student" else teacher
-        holes[:2, :6000], holes[2, ::3], holes[3] = -torch.inf, -torch.inf, -torch.inf
+        holes[:2, :3000], holes[2, ::3], holes[3] = -torch.inf, -torch.inf, -torch.inf
         upstream = torch.ones(4, device=DEVICE)
         for kind in KINDS:
             arguments = Side(student, spec), Side(teacher, spec), kind, upstream
-            want = _run(distill, *arguments, torch.empty(4, 9000, device=DEVICE))
-            got = _run(triton_pairs, *arguments, torch.empty(4, 9000, device=DEVICE))
+            want = _run(distill, *arguments, torch.empty(4, 5000, device=DEVICE))
+            got = _run(triton_pairs, *arguments, torch.empty(4, 5000, device=DEVICE))
             # -1e4 is counted from a block's own maximum, which is not the reference's.
             for x, y in zip(got, want, strict=True):
                 assert x.isfinite().all()
@@ -258,10 +268,10 @@ def test_a_row_with_nan_or_inf_is_nan_and_no_other(kind):
 
 @interpreted
 def test_equal_distributions_differ_by_nothing_and_close_ones_keep_their_digits():
-    logits = make_logits(5, 2100, FP32)
-    near = logits + 1e-2 * torch.randn(5, 2100, device=DEVICE)
+    logits = make_logits(3, 2100, FP32)
+    near = logits + 1e-2 * torch.randn(3, 2100, device=DEVICE)
     for kind in ("forward", "reverse", "jsd"):
-        upstream, out = torch.ones(5, device=DEVICE), torch.empty_like(logits)
+        upstream, out = torch.ones(3, device=DEVICE), torch.empty_like(logits)
         value, _, grad = _run(triton_pairs, _side(logits), _side(logits + 0), kind, upstream, out)
         assert (value == 0).all()
         assert (grad == 0).all()

@@ -73,7 +73,7 @@ def _check(logits: Tensor, spec: RowSpec, k: int, **options: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @interpreted
 def test_shapes_and_dtypes(dtype):
-    for rows, width, k in ((3, 1152, 7), (2, 33, 1), (2, 700, 130), (3, 40, 0), (0, 40, 3)):
+    for rows, width, k in ((2, 1152, 7), (2, 33, 1), (1, 300, 130), (2, 40, 0), (0, 40, 3)):
         _check(make_logits(rows, width, dtype), RowSpec(width - 3, entropy=True), k)
     _check(make_logits(3, 300, dtype), RowSpec(300), 5)
 
@@ -85,9 +85,8 @@ def test_scale_softcap_bias_and_temperature(transform):
     if transform == "capped rows":
         options |= {"softcap": 3.0, "bias": True}
     plain = {name: value for name, value in options.items() if name != "rows"}
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = make_logits(5, 700, dtype)
-        _check(logits, make_spec(650, plain, {"entropy": True}), 6, **options)
+    logits = make_logits(3, 700, torch.bfloat16)
+    _check(logits, make_spec(650, plain, {"entropy": True}), 6, **options)
 
 
 @interpreted
