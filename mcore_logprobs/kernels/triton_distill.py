@@ -9,9 +9,6 @@ writes the student's. Nothing of the logits' size is made but that gradient.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,11 +21,19 @@ from mcore_logprobs.kernels.triton_common import (
     LOG_ZERO,
     Plan,
     device_of,
-    finished,
-    launch_plan,
-    row_transform,
-    transform_args,
     with_unit_stride,
+)
+from mcore_logprobs.kernels.triton_sides import (
+    ROW_TEMPERATURE,
+    SOFTCAP,
+    load_side,
+    log_probs,
+    norm_args,
+    over_mixture,
+    pair_plan,
+    side_args,
+    side_row,
+    side_tensors,
 )
 
 __all__ = [
@@ -38,7 +43,6 @@ __all__ = [
     "pair_grad_kernel",
     "pair_stats",
     "pair_stats_kernel",
-    "side_args",
 ]
 
 FORWARD = tl.constexpr(KINDS.index("forward"))
@@ -47,55 +51,12 @@ JSD = tl.constexpr(KINDS.index("jsd"))
 CROSS_ENTROPY = tl.constexpr(KINDS.index("cross_entropy"))
 STATS = tl.constexpr(PAIR_STATS)
 
-# A side's transformation as one constant: the sum of these.
-SCALE = tl.constexpr(1)
-SOFTCAP = tl.constexpr(2)
-BIAS = tl.constexpr(4)
-TEMPERATURE = tl.constexpr(8)
-ROW_TEMPERATURE = tl.constexpr(16)
-
-LN2 = tl.constexpr(0.6931471805599453)
-
 _GRAD_TILE = 2048
 _GRAD_TILES = 8
 _NUM_WARPS = 4
 
 
-# ---- one side ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def _row(
-    logits_ptr, temperature_ptr, row, stride, scale, softcap, temperature,
-    TRANSFORM: tl.constexpr,
-):  # fmt: skip
-    """What `_load` needs of one row: its address, and its own scale, softcap and temperature."""
-    scale, softcap, temperature = row_transform(
-        temperature_ptr, row, scale, softcap, temperature,
-        (ROW_TEMPERATURE & TRANSFORM) != 0, (SOFTCAP & TRANSFORM) != 0,
-        (TEMPERATURE & TRANSFORM) != 0,
-    )  # fmt: skip
-    return logits_ptr + row.to(tl.int64) * stride, scale, softcap, temperature
-
-
-@triton.jit
-def _load(row, bias_ptr, columns, valid, MASKED: tl.constexpr, TRANSFORM: tl.constexpr):
-    """(finished logits in float32, -inf at and past `valid`; the second result of `finished`)."""
-    row_ptr, scale, softcap, temperature = row
-    if MASKED:
-        mask = columns < valid
-        y = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    else:
-        mask = None
-        y = tl.load(row_ptr + columns).to(tl.float32)
-    z, capped = finished(
-        y, bias_ptr, columns, mask, scale, softcap, temperature,
-        (SCALE & TRANSFORM) != 0, (SOFTCAP & TRANSFORM) != 0, (BIAS & TRANSFORM) != 0,
-        (TEMPERATURE & TRANSFORM) != 0,
-    )  # fmt: skip
-    if MASKED:
-        z = tl.where(mask, z, float("-inf"))
-    return z, capped
+# ---- statistics --------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -106,15 +67,6 @@ def _base(top):
     """
     empty = top == float("-inf")
     return tl.where(empty, 0.0, top), tl.where(empty, 0.0, LOG_ZERO)
-
-
-@triton.jit
-def _log_probs(z, top, log_sum):
-    """Log-probabilities, at least LOG_ZERO; a row's NaN is in `top` and may be lost here."""
-    return tl.maximum((z - top) - log_sum, LOG_ZERO)
-
-
-# ---- statistics --------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -228,11 +180,11 @@ def pair_stats_kernel(
     split = program % splits
     start = split * split_columns
     stop = tl.minimum(start + split_columns, valid)
-    student = _row(
+    student = side_row(
         student_ptr, student_temperature_ptr, row, student_stride,
         student_scale, student_softcap, student_temperature, STUDENT,
     )  # fmt: skip
-    teacher = _row(
+    teacher = side_row(
         teacher_ptr, teacher_temperature_ptr, row, teacher_stride,
         teacher_scale, teacher_softcap, teacher_temperature, TEACHER,
     )  # fmt: skip
@@ -245,12 +197,12 @@ def pair_stats_kernel(
     cross = tl.zeros([GROUPS], tl.float32)
     whole = start + tl.maximum(stop - start, 0) // TILE * TILE
     for at in range(start, whole, TILE):
-        s, _ = _load(student, student_bias_ptr, at + offsets, valid, False, STUDENT)
-        t, _ = _load(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER)
+        s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT)
+        t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER)
         top_s, sum_s, top_t, sum_t, cross = _take_in(s, t, top_s, sum_s, top_t, sum_t, cross, KIND)
     if whole < stop:
-        s, _ = _load(student, student_bias_ptr, whole + offsets, valid, True, STUDENT)
-        t, _ = _load(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER)
+        s, _ = load_side(student, student_bias_ptr, whole + offsets, valid, True, STUDENT)
+        t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER)
         top_s, sum_s, top_t, sum_t, cross = _take_in(s, t, top_s, sum_s, top_t, sum_t, cross, KIND)
 
     row_top_s, row_sum_s, row_top_t, row_sum_t, row_cross = _merged(
@@ -284,45 +236,15 @@ def pair_merge_kernel(
     _store(out_ptr + row, rows, row < rows, top_s, sum_s, top_t, sum_t, cross)
 
 
-# ---- the mixture of the Jensen-Shannon divergence ----------------------------------------------
-
-
-@triton.jit
-def _expm1(x):
-    """exp(x) - 1 of x <= 0."""
-    series = 1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720)))))
-    return tl.where(x > -0.25, x * series, tl.exp2(x * LOG2E) - 1.0)
-
-
-@triton.jit
-def _log1p(x):
-    """log(1 + x) of x in (-1, 0]."""
-    half = x / (2.0 + x)  # log(1 + x) = 2 atanh(half)
-    square = half * half
-    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7)))
-    return tl.where(x > -0.22, 2.0 * half * series, tl.log2(1.0 + x) * LN2)
-
-
-@triton.jit
-def _over_mixture(logp, logq, beta):
-    """(log p - log M, log q - log M) of M = beta q + (1 - beta) p; exact where p and q are close.
-
-    The larger of p and q, of weight 1 - w in M, is M / (1 + w (smaller / larger - 1)).
-    """
-    gap = logq - logp
-    far = tl.abs(gap)
-    weight = tl.where(gap > 0.0, 1.0 - beta, beta)
-    larger = -_log1p(weight * _expm1(-far))
-    smaller = larger - far
-    return tl.where(gap > 0.0, smaller, larger), tl.where(gap > 0.0, larger, smaller)
+# ---- sums of the Jensen-Shannon divergence -----------------------------------------------------
 
 
 @triton.jit
 def _mixture_sums(to_p, to_q, s, t, top_s, log_s, top_t, log_t, beta):
     """Both sums `[groups]` and one tile more."""
-    logp = _log_probs(s, top_s, log_s)
-    logq = _log_probs(t, top_t, log_t)
-    p_over, q_over = _over_mixture(logp, logq, beta)
+    logp = log_probs(s, top_s, log_s)
+    logq = log_probs(t, top_t, log_t)
+    p_over, q_over = over_mixture(logp, logq, beta)
     to_p += tl.sum(tl.exp2(logp * LOG2E) * p_over, 1)
     to_q += tl.sum(tl.exp2(logq * LOG2E) * q_over, 1)
     return to_p, to_q
@@ -366,11 +288,11 @@ def jsd_kernel(
     split = program % splits
     start = split * split_columns
     stop = tl.minimum(start + split_columns, valid)
-    student = _row(
+    student = side_row(
         student_ptr, student_temperature_ptr, row, student_stride,
         student_scale, student_softcap, student_temperature, STUDENT,
     )  # fmt: skip
-    teacher = _row(
+    teacher = side_row(
         teacher_ptr, teacher_temperature_ptr, row, teacher_stride,
         teacher_scale, teacher_softcap, teacher_temperature, TEACHER,
     )  # fmt: skip
@@ -384,12 +306,12 @@ def jsd_kernel(
     to_q = tl.zeros([GROUPS], tl.float32)
     whole = start + tl.maximum(stop - start, 0) // TILE * TILE
     for at in range(start, whole, TILE):
-        s, _ = _load(student, student_bias_ptr, at + offsets, valid, False, STUDENT)
-        t, _ = _load(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER)
+        s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT)
+        t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER)
         to_p, to_q = _mixture_sums(to_p, to_q, s, t, top_s, log_s, top_t, log_t, beta)
     if whole < stop:
-        s, _ = _load(student, student_bias_ptr, whole + offsets, valid, True, STUDENT)
-        t, _ = _load(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER)
+        s, _ = load_side(student, student_bias_ptr, whole + offsets, valid, True, STUDENT)
+        t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER)
         to_p, to_q = _mixture_sums(to_p, to_q, s, t, top_s, log_s, top_t, log_t, beta)
 
     nan = (top_s + log_s + top_t + log_t) * 0.0  # of a row that holds one, else 0
@@ -410,20 +332,20 @@ def _write_tile(
 ):  # fmt: skip
     """`kernels.distill.pair_grad` of one tile; `factor` is all of it that the row shares."""
     columns = start + tl.arange(0, TILE)
-    s, capped = _load(student, student_bias_ptr, columns, valid, MASKED, STUDENT)
-    t, _ = _load(teacher, teacher_bias_ptr, columns, valid, MASKED, TEACHER)
+    s, capped = load_side(student, student_bias_ptr, columns, valid, MASKED, STUDENT)
+    t, _ = load_side(teacher, teacher_bias_ptr, columns, valid, MASKED, TEACHER)
     top_s, log_s, top_t, log_t = norms
     if KIND == FORWARD or KIND == CROSS_ENTROPY:  # noqa: SIM109
         p = tl.exp2(((s - top_s) - log_s) * LOG2E)
         q = tl.exp2(((t - top_t) - log_t) * LOG2E)
         grad = p - q
     else:
-        logp = _log_probs(s, top_s, log_s)
-        logq = _log_probs(t, top_t, log_t)
+        logp = log_probs(s, top_s, log_s)
+        logq = log_probs(t, top_t, log_t)
         if KIND == REVERSE:
             over = logp - logq
         else:
-            over, _ = _over_mixture(logp, logq, beta)
+            over, _ = over_mixture(logp, logq, beta)
         grad = tl.exp2(logp * LOG2E) * (over - inner)  # inner is NaN where either side is
     grad = grad * factor
     if (SOFTCAP & STUDENT) != 0:
@@ -478,11 +400,11 @@ def pair_grad_kernel(
     out_row_ptr = out_ptr + row.to(tl.int64) * out_stride
     upstream = tl.load(upstream_ptr + row)
     if upstream != 0.0:
-        student = _row(
+        student = side_row(
             student_ptr, student_temperature_ptr, row, student_stride,
             student_scale, student_softcap, student_temperature, STUDENT,
         )  # fmt: skip
-        teacher = _row(
+        teacher = side_row(
             teacher_ptr, teacher_temperature_ptr, row, teacher_stride,
             teacher_scale, teacher_softcap, teacher_temperature, TEACHER,
         )  # fmt: skip
@@ -522,56 +444,6 @@ def pair_grad_kernel(
 # ---- launches ----------------------------------------------------------------------------------
 
 
-def side_args(side: Side, name: str) -> dict[str, Any]:
-    """A side's transformation as the kernels' arguments: numbers by name, and the constant."""
-    args = transform_args(side.spec, side.bias, side.temperature)
-    bits = {
-        "HAS_SCALE": SCALE,
-        "HAS_SOFTCAP": SOFTCAP,
-        "HAS_BIAS": BIAS,
-        "HAS_TEMPERATURE": TEMPERATURE,
-        "HAS_ROW_TEMPERATURE": ROW_TEMPERATURE,
-    }
-    return {
-        f"{name}_scale": args["scale"],
-        f"{name}_softcap": args["softcap"],
-        f"{name}_temperature": args["temperature"],
-        name.upper(): sum(bit.value for flag, bit in bits.items() if args[flag]),
-    }
-
-
-def _tensors(student: Side, teacher: Side) -> dict[str, Any]:
-    """Both sides' tensors and strides, by the kernels' names."""
-    given: dict[str, Any] = {}
-    for name, side in (("student", student), ("teacher", teacher)):
-        given |= {
-            f"{name}_ptr": side.logits,
-            f"{name}_bias_ptr": None if side.bias is None else with_unit_stride(side.bias),
-            f"{name}_temperature_ptr": (
-                None if side.temperature is None else with_unit_stride(side.temperature)
-            ),
-            f"{name}_stride": side.logits.stride(0),
-        }
-    return given
-
-
-def _norms(norm_s: Tensor, norm_t: Tensor) -> dict[str, Any]:
-    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
-    return {
-        "student_norm_ptr": norm_s,
-        "teacher_norm_ptr": norm_t,
-        "student_norm_stride": norm_s.stride(0),
-        "teacher_norm_stride": norm_t.stride(0),
-    }
-
-
-def pair_plan(student: Tensor, teacher: Tensor, valid: int) -> Plan:
-    """Splits as one side has them, tiles of half the columns: two sides are in flight at a time."""
-    narrower = min(student, teacher, key=Tensor.element_size)
-    plan = launch_plan(student.shape[0], valid, narrower)
-    return replace(plan, groups=max(32, plan.groups // 2))
-
-
 def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | None = None) -> Tensor:
     """As `kernels.distill.pair_stats`, for logits whose last stride is 1."""
     rows, valid = student.logits.shape[0], student.spec.valid
@@ -587,7 +459,7 @@ def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | Non
             valid=valid,
             split_columns=plan.columns,
             splits=plan.splits,
-            **_tensors(student, teacher),
+            **side_tensors(student, teacher),
             **side_args(student, "student"),
             **side_args(teacher, "teacher"),
             LANES=plan.lanes,
@@ -633,8 +505,8 @@ def jsd_sums(
                 split_columns=plan.columns,
                 splits=plan.splits,
                 beta=spec.beta,
-                **_tensors(student, teacher),
-                **_norms(norm_s, norm_t),
+                **side_tensors(student, teacher),
+                **norm_args(norm_s, norm_t),
                 **side_args(student, "student"),
                 **side_args(teacher, "teacher"),
                 LANES=plan.lanes,
@@ -680,8 +552,8 @@ def pair_grad(
             splits=splits,
             slope=student.spec.multiplier,
             beta=spec.beta,
-            **_tensors(student, teacher),
-            **_norms(norm_s, norm_t),
+            **side_tensors(student, teacher),
+            **norm_args(norm_s, norm_t),
             **side_args(student, "student"),
             **side_args(teacher, "teacher"),
             TILE=tile,

@@ -22,6 +22,7 @@ from mcore_logprobs.kernels import (
     triton_entries,
     triton_grad,
     triton_rank,
+    triton_sides,
     triton_stats,
 )
 from mcore_logprobs.kernels.distill import KINDS, Side
@@ -153,7 +154,7 @@ def _sides(
     """The constants of both sides' transformation, and their pointers' types."""
     side = Side(torch.empty(1, 1), RowSpec(1, **spec), bias)
     constants = {
-        name.upper(): triton_distill.side_args(side, name)[name.upper()]
+        name.upper(): triton_sides.side_args(side, name)[name.upper()]
         for name in ("student", "teacher")
     }
     return constants, {"student_ptr": "*" + student, "teacher_ptr": "*" + teacher}

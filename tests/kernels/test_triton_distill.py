@@ -12,7 +12,13 @@ from torch import Tensor
 
 from mcore_logprobs import linear_kl_div, vocab_parallel_kl_div, vocab_parallel_soft_cross_entropy
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels import distill, triton_common, triton_distill, triton_pairs
+from mcore_logprobs.kernels import (
+    distill,
+    triton_common,
+    triton_distill,
+    triton_pairs,
+    triton_sides,
+)
 from mcore_logprobs.kernels.distill import KINDS, PairSpec, Side, finish_pair, merge_pairs
 from mcore_logprobs.kernels.stats import RowSpec
 from tests.helpers.distributed import RankPool
@@ -94,7 +100,7 @@ def test_widths_that_are_no_multiple_of_the_tile(dtypes):
 @interpreted
 def test_several_tiles_and_several_programs_a_row(kind):
     student, teacher = make_logits(3, 9000, FP32), make_logits(3, 9000, BF16)
-    plan = triton_distill.pair_plan(student, teacher, 9000)
+    plan = triton_sides.pair_plan(student, teacher, 9000)
     if DEVICE == "cpu":
         assert (plan.splits, plan.columns // plan.tile) == (3, 2)
     _check(_side(student), _side(teacher), (kind,))
@@ -104,7 +110,7 @@ def test_several_tiles_and_several_programs_a_row(kind):
 def test_one_program_walks_over_all_tiles_where_rows_are_many():
     student, teacher = (make_logits(32, 5000, BF16) for _ in range(2))
     if DEVICE == "cpu":
-        assert triton_distill.pair_plan(student, teacher, 5000).splits == 1
+        assert triton_sides.pair_plan(student, teacher, 5000).splits == 1
     _check(_side(student), _side(teacher), ("reverse",))
 
 

@@ -1,0 +1,172 @@
+"""What kernels for two sides of logits share: how a row of either is read, and their mixture."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels.distill import Side
+from mcore_logprobs.kernels.triton_common import (
+    LOG2E,
+    LOG_ZERO,
+    Plan,
+    finished,
+    launch_plan,
+    row_transform,
+    transform_args,
+    with_unit_stride,
+)
+
+__all__ = [
+    "ROW_TEMPERATURE",
+    "SOFTCAP",
+    "load_side",
+    "log_probs",
+    "norm_args",
+    "over_mixture",
+    "pair_plan",
+    "side_args",
+    "side_row",
+    "side_tensors",
+]
+
+# A side's transformation as one constant: the sum of these.
+SCALE = tl.constexpr(1)
+SOFTCAP = tl.constexpr(2)
+BIAS = tl.constexpr(4)
+TEMPERATURE = tl.constexpr(8)
+ROW_TEMPERATURE = tl.constexpr(16)
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+# ---- in a kernel -------------------------------------------------------------------------------
+
+
+@triton.jit
+def side_row(
+    logits_ptr, temperature_ptr, row, stride, scale, softcap, temperature,
+    TRANSFORM: tl.constexpr,
+):  # fmt: skip
+    """What `load_side` needs of one row: its address, its own scale, softcap and temperature."""
+    scale, softcap, temperature = row_transform(
+        temperature_ptr, row, scale, softcap, temperature,
+        (ROW_TEMPERATURE & TRANSFORM) != 0, (SOFTCAP & TRANSFORM) != 0,
+        (TEMPERATURE & TRANSFORM) != 0,
+    )  # fmt: skip
+    return logits_ptr + row.to(tl.int64) * stride, scale, softcap, temperature
+
+
+@triton.jit
+def load_side(row, bias_ptr, columns, valid, MASKED: tl.constexpr, TRANSFORM: tl.constexpr):
+    """(finished logits in float32, -inf at and past `valid`; the second result of `finished`)."""
+    row_ptr, scale, softcap, temperature = row
+    if MASKED:
+        mask = columns < valid
+        y = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    else:
+        mask = None
+        y = tl.load(row_ptr + columns).to(tl.float32)
+    z, capped = finished(
+        y, bias_ptr, columns, mask, scale, softcap, temperature,
+        (SCALE & TRANSFORM) != 0, (SOFTCAP & TRANSFORM) != 0, (BIAS & TRANSFORM) != 0,
+        (TEMPERATURE & TRANSFORM) != 0,
+    )  # fmt: skip
+    if MASKED:
+        z = tl.where(mask, z, float("-inf"))
+    return z, capped
+
+
+@triton.jit
+def log_probs(z, top, log_sum):
+    """Log-probabilities, at least LOG_ZERO; a row's NaN is in `top` and may be lost here."""
+    return tl.maximum((z - top) - log_sum, LOG_ZERO)
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1 of x <= 0."""
+    series = 1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720)))))
+    return tl.where(x > -0.25, x * series, tl.exp2(x * LOG2E) - 1.0)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) of x in (-1, 0]."""
+    half = x / (2.0 + x)  # log(1 + x) = 2 atanh(half)
+    square = half * half
+    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7)))
+    return tl.where(x > -0.22, 2.0 * half * series, tl.log2(1.0 + x) * LN2)
+
+
+@triton.jit
+def over_mixture(logp, logq, beta):
+    """(log p - log M, log q - log M) of M = beta q + (1 - beta) p; exact where p and q are close.
+
+    The larger of p and q, of weight 1 - w in M, is M / (1 + w (smaller / larger - 1)).
+    """
+    gap = logq - logp
+    far = tl.abs(gap)
+    weight = tl.where(gap > 0.0, 1.0 - beta, beta)
+    larger = -_log1p(weight * _expm1(-far))
+    smaller = larger - far
+    return tl.where(gap > 0.0, smaller, larger), tl.where(gap > 0.0, larger, smaller)
+
+
+# ---- its arguments -----------------------------------------------------------------------------
+
+
+def side_args(side: Side, name: str) -> dict[str, Any]:
+    """A side's transformation as the kernels' arguments: numbers by name, and the constant."""
+    args = transform_args(side.spec, side.bias, side.temperature)
+    bits = {
+        "HAS_SCALE": SCALE,
+        "HAS_SOFTCAP": SOFTCAP,
+        "HAS_BIAS": BIAS,
+        "HAS_TEMPERATURE": TEMPERATURE,
+        "HAS_ROW_TEMPERATURE": ROW_TEMPERATURE,
+    }
+    return {
+        f"{name}_scale": args["scale"],
+        f"{name}_softcap": args["softcap"],
+        f"{name}_temperature": args["temperature"],
+        name.upper(): sum(bit.value for flag, bit in bits.items() if args[flag]),
+    }
+
+
+def side_tensors(student: Side, teacher: Side) -> dict[str, Any]:
+    """Both sides' tensors and strides, by the kernels' names."""
+    given: dict[str, Any] = {}
+    for name, side in (("student", student), ("teacher", teacher)):
+        given |= {
+            f"{name}_ptr": side.logits,
+            f"{name}_bias_ptr": None if side.bias is None else with_unit_stride(side.bias),
+            f"{name}_temperature_ptr": (
+                None if side.temperature is None else with_unit_stride(side.temperature)
+            ),
+            f"{name}_stride": side.logits.stride(0),
+        }
+    return given
+
+
+def norm_args(norm_s: Tensor, norm_t: Tensor) -> dict[str, Any]:
+    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
+    return {
+        "student_norm_ptr": norm_s,
+        "teacher_norm_ptr": norm_t,
+        "student_norm_stride": norm_s.stride(0),
+        "teacher_norm_stride": norm_t.stride(0),
+    }
+
+
+def pair_plan(student: Tensor, teacher: Tensor, valid: int) -> Plan:
+    """Splits as one side has them, tiles of half the columns: two sides are in flight at a time."""
+    narrower = min(student, teacher, key=Tensor.element_size)
+    plan = launch_plan(student.shape[0], valid, narrower)
+    return replace(plan, groups=max(32, plan.groups // 2))
