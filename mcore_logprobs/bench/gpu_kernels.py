@@ -1,10 +1,11 @@
 """The Triton kernels against what the memory allows: `python -m mcore_logprobs.bench.gpu_kernels`.
 
-Three tables, of which the third decides how `fused` goes forward:
+Four tables, of which the last decides how `fused` goes forward:
 
 1. row statistics and gradient on logits, for a few tile shapes, against a copy's bandwidth;
-2. the bare products of the fused path, and what the chunked forward costs beside them;
-3. the chunked forward against `tiled_forward`, which never writes logits.
+2. divergences between two sides of logits, likewise, and the eager ones;
+3. the bare products of the fused path, and what the chunked forward costs beside them;
+4. the chunked forward against `tiled_forward`, which never writes logits.
 
 For tuning by hand; `python -m mcore_logprobs bench` compares with other libraries. Without a GPU it
 runs in Triton's interpreter (TRITON_INTERPRET=1), for what its times are worth: nothing.
@@ -25,10 +26,12 @@ from torch import Tensor
 
 from mcore_logprobs.bench.tiled_forward import CONFIGS, TileConfig, tiled_row_stats
 from mcore_logprobs.fused.token_stats import linear_token_stats
-from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels import triton_distill, triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels.distill import PairSpec, Side, finish_pair
 from mcore_logprobs.kernels.products import add_product, product
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import Plan, launch_plan
+from mcore_logprobs.logits.distill import KL_KINDS, vocab_parallel_kl_div
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -111,6 +114,47 @@ def logits_table(rows: int, vocab: int, iterations: int) -> None:
         copy,
         lambda: triton_grad.grad_logits(logits, target, shift, coef, RowSpec(vocab), out=logits),
     )
+
+
+def distill_table(rows: int, vocab: int, iterations: int) -> None:
+    """Divergences of bf16 logits from a teacher's: each kernel, and both backends' whole calls."""
+    student, teacher = (
+        torch.randn(rows, vocab, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
+    )
+    out = torch.empty_like(student)
+    copy = milliseconds(lambda: out.copy_(student), iterations)
+    print(f"\ndistillation {rows} x {vocab} bfloat16: a copy takes {copy:.3f} ms")
+    print(f"{'what':44} {'ms':>9} {'of its floor':>13}")
+    # One read of both sides moves as many bytes as a copy; the gradient writes one side more.
+    reads, gradient = copy, 1.5 * copy
+
+    def line(name: str, floor: float, call: Callable[[], object]) -> None:
+        spent = milliseconds(call, iterations)
+        print(f"{name:44} {spent:9.3f} {floor / spent:13.1%}", flush=True)
+
+    sides = Side(student, RowSpec(vocab)), Side(teacher, RowSpec(vocab))
+    upstream = torch.randn(rows, device=DEVICE)
+    leaf = student.detach().requires_grad_()
+
+    def step(kind: str, backend: str) -> None:
+        value = vocab_parallel_kl_div(leaf, teacher, kind=kind, backend=backend)
+        torch.autograd.grad(value, leaf, upstream)
+
+    for kind in KL_KINDS:
+        spec = PairSpec(kind)
+        done = finish_pair(triton_distill.pair_stats(*sides, spec), spec)
+        norms = done.norm_s, done.norm_t
+        line(f"{kind}: statistics", reads, partial(triton_distill.pair_stats, *sides, spec))
+        floor = reads + gradient
+        if kind == "jsd":
+            floor += reads
+            line("jsd: sums", reads, partial(triton_distill.jsd_sums, *sides, *norms, spec))
+        write = partial(
+            triton_distill.pair_grad, *sides, *norms, done.value, upstream, spec, out=out
+        )
+        line(f"{kind}: gradient", gradient, write)
+        for backend in ("triton", "torch"):
+            line(f"{kind}: forward and backward, {backend}", floor, partial(step, kind, backend))
 
 
 def _plans(plan: Plan) -> list[Plan]:
@@ -214,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}")
     for rows in args.rows:
         logits_table(rows, args.vocab, args.iterations)
+    for rows in args.rows:
+        distill_table(rows, args.vocab, args.iterations)
     for rows in args.rows:
         linear_table(rows, args.hidden, args.vocab, args.iterations)
     return 0

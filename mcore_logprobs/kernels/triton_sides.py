@@ -43,7 +43,7 @@ BIAS = tl.constexpr(4)
 TEMPERATURE = tl.constexpr(8)
 ROW_TEMPERATURE = tl.constexpr(16)
 
-LN2 = tl.constexpr(0.6931471805599453)
+LN2_OF_BITS = tl.constexpr(0.6931471805599453 / 2**23)
 
 
 # ---- in a kernel -------------------------------------------------------------------------------
@@ -98,11 +98,16 @@ def _expm1(x):
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) of x in (-1, 0]."""
-    half = x / (2.0 + x)  # log(1 + x) = 2 atanh(half)
+    """log(1 + x) of x in (-1, 0]; libdevice's logarithm would branch for every column."""
+    # 1 + x = 2^n m with m in [1/sqrt(2), sqrt(2)); n stands where a float has its exponent.
+    bits = (1.0 + x).to(tl.int32, bitcast=True)
+    power = (bits - 0x3F3504F3) & -0x800000
+    m = (bits - power).to(tl.float32, bitcast=True)
+    rest = tl.where(power == 0, x, m - 1.0)  # x itself keeps the digits that 1 + x rounds off
+    half = rest / (2.0 + rest)  # log(1 + rest) = 2 atanh(half)
     square = half * half
     series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7)))
-    return tl.where(x > -0.22, 2.0 * half * series, tl.log2(1.0 + x) * LN2)
+    return power.to(tl.float32) * LN2_OF_BITS + 2.0 * half * series
 
 
 @triton.jit

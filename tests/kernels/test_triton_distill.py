@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from mcore_logprobs import linear_kl_div, vocab_parallel_kl_div, vocab_parallel_soft_cross_entropy
@@ -286,6 +288,33 @@ def test_equal_distributions_differ_by_nothing_and_close_ones_keep_their_digits(
         got = _run(triton_pairs, *sides, kind, upstream, out)
         assert exact[0].max() < 2e-4
         assert (got[0] - exact[0]).abs().max() < 5e-7
+
+
+@triton.jit
+def _mixture_kernel(gap_ptr, out_ptr, beta, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    gap = tl.load(gap_ptr + at)
+    p_over, q_over = triton_sides.over_mixture(-1.0 - gap, -1.0 + 0.0 * gap, beta)
+    tl.store(out_ptr + at, p_over)
+    tl.store(out_ptr + SIZE + at, q_over)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.001, 0.9])
+@interpreted
+def test_logarithms_over_the_mixture_are_right_where_the_two_are_close_and_far(beta):
+    gap = torch.cat([torch.logspace(-6, 3, 255), torch.zeros(1)])
+    gap = torch.cat([gap, -gap]).to(DEVICE)  # log q - log p
+    got = torch.empty(2, 512, device=DEVICE)
+    _mixture_kernel[(1,)](gap, got, beta, SIZE=512)
+    logp, logq = (-1.0 - gap).double(), torch.full_like(gap, -1.0).double()
+    gap = logq - logp
+    exact = torch.stack([-(beta * gap.expm1()).log1p(), -((1 - beta) * (-gap).expm1()).log1p()])
+    exact = torch.where(exact.isfinite(), exact, torch.stack([-gap, gap]))  # exp overflows
+    larger = exact.amax(0)  # of the likelier side; M is that much smaller
+    allowed = 1e-6 * exact.abs() + torch.where(exact < 0, 2e-7 * gap.abs(), 0.0)
+    # Where M is far smaller than either, 1 + w (exp(-|gap|) - 1) has cancelled.
+    allowed = allowed + torch.where(larger > 0.3, 2e-7 * larger.exp(), 0.0)
+    assert ((got.double() - exact).abs() <= allowed).all()
 
 
 # ---- the public operations ----
