@@ -15,6 +15,7 @@ from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, accumulator_dtype, n
 __all__ = [
     "block_stats",
     "count_higher",
+    "distribution_gradient",
     "entries_grad",
     "finished_logits",
     "gather_target",
@@ -326,7 +327,7 @@ def _chunk_grad(
     temperature: Tensor | None,  # [c]
     out: Tensor,  # [c, valid]
 ) -> None:
-    grad = _distribution_gradient(logits, shift, coef, spec, bias, temperature)
+    grad = distribution_gradient(logits, shift, coef, spec, bias, temperature)
     # One entry a row. The gather and the write go through float32, so that the target's entry, the
     # difference of two nearly equal numbers where p is near 1, is rounded to the output once.
     column = target.clamp(min=0).unsqueeze(-1)
@@ -338,7 +339,7 @@ def _chunk_grad(
     out.copy_(grad.masked_fill_((coef == 0).all(0).unsqueeze(-1), 0.0))
 
 
-def _distribution_gradient(
+def distribution_gradient(
     logits: Tensor,
     shift: Tensor,
     coef: Tensor,
@@ -406,7 +407,7 @@ def entries_grad(
             grad = raw.new_zeros(raw.shape, dtype=accumulator_dtype(out.dtype))
         else:
             asked = (upstream[part] != 0).any(-1) | (coef[:, part] != 0).any(0)
-            grad = _distribution_gradient(raw, shift[part], coef[:, part], spec, bias, own)
+            grad = distribution_gradient(raw, shift[part], coef[:, part], spec, bias, own)
             grad.masked_fill_(~asked.unsqueeze(-1), 0.0)
         at = torch.arange(len(mine), device=out.device).unsqueeze(-1).expand_as(mine)
         here = torch.where(mine >= 0, upstream[part].to(grad.dtype), 0.0)
