@@ -51,8 +51,9 @@ JSD = tl.constexpr(KINDS.index("jsd"))
 CROSS_ENTROPY = tl.constexpr(KINDS.index("cross_entropy"))
 STATS = tl.constexpr(PAIR_STATS)
 
-_GRAD_TILE = 2048
-_GRAD_TILES = 8
+# Columns a tile of the gradient, fewer where a column takes more registers; columns a program.
+_GRAD_TILE = {"forward": 2048, "reverse": 2048, "cross_entropy": 2048, "jsd": 1024}
+_GRAD_COLUMNS = 16384
 _NUM_WARPS = 4
 
 
@@ -526,8 +527,6 @@ def pair_grad(
     spec: PairSpec,
     *,
     out: Tensor,
-    tile: int = _GRAD_TILE,
-    tiles: int = _GRAD_TILES,
 ) -> None:
     """As `kernels.distill.pair_grad`, for logits and out whose last stride is 1."""
     rows, width = out.shape
@@ -539,7 +538,8 @@ def pair_grad(
         pair_grad(student, teacher, norm_s, norm_t, inner, upstream, spec, out=rounded)
         out.copy_(rounded)
         return
-    tile = min(tile, max(128, triton.next_power_of_2(width)))
+    tile = min(_GRAD_TILE[spec.kind], max(128, triton.next_power_of_2(width)))
+    tiles = _GRAD_COLUMNS // _GRAD_TILE[spec.kind]
     splits = triton.cdiv(width, tile * tiles)
     with device_of(out):
         pair_grad_kernel[(rows * splits,)](

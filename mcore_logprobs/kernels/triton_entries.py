@@ -29,6 +29,7 @@ from mcore_logprobs.kernels.triton_grad import coefficient_constants, grad_logit
 __all__ = ["entries_grad", "entries_kernel"]
 
 _BLOCK = 64
+_OTHERS = 16  # entries that a block is compared with at a time
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -49,6 +50,7 @@ def entries_kernel(
     softcap,
     temperature,
     BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -67,8 +69,8 @@ def entries_kernel(
     column = tl.load(column_ptr + row * k + at, mask=at < k, other=-1)
     mine = column >= 0
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, k, BLOCK):
-        other = start + tl.arange(0, BLOCK)
+    for start in range(0, k, OTHERS):
+        other = start + tl.arange(0, OTHERS)
         same = tl.load(column_ptr + row * k + other, mask=other < k, other=-1)
         given = tl.load(upstream_ptr + row * k + other, mask=other < k, other=0.0).to(tl.float32)
         total += tl.sum(tl.where(column[:, None] == same[None, :], given[None, :], 0.0), 1)
@@ -152,6 +154,7 @@ def entries_grad(
             spec.multiplier,
             **transform_args(spec, bias, temperature),
             BLOCK=_BLOCK,
+            OTHERS=_OTHERS,
             ENTROPY=spec.entropy,
             **{name: coefficient_constants(spec)[name] for name in ("WEIGHT", "MOMENT")},
             num_warps=4,

@@ -142,6 +142,7 @@ def test_the_gradient_reads_and_writes_sixteen_bytes_at_a_time(logits, out, tmp_
 
 
 BYTES = {"bf16": 2, "fp32": 4}
+TILES = triton_distill._GRAD_TILE
 PAIRS = [
     *(("forward", *pair) for pair in (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))),
     *((kind, "bf16", "bf16") for kind in ("reverse", "jsd", "cross_entropy")),
@@ -179,16 +180,16 @@ def test_two_sides_are_read_sixteen_bytes_at_a_time(kind, student, teacher, tmp_
 @pytest.mark.parametrize(("kind", "student", "teacher"), PAIRS)
 def test_their_gradient_reads_and_writes_sixteen_bytes_at_a_time(kind, student, teacher, tmp_path):
     sides, pointers = _sides(student, teacher, temperature=0.7)
-    constants = {"TILE": 2048, "TILES": 8, "KIND": KINDS.index(kind), **sides}
+    constants = {"TILE": TILES[kind], "TILES": 8, "KIND": KINDS.index(kind), **sides}
     ptx = _build(triton_distill.pair_grad_kernel, "", student, constants, tmp_path, **pointers)
-    assert _wide(ptx, "ld") == 2048 * (BYTES[student] + BYTES[teacher]) // 16 // 128
-    assert _wide(ptx, "st") >= 2 * 2048 * BYTES[student] // 16 // 128
+    assert _wide(ptx, "ld") == TILES[kind] * (BYTES[student] + BYTES[teacher]) // 16 // 128
+    assert _wide(ptx, "st") >= 2 * TILES[kind] * BYTES[student] // 16 // 128
 
 
 @pytest.mark.parametrize("kind", ["forward", "jsd"])
 def test_two_sides_with_softcap_and_bias_spill_nothing(kind, tmp_path):
     sides, pointers = _sides("fp32", "bf16", BIAS, **CAP)
-    constants = {"TILE": 2048, "TILES": 8, "KIND": KINDS.index(kind), **sides}
+    constants = {"TILE": TILES[kind], "TILES": 8, "KIND": KINDS.index(kind), **sides}
     kernel = triton_distill.pair_grad_kernel
     _build(kernel, "", "bf16", constants, tmp_path, bias=True, **pointers)
 
@@ -199,7 +200,7 @@ def test_entries_and_biases_are_built(tmp_path):
         (
             RowSpec(1, **CAP),
             triton_entries.entries_kernel,
-            {"BLOCK": 64, "ENTROPY": True, "WEIGHT": 0, "MOMENT": 1},
+            {"BLOCK": 64, "OTHERS": 16, "ENTROPY": True, "WEIGHT": 0, "MOMENT": 1},
         ),
         (
             RowSpec(1),
