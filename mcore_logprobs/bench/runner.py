@@ -66,8 +66,8 @@ class Measurement:
     """Of one contender at one shape. Seconds and bytes; spreads are interquartile ranges.
 
     Attributes:
-        least: the fastest round of forward, and of both. A host that backs fresh memory lazily slows
-            single rounds many times over, and with them the median: compare code by the least.
+        least: the fastest round of forward, and of both. A host that backs fresh memory lazily
+            slows single rounds many times over, and so the median: compare code by the least.
         peak: bytes beyond what was there before, at the highest point of forward and backward.
         collectives: names, forward and backward, and the bytes this rank puts into them.
         error: (result, gradients) against float64: largest absolute error of the result, largest
