@@ -322,7 +322,9 @@ def _all_candidates(run: GroupRun) -> dict[str, Candidate]:
     from mcore_logprobs.kernels import triton_common
 
     switches = [name for name in getattr(triton_common, "CANDIDATES", {}) if name != "default"]
-    plans = dict(list(CANDIDATES.items())[:2]) if run.small else CANDIDATES
+    plans = CANDIDATES
+    if run.small:  # one of either kind
+        plans, switches = dict(list(CANDIDATES.items())[:2]), switches[:1]
     return plans | {name: Candidate(switch=name) for name in switches}
 
 
