@@ -102,6 +102,7 @@ def reader_names() -> dict[str, Any]:
     b = s = 4, so that [b, s] and [s, b] are one shape.
     """
     import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     import mcore_logprobs
     from mcore_logprobs import TokenStats, losses, vocab_parallel_token_stats
@@ -116,6 +117,14 @@ def reader_names() -> dict[str, Any]:
     logits = (hidden @ weight.t()).detach()
     stats: TokenStats = vocab_parallel_token_stats(logits, labels, target_rank=True)
     noise = torch.randn(4, 4, generator=generator)
+    cu_seqlens = torch.tensor([0, 4, 8], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=4,
+        max_seqlen_kv=4,
+    )
     names = {name: getattr(mcore_logprobs, name) for name in mcore_logprobs.__all__}
     names |= {name: getattr(losses, name) for name in losses.__all__}
     return names | {
@@ -129,6 +138,11 @@ def reader_names() -> dict[str, Any]:
         "attention_mask": None,
         "mask": None,
         "model_provider": lambda pre_process, post_process: model,
+        "cu_seqlens": cu_seqlens,
+        "packed_seq_params": packed,
+        "whole_tokens": tokens[:2, :4].reshape(1, 8),
+        "whole_positions": torch.arange(4).repeat(1, 2),
+        "whole_routes": torch.zeros(1, 8, 2, 2, dtype=torch.int16),
         "hidden": hidden,
         "weight": weight,
         "logits": logits,
