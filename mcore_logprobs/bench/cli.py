@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ from mcore_logprobs.bench.runner import measure
 
 __all__ = ["main"]
 
+# Commands with arguments of their own: modules beside this one.
+_APART = ("launches", "ahead")
 # Hidden size and vocabulary, padded to a multiple of 128 x 8 as Megatron pads for TP 8.
 MODELS = {
     "smollm2": (576, 49152),
@@ -57,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mcore_logprobs bench",
         description="Time, memory, traffic and error of this library and its peers, on this "
-        "machine. Under torchrun every rank is a tensor-parallel (cp: context-parallel) rank.",
+        "machine. Under torchrun every rank is a tensor-parallel (cp: context-parallel) rank. "
+        "Without a GPU, of what one would run: `bench launches --help`, `bench ahead --help`.",
     )
     parser.add_argument("what", nargs="?", default="all", choices=["all", *CASES])
     parser.add_argument("--rows", type=_numbers, help="one or more, separated by commas")
@@ -78,7 +83,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmarks; an operation of this library that fails ends the run with its error."""
-    args = _parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] and arguments[0] in _APART:
+        module = importlib.import_module(f"mcore_logprobs.bench.{arguments[0]}")
+        return int(module.main(arguments[1:]))
+    args = _parser().parse_args(arguments)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.threads:
         torch.set_num_threads(args.threads)

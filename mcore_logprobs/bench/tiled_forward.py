@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import LOG2E, LOG_ZERO, device_of
-from mcore_logprobs.kernels.triton_stats import merge_splits
+from mcore_logprobs.kernels.triton_finish import merge_parts
 
 __all__ = ["CONFIGS", "TileConfig", "tiled_row_stats"]
 
@@ -115,7 +115,6 @@ def tiled_row_stats(
     row_tiles = triton.cdiv(rows, config.rows)
     column_tiles = triton.cdiv(weight.shape[0], config.columns)
     parts = torch.empty(column_tiles, 4, rows, device=hidden.device)
-    out = torch.empty(4, rows, device=hidden.device)
     with device_of(hidden):
         _tiled_kernel[(row_tiles * column_tiles,)](
             TensorDescriptor.from_tensor(hidden, [config.rows, config.depth]),
@@ -134,5 +133,4 @@ def tiled_row_stats(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        merge_splits(parts, out, spec)
-    return out
+    return merge_parts(parts.unsqueeze(0), spec)[0]

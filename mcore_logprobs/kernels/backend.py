@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,16 +18,18 @@ from torch import Tensor
 from mcore_logprobs.kernels import distill, inductor, inductor_blocks, reference
 from mcore_logprobs.kernels.distill import PairSpec, Side
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels.stats import RowResults, RowSpec
 
 __all__ = [
     "BACKENDS",
     "PAIR_BACKENDS",
     "Backend",
     "Choice",
+    "OneLaunch",
     "PairBackend",
     "default_chunk_size",
     "explain",
+    "one_launch",
     "select",
     "select_pair",
 ]
@@ -134,6 +136,64 @@ class PairBackend(Protocol):
         out: Tensor,
         chunk_size: int,
     ) -> None: ...
+
+
+class OneLaunch(Backend, Protocol):
+    """A backend that also takes each small step of a call in one launch.
+
+    Where tokens are few, launches are what a call takes; plain torch has one an operation.
+    `kernels.triton_backend` documents the functions.
+    """
+
+    def localize(
+        self, target: Tensor, *, start: int, width: int, vocab_size: int, ignore_index: int | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def segment_stats(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        spec: RowSpec,
+        segments: Segments,
+        *,
+        bias: Tensor | None = None,
+        threshold: Tensor | None = None,
+        temperature: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def finish_rows(
+        self, parts: Tensor, keep: Tensor, spec: RowSpec, label_smoothing: float
+    ) -> tuple[RowResults, Tensor]: ...
+
+    def finished_stats(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        keep: Tensor,
+        spec: RowSpec,
+        label_smoothing: float,
+        *,
+        temperature: Tensor | None = None,
+    ) -> tuple[RowResults, Tensor]: ...
+
+    def results_grad(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        keep: Tensor,
+        upstream: RowResults,
+        norms: Tensor,
+        spec: RowSpec,
+        label_smoothing: float,
+        *,
+        temperature: Tensor | None = None,
+        out: Tensor,
+    ) -> None: ...
+
+
+def one_launch(backend: Backend) -> OneLaunch | None:
+    """The backend itself if it takes small steps in one launch each, else None."""
+    return cast(OneLaunch, backend) if hasattr(backend, "finish_rows") else None
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ The padded vocabulary is cut into equal segments, each of which lies on one rank
 tensor-parallel size, and a segment into blocks of one fixed width:
 
     block      `Backend.block_stats`: a row's bits depend on that row's numbers alone
-    segment    its blocks, merged one after the other, in vocabulary order
+    segment    its blocks, merged
     row        the segments of all ranks, merged the same way after one all-gather
 
-A sum over parts is a chain of additions in order (`kernels.stats.merge(ordered=True)`), since the
-order in which `torch.sum` adds depends on how many there are and how they lie in memory.
+In torch a merge is a chain of additions in vocabulary order (`kernels.stats.merge(ordered=True)`),
+since the order in which `torch.sum` adds depends on how many there are and how they lie in memory.
+A backend with `OneLaunch` computes all segments at once and adds in one fixed tree: how it splits a
+row follows from the segments' width alone, never from how many rows there are.
 """
 
 from __future__ import annotations
@@ -114,6 +116,14 @@ def segment_stats(
 
     Arguments as in `kernels.reference.row_stats`; `logits` are all of this rank's columns.
     """
+    from mcore_logprobs.kernels.backend import one_launch  # which imports this module
+
+    native = one_launch(backend)
+    if native is not None:
+        return native.segment_stats(
+            logits, target, spec, segments,
+            bias=bias, threshold=threshold, temperature=temperature,
+        )  # fmt: skip
     rows, block = logits.shape[0], segments.block(logits.device.type)
     count = -(-segments.width // block)
     # [local, blocks, k, n]; blocks that are masked add nothing.

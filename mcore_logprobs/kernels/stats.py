@@ -68,6 +68,14 @@ _COEFFICIENTS: tuple[tuple[str, str | None], ...] = (
     ("finite", None),
     ("squares", "sum_pi_squared"),
 )
+# Likewise what kernels that finish rows leave for the gradient; `RowNorms` without the logarithm.
+_NORMS: tuple[tuple[str, str | None], ...] = (
+    ("top", None),
+    ("sum", None),
+    ("entropy", "entropy"),
+    ("finite", "smoothing"),
+    ("sum_pi_squared", "sum_pi_squared"),
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,11 @@ class RowSpec:
     def coefficients(self) -> tuple[str, ...]:
         """The gradient's coefficients in the order of the rows of theirs."""
         return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """What the gradient needs of whole rows, in the order of the rows of its tensor."""
+        return tuple(name for name, flag in _NORMS if flag is None or getattr(self, flag))
 
     def named(self, stats: Tensor, dim: int = 0) -> dict[str, Tensor]:
         """Views of a tensor of statistics along its dimension of fields, by name."""

@@ -1,23 +1,44 @@
-"""The Triton backend: every function a custom operator, for torch.compile and CUDA graphs.
+"""The Triton backend: every function an operator of torch, for torch.compile and CUDA graphs.
 
-`kernels.reference` documents the three functions. The chunk size is of no use here, as nothing but
-the results is ever written.
+`kernels.backend.Backend` and `OneLaunch` say which functions there are; `kernels.reference`,
+`kernels.segments` and `kernels.stats` document them. The chunk size is of no use here, as nothing
+but the results is ever written.
+
+Each function comes with what its operator (`kernels.operators`) runs, and its fake.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
-from mcore_logprobs.kernels import triton_entries, triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels import (
+    triton_entries,
+    triton_finish,
+    triton_grad,
+    triton_rank,
+    triton_stats,
+)
 from mcore_logprobs.kernels.operators import SPEC_SCHEMA, flatten, operator, unflatten
-from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.kernels.stats import RowResults, RowSpec
 
-__all__ = ["block_stats", "count_higher", "entries_grad", "grad_logits", "row_stats"]
+__all__ = [
+    "block_stats",
+    "count_higher",
+    "entries_grad",
+    "finish_rows",
+    "finished_stats",
+    "grad_logits",
+    "localize",
+    "results_grad",
+    "row_stats",
+    "segment_stats",
+]
+
+# ---- statistics --------------------------------------------------------------------------------
 
 
 def row_stats(
@@ -31,7 +52,29 @@ def row_stats(
     chunk_size: int = 0,
 ) -> Tensor:
     """As `kernels.reference.row_stats`; float16, bfloat16 or float32 with a last stride of 1."""
-    return _row_stats(logits, target, bias, threshold, temperature, *_flatten(spec))
+    return _row_stats(logits, target, bias, threshold, temperature, *flatten(spec))
+
+
+def _run_row_stats(
+    logits: Tensor, target: Tensor, bias: Any, threshold: Any, temperature: Any, *spec: Any
+) -> Tensor:
+    return triton_stats.row_stats(
+        logits, target, unflatten(*spec), bias=bias, threshold=threshold, temperature=temperature
+    )
+
+
+def _fake_row_stats(
+    logits: Tensor, target: Tensor, bias: Any, threshold: Any, temperature: Any, *spec: Any
+) -> Tensor:
+    return logits.new_empty(len(RowSpec(*spec).fields), logits.shape[0], dtype=torch.float32)
+
+
+_row_stats = operator(
+    "row_stats(Tensor logits, Tensor target, Tensor? bias, Tensor? threshold, "
+    f"Tensor? row_temperature, {SPEC_SCHEMA}) -> Tensor",
+    _run_row_stats,
+    _fake_row_stats,
+)
 
 
 def block_stats(
@@ -46,7 +89,77 @@ def block_stats(
     chunk_size: int = 0,
 ) -> Tensor:
     """As `kernels.reference.block_stats`; dtypes and strides as in `row_stats`."""
-    return _block_stats(logits, target, block, bias, threshold, temperature, *_flatten(spec))
+    return _block_stats(logits, target, block, bias, threshold, temperature, *flatten(spec))
+
+
+def _run_block_stats(
+    logits: Tensor, target: Tensor, block: int, bias: Any, threshold: Any, temperature: Any,
+    *spec: Any,
+) -> Tensor:  # fmt: skip
+    return triton_stats.block_stats(
+        logits, target, unflatten(*spec),
+        block=block, bias=bias, threshold=threshold, temperature=temperature,
+    )  # fmt: skip
+
+
+def _fake_block_stats(
+    logits: Tensor, target: Tensor, block: int, bias: Any, threshold: Any, temperature: Any,
+    *spec: Any,
+) -> Tensor:  # fmt: skip
+    given = RowSpec(*spec)
+    shape = (max(1, -(-given.valid // block)), len(given.fields), logits.shape[0])
+    return logits.new_empty(shape, dtype=torch.float32)
+
+
+_block_stats = operator(
+    "block_stats(Tensor logits, Tensor target, int block, Tensor? bias, Tensor? threshold, "
+    f"Tensor? row_temperature, {SPEC_SCHEMA}) -> Tensor",
+    _run_block_stats,
+    _fake_block_stats,
+)
+
+
+def segment_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    segments: Segments,
+    *,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
+) -> Tensor:
+    """As `kernels.segments.segment_stats`; dtypes and strides as in `row_stats`."""
+    return _segment_stats(
+        logits, target, segments.local, segments.width, bias, threshold, temperature,
+        *flatten(spec),
+    )  # fmt: skip
+
+
+def _run_segment_stats(
+    logits: Tensor, target: Tensor, local: int, width: int, bias: Any, threshold: Any,
+    temperature: Any, *spec: Any,
+) -> Tensor:  # fmt: skip
+    return triton_stats.segment_stats(
+        logits, target, unflatten(*spec), Segments(local, width),
+        bias=bias, threshold=threshold, temperature=temperature,
+    )  # fmt: skip
+
+
+def _fake_segment_stats(
+    logits: Tensor, target: Tensor, local: int, width: int, bias: Any, threshold: Any,
+    temperature: Any, *spec: Any,
+) -> Tensor:  # fmt: skip
+    shape = (local, len(RowSpec(*spec).fields), logits.shape[0])
+    return logits.new_empty(shape, dtype=torch.float32)
+
+
+_segment_stats = operator(
+    "segment_stats(Tensor logits, Tensor target, int local, int width, Tensor? bias, "
+    f"Tensor? threshold, Tensor? row_temperature, {SPEC_SCHEMA}) -> Tensor",
+    _run_segment_stats,
+    _fake_segment_stats,
+)
 
 
 def count_higher(
@@ -54,6 +167,132 @@ def count_higher(
 ) -> Tensor:
     """As `kernels.reference.count_higher`; dtypes and strides as in `row_stats`."""
     return _count_higher(logits, target, threshold, valid)
+
+
+_count_higher = operator(
+    "count_higher(Tensor logits, Tensor target, Tensor threshold, int valid) -> Tensor",
+    lambda logits, target, threshold, valid: triton_rank.count_higher(
+        logits, target, threshold, valid=valid
+    ),
+    lambda logits, target, threshold, valid: logits.new_empty(logits.shape[0], dtype=torch.int64),
+)
+
+
+# ---- one launch a step -------------------------------------------------------------------------
+
+
+def localize(
+    target: Tensor, *, start: int, width: int, vocab_size: int, ignore_index: int | None
+) -> tuple[Tensor, Tensor]:
+    """As `logits.opening.localize_target`: (column, keep), contiguous and of the target's shape.
+
+    An id outside the vocabulary fails a device-side assert; in the interpreter nothing does.
+    """
+    column, keep = _localize(target, start, width, vocab_size, ignore_index)
+    return column, keep
+
+
+def _fake_localize(target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = target.shape
+    return target.new_empty(shape, dtype=torch.int64), target.new_empty(shape, dtype=torch.bool)
+
+
+_localize = operator(
+    "localize(Tensor target, int start, int width, int vocab_size, int? ignore_index) "
+    "-> (Tensor, Tensor)",
+    lambda target, start, width, vocab_size, ignore_index: triton_finish.localize(
+        target, start=start, width=width, vocab_size=vocab_size, ignore_index=ignore_index
+    ),
+    _fake_localize,
+)
+
+
+def finish_rows(
+    parts: Tensor, keep: Tensor, spec: RowSpec, label_smoothing: float
+) -> tuple[RowResults, Tensor]:
+    """As `kernels.stats.merge`, `finish` and `FinishedStats.blanked` of parts `[parts, k, n]`.
+
+    Returns:
+        The results `[n]`, and norms `[j, n]` for `results_grad`, as `RowSpec.norms` says.
+    """
+    return _named(spec, _finish_rows(parts, keep, float(label_smoothing), *flatten(spec)))
+
+
+def finished_stats(
+    logits: Tensor,
+    target: Tensor,
+    keep: Tensor,
+    spec: RowSpec,
+    label_smoothing: float,
+    *,
+    temperature: Tensor | None = None,
+) -> tuple[RowResults, Tensor]:
+    """`row_stats` and `finish_rows` where all of the vocabulary is here, in two launches.
+
+    The target's rank is counted against its own logit.
+    """
+    smoothing = float(label_smoothing)
+    found = _finished_stats(logits, target, keep, temperature, smoothing, *flatten(spec))
+    return _named(spec, found)
+
+
+def _named(spec: RowSpec, found: list[Tensor]) -> tuple[RowResults, Tensor]:
+    given = iter(found)
+    results = RowResults(
+        logprobs=next(given),
+        entropy=next(given) if spec.entropy else None,
+        target_rank=next(given) if spec.rank else None,
+        lse=next(given),
+        sum_pi_squared=next(given) if spec.sum_pi_squared else None,
+    )
+    return results, next(given)
+
+
+def _run_finish_rows(
+    parts: Tensor, keep: Tensor, label_smoothing: float, *spec: Any
+) -> list[Tensor]:
+    return triton_finish.finish_rows(parts, keep, unflatten(*spec), label_smoothing)
+
+
+def _fake_finish_rows(parts: Tensor, keep: Tensor, _: float, *spec: Any) -> list[Tensor]:
+    given, rows = RowSpec(*spec), keep.shape[0]
+    wanted = (True, given.entropy, given.rank, True, given.sum_pi_squared)
+    dtypes = dict.fromkeys(RowResults._fields, torch.float32) | {"target_rank": torch.int64}
+    return [
+        *(
+            parts.new_empty(rows, dtype=dtypes[name])
+            for name, yes in zip(RowResults._fields, wanted, strict=True)
+            if yes
+        ),
+        parts.new_empty(len(given.norms), rows, dtype=torch.float32),
+    ]
+
+
+_finish_rows = operator(
+    f"finish_rows(Tensor parts, Tensor keep, float label_smoothing, {SPEC_SCHEMA}) -> Tensor[]",
+    _run_finish_rows,
+    _fake_finish_rows,
+)
+
+
+def _run_finished_stats(
+    logits: Tensor, target: Tensor, keep: Tensor, temperature: Any, label_smoothing: float,
+    *spec: Any,
+) -> list[Tensor]:  # fmt: skip
+    given = unflatten(*spec)
+    parts = triton_stats.split_stats(logits, target, given, temperature=temperature)
+    return triton_finish.finish_rows(parts, keep, given, label_smoothing)
+
+
+_finished_stats = operator(
+    "finished_stats(Tensor logits, Tensor target, Tensor keep, Tensor? row_temperature, "
+    f"float label_smoothing, {SPEC_SCHEMA}) -> Tensor[]",
+    _run_finished_stats,
+    lambda logits, target, keep, temperature, *rest: _fake_finish_rows(logits, keep, *rest),
+)
+
+
+# ---- gradients ---------------------------------------------------------------------------------
 
 
 def grad_logits(
@@ -69,147 +308,74 @@ def grad_logits(
     chunk_size: int = 0,
 ) -> None:
     """As `kernels.reference.grad_logits`; dtypes and strides as in `row_stats`, for out too."""
-    _grad_logits(logits, target, shift, coef, bias, temperature, out, *_flatten(spec))
+    _grad_logits(logits, target, shift, coef, bias, temperature, out, *flatten(spec))
 
 
-# ---- operators: a RowSpec travels as its fields ------------------------------------------------
-
-_SCHEMA_TYPES = {"int": "int", "float": "float", "float | None": "float?", "bool": "bool"}
-_SPEC_SCHEMA = ", ".join(
-    f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in dataclasses.fields(RowSpec)
-)
-
-
-def _flatten(spec: RowSpec) -> tuple[Any, ...]:
-    # An operator's schema takes no int for a float.
-    return tuple(
-        float(value) if "float" in str(field.type) and value is not None else value
-        for field, value in zip(dataclasses.fields(spec), dataclasses.astuple(spec), strict=True)
-    )
-
-
-@custom_op(
-    "mcore_logprobs::row_stats",
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, Tensor? bias, Tensor? threshold, "
-    f"Tensor? row_temperature, {_SPEC_SCHEMA}) -> Tensor",
-)
-def _row_stats(
-    logits: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    row_temperature: Tensor | None,
-    *spec: Any,
-) -> Tensor:
-    return triton_stats.row_stats(
-        logits,
-        target,
-        RowSpec(*spec),
-        bias=bias,
-        threshold=threshold,
-        temperature=row_temperature,
-    )
-
-
-@_row_stats.register_fake
-def _(
-    logits: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    row_temperature: Tensor | None,
-    *spec: Any,
-) -> Tensor:
-    return logits.new_empty(len(RowSpec(*spec).fields), logits.shape[0], dtype=torch.float32)
-
-
-@custom_op(
-    "mcore_logprobs::block_stats",
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, int block, Tensor? bias, Tensor? threshold, "
-    f"Tensor? row_temperature, {_SPEC_SCHEMA}) -> Tensor",
-)
-def _block_stats(
-    logits: Tensor,
-    target: Tensor,
-    block: int,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    row_temperature: Tensor | None,
-    *spec: Any,
-) -> Tensor:
-    return triton_stats.block_stats(
-        logits,
-        target,
-        RowSpec(*spec),
-        block=block,
-        bias=bias,
-        threshold=threshold,
-        temperature=row_temperature,
-    )
-
-
-@_block_stats.register_fake
-def _(
-    logits: Tensor,
-    target: Tensor,
-    block: int,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    row_temperature: Tensor | None,
-    *spec: Any,
-) -> Tensor:
-    given = RowSpec(*spec)
-    shape = (max(1, -(-given.valid // block)), len(given.fields), logits.shape[0])
-    return logits.new_empty(shape, dtype=torch.float32)
-
-
-@custom_op(
-    "mcore_logprobs::count_higher",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor target, Tensor threshold, int valid) -> Tensor",
-)
-def _count_higher(logits: Tensor, target: Tensor, threshold: Tensor, valid: int) -> Tensor:
-    return triton_rank.count_higher(logits, target, threshold, valid=valid)
-
-
-@_count_higher.register_fake
-def _(logits: Tensor, target: Tensor, threshold: Tensor, valid: int) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
-@custom_op(
-    "mcore_logprobs::grad_logits",
-    mutates_args=("out",),
-    schema="(Tensor logits, Tensor target, Tensor shift, Tensor coef, Tensor? bias, "
-    f"Tensor? row_temperature, Tensor(a!) out, {_SPEC_SCHEMA}) -> ()",
-)
-def _grad_logits(
-    logits: Tensor,
-    target: Tensor,
-    shift: Tensor,
-    coef: Tensor,
-    bias: Tensor | None,
-    row_temperature: Tensor | None,
-    out: Tensor,
-    *spec: Any,
-) -> None:
+def _run_grad_logits(
+    logits: Tensor, target: Tensor, shift: Tensor, coef: Tensor, bias: Any, temperature: Any,
+    out: Tensor, *spec: Any,
+) -> None:  # fmt: skip
     triton_grad.grad_logits(
-        logits,
-        target,
-        shift,
-        coef,
-        RowSpec(*spec),
-        bias=bias,
-        temperature=row_temperature,
-        out=out,
+        logits, target, shift, coef, unflatten(*spec), bias=bias, temperature=temperature, out=out
     )
 
 
-@_grad_logits.register_fake
-def _(*_: Any) -> None:
+def _writes_out(*_: Any) -> None:
     return None
+
+
+_grad_logits = operator(
+    "grad_logits(Tensor logits, Tensor target, Tensor shift, Tensor coef, Tensor? bias, "
+    f"Tensor? row_temperature, Tensor(a!) out, {SPEC_SCHEMA}) -> ()",
+    _run_grad_logits,
+    _writes_out,
+)
+
+
+def results_grad(
+    logits: Tensor,
+    target: Tensor,
+    keep: Tensor,
+    upstream: RowResults,
+    norms: Tensor,
+    spec: RowSpec,
+    label_smoothing: float,
+    *,
+    temperature: Tensor | None = None,
+    out: Tensor,
+) -> None:
+    """As `kernels.stats.gradient_coefficients` and `kernels.reference.grad_logits`, in one launch.
+
+    Args:
+        upstream: `[n]` float32 each, any stride.
+        norms: of the forward, with its spec.
+    """
+    _results_grad(
+        logits, target, keep, upstream.logprobs, upstream.entropy, upstream.lse,
+        upstream.sum_pi_squared, norms, temperature, out, float(label_smoothing), *flatten(spec),
+    )  # fmt: skip
+
+
+def _run_results_grad(
+    logits: Tensor, target: Tensor, keep: Tensor, logprobs: Any, entropy: Any, lse: Any,
+    sum_pi_squared: Any, norms: Tensor, temperature: Any, out: Tensor, label_smoothing: float,
+    *spec: Any,
+) -> None:  # fmt: skip
+    upstream = RowResults(logprobs, entropy, None, lse, sum_pi_squared)
+    triton_grad.results_grad(
+        logits, target, keep, upstream, norms, unflatten(*spec),
+        label_smoothing=label_smoothing, temperature=temperature, out=out,
+    )  # fmt: skip
+
+
+_results_grad = operator(
+    "results_grad(Tensor logits, Tensor target, Tensor keep, Tensor? d_logprobs, "
+    "Tensor? d_entropy, Tensor? d_lse, Tensor? d_sum_pi_squared, Tensor norms, "
+    "Tensor? row_temperature, Tensor(a!) out, "
+    f"float label_smoothing, {SPEC_SCHEMA}) -> ()",
+    _run_results_grad,
+    _writes_out,
+)
 
 
 # ---- entries -----------------------------------------------------------------------------------

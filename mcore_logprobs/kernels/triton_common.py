@@ -9,9 +9,11 @@ tiles has no barrier; threads are reduced once, after it.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -22,21 +24,30 @@ from torch import Tensor
 from mcore_logprobs.kernels import stats
 
 __all__ = [
+    "CANDIDATES",
     "INTERPRETED",
     "LOG2E",
     "LOG_ZERO",
+    "VARIABLE",
+    "Candidate",
     "Plan",
     "block_plan",
+    "candidate",
+    "ceil_div",
     "device_of",
     "field_constants",
     "finished",
     "launch_plan",
+    "power_of_2",
     "row_transform",
     "tanh",
     "transform_args",
+    "use_candidate",
     "with_unit_stride",
 ]
 
+# Which tanh HAS_SOFTCAP stands for.
+_ACCURATE, _RATIO = 1, 2
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
 
@@ -49,17 +60,18 @@ _NUM_WARPS = 4
 
 
 @triton.jit
-def tanh(x):
-    """tanh to 2 units in the last place; the usual 1 - 2 / (exp(2x) + 1) loses small x."""
+def tanh(x, SERIES: tl.constexpr = True):
+    """tanh to 2 units in the last place; without the series to 1e-7 absolute, losing small x."""
+    # exp overflows to inf for large x, and 2 / inf is 0.
+    large = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    if not SERIES:
+        return large
     square = x * x
     series = -6.615748585e-03 * square + 2.131274034e-02
     series = series * square - 5.391006557e-02
     series = series * square + 1.333311761e-01
     series = series * square - 3.333333205e-01
     small = x + x * (square * series)
-    # exp overflows to inf for large x, and 2 / inf is 0.
-    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
-    large = tl.where(x < 0.0, -large, large)
     return tl.where(tl.abs(x) < 0.55, small, large)
 
 
@@ -73,7 +85,7 @@ def finished(
     softcap,
     temperature,
     HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,  # False, or which tanh (`transform_args`)
     HAS_BIAS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
@@ -86,7 +98,7 @@ def finished(
         z = z * scale
     capped = z
     if HAS_SOFTCAP:
-        capped = tanh(z)
+        capped = tanh(z, HAS_SOFTCAP != 2)
         z = capped * softcap
     if HAS_BIAS:
         if mask is None:
@@ -125,21 +137,28 @@ def transform_args(
     Without a bias the temperature goes into the scale or the softcap; a bias comes between, and a
     division a column is left.
     """
-    own, capped = temperature is not None, spec.softcap is not None
-    scale = spec.logit_scale if bias is not None else spec.multiplier
+    return _transform_args(spec, bias is not None, temperature is not None, candidate().series)
+
+
+@lru_cache(1024)
+def _transform_args(
+    spec: stats.RowSpec, has_bias: bool, own_temperature: bool, series: bool
+) -> dict[str, Any]:
+    capped = spec.softcap is not None
+    scale = spec.logit_scale if has_bias else spec.multiplier
     softcap = 1.0
     if spec.softcap is not None:
         scale = spec.logit_scale / spec.softcap
-        softcap = spec.softcap if bias is not None else spec.softcap / spec.temperature
+        softcap = spec.softcap if has_bias else spec.softcap / spec.temperature
     return {
         "scale": scale,
         "softcap": softcap,
         "temperature": spec.temperature,
-        "HAS_SCALE": scale != 1.0 or (own and bias is None and not capped),
-        "HAS_SOFTCAP": capped,
-        "HAS_BIAS": bias is not None,
-        "HAS_TEMPERATURE": bias is not None and (own or spec.temperature != 1.0),
-        "HAS_ROW_TEMPERATURE": own,
+        "HAS_SCALE": scale != 1.0 or (own_temperature and not has_bias and not capped),
+        "HAS_SOFTCAP": capped and (_ACCURATE if series else _RATIO),
+        "HAS_BIAS": has_bias,
+        "HAS_TEMPERATURE": has_bias and (own_temperature or spec.temperature != 1.0),
+        "HAS_ROW_TEMPERATURE": own_temperature,
     }
 
 
@@ -153,6 +172,75 @@ def field_constants(spec: stats.RowSpec, *names: str) -> dict[str, int]:
 INTERPRETED = not any(isinstance(function, triton.JITFunction) for function in (tl.sum, finished))
 
 
+# ---- candidates --------------------------------------------------------------------------------
+
+VARIABLE = "MCORE_LOGPROBS_TRITON"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """How the statistics' and the gradient's kernels do what they do; results differ by rounding.
+
+    Attributes:
+        stages: of the statistics' loop as Triton pipelines it, through shared memory (1: not).
+        prefetch: the statistics' loop reads the next tile before it computes this one.
+        series: softcap's tanh is right to 2 units in the last place for small arguments too.
+        grad_tile: columns that a program of the gradient takes in at a time.
+    """
+
+    stages: int = 1
+    prefetch: bool = False
+    series: bool = True
+    grad_tile: int = 4096
+
+
+CANDIDATES: dict[str, Candidate] = {
+    "default": Candidate(),
+    "stages2": Candidate(stages=2),
+    "stages3": Candidate(stages=3),
+    "prefetch": Candidate(prefetch=True),
+    "ratio": Candidate(series=False),
+    "tile2k": Candidate(grad_tile=2048),
+    "tile8k": Candidate(grad_tile=8192),
+}
+
+
+def _named_candidate(names: str) -> Candidate:
+    """What names of `CANDIDATES`, separated by commas, are together."""
+    chosen = Candidate()
+    for name in names.split(","):
+        if name not in CANDIDATES:
+            raise ValueError(f"{VARIABLE}: expected some of {tuple(CANDIDATES)}, got {name!r}")
+        own = CANDIDATES[name]
+        chosen = replace(
+            chosen,
+            **{f: v for f, v in vars(own).items() if v != getattr(CANDIDATES["default"], f)},
+        )
+    return chosen
+
+
+_chosen = _named_candidate(os.environ.get(VARIABLE, "default"))
+
+
+def candidate() -> Candidate:
+    """The one in use: of the environment variable MCORE_LOGPROBS_TRITON, read at import."""
+    return _chosen
+
+
+@contextmanager
+def use_candidate(names: str) -> Iterator[None]:
+    """Within it, that of these names of `CANDIDATES`; for measuring."""
+    global _chosen
+    before, _chosen = _chosen, _named_candidate(names)
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+# ---- launch plans ------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one launch covers its rows.
@@ -162,6 +250,7 @@ class Plan:
         columns: columns of a row that one program walks; a multiple of the tile.
         lanes, groups: the shape of a tile, `groups x lanes` columns.
         num_warps: warps of a program.
+        stages, prefetch: as in `Candidate`.
     """
 
     splits: int
@@ -169,6 +258,8 @@ class Plan:
     lanes: int
     groups: int
     num_warps: int
+    stages: int = 1
+    prefetch: bool = False
 
     @property
     def tile(self) -> int:
@@ -177,26 +268,42 @@ class Plan:
 
 def launch_plan(rows: int, width: int, logits: Tensor) -> Plan:
     """Split each row over as many programs as it takes to fill the chip, and no more."""
-    size = logits.element_size()
+    return _launch_plan(rows, width, logits.element_size(), _processors(logits.device), candidate())
+
+
+@lru_cache(1024)
+def _launch_plan(rows: int, width: int, size: int, processors: int, how: Candidate) -> Plan:
     lanes = 16 // size
-    tile = min(_TILE_BYTES // size, max(32 * lanes, triton.next_power_of_2(max(1, width))))
-    tiles = triton.cdiv(max(1, width), tile)
-    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(logits.device), max(1, rows))
-    per_program = triton.cdiv(tiles, min(tiles, wanted))
-    splits = triton.cdiv(tiles, per_program)
-    return Plan(splits, per_program * tile, lanes, tile // lanes, _NUM_WARPS)
+    tile = min(_TILE_BYTES // size, max(32 * lanes, power_of_2(width)))
+    tiles = ceil_div(max(1, width), tile)
+    wanted = ceil_div(_PROGRAMS_PER_PROCESSOR * processors, max(1, rows))
+    per_program = ceil_div(tiles, min(tiles, wanted))
+    splits = ceil_div(tiles, per_program)
+    columns = per_program * tile
+    return Plan(splits, columns, lanes, tile // lanes, _NUM_WARPS, how.stages, how.prefetch)
 
 
-def block_plan(width: int, block: int, logits: Tensor) -> Plan:
+def block_plan(width: int, block: int, size: int) -> Plan:
     """One program for each block of columns, whatever the rows or the chip.
 
     Args:
         block: columns a block, a multiple of 64.
+        size: bytes a logit.
     """
-    size = logits.element_size()
     lanes = 16 // size
     tile = min(_TILE_BYTES // size, block & -block)  # the largest power of two that divides it
-    return Plan(max(1, triton.cdiv(width, block)), block, lanes, tile // lanes, _NUM_WARPS)
+    splits, how = max(1, ceil_div(width, block)), candidate()
+    return Plan(splits, block, lanes, tile // lanes, _NUM_WARPS, how.stages, how.prefetch)
+
+
+def ceil_div(x: int, y: int) -> int:
+    """`triton.cdiv` at a tenth of its time: that one also serves within kernels."""
+    return -(-x // y)
+
+
+def power_of_2(x: int) -> int:
+    """The next power of two at or above x, at least 1."""
+    return 1 << max(0, x - 1).bit_length()
 
 
 @cache
@@ -206,9 +313,14 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_HERE = nullcontext()
+
+
 def device_of(tensor: Tensor) -> Any:
     """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
 
 
 def with_unit_stride(tensor: Tensor) -> Tensor:

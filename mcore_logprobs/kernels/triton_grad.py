@@ -4,28 +4,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels.stats import RowResults, RowSpec
 from mcore_logprobs.kernels.triton_common import (
     INTERPRETED,
     LOG2E,
     LOG_ZERO,
+    candidate,
+    ceil_div,
     device_of,
     finished,
+    power_of_2,
     row_transform,
     transform_args,
     with_unit_stride,
 )
+from mcore_logprobs.kernels.triton_finish import norm_constants, smoothing_weights
 
-__all__ = ["grad_kernel", "grad_logits"]
+__all__ = ["grad_kernel", "grad_logits", "results_grad", "results_grad_kernel"]
 
-_TILE = 4096
-# Tiles of one program: enough to spread the cost of reading the row's coefficients first.
-_TILES = 4
+# Columns of one program: enough to spread the cost of reading the row's coefficients first.
+_SPAN = 16384
 _NUM_WARPS = 4
 
 
@@ -92,7 +98,79 @@ def _write_tile(
         tl.store(out_row_ptr + columns, grad)
 
 
-@triton.jit(do_not_specialize=["valid", "splits", "width"])
+@triton.jit
+def _write_columns(
+    logits_ptr,
+    out_ptr,
+    bias_ptr,
+    temperature_ptr,
+    row,
+    start,
+    valid,
+    width,
+    row_stride,
+    out_row_stride,
+    column,
+    shift,
+    weight,
+    moment,
+    on_target,
+    on_finite,
+    squares,
+    slope,
+    scale,
+    softcap,
+    temperature,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_ROW_TEMPERATURE: tl.constexpr,
+    HAS_SLOPE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
+    """One row's columns `[start, start + TILES * TILE)`; zeros if its coefficients are all 0."""
+    stop = tl.minimum(start + TILES * TILE, width)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    out_row_ptr = out_ptr + row.to(tl.int64) * out_row_stride
+    scale, softcap, temperature = row_transform(
+        temperature_ptr, row, scale, softcap, temperature,
+        HAS_ROW_TEMPERATURE, HAS_SOFTCAP, HAS_TEMPERATURE,
+    )  # fmt: skip
+    if HAS_ROW_TEMPERATURE:
+        slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
+
+    plain = (weight != 0.0) | (moment != 0.0) | (on_target != 0.0) | (on_finite != 0.0)
+    if plain | (squares != 0.0):
+        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
+        for at in range(start, whole, TILE):
+            _write_tile(
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
+                weight, moment, on_target, on_finite, squares, slope, scale, softcap, temperature,
+                False, TILE,
+                HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
+                SQUARES,
+            )  # fmt: skip
+        for at in range(whole, stop, TILE):
+            _write_tile(
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
+                weight, moment, on_target, on_finite, squares, slope, scale, softcap, temperature,
+                True, TILE,
+                HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
+                SQUARES,
+            )  # fmt: skip
+    else:
+        zeros = tl.zeros([TILE], out_ptr.dtype.element_ty)
+        for at in range(start, stop, TILE):
+            columns = at + tl.arange(0, TILE)
+            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+
+
+@triton.jit(do_not_specialize=["valid", "splits", "width", "coef_stride"])
 def grad_kernel(
     logits_ptr,  # [n, v]
     out_ptr,  # [n, v]; may be logits_ptr
@@ -127,16 +205,12 @@ def grad_kernel(
     FINITE: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
-    """One row's columns `[split * TILES * TILE, ...)`.
+    """One row's columns `[split * TILES * TILE, ...)` from its coefficients.
 
     WEIGHT to SQUARES are the coefficients' rows in coef (`RowSpec.coefficients`); -1: not there.
     """
     program = tl.program_id(0)
     row = program // splits
-    start = (program % splits) * (TILES * TILE)
-    stop = tl.minimum(start + TILES * TILE, width)
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    out_row_ptr = out_ptr + row.to(tl.int64) * out_row_stride
     weight = tl.load(coef_ptr + WEIGHT * coef_stride + row).to(tl.float32)
     moment = tl.load(coef_ptr + MOMENT * coef_stride + row).to(tl.float32)
     on_target = tl.load(coef_ptr + TARGET * coef_stride + row).to(tl.float32)
@@ -146,37 +220,128 @@ def grad_kernel(
         squares = tl.load(coef_ptr + SQUARES * coef_stride + row).to(tl.float32)
     shift = tl.load(shift_ptr + row).to(tl.float32)
     column = tl.load(target_ptr + row).to(tl.int32)
-    scale, softcap, temperature = row_transform(
-        temperature_ptr, row, scale, softcap, temperature,
-        HAS_ROW_TEMPERATURE, HAS_SOFTCAP, HAS_TEMPERATURE,
+    _write_columns(
+        logits_ptr, out_ptr, bias_ptr, temperature_ptr, row, program % splits * (TILES * TILE),
+        valid, width, row_stride, out_row_stride, column, shift,
+        weight, moment, on_target, on_finite, squares, slope, scale, softcap, temperature,
+        TILE, TILES, HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_ROW_TEMPERATURE,
+        HAS_SLOPE, ENTROPY, SMOOTHING, SQUARES >= 0,
     )  # fmt: skip
-    if HAS_ROW_TEMPERATURE:
-        slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
 
-    plain = (weight != 0.0) | (moment != 0.0) | (on_target != 0.0) | (on_finite != 0.0)
-    if plain | (squares != 0.0):
-        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
-        for at in range(start, whole, TILE):
-            _write_tile(
-                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
-                weight, moment, on_target, on_finite, squares, slope, scale, softcap, temperature,
-                False, TILE,
-                HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
-                SQUARES >= 0,
-            )  # fmt: skip
-        for at in range(whole, stop, TILE):
-            _write_tile(
-                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
-                weight, moment, on_target, on_finite, squares, slope, scale, softcap, temperature,
-                True, TILE,
-                HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_SLOPE, ENTROPY, SMOOTHING,
-                SQUARES >= 0,
-            )  # fmt: skip
-    else:
-        zeros = tl.zeros([TILE], out_ptr.dtype.element_ty)
-        for at in range(start, stop, TILE):
-            columns = at + tl.arange(0, TILE)
-            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+
+@triton.jit(
+    do_not_specialize=[
+        "valid", "splits", "width", "norm_stride",
+        "logprobs_stride", "entropy_stride", "lse_stride", "sum_pi_squared_stride",
+    ]
+)  # fmt: skip
+def results_grad_kernel(
+    logits_ptr,  # [n, v]
+    out_ptr,  # [n, v]; may be logits_ptr
+    target_ptr,  # [n] int64
+    keep_ptr,  # [n] bool
+    norms_ptr,  # [norms, n]
+    logprobs_ptr,  # [n], upstream gradients, as the next three; None: 0
+    entropy_ptr,
+    lse_ptr,
+    sum_pi_squared_ptr,
+    temperature_ptr,  # [n]
+    logprobs_stride,
+    entropy_stride,
+    lse_stride,
+    sum_pi_squared_stride,
+    norm_stride,
+    valid,
+    width,
+    row_stride,
+    out_row_stride,
+    splits,
+    label_smoothing,
+    slope,
+    scale,
+    softcap,
+    temperature,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_ROW_TEMPERATURE: tl.constexpr,
+    HAS_SLOPE: tl.constexpr,
+    NORM_TOP: tl.constexpr,
+    NORM_SUM: tl.constexpr,
+    NORM_ENTROPY: tl.constexpr,
+    NORM_FINITE: tl.constexpr,
+    NORM_SUM_PI_SQUARED: tl.constexpr,
+):
+    """As `grad_kernel`, each program finding its row's coefficients itself.
+
+    They are those of `kernels.stats.gradient_coefficients`.
+    """
+    ENTROPY: tl.constexpr = entropy_ptr is not None
+    SMOOTHING: tl.constexpr = NORM_FINITE >= 0 and logprobs_ptr is not None
+    SQUARES: tl.constexpr = sum_pi_squared_ptr is not None
+    program = tl.program_id(0)
+    row = program // splits
+    norms = norms_ptr + row
+    shift = tl.load(norms + NORM_TOP * norm_stride)
+    row_sum = tl.load(norms + NORM_SUM * norm_stride)
+    over_sum = tl.div_rn(1.0, row_sum)
+    asked = 0.0
+    weight = 0.0
+    moment = 0.0
+    on_target = 0.0
+    on_finite = 0.0
+    squares = 0.0
+    if lse_ptr is not None:
+        upstream = tl.load(lse_ptr + row.to(tl.int64) * lse_stride)
+        asked += tl.abs(upstream)
+        weight += upstream
+    if logprobs_ptr is not None:
+        upstream = tl.load(logprobs_ptr + row.to(tl.int64) * logprobs_stride)
+        asked += tl.abs(upstream)
+        weight -= upstream
+        on_target = upstream
+        if SMOOTHING:
+            finite = tl.load(norms + NORM_FINITE * norm_stride)
+            target_weight, other_weight = smoothing_weights(label_smoothing, finite)
+            on_target = upstream * target_weight
+            on_finite = upstream * other_weight
+    if ENTROPY:
+        upstream = tl.load(entropy_ptr + row.to(tl.int64) * entropy_stride)
+        asked += tl.abs(upstream)
+        # About the row's maximum: log p is (z - m) - log s.
+        entropy = tl.load(norms + NORM_ENTROPY * norm_stride)
+        weight += upstream * (tl.log(row_sum) - entropy)
+        moment = -upstream * over_sum
+    if SQUARES:
+        upstream = 2.0 * tl.load(sum_pi_squared_ptr + row.to(tl.int64) * sum_pi_squared_stride)
+        asked += tl.abs(upstream)
+        weight -= upstream * tl.load(norms + NORM_SUM_PI_SQUARED * norm_stride)
+        squares = upstream * over_sum * over_sum
+    # Exactly no gradient where none is asked for, whatever the row holds.
+    asked = (asked != 0.0) & (tl.load(keep_ptr + row) != 0)
+    weight = tl.where(asked, weight * over_sum, 0.0)
+    moment = tl.where(asked, moment, 0.0)
+    on_target = tl.where(asked, on_target, 0.0)
+    on_finite = tl.where(asked, on_finite, 0.0)
+    squares = tl.where(asked, squares, 0.0)
+    column = tl.load(target_ptr + row).to(tl.int32)
+    _write_columns(
+        logits_ptr, out_ptr, None, temperature_ptr, row, program % splits * (TILES * TILE),
+        valid, width, row_stride, out_row_stride, column, shift,
+        weight, moment, on_target, on_finite, squares, slope, scale, softcap, temperature,
+        TILE, TILES, HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, HAS_ROW_TEMPERATURE,
+        HAS_SLOPE, ENTROPY, SMOOTHING, SQUARES,
+    )  # fmt: skip
+
+
+def tile_constants(width: int, tile: int | None = None, tiles: int | None = None) -> dict[str, int]:
+    """How many columns one program writes, as the kernels' constants TILE and TILES."""
+    tile = tile or candidate().grad_tile
+    tiles = tiles or max(1, _SPAN // tile)
+    return {"TILE": min(tile, max(128, power_of_2(width))), "TILES": tiles}
 
 
 def coefficient_constants(spec: RowSpec) -> dict[str, int]:
@@ -195,29 +360,21 @@ def grad_logits(
     bias: Tensor | None = None,
     temperature: Tensor | None = None,
     out: Tensor,
-    tile: int = _TILE,
-    tiles: int = _TILES,
+    tile: int | None = None,
+    tiles: int | None = None,
     num_warps: int = _NUM_WARPS,
 ) -> None:
     """As `kernels.reference.grad_logits`, for logits and out whose last stride is 1."""
     rows, width = logits.shape
     if logits.numel() == 0:
         return
-    if INTERPRETED and out.dtype == torch.bfloat16:
-        # The interpreter truncates to bfloat16 where a GPU rounds.
-        rounded = torch.empty(rows, width, dtype=torch.float32, device=out.device)
-        grad_logits(
-            logits, target, shift, coef, spec, bias=bias, temperature=temperature, out=rounded
-        )
-        out.copy_(rounded)
-        return
-    tile = min(tile, max(128, triton.next_power_of_2(width)))
-    splits = triton.cdiv(width, tile * tiles)
+    shape = tile_constants(width, tile, tiles)
+    splits = ceil_div(width, shape["TILE"] * shape["TILES"])
     coef = with_unit_stride(coef)
-    with device_of(logits):
+    with device_of(logits), _rounded(out) as written:
         grad_kernel[(rows * splits,)](
             logits,
-            out,
+            written,
             with_unit_stride(target),
             with_unit_stride(shift),
             coef,
@@ -226,16 +383,88 @@ def grad_logits(
             spec.valid,
             width,
             logits.stride(0),
-            out.stride(0),
+            written.stride(0),
             coef.stride(0),
             splits,
             spec.multiplier,
             **transform_args(spec, bias, temperature),
-            TILE=tile,
-            TILES=tiles,
+            **shape,
             HAS_SLOPE=spec.multiplier != 1.0 or temperature is not None,
             ENTROPY=spec.entropy,
             SMOOTHING=spec.smoothing,
             **coefficient_constants(spec),
             num_warps=num_warps,
         )
+
+
+def results_grad(
+    logits: Tensor,
+    target: Tensor,
+    keep: Tensor,
+    upstream: RowResults,
+    norms: Tensor,
+    spec: RowSpec,
+    *,
+    label_smoothing: float,
+    temperature: Tensor | None = None,
+    out: Tensor,
+) -> None:
+    """Upstream gradients of the results to that of raw logits, in one launch.
+
+    As `kernels.stats.gradient_coefficients` and then `kernels.reference.grad_logits`.
+
+    Args:
+        upstream: `[n]` float32 each, any stride; None for zero.
+        norms: `[norms, n]` float32, from `triton_finish.finish_rows` with the same spec.
+        The others as in those two.
+    """
+    rows, width = logits.shape
+    if logits.numel() == 0:
+        return
+    shape = tile_constants(width)
+    splits = ceil_div(width, shape["TILE"] * shape["TILES"])
+    upstream = upstream._replace(target_rank=None)
+    with device_of(logits), _rounded(out) as written:
+        results_grad_kernel[(rows * splits,)](
+            logits,
+            written,
+            with_unit_stride(target),
+            with_unit_stride(keep),
+            norms,
+            upstream.logprobs,
+            upstream.entropy,
+            upstream.lse,
+            upstream.sum_pi_squared,
+            None if temperature is None else with_unit_stride(temperature),
+            0 if upstream.logprobs is None else upstream.logprobs.stride(0),
+            0 if upstream.entropy is None else upstream.entropy.stride(0),
+            0 if upstream.lse is None else upstream.lse.stride(0),
+            0 if upstream.sum_pi_squared is None else upstream.sum_pi_squared.stride(0),
+            norms.stride(0),
+            spec.valid,
+            width,
+            logits.stride(0),
+            written.stride(0),
+            splits,
+            label_smoothing,
+            spec.multiplier,
+            **transform_args(spec, None, temperature),
+            **shape,
+            HAS_SLOPE=spec.multiplier != 1.0 or temperature is not None,
+            **norm_constants(spec),
+            num_warps=_NUM_WARPS,
+        )
+
+
+@contextmanager
+def _rounded_after(out: Tensor) -> Iterator[Tensor]:
+    wide = torch.empty_like(out, dtype=torch.float32)
+    yield wide
+    out.copy_(wide)
+
+
+def _rounded(out: Tensor) -> AbstractContextManager[Tensor]:
+    """Where a kernel writes: out itself, but the interpreter truncates to bfloat16."""
+    if INTERPRETED and out.dtype == torch.bfloat16:
+        return _rounded_after(out)
+    return nullcontext(out)

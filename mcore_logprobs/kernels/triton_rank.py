@@ -9,7 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_logprobs.kernels.triton_common import device_of, launch_plan, with_unit_stride
+from mcore_logprobs.kernels.triton_common import (
+    device_of,
+    launch_plan,
+    with_unit_stride,
+)
 
 __all__ = ["count_higher", "rank_kernel"]
 

@@ -4,17 +4,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import (
     LOG2E,
     LOG_ZERO,
     Plan,
     block_plan,
+    ceil_div,
     device_of,
     field_constants,
     finished,
@@ -23,8 +27,9 @@ from mcore_logprobs.kernels.triton_common import (
     transform_args,
     with_unit_stride,
 )
+from mcore_logprobs.kernels.triton_finish import merge_parts
 
-__all__ = ["STORED", "block_stats", "merge_splits", "row_stats", "stats_kernel"]
+__all__ = ["STORED", "block_stats", "row_stats", "segment_stats", "split_stats", "stats_kernel"]
 
 
 @triton.jit
@@ -36,7 +41,7 @@ def _accumulate(
     higher,  # [groups] int32
     zsum,  # [groups]
     finite,  # [groups] int32
-    row_ptr,
+    y,  # [groups, lanes], raw logits; -inf where masked
     bias_ptr,
     limit,
     start,
@@ -57,13 +62,11 @@ def _accumulate(
     SMOOTHING: tl.constexpr,
 ):
     """Take in one tile. Every group keeps sums about its own maximum: one exp for each column."""
+    y = y.to(tl.float32)
     columns = start + tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    mask = None
     if MASKED:
         mask = columns < valid
-        y = tl.load(row_ptr + columns, mask=mask, other=float("-inf")).to(tl.float32)
-    else:
-        mask = None
-        y = tl.load(row_ptr + columns).to(tl.float32)
     z, _ = finished(
         y, bias_ptr, columns, mask, scale, softcap, temperature,
         HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE,
@@ -97,24 +100,29 @@ def _accumulate(
     return new_top, total, weighted, squares, higher, zsum, finite
 
 
-@triton.jit(do_not_specialize=["rows", "valid", "splits"])
+@triton.jit(do_not_specialize=["rows", "valid", "splits", "segments", "segment_columns"])
 def stats_kernel(
-    logits_ptr,  # [n, v]
+    logits_ptr,  # [n, segments, columns], rows and segments any strides apart
     target_ptr,  # [n] int64
-    threshold_ptr,  # [n] float32
-    bias_ptr,  # [v]
+    threshold_ptr,  # [n] float32, or None: the target's own logit
+    bias_ptr,  # [segments, columns], as far apart as the logits' segments
     temperature_ptr,  # [n]
-    out_ptr,  # [splits, fields, n] float32
+    out_ptr,  # [segments, splits, fields, n] float32
     rows,
     valid,
     row_stride,
     split_columns,
     splits,
+    segments,
+    segment_columns,
+    segment_stride,
     scale,
     softcap,
     temperature,
     LANES: tl.constexpr,
     GROUPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -130,15 +138,24 @@ def stats_kernel(
     ZSUM: tl.constexpr,
     FINITE: tl.constexpr,
 ):
-    """Statistics of one row's columns `[split * split_columns, ...)`.
+    """Statistics of one row's columns `[split * split_columns, ...)` in one of its segments.
 
     MAX to FINITE are the statistics' places in out (`RowSpec.position`), -1 for one not wanted.
     """
     TILE: tl.constexpr = LANES * GROUPS
     program = tl.program_id(0)
-    row = program // splits
-    split = program % splits
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    part = program % (segments * splits)
+    row = program // (segments * splits)
+    segment = part // splits
+    split = part % splits
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride + segment * segment_stride
+    if HAS_BIAS:
+        bias_ptr += segment * segment_stride
+    # From here on columns are counted from the segment's first.
+    first = segment * segment_columns
+    valid = tl.minimum(tl.maximum(valid - first, 0), segment_columns)
+    column = tl.load(target_ptr + row) - first
+    own = (column >= 0) & (column < segment_columns)
     start = split * split_columns
     stop = tl.minimum(start + split_columns, valid)
 
@@ -148,9 +165,12 @@ def stats_kernel(
     )  # fmt: skip
     limit = 0.0
     if HIGHER >= 0:
-        limit = tl.load(threshold_ptr + row).to(tl.float32)
-        if not HAS_BIAS:
-            limit = limit.to(logits_ptr.dtype.element_ty).to(tl.float32)
+        if threshold_ptr is None:
+            limit = tl.load(row_ptr + column, mask=own, other=0.0).to(tl.float32)
+        else:
+            limit = tl.load(threshold_ptr + row).to(tl.float32)
+            if not HAS_BIAS:
+                limit = limit.to(logits_ptr.dtype.element_ty).to(tl.float32)
 
     top = tl.full([GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
@@ -159,17 +179,29 @@ def stats_kernel(
     higher = tl.zeros([GROUPS], tl.int32)
     zsum = tl.zeros([GROUPS], tl.float32)
     finite = tl.zeros([GROUPS], tl.int32)
+    offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = start + tl.maximum(stop - start, 0) // TILE * TILE
-    for at in range(start, whole, TILE):
+    if PREFETCH:
+        ahead = tl.load(row_ptr + start + offsets, mask=start < whole, other=0.0)
+    for at in tl.range(start, whole, TILE, num_stages=STAGES):
+        if PREFETCH:
+            y = ahead
+            # All or nothing of the next tile: one predicate, not one a column.
+            more = at + TILE < whole
+            ahead = tl.load(row_ptr + at + TILE + offsets, mask=more, other=0.0)
+        else:
+            y = tl.load(row_ptr + at + offsets)
         top, total, weighted, squares, higher, zsum, finite = _accumulate(
-            top, total, weighted, squares, higher, zsum, finite, row_ptr, bias_ptr, limit, at,
+            top, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, at,
             valid, scale, softcap, temperature, False, LANES, GROUPS,
             HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY >= 0,
             SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
     if whole < stop:
+        rest = whole + offsets
+        y = tl.load(row_ptr + rest, mask=rest < valid, other=float("-inf"))
         top, total, weighted, squares, higher, zsum, finite = _accumulate(
-            top, total, weighted, squares, higher, zsum, finite, row_ptr, bias_ptr, limit, whole,
+            top, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, whole,
             valid, scale, softcap, temperature, True, LANES, GROUPS,
             HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE, ENTROPY >= 0,
             SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
@@ -183,15 +215,14 @@ def stats_kernel(
     row_top = tl.where(row_total == row_total, row_top, row_total)
 
     # The target's own column: read by the first split, whoever walks over it.
-    column = tl.load(target_ptr + row)
-    own = (column >= 0) & (split == 0)
+    own = own & (split == 0)
     own_y = tl.load(row_ptr + column, mask=own, other=0.0).to(tl.float32)
     own_z, _ = finished(
         own_y, bias_ptr, column, own, scale, softcap, temperature,
         HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE,
     )  # fmt: skip
 
-    out = out_ptr + split.to(tl.int64) * FIELDS * rows + row
+    out = out_ptr + part.to(tl.int64) * FIELDS * rows + row
     tl.store(out + MAX * rows, row_top)
     tl.store(out + SUM * rows, row_total)
     tl.store(out + TARGET * rows, tl.where(own, own_z, 0.0))
@@ -210,49 +241,13 @@ def stats_kernel(
         tl.store(out + FINITE * rows, tl.sum(finite, 0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
-def merge_kernel(
-    parts_ptr,  # [splits, fields, n]
-    out_ptr,  # [fields, n]
-    rows,
-    splits,
-    SPLITS: tl.constexpr,  # splits, or the next power of two
-    ROWS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    MAX: tl.constexpr,
-    SUM: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SQUARES: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    split = tl.arange(0, SPLITS)
-    mask = (split < splits)[:, None] & (row < rows)[None, :]
-    part = parts_ptr + (split.to(tl.int64) * FIELDS * rows)[:, None] + row[None, :]
-    top = tl.load(part + MAX * rows, mask=mask, other=float("-inf"))
-    total = tl.load(part + SUM * rows, mask=mask, other=0.0)
-    row_top = tl.max(top, 0)
-    base = tl.where(row_top == float("-inf"), 0.0, row_top)
-    decay = tl.exp2((top - base[None, :]) * LOG2E)
-    row_total = tl.sum(total * decay, 0)
-    row_top = tl.where(row_total == row_total, row_top, row_total)
-    for field in tl.static_range(FIELDS):
-        if field == MAX:
-            merged = row_top
-        elif field == SUM:
-            merged = row_total
-        else:
-            value = tl.load(part + field * rows, mask=mask, other=0.0)
-            if field == ENTROPY:
-                moved = tl.maximum(top - base[None, :], LOG_ZERO)
-                value = (value + moved * total) * decay
-            elif field == SQUARES:
-                value = value * decay * decay
-            merged = tl.sum(value, 0)
-        tl.store(out_ptr + field * rows + row, merged, mask=row < rows)
-
-
 # What the kernel stores; its constants have these names in capitals.
 STORED = ("max", "sum", "target", "entropy", "squares", "higher", "zsum", "finite")
+
+
+@lru_cache(1024)
+def _stored(spec: RowSpec) -> dict[str, int]:
+    return field_constants(spec, *STORED)
 
 
 def row_stats(
@@ -266,14 +261,28 @@ def row_stats(
     plan: Plan | None = None,
 ) -> Tensor:
     """As `kernels.reference.row_stats`, for logits whose last stride is 1."""
+    parts = split_stats(
+        logits, target, spec, bias=bias, threshold=threshold, temperature=temperature, plan=plan
+    )
+    return parts[0] if parts.shape[0] == 1 else merge_parts(parts.unsqueeze(0), spec)[0]
+
+
+def split_stats(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    *,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """As `row_stats`, of the parts of each row that the plan splits it into, `[splits, k, n]`.
+
+    Without a threshold `higher` counts against the target's own logit, which must be here.
+    """
     plan = plan or launch_plan(logits.shape[0], spec.valid, logits)
-    parts = _split_stats(logits, target, spec, plan, bias, threshold, temperature)
-    if plan.splits == 1 or logits.shape[0] == 0:
-        return parts[0]
-    out = torch.empty_like(parts[0])
-    with device_of(logits):
-        merge_splits(parts, out, spec)
-    return out
+    return _launch(logits, target, spec, None, 0, plan, bias, threshold, temperature)
 
 
 def block_stats(
@@ -286,44 +295,82 @@ def block_stats(
     threshold: Tensor | None = None,
     temperature: Tensor | None = None,
 ) -> Tensor:
-    """As `kernels.reference.block_stats`, for logits whose last stride is 1.
-
-    One program a row and block, and logits that are aligned alike in every call: Triton compiles
-    another kernel, which may add in another order, where they are not.
-    """
-    return _split_stats(
-        _aligned_rows(logits), target, spec, block_plan(spec.valid, block, logits),
-        bias, threshold, temperature,
-    )  # fmt: skip
+    """As `kernels.reference.block_stats`, for logits whose last stride is 1."""
+    columns = max(1, spec.valid)
+    logits, _ = _aligned(logits[:, :columns], 1)
+    plan = block_plan(columns, block, logits.element_size())
+    return _launch(logits, target, spec, None, 0, plan, bias, threshold, temperature)
 
 
-def _aligned_rows(logits: Tensor) -> Tensor:
-    """The logits, or a copy whose rows start at multiples of 16 bytes, with gaps between them."""
-    size, unit = logits.element_size(), 16 // logits.element_size()
-    if logits.data_ptr() % 16 == 0 and logits.stride(0) * size % 16 == 0:
-        return logits
-    rows, width = logits.shape
-    copy = logits.new_empty(rows, -(-width // unit) * unit)[:, :width]
-    return copy.copy_(logits)
-
-
-def _split_stats(
+def segment_stats(
     logits: Tensor,
     target: Tensor,
     spec: RowSpec,
+    segments: Segments,
+    *,
+    bias: Tensor | None = None,
+    threshold: Tensor | None = None,
+    temperature: Tensor | None = None,
+) -> Tensor:
+    """As `kernels.segments.segment_stats`, `[local, k, n]`: two launches, whatever the segments.
+
+    A row's bits depend on its own numbers alone: how it is split follows from the segments' width,
+    and memory is aligned alike in every call, for Triton compiles another kernel, which may add in
+    another order, where it is not.
+    """
+    aligned, stride = _aligned(logits, segments.local)
+    if bias is not None:
+        bias = _aligned(bias.unsqueeze(0), segments.local)[0][0]
+    plan = block_plan(segments.width, segments.block("cuda"), logits.element_size())
+    parts = _launch(aligned, target, spec, segments, stride, plan, bias, threshold, temperature)
+    return merge_parts(parts.unflatten(0, (segments.local, plan.splits)), spec)
+
+
+# Numbers that strides and pointers are divisible by where Triton reads 16 bytes at a time.
+_UNIT = 16
+
+
+def _aligned(logits: Tensor, segments: int) -> tuple[Tensor, int]:
+    """The logits, or a copy, whose segments all start at multiples of `_UNIT`; how far apart.
+
+    Args:
+        logits: `[n, segments * columns]`.
+    """
+    rows, width = logits.shape
+    columns = width // segments
+    starts = logits.data_ptr() % _UNIT == 0 and (rows == 1 or logits.stride(0) % _UNIT == 0)
+    if starts and segments == 1:
+        return logits, 0
+    if starts and columns % _UNIT == 0:
+        return logits, columns
+    stride = ceil_div(columns, _UNIT) * _UNIT
+    copy = logits.new_empty(rows, segments, stride)
+    copy[:, :, :columns] = logits.unflatten(1, (segments, columns))
+    return copy.flatten(1), stride
+
+
+def _launch(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    segments: Segments | None,
+    segment_stride: int,
     plan: Plan,
     bias: Tensor | None,
     threshold: Tensor | None,
     temperature: Tensor | None,
 ) -> Tensor:
-    """The statistics of each of a plan's splits, `[splits, k, n]`."""
-    rows, fields = logits.shape[0], len(spec.fields)
-    parts = torch.empty(plan.splits, fields, rows, dtype=torch.float32, device=logits.device)
+    """The statistics of each split of each segment, `[local * splits, k, n]`."""
+    rows, width = logits.shape
+    local = 1 if segments is None else segments.local
+    count = local * plan.splits
+    parts = torch.empty(
+        count, _stored(spec)["FIELDS"], rows, dtype=torch.float32, device=logits.device
+    )
     if rows == 0:
         return parts
-    assert (threshold is not None) or not spec.rank
     with device_of(logits):
-        stats_kernel[(rows * plan.splits,)](
+        stats_kernel[(rows * count,)](
             logits,
             with_unit_stride(target),
             None if threshold is None else with_unit_stride(threshold),
@@ -332,28 +379,18 @@ def _split_stats(
             parts,
             rows,
             spec.valid,
-            logits.stride(0),
+            logits.stride(0) if rows > 1 else 0,  # of one row it may be any number
             plan.columns,
             plan.splits,
-            **transform_args(spec, bias, temperature),
+            local,
+            width if segments is None else segments.width,
+            segment_stride,
             LANES=plan.lanes,
             GROUPS=plan.groups,
-            **field_constants(spec, *STORED),
+            STAGES=plan.stages,
+            PREFETCH=plan.prefetch,
+            **transform_args(spec, bias, temperature),
+            **_stored(spec),
             num_warps=plan.num_warps,
         )
     return parts
-
-
-def merge_splits(parts: Tensor, out: Tensor, spec: RowSpec) -> None:
-    """`kernels.stats.merge` of `[splits, k, n]` into `out` `[k, n]`, in one launch."""
-    splits, _, rows = parts.shape
-    merge_kernel[(triton.cdiv(rows, 8),)](
-        parts,
-        out,
-        rows,
-        splits,
-        SPLITS=triton.next_power_of_2(splits),
-        ROWS=8,
-        **field_constants(spec, "max", "sum", "entropy", "squares"),
-        num_warps=4,
-    )

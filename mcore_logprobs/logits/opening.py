@@ -87,7 +87,9 @@ class LogitsCall:
         lead = self.logits.shape[:-1]
         shape = lead if k is None else torch.Size((*lead, k))
         target = check_target(target, shape, self.logits.device, name=name)
-        return localize_target(target, self.shard, ignore_index, name=name)
+        return localize_target(
+            target, self.shard, ignore_index, name=name, backend=self.options.backend
+        )
 
 
 def open_logits(
@@ -269,7 +271,12 @@ class LocalTarget:
 
 
 def localize_target(
-    target: Tensor, shard: VocabShard, ignore_index: int | None, *, name: str = "target"
+    target: Tensor,
+    shard: VocabShard,
+    ignore_index: int | None,
+    *,
+    name: str = "target",
+    backend: backends.Backend | None = None,
 ) -> LocalTarget:
     """Global ids to this shard's columns.
 
@@ -278,24 +285,45 @@ def localize_target(
 
     Args:
         target: int64 of any shape; global ids or ignore_index.
+        backend: takes one launch where it can.
     """
     check_optional_integer("ignore_index", ignore_index)
+    if target.device.type == "cpu":
+        _check_ids_on_host(target, shard, ignore_index, name)
+    native = None if backend is None else backends.one_launch(backend)
+    if native is not None:
+        return LocalTarget(
+            *native.localize(
+                target,
+                start=shard.start,
+                width=shard.width,
+                vocab_size=shard.vocab_size,
+                ignore_index=ignore_index,
+            )
+        )
     keep = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         keep = target != ignore_index
-    inside = ((target >= 0) & (target < shard.vocab_size)) | ~keep
-    if target.device.type == "cpu":
-        if not bool(inside.all()):
-            bad = target[~inside]
-            raise ValueError(
-                f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index "
-                f"{ignore_index}, got {bad[:8].tolist()}{'...' if bad.numel() > 8 else ''}"
-            )
-    else:
+    if target.device.type != "cpu":
+        inside = ((target >= 0) & (target < shard.vocab_size)) | ~keep
         torch._assert_async(inside.all(), f"{name}: id outside [0, {shard.vocab_size})")
     column = target - shard.start
     here = keep & (column >= 0) & (column < shard.width)
     return LocalTarget(torch.where(here, column, -1), keep)
+
+
+def _check_ids_on_host(
+    target: Tensor, shard: VocabShard, ignore_index: int | None, name: str
+) -> None:
+    outside = (target < 0) | (target >= shard.vocab_size)
+    if ignore_index is not None:
+        outside &= target != ignore_index
+    if bool(outside.any()):
+        bad = target[outside]
+        raise ValueError(
+            f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index "
+            f"{ignore_index}, got {bad[:8].tolist()}{'...' if bad.numel() > 8 else ''}"
+        )
 
 
 def check_inplace_backward(logits: Tensor) -> None:

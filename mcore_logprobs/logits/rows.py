@@ -20,7 +20,14 @@ from mcore_logprobs.kernels.segments import segment_stats
 from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, accumulator_dtype, finish, merge
 from mcore_logprobs.logits.opening import CallOptions
 
-__all__ = ["Rows", "finish_shards", "target_logits", "whole_rows"]
+__all__ = [
+    "Rows",
+    "finish_shards",
+    "gather_parts",
+    "shard_stats",
+    "target_logits",
+    "whole_rows",
+]
 
 
 class Rows:
@@ -38,6 +45,8 @@ class Rows:
 
     def walk(self, per_row: Tensor) -> Tensor:
         """`[..., *rest]` -> `[n, *rest]` in walking order; a copy only where it must be."""
+        if len(self._order) == 1:
+            return per_row
         rest = range(len(self._order), per_row.dim())
         shape = (self.count, *per_row.shape[len(self._order) :])
         return per_row.permute((*self._order, *rest)).reshape(shape)
@@ -48,6 +57,8 @@ class Rows:
 
     def restore(self, flat: Tensor) -> Tensor:
         """The inverse of `walk`: `[n, *rest]` -> `[..., *rest]`, contiguous."""
+        if len(self._order) == 1:
+            return flat.contiguous()
         lead = (self._lead[dim] for dim in self._order)
         walked = flat.reshape((*lead, *flat.shape[1:]))
         inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
@@ -115,14 +126,34 @@ def whole_rows(
     Returns:
         The statistics, and the summed entries `[n, j]` or None.
     """
+    stats = shard_stats(logits, column, opts)
+    return finish_shards(
+        stats, opts.spec, opts.group, label_smoothing=label_smoothing, entries=entries
+    )
+
+
+def shard_stats(logits: Tensor, column: Tensor, opts: CallOptions) -> Tensor:
+    """The row statistics of this rank's columns, in walking order.
+
+    With the rank one all-reduce of `[n]`, so that the ranks count against the target's logit in
+    the same read.
+
+    Args:
+        logits, column: as in `whole_rows`.
+
+    Returns:
+        `[k, n]`; with segments `[g/TP, k, n]`.
+    """
     rows, spec = Rows(logits), opts.spec
     blocks = list(rows.blocks(logits))
     threshold = target_logits(blocks, column, opts.group) if spec.rank else None
     temperature = rows.walk_optional(opts.temperature)
-    row_stats = opts.backend.row_stats
+    row_stats = partial(opts.backend.row_stats, chunk_size=opts.chunk_size)
     if opts.segments is not None:
-        row_stats = partial(segment_stats, opts.backend, segments=opts.segments)
-    stats = torch.cat(
+        row_stats = partial(
+            segment_stats, opts.backend, segments=opts.segments, chunk_size=opts.chunk_size
+        )
+    return _joined(
         [
             row_stats(
                 block,
@@ -130,13 +161,15 @@ def whole_rows(
                 spec,
                 threshold=None if threshold is None else threshold[part],
                 temperature=None if temperature is None else temperature[part],
-                chunk_size=opts.chunk_size,
             )
             for part, block in blocks
-        ],
-        dim=-1,
+        ]
     )
-    return finish_shards(stats, spec, opts.group, label_smoothing=label_smoothing, entries=entries)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Parts of rows, along the last dimension."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def finish_shards(
@@ -152,22 +185,24 @@ def finish_shards(
     Args:
         stats: `[k, n]`, or `[g/TP, k, n]` of this rank's segments, merged in vocabulary order.
     """
-    if stats.dim() == 3:
-        assert entries is None
-        segments = all_gather_dim0(stats, group)
-        return finish(merge(segments, spec, ordered=True), spec, label_smoothing), None
     if entries is None:
-        shards = all_gather_stack(stats, group)
-        return finish(merge(shards, spec), spec, label_smoothing), None
+        parts, ordered = gather_parts(stats, group), stats.dim() == 3
+        return finish(merge(parts, spec, ordered=ordered), spec, label_smoothing), None
+    assert stats.dim() == 2
     fields = len(spec.fields)
     shards = all_gather_stack(torch.cat([stats, entries.t()]), group)
     whole = merge(shards[:, :fields].contiguous(), spec)
     return finish(whole, spec, label_smoothing), shards[:, fields:].sum(0).t()
 
 
+def gather_parts(stats: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`shard_stats` of this rank -> the parts of every row, `[TP or g, k, n]`; one all-gather."""
+    return all_gather_dim0(stats if stats.dim() == 3 else stats.unsqueeze(0), group)
+
+
 def target_logits(
     blocks: list[tuple[slice, Tensor]], column: Tensor, group: ProcessGroup | None
 ) -> Tensor:
     """Each row's raw target logit on every rank, `[n]` float32; one all-reduce over TP."""
-    own = torch.cat([gather_target(block, column[part], 0.0) for part, block in blocks])
+    own = _joined([gather_target(block, column[part], 0.0) for part, block in blocks])
     return all_reduce_sum(own.to(accumulator_dtype(own.dtype)), group)

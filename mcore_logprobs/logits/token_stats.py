@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.kernels.backend import one_launch
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.stats import (
     RowNorms,
@@ -27,7 +29,13 @@ from mcore_logprobs.logits.opening import (
     open_logits,
 )
 from mcore_logprobs.logits.result import TokenStats
-from mcore_logprobs.logits.rows import Rows, target_logits, whole_rows
+from mcore_logprobs.logits.rows import (
+    Rows,
+    gather_parts,
+    shard_stats,
+    target_logits,
+    whole_rows,
+)
 
 __all__ = [
     "TokenStats",
@@ -52,11 +60,11 @@ class _TokenStats(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, local: LocalTarget, opts: _Options) -> tuple[Any, ...]:
         rows = Rows(logits)
         column, keep = rows.walk(local.column), rows.walk(local.keep)
-        done, _ = whole_rows(logits, column, opts.call, label_smoothing=opts.label_smoothing)
+        results, norms = _finished(logits, rows, column, keep, opts)
         ctx.opts = opts
-        ctx.save_for_backward(logits, column, keep, *done.norms)
+        ctx.save_for_backward(logits, column, keep, *norms)
         ctx.set_materialize_grads(False)
-        results = done.blanked(keep).map(rows.restore)
+        results = results.map(rows.restore)
         if results.target_rank is not None:
             ctx.mark_non_differentiable(results.target_rank)
         return tuple(results)
@@ -67,31 +75,104 @@ class _TokenStats(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return None, None, None
         logits, column, keep, *norms = ctx.saved_tensors
-        norms = RowNorms(*norms)
         opts: _Options = ctx.opts
         rows = Rows(logits)
         upstream = RowResults(*grads).map(rows.walk)
-        spec = gradient_spec(opts.call.spec, upstream)
-        coef = gradient_coefficients(
-            upstream, norms, spec, keep=keep, label_smoothing=opts.label_smoothing
-        )
         logits = logits.detach()
-        temperature = rows.walk_optional(opts.call.temperature)
         grad = logits
         if not opts.inplace_backward:
             grad = prefer_huge_pages(torch.empty_like(logits))
-        for part, block, out in rows.blocks(logits, grad):
-            opts.call.backend.grad_logits(
-                block,
-                column[part],
-                norms.top[part],
-                coef[:, part],
-                spec,
-                temperature=None if temperature is None else temperature[part],
-                out=out,
-                chunk_size=opts.call.chunk_size,
-            )
+        write = _write_in_one_launch if one_launch(opts.call.backend) else _write
+        write(logits, grad, rows, column, keep, upstream, norms, opts)
         return grad, None, None
+
+
+def _finished(
+    logits: Tensor, rows: Rows, column: Tensor, keep: Tensor, opts: _Options
+) -> tuple[RowResults, Sequence[Tensor | None]]:
+    """The results, ignored rows blanked, and what the gradient needs of whole rows."""
+    call = opts.call
+    native = one_launch(call.backend)
+    if native is None:
+        done, _ = whole_rows(logits, column, call, label_smoothing=opts.label_smoothing)
+        return done.blanked(keep), done.norms
+    if call.shard.tp_size == 1 and call.segments is None:
+        blocks = list(rows.blocks(logits))
+        if len(blocks) == 1:
+            results, norms = native.finished_stats(
+                blocks[0][1],
+                column,
+                keep,
+                call.spec,
+                opts.label_smoothing,
+                temperature=rows.walk_optional(call.temperature),
+            )
+            return results, (norms,)
+    parts = gather_parts(shard_stats(logits, column, call), call.group)
+    results, norms = native.finish_rows(parts, keep, call.spec, opts.label_smoothing)
+    return results, (norms,)
+
+
+def _write(
+    logits: Tensor,
+    grad: Tensor,
+    rows: Rows,
+    column: Tensor,
+    keep: Tensor,
+    upstream: RowResults,
+    norms: list[Tensor],
+    opts: _Options,
+) -> None:
+    """The gradient into grad, which may be the logits; coefficients first, in plain torch."""
+    whole = RowNorms(*norms)
+    spec = gradient_spec(opts.call.spec, upstream)
+    coef = gradient_coefficients(
+        upstream, whole, spec, keep=keep, label_smoothing=opts.label_smoothing
+    )
+    temperature = rows.walk_optional(opts.call.temperature)
+    for part, block, out in rows.blocks(logits, grad):
+        opts.call.backend.grad_logits(
+            block,
+            column[part],
+            whole.top[part],
+            coef[:, part],
+            spec,
+            temperature=None if temperature is None else temperature[part],
+            out=out,
+            chunk_size=opts.call.chunk_size,
+        )
+
+
+def _write_in_one_launch(
+    logits: Tensor,
+    grad: Tensor,
+    rows: Rows,
+    column: Tensor,
+    keep: Tensor,
+    upstream: RowResults,
+    norms: list[Tensor],
+    opts: _Options,
+) -> None:
+    """As `_write`, the kernel finding each row's coefficients itself."""
+    native = one_launch(opts.call.backend)
+    assert native is not None
+    temperature = rows.walk_optional(opts.call.temperature)
+    for part, block, out in rows.blocks(logits, grad):
+
+        def own(x: Tensor, part: slice = part) -> Tensor:
+            return x if part.stop - part.start == rows.count else x[..., part]
+
+        native.results_grad(
+            block,
+            own(column),
+            own(keep),
+            upstream.map(own),
+            own(norms[0]),
+            opts.call.spec,
+            opts.label_smoothing,
+            temperature=None if temperature is None else own(temperature),
+            out=out,
+        )
 
 
 def _token_stats(

@@ -15,7 +15,14 @@ from mcore_logprobs.kernels.segments import Segments, segment_stats
 from mcore_logprobs.kernels.stats import RowSpec, merge
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.helpers.memory import TensorsMade
-from tests.kernels.common import DEVICE, EVERYTHING, make_logits, make_target, make_threshold
+from tests.kernels.common import (
+    DEVICE,
+    EVERYTHING,
+    lay_out,
+    make_logits,
+    make_target,
+    make_threshold,
+)
 from tests.kernels.interpreter import interpreted
 
 ROWS, SEGMENTS = 5, 4
@@ -239,3 +246,42 @@ def test_auto_chooses_by_width_and_a_kernel_that_fails_raises():
         vocab_parallel_token_stats(
             logits, torch.zeros(300).long(), backend="inductor", invariant_segments=SEGMENTS
         )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@interpreted
+def test_a_row_is_split_by_its_width_alone_where_it_must_not_vary(bias):
+    # Elsewhere a launch splits few rows over more programs than many, and adds in another order.
+    from mcore_logprobs.kernels import triton_backend
+
+    width = 2 * 4500  # of segments that do not start at multiples of 16 columns
+    logits = make_logits(16, width, torch.bfloat16)
+    target = make_target(16, width, logits)
+    spec, segments = RowSpec(width - 50, entropy=True, rank=True), Segments(2, 4500)
+    offsets = torch.randn(width, device=DEVICE) if bias else None
+    threshold = make_threshold(logits, spec, offsets, target)
+
+    def found(rows: Tensor, given: Tensor) -> Tensor:
+        options = {"bias": offsets, "threshold": threshold[rows]}
+        return triton_backend.segment_stats(given, target[rows], spec, segments, **options)
+
+    everything = torch.arange(16, device=DEVICE)
+    whole = found(everything, logits)
+    for rows in (everything[:1], everything[[15, 3]]):
+        assert_same_bits(found(rows, logits[rows]), whole[..., rows], f"{len(rows)} rows")
+    assert_same_bits(found(everything, lay_out(logits, "wide")), whole, "other memory")
+    # Blocks that a fused chunk has, merged alike, are the same numbers.
+    first = replace(spec, valid=4500)
+    own = torch.where(target < 4500, target, -1)
+    blocks = triton_backend.block_stats(
+        logits[:, :4500], own, first, block=segments.block("cuda"), threshold=threshold,
+        bias=None if offsets is None else offsets[:4500],
+    )  # fmt: skip
+    merged = merge(blocks, first, ordered=True)
+    torch.testing.assert_close(merged, whole[0], rtol=2e-6, atol=2e-5)
+    options = {"bias": offsets, "threshold": threshold}
+    many = triton_backend.row_stats(logits, target, spec, **options)
+    alone = triton_backend.row_stats(
+        logits[:1], target[:1], spec, bias=offsets, threshold=threshold[:1]
+    )
+    assert DEVICE == "cuda" or not same_bits(alone, many[:, :1])

@@ -9,6 +9,7 @@ from mcore_logprobs import linear_token_stats, vocab_parallel_target_rank
 from mcore_logprobs import vocab_parallel_token_stats as token_stats
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import reference, triton_backend
+from mcore_logprobs.kernels.operators import flatten
 from mcore_logprobs.kernels.stats import RowSpec
 from tests.kernels.common import DEVICE, make_logits
 from tests.kernels.interpreter import interpreted
@@ -84,16 +85,26 @@ def test_the_fused_path_agrees_with_torch():
 def test_operators_declare_what_they_do():
     # Schema, fake implementation and what torch.compile sees, by torch's own checker.
     logits, target, shift, coef = _inputs()
-    spec = triton_backend._flatten(SPEC)
+    spec = flatten(SPEC)
     threshold = logits[:, 0].float()
+    keep, parts = target >= 0, triton_backend.row_stats(logits, target, SPEC).unsqueeze(0)
+    norms = triton_backend.finish_rows(parts, keep, SPEC, 0.1)[1]
+    upstream = (shift, None, shift[:1].expand(6), None)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    for operator, arguments in (
-        (triton_backend._row_stats, (logits, target, None, None, None, *spec)),
-        (triton_backend._count_higher, (logits, target.clamp(min=0), threshold, 190)),
+    for operator, arguments, traced in (
+        (triton_backend._row_stats, (logits, target, None, None, None, *spec), True),
+        (triton_backend._count_higher, (logits, target.clamp(min=0), threshold, 190), True),
         (triton_backend._grad_logits,
-         (logits, target, shift, coef, None, None, torch.empty_like(logits), *spec)),
+         (logits, target, shift, coef, None, None, torch.empty_like(logits), *spec), True),
+        (triton_backend._localize, (target, 3, 100, 190, -1), False),
+        (triton_backend._segment_stats, (logits, target, 2, 100, None, None, None, *spec), False),
+        (triton_backend._finish_rows, (parts, keep, 0.1, *spec), False),
+        (triton_backend._finished_stats, (logits, target, keep, None, 0.1, *spec), False),
+        (triton_backend._results_grad,
+         (logits, target, keep, *upstream, norms, None, torch.empty_like(logits), 0.1, *spec),
+         True),
     ):  # fmt: skip
-        torch.library.opcheck(operator, arguments, test_utils=checks)
+        torch.library.opcheck(operator, arguments, test_utils=checks[: 3 if traced else 2])
 
 
 @pytest.mark.parametrize("inplace", [False, True])

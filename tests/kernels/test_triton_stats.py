@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_logprobs.kernels import reference, triton_backend, triton_common, triton_stats
+from mcore_logprobs.kernels import reference, triton_backend, triton_common
 from mcore_logprobs.kernels.stats import RowSpec, merge
 from tests.kernels.common import (
     DEVICE,
@@ -149,18 +149,6 @@ def test_nan_stays_in_its_row():
     got = triton_backend.row_stats(logits, target, spec)
     assert got[1, 1].isnan()
     assert torch.equal(got[:, ::2], clean[:, ::2])
-
-
-@interpreted
-def test_splits_merge_as_shards_do():
-    spec = RowSpec(64, entropy=True, rank=True, smoothing=True)
-    for splits, rows in ((2, 1), (5, 16), (8, 19)):
-        parts = torch.rand(splits, len(spec.fields), rows, device=DEVICE)
-        parts[:, 0] = 40.0 * parts[:, 0] - 20.0
-        parts[0, 0, 0], parts[0, 1:4, 0] = -torch.inf, 0.0
-        out = torch.empty(parts.shape[1:], device=DEVICE)
-        triton_stats.merge_splits(parts, out, spec)
-        torch.testing.assert_close(out, merge(parts, spec), rtol=2e-6, atol=1e-6)
 
 
 @interpreted

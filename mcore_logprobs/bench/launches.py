@@ -1,0 +1,297 @@
+"""What a call on a GPU costs its host: `python -m mcore_logprobs bench launches`.
+
+Small calls are bound by launches, and those can be counted and timed without a GPU. The calls run
+on CPU tensors through the code that CUDA tensors take: Triton compiles its kernels for a Hopper
+GPU, binds their arguments and looks them up as always, and a dry driver stands where it would hand
+a launch to the CUDA driver. Nothing is computed. What a GPU would run is
+
+    Triton launches + torch's own kernels + collectives
+
+where torch's kernels are its dispatched operators save views and allocations. Host time is the wall
+time of such a call on this CPU: Python, torch's dispatcher and Triton's launcher, without what the
+CUDA driver takes for each launch (2 to 4 us).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs import consistency
+from mcore_logprobs.bench.counting import DispatchesMade
+from mcore_logprobs.bench.report import machine
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.logits import opening
+from mcore_logprobs.logits.token_stats import (
+    vocab_parallel_entropy,
+    vocab_parallel_logprobs,
+    vocab_parallel_target_rank,
+    vocab_parallel_token_stats,
+)
+
+__all__ = ["CALLS", "Counted", "count", "dry_launches", "main"]
+
+_H200_PROCESSORS = 132
+
+
+# ---- launches that go nowhere ------------------------------------------------------------------
+
+
+@dataclass
+class _DryUtils:
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        return 1, 1, 0, 0, 1024  # module, function, registers, spills, threads at most
+
+    def unload_module(self, _: Any) -> None: ...
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": _H200_PROCESSORS}
+
+
+@dataclass
+class _DryDriver:
+    """What Triton asks of a driver; its launches are recorded by kernel name, and do nothing."""
+
+    launched: Counter[str] = field(default_factory=Counter)
+    utils: _DryUtils = field(default_factory=_DryUtils)
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
+        name, launched = src.fn.__name__, self.launched
+
+        def launch(*args: Any) -> None:
+            launched[name] += 1
+            if name == "localize_kernel":  # its columns go on to torch's own gather
+                column = args[-len(src.fn.arg_names) :][1]
+                ctypes.memset(column.data_ptr(), 0, column.nbytes)
+
+        return launch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+_DRIVER = _DryDriver()  # one for all: a compiled kernel keeps the launcher it was given first
+
+
+@contextmanager
+def dry_launches() -> Iterator[Counter[str]]:
+    """CPU tensors take the Triton path of a Hopper GPU, up to the launch itself.
+
+    Yields:
+        How often each kernel has been launched, by name.
+    """
+    import triton
+
+    from mcore_logprobs.kernels import triton_common
+
+    if triton_common.INTERPRETED:
+        raise ValueError("TRITON_INTERPRET: expected it unset, as kernels are compiled here")
+    chosen = backends.Choice("triton", True, "dry launches")
+    candidates = tuple(
+        replace(c, availability=lambda _: chosen) if c.name == "triton" else c
+        for c in backends._CANDIDATES
+    )
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _DRIVER))
+        stack.enter_context(mock.patch.object(backends, "_CANDIDATES", candidates))
+        processors = mock.Mock(return_value=_H200_PROCESSORS)
+        stack.enter_context(mock.patch.object(triton_common, "_processors", processors))
+        # CUDA tensors are asserted on by the kernel; what CPU ones get is no part of the count.
+        stack.enter_context(mock.patch.object(opening, "_check_ids_on_host"))
+        yield _DRIVER.launched
+
+
+# ---- counting ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One direction of a call.
+
+    Attributes:
+        triton: launches of each Triton kernel.
+        torch: dispatches of each torch operator that runs a kernel.
+        collectives: of each collective.
+        host_us: the host's time of each timed call, in microseconds, least first.
+    """
+
+    triton: Counter[str]
+    torch: Counter[str]
+    collectives: Counter[str]
+    host_us: list[float]
+
+    @property
+    def launches(self) -> int:
+        return self.triton.total() + self.torch.total()
+
+
+def _logprobs(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    return [vocab_parallel_logprobs(logits, target, **options)]
+
+
+def _with_entropy(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    stats = vocab_parallel_token_stats(logits, target, entropy=True, **options)
+    assert stats.entropy is not None
+    return [stats.logprobs, stats.entropy]
+
+
+def _everything(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    stats = vocab_parallel_token_stats(
+        logits, target, entropy=True, target_rank=True, sum_pi_squared=True, **options
+    )
+    assert stats.entropy is not None
+    assert stats.sum_pi_squared is not None
+    return [stats.logprobs, stats.entropy, stats.sum_pi_squared, stats.lse]
+
+
+def _entropy(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    return [vocab_parallel_entropy(logits, **options)]
+
+
+def _rank(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    vocab_parallel_target_rank(logits, target, **options)
+    return []
+
+
+CALLS: dict[str, Callable[..., list[Tensor]]] = {
+    "logprobs": _logprobs,
+    "logprobs, softcap 30, T 0.7": partial(_logprobs, softcap=30.0, temperature=0.7),
+    "logprobs, label smoothing": partial(_logprobs, label_smoothing=0.1),
+    "logprobs, 4 segments": partial(_logprobs, invariant_segments=4),
+    "token_stats, entropy": _with_entropy,
+    "token_stats, everything": _everything,
+    "entropy": _entropy,
+    "target_rank": _rank,
+}
+
+
+def count(
+    call: Callable[..., list[Tensor]],
+    *,
+    rows: int = 64,
+    width: int = 19008,
+    group: ProcessGroup | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    timed: int = 0,
+) -> tuple[Counted, Counted | None]:
+    """Forward and backward (None where there is none) of a call on `[rows, width]` logits.
+
+    Args:
+        group: the TP group, whose ranks need not be there.
+        timed: calls to take the host's time of.
+    """
+    logits = torch.zeros(rows, width, dtype=dtype, requires_grad=True)
+    target = torch.zeros(rows, dtype=torch.int64)
+    forward = partial(call, logits, target, tp_group=group, backend="triton")
+    with dry_launches() as launched:
+
+        def counted(run: Callable[[], object], host_us: list[float]) -> Counted:
+            launched.clear()
+            with DispatchesMade() as made:
+                run()
+            return Counted(Counter(launched), made.kernels, made.collectives, host_us)
+
+        outputs = forward()  # compiles
+        upstream = [torch.ones_like(output) for output in outputs]
+
+        def backward() -> None:
+            torch.autograd.grad(outputs, logits, upstream, retain_graph=True)
+
+        if outputs:
+            backward()
+        times: list[list[float]] = [[], []]
+        for _ in range(timed):
+            start = time.perf_counter()
+            outputs = forward()
+            times[0].append(time.perf_counter() - start)
+            if outputs:
+                start = time.perf_counter()
+                backward()
+                times[1].append(time.perf_counter() - start)
+        there, back = (sorted(1e6 * seconds for seconds in found) for found in times)
+        return counted(forward, there), counted(backward, back) if outputs else None
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _ranks(size: int) -> Iterator[ProcessGroup | None]:
+    """A group of `size` ranks of which only this one exists: its collectives do nothing."""
+    if size == 1:
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        # The other ranks' widths are not there to be compared.
+        with mock.patch.object(consistency, "_agree_in_store"):
+            yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore_logprobs bench launches",
+        description="Launches and host time of the calls on logits as on a GPU; needs none.",
+    )
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--width", type=int, default=19008, help="columns a rank, V/TP")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--calls", type=int, default=300, help="to take the median time of")
+    parser.add_argument("--kernels", action="store_true", help="name what is launched")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print(machine())
+    print(f"[{args.rows}, {args.width}] bf16; host time without the CUDA driver's share")
+    for tp in args.tp:
+        title = f"TP {tp}"
+        print(
+            f"\n{title:30} {'direction':>9} {'Triton':>7} {'torch':>6} {'wire':>5} {'host us':>8}"
+        )
+        with _ranks(tp) as group:
+            for name, call in CALLS.items():
+                both = count(call, rows=args.rows, width=args.width, group=group, timed=args.calls)
+                for way, found in zip(("forward", "backward"), both, strict=True):
+                    if found is not None:
+                        _print_line(name if way == "forward" else "", way, found, args.kernels)
+    return 0
+
+
+def _print_line(name: str, way: str, found: Counted, kernels: bool) -> None:
+    counts = (found.triton.total(), found.torch.total(), found.collectives.total())
+    host = found.host_us
+    print(
+        "{:30} {:>9} {:7} {:6} {:5} {:8.0f} {:6.0f}".format(
+            name, way, *counts, statistics.median(host), host[0]
+        ),
+        flush=True,
+    )
+    if kernels:
+        for counter in (found.triton, found.torch, found.collectives):
+            for what, times in counter.most_common():
+                print(f"{'':33}{times:3} {what}")
