@@ -112,7 +112,8 @@ def _wide(ptx: str, direction: str) -> int:
 def test_statistics_read_sixteen_bytes_at_a_time(logits, transform, tmp_path):
     lanes = 8 if logits == "bf16" else 4
     constants = {
-        "LANES": lanes, "GROUPS": 512, "threshold_ptr": None,
+        "LANES": lanes, "GROUPS": 512, "threshold_ptr": None, "STAGES": 1,
+        "PREFETCH": False,
         **field_constants(RowSpec(1, entropy=True), *triton_stats.STORED),
     }  # fmt: skip
     ptx = _build(triton_stats.stats_kernel, logits, "fp32", {**transform, **constants}, tmp_path)
