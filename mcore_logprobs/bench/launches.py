@@ -272,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = f"TP {tp}"
         print(
             f"\n{title:30} {'direction':>9} {'Triton':>7} {'torch':>6} {'wire':>5} {'host us':>8}"
+            f" {'least':>6}"
         )
         with _ranks(tp) as group:
             for name, call in CALLS.items():

@@ -70,7 +70,7 @@ def localize_kernel(
     if HAS_IGNORED:
         keep = target != ignore_index
     known = (target >= 0) & (target < vocab_size)
-    tl.device_assert(known | (keep == 0), "target: id outside [0, vocab_size)", mask=mask)
+    tl.device_assert(known | (keep == 0), "an id is outside [0, vocab_size)", mask=mask)
     column = target - start
     here = keep & (column >= 0) & (column < width)
     tl.store(column_ptr + at, tl.where(here, column, -1), mask=mask)
