@@ -50,8 +50,8 @@ class Candidate:
     """
 
     switch: str | None = None
-    stats: Mapping[str, int] = field(default_factory=dict)
-    grad: Mapping[str, int] = field(default_factory=dict)
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    grad: Mapping[str, Any] = field(default_factory=dict)
 
 
 CANDIDATES: dict[str, Candidate] = {
