@@ -259,7 +259,7 @@ class Plan:
     groups: int
     num_warps: int
     stages: int = 1
-    prefetch: bool = False
+    prefetch: int = False
 
     @property
     def tile(self) -> int:

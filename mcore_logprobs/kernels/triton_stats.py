@@ -182,12 +182,13 @@ def stats_kernel(
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = start + tl.maximum(stop - start, 0) // TILE * TILE
     if PREFETCH:
-        ahead = tl.load(row_ptr + start + offsets, mask=start < whole, other=0.0)
+        # All or nothing of a tile: one predicate, not one a column.
+        same = tl.zeros([GROUPS, LANES], tl.int32)
+        ahead = tl.load(row_ptr + start + offsets, mask=same + start < whole, other=0.0)
     for at in tl.range(start, whole, TILE, num_stages=STAGES):
         if PREFETCH:
             y = ahead
-            # All or nothing of the next tile: one predicate, not one a column.
-            more = at + TILE < whole
+            more = same + (at + TILE) < whole
             ahead = tl.load(row_ptr + at + TILE + offsets, mask=more, other=0.0)
         else:
             y = tl.load(row_ptr + at + offsets)

@@ -207,7 +207,7 @@ def test_entries_and_biases_are_built(tmp_path):
             RowSpec(1),
             triton_stats.stats_kernel,
             {
-                "LANES": 8, "GROUPS": 512, "threshold_ptr": None,
+                "LANES": 8, "GROUPS": 512, "STAGES": 1, "PREFETCH": False, "threshold_ptr": None,
                 **field_constants(RowSpec(1, entropy=True), *triton_stats.STORED),
             },
         ),

@@ -164,10 +164,21 @@ def test_a_plan_covers_every_column_once():
                 assert plan.columns % plan.tile == 0
 
 
+@pytest.mark.parametrize("names", ["stages3", "prefetch", "ratio", "prefetch,ratio"])
+@interpreted
+def test_candidates_are_right_to_rounding(names):
+    with triton_common.use_candidate(names):
+        for rows, width in ((1, 9000), (33, 8200)):
+            logits = make_logits(rows, width, torch.bfloat16)
+            _check(logits, RowSpec(width - 5, softcap=3.0, entropy=True), ulps=16.0)
+    with pytest.raises(ValueError, match=r"MCORE_LOGPROBS_TRITON: expected some of .*'stages4'"):
+        triton_common.use_candidate("stages4").__enter__()
+
+
 @triton.jit
-def _tanh_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+def _tanh_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, SERIES: tl.constexpr):
     at = tl.arange(0, SIZE)
-    tl.store(out_ptr + at, triton_common.tanh(tl.load(x_ptr + at)))
+    tl.store(out_ptr + at, triton_common.tanh(tl.load(x_ptr + at), SERIES))
 
 
 @interpreted
@@ -175,7 +186,9 @@ def test_tanh_is_right_to_a_few_units_in_the_last_place():
     x = torch.cat([torch.logspace(-30, 2, 1020), torch.tensor([0.0, 0.5499, 0.55, torch.inf])])
     x = torch.cat([x, -x]).to(DEVICE)
     got = torch.empty_like(x)
-    _tanh_kernel[(1,)](x, got, SIZE=2048)
     exact = x.double().tanh()
+    _tanh_kernel[(1,)](x, got, SIZE=2048, SERIES=False)
+    assert ((got.double() - exact).abs() <= 2.0**-22).all()
+    _tanh_kernel[(1,)](x, got, SIZE=2048, SERIES=True)
     units = 4 if DEVICE == "cuda" else 2  # a GPU's exp2 is right to 2 units itself
     assert ((got.double() - exact).abs() <= units * 2.0**-23 * exact.abs()).all()
