@@ -254,7 +254,7 @@ class GrpoTrainer:
         """Megatron's three outputs: the sum, the tokens that it is over, and what to report."""
         b, clip = micro.batch, {"clip_low": self.loss.clip_low, "clip_high": self.loss.clip_high}
         clipped = clip_fraction(logprobs, b.old_logprobs, b.advantages, **clip)
-        tokens = b.mask.sum()
+        tokens = b.tokens_counted
         report = torch.stack([loss.detach().double(), clipped.sum().double(), tokens.double()])
         return loss, tokens.int(), report
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import ordered_sum_dim0
-from mcore_logprobs.fused.gradients import HeadGradients
+from mcore_logprobs.fused.gradients import HeadGradients, HiddenGradient
 from mcore_logprobs.fused.head import Head, HeadOptions
 from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling
@@ -165,11 +165,12 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
                 hidden, head.weight, None, tiles, tiling, head.opts, needs=(True, True, False)
             )
             assert gradients.weight is not None
+            gradients.hidden = collected = _Segments(hidden, tiles, tiling)
             for chunk in head.chunks(tile.hidden, own):
                 gradients.add_chunk(
                     head, tile, chunk, partial(head.chunk_grad, shift=top, coef=probability)
                 )
-            parts += gradients.take_segments(tile)
+            parts += collected.parts
             done = gradients.weight.finish()
             assert done is not None
             weights.append(done)
@@ -191,6 +192,15 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
     yield "dWeight across TP", all(torch.equal(at[tp][0], at[1][0]) for tp in _SIZES)
     yield "dHidden across TP", all(torch.equal(at[tp][1], at[1][1]) for tp in _SIZES)
     yield from _across_calls(stats)
+
+
+class _Segments(HiddenGradient):
+    """Keeps a rank's parts of dHidden, `[rows, h]` a segment, in place of sending them."""
+
+    parts: list[Tensor]
+
+    def put_segments(self, number: int, parts: list[Tensor]) -> None:
+        self.parts = parts
 
 
 def _shards(tp: int) -> Iterator[slice]:

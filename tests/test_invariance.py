@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mcore_logprobs import doctor, invariance
 from mcore_logprobs.fused import head as fused_head
+from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.kernels.products import product
 from mcore_logprobs.kernels.stats import merge
 from mcore_logprobs.logits import rows
@@ -36,6 +38,19 @@ def test_sums_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rows, "merge", backwards)
     broken = {name for name, holds in found().items() if not holds}
     assert "logits float32 forward across rows" in broken
+
+
+def test_parts_of_dhidden_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_segment = HeadGradients._add_segment
+
+    def spoiled(self, segments, head, columns, dlogits, tile):
+        add_segment(self, segments, head, columns, dlogits, tile)
+        if segments.local == 2:  # TP 4
+            self._parts[0].nextafter_(torch.tensor(torch.inf))
+
+    monkeypatch.setattr(HeadGradients, "_add_segment", spoiled)
+    broken = {name for name, holds in found().items() if not holds}
+    assert broken == {f"hidden {dtype} dHidden across TP" for dtype in ("float32", "bfloat16")}
 
 
 def test_doctor_prints_it() -> None:

@@ -114,6 +114,11 @@ class Batch:
     ref_logprobs: Tensor  # float32 [n, s], zeros until computed
     weights: Tensor  # float32 [n, s], truncated importance weights, ones until computed
     kept_ids: Tensor | None = None  # int64 [n, s, k], what the engine's filters kept; -1 fills up
+    counted: Tensor | None = None  # int64 [n, s], sums to the tokens that the loss is a mean over
+
+    @property
+    def tokens_counted(self) -> Tensor:
+        return (self.mask if self.counted is None else self.counted).sum()
 
     @property
     def mask(self) -> Tensor:
@@ -125,7 +130,8 @@ class Batch:
 
     def that_teaches(self, grpo: Any, layout: Any) -> Batch:
         """Without the answers whose advantage is 0 (all answers to the question scored alike): they
-        have no gradient, unless by the KL term. Filled up to whole micro-batches on every rank."""
+        have no gradient, unless by the KL term. Filled up to whole micro-batches on every rank; the
+        loss stays the mean over all answers, whatever was left out."""
         if grpo.kl_coef > 0:
             return self
         size = grpo.micro_batch * layout.dp
@@ -133,7 +139,10 @@ class Batch:
         # Those that teach first, in their order; a step without any still makes one micro-batch.
         order = torch.argsort(teaches.logical_not().int(), stable=True)
         rows = order[: max(1, -(-int(teaches.sum()) // size)) * size]
-        return self.map(lambda t: t[rows])
+        taught = self.map(lambda t: t[rows])
+        taught.counted = taught.mask.long()
+        taught.counted[0, 0] += self.mask.sum() - taught.mask.sum()
+        return taught
 
 
 def group_advantages(samples: list[Sample], *, normalise_std: bool) -> None:
@@ -145,7 +154,8 @@ def group_advantages(samples: list[Sample], *, normalise_std: bool) -> None:
         rewards = [sample.reward for sample in group]
         scale = pstdev(rewards) + 1e-4 if normalise_std else 1.0
         for sample in group:
-            sample.advantage = (sample.reward - fmean(rewards)) / scale
+            alike = min(rewards) == max(rewards)  # their mean may be off by a rounding
+            sample.advantage = 0.0 if alike else (sample.reward - fmean(rewards)) / scale
 
 
 def make_batch(

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
+
 from .config import RunConfig, SetupError
 from .data import Problem, Task
 from .layout import on_main
@@ -27,7 +29,7 @@ class Questions:
     def __init__(self, task: Task, config: RunConfig) -> None:
         self._task, self._config, section = task, config, config.task
         self.held_out: list[Problem] = []
-        self._taken: set[str] = set()
+        self._taken = {question for question, _ in task.shots}
         for index in range(_FIRST, _FIRST + 50 * section.eval_questions):
             if len(self.held_out) == section.eval_questions:
                 break
@@ -124,7 +126,10 @@ class Evaluator:
         if any(e.step == step for e in self.done):
             return
         trainer, problems = self.trainer, self.trainer.questions.held_out
-        samples = trainer.questions.answer(trainer.engine, problems, 1, _SEED)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):  # an engine may draw from torch's own generator
+            torch.manual_seed(_SEED)
+            samples = trainer.questions.answer(trainer.engine, problems, 1, _SEED)
         found = Evaluation(step, [s.reward for s in samples])
         self.done.append(found)
         with self.path.open("a") as file:

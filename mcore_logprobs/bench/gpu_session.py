@@ -153,7 +153,7 @@ def _child(group: Group, session: Session, until: float) -> None:
     os._exit(status)  # whatever threads or handlers a library has left behind
 
 
-def _has_gpu() -> bool:
+def _has_gpu(patience: float) -> bool:
     """Asked in another process: one that has touched the GPU must not be forked."""
     import torch
 
@@ -165,7 +165,7 @@ def _has_gpu() -> bool:
     process.start()
     there.close()
     try:
-        return bool(here.recv()) if here.poll(60) else False
+        return bool(here.recv()) if here.poll(patience) else False
     except EOFError:
         return False
     finally:
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.deadline < 5:
         raise SystemExit("--deadline: expected 5 seconds at least")
     args.out.mkdir(parents=True, exist_ok=True)
-    cuda = _has_gpu()
+    cuda = _has_gpu(min(60.0, args.deadline / 2))
     if not cuda and not args.small:
         print("gpu_session: no CUDA device; --small tries the script without one", file=sys.stderr)
         return 2
@@ -232,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = gpu_summary.as_markdown(records)
             (args.out / "summary.md").write_text(text)
             print("\n" + text)
-    plot = Group("plot", lambda run: gpu_summary.plot(records, args.out / "frontier.png"), 1.0)
-    _run_in_process(plot, session, end - 0.2)
+        plot = Group("plot", lambda run: gpu_summary.plot(records, args.out / "frontier.png"), 1.0)
+        _run_in_process(plot, session, end - 0.2)
     return 0 if gpu_summary.all_well(records) else 1
 
 

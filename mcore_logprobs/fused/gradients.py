@@ -20,6 +20,7 @@ from mcore_logprobs.collectives import (
     all_reduce_sum_async,
     ordered_sum_dim0,
     reduce_scatter_dim0_async,
+    wait_for,
 )
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions
 from mcore_logprobs.fused.lora import LoRA, LoRAGradient
@@ -118,7 +119,7 @@ class HeadGradients:
             capped = finished_logits(chunk.logits, replace(spec, temperature=1.0))
             dz = dlogits_of(replace(chunk, logits=capped, spec=uncapped))
             self._add_bias(columns, dz, 1.0)
-            dlogits = (dz * slope).to(dz.dtype)
+            dlogits = (dz * slope.masked_fill_(dz == 0, 0.0)).to(dz.dtype)
         if self._lora is not None:
             assert head.low_rank is not None
             self._lora.add_chunk(columns, dlogits, head.low_rank.inner(tile.hidden))
@@ -269,8 +270,7 @@ class HiddenGradient:
         if self._pending is None:
             return
         number, out, work = self._pending
-        if work is not None:
-            work.wait()
+        wait_for(work, self._tiling.group)
         self.grad[self._tiles.local[number]] = out
         self._pending = None
 

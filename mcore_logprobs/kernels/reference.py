@@ -428,7 +428,8 @@ def to_raw_gradient(
 ) -> None:
     """The gradient of finished logits `[c, v]` to that of raw ones, in place."""
     if spec.softcap is not None:
-        grad.mul_(softcap_slope(logits, spec, grad.dtype))
+        # A row with NaN that asks for nothing gets nothing: 0 times a NaN slope would be NaN.
+        grad.mul_(softcap_slope(logits, spec, grad.dtype).masked_fill_(grad == 0, 0.0))
     if temperature is not None:
         grad.mul_(row_multiplier(spec, temperature).to(grad.dtype).unsqueeze(-1))
     elif spec.multiplier != 1.0:

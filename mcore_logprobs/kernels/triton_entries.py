@@ -96,7 +96,7 @@ def entries_kernel(
             factor = factor + moment * tl.maximum(shifted, LOG_ZERO)
         total += tl.where(asked, tl.exp2(shifted * LOG2E) * factor, 0.0)
     if HAS_SOFTCAP:
-        total = total * (1.0 - capped * capped)
+        total = tl.where(total != 0.0, total * (1.0 - capped * capped), 0.0)
     total = (total * slope).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * out_stride + column, total, mask=mine)
 

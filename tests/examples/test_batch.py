@@ -59,6 +59,8 @@ def test_rows_without_an_advantage_are_left_out_of_the_update() -> None:
     # Filled up to 2 ranks x micro-batches of 1 by a row that adds nothing.
     assert batch.that_teaches(grpo, layout).tokens[:, 1].tolist() == [8, 11, 12, 6]
     assert batch.that_teaches(GrpoSection(kl_coef=0.1), layout) is batch
+    # The loss is a mean over all answers, the ones left out too.
+    assert batch.that_teaches(grpo, layout).tokens_counted == batch.tokens_counted > 4
     batch.advantages.zero_()
     assert batch.that_teaches(grpo, layout).tokens[:, 1].tolist() == [6, 7]
 
@@ -70,6 +72,9 @@ def test_advantages_are_relative_to_the_group() -> None:
     assert [s.advantage for s in samples] == pytest.approx([1.0, -1.0, 0.0, 0.0], abs=1e-3)
     group_advantages(samples, normalise_std=False)
     assert [s.advantage for s in samples] == [0.5, -0.5, 0.0, 0.0]
+    alike = [_sample([5], [6], 0, 0.1) for _ in range(3)]  # whose mean is 0.10000000000000002
+    group_advantages(alike, normalise_std=True)
+    assert [s.advantage for s in alike] == [0.0] * 3
 
 
 def test_micro_batches_cover_the_rows_of_a_data_parallel_rank() -> None:

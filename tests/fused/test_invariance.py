@@ -93,7 +93,8 @@ def test_values_and_gradients_are_the_same_bits_at_any_tensor_parallel_size(
 ) -> None:
     given = inputs(12, WIDE, dtype)
     options = {"vocab_size": WIDE["vocab_size"], "invariant_segments": SEGMENTS}
-    for extra in ({}, {"chunk_size": 8}):
+    unusual = {"softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1}
+    for extra in ({}, {"chunk_size": 8}, unusual):
         found = [
             joined(on_ranks(ranks, tp, stats_and_gradients, given, **options, **extra))
             for tp in (1, 2, 4)

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from mcore_logprobs import (
     linear_gather,
+    linear_kl_div,
     linear_map,
     linear_policy_loss,
+    linear_sampling_logprobs,
     linear_token_stats,
     linear_topk_distill,
     vocab_parallel_entropy,
@@ -152,3 +154,44 @@ def test_a_low_precision_main_grad_is_rounded_once_a_tile(chunk_size):
     assert weight.main_grad.dtype == torch.bfloat16
     # dLogits are rounded to bf16 before the product: an ulp or two of the sum.
     torch.testing.assert_close(weight.main_grad, expected, rtol=2**-7, atol=2**-7)
+
+
+# As OPERATIONS, of a row each; row 1 of the target asks for nothing.
+_IGNORED = TARGET.clone().index_fill_(0, torch.tensor([1]), -100)
+_CAPPED: dict[str, Callable[..., Tensor]] = {
+    "token_stats": lambda h, w, **o: linear_token_stats(h, w, _IGNORED, **o).logprobs,
+    "sampling_top_k": lambda h, w, **o: linear_sampling_logprobs(h, w, _IGNORED, top_k=3, **o),
+    "sampling_top_p": lambda h, w, **o: linear_sampling_logprobs(h, w, TARGET, top_p=0.8, **o),
+    "gather_log_softmax": lambda h, w, **o: linear_gather(h, w, IDS, log_softmax=True, **o).sum(-1),
+    "map": lambda h, w, **o: linear_map(h, w, lambda z: z.square().sum(-1), **o),
+    "kl_div": lambda h, w, **o: linear_kl_div(
+        h, w, torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)), **o
+    ),
+    "policy_loss": lambda h, w, **o: linear_policy_loss(
+        h, w, _IGNORED, lambda logprobs, _: logprobs.square(), **o
+    )[0].expand(ROWS),
+}
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("operation", _CAPPED)
+def test_a_nan_row_without_upstream_has_no_gradient_under_a_softcap(operation, with_bias):
+    given = _inputs()
+    hidden, bias = given["hidden"], given["bias"].requires_grad_() if with_bias else None
+    clean = hidden.clone().requires_grad_()
+    hidden[1] = torch.nan
+    hidden.requires_grad_()
+    upstream = torch.linspace(0.5, 2.0, ROWS)
+    upstream[1] = 0.0
+    found, expected = (
+        torch.autograd.grad(
+            _CAPPED[operation](h, given["weight"], bias=bias, softcap=5.0, chunk_size=3),
+            h,
+            upstream,
+        )[0]
+        for h in (hidden, clean)
+    )
+    assert torch.equal(found[1], torch.zeros(HIDDEN))
+    others = torch.arange(ROWS) != 1
+    assert expected[others].abs().sum(-1).gt(0).all()
+    torch.testing.assert_close(found[others], expected[others])

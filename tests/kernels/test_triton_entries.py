@@ -157,6 +157,19 @@ def test_the_fused_path_agrees_with_torch():
 
 
 @interpreted
+def test_a_nan_row_without_upstream_has_no_gradient_under_a_softcap():
+    hidden, weight = torch.randn(3, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
+    hidden[1] = torch.nan
+    hidden.requires_grad_()
+    ids = torch.randint(300, (3, 4), device=DEVICE)
+    upstream = torch.tensor([[0.7], [0.0], [-1.2]], device=DEVICE).expand(3, 4)
+    values = linear_gather(hidden, weight, ids, log_softmax=True, softcap=5.0, backend="triton")
+    values.backward(upstream)
+    assert torch.equal(hidden.grad[1], torch.zeros(16, device=DEVICE))
+    assert hidden.grad[::2].isfinite().all() and hidden.grad[::2].any()
+
+
+@interpreted
 def test_the_operator_declares_what_it_does():
     logits = make_logits(4, 200, torch.bfloat16)
     column = torch.randint(190, (4, 3), device=DEVICE)

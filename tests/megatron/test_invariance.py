@@ -5,28 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import patch_gpt_model
 from tests.helpers.invariance import FIELDS, assert_same_bits
 from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
+from tests.megatron.test_mtp import logged_metrics
 
 
-def bits_of_a_model(tp: int, fused: bool) -> dict[str, Any]:
+def bits_of_a_model(tp: int, fused: bool, mtp: bool) -> dict[str, Any]:
+    """One rank's statistics, the same bits for each chunk size; with MTP its heads' losses too."""
     with megatron(tp=tp) as parallel_state:
-        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB)
+        config = tiny_config(tp, **({"mtp_num_layers": 2} if mtp else {}))
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=mtp)
         batch = make_batch(parallel_state)
-        found = []
+        found: list[dict[str, Any]] = []
+
+        def call() -> None:
+            stats = model(**batch["inputs"], labels=batch["labels"])
+            found.append({name: getattr(stats, name).detach() for name in FIELDS})
+
         for chunk_size in (None, 1, 7):
             config = LogprobConfig(
                 fused=fused, entropy=True, target_rank=True, sum_pi_squared=True,
                 invariant_segments=2, chunk_size=chunk_size,
+                label_smoothing=0.1 if mtp else 0.0, softcap=4.0 if mtp else None,
             )  # fmt: skip
-            with patch_gpt_model(model, config), torch.no_grad():
-                stats = model(**batch["inputs"], labels=batch["labels"])
-            found.append({name: getattr(stats, name) for name in FIELDS})
+            with patch_gpt_model(model, config):
+                if mtp:
+                    logged = logged_metrics(call)
+                    found[-1] |= logged
+                else:
+                    call()
         for other in found[1:]:
             assert_same_bits(other, found[0], "chunk_size")
         with (
@@ -37,7 +48,8 @@ def bits_of_a_model(tp: int, fused: bool) -> dict[str, Any]:
         return found[0]
 
 
+@pytest.mark.parametrize("mtp", [False, True], ids=["plain", "MTP"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
-def test_a_patched_model_honours_it(ranks, fused):
-    first, second = ranks(2).run(bits_of_a_model, 2, fused)
+def test_a_patched_model_honours_it(ranks, fused, mtp):
+    first, second = ranks(2).run(bits_of_a_model, 2, fused, mtp)
     assert_same_bits(second, first, "ranks")
