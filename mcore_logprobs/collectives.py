@@ -8,6 +8,8 @@ so none is used there.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,10 +80,15 @@ def wait_for(work: Any | None, group: ProcessGroup | None) -> None:
     Raises:
         ValueError: it failed, and the rank that stopped has left its reason.
     """
-    if work is None:
-        return
+    if work is not None:
+        with _told_why(group):
+            work.wait()
+
+
+@contextmanager
+def _told_why(group: ProcessGroup | None) -> Iterator[None]:
     try:
-        work.wait()
+        yield
     except RuntimeError as error:
         reason = _reason_left(group)
         if reason:
@@ -144,7 +151,8 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if group_size(group) == 1 or x.numel() == 0:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
-    wait_for(all_reduce_sum_async(out, group), group)
+    with _told_why(group):
+        dist.all_reduce(out, group=group)
     return out
 
 

@@ -44,6 +44,7 @@ _SHARDED = ("logits", "hidden", "weight", "bias")
 _PATIENCE = {"cpu": 30.0, "other": 600.0}
 _WITHDRAWN = "withdrawn"
 _agreed: weakref.WeakKeyDictionary[ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+_blamed: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # this rank has left a reason there
 
 
 def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> None:
@@ -64,6 +65,9 @@ def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> 
     elif width not in _agreed.setdefault(group, set()):
         _agree_in_store(width, group, _PATIENCE["cpu" if device.type == "cpu" else "other"])
         _agreed[group].add(width)
+    if group in _blamed:  # the caller has gone on after the error
+        _blamed.discard(group)
+        leave_reason(group, "")
 
 
 # ---- widths, once ------------------------------------------------------------------------------
@@ -98,6 +102,7 @@ def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
                 f"but no new one on every other rank within {patience:g} s"
             )
             leave_reason(group, str(error))
+            _blamed.add(group)
             raise error
         time.sleep(pause)
         pause = min(2.0 * pause, 0.02)

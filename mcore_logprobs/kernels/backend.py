@@ -377,7 +377,9 @@ def select(backend: str, logits: Tensor, *, segments: Segments | None = None) ->
             continue
         choice = candidate.availability(device_type)
         reason = candidate.refusal(logits, segments) if choice.available else choice.reason
-        if segments is not None and reason and choice.available and _has_strided_columns(logits):
+        # With segments the layout may not decide; where more than that is in the way, it does not.
+        by_layout = segments is not None and choice.available and _has_strided_columns(logits)
+        if by_layout and reason and candidate.refusal(logits[..., :1], segments) is None:
             raise ValueError(f"invariant_segments: {reason}")
         if reason is None and not by_name:
             reason = candidate.unworthy(logits, segments)
@@ -403,11 +405,26 @@ def select_pair(backend: str, student: Tensor, teacher: Tensor) -> PairBackend:
         )
     if backend == "auto" and student.device.type == "cpu":
         backend = "torch"  # inductor has no functions for two sides
-    if any(select(backend, side) is reference for side in (student, teacher)):
+    lacking = _pairs_lack() if backend != "torch" else None
+    if lacking and backend == "triton":
+        raise ValueError(f"backend={backend!r} cannot be had for a divergence: {lacking}")
+    if lacking or any(select(backend, side) is reference for side in (student, teacher)):
         return distill
     from mcore_logprobs.kernels import triton_pairs
 
     return triton_pairs
+
+
+def _pairs_lack() -> str | None:
+    """What the kernels for two sides need and this Triton has not."""
+    version, _, error = _import_triton()
+    if error:
+        return None  # said where the backend is chosen
+    import triton.language as tl
+
+    if hasattr(tl, "tuple"):
+        return None
+    return f"its kernels take tuples, which Triton {version} has not: 3.3 or later is needed"
 
 
 def _has_strided_columns(logits: Tensor) -> bool:

@@ -32,9 +32,22 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mcore_logprobs::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.mcore_logprobs, name).default
+    found = getattr(torch.ops.mcore_logprobs, name).default
+    arguments = enumerate(found._schema.arguments)
+    written = [i for i, each in arguments if each.alias_info and each.alias_info.is_write]
+
+    def run_and_tell(*args: Any) -> Any:
+        result = run(*args)
+        # A kernel's writes are not seen by themselves: autograd must know that a tensor which
+        # another operation has saved is not what it was.
+        for place in written:
+            if not args[place].is_inference():
+                torch.autograd.graph.increment_version(args[place])
+        return result
+
+    _LIBRARY.impl(name, run_and_tell if written else run, "CompositeExplicitAutograd")
+    return found
 
 
 # A RowSpec travels as its fields: their declaration in a schema, and the way there and back.

@@ -70,7 +70,8 @@ def localize_kernel(
     if HAS_IGNORED:
         keep = target != ignore_index
     known = (target >= 0) & (target < vocab_size)
-    tl.device_assert(known | (keep == 0), "an id is outside [0, vocab_size)", mask=mask)
+    # Past the end lies 0, which is known: device_assert has a mask from Triton 3.5 on only.
+    tl.device_assert(known | (keep == 0), "an id is outside [0, vocab_size)")
     column = target - start
     here = keep & (column >= 0) & (column < width)
     tl.store(column_ptr + at, tl.where(here, column, -1), mask=mask)

@@ -97,8 +97,7 @@ def stable_topk(x: Tensor, k: int) -> Tensor:
     again = tied.nonzero().squeeze(-1)
     if again.numel():
         picked = x[again]
-        # A NaN that a CPU makes has its sign bit set.
-        columns[again] = _topk_of_keys(torch.where(picked.isnan(), torch.nan, picked), k)
+        columns[again] = _topk_of_keys(picked, k)
     return columns
 
 
@@ -108,9 +107,10 @@ def _topk_of_keys(x: Tensor, k: int) -> Tensor:
     """
     if x.dtype == torch.float64:  # no room for the column
         return x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    bits = x.to(torch.float32, copy=True).add_(0.0).view(torch.int32)  # + 0.0: no minus zero
+    exact = x.to(torch.float32, copy=True).add_(0.0)  # + 0.0: no minus zero
+    bits = exact.masked_fill_(exact.isnan(), torch.nan).view(torch.int32)  # nor a negative NaN
     key = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()
-    del bits
+    del bits, exact
     last = x.shape[-1] - 1
     key.mul_(2**32).add_(torch.arange(last, -1, -1, device=x.device))
     return last - (key.topk(k, dim=-1, sorted=False).values & 0xFFFFFFFF)

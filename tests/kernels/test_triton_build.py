@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from mcore_logprobs.kernels import (
     triton_distill,
     triton_entries,
+    triton_finish,
     triton_grad,
     triton_rank,
     triton_sides,
@@ -123,6 +124,11 @@ def test_statistics_read_sixteen_bytes_at_a_time(logits, transform, tmp_path):
     loop = ptx[: ptx.rindex("ld.global.v4.b32")]
     assert "bar.sync" not in loop
     assert "shfl" not in loop
+
+
+def test_targets_are_localized(tmp_path):
+    constants = {"HAS_IGNORED": True, "BLOCK": 1024}
+    _build(triton_finish.localize_kernel, "bf16", "fp32", constants, tmp_path, keep_ptr="*i1")
 
 
 def test_rank_reads_sixteen_bytes_at_a_time(tmp_path):

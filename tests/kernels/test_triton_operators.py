@@ -36,6 +36,19 @@ def test_triton_is_had_by_name_and_serves_what_it_can():
         assert backends.select("auto", refused) is reference
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@interpreted
+def test_a_gradient_over_the_logits_is_seen_by_whoever_saved_them(backend):
+    x = make_logits(3, 40, torch.float32).requires_grad_()
+    logits = x * 1.0
+    saved = logits.square().sum()
+    target = torch.tensor([0, 5, 39], device=DEVICE)
+    stats = token_stats(logits, target, backend=backend, inplace_backward=True)
+    torch.autograd.grad(stats.logprobs.sum(), x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(saved, x)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
 @interpreted

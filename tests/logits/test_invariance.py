@@ -164,6 +164,16 @@ def test_wrong_segments_are_refused_before_any_collective(
     assert on_ranks(ranks, 2, logprobs_refused, segments, width) == [0, 0]
 
 
+def test_float64_in_any_layout_goes_to_eager_torch() -> None:
+    logits = torch.randn(64, 3, dtype=torch.float64).t()
+    target = torch.tensor([0, 63, 7])
+    found, expected = (
+        vocab_parallel_logprobs(x, target, invariant_segments=2)
+        for x in (logits, logits.contiguous())
+    )
+    assert_same_bits(found, expected, "strided")
+
+
 def test_the_documented_fold_of_whole_rows_in_plain_torch_gives_the_same_bits(ranks: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "invariance.md").read_text()
     space: dict[str, Any] = {}

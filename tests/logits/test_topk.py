@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_argmax, vocab_parallel_topk
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.logits import topk
 from mcore_logprobs.logits.topk import stable_topk
 from tests.helpers.distributed import RankError
 from tests.helpers.memory import TensorsMade
@@ -176,3 +177,13 @@ def test_equal_values_and_nan_are_chosen_by_column(dtype, k):
     assert torch.equal(stable_topk(x, k).sort(-1).values, expected)
     values, _ = vocab_parallel_topk(x, k)
     assert values[4:6, 0].isnan().all()
+
+
+def test_a_nan_of_either_sign_is_the_largest_by_keys_too():
+    """What a GPU takes; a NaN that a CPU makes has its sign bit set."""
+    nan = torch.tensor([-torch.inf]) - torch.tensor([-torch.inf])
+    x = torch.tensor([[1.0, 3.0, 2.0, 5.0]])
+    x[0, 2] = torch.copysign(nan, torch.tensor(-1.0))[0]
+    x = torch.cat([x, x.roll(1, 1)])
+    assert topk._topk_of_keys(x, 1).tolist() == [[2], [3]]
+    assert topk._topk_of_keys(x.bfloat16(), 2).sort().values.tolist() == [[2, 3], [0, 3]]
