@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +23,10 @@ from mcore_logprobs.kernels import (
 )
 from mcore_logprobs.kernels.distill import KINDS, PairSpec, Side, finish_pair, merge_pairs
 from mcore_logprobs.kernels.stats import RowSpec
-from tests.helpers.distributed import RankPool
+from tests.helpers.distributed import get_pool
 from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import DEVICE, TRANSFORMS, far_rows, lay_out, make_bias, make_logits
-from tests.kernels.interpreter import interpret, interpreted
+from tests.kernels.interpreter import interpreted
 from tests.logits.test_distill import run_shard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -415,23 +414,15 @@ def test_operators_declare_what_they_do():
 # ---- over two ranks ----
 
 
-@pytest.fixture
-def interpreting_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)  # of their own: they stay with the interpreter
-    yield pool
-    pool.close()
-
-
-def test_shards_of_two_ranks_agree_with_torch(interpreting_ranks):
-    interpreting_ranks.run(interpret)
+@interpreted
+def test_shards_of_two_ranks_agree_with_torch():
+    ranks = get_pool(2)  # of the process that interprets, and so they do
     student, teacher = torch.randn(5, 300) * 3, (torch.randn(5, 300) * 3).bfloat16()
     upstream = torch.randn(5)
     for kind in KINDS:
         options = {"kind": kind, "vocab_size": 290, "temperature": 0.8}
         torchs, tritons = (
-            interpreting_ranks.run(
-                run_shard, student, teacher, upstream, {**options, "backend": backend}
-            )
+            ranks.run(run_shard, student, teacher, upstream, {**options, "backend": backend})
             for backend in ("torch", "triton")
         )
         for got, want in zip(tritons, torchs, strict=True):
