@@ -192,6 +192,8 @@ def _probe(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 def _works(call: Callable[[], Tensor]) -> bool:
     try:
         call()
+    except torch.cuda.OutOfMemoryError:
+        raise  # says nothing of what torch can do, and the answer is kept
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True

@@ -76,3 +76,15 @@ def test_operands_are_cast_only_where_there_is_no_matrix_unit_for_them():
     assert products.operand_dtype(torch.float64, torch.device("cuda")) == torch.float64
     x = torch.randn(2, 2)
     assert products.operand(x) is x
+
+
+def test_a_probe_without_memory_is_no_answer():
+    def full() -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    def not_there() -> None:
+        raise RuntimeError("not implemented for this dtype")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        products._works(full)
+    assert not products._works(not_there)
