@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("collectives.py", "consistency.py", "losses.py", "context_parallel", "fused", "logits")
 # The tests nearest to a module, where it has none of its own name, or more than that.
 NEAREST = {
+    "losses.py": "test_losses.py test_losses_in_training.py",
     "collectives.py": "test_collectives.py test_consistency.py test_faults.py "
     "context_parallel/test_communication.py",
     "context_parallel/layouts.py": "context_parallel",

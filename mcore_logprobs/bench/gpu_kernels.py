@@ -26,7 +26,13 @@ from torch import Tensor
 
 from mcore_logprobs.bench.tiled_forward import CONFIGS, TileConfig, tiled_row_stats
 from mcore_logprobs.fused.token_stats import linear_token_stats
-from mcore_logprobs.kernels import triton_distill, triton_grad, triton_rank, triton_stats
+from mcore_logprobs.kernels import (
+    triton_distill,
+    triton_distill_grad,
+    triton_grad,
+    triton_rank,
+    triton_stats,
+)
 from mcore_logprobs.kernels.distill import PairSpec, Side, finish_pair
 from mcore_logprobs.kernels.products import add_product, product
 from mcore_logprobs.kernels.stats import RowSpec
@@ -150,7 +156,7 @@ def distill_table(rows: int, vocab: int, iterations: int) -> None:
             floor += reads
             line("jsd: sums", reads, partial(triton_distill.jsd_sums, *sides, *norms, spec))
         write = partial(
-            triton_distill.pair_grad, *sides, *norms, done.value, upstream, spec, out=out
+            triton_distill_grad.pair_grad, *sides, *norms, done.value, upstream, spec, out=out
         )
         line(f"{kind}: gradient", gradient, write)
         for backend in ("triton", "torch"):

@@ -1,8 +1,7 @@
-"""Divergences between two sides of logits, each read once a pass, as Triton kernels.
+"""Statistics of divergences between two sides of logits, each read once a pass, as Triton kernels.
 
 `kernels.distill` documents the functions and has the formulas. Statistics are one pass over both
-sides, "jsd" takes a second one for its sums, and the gradient is one pass that reads both and
-writes the student's. Nothing of the logits' size is made but that gradient.
+sides, and "jsd" takes a second one for its sums. Nothing of the logits' size is made.
 """
 
 # mypy: allow-untyped-defs
@@ -16,16 +15,15 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, PAIR_STATS, PairSpec, Side
 from mcore_logprobs.kernels.triton_common import (
-    INTERPRETED,
     LOG2E,
     LOG_ZERO,
     Plan,
     device_of,
-    with_unit_stride,
 )
 from mcore_logprobs.kernels.triton_sides import (
-    ROW_TEMPERATURE,
-    SOFTCAP,
+    CROSS_ENTROPY,
+    FORWARD,
+    REVERSE,
     load_side,
     log_probs,
     norm_args,
@@ -39,21 +37,12 @@ from mcore_logprobs.kernels.triton_sides import (
 __all__ = [
     "jsd_kernel",
     "jsd_sums",
-    "pair_grad",
-    "pair_grad_kernel",
     "pair_stats",
     "pair_stats_kernel",
 ]
 
-FORWARD = tl.constexpr(KINDS.index("forward"))
-REVERSE = tl.constexpr(KINDS.index("reverse"))
-JSD = tl.constexpr(KINDS.index("jsd"))
-CROSS_ENTROPY = tl.constexpr(KINDS.index("cross_entropy"))
 STATS = tl.constexpr(PAIR_STATS)
 
-# Columns a tile of the gradient, fewer where a column takes more registers; columns a program.
-_GRAD_TILE = {"forward": 2048, "reverse": 2048, "cross_entropy": 2048, "jsd": 1024}
-_GRAD_COLUMNS = 16384
 _NUM_WARPS = 4
 
 
@@ -321,127 +310,6 @@ def jsd_kernel(
     tl.store(out + rows, tl.sum(to_p, 0) + nan)
 
 
-# ---- gradient ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def _write_tile(
-    student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
-    out_row_ptr, start, valid, width,
-    MASKED: tl.constexpr, TILE: tl.constexpr, STUDENT: tl.constexpr, TEACHER: tl.constexpr,
-    KIND: tl.constexpr,
-):  # fmt: skip
-    """`kernels.distill.pair_grad` of one tile; `factor` is all of it that the row shares."""
-    columns = start + tl.arange(0, TILE)
-    s, capped = load_side(student, student_bias_ptr, columns, valid, MASKED, STUDENT)
-    t, _ = load_side(teacher, teacher_bias_ptr, columns, valid, MASKED, TEACHER)
-    top_s, log_s, top_t, log_t = norms
-    if KIND == FORWARD or KIND == CROSS_ENTROPY:  # noqa: SIM109
-        p = tl.exp2(((s - top_s) - log_s) * LOG2E)
-        q = tl.exp2(((t - top_t) - log_t) * LOG2E)
-        grad = p - q
-    else:
-        logp = log_probs(s, top_s, log_s)
-        logq = log_probs(t, top_t, log_t)
-        if KIND == REVERSE:
-            over = logp - logq
-        else:
-            over, _ = over_mixture(logp, logq, beta)
-        grad = tl.exp2(logp * LOG2E) * (over - inner)  # inner is NaN where either side is
-    grad = grad * factor
-    if (SOFTCAP & STUDENT) != 0:
-        grad = grad * (1.0 - capped * capped)
-    if MASKED:
-        grad = tl.where(columns < valid, grad, 0.0).to(out_row_ptr.dtype.element_ty)
-        tl.store(out_row_ptr + columns, grad, mask=columns < width)
-    else:
-        tl.store(out_row_ptr + columns, grad.to(out_row_ptr.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["valid", "width", "splits"])
-def pair_grad_kernel(
-    student_ptr,  # [n, v]
-    teacher_ptr,  # [n, v]
-    student_bias_ptr,  # [v]
-    teacher_bias_ptr,
-    student_temperature_ptr,  # [n]
-    teacher_temperature_ptr,
-    student_norm_ptr,  # [2, n]
-    teacher_norm_ptr,  # [2, n]
-    inner_ptr,  # [n]
-    upstream_ptr,  # [n]
-    out_ptr,  # [n, v]; may be student_ptr
-    valid,
-    width,
-    student_stride,
-    teacher_stride,
-    student_norm_stride,
-    teacher_norm_stride,
-    out_stride,
-    splits,
-    slope,
-    student_scale,
-    student_softcap,
-    student_temperature,
-    teacher_scale,
-    teacher_softcap,
-    teacher_temperature,
-    beta,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    STUDENT: tl.constexpr,
-    TEACHER: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """The gradient of one row's columns `[split * TILES * TILE, ...)`."""
-    program = tl.program_id(0)
-    row = program // splits
-    start = (program % splits) * (TILES * TILE)
-    stop = tl.minimum(start + TILES * TILE, width)
-    out_row_ptr = out_ptr + row.to(tl.int64) * out_stride
-    upstream = tl.load(upstream_ptr + row)
-    if upstream != 0.0:
-        student = side_row(
-            student_ptr, student_temperature_ptr, row, student_stride,
-            student_scale, student_softcap, student_temperature, STUDENT,
-        )  # fmt: skip
-        teacher = side_row(
-            teacher_ptr, teacher_temperature_ptr, row, teacher_stride,
-            teacher_scale, teacher_softcap, teacher_temperature, TEACHER,
-        )  # fmt: skip
-        top_s = tl.load(student_norm_ptr + row)
-        log_s = tl.load(student_norm_ptr + student_norm_stride + row)
-        top_t = tl.load(teacher_norm_ptr + row)
-        log_t = tl.load(teacher_norm_ptr + teacher_norm_stride + row)
-        inner = tl.load(inner_ptr + row)
-        factor = upstream * slope
-        if (ROW_TEMPERATURE & STUDENT) != 0:
-            factor = factor / tl.load(student_temperature_ptr + row).to(tl.float32)
-        if KIND == JSD:
-            factor = factor * (1.0 - beta)
-
-        norms = (top_s, log_s, top_t, log_t)
-        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
-        for at in range(start, whole, TILE):
-            _write_tile(
-                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
-                out_row_ptr, at, valid, width,
-                False, TILE, STUDENT, TEACHER, KIND,
-            )  # fmt: skip
-        for at in range(whole, stop, TILE):
-            _write_tile(
-                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
-                out_row_ptr, at, valid, width,
-                True, TILE, STUDENT, TEACHER, KIND,
-            )  # fmt: skip
-    else:
-        # Nothing is asked of the row: exactly 0, whatever its logits hold.
-        zeros = tl.zeros([TILE], out_ptr.dtype.element_ty)
-        for at in range(start, stop, TILE):
-            columns = at + tl.arange(0, TILE)
-            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
-
-
 # ---- launches ----------------------------------------------------------------------------------
 
 
@@ -515,49 +383,3 @@ def jsd_sums(
                 num_warps=plan.num_warps,
             )
     return parts[0] if plan.splits == 1 else parts.sum(0)
-
-
-def pair_grad(
-    student: Side,
-    teacher: Side,
-    norm_s: Tensor,
-    norm_t: Tensor,
-    inner: Tensor,
-    upstream: Tensor,
-    spec: PairSpec,
-    *,
-    out: Tensor,
-) -> None:
-    """As `kernels.distill.pair_grad`, for logits and out whose last stride is 1."""
-    rows, width = out.shape
-    if out.numel() == 0:
-        return
-    if INTERPRETED and out.dtype == torch.bfloat16:
-        # The interpreter truncates to bfloat16 where a GPU rounds.
-        rounded = torch.empty(rows, width, dtype=torch.float32, device=out.device)
-        pair_grad(student, teacher, norm_s, norm_t, inner, upstream, spec, out=rounded)
-        out.copy_(rounded)
-        return
-    tile = min(_GRAD_TILE[spec.kind], max(128, triton.next_power_of_2(width)))
-    tiles = _GRAD_COLUMNS // _GRAD_TILE[spec.kind]
-    splits = triton.cdiv(width, tile * tiles)
-    with device_of(out):
-        pair_grad_kernel[(rows * splits,)](
-            inner_ptr=with_unit_stride(inner),
-            upstream_ptr=with_unit_stride(upstream),
-            out_ptr=out,
-            valid=student.spec.valid,
-            width=width,
-            out_stride=out.stride(0),
-            splits=splits,
-            slope=student.spec.multiplier,
-            beta=spec.beta,
-            **side_tensors(student, teacher),
-            **norm_args(norm_s, norm_t),
-            **side_args(student, "student"),
-            **side_args(teacher, "teacher"),
-            TILE=tile,
-            TILES=tiles,
-            KIND=KINDS.index(spec.kind),
-            num_warps=_NUM_WARPS,
-        )

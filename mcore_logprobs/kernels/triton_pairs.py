@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels import triton_distill
+from mcore_logprobs.kernels import triton_distill, triton_distill_grad
 from mcore_logprobs.kernels.distill import PAIR_STATS, PairSpec, Side
 from mcore_logprobs.kernels.operators import operator
 from mcore_logprobs.kernels.stats import RowSpec
@@ -110,7 +110,7 @@ def _run_pair_grad(
     out: Tensor, norm_s: Tensor, norm_t: Tensor, inner: Tensor, upstream: Tensor,
     kind: str, beta: float, *sides: Any,
 ) -> None:  # fmt: skip
-    triton_distill.pair_grad(
+    triton_distill_grad.pair_grad(
         *_sides(sides), norm_s, norm_t, inner, upstream, PairSpec(kind, beta), out=out
     )
 

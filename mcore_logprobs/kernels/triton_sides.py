@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_logprobs.kernels.distill import Side
+from mcore_logprobs.kernels.distill import KINDS, Side
 from mcore_logprobs.kernels.triton_common import (
     LOG2E,
     LOG_ZERO,
@@ -24,6 +24,10 @@ from mcore_logprobs.kernels.triton_common import (
 )
 
 __all__ = [
+    "CROSS_ENTROPY",
+    "FORWARD",
+    "JSD",
+    "REVERSE",
     "ROW_TEMPERATURE",
     "SOFTCAP",
     "load_side",
@@ -42,6 +46,12 @@ SOFTCAP = tl.constexpr(2)
 BIAS = tl.constexpr(4)
 TEMPERATURE = tl.constexpr(8)
 ROW_TEMPERATURE = tl.constexpr(16)
+
+# Which divergence.
+FORWARD = tl.constexpr(KINDS.index("forward"))
+REVERSE = tl.constexpr(KINDS.index("reverse"))
+JSD = tl.constexpr(KINDS.index("jsd"))
+CROSS_ENTROPY = tl.constexpr(KINDS.index("cross_entropy"))
 
 LN2_OF_BITS = tl.constexpr(0.6931471805599453 / 2**23)
 

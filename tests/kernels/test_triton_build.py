@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from mcore_logprobs.kernels import (
     triton_distill,
+    triton_distill_grad,
     triton_entries,
     triton_finish,
     triton_grad,
@@ -149,7 +150,7 @@ def test_the_gradient_reads_and_writes_sixteen_bytes_at_a_time(logits, out, tmp_
 
 
 BYTES = {"bf16": 2, "fp32": 4}
-TILES = triton_distill._GRAD_TILE
+TILES = triton_distill_grad._GRAD_TILE
 PAIRS = [
     *(("forward", *pair) for pair in (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))),
     *((kind, "bf16", "bf16") for kind in ("reverse", "jsd", "cross_entropy")),
@@ -188,7 +189,7 @@ def test_two_sides_are_read_sixteen_bytes_at_a_time(kind, student, teacher, tmp_
 def test_their_gradient_reads_and_writes_sixteen_bytes_at_a_time(kind, student, teacher, tmp_path):
     sides, pointers = _sides(student, teacher, temperature=0.7)
     constants = {"TILE": TILES[kind], "TILES": 8, "KIND": KINDS.index(kind), **sides}
-    ptx = _build(triton_distill.pair_grad_kernel, "", student, constants, tmp_path, **pointers)
+    ptx = _build(triton_distill_grad.pair_grad_kernel, "", student, constants, tmp_path, **pointers)
     assert _wide(ptx, "ld") == TILES[kind] * (BYTES[student] + BYTES[teacher]) // 16 // 128
     assert _wide(ptx, "st") >= 2 * TILES[kind] * BYTES[student] // 16 // 128
 
@@ -197,7 +198,7 @@ def test_their_gradient_reads_and_writes_sixteen_bytes_at_a_time(kind, student, 
 def test_two_sides_with_softcap_and_bias_spill_nothing(kind, tmp_path):
     sides, pointers = _sides("fp32", "bf16", BIAS, **CAP)
     constants = {"TILE": TILES[kind], "TILES": 8, "KIND": KINDS.index(kind), **sides}
-    kernel = triton_distill.pair_grad_kernel
+    kernel = triton_distill_grad.pair_grad_kernel
     _build(kernel, "", "bf16", constants, tmp_path, bias=True, **pointers)
 
 
