@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_logprobs import audit as audit_module
 from mcore_logprobs.__main__ import main
 from mcore_logprobs.audit import KINDS, audit
+from mcore_logprobs.audit.rank import _inputs
 from tests.dropin import audited
 from tests.dropin.frameworks import source_root
 
@@ -65,7 +65,7 @@ def test_an_argument_that_has_no_meaning() -> None:
 
 def test_every_kind_is_exact_for_itself() -> None:
     """The float64 parts against one another, where one follows from others."""
-    x = audit_module._inputs(24, "[b, s, V/TP]", 2.0, 0.0)
+    x = _inputs(24, "[b, s, V/TP]", 2.0, 0.0)
     z, others = x["logits"].double(), {**x, "teacher": x["teacher"].double()}
     value = {name: kind.exact(z, others) for name, kind in KINDS.items()}
     p = value["log_softmax"][0].exp()

@@ -23,7 +23,7 @@ AREAS = {
     "Context parallelism": ("context_parallel/",),
     "Patched models": ("megatron/",),
     "Frameworks": ("dropin/",),
-    "Diagnostics and tools": ("diagnostics.", "mismatch/", "audit.", "bench/", "run.", "doctor."),
+    "Diagnostics and tools": ("diagnostics.", "mismatch/", "audit/", "bench/", "run.", "doctor."),
     "Megatron on a CPU": ("cpu_megatron/",),
 }
 _LOGS = ("logger.info", "logger.warning", "warnings.warn")

@@ -1,0 +1,283 @@
+"""What one rank of an audit does: its world, the inputs, the call, the comparison with float64."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_logprobs.audit.kinds import KINDS, Kind
+
+__all__ = ["BOUND", "Job", "find", "run_rank"]
+
+_LAYOUTS = ("[b, s, V/TP]", "[n, V/TP]", "[b, s, V/TP] of [s, b]")
+_SPREADS = {"plain": (2.0, 0.0), "offset 200": (2.0, 200.0), "peaked": (12.0, 0.0)}
+BOUND = 1e-4  # float32 against float64; a wrong formula is off by 1e-2 and more
+
+# Names of parameters -> what is passed. The first parameter is the logits whatever its name.
+_MEANINGS = {
+    "target": "target labels tokens index masked_target target_ids next_tokens",
+    "teacher": "teacher_logits target_logits teacher target_vocab_parallel_logits",
+    "ids": "ids global_indices indices teacher_topk_ids topk_indices column_indices",
+    "group": "group tp_group process_group dist_process_group vocab_parallel_group pg",
+    "start": "vocab_start_index vocab_start start_index",
+    "end": "vocab_end_index vocab_end end_index",
+    "rank": "tp_rank vocab_parallel_rank",
+    "size": "tp_size world_size",
+    "chunk": "chunk_size",
+}
+_MEANING_OF = {name: what for what, names in _MEANINGS.items() for name in names.split()}
+
+
+@dataclass(frozen=True)
+class Job:
+    spec: str
+    kind: str
+    sizes: tuple[int, ...]
+    call: tuple[tuple[str, Any], ...]
+    vocab: int
+    timeout: float
+
+
+def find(spec: str) -> Callable[..., Any]:
+    """The callable that "module:function" or "file.py:function" names."""
+    module_name, _, name = spec.rpartition(":")
+    if not module_name:
+        raise ValueError(f"expected MODULE:FUNCTION, got {spec!r}")
+    found: Any
+    if module_name.endswith(".py"):
+        path = Path(module_name)
+        if not path.is_file():
+            raise ValueError(f"no file {module_name}")
+        key = f"_audited_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+        if key not in sys.modules:
+            module_spec = importlib.util.spec_from_file_location(key, path)
+            assert module_spec is not None
+            assert module_spec.loader is not None
+            sys.modules[key] = importlib.util.module_from_spec(module_spec)
+            module_spec.loader.exec_module(sys.modules[key])
+        found = sys.modules[key]
+    else:
+        found = importlib.import_module(module_name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module_name} has no {part!r}")
+        found = getattr(found, part)
+    return found
+
+
+def run_rank(rank: int, job: Job, folder: str, path: list[str]) -> None:
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found: list[dict[str, Any]] = []
+    for size in job.sizes:
+        if rank < size:
+            try:
+                with _world(rank, size, f"{folder}/store{size}", job.timeout) as group:
+                    found += _cases(job, rank, size, group)
+            except Exception:
+                reason = traceback.format_exc(limit=-2).strip()
+                found.append({"tp": size, "rank": rank, "raised": reason})
+    staged = Path(folder, f"rank{rank}.part")
+    staged.write_text(json.dumps(found))
+    staged.rename(Path(folder, f"rank{rank}.json"))
+
+
+@contextlib.contextmanager
+def _world(rank: int, size: int, store: str, timeout: float) -> Iterator[Any]:
+    """torch.distributed of exactly `size` ranks, and Megatron's state where it imports."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=max(10.0, timeout / 2)),
+    )
+    try:
+        with contextlib.ExitStack() as stack:
+            group: Any = dist.group.WORLD
+            try:
+                import megatron.core  # noqa: F401
+            except Exception:
+                pass
+            else:
+                from mcore_logprobs.cpu_megatron import models
+                from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
+
+                stack.enter_context(cpu_runtime())
+                models.init_model_parallel(tp=size)
+                stack.callback(models.destroy_model_parallel)
+                from megatron.core import parallel_state
+
+                group = parallel_state.get_tensor_model_parallel_group()
+            yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def _cases(job: Job, rank: int, size: int, group: Any) -> Iterator[dict[str, Any]]:
+    fn, kind = find(job.spec), KINDS[job.kind]
+    for layout in _LAYOUTS:
+        for spread, (scale, offset) in _SPREADS.items():
+            case = {"tp": size, "rank": rank, "layout": layout, "spread": spread}
+            whole = _inputs(job.vocab, layout, scale, offset)
+            try:
+                yield from (case | row for row in _one(fn, kind, whole, job, rank, size, group))
+            except Exception as error:
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                yield case | {"refused": reason}
+                break  # the layout as such
+
+
+def _inputs(vocab: int, layout: str, scale: float, offset: float) -> dict[str, Tensor]:
+    """The same on every rank; whole logits with an odd number of tokens."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (7,) if layout == _LAYOUTS[1] else (2, 5)
+    logits = torch.randn(*shape, vocab, generator=generator) * scale + offset
+    if layout == _LAYOUTS[2]:
+        logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    target = torch.randint(0, vocab, shape, generator=generator)
+    target.view(-1)[:4] = torch.tensor([0, vocab // 2 - 1, vocab // 2, vocab - 1])
+    return {
+        "logits": logits,
+        "target": target,
+        "teacher": torch.randn(*shape, vocab, generator=generator) * scale + offset,
+        "ids": torch.randint(0, vocab, (*shape, 3), generator=generator),
+        "upstream": torch.randn(*shape, generator=generator) * 2,
+    }
+
+
+def _one(
+    fn: Any, kind: Kind, whole: dict[str, Tensor], job: Job, rank: int, size: int, group: Any
+) -> list[dict[str, Any]]:
+    width = job.vocab // size
+    mine = slice(rank * width, (rank + 1) * width)
+    exact_leaf = whole["logits"].double().requires_grad_()
+    others = {n: whole[n].double() if n == "teacher" else whole[n] for n in ("target", "ids")}
+    others["teacher"] = whole["teacher"].double()
+    exact = kind.exact(exact_leaf, others)
+
+    leaf = whole["logits"][..., mine].clone(memory_format=torch.preserve_format)
+    leaf.requires_grad_(kind.differentiable)
+    logits = leaf.clone()  # no leaf: as a model's output, it may be overwritten
+    before = leaf.detach().clone()
+    given = {
+        "logits": logits,
+        "target": whole["target"].clone(),
+        "teacher": whole["teacher"][..., mine].clone(),
+        "ids": whole["ids"].clone(),
+        "group": group,
+        "start": mine.start,
+        "end": mine.stop,
+        "rank": rank,
+        "size": size,
+        "chunk": 3,
+    }
+    results = _call(fn, kind, given, dict(job.call))
+    rows = []
+    loss: Any = 0.0
+    exact_loss: Any = 0.0
+    for i, (part, want) in enumerate(zip(kind.parts, exact, strict=True)):
+        got = results[i].reshape(results[i].shape)
+        sharded = want.shape[-1:] == (job.vocab,) and want.dim() == exact_leaf.dim()
+        local = want[..., mine] if sharded else want
+        if got.numel() == local.numel():
+            got = got.reshape(local.shape)  # [n, 1] for [n] is a convention
+        rows.append({"tensor": part, **_difference(got.detach(), local.detach())})
+        weight = whole["upstream"] * (1.0 + i)
+        spread = torch.linspace(0.5, 1.5, job.vocab if sharded else 1)
+        if want.dim() > weight.dim():
+            spread = spread if sharded else torch.linspace(0.5, 1.5, want.shape[-1])
+            weight = weight.unsqueeze(-1) * spread
+        exact_loss = exact_loss + (want * weight.double()).sum()
+        local_weight = weight[..., mine] if sharded else weight
+        if kind.differentiable:
+            loss = loss + (got * local_weight.to(got.dtype)).sum()
+    if not kind.differentiable:
+        return rows
+    if not loss.requires_grad:
+        return [*rows, {"tensor": "d logits", "error": float("inf"), "note": "no gradient"}]
+    modified = not torch.equal(logits.detach(), before)
+    loss.backward()
+    exact_loss.backward()
+    assert exact_leaf.grad is not None
+    grad = torch.zeros_like(before) if leaf.grad is None else leaf.grad
+    row = {"tensor": "d logits", **_difference(grad, exact_leaf.grad[..., mine])}
+    return [*rows, row | {"modified": modified}]
+
+
+def _call(fn: Any, kind: Kind, given: dict[str, Any], call: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Call by the parameters' names; an autograd function takes everything by position."""
+    if inspect.isclass(fn) and hasattr(fn, "apply"):
+        forward = inspect.signature(fn.forward)  # type: ignore[attr-defined]
+        parameters = list(forward.parameters.values())[1:]
+        fn = fn.apply  # type: ignore[attr-defined]
+    else:
+        parameters = list(inspect.signature(fn).parameters.values())
+    args: list[Any] = []
+    keywords: dict[str, Any] = {}
+    for place, parameter in enumerate(parameters):
+        name, what = parameter.name, _MEANING_OF.get(parameter.name, "")
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in call:
+            value = call[name]
+        elif place == 0:
+            value = given["logits"]
+        elif place == 1 and kind.inputs and parameter.default is parameter.empty:
+            value = given[kind.inputs]
+        elif what in given:
+            value = given[what]
+        elif parameter.default is not parameter.empty:
+            value = parameter.default
+        else:
+            raise TypeError(f"do not know what to pass as {name!r}: give it with --call {name}=...")
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keywords[name] = value
+        else:
+            args.append(value)
+    result = fn(*args, **keywords)
+    found = tuple(result) if isinstance(result, tuple | list) else (result,)
+    if len(found) < len(kind.parts) or not all(isinstance(x, Tensor) for x in found[:2][:1]):
+        raise TypeError(f"expected {len(kind.parts)} tensors, got {type(result).__name__}")
+    return found
+
+
+def _difference(got: Tensor, want: Tensor) -> dict[str, Any]:
+    """Relative to the largest expected value; what factor it is off by, if it is one factor."""
+    if got.shape != want.shape:
+        note = f"expected shape {list(want.shape)}, got {list(got.shape)}"
+        return {"error": float("inf"), "note": note}
+    got, want = got.double(), want.double()
+    scale = want.abs().max().clamp(min=1e-30)
+    error = ((got - want).abs().max() / scale).item()
+    note = ""
+    if not torch.isfinite(got).all():
+        return {"error": float("inf"), "note": "not finite"}
+    if error > BOUND:
+        factor = ((got * want).sum() / (want * want).sum().clamp(min=1e-30)).item()
+        rest = ((got - factor * want).abs().max() / scale).item()
+        if not got.any():
+            note = "zero"
+        elif rest < 1e-3:
+            note = f"{factor:.3g} times the right one"
+    return {"error": error, "note": note}
