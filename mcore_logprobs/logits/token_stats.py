@@ -242,10 +242,10 @@ def vocab_parallel_token_stats(
             machine, with one backend, dtype and number of threads. V must be divisible by g.
             "auto" then chooses by device, dtype and V / g alone. None: no such promise.
 
-    Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one
-        more for each of entropy, sum_pi_squared and rank, two for label smoothing); with
-    the rank, one all-reduce of `[n]` more. Backward none. None at all on one rank. With
-        invariant_segments the all-gather is of `[g/TP, k, n]`.
+    Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one more for each
+    of entropy, sum_pi_squared and rank, two for label smoothing); with the rank, one all-reduce of
+    `[n]` more. Backward none. None at all on one rank. With invariant_segments the all-gather is
+    of `[g/TP, k, n]`.
 
     Memory: backward keeps the logits themselves and a few float32 numbers a row; the gradient, in
     the logits' dtype, is the only `[..., V/TP]` tensor made.
