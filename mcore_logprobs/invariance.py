@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_logprobs.collectives import ordered_sum_dim0
 from mcore_logprobs.fused.gradients import HeadGradients, HiddenGradient
-from mcore_logprobs.fused.head import Head, HeadOptions
+from mcore_logprobs.fused.head import Head, HeadOptions, HeadTensors
 from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling
 from mcore_logprobs.groups import VocabShard
@@ -148,7 +148,8 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
                 False,
                 Segments.of(_SEGMENTS, _VOCAB, tp),
             )
-            yield Head(weight[part].clone(), None, options, width), _own(target, part)
+            tensors = HeadTensors(hidden, weight[part].clone())
+            yield Head(tensors, options, width), _own(target, part)
 
     def forward(tp: int) -> Tensor:
         return torch.cat([head.tile_stats(operand(hidden), own) for head, own in heads(tp)])
@@ -156,16 +157,14 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
     def backward(tp: int) -> tuple[Tensor, Tensor]:
         weights: list[Tensor] = []
         parts: list[Tensor] = []
-        tiling = Tiling(None, False, _ROWS, _VOCAB)
-        tiles = HiddenTiles(hidden, tiling)
+        tiles = HiddenTiles(hidden, Tiling(None, False, _ROWS, _VOCAB))
         (tile,) = tiles
         top = torch.zeros(_ROWS, device=hidden.device)
         for head, own in heads(tp):
-            gradients = HeadGradients(
-                hidden, head.weight, None, tiles, tiling, head.opts, needs=(True, True, False)
-            )
+            tensors, needs = HeadTensors(hidden, head.weight), (True, True, False, False, False)
+            gradients = HeadGradients(tensors, tiles, head.opts, needs=needs)
             assert gradients.weight is not None
-            gradients.hidden = collected = _Segments(hidden, tiles, tiling)
+            gradients.hidden = collected = _Segments(hidden, tiles)
             for chunk in head.chunks(tile.hidden, own):
                 gradients.add_chunk(
                     head, tile, chunk, partial(head.chunk_grad, shift=top, coef=probability)

@@ -19,7 +19,8 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.fused.gradients import HeadGradients
-from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
+from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, open_tokens, whole_lead
 from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
@@ -46,7 +47,7 @@ __all__ = ["linear_kl_div"]
 
 @dataclass(frozen=True)
 class _Options:
-    """`teacher` is None where the teacher's logits are given; `teacher_spec` is there always."""
+    """`teacher` is None where the teacher's logits are given."""
 
     student: HeadOptions
     teacher: HeadOptions | None
@@ -92,16 +93,9 @@ class _GivenTeacher:
 class _HeadTeacher:
     """The teacher's logits from its own hidden states and head."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        opts: HeadOptions,
-        tiling: Tiling,
-    ) -> None:
-        self._head = Head(weight, bias, opts, tiling.block_columns)
-        self._tiles = HiddenTiles(hidden, tiling)
+    def __init__(self, tensors: HeadTensors, opts: HeadOptions, tiling: Tiling) -> None:
+        self._head = Head(tensors, opts, tiling.block_columns)
+        self._tiles = HiddenTiles(tensors.hidden, tiling)
         self.dtype = self._head.wide
 
     def tiles(self) -> Iterator[Tensor]:
@@ -156,7 +150,7 @@ class _Pair:
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """Flat: `[n]`. The teacher is (logits, None, None) or (hidden, weight, bias or None).
+    """Flat: `[n]`. The teacher is its logits or its head's tensors; neither gets a gradient.
 
     index is which row of the teacher's logits stands where, None for its own place.
     """
@@ -164,21 +158,18 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher: Tensor,
-        teacher_weight: Tensor | None,
-        teacher_bias: Tensor | None,
+        teacher: Tensor | HeadTensors,
         keep: Tensor,
         index: Tensor | None,
         opts: _Options,
+        *inputs: Any,
     ) -> Tensor:
-        tiles, spec = HiddenTiles(hidden, opts.tiling), opts.pair
-        head = Head(weight, bias, opts.student, opts.tiling.block_columns)
-        other = _teacher(teacher, teacher_weight, teacher_bias, tiles, index, opts)
+        tensors = HeadTensors(*inputs)
+        tiles, spec = HiddenTiles(tensors.hidden, opts.tiling), opts.pair
+        head = Head(tensors, opts.student, opts.tiling.block_columns)
+        other = _teacher(teacher, tiles, index, opts)
         dtype = pair_dtype(head.wide, other.dtype)
-        stats = hidden.new_zeros(PAIR_STATS, tiles.count, dtype=dtype)
+        stats = keep.new_zeros(PAIR_STATS, tiles.count, dtype=dtype)
         stats[0] = stats[2] = -torch.inf  # what a rank without true vocabulary says
         for tile, pair in _pairs(head, tiles, other, opts):
             found = pair.kernels.pair_stats(
@@ -202,37 +193,22 @@ class _LinearDivergence(torch.autograd.Function):
             from_teacher, inner = all_reduce_sum(sums, opts.student.group)
             value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
         keep = tiles.walk(keep) & done.usable
-        ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
-        ctx.save_for_backward(
-            hidden,
-            weight,
-            bias,
-            teacher,
-            teacher_weight,
-            teacher_bias,
-            keep,
-            index,
-            done.norm_s,
-            done.norm_t,
-            inner,
-        )
+        ctx.opts = opts
+        others = (teacher,) if isinstance(teacher, Tensor) else teacher
+        tensors.save(ctx, keep, index, done.norm_s, done.norm_t, inner, *others)
         return tiles.restore(torch.where(keep, value, 0.0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, first, other_weight, other_bias, *rest = ctx.saved_tensors
-        keep, index, norm_s, norm_t, inner = rest
+        tensors, (keep, index, norm_s, norm_t, inner, *others) = HeadTensors.saved(ctx)
         opts: _Options = ctx.opts
-        tiles = HiddenTiles(hidden, opts.tiling)
+        tiles = HiddenTiles(tensors.hidden, opts.tiling)
         upstream = torch.where(keep, tiles.walk(grads[0]), 0.0)
-        needs = ctx.needs_input_grad[:3]
-        gradients = HeadGradients(
-            hidden, ctx.weight, bias, tiles, opts.tiling, opts.student, needs=needs
-        )
-        head = Head(weight, bias, opts.student, opts.tiling.block_columns)
-        other = _teacher(first, other_weight, other_bias, tiles, index, opts)
-
+        gradients = HeadGradients(tensors, tiles, opts.student, needs=ctx.needs_input_grad[4:])
+        head = Head(tensors, opts.student, opts.tiling.block_columns)
+        teacher = others[0] if opts.teacher is None else HeadTensors(*others)
+        other = _teacher(teacher, tiles, index, opts)
         student_t, teacher_t = (tiles.walk_optional(t) for t in opts.temperatures)
 
         def dlogits_of(chunk: Chunk, *, tile: Tile, beside: Tensor | None) -> Tensor:
@@ -257,7 +233,7 @@ class _LinearDivergence(torch.autograd.Function):
                 of_tile = partial(dlogits_of, tile=tile, beside=beside)
                 gradients.add_chunk(head, tile, chunk, of_tile)
             gradients.end_tile(tile)
-        return (*gradients.finish(), *(None,) * 6)
+        return (None, None, None, None, *gradients.finish())
 
 
 def _pairs(
@@ -275,19 +251,15 @@ def _no_target(tile: Tile) -> Tensor:
 
 
 def _teacher(
-    first: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    tiles: HiddenTiles,
-    index: Tensor | None,
-    opts: _Options,
+    teacher: Tensor | HeadTensors, tiles: HiddenTiles, index: Tensor | None, opts: _Options
 ) -> _GivenTeacher | _HeadTeacher:
     if opts.teacher is not None:
-        assert weight is not None
-        return _HeadTeacher(first, weight, bias, opts.teacher, opts.tiling)
+        assert isinstance(teacher, HeadTensors)
+        return _HeadTeacher(teacher, opts.teacher, opts.tiling)
+    assert isinstance(teacher, Tensor)
     if index is None and opts.tiling.sequence_parallel:
-        index = torch.arange(tiles.count, device=first.device)
-    return _GivenTeacher(first, None if index is None else tiles.walk(index))
+        index = torch.arange(tiles.count, device=teacher.device)
+    return _GivenTeacher(teacher, None if index is None else tiles.walk(index))
 
 
 def linear_kl_div(
@@ -298,6 +270,7 @@ def linear_kl_div(
     teacher_hidden: Tensor | None = None,
     teacher_weight: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    teacher_lora: LoRAInput | None = None,
     teacher_logit_scale: float = 1.0,
     teacher_softcap: float | None = None,
     kind: str = "forward",
@@ -305,6 +278,7 @@ def linear_kl_div(
     mask: Tensor | None = None,
     compact: bool = False,
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -327,8 +301,8 @@ def linear_kl_div(
         weight: `[V/TP, h]`, this rank's rows of the student's output layer, in hidden's dtype.
         teacher_logits: `[s, b, V/TP]` or `[n, V/TP]`, the whole sequence on every TP rank, of
             any float dtype; or a DTensor sharded on its last dimension.
-        teacher_hidden, teacher_weight, teacher_bias: as hidden, weight and bias, of any hidden
-            size; teacher_hidden is split over TP if hidden is.
+        teacher_hidden, teacher_weight, teacher_bias, teacher_lora: as hidden, weight, bias and
+            lora, of any hidden size; teacher_hidden is split over TP if hidden is.
         mask: bool `[s, b]` or `[n]`, the whole sequence; False rows give 0 and no gradient.
         Returns float32 `[s, b]` or `[n]` (float64 where either side is).
 
@@ -336,11 +310,13 @@ def linear_kl_div(
         kind, beta, temperature, teacher_temperature, vocab_size: as in `vocab_parallel_kl_div`.
         teacher_logit_scale, teacher_softcap: of the teacher's own head; with teacher_logits too.
         compact: compute only rows that the mask keeps; the same results. One host sync.
-        bias, logit_scale, softcap, sequence_parallel, logits_dtype, gradient_accumulation_fusion,
-            tp_group, chunk_size: as in `linear_token_stats`.
+        bias, lora, logit_scale, softcap, sequence_parallel, logits_dtype,
+            gradient_accumulation_fusion, tp_group, chunk_size: as in `linear_token_stats`.
         backend: "auto", "torch" or "triton".
 
-    The gradient goes to hidden, weight and bias of the student, accumulated in float32.
+    The gradient goes to hidden, weight, bias and lora of the student, accumulated in float32; the
+    teacher is a constant. A teacher that is the student's base model without its LoRA has the same
+    head: `teacher_weight=weight`, and no teacher_lora.
 
     Collectives: forward one all-gather of `[5, n]` float32 over TP, for "jsd" one all-reduce of
     `[2, n]` more; backward those of `linear_token_stats`. Sequence parallelism gathers each tile of
@@ -361,6 +337,8 @@ def linear_kl_div(
         )
     if given and teacher_bias is not None:
         raise ValueError("teacher_bias: expected None with teacher_logits")
+    if given and teacher_lora is not None:
+        raise ValueError("teacher_lora: expected None with teacher_logits")
     if compact and mask is None:
         raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
     if teacher_logits is not None:
@@ -376,6 +354,7 @@ def linear_kl_div(
         hidden,
         weight,
         bias,
+        lora=lora,
         logit_scale=logit_scale,
         softcap=softcap,
         temperature=temperature,
@@ -396,17 +375,19 @@ def linear_kl_div(
         "prefix": "teacher_",
     }
     teacher: HeadOptions | None = None
+    other: Tensor | HeadTensors
     if teacher_logits is not None:
         check_group_tensor(teacher_logits, "teacher_logits", min_dim=2)
         shape = torch.Size((*lead, weight.shape[0]))
         check_same_rows("teacher_logits", teacher_logits, shape, hidden.device)
         teacher_spec = row_spec(student.shard, **teacher_finish)
-        first = teacher_logits.detach()
+        other = first = teacher_logits.detach()
     else:
         teacher = open_head(
             teacher_hidden,  # type: ignore[arg-type]
             teacher_weight,  # type: ignore[arg-type]
             teacher_bias,
+            lora=teacher_lora,
             **teacher_finish,
             **shared,
         )
@@ -415,6 +396,7 @@ def linear_kl_div(
         _check_teacher(teacher_hidden, teacher_weight, hidden, weight)
         teacher_spec = teacher.spec
         first = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
+        other = HeadTensors.of(first, teacher_weight, teacher_bias, teacher_lora)
     tokens = open_tokens(
         hidden,
         None,
@@ -430,24 +412,15 @@ def linear_kl_div(
     index = None
     if tokens.compaction is not None:
         index = tokens.per_row(torch.arange(lead.numel(), device=hidden.device).view(lead))
-        if not given:
-            first = tokens.compaction.select_hidden(first)
+        if isinstance(other, HeadTensors):
+            other = other._replace(hidden=tokens.compaction.select_hidden(first))
     # A backend asked for by name that cannot serve both sides is refused before any collective.
-    backends.select_pair(backend, weight.new_empty(0, 1), first if given else first.new_empty(0, 1))
+    backends.select_pair(backend, weight.new_empty(0, 1), first.new_empty(0, 1))
+    own = (tokens.temperature, teacher_own)
     pair = PairSpec(kind, float(beta))
-    value = _LinearDivergence.apply(
-        tokens.hidden,
-        weight,
-        bias,
-        first,
-        teacher_weight,
-        teacher_bias,
-        tokens.target.keep,
-        index,
-        _Options(
-            student, teacher, teacher_spec, tokens.tiling, pair, (tokens.temperature, teacher_own)
-        ),
-    )
+    opts = _Options(student, teacher, teacher_spec, tokens.tiling, pair, own)
+    tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
+    value = _LinearDivergence.apply(other, tokens.target.keep, index, opts, *tensors)
     return tokens.restore(value, 0.0)
 
 

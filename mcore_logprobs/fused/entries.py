@@ -7,7 +7,7 @@ entries are worked on at a time, so that their gathered operands stay as small a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.fused.gradients import HeadGradients
-from mcore_logprobs.fused.head import Head, HeadOptions
+from mcore_logprobs.fused.head import Head, HeadOptions, HeadTensors
 from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, Tokens
 from mcore_logprobs.kernels.reference import (
     finished_logits,
@@ -106,38 +106,37 @@ class _EntryLogits(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         entries: Entries,
         temperature: Tensor | None,
         opts: _Options,
+        *inputs: Any,
     ) -> Tensor:
-        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
+        tensors = HeadTensors(*inputs)
+        hidden = tensors.hidden
+        head = Head(tensors, opts.head, opts.tiling.block_columns)
         values = torch.zeros(entries.row.shape, dtype=head.wide, device=hidden.device)
         for tile in HiddenTiles(hidden, opts.tiling):
             for where, rows, columns in entries.chunks(tile, hidden.shape[1]):
-                raw = head.entry_logits(tile.hidden[rows], columns)
+                raw = head.entry_logits(tile.hidden, columns, rows)
                 values[where] = _finished(raw, columns, entries.row[where], temperature, head)
-        ctx.opts, ctx.weight, ctx.bounds = opts, weight, entries.bounds
-        ctx.save_for_backward(hidden, weight, bias, entries.row, entries.column, temperature)
+        ctx.opts, ctx.bounds = opts, entries.bounds
+        tensors.save(ctx, entries.row, entries.column, temperature)
         return all_reduce_sum(values, opts.head.group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, _, bias, row, column, temperature = ctx.saved_tensors
-        opts: _Options = ctx.opts
+        tensors, (row, column, temperature) = HeadTensors.saved(ctx)
         gradients = entry_gradients(
-            (hidden, ctx.weight, bias),
+            tensors,
             Entries(row, column, ctx.bounds),
             grads[0],
             temperature,
-            opts.head,
-            opts.tiling,
-            needs=ctx.needs_input_grad[:3],
+            ctx.opts.head,
+            HiddenTiles(tensors.hidden, ctx.opts.tiling),
+            needs=ctx.needs_input_grad[3:],
         )
-        return (*gradients, None, None, None)
+        return (None, None, None, *gradients)
 
 
 def _finished(
@@ -149,45 +148,44 @@ def _finished(
 
 
 def entry_logits(
-    tokens: Tokens,
-    weight: Tensor,
-    bias: Tensor | None,
+    tensors: HeadTensors,
     entries: Entries,
+    temperature: Tensor | None,
     head: HeadOptions,
     tiles: HiddenTiles,
 ) -> Tensor:
     """Finished logits of entries, `[e]`, the same on every TP rank; differentiable.
 
+    Args:
+        temperature: `[n]`, each row's own in place of the head's, or None.
+
     Collectives: one all-reduce of `[e]` over TP; backward those of dHidden.
     """
-    temperature = tiles.walk_optional(tokens.temperature)
-    opts = _Options(head, tokens.tiling)
-    return _EntryLogits.apply(tokens.hidden, weight, bias, entries, temperature, opts)
+    temperature = tiles.walk_optional(temperature)
+    return _EntryLogits.apply(entries, temperature, _Options(head, tiles.tiling), *tensors)
 
 
 def entry_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor | None],
+    tensors: HeadTensors,
     entries: Entries,
     upstream: Tensor,
     temperature: Tensor | None,
     opts: HeadOptions,
-    tiling: Tiling,
+    tiles: HiddenTiles,
     *,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dHidden, dWeight, dBias) of finished logits whose only gradients are those of entries.
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a head's tensors, where finished logits have those of entries alone.
 
     Args:
-        inputs: hidden `[n_local, h]`, weight (the parameter itself), bias or None.
         upstream: `[e]`, with respect to z.
         temperature: `[n]` as walked, or None.
     """
-    hidden, weight, bias = inputs
-    tiles, spec = HiddenTiles(hidden, tiling), opts.spec
-    gradients = HeadGradients(hidden, weight, bias, tiles, tiling, opts, needs=needs, sparse=True)
-    head = Head(weight, bias, opts, tiling.block_columns)
+    spec = opts.spec
+    gradients = HeadGradients(tensors, tiles, opts, needs=needs, sparse=True)
+    head = Head(tensors, opts, tiles.tiling.block_columns)
     for tile in tiles:
-        for where, rows, columns in entries.chunks(tile, hidden.shape[1]):
+        for where, rows, columns in entries.chunks(tile, tile.hidden.shape[1]):
             dz = torch.where(columns >= 0, upstream[where].to(head.wide), 0.0)
             if temperature is None:
                 dz = dz / spec.temperature
@@ -196,7 +194,7 @@ def entry_gradients(
                 dz = dz * (row_multiplier(spec, own) / spec.logit_scale).to(dz.dtype)
             dy = dz * spec.logit_scale
             if spec.softcap is not None:
-                raw = head.entry_logits(tile.hidden[rows], columns)
+                raw = head.entry_logits(tile.hidden, columns, rows)
                 dy = torch.where(dy != 0, dy * softcap_slope(raw, spec, dy.dtype), 0.0)
             gradients.add_entries(head, tile, rows, columns.clamp(min=0), dz, dy)
         gradients.end_tile(tile)

@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.fused.entries import entry_logits, grid_entries
 from mcore_logprobs.fused.gradients import HeadGradients
-from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
+from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, Tokens, open_tokens, whole_lead
 from mcore_logprobs.kernels.backend import default_chunk_size
 from mcore_logprobs.kernels.reference import finished_logits
@@ -55,20 +56,15 @@ class _LinearEntries(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        column: Tensor,
-        keep: Tensor,
-        opts: _Options,
+        ctx: Any, column: Tensor, keep: Tensor, opts: _Options, *inputs: Any
     ) -> tuple[Tensor | None, ...]:
-        tiles, spec = HiddenTiles(hidden, opts.tiling), opts.head.spec
+        tensors, spec = HeadTensors(*inputs), opts.head.spec
+        tiles = HiddenTiles(tensors.hidden, opts.tiling)
         column, keep = tiles.walk(column), tiles.walk(keep)
         temperature = tiles.walk_optional(opts.temperature)
-        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
-        values = torch.zeros(column.shape, dtype=head.wide, device=hidden.device)
-        parts = [head.no_columns(hidden[:0])]
+        head = Head(tensors, opts.head, opts.tiling.block_columns)
+        values = torch.zeros(column.shape, dtype=head.wide, device=column.device)
+        parts = [head.no_columns(tensors.hidden[:0])]
         for tile in tiles:
             mine = column[tile.rows]
             found = [head.no_columns(tile.hidden)]
@@ -82,8 +78,8 @@ class _LinearEntries(torch.autograd.Function):
         assert summed is not None
         # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
         summed = (summed - done.norms.top.unsqueeze(-1)) - done.norms.log_sum.unsqueeze(-1)
-        ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
-        ctx.save_for_backward(hidden, weight, bias, column, keep, *done.norms)
+        ctx.opts = opts
+        tensors.save(ctx, column, keep, *done.norms)
         ctx.set_materialize_grads(False)
         entropy = done.results.entropy
         return (
@@ -96,10 +92,10 @@ class _LinearEntries(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         on_values, on_entropy = grads
         if on_values is None and on_entropy is None:
-            return (None,) * 6
-        hidden, weight, bias, column, keep, *norms = ctx.saved_tensors
-        norms, opts = RowNorms(*norms), ctx.opts
-        tiles = HiddenTiles(hidden, opts.tiling)
+            return (None,) * len(ctx.needs_input_grad)
+        tensors, (column, keep, *saved) = HeadTensors.saved(ctx)
+        norms, opts = RowNorms(*saved), ctx.opts
+        tiles = HiddenTiles(tensors.hidden, opts.tiling)
         temperature = tiles.walk_optional(opts.temperature)
         if on_values is None:
             column, on_entries = column[:, :0], norms.top.new_zeros(tiles.count, 0)
@@ -110,11 +106,8 @@ class _LinearEntries(torch.autograd.Function):
             entropy=None if on_entropy is None else tiles.walk(on_entropy),
         )
         spec, coef = entry_coefficients(on_entries, upstream, norms, opts.head.spec)
-        needs = ctx.needs_input_grad[:3]
-        gradients = HeadGradients(
-            hidden, ctx.weight, bias, tiles, opts.tiling, opts.head, needs=needs
-        )
-        head = Head(weight, bias, replace(opts.head, spec=spec), opts.tiling.block_columns)
+        gradients = HeadGradients(tensors, tiles, opts.head, needs=ctx.needs_input_grad[3:])
+        head = Head(tensors, replace(opts.head, spec=spec), opts.tiling.block_columns)
 
         def dlogits_of(chunk: Chunk, *, rows: slice) -> Tensor:
             logits, out = chunk.logits, head.gradient_buffer(chunk.logits)
@@ -137,7 +130,7 @@ class _LinearEntries(torch.autograd.Function):
             for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
                 gradients.add_chunk(head, tile, chunk, partial(dlogits_of, rows=tile.rows))
             gradients.end_tile(tile)
-        return (*gradients.finish(), None, None, None)
+        return (None, None, None, *gradients.finish())
 
 
 def _inside(chunk: Chunk, column: Tensor) -> Tensor:
@@ -157,28 +150,17 @@ def _own_entries(chunk: Chunk, column: Tensor) -> Tensor:
 
 
 def _log_probs(
-    tokens: Tokens,
-    weight: Tensor,
-    bias: Tensor | None,
-    column: Tensor,
-    keep: Tensor,
-    head: HeadOptions,
+    tokens: Tokens, tensors: HeadTensors, column: Tensor, keep: Tensor, head: HeadOptions
 ) -> tuple[Tensor, Tensor | None]:
     opts = _Options(head, tokens.tiling, tokens.temperature)
-    return _LinearEntries.apply(tokens.hidden, weight, bias, column, keep, opts)
+    return _LinearEntries.apply(column, keep, opts, *tensors)
 
 
-def _logits(
-    tokens: Tokens,
-    weight: Tensor,
-    bias: Tensor | None,
-    column: Tensor,
-    head: HeadOptions,
-) -> Tensor:
+def _logits(tokens: Tokens, tensors: HeadTensors, column: Tensor, head: HeadOptions) -> Tensor:
     """Finished logits at columns `[n, k]`, 0 where no rank owns one; by dot products."""
     tiles = HiddenTiles(tokens.hidden, tokens.tiling)
     entries = grid_entries(tiles.walk(column), tiles)
-    values = entry_logits(tokens, weight, bias, entries, head, tiles)
+    values = entry_logits(tensors, entries, tokens.temperature, head, tiles)
     return tiles.restore(values.view(column.shape))
 
 
@@ -189,6 +171,7 @@ def linear_gather(
     *,
     log_softmax: bool = False,
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -205,7 +188,7 @@ def linear_gather(
     """`vocab_parallel_gather` of a head's logits without ever holding them.
 
     Shape:
-        hidden, weight, bias: as in `linear_token_stats`.
+        hidden, weight, bias, lora: as in `linear_token_stats`.
         ids: `[s, b, k]` or `[n, k]`, integers, global ids or ignore_index; the whole sequence on
             every TP rank also under sequence parallelism. An id may be repeated.
         Returns float32 `[s, b, k]` or `[n, k]` (float64 for float64 operands), the same on every TP
@@ -240,6 +223,7 @@ def linear_gather(
         logits_dtype=logits_dtype,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=tp_group,
+        lora=lora,
         temperature=temperature,
         vocab_size=vocab_size,
         backend=backend,
@@ -259,11 +243,12 @@ def linear_gather(
         compact=compact,
         temperature=temperature,
     )
+    tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
     column, keep = tokens.per_row(local.column), tokens.per_row(local.keep)
     if log_softmax:
-        values, _ = _log_probs(tokens, weight, bias, column, keep, head)
+        values, _ = _log_probs(tokens, tensors, column, keep, head)
     else:
-        values = _logits(tokens, weight, bias, column, head)
+        values = _logits(tokens, tensors, column, head)
     return tokens.restore(values, 0.0)
 
 
@@ -277,6 +262,7 @@ def linear_topk_distill(
     entropy: bool = False,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -293,7 +279,7 @@ def linear_topk_distill(
     """`vocab_parallel_topk_distill` of a head's logits without ever holding them.
 
     Shape:
-        hidden, weight, bias: as in `linear_token_stats`; the student's.
+        hidden, weight, bias, lora: as in `linear_token_stats`; the student's.
         teacher_topk_logits, teacher_topk_ids: `[s, b, k]` or `[n, k]`, any float dtype and integer
             global ids; the whole sequence on every TP rank also under sequence parallelism.
         mask: bool `[s, b]` or `[n]`; the student's results of False rows are 0, without a gradient.
@@ -325,6 +311,7 @@ def linear_topk_distill(
         logits_dtype=logits_dtype,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=tp_group,
+        lora=lora,
         temperature=temperature,
         vocab_size=vocab_size,
         backend=backend,
@@ -357,14 +344,14 @@ def linear_topk_distill(
         compact=compact,
         temperature=temperature,
     )
+    tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
     column, keep = tokens.per_row(local.column), tokens.target.keep
     found: Tensor | None = None
     if normalize == "vocab" or entropy:
-        student, found = _log_probs(
-            tokens, weight, bias, column, keep.unsqueeze(-1).expand_as(column), head
-        )
+        keeps = keep.unsqueeze(-1).expand_as(column)
+        student, found = _log_probs(tokens, tensors, column, keeps, head)
     else:
-        student = _logits(tokens, weight, bias, column, head)
+        student = _logits(tokens, tensors, column, head)
     if normalize == "topk":
         student = torch.where(keep.unsqueeze(-1), student, 0.0)  # a masked row may hold NaN
         student = torch.log_softmax(student, dim=-1)

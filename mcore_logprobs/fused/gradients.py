@@ -9,7 +9,7 @@ for each tile of rows:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,9 +22,9 @@ from mcore_logprobs.collectives import (
     reduce_scatter_dim0_async,
     wait_for,
 )
-from mcore_logprobs.fused.head import Chunk, Head, HeadOptions
-from mcore_logprobs.fused.lora import LoRA, LoRAGradient
-from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors
+from mcore_logprobs.fused.lora import LoRAGradient
+from mcore_logprobs.fused.tokens import HiddenTiles, Tile
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import (
     add_product,
@@ -41,37 +41,32 @@ __all__ = ["HeadGradients", "main_grad_stand_in"]
 
 
 class HeadGradients:
-    """The three gradients of the output layer, and those of a LoRA on it.
+    """The gradients of a head's tensors.
 
     Args:
-        hidden: `[n_local, h]`; weight `[v, h]`, the parameter itself; bias `[v]` or None.
-        needs: which of the three are wanted; an unwanted one costs no product.
+        needs: which of them are wanted; an unwanted one costs no product.
         wide: leave the gradients in float32 (float64 for float64), dWeight out of main_grad too.
-        sparse: dWeight comes row by row (`add_entries`) instead of block by block; no LoRA.
-        lora: A, B and scale, or None; lora_needs: whether dA and dB are wanted.
+        sparse: dLogits come entry by entry (`add_entries`) instead of chunk by chunk.
     """
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        tensors: HeadTensors,
         tiles: HiddenTiles,
-        tiling: Tiling,
         opts: HeadOptions,
         *,
-        needs: tuple[bool, bool, bool],
+        needs: Sequence[bool],
         wide: bool = False,
         sparse: bool = False,
-        lora: LoRA | None = None,
-        lora_needs: tuple[bool, bool] = (False, False),
     ) -> None:
         self.hidden = self.weight = self.bias = self._lora = None
+        for_hidden, for_weight, for_bias, *for_lora = needs
+        weight, bias, lora = tensors.weight, tensors.bias, opts.lora(tensors)
         self._wide = wide
-        if needs[0]:
-            self.hidden = HiddenGradient(hidden, tiles, tiling, wide=wide)
+        if for_hidden:
+            self.hidden = HiddenGradient(tensors.hidden, tiles, wide=wide)
         main_grad = opts.gradient_accumulation_fusion and not wide
-        if needs[1]:
+        if for_weight:
             self.weight = WeightGradient(
                 weight,
                 main_grad=cast(Any, weight).main_grad if main_grad else None,
@@ -82,12 +77,11 @@ class HeadGradients:
                 fixed=opts.segments is not None,
                 rounded=opts.rounded,
             )
-        if needs[2] and bias is not None:
+        if for_bias and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=accumulator_dtype(bias.dtype))
-        if lora is not None and (needs[0] or any(lora_needs)):
-            self._lora = LoRAGradient(
-                lora, tiling.group, needs=lora_needs, hidden=needs[0], wide=wide
-            )
+        if lora is not None and (for_hidden or any(for_lora)):
+            lora_needs = (for_hidden, *for_lora)
+            self._lora = LoRAGradient(lora, opts.group, lora_needs, wide=wide, sparse=sparse)
         self._bias_like = bias
         self._tile: Tensor | None = None
         self._reduced = -1  # the latest tile whose reduction was started
@@ -160,6 +154,9 @@ class HeadGradients:
                 self._tile = torch.zeros_like(tile.hidden, dtype=head.wide)
             part = head.weight[columns].to(head.wide) * factor
             self._tile.index_add_(0, rows, part.masked_fill_(~counts, 0.0))
+        if self._lora is not None:
+            assert head.low_rank is not None
+            self._lora.add_entries(rows, columns, factor, head.low_rank.inner(tile.hidden))
 
     def _add_segment(
         self, segments: Segments, head: Head, columns: slice, dlogits: Tensor, tile: Tile
@@ -208,8 +205,11 @@ class HeadGradients:
             torch.zeros_like(tile.hidden, dtype=wide) if part is None else part for part in parts
         ]
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dHidden, dWeight, dBias), None where unwanted or gone into main_grad."""
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Of each of HeadTensors, None where unwanted or gone into main_grad.
+
+        Where a LoRA's A is wanted, one all-reduce of `[r, h]` float32 over TP.
+        """
         bias = None
         if self.bias is not None and self._bias_like is not None:
             bias = self.bias if self._wide else self.bias.to(self._bias_like.dtype)
@@ -217,11 +217,8 @@ class HeadGradients:
             None if self.hidden is None else self.hidden.finish(),
             None if self.weight is None else self.weight.finish(),
             bias,
+            *((None, None) if self._lora is None else self._lora.finish()),
         )
-
-    def finish_lora(self) -> tuple[Tensor | None, Tensor | None]:
-        """(dA, dB), None where unwanted; one all-reduce of dA over TP."""
-        return (None, None) if self._lora is None else self._lora.finish()
 
 
 class HiddenGradient:
@@ -235,13 +232,12 @@ class HiddenGradient:
         self,
         hidden: Tensor,
         tiles: HiddenTiles,
-        tiling: Tiling,
         *,
         wide: bool = False,
     ) -> None:
         dtype = accumulator_dtype(hidden.dtype) if wide else hidden.dtype
         self.grad = torch.empty_like(hidden, dtype=dtype)
-        self._tiles, self._tiling = tiles, tiling
+        self._tiles, self._tiling = tiles, tiles.tiling
         self._pending: tuple[int, Tensor, Any | None] | None = None
 
     def put(self, number: int, tile: Tensor) -> None:

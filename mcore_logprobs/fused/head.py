@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +30,43 @@ from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowSpec, accumulator_dtype, merge, no_columns
 from mcore_logprobs.logits.opening import check_group_tensor, open_segments, row_spec
 
-__all__ = ["Chunk", "Head", "HeadOptions", "open_head"]
+__all__ = ["Chunk", "Head", "HeadOptions", "HeadTensors", "open_head"]
 
 # Columns a product under invariant_segments, at most and in whole blocks, whatever the tile: the
 # shape decides the bits.
 _FIXED_COLUMNS = {"cpu": 4096, "other": 8192}
+
+
+class HeadTensors(NamedTuple):
+    """What a head's gradients are of: the last arguments of an autograd function, in this order.
+
+    Attributes:
+        hidden: `[n_local, h]`; weight `[v, h]`, bias `[v]`; a LoRA's A `[r, h]` and B `[v, r]`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRAInput | None
+    ) -> HeadTensors:
+        return cls(hidden, weight, bias, *(() if lora is None else lora[:2]))
+
+    def save(self, ctx: Any, *others: Tensor | None) -> None:
+        """For `saved`, in the backward."""
+        ctx.weight = self.weight  # the parameter itself: main_grad hangs on it
+        ctx.save_for_backward(*self, *others)
+
+    @classmethod
+    def saved(cls, ctx: Any) -> tuple[HeadTensors, tuple[Any, ...]]:
+        """(tensors, others) as they were saved."""
+        found = ctx.saved_tensors
+        count = len(cls._fields)
+        return cls(*found[:count])._replace(weight=ctx.weight), found[count:]
 
 
 @dataclass(frozen=True)
@@ -60,6 +92,10 @@ class HeadOptions:
     @property
     def group(self) -> ProcessGroup | None:
         return self.shard.group
+
+    def lora(self, tensors: HeadTensors) -> LoRA | None:
+        a, b = tensors.lora_a, tensors.lora_b
+        return None if a is None or b is None else LoRA(a.detach(), b.detach(), self.lora_scale)
 
 
 def open_head(
@@ -187,16 +223,10 @@ class Head:
         block_columns: columns a block at most.
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        opts: HeadOptions,
-        block_columns: int,
-        lora: LoRA | None = None,
-    ) -> None:
-        self.weight, self.bias, self.opts = weight.detach(), bias, opts
-        self.wide = accumulator_dtype(weight.dtype)
+    def __init__(self, tensors: HeadTensors, opts: HeadOptions, block_columns: int) -> None:
+        self.weight, self.bias, self.opts = tensors.weight.detach(), tensors.bias, opts
+        self.wide = accumulator_dtype(self.weight.dtype)
+        lora = opts.lora(tensors)
         self.low_rank = None if lora is None else LowRank(lora)
         self._block_columns = block_columns
         self._buffer: Tensor | None = None
@@ -378,12 +408,18 @@ class Head:
         )
         return out
 
-    def entry_logits(self, hidden: Tensor, column: Tensor) -> Tensor:
-        """Raw logits of one column a row: `[e, h]`, `[e]` (-1: any value) -> `[e]`."""
-        rows = operand(self.weight.index_select(0, column.clamp(min=0)))
-        raw = (hidden.to(self.wide) * rows.to(self.wide)).sum(-1)
+    def entry_logits(self, tile: Tensor, column: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Raw logits of single entries, `[e]`, by dot products.
+
+        Args:
+            column: `[e]`; -1 gives any value.
+            rows: `[e]`, each entry's row in the tile; None: one entry a row, in its place.
+        """
+        hidden = tile if rows is None else tile[rows]
+        own = operand(self.weight.index_select(0, column.clamp(min=0)))
+        raw = (hidden.to(self.wide) * own.to(self.wide)).sum(-1)
         if self.low_rank is not None:
-            raw = raw + self.low_rank.entries(hidden, column)
+            raw = raw + self.low_rank.entries(tile, column, rows)
         return raw.to(self.logits_dtype).to(self.wide)
 
     def target_threshold(self, tile: Tensor, column: Tensor, temperature: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ columns alone, so that dA, as dHidden, is a sum over TP; after it every rank has
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.products import add_product, operand, product
 from mcore_logprobs.kernels.stats import accumulator_dtype
 
-__all__ = ["LoRA", "LoRAGradient", "LoRAInput", "LowRank", "check_lora", "lora_of"]
+__all__ = ["LoRA", "LoRAGradient", "LoRAInput", "LowRank", "check_lora"]
 
 LoRAInput = tuple[Tensor, Tensor, float]
 
@@ -70,11 +71,6 @@ def check_lora(lora: LoRAInput, hidden: Tensor, weight: Tensor, prefix: str = ""
         raise ValueError(f"{name}: expected a finite number for scale, got {scale!r}")
 
 
-def lora_of(a: Tensor | None, b: Tensor | None, scale: float) -> LoRA | None:
-    """Of an autograd function's arguments; None where the head has none."""
-    return None if a is None or b is None else LoRA(a.detach(), b.detach(), scale)
-
-
 class LowRank:
     """The LoRA's part of the logits; U of the latest tile is kept.
 
@@ -99,44 +95,58 @@ class LowRank:
         """`out += U @ B[columns]^T`, `[rows, columns]` float32 or float64."""
         add_product(self.inner(tile), self._lora.b[columns].to(self._wide).t(), out)
 
-    def entries(self, tile: Tensor, column: Tensor) -> Tensor:
-        """The part of one column a row, `[rows]`; column -1: any value."""
-        rows = self._lora.b.index_select(0, column.clamp(min=0)).to(self._wide)
-        return (self.inner(tile) * rows).sum(-1)
+    def entries(self, tile: Tensor, column: Tensor, rows: Tensor | None) -> Tensor:
+        """The part of single entries, `[e]`; as `Head.entry_logits`."""
+        inner = self.inner(tile) if rows is None else self.inner(tile)[rows]
+        return (inner * self._lora.b.index_select(0, column.clamp(min=0))).sum(-1)
 
 
 class LoRAGradient:
     """dA, dB and the LoRA's part of dTile, accumulated in float32.
 
     Args:
-        needs: whether dA and dB are wanted, and dHidden.
+        needs: whether dHidden, dA and dB are wanted.
         wide: leave dA and dB in float32 (float64 for float64).
+        sparse: dLogits come by `add_entries`; rows without any add nothing, whatever they hold.
     """
 
     def __init__(
         self,
         lora: LoRA,
         group: ProcessGroup | None,
+        needs: Sequence[bool],
         *,
-        needs: tuple[bool, bool],
-        hidden: bool,
         wide: bool = False,
+        sparse: bool = False,
     ) -> None:
-        self._lora, self._group, self._hidden = lora, group, hidden
+        self._lora, self._group, self._sparse = lora, group, sparse
         self._wide = accumulator_dtype(lora.a.dtype)
         self._dtype = self._wide if wide else lora.a.dtype
-        self._a = torch.zeros_like(lora.a, dtype=self._wide) if needs[0] else None
-        self._b = torch.zeros_like(lora.b, dtype=self._wide) if needs[1] else None
+        for_hidden, for_a, for_b = needs
+        self._a = torch.zeros_like(lora.a, dtype=self._wide) if for_a else None
+        self._b = torch.zeros_like(lora.b, dtype=self._wide) if for_b else None
+        self._wants_inner = for_hidden or for_a
         self._inner: Tensor | None = None
 
     def add_chunk(self, columns: slice, dlogits: Tensor, inner: Tensor) -> None:
         """Args: `[rows, columns]` in the operand dtype; U `[rows, r]`."""
         if self._b is not None:
             add_product(dlogits.t(), inner.to(dlogits.dtype), self._b[columns])
-        if self._a is not None or self._hidden:
+        if self._wants_inner:
             if self._inner is None:
                 self._inner = torch.zeros_like(inner)
             add_product(dlogits, operand(self._lora.b[columns]), self._inner)
+
+    def add_entries(self, rows: Tensor, columns: Tensor, factor: Tensor, inner: Tensor) -> None:
+        """Args: `[e]`, `[e]`, dLogits `[e, 1]` float32 or float64; U `[rows, r]`."""
+        none = factor == 0
+        if self._b is not None:
+            self._b.index_add_(0, columns, (inner[rows] * factor).masked_fill_(none, 0.0))
+        if self._wants_inner:
+            if self._inner is None:
+                self._inner = torch.zeros_like(inner)
+            part = self._lora.b[columns].to(self._wide) * factor
+            self._inner.index_add_(0, rows, part.masked_fill_(none, 0.0))
 
     def end_tile(self, tile: Tensor, dtile: Tensor | None) -> None:
         """All of the tile's chunks were added; adds to dtile, `[rows, h]` float32 or float64."""
@@ -144,7 +154,10 @@ class LoRAGradient:
             return
         inner = self._inner.mul_(self._lora.scale)
         if self._a is not None:
-            add_product(inner.t(), tile.to(self._wide), self._a)
+            tile = tile.to(self._wide)
+            if self._sparse:
+                tile = torch.where((inner != 0).any(-1, keepdim=True), tile, 0.0)
+            add_product(inner.t(), tile, self._a)
         if dtile is not None:
             add_product(inner, self._lora.a.to(self._wide), dtile)
         self._inner = None

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from mcore_logprobs.fused.gradients import HeadGradients
-from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
 from mcore_logprobs.fused.learnt import name_of, walk_graph
-from mcore_logprobs.fused.lora import LoRAInput, lora_of
+from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.tokens import (
     HiddenTiles,
     Tiling,
@@ -99,22 +99,13 @@ class _LinearMap(torch.autograd.Function):
     """fn's flat results, `[n, ...]` each."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        keep: Tensor,
-        call: _Mapped,
-    ) -> Any:
-        tiles = HiddenTiles(hidden, call.tiling)
+    def forward(ctx: Any, keep: Tensor, call: _Mapped, *inputs: Any) -> Any:
+        tensors = HeadTensors(*inputs)
+        tiles = HiddenTiles(tensors.hidden, call.tiling)
         call = replace(call, tensors=tuple(tiles.walk(t) for t in call.tensors))
-        lora = lora_of(lora_a, lora_b, call.head.lora_scale)
-        head = Head(weight, bias, call.head, call.tiling.block_columns, lora)
+        head = Head(tensors, call.head, call.tiling.block_columns)
         parts: list[list[Tensor | None]] = []
-        for rows, tile in _tiles(tiles, hidden):
+        for rows, tile in _tiles(tiles, tensors.hidden):
             _, z = _finished_tile(head, tile)
             # Once with autograd, to see what depends on the logits, and on what else.
             tried = call.grad_enabled and not parts
@@ -131,8 +122,8 @@ class _LinearMap(torch.autograd.Function):
             if whole is not None and call.masked:
                 whole = torch.where(_beside(keep, whole), whole, torch.zeros_like(whole[:1]))
             results.append(whole)
-        ctx.call, ctx.weight = call, weight  # the parameter itself: main_grad hangs on it
-        ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, keep)
+        ctx.call = call
+        tensors.save(ctx, keep)
         ctx.set_materialize_grads(False)
         flags = call.structure.differentiable or [False] * len(results)
         ctx.mark_non_differentiable(
@@ -144,30 +135,19 @@ class _LinearMap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
-            return (None,) * 7
-        hidden, weight, bias, lora_a, lora_b, keep = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        tensors, (keep,) = HeadTensors.saved(ctx)
         call: _Mapped = ctx.call
-        tiles = HiddenTiles(hidden, call.tiling)
-        asked = torch.zeros(tiles.count, dtype=torch.bool, device=hidden.device)
+        tiles = HiddenTiles(tensors.hidden, call.tiling)
+        asked = torch.zeros(tiles.count, dtype=torch.bool, device=keep.device)
         upstream: list[Tensor | None] = []
         for g in grads:
             if g is not None:
                 g = tiles.walk(torch.where(_beside(keep, g), g, 0.0) if call.masked else g)
                 asked |= (g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0
             upstream.append(g)
-        lora = lora_of(lora_a, lora_b, call.head.lora_scale)
-        gradients = HeadGradients(
-            hidden,
-            ctx.weight,
-            bias,
-            tiles,
-            call.tiling,
-            call.head,
-            needs=ctx.needs_input_grad[:3],
-            lora=lora,
-            lora_needs=ctx.needs_input_grad[3:5],
-        )
-        head = Head(weight, bias, call.head, call.tiling.block_columns, lora)
+        gradients = HeadGradients(tensors, tiles, call.head, needs=ctx.needs_input_grad[2:])
+        head = Head(tensors, call.head, call.tiling.block_columns)
         for tile in tiles:
             raw, z = _finished_tile(head, tile.hidden)
             with torch.enable_grad():
@@ -191,7 +171,7 @@ class _LinearMap(torch.autograd.Function):
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
             gradients.end_tile(tile)
             del raw, z, dz, dlogits_of
-        return (*gradients.finish(), *gradients.finish_lora(), None, None)
+        return (None, None, *gradients.finish())
 
 
 def _tiles(tiles: HiddenTiles, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -349,7 +329,7 @@ def linear_map(
         grad_enabled=torch.is_grad_enabled(),
         structure=_Structure(),
     )
-    lora_a, lora_b = (None, None) if lora is None else lora[:2]
-    flat = _LinearMap.apply(tokens.hidden, weight, bias, lora_a, lora_b, tokens.target.keep, call)
+    inputs = HeadTensors.of(tokens.hidden, weight, bias, lora)
+    flat = _LinearMap.apply(tokens.target.keep, call, *inputs)
     restored = [None if x is None else tokens.restore(x, 0) for x in flat]
     return pytree.tree_unflatten(restored, call.structure.spec)

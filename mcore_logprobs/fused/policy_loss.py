@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients, main_grad_stand_in
-from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
-from mcore_logprobs.fused.lora import LoRAInput, lora_of
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
+from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.loss_function import LossFn, open_denominator, sum_of_losses
 from mcore_logprobs.fused.tokens import (
     HiddenTiles,
@@ -97,35 +97,15 @@ class _LinearPolicyLoss(torch.autograd.Function):
     """(loss, *RowResults of `[n]` tensors); all but the loss for information."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        local: LocalTarget,
-        loss: _Loss,
-        opts: _Options,
-    ) -> Any:
+    def forward(ctx: Any, local: LocalTarget, loss: _Loss, opts: _Options, *inputs: Any) -> Any:
+        tensors = HeadTensors(*inputs)
+        hidden = tensors.hidden
         tiles = HiddenTiles(hidden, opts.tiling, rounded=opts.head.rounded)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
         loss = replace(loss, tensors=tuple(tiles.walk(t) for t in loss.tensors))
-        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
-        head = Head(weight, bias, opts.head, opts.tiling.block_columns, lora)
-        needs = ctx.needs_input_grad[:5] if loss.backward else (False,) * 5
-        gradients = HeadGradients(
-            hidden,
-            weight,
-            bias,
-            tiles,
-            opts.tiling,
-            opts.head,
-            needs=needs[:3],
-            wide=True,
-            lora=lora,
-            lora_needs=needs[3:],
-        )
+        head = Head(tensors, opts.head, opts.tiling.block_columns)
+        needs = [flag and loss.backward for flag in ctx.needs_input_grad[3:]]
+        gradients = HeadGradients(tensors, tiles, opts.head, needs=needs, wide=True)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         # Of no rows to begin with, so that a call without any has results too.
         parts = [_finish(head, head.no_columns(hidden[:0]), opts).blanked(keep[:0])]
@@ -151,15 +131,9 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 dlogits_of = partial(head.chunk_grad, shift=done.norms.top, coef=coef)
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
             gradients.end_tile(tile)
-        ctx.inputs = (
-            hidden,
-            weight,
-            bias,
-            lora_a,
-            lora_b,
-        )  # the parameter itself: main_grad hangs on it
-        ctx.fused = needs[1] and opts.head.gradient_accumulation_fusion
-        ctx.gradients = (*gradients.finish(), *gradients.finish_lora())
+        ctx.tensors = tensors  # the weight itself: main_grad hangs on it
+        ctx.fused = opts.head.gradient_accumulation_fusion
+        ctx.gradients = gradients.finish()
         ctx.set_materialize_grads(False)
         results = parts[0].map(lambda *x: tiles.restore(torch.cat(x)), *parts[1:])
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
@@ -170,25 +144,24 @@ class _LinearPolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         upstream = grads[0]
         if upstream is None:
-            return (None,) * 8
+            return (None,) * len(ctx.needs_input_grad)
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_policy_loss: the gradients formed in the forward went to the first "
                 "backward; a second one needs a second forward"
             )
-        formed: list[Tensor | None] = list(ctx.gradients)
-        ctx.gradients = None
-        for place, like in enumerate(ctx.inputs):
-            grad = formed[place]
-            if grad is None:
-                continue
-            grad.mul_(upstream)  # in place: it is ours alone, and may be of the weight's size
-            if place == 1 and ctx.fused:
-                like.main_grad.add_(grad)
-                formed[place] = main_grad_stand_in(like)
-            else:
-                formed[place] = grad.to(like.dtype)
-        return (*formed, None, None, None)
+        formed, ctx.gradients = ctx.gradients, None
+        found: list[Tensor | None] = []
+        for grad, like in zip(formed, ctx.tensors, strict=True):
+            if grad is not None:
+                grad.mul_(upstream)  # in place: it is ours alone, and may be of the weight's size
+                if like is ctx.tensors.weight and ctx.fused:
+                    like.main_grad.add_(grad)
+                    grad = main_grad_stand_in(like)
+                else:
+                    grad = grad.to(like.dtype)
+            found.append(grad)
+        return (None, None, None, *found)
 
 
 def _whole_rows(
@@ -333,17 +306,15 @@ def linear_policy_loss(
         check_per_token(place, t, tokens.lead, hidden.device)
         for place, t in enumerate(per_token_tensors)
     ]
-    lora_a, lora_b = (None, None) if lora is None else lora[:2]
+    tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
     loss = _Loss(
         fn=loss_fn,
         tensors=tuple(tokens.per_row(t) for t in checked),
         denominator=open_denominator(denominator, hidden.device),
         grad_enabled=torch.is_grad_enabled(),
         backward=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (hidden, weight, bias, lora_a, lora_b)),
+        and any(x is not None and x.requires_grad for x in tensors),
     )
     opts = _Options(head, tiling, label_smoothing, tokens.temperature)
-    value, *results = _LinearPolicyLoss.apply(
-        tokens.hidden, weight, bias, lora_a, lora_b, tokens.target, loss, opts
-    )
+    value, *results = _LinearPolicyLoss.apply(tokens.target, loss, opts, *tensors)
     return value, tokens.stats(RowResults(*results))

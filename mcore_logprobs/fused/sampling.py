@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.fused.entries import entry_logits, ragged_entries
 from mcore_logprobs.fused.gradients import HeadGradients
-from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
-from mcore_logprobs.fused.lora import LoRAInput, lora_of
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
+from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.fused.tokens import (
     HiddenTiles,
@@ -87,27 +87,19 @@ class _LinearFiltered(torch.autograd.Function):
     """A RowResults of `[n]` tensors: filtered log-probabilities, the rest unfiltered or None."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        local: LocalTarget,
-        opts: _Options,
-    ) -> tuple[Any, ...]:
-        tiles, spec = HiddenTiles(hidden, opts.tiling), opts.head.spec
+    def forward(ctx: Any, local: LocalTarget, opts: _Options, *inputs: Any) -> tuple[Any, ...]:
+        tensors, spec = HeadTensors(*inputs), opts.head.spec
+        hidden = tensors.hidden
+        tiles = HiddenTiles(hidden, opts.tiling)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
         temperature = tiles.walk_optional(opts.temperature)
-        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
-        head = Head(weight, bias, opts.head, opts.tiling.block_columns, lora)
+        head = Head(tensors, opts.head, opts.tiling.block_columns)
         stats, cuts = [head.no_columns(hidden[:0])], [Cut.of_no_rows(head.wide, hidden.device)]
         for tile in tiles:
             mine, own = column[tile.rows], tile.of(temperature)
             threshold = head.target_threshold(tile.hidden, mine, own) if spec.rank else None
             found = []
-            z = prefer_huge_pages(weight.new_empty(len(mine), spec.valid, dtype=head.wide))
+            z = prefer_huge_pages(hidden.new_empty(len(mine), spec.valid, dtype=head.wide))
             for chunk in head.chunks(tile.hidden, mine, own):
                 if opts.whole:
                     found.append((chunk.columns, head.chunk_stats(chunk, threshold)))
@@ -123,10 +115,9 @@ class _LinearFiltered(torch.autograd.Function):
             done, _ = finish_shards(torch.cat(stats, 1), spec, opts.head.group)
             results, norms = done.blanked(keep), done.norms
         results = results._replace(logprobs=torch.where(keep, cut.logprobs, 0.0))
-        ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
         column = torch.where(cut.kept, column, -1)  # a filtered target's own column gets nothing
-        saved = (column, keep, *SavedCut.of(cut), *norms)
-        ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, *saved)
+        ctx.opts = opts
+        tensors.save(ctx, column, keep, *SavedCut.of(cut), *norms)
         ctx.set_materialize_grads(False)
         results = results.map(tiles.restore)
         if results.target_rank is not None:
@@ -137,17 +128,17 @@ class _LinearFiltered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
-            return (None,) * 7
-        hidden, weight, bias, lora_a, lora_b, column, keep, *saved = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        tensors, (column, keep, *saved) = HeadTensors.saved(ctx)
         cut = SavedCut(*saved[:4])
         opts: _Options = ctx.opts
-        tiles = HiddenTiles(hidden, opts.tiling)
+        tiles = HiddenTiles(tensors.hidden, opts.tiling)
         temperature = tiles.walk_optional(opts.temperature)
         upstream = RowResults(*grads).map(tiles.walk)
         on_filtered = upstream.logprobs
         if on_filtered is None:
             on_filtered = torch.zeros_like(cut.top)
-        filters = opts.filter(temperature, hidden.device)
+        filters = opts.filter(temperature, keep.device)
         filtered = CutGradient(on_filtered, keep, column, cut, filters)
         whole = upstream._replace(logprobs=None)
         spec = gradient_spec(opts.head.spec, whole)
@@ -155,20 +146,8 @@ class _LinearFiltered(torch.autograd.Function):
         if any(grad is not None for grad in whole):
             norms = RowNorms(*saved[4:])
             coef = gradient_coefficients(whole, norms, spec, keep=keep, label_smoothing=0.0)
-        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
-        gradients = HeadGradients(
-            hidden,
-            ctx.weight,
-            bias,
-            tiles,
-            opts.tiling,
-            opts.head,
-            needs=ctx.needs_input_grad[:3],
-            lora=lora,
-            lora_needs=ctx.needs_input_grad[3:5],
-        )
-        head_opts = replace(opts.head, spec=spec)
-        head = Head(weight, bias, head_opts, opts.tiling.block_columns, lora)
+        gradients = HeadGradients(tensors, tiles, opts.head, needs=ctx.needs_input_grad[2:])
+        head = Head(tensors, replace(opts.head, spec=spec), opts.tiling.block_columns)
 
         def dlogits_of(chunk: Chunk, *, rows: slice) -> Tensor:
             out, finishing = head.gradient_buffer(chunk.logits), _finishing(chunk)
@@ -193,7 +172,7 @@ class _LinearFiltered(torch.autograd.Function):
             for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
                 gradients.add_chunk(head, tile, chunk, partial(dlogits_of, rows=tile.rows))
             gradients.end_tile(tile)
-        return (*gradients.finish(), *gradients.finish_lora(), None, None)
+        return (None, None, *gradients.finish())
 
 
 def _finishing(chunk: Chunk) -> RowSpec:
@@ -290,11 +269,10 @@ def linear_filtered_stats(
         compact=compact,
         temperature=temperature,
     )
-    lora_a, lora_b = (None, None) if lora is None else lora[:2]
     tiling = whole_row_tiling(tokens, head.shard, chunk_size)
     opts = _Options(head, tiling, filters, tokens.temperature, whole)
-    args = (tokens.hidden, weight, bias, lora_a, lora_b, tokens.target, opts)
-    return tokens.stats(RowResults(*_LinearFiltered.apply(*args)))
+    tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
+    return tokens.stats(RowResults(*_LinearFiltered.apply(tokens.target, opts, *tensors)))
 
 
 def linear_sampling_logprobs(
@@ -306,6 +284,7 @@ def linear_sampling_logprobs(
     top_p: float = 1.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -322,7 +301,7 @@ def linear_sampling_logprobs(
     """`vocab_parallel_sampling_logprobs` of a head's logits without ever holding them.
 
     Shape:
-        hidden, weight, bias, target: as in `linear_token_stats`.
+        hidden, weight, bias, lora, target: as in `linear_token_stats`.
         Returns float32 `[s, b]` or `[n]` (float64 for float64 operands), the same on every TP rank;
         0 where the target is ignore_index, -inf where it was filtered out. Differentiable; the kept
         set counts as a constant. A filtered target has the gradient that plain torch gives.
@@ -352,6 +331,7 @@ def linear_sampling_logprobs(
     """
     shared: dict[str, Any] = {
         "bias": bias,
+        "lora": lora,
         "logit_scale": logit_scale,
         "softcap": softcap,
         "logits_dtype": logits_dtype,
@@ -370,21 +350,20 @@ def linear_sampling_logprobs(
     if kept_ids is None:
         filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "whole": False}
         return linear_filtered_stats(hidden, weight, target, **filters, **shared, **rows).logprobs
-    shared.pop("bias")
-    head = open_head(hidden, weight, bias, **shared)
+    head = open_head(hidden, weight, **shared)
     backends.select(backend, weight)
     Filters.of(top_k, top_p, head.shard).check_off_for_replay(top_k, top_p)
     lead = whole_lead(hidden, head.group, sequence_parallel=sequence_parallel)
     target = check_target(target, lead, hidden.device)
     kept = open_kept_ids(kept_ids, target.numel(), head.shard, hidden.device)
     tokens = open_tokens(hidden, target, head.shard, temperature=temperature, **rows)
-    return _replay(tokens, weight, bias, target, kept, kept_ids[1].long(), head)
+    tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
+    return _replay(tokens, tensors, target, kept, kept_ids[1].long(), head)
 
 
 def _replay(
     tokens: Tokens,
-    weight: Tensor,
-    bias: Tensor | None,
+    tensors: HeadTensors,
     target: Tensor,
     kept: KeptIds,
     offsets: Tensor,
@@ -394,7 +373,7 @@ def _replay(
     tiles = HiddenTiles(tokens.hidden, tokens.tiling)
     local = localize_target(kept.id, head.shard, None, name="kept_ids[0]")
     entries, place = ragged_entries(offsets, local.column, tokens, tiles)
-    z = entry_logits(tokens, weight, bias, entries, head, tiles)
+    z = entry_logits(tensors, entries, tokens.temperature, head, tiles)
     keep = tiles.walk(tokens.target.keep)
     z = torch.where(keep[entries.row], z, 0.0)  # an ignored row may hold NaN
     rows = keep.shape[0]

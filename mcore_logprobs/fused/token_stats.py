@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients
-from mcore_logprobs.fused.head import Head, HeadOptions, open_head
-from mcore_logprobs.fused.lora import LoRAInput, lora_of
+from mcore_logprobs.fused.head import Head, HeadOptions, HeadTensors, open_head
+from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens
 from mcore_logprobs.kernels.stats import (
     RowNorms,
@@ -48,30 +48,21 @@ class _LinearTokenStats(torch.autograd.Function):
     """A RowResults of `[n]` tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        local: LocalTarget,
-        opts: _Options,
-    ) -> tuple[Any, ...]:
-        tiles = HiddenTiles(hidden, opts.tiling, rounded=opts.head.rounded)
+    def forward(ctx: Any, local: LocalTarget, opts: _Options, *inputs: Any) -> tuple[Any, ...]:
+        tensors = HeadTensors(*inputs)
+        tiles = HiddenTiles(tensors.hidden, opts.tiling, rounded=opts.head.rounded)
         column, keep = tiles.walk(local.column), tiles.walk(local.keep)
-        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
-        head = Head(weight, bias, opts.head, opts.tiling.block_columns, lora)
+        head = Head(tensors, opts.head, opts.tiling.block_columns)
         temperature = tiles.walk_optional(opts.temperature)
         parts = [
             head.tile_stats(tile.hidden, column[tile.rows], tile.of(temperature)) for tile in tiles
         ]
-        stats = torch.cat(parts, -1) if parts else head.no_columns(hidden[:0])
+        stats = torch.cat(parts, -1) if parts else head.no_columns(tensors.hidden[:0])
         done, _ = finish_shards(
             stats, opts.head.spec, opts.head.group, label_smoothing=opts.label_smoothing
         )
-        ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
-        ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, column, keep, *done.norms)
+        ctx.opts = opts
+        tensors.save(ctx, column, keep, *done.norms)
         ctx.set_materialize_grads(False)
         results = done.blanked(keep).map(tiles.restore)
         if results.target_rank is not None:
@@ -82,29 +73,17 @@ class _LinearTokenStats(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
-            return (None,) * 7
-        hidden, weight, bias, lora_a, lora_b, column, keep, *norms = ctx.saved_tensors
-        norms, opts = RowNorms(*norms), ctx.opts
-        tiles = HiddenTiles(hidden, opts.tiling, rounded=opts.head.rounded)
+            return (None,) * len(ctx.needs_input_grad)
+        tensors, (column, keep, *saved) = HeadTensors.saved(ctx)
+        norms, opts = RowNorms(*saved), ctx.opts
+        tiles = HiddenTiles(tensors.hidden, opts.tiling, rounded=opts.head.rounded)
         upstream = RowResults(*grads).map(tiles.walk)
         spec = gradient_spec(opts.head.spec, upstream)
         coef = gradient_coefficients(
             upstream, norms, spec, keep=keep, label_smoothing=opts.label_smoothing
         )
-        lora = lora_of(lora_a, lora_b, opts.head.lora_scale)
-        gradients = HeadGradients(
-            hidden,
-            ctx.weight,
-            bias,
-            tiles,
-            opts.tiling,
-            opts.head,
-            needs=ctx.needs_input_grad[:3],
-            lora=lora,
-            lora_needs=ctx.needs_input_grad[3:5],
-        )
-        head_opts = replace(opts.head, spec=spec)
-        head = Head(weight, bias, head_opts, opts.tiling.block_columns, lora)
+        gradients = HeadGradients(tensors, tiles, opts.head, needs=ctx.needs_input_grad[2:])
+        head = Head(tensors, replace(opts.head, spec=spec), opts.tiling.block_columns)
         temperature = tiles.walk_optional(opts.temperature)
         for tile in tiles:
             top, row_coef = norms.top[tile.rows], coef[:, tile.rows]
@@ -112,7 +91,7 @@ class _LinearTokenStats(torch.autograd.Function):
                 dlogits_of = partial(head.chunk_grad, shift=top, coef=row_coef)
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
             gradients.end_tile(tile)
-        return (*gradients.finish(), *gradients.finish_lora(), None, None)
+        return (None, None, *gradients.finish())
 
 
 def linear_token_stats(
@@ -238,9 +217,7 @@ def linear_token_stats(
         compact=compact,
         temperature=temperature,
     )
-    lora_a, lora_b = (None, None) if lora is None else lora[:2]
     opts = _Options(head, tokens.tiling, label_smoothing, tokens.temperature)
-    results = _LinearTokenStats.apply(
-        tokens.hidden, weight, bias, lora_a, lora_b, tokens.target, opts
-    )
+    tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
+    results = _LinearTokenStats.apply(tokens.target, opts, *tensors)
     return tokens.stats(RowResults(*results))

@@ -303,13 +303,14 @@ class HiddenTiles:
     Attributes:
         count: n, rows over all ranks: n_local, times TP under sequence parallelism.
         local: each tile's rows of this rank.
+        tiling: how they are cut.
 
     Args:
         rounded: as in `kernels.products.operand_dtype`.
     """
 
     def __init__(self, hidden: Tensor, tiling: Tiling, *, rounded: bool = False) -> None:
-        self._hidden, self._rounded = hidden.detach(), rounded
+        self.tiling, self._hidden, self._rounded = tiling, hidden.detach(), rounded
         self._group = tiling.group if tiling.sequence_parallel else None
         self._ranks = group_size(self._group)
         self.local = list(row_chunks(hidden.shape[0], max(1, tiling.tile_rows // self._ranks)))

@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.fused.entries import entry_gradients, grid_entries
-from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, open_head
+from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
+from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens, whole_lead
 from mcore_logprobs.kernels.backend import default_chunk_size
 from mcore_logprobs.kernels.reference import finished_logits, row_chunks
@@ -33,17 +34,17 @@ class _LinearTopK(torch.autograd.Function):
     """(values, ids), each `[n, k]`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, opts: _Options
-    ) -> tuple[Tensor, Tensor]:
-        tiles, shard = HiddenTiles(hidden, opts.tiling), opts.head.shard
+    def forward(ctx: Any, opts: _Options, *inputs: Any) -> tuple[Tensor, Tensor]:
+        tensors, shard = HeadTensors(*inputs), opts.head.shard
+        tiles = HiddenTiles(tensors.hidden, opts.tiling)
         temperature = tiles.walk_optional(opts.temperature)
-        head = Head(weight, bias, opts.head, opts.tiling.block_columns)
+        head = Head(tensors, opts.head, opts.tiling.block_columns)
+        device = tensors.hidden.device
         width = min(opts.k, shard.width)
         # A rank with less true vocabulary than that pads with -inf. Such ranks come last, so that
         # in the stable sort below the padding comes after every true column.
-        values = torch.full((tiles.count, width), -torch.inf, dtype=head.wide, device=hidden.device)
-        columns = torch.zeros(tiles.count, width, dtype=torch.int64, device=hidden.device)
+        values = torch.full((tiles.count, width), -torch.inf, dtype=head.wide, device=device)
+        columns = torch.zeros(tiles.count, width, dtype=torch.int64, device=device)
         for tile in tiles:
             best = values[tile.rows], columns[tile.rows]
             none = torch.full_like(columns[tile.rows, 0], -1)
@@ -53,8 +54,8 @@ class _LinearTopK(torch.autograd.Function):
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : opts.k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
         own = (ids >= shard.start) & (ids < shard.end)
-        ctx.opts, ctx.weight = opts, weight  # the parameter itself: main_grad hangs on it
-        ctx.save_for_backward(hidden, weight, bias, torch.where(own, ids - shard.start, -1))
+        ctx.opts = opts
+        tensors.save(ctx, torch.where(own, ids - shard.start, -1))
         ids = tiles.restore(ids)
         ctx.mark_non_differentiable(ids)
         return tiles.restore(values), ids
@@ -62,19 +63,19 @@ class _LinearTopK(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, _, bias, column = ctx.saved_tensors
+        tensors, (column,) = HeadTensors.saved(ctx)
         opts: _Options = ctx.opts
-        tiles = HiddenTiles(hidden, opts.tiling)
+        tiles = HiddenTiles(tensors.hidden, opts.tiling)
         gradients = entry_gradients(
-            (hidden, ctx.weight, bias),
+            tensors,
             grid_entries(column, tiles),
             tiles.walk(grads[0]).reshape(-1),
             tiles.walk_optional(opts.temperature),
             opts.head,
-            opts.tiling,
-            needs=ctx.needs_input_grad[:3],
+            tiles,
+            needs=ctx.needs_input_grad[1:],
         )
-        return (*gradients, None)
+        return (None, *gradients)
 
 
 def _merge(chunk: Chunk, values: Tensor, columns: Tensor) -> None:
@@ -104,6 +105,7 @@ def linear_topk(
     *,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -122,7 +124,7 @@ def linear_topk(
     the temperature rounds to one value count as equal.
 
     Shape:
-        hidden, weight, bias: as in `linear_token_stats`.
+        hidden, weight, bias, lora: as in `linear_token_stats`.
         mask: bool `[s, b]` or `[n]`, the whole sequence; False rows give value 0 and id 0, and no
             gradient.
         Returns values float32 `[s, b, k]` or `[n, k]` (float64 for float64 operands) and ids int64,
@@ -157,6 +159,7 @@ def linear_topk(
         logits_dtype=logits_dtype,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         tp_group=tp_group,
+        lora=lora,
         temperature=temperature,
         vocab_size=vocab_size,
         backend=backend,
@@ -175,7 +178,8 @@ def linear_topk(
         temperature=temperature,
     )
     opts = _Options(head, tokens.tiling, k, tokens.temperature)
-    values, ids = _LinearTopK.apply(tokens.hidden, weight, bias, opts)
+    tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
+    values, ids = _LinearTopK.apply(opts, *tensors)
     if mask is not None:
         keep = tokens.target.keep.unsqueeze(-1)
         values, ids = torch.where(keep, values, 0.0), torch.where(keep, ids, 0)

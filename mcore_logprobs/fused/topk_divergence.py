@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.fused.gather import linear_gather
+from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.tokens import whole_lead
 from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.logits.opening import check_group_tensor
@@ -30,6 +31,7 @@ def linear_topk_kl_div(
     beta: float = 0.5,
     tail: str = "bin",
     bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     sequence_parallel: bool = False,
@@ -46,7 +48,7 @@ def linear_topk_kl_div(
     """`vocab_parallel_topk_kl_div` of a head's logits without ever holding them.
 
     Shape:
-        hidden, weight, bias: as in `linear_token_stats`; the student's.
+        hidden, weight, bias, lora: as in `linear_token_stats`; the student's.
         teacher_logprobs, ids: `[s, b, k]` or `[n, k]`, the whole sequence on every TP rank also
             under sequence parallelism. For "reverse" and "jsd" the student's own ids come from
             `linear_topk` of detached operands, the teacher's log-probabilities there from
@@ -73,6 +75,7 @@ def linear_topk_kl_div(
         ids,
         log_softmax=True,
         bias=bias,
+        lora=lora,
         logit_scale=logit_scale,
         softcap=softcap,
         sequence_parallel=sequence_parallel,
