@@ -32,6 +32,7 @@ class Problem:
 
     Attributes:
         upstream: a gradient for each token and output, `[s, b]` or `[n]` each.
+        lora: (A `[r, h]`, B `[V, r]`, scale), or None.
     """
 
     hidden: Tensor
@@ -39,6 +40,24 @@ class Problem:
     bias: Tensor | None
     target: Tensor
     upstream: dict[str, Tensor]
+    lora: tuple[Tensor, Tensor, float] | None = None
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What a gradient may be wanted of, by name."""
+        found = {"hidden": self.hidden, "weight": self.weight}
+        if self.bias is not None:
+            found["bias"] = self.bias
+        if self.lora is not None:
+            found |= {"A": self.lora[0], "B": self.lora[1]}
+        return found
+
+    def raw(self, leaves: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The whole head's raw logits of these leaves, multiplied in the dtype."""
+        x = {name: leaf.to(dtype) for name, leaf in leaves.items()}
+        raw = x["hidden"] @ x["weight"].t()
+        if self.lora is not None:
+            raw = raw + self.lora[2] * (x["hidden"] @ x["A"].t()) @ x["B"].t()
+        return raw
 
 
 def make_problem(
@@ -51,15 +70,19 @@ def make_problem(
     true_vocab: int | None = None,
     ignored: float = 0.2,
     names: tuple[str, ...] = ("logprobs", "entropy", "lse"),
+    lora: bool = False,
 ) -> Problem:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return Problem(
+    problem = Problem(
         hidden=torch.randn(*lead, width).to(dtype),
         weight=torch.randn(vocab, width).to(dtype),
         bias=torch.randn(vocab).to(dtype) if bias else None,
         target=make_target(lead, true_vocab or vocab, ignored),
         upstream={name: torch.randn(lead, dtype=wide) for name in names},
     )
+    if lora:  # of rank 3, unlike every other size
+        problem.lora = (torch.randn(3, width).to(dtype), torch.randn(vocab, 3).to(dtype), 1.7)
+    return problem
 
 
 def shard_problem(problem: Problem, sequence_parallel: bool) -> tuple[Tensor, Tensor, Any]:
@@ -133,10 +156,15 @@ class Case:
         _, sequence_parallel = self.layout
         hidden, weight, bias = shard_problem(self.problem, sequence_parallel)
         leaves = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+        head: dict[str, Any] = {}
+        if self.problem.lora is not None:
+            a, b, scale = self.problem.lora
+            a, b = a.clone(), b.tensor_split(world_size())[world_rank()].clone()
+            leaves |= {"A": a.requires_grad_(), "B": b.requires_grad_()}
+            head["lora"] = (a, b, scale)
         kept = {name: (x.detach().clone(), x._version) for name, x in leaves.items()}
-        result = self.call(
-            hidden, weight, bias, tp_group=world_group(), sequence_parallel=sequence_parallel
-        )
+        head |= {"tp_group": world_group(), "sequence_parallel": sequence_parallel}
+        result = self.call(hidden, weight, bias, **head)
         roots = self.roots(result)
         outputs = [output for output, _ in roots.values()]
         incoming = [upstream for _, upstream in roots.values()]
@@ -150,16 +178,13 @@ class Case:
 
     def truth(self, dtype: torch.dtype = torch.float64) -> Truth:
         """The problem in plain torch on one process; gradients come in the inputs' dtypes."""
-        leaves = {"hidden": self.problem.hidden, "weight": self.problem.weight}
-        if self.problem.bias is not None:
-            leaves["bias"] = self.problem.bias
         exact = dtype == torch.float64
         leaves = {
             name: (x.double() if exact else x.clone()).requires_grad_()
-            for name, x in leaves.items()
+            for name, x in self.problem.leaves().items()
         }
         options = {name: self.options[name] for name in self.options if name in _MATHEMATICAL}
-        raw = leaves["hidden"].to(dtype) @ leaves["weight"].to(dtype).t()
+        raw = self.problem.raw(leaves, dtype)
         stats = oracles.token_stats(
             raw, self.problem.target, bias=leaves.get("bias"), dtype=dtype, **options
         )
@@ -213,17 +238,16 @@ class Case:
             assert (low == high).sum() > 0.8 * low.numel(), "the bounds hardly bind"
 
     def gradients(self) -> dict[str, Tensor]:
-        """The ranks' gradients together; hidden's must agree on all ranks if it is not split."""
-        runs = [grads for _, grads in self.runs]
-        split = [name for name in runs[0] if name != "hidden"]
-        whole = {name: torch.cat([run[name] for run in runs]) for name in split}
-        hidden = [run["hidden"] for run in runs]
+        """The ranks' gradients together; of what is not split they must agree."""
         _, sequence_parallel = self.layout
-        if sequence_parallel:
-            whole["hidden"] = torch.cat(hidden)
-        else:
-            assert all(torch.equal(other, hidden[0]) for other in hidden), "dHidden differs"
-            whole["hidden"] = hidden[0]
+        whole = {}
+        for name in self.runs[0][1]:
+            parts = [grads[name] for _, grads in self.runs]
+            if name == "A" or (name == "hidden" and not sequence_parallel):
+                assert all(torch.equal(part, parts[0]) for part in parts), f"d{name} differs"
+                whole[name] = parts[0]
+            else:
+                whole[name] = torch.cat(parts)
         return whole
 
 

@@ -22,7 +22,8 @@ from mcore_logprobs import (
     linear_map,
     vocab_parallel_entropy,
 )
-from tests.fused.common import make_problem
+from mcore_logprobs.groups import group_rank, group_size
+from tests.fused.common import Problem, make_problem
 from tests.fused.test_linear_ops import (
     DistillCase,
     GatherCase,
@@ -36,7 +37,7 @@ from tests.fused.test_linear_ops import (
 from tests.fused.test_topk_divergence import DivergenceCase, _teacher
 from tests.helpers.distributed import get_pool, grid_groups
 
-LEAD = (8, 3)  # 2 * CP divides 8; 12 rows a rank, which the tiles of 5 do not divide
+LEAD = (12, 3)  # 2 * CP and CP * TP divide 12; 18 rows a rank, which the tiles of 5 do not divide
 HEAD = {"logit_scale": 0.7, "softcap": 5.0, "chunk_size": 5}
 FINISH = {**HEAD, "temperature": 1.4, "vocab_size": 17}
 
@@ -60,7 +61,7 @@ class KLCase(OpCase):
 
     def call(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, **parallel: Any) -> Any:
         group = parallel["tp_group"]
-        mine = self.args[0].chunk(group.size(), -1)[group.rank()]
+        mine = self.args[0].tensor_split(group_size(group), -1)[group_rank(group)]
         return linear_kl_div(hidden, weight, mine, bias=bias, **parallel, **self.options)
 
     def expected(self, z: Tensor) -> tuple[Tensor, ...]:
@@ -72,29 +73,28 @@ class KLCase(OpCase):
         return ((q.exp() * (q - p)).sum(-1),)
 
 
-def cases(dtype: torch.dtype) -> dict[str, OpCase]:
+def cases(problem: Problem) -> dict[str, OpCase]:
     """Each operation with a temperature, a mask of columns and what else it takes."""
-    # A bias has no main_grad: the ranks' bfloat16 parts would be rounded once more each.
-    problem = make_problem(LEAD, dtype=dtype, bias=dtype == torch.float32, true_vocab=17)
-    ids = torch.randint(0, 17, (*LEAD, 4))
+    lead = problem.target.shape
+    ids = torch.randint(0, 17, (*lead, 4))
     ids[1], ids[4, 1] = -100, -100
-    mask = torch.arange(24).view(LEAD) % 4 != 1
-    _, teacher, chosen = _teacher(LEAD, 17)
+    mask = torch.arange(lead.numel()).view(lead) % 4 != 1
+    _, teacher, chosen = _teacher(lead, 17)
     sampling = {**FINISH, "top_p": 0.8, "compact": True}
     made: dict[str, OpCase] = {
-        "map": MapCase(problem, HEAD, args=(torch.rand(LEAD) + 0.5,)),
+        "map": MapCase(problem, HEAD, args=(torch.rand(lead) + 0.5,)),
         "gather": GatherCase(problem, {**FINISH, "log_softmax": True}, args=(ids,)),
         "logits": GatherCase(problem, {**FINISH, "compact": True}, args=(ids,)),
         "topk": TopKCase(problem, {**FINISH, "mask": mask}, args=(3,)),
         "sampling": SamplingCase(problem, sampling),
-        "kl": KLCase(problem, FINISH, args=(torch.randn(*LEAD, 24),)),
+        "kl": KLCase(problem, FINISH, args=(torch.randn(*lead, 24),)),
         "topk kl": DivergenceCase(
             problem, {**FINISH, "kind": "jsd", "tail": "bin"}, args=(teacher, chosen)
         ),
         "distill": DistillCase(
             problem,
             {**FINISH, "normalize": "topk", "entropy": True, "mask": mask, "compact": True},
-            args=(torch.randn(*LEAD, 5), torch.randint(0, 17, (*LEAD, 5))),
+            args=(torch.randn(*lead, 5), torch.randint(0, 17, (*lead, 5))),
         ),
     }
     made["sampling"].kept = _kept(problem, sampling)  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def cases(dtype: torch.dtype) -> dict[str, OpCase]:
 
 
 def on_rank(case: OpCase, tp: int, sequence_parallel: bool) -> tuple[Any, dict[str, Tensor]]:
-    """The whole results and gradients (the weight's and bias's of this TP rank)."""
+    """The whole results and gradients (of what is split over TP, this rank's)."""
     groups = grid_groups(tp=tp, cp=2)
 
     def cut(x: Any) -> Any:
@@ -121,9 +121,8 @@ def on_rank(case: OpCase, tp: int, sequence_parallel: bool) -> tuple[Any, dict[s
     )
     hidden = local.problem.hidden
     hidden = hidden.tensor_split(tp)[part].clone() if sequence_parallel else hidden.clone()
-    leaves = {"hidden": hidden, "weight": of(problem.weight)}
-    if problem.bias is not None:
-        leaves["bias"] = of(problem.bias)
+    leaves = {name: x.clone() if name == "A" else of(x) for name, x in problem.leaves().items()}
+    leaves["hidden"] = hidden
     for leaf in leaves.values():
         leaf.requires_grad_()
     # As Megatron adds up over ranks: in float32.
@@ -132,6 +131,7 @@ def on_rank(case: OpCase, tp: int, sequence_parallel: bool) -> tuple[Any, dict[s
         hidden,
         leaves["weight"],
         leaves.get("bias"),
+        lora=problem.lora and (leaves["A"], leaves["B"], problem.lora[2]),
         tp_group=groups.tp,
         sequence_parallel=sequence_parallel,
         gradient_accumulation_fusion=True,
@@ -144,9 +144,9 @@ def on_rank(case: OpCase, tp: int, sequence_parallel: bool) -> tuple[Any, dict[s
     roots = [x for x in whole if x.requires_grad]
     upstream = [_upstream(x) for x in roots]
     grads = torch.autograd.grad(roots, list(leaves.values()), upstream, allow_unused=True)
-    d_hidden, none, *d_bias = grads
+    d_hidden, none, *rest = grads
     assert none is None
-    others = [main_grad, *d_bias]
+    others = [main_grad, *rest]
     for grad in others:
         dist.all_reduce(grad, group=groups.cp)
     others[0] = main_grad.to(problem.weight.dtype)
@@ -163,9 +163,13 @@ def _all(x: Tensor, group: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (3, True)]
+)
 def test_rows_of_a_context_parallel_rank(tp, sequence_parallel, dtype):
-    for case in cases(dtype).values():
+    # Without main_grad the ranks' bfloat16 parts of a gradient are rounded once more each.
+    more = {"bias": True, "lora": True} if dtype == torch.float32 else {}
+    for case in cases(make_problem(LEAD, dtype=dtype, true_vocab=17, **more)).values():
         runs = get_pool(2 * tp).run(on_rank, case, tp, sequence_parallel)
         for cp_rank in range(2):
             case.layout = (tp, False)  # dHidden is gathered

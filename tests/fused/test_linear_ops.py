@@ -58,13 +58,11 @@ class OpCase(Case):
 
     def truth(self, dtype: torch.dtype = torch.float64) -> Truth:
         problem, exact = self.problem, dtype == torch.float64
-        inputs = {"hidden": problem.hidden, "weight": problem.weight, "bias": problem.bias}
         leaves = {
             name: (x.double() if exact else x.clone()).requires_grad_()
-            for name, x in inputs.items()
-            if x is not None
+            for name, x in problem.leaves().items()
         }
-        raw = leaves["hidden"].to(dtype) @ leaves["weight"].to(dtype).t()
+        raw = problem.raw(leaves, dtype)
         finish = {name: x for name, x in self.options.items() if name in FINISH}
         own = finish.get("temperature")
         if isinstance(own, Tensor):
@@ -224,7 +222,7 @@ class SamplingCase(OpCase):
 def _kept(problem: Any, options: dict) -> Tensor:
     """top-k, then top-p over what is left, in float64; far from any edge by luck of the seed."""
     finish = {name: x for name, x in options.items() if name in FINISH}
-    raw = problem.hidden.double() @ problem.weight.double().t()
+    raw = problem.raw(problem.leaves(), torch.float64)
     z = oracles.finished_logits(raw, bias=problem.bias, **finish)
     ordered, order = z.sort(-1, descending=True)
     stays = torch.arange(z.shape[-1]) < options.get("top_k", z.shape[-1])
