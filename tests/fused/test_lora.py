@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs import (
+    linear_gather,
+    linear_kl_div,
     linear_map,
     linear_policy_loss,
     linear_token_stats,
@@ -17,6 +19,9 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.bench.counting import CollectivesMade
 from tests.fused.common import LAYOUTS, make_problem
+from tests.fused.test_context_parallel import FINISH, cases
+from tests.fused.test_linear_ops import OpCase, SamplingCase
+from tests.fused.test_topk_divergence import BETA, plain
 from tests.helpers import oracles
 from tests.helpers.distributed import get_pool
 from tests.logits.common import world_group, world_rank, world_size
@@ -160,6 +165,54 @@ def test_a_frozen_weight(layout, how):
     LoRACase(how, frozen=True, sequence_parallel=layout[1]).check(layout[0])
 
 
+class OwnHeadCase(OpCase):
+    """args: the hidden states of a teacher with the student's own weight, and its LoRA or None."""
+
+    def call(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, **parallel: Any) -> Any:
+        (other, lora), world, rank = self.args, world_size(), world_rank()
+        if parallel["sequence_parallel"]:
+            other = other.tensor_split(world)[rank]
+        if lora is not None:
+            lora = (lora[0], lora[1].tensor_split(world)[rank], lora[2])
+        teacher = {"teacher_hidden": other, "teacher_weight": weight, "teacher_lora": lora}
+        return linear_kl_div(
+            hidden, weight, beta=BETA, bias=bias, **teacher, **parallel, **self.options
+        )
+
+    def expected(self, z: Tensor) -> tuple[Tensor, ...]:
+        other, lora = self.args
+        teacher = replace(self.problem, hidden=other, bias=None, lora=lora)
+        t = teacher.raw(teacher.leaves(), z.dtype) / self.options["temperature"]
+        valid = self.options["vocab_size"]
+        logp, logq = (x[..., :valid].log_softmax(-1) for x in (z, t))
+        return (plain(logp, logq, self.options["kind"], "ignore"),)
+
+
+def _other_operations(dtype: torch.dtype, **problem: Any) -> dict[str, OpCase]:
+    problem = make_problem(dtype=dtype, true_vocab=17, lora=True, **problem)
+    made = cases(problem)
+    kept = torch.rand(*problem.target.shape, 17) < 0.4
+    kept = torch.cat([kept, torch.zeros(*problem.target.shape, 7, dtype=torch.bool)], -1)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(-1).flatten().cumsum(0)])
+    options = {**FINISH, "kept_ids": (kept.flatten(0, 1).nonzero()[:, 1], offsets)}
+    made["replay"] = replay = SamplingCase(problem, options)
+    replay.kept = kept
+    other = torch.randn(problem.hidden.shape).to(dtype)
+    for kind, lora in (("reverse", None), ("jsd", make_problem(dtype=dtype, lora=True).lora)):
+        made[f"kl {kind}"] = OwnHeadCase(problem, {**FINISH, "kind": kind}, args=(other, lora))
+    return made
+
+
+OTHERS = tuple(_other_operations(torch.float32))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_other_operations_against_float64(layout, name):
+    for dtype in (torch.float32, torch.bfloat16):
+        _other_operations(dtype, bias=True)[name].run(layout).check()
+
+
 @pytest.mark.parametrize("learning", [("A",), ("B",), ("hidden",), ("A", "B")], ids=str)
 @pytest.mark.parametrize("how", ["stats", "policy"])
 def test_only_some_inputs_learn(how, learning):
@@ -199,6 +252,50 @@ def test_several_blocks_of_columns():
     expected = torch.autograd.grad(expected_logprobs, leaves, upstream)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("learning", [("A",), ("B",), ("hidden",), ("A", "B")], ids=str)
+def test_only_some_inputs_of_the_other_operations_learn(learning):
+    for name, case in _other_operations(torch.float32).items():
+        leaves = {n: x.clone() for n, x in case.problem.leaves().items()}
+        for leaf in learning:
+            leaves[leaf].requires_grad_()
+        lora = (leaves["A"], leaves["B"], case.problem.lora[2])
+        found = case.call(
+            leaves["hidden"],
+            leaves["weight"],
+            None,
+            lora=lora,
+            tp_group=None,
+            sequence_parallel=False,
+        )
+        outputs, incoming = zip(*case.roots(found).values(), strict=True)
+        grads = torch.autograd.grad(outputs, [leaves[n] for n in learning], incoming)
+        exact = case.truth().grads
+        for leaf, grad in zip(learning, grads, strict=True):
+            torch.testing.assert_close(
+                grad.double(), exact[leaf], rtol=1e-4, atol=1e-4, msg=f"{name}, d{leaf}"
+            )
+
+
+def test_an_entry_that_nobody_asks_for_adds_nothing():
+    """Rows that hold NaN, and ids that no gradient comes to, in the gradients of A and B."""
+    problem = make_problem((6,), lora=True)
+    hidden, (a, b, scale) = problem.hidden, problem.lora
+    ids = torch.tensor([[0, 3], [1, 1], [2, 3], [3, 9], [4, 5], [5, 0]])
+    upstream = torch.randn(6, 2)
+    upstream[2] = 0.0
+    found = []
+    for spoilt in (True, False):
+        x = hidden.clone()
+        if spoilt:
+            x[2] = torch.nan
+        leaves = [t.clone().requires_grad_() for t in (x, a, b)]
+        z = linear_gather(leaves[0], problem.weight, ids, lora=(*leaves[1:], scale), softcap=5.0)
+        found.append(torch.autograd.grad(z, leaves, upstream))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert other.any()
 
 
 def _sent(learning_a: bool) -> list[tuple[str, int]]:

@@ -6,15 +6,19 @@ Megatron-Bridge's `LoRALinear` and `ParallelLinearAdapter`, on Megatron's own li
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mcore_logprobs import vocab_parallel_topk
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.megatron import head_report, patch_gpt_model
 from mcore_logprobs.megatron import heads as heads_module
 from mcore_logprobs.megatron.deferred import DeferredLogits
@@ -133,38 +137,74 @@ def test_fused_equals_unpatched(ranks, tp, sequence_parallel):
         assert max(errors.values()) < 2e-5, errors
 
 
-def filtered_and_policy(tp: int) -> dict[str, float]:
-    """top_p and the policy loss on the fused path against the logits path, patched both."""
+def topk_of_row(z: Tensor, weight: Tensor) -> Tensor:
+    values, ids = vocab_parallel_topk(z, 4, tp_group=resolve_tp_group(None))
+    return (values * (ids % 5 + 1)).sum(-1) * weight
+
+
+# By name: the config; what the handle is asked for; per-token values from what the model returns.
+WAYS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "top_p": ({"top_p": 0.9}, None, lambda out: out.logprobs),
+    "top_k": (
+        {"top_k": 9, "entropy": True, "temperature": 0.7, "compact": True},
+        None,
+        lambda out: out.logprobs + out.entropy,
+    ),
+    "policy": (
+        {},
+        lambda handle, batch: handle.policy_loss(lambda logp, _, w: -logp * w, batch["weights"]),
+        lambda out: out.policy_loss,
+    ),
+    "map": (
+        {},
+        lambda handle, batch: handle.map(topk_of_row, batch["weights"]),
+        lambda out: out,
+    ),
+    "targets": (
+        {},
+        lambda handle, batch: handle.targets(batch["labels"]),
+        lambda out: out.logprobs,
+    ),
+}
+
+
+def one_way(way: str, model: Any, batch: dict, fused: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """(values, -inf where a target was left out; gradients of their weighted sum)."""
+    settings, ask, values_of = WAYS[way]
+    torch.manual_seed(11)  # of dropout
+    model.zero_grad(set_to_none=True)
+    labels = None if way == "targets" else batch["labels"]
+    handle = patch_gpt_model(model, LogprobConfig(fused=fused, **settings))
+    with handle, contextlib.nullcontext() if ask is None else ask(handle, batch):
+        values = values_of(model(**batch["inputs"], labels=labels))
+    weights = batch["weights"] if values.dim() else 1.0
+    (torch.where(values.isfinite(), values, 0.0) * weights).sum().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return values.detach(), grads
+
+
+def fused_and_not(tp: int, sequence_parallel: bool) -> dict[str, float]:
+    """Each way on the fused path against the logits path, patched both."""
     with megatron(tp=tp) as parallel_state:
-        model = build(tp)
+        model = build(tp, sequence_parallel=sequence_parallel)
         batch = make_batch(parallel_state)
         errors = {}
-        found = []
-        for fused in ("require", False):
-            with patch_gpt_model(model, LogprobConfig(fused=fused, top_p=0.9)):
-                found.append(step(model, batch))
-        losses = [loss_of(output).detach() for output, _ in found]
-        kept = losses[1].isfinite()  # the loss of a target that top_p leaves out is inf
-        assert kept.any()
-        assert torch.equal(losses[0].isfinite(), kept)
-        errors["top_p"] = relative(losses[0][kept], losses[1][kept])
-        errors["top_p grad"] = worst(found[0][1], found[1][1])
-        found = []
-        for fused in ("require", False):
-            model.zero_grad(set_to_none=True)
-            handle = patch_gpt_model(model, LogprobConfig(fused=fused))
-            with handle, handle.policy_loss(lambda logp, entropy, w: -logp * w, batch["weights"]):
-                out = model(**batch["inputs"], labels=batch["labels"])
-                out.policy_loss.backward()
-            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            found.append((out.policy_loss.detach(), grads))
-        errors["policy"] = relative(found[0][0], found[1][0])
-        errors["policy grad"] = worst(found[0][1], found[1][1])
+        for way in WAYS:
+            (found, grads), (expected, expected_grads) = (
+                one_way(way, model, batch, fused) for fused in ("require", False)
+            )
+            kept = expected.isfinite()
+            assert torch.equal(found.isfinite(), kept)
+            assert kept.any()
+            assert kept.all() == (way not in ("top_p", "top_k"))
+            errors[way] = relative(found[kept], expected[kept])
+            errors[f"{way} grad"] = worst(grads, expected_grads)
         return errors
 
 
-def test_top_p_and_policy_loss(ranks):
-    for errors in ranks(2).run(filtered_and_policy, 2):
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True), (3, False)], ids=str)
+def test_top_p_and_policy_loss(ranks, tp, sequence_parallel):
+    for errors in ranks(tp).run(fused_and_not, tp, sequence_parallel):
         assert max(errors.values()) < 2e-5, errors
 
 
@@ -224,7 +264,7 @@ CASES = {
 }
 
 
-def fall_back(case: str) -> dict[str, Any]:
+def fall_back(case: str) -> dict[str, dict[str, Any]]:
     """What an adapter that is not known for certain gives, patched against unpatched."""
     change, reason = CASES[case]
     with megatron() as parallel_state:
@@ -238,26 +278,39 @@ def fall_back(case: str) -> dict[str, Any]:
         batch = make_batch(parallel_state)
         torch.manual_seed(11)
         expected, expected_grads = step(model, batch)
-        heads_module._said.clear()
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("mcore_logprobs").addHandler(handler)
-        with patch_gpt_model(model, LogprobConfig()):
+        with said() as lines, patch_gpt_model(model, LogprobConfig()):
             for _ in range(2):
                 torch.manual_seed(11)
                 got, grads = step(model, batch)
-        logging.getLogger("mcore_logprobs").removeHandler(handler)
         errors = {"loss": relative(loss_of(got), expected), "grad": worst(grads, expected_grads)}
-        return {"errors": errors, "lines": lines}
+        result = {"loss": {"errors": errors, "lines": lines}}
+        for way in WAYS:
+            with said() as lines:
+                found, grads = one_way(way, model, batch, True)
+            values, own = one_way(way, model, batch, False)
+            assert torch.equal(found, values), way
+            result[way] = {"errors": {"grad": worst(grads, own)}, "lines": lines}
+        return result
+
+
+@contextlib.contextmanager
+def said() -> Iterator[list[str]]:
+    """The package's log lines within it, as if none had been said before."""
+    heads_module._said.clear()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_logprobs").addHandler(handler)
+    yield lines
+    logging.getLogger("mcore_logprobs").removeHandler(handler)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_other_adapters_take_the_logits_path(ranks, case):
-    result = ranks(1).run(fall_back, case)[0]
-    assert max(result["errors"].values()) < 1e-5, result
-    assert len(result["lines"]) == 1
-    assert CASES[case][1] in result["lines"][0]
+    for result in ranks(1).run(fall_back, case)[0].values():
+        assert max(result["errors"].values()) < 1e-5, result
+        assert len(result["lines"]) == 1
+        assert CASES[case][1] in result["lines"][0]
 
 
 def dropout_between_calls() -> None:
