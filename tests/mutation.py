@@ -1,12 +1,15 @@
 """Mutation run: small changes to the source, each of which some test must notice.
 
     python -m tests.mutation --only logits/gather --sample 20 --seed 0   # mutants a module
+    python -m tests.mutation --only logits/gather --sample 40 --skip 20  # the next 20 of these
     python -m tests.mutation --only losses --sample 0                    # all of one module
 
 Works in a copy of the repository. A mutant is one comparison, operator, constant, condition or
 sign changed. A process that has imported torch forks for each mutant, and runs the tests that
 `tests_of` names up to the first failure: those of one process, then, for what these leave alive,
-those with gloo ranks. What survived both and why is in tests/measured.md.
+those with gloo ranks; first the quick ones and those that have killed others. How long each takes
+without a mutant is kept in .pytest_cache for as long as package and tests stay as they are. What
+survived and why is in tests/measured.md.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import hashlib
 import json
 import multiprocessing.forkserver
 import os
@@ -24,6 +28,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,16 +184,16 @@ def _uses_ranks(item: Any) -> bool:
 
 
 class _Recorder:
-    """A pytest plugin: the tests of one stage, quick ones first; what each took, which failed."""
+    """A pytest plugin: a stage's tests, the promising first; what each took, which failed."""
 
-    def __init__(self, with_ranks: bool, seconds: dict[str, float]) -> None:
-        self.with_ranks, self.known = with_ranks, seconds
+    def __init__(self, stage: _Stage) -> None:
+        self.stage = stage
         self.seconds: dict[str, float] = {}
         self.failed = ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [item for item in items if _uses_ranks(item) == self.with_ranks]
-        items.sort(key=lambda i: ("ranks" in i.fixturenames, self.known.get(i.nodeid, 0.0)))
+        items[:] = [item for item in items if _uses_ranks(item) == self.stage.with_ranks]
+        items.sort(key=lambda i: ("ranks" in i.fixturenames, self.stage.cost(i.nodeid)))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
@@ -200,7 +205,7 @@ class _Recorder:
             self.failed = report.nodeid or "collection"
 
 
-def _run(root: Path, stage: _Stage, answer: Path) -> None:
+def _run(root: Path, stage: _Stage, tests: tuple[str, ...], answer: Path) -> None:
     """In a forked process: the tests on the copy, the verdict as JSON into `answer`."""
     os.chdir(root)
     for name in [n for n in sys.modules if n.partition(".")[0] in ("tests", "mcore_logprobs")]:
@@ -213,8 +218,8 @@ def _run(root: Path, stage: _Stage, answer: Path) -> None:
     with open(answer.with_suffix(".log"), "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    recorder = _Recorder(stage.with_ranks, stage.seconds)
-    arguments = ["-x", "-q", "--no-header", "--timeout", "100", *stage.tests]
+    recorder = _Recorder(stage)
+    arguments = ["-x", "-q", "--no-header", "--timeout", "100", *tests]
     code = pytest.main(arguments, plugins=[recorder])
     sound = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     failed = recorder.failed or ("" if code in sound else f"exit status {int(code)}")
@@ -223,49 +228,76 @@ def _run(root: Path, stage: _Stage, answer: Path) -> None:
 
 @dataclass
 class _Stage:
-    """The tests of one process, or those with ranks; how long they take without a mutant.
+    """The tests of one process, or those with ranks.
 
-    The limit is generous: on a busy machine the same tests may take several times as long.
+    Attributes:
+        seconds: what each takes without a mutant, once `baseline` has been called.
+        kills: how many mutants each has killed.
     """
 
     tests: tuple[str, ...]
     with_ranks: bool
     seconds: dict[str, float] = field(default_factory=dict)
-    whole: float | None = None
+    kills: Counter[str] = field(default_factory=Counter)
 
-    def baseline(self, root: Path) -> None:
-        """Run them once without a mutant, if that was not done."""
-        if self.whole is None:
-            failed, self.whole = self.run(root, 900.0)
-            if failed:
-                raise SystemExit(f"without a mutant, {failed} fails")
+    def cost(self, test: str) -> float:
+        """Seconds, the fewer the more often the test has killed."""
+        return self.seconds.get(test, 0.0) / (1.0 + self.kills[test]) ** 2
+
+    def baseline(self, root: Path, known: dict[str, dict[str, float]]) -> None:
+        """Run each file once without a mutant, if none has done so on this state of the code."""
+        for test in () if self.seconds else self.tests:
+            key = f"{test} {self.with_ranks} {_digest(root, test)}"
+            if key not in known:
+                failed, _, known[key] = self.run(root, (test,), 900.0)
+                if failed:
+                    raise SystemExit(f"without a mutant, {failed} fails")
+            self.seconds |= known[key]
 
     def verdict(self, root: Path) -> tuple[str, float]:
-        """(the test that failed, "timed out" or ""; seconds) with the mutant that is in place."""
-        assert self.whole is not None
-        return self.run(root, 4.0 * self.whole + 60.0)
+        """(the test that failed, "timed out" or ""; seconds) with the mutant that is in place.
 
-    def run(self, root: Path, timeout: float) -> tuple[str, float]:
+        The limit is generous: on a busy machine the same tests may take several times as long.
+        """
+        if not self.seconds:  # no tests of this kind
+            return "", 0.0
+        failed, took, _ = self.run(root, self.tests, 4.0 * sum(self.seconds.values()) + 60.0)
+        self.kills[failed] += 1
+        return failed, took
+
+    def run(
+        self, root: Path, tests: tuple[str, ...], timeout: float
+    ) -> tuple[str, float, dict[str, float]]:
+        """(as `verdict`; what each test took)."""
         answer, started = root.parent / "answer.json", time.monotonic()
         answer.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
             try:
-                _run(root, self, answer)
+                _run(root, self, tests, answer)
             finally:
                 os._exit(0)
         while os.waitpid(pid, os.WNOHANG)[0] == 0:
             if time.monotonic() - started > timeout:
                 os.kill(pid, signal.SIGKILL)  # its ranks end with it
                 os.waitpid(pid, 0)
-                return "timed out", timeout
+                return "timed out", timeout, {}
             time.sleep(0.02)
         took = time.monotonic() - started
         if not answer.exists():
-            return "the process died", took
+            return "the process died", took, {}
         found = json.loads(answer.read_text())
-        self.seconds = self.seconds or found["seconds"]
-        return found["failed"], took
+        return found["failed"], took, found["seconds"]
+
+
+def _digest(root: Path, test: str) -> str:
+    """Of what a baseline depends on: the package, the tests' helpers and the tests themselves."""
+    found = hashlib.sha256()
+    for folder in ("mcore_logprobs", "tests/helpers", test):
+        where = root / folder
+        for file in [where] if where.is_file() else sorted(where.rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 @contextlib.contextmanager
@@ -293,6 +325,7 @@ def main() -> int:
     """Prints a line a mutant, and the counts; exit status 1 where one survived."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, default=20, help="mutants a module; 0: all")
+    parser.add_argument("--skip", type=int, default=0, help="so many of them, run before")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default=[""], nargs="+", help="modules whose path starts so")
     parser.add_argument("--line", type=int, help="the mutants of this line alone")
@@ -309,6 +342,8 @@ def main() -> int:
         multiprocessing.forkserver.ensure_running()
     started = time.monotonic()
     counts = {"killed": 0, "survived": 0, "timed out": 0}
+    cache = ROOT / ".pytest_cache" / "mutation.json"
+    known = json.loads(cache.read_text()) if cache.exists() else {}
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(KeyboardInterrupt):
         root = Path(directory, "repository")
         ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs")
@@ -323,9 +358,10 @@ def main() -> int:
             random.Random(f"{args.seed} {path}").shuffle(numbers)
             if args.line is not None:
                 numbers = [n for n in numbers if mutated(source, n)[1] == args.line]
-            queue += [(turn, path, n) for turn, n in enumerate(numbers[: args.sample or None])]
+            numbers = numbers[args.skip : args.sample or None]
+            queue += [(turn, path, n) for turn, n in enumerate(numbers)]
             stages[tests] = (_Stage(tests, False), _Stage(tests, True))
-            print(f"{path}: {len(numbers)} sites; {' '.join(tests)}", flush=True)
+            print(f"{path}: {len(numbers)} mutants; {' '.join(tests)}", flush=True)
         for _, path, number in sorted(queue):  # all modules by turns
             if time.monotonic() - started > 60 * args.minutes:
                 break
@@ -334,7 +370,9 @@ def main() -> int:
             text, line, change = mutated(source, number)
             failed, took = "", 0.0
             for stage in stages[tuple(tests_of(path))]:
-                stage.baseline(root)
+                stage.baseline(root, known)
+                cache.parent.mkdir(exist_ok=True)
+                cache.write_text(json.dumps(known))
                 file.write_text(text)
                 failed, took = stage.verdict(root)
                 file.write_text(source)
