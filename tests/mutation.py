@@ -174,13 +174,11 @@ def mutated(source: str, number: int) -> tuple[str, int, str]:
 
 
 def _uses_ranks(item: Any) -> bool:
-    """Whether a test starts gloo ranks; those that take a number of them run one in-process."""
-    if "ranks" not in item.fixturenames:
-        return False
+    """Whether a test starts gloo ranks, as far as its number of them or its fixtures say."""
     values = item.callspec.params if hasattr(item, "callspec") else {}
     layout = values.get("layout")
-    of_layout = layout[0] if isinstance(layout, tuple) else None
-    return 1 not in (values.get("world"), of_layout)
+    world = layout[0] if isinstance(layout, tuple) else values.get("world")
+    return world != 1 if isinstance(world, int) else "ranks" in item.fixturenames
 
 
 class _Recorder:
@@ -193,7 +191,7 @@ class _Recorder:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if _uses_ranks(item) == self.stage.with_ranks]
-        items.sort(key=lambda i: ("ranks" in i.fixturenames, self.stage.cost(i.nodeid)))
+        items.sort(key=lambda item: self.stage.cost(item.nodeid))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration

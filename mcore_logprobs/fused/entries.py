@@ -59,8 +59,7 @@ def grid_entries(column: Tensor, tiles: HiddenTiles) -> Entries:
     """Of columns `[n, k]` in walking order: k entries a row."""
     rows, k = column.shape
     row = torch.arange(rows, device=column.device).unsqueeze(-1).expand(rows, k)
-    ranks = rows // max(1, tiles.local[-1].stop) if tiles.local else 1
-    bounds = (0, *(part.stop * ranks * k for part in tiles.local))
+    bounds = (0, *(part.stop * tiles.ranks * k for part in tiles.local))
     return Entries(row.reshape(-1), column.reshape(-1), bounds)
 
 
@@ -80,16 +79,15 @@ def ragged_entries(
     ends = lengths.cumsum(0)
     count = column.shape[0]
     if tokens.compaction is not None:
-        count = int(ends[-1]) if ends.numel() else 0  # a host sync
+        count = int(lengths.sum())  # a host sync
     shift = offsets[:-1][order] - (ends - lengths)
     index = shift.repeat_interleave(lengths, output_size=count)
     index = index + torch.arange(count, device=offsets.device)
     row = torch.arange(order.shape[0], device=offsets.device)
     row = row.repeat_interleave(lengths, output_size=count)
-    bounds = (0,) if not tiles.local else (0, count)
+    bounds = (0, count)
     if len(tiles.local) > 1:
-        ranks = order.shape[0] // tiles.local[-1].stop
-        last = [part.stop * ranks - 1 for part in tiles.local]
+        last = [part.stop * tiles.ranks - 1 for part in tiles.local]
         bounds = (0, *ends[last].tolist())  # a host sync
     return Entries(row, column[index], bounds), index
 

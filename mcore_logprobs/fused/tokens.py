@@ -301,7 +301,8 @@ class HiddenTiles:
     """Hidden states `[n_local, h]` as tiles of the whole `[n, h]`.
 
     Attributes:
-        count: n, rows over all ranks: n_local, times TP under sequence parallelism.
+        ranks: over how many ranks the rows are split: TP under sequence parallelism, else 1.
+        count: n, rows over all ranks.
         local: each tile's rows of this rank.
         tiling: how they are cut.
 
@@ -312,9 +313,9 @@ class HiddenTiles:
     def __init__(self, hidden: Tensor, tiling: Tiling, *, rounded: bool = False) -> None:
         self.tiling, self._hidden, self._rounded = tiling, hidden.detach(), rounded
         self._group = tiling.group if tiling.sequence_parallel else None
-        self._ranks = group_size(self._group)
-        self.local = list(row_chunks(hidden.shape[0], max(1, tiling.tile_rows // self._ranks)))
-        self.count = hidden.shape[0] * self._ranks
+        self.ranks = group_size(self._group)
+        self.local = list(row_chunks(hidden.shape[0], max(1, tiling.tile_rows // self.ranks)))
+        self.count = hidden.shape[0] * self.ranks
 
     def __iter__(self) -> Iterator[Tile]:
         pending = self._start(0)
@@ -322,7 +323,7 @@ class HiddenTiles:
             tile, work = pending
             wait_for(work, self._group)
             pending = self._start(number + 1)
-            rows = slice(local.start * self._ranks, local.stop * self._ranks)
+            rows = slice(local.start * self.ranks, local.stop * self.ranks)
             yield Tile(number, rows, operand(tile, rounded=self._rounded))
 
     def _start(self, number: int) -> tuple[Tensor, Any | None]:
@@ -336,9 +337,9 @@ class HiddenTiles:
 
     def walk(self, per_row: Tensor) -> Tensor:
         """`[n, ...]` in the sequence's order -> as the tiles are walked."""
-        if self._ranks == 1 or len(self.local) < 2:
+        if self.ranks == 1 or len(self.local) < 2:
             return per_row
-        ranked = per_row.view(self._ranks, -1, *per_row.shape[1:])
+        ranked = per_row.view(self.ranks, -1, *per_row.shape[1:])
         return torch.cat([ranked[:, part].flatten(0, 1) for part in self.local])
 
     def walk_optional(self, per_row: Tensor | None) -> Tensor | None:
@@ -347,11 +348,11 @@ class HiddenTiles:
 
     def restore(self, per_row: Tensor) -> Tensor:
         """`[n, ...]` as the tiles are walked -> the sequence's order."""
-        if self._ranks == 1 or len(self.local) < 2:
+        if self.ranks == 1 or len(self.local) < 2:
             return per_row
         out = torch.empty_like(per_row)
-        ranked = out.view(self._ranks, -1, *per_row.shape[1:])
+        ranked = out.view(self.ranks, -1, *per_row.shape[1:])
         for part in self.local:
-            tile = per_row[part.start * self._ranks : part.stop * self._ranks]
-            ranked[:, part] = tile.view(self._ranks, -1, *per_row.shape[1:])
+            tile = per_row[part.start * self.ranks : part.stop * self.ranks]
+            ranked[:, part] = tile.view(self.ranks, -1, *per_row.shape[1:])
         return out

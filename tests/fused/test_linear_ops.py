@@ -398,6 +398,19 @@ def test_replay(layout, dtype, options, compact):
     case.run(layout).check()
 
 
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("rows", [0, 6])
+def test_replay_where_no_row_counts(rows, compact):
+    hidden, weight, _ = shard_problem(make_problem((rows,)), False)
+    record = (torch.arange(4).repeat(rows), torch.arange(rows + 1) * 4)
+    out = linear_sampling_logprobs(
+        hidden, weight, torch.full((rows,), -100), kept_ids=record, compact=compact, chunk_size=4
+    )
+    assert out.tolist() == [0.0] * rows
+    for grad in torch.autograd.grad(out, [hidden, weight], torch.ones(rows)):
+        assert not grad.any()
+
+
 # ---- top-k distillation -------------------------------------------------------------------------
 
 
