@@ -6,10 +6,10 @@
 
 Works in a copy of the repository. A mutant is one comparison, operator, constant, condition or
 sign changed. A process that has imported torch forks for each mutant, and runs the tests that
-`tests_of` names up to the first failure: those of one process, then, for what these leave alive,
-those with gloo ranks; first the quick ones and those that have killed others. How long each takes
-without a mutant is kept in .pytest_cache for as long as package and tests stay as they are. What
-survived and why is in tests/measured.md.
+`tests_of` names up to the first failure: those of one process and then, for all mutants that these
+leave alive, those with gloo ranks; first the quick ones and those that have killed others. How long
+each takes is kept in .pytest_cache for as long as the tests stay as they are. What survived and why
+is in tests/measured.md.
 """
 
 from __future__ import annotations
@@ -243,9 +243,12 @@ class _Stage:
         return self.seconds.get(test, 0.0) / (1.0 + self.kills[test]) ** 2
 
     def baseline(self, root: Path, known: dict[str, dict[str, float]]) -> None:
-        """Run each file once without a mutant, if none has done so on this state of the code."""
+        """Run each file once without a mutant, unless it is known how long its tests take."""
         for test in () if self.seconds else self.tests:
-            key = f"{test} {self.with_ranks} {_digest(root, test)}"
+            where = root / test
+            files = [where] if where.is_file() else sorted(where.rglob("*.py"))
+            content = b"".join(file.read_bytes() for file in files)
+            key = f"{test} {self.with_ranks} {hashlib.sha256(content).hexdigest()[:16]}"
             if key not in known:
                 failed, _, known[key] = self.run(root, (test,), 900.0)
                 if failed:
@@ -286,16 +289,6 @@ class _Stage:
             return "the process died", took, {}
         found = json.loads(answer.read_text())
         return found["failed"], took, found["seconds"]
-
-
-def _digest(root: Path, test: str) -> str:
-    """Of what a baseline depends on: the package, the tests' helpers and the tests themselves."""
-    found = hashlib.sha256()
-    for folder in ("mcore_logprobs", "tests/helpers", test):
-        where = root / folder
-        for file in [where] if where.is_file() else sorted(where.rglob("*.py")):
-            found.update(file.read_bytes())
-    return found.hexdigest()[:16]
 
 
 @contextlib.contextmanager
@@ -339,7 +332,8 @@ def main() -> int:
     with _quiet():
         multiprocessing.forkserver.ensure_running()
     started = time.monotonic()
-    counts = {"killed": 0, "survived": 0, "timed out": 0}
+    counts = Counter[str](killed=0, survived=0)
+    sound: set[str] = set()
     cache = ROOT / ".pytest_cache" / "mutation.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(KeyboardInterrupt):
@@ -360,26 +354,36 @@ def main() -> int:
             queue += [(turn, path, n) for turn, n in enumerate(numbers)]
             stages[tests] = (_Stage(tests, False), _Stage(tests, True))
             print(f"{path}: {len(numbers)} mutants; {' '.join(tests)}", flush=True)
-        for _, path, number in sorted(queue):  # all modules by turns
-            if time.monotonic() - started > 60 * args.minutes:
-                break
-            file = root / "mcore_logprobs" / path
-            source = file.read_text()
-            text, line, change = mutated(source, number)
-            failed, took = "", 0.0
-            for stage in stages[tuple(tests_of(path))]:
+        queue.sort()  # all modules by turns
+        chosen = len(queue)
+        for last in (False, True):
+            queue, left = [], queue
+            for turn, path, number in left:
+                if time.monotonic() - started > 60 * args.minutes:
+                    break
+                stage = stages[tuple(tests_of(path))][last]
                 stage.baseline(root, known)
                 cache.parent.mkdir(exist_ok=True)
                 cache.write_text(json.dumps(known))
+                file = root / "mcore_logprobs" / path
+                source = file.read_text()
+                text, line, change = mutated(source, number)
                 file.write_text(text)
                 failed, took = stage.verdict(root)
                 file.write_text(source)
-                if failed:
-                    break
-            kind = failed if failed == "timed out" else "killed" if failed else "survived"
-            counts[kind] += 1
-            by = f" [{took:.0f} s, {failed.split('::')[-1]}]"
-            print(f"{kind:9} {path}:{line} {change}{by}", flush=True)
+                if "::" in failed and failed not in sound:
+                    if stage.run(root, (failed,), 600.0)[0]:
+                        raise SystemExit(f"without a mutant, {failed} fails")
+                    sound.add(failed)
+                kind = failed if failed == "timed out" else "killed" if failed else "survived"
+                if kind == "survived" and not last:
+                    kind = "alive yet"
+                    queue.append((turn, path, number))
+                else:
+                    counts[kind] += 1
+                by = f" [{took:.0f} s, {failed.split('::')[-1]}]"
+                print(f"{kind:9} {path}:{line} {change}{by}", flush=True)
+    counts["not judged"] = chosen - counts.total()
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return int(counts["survived"] > 0)
 
