@@ -48,8 +48,8 @@ NEAREST = {
     "context_parallel/test_communication.py",
     "context_parallel/layouts.py": "context_parallel",
     "context_parallel/operations.py": "context_parallel",
-    "fused/divergence.py": "fused/test_distill.py",
-    "fused/entries.py": "fused/test_linear_ops.py fused/test_distill.py",
+    "fused/divergence.py": "fused/test_distill.py fused/test_partial_gradients.py",
+    "fused/entries.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/gather.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/gradients.py": "fused/test_token_stats.py fused/test_partial_gradients.py "
     "fused/test_main_grad.py fused/test_cost.py",
@@ -58,10 +58,10 @@ NEAREST = {
     "fused/loss_function.py": "fused/test_loss_function.py fused/test_policy_loss.py",
     "fused/map.py": "fused/test_map.py fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/policy_loss.py": "fused/test_policy_loss.py fused/test_policy_loss_cost.py",
-    "fused/sampling.py": "fused/test_linear_ops.py",
+    "fused/sampling.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/token_stats.py": "fused/test_token_stats.py fused/test_cost.py",
     "fused/tokens.py": "fused/test_token_stats.py fused/test_policy_loss.py fused/test_cost.py",
-    "fused/topk.py": "fused/test_linear_ops.py",
+    "fused/topk.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "logits/all_to_all.py": "logits/test_all_to_all.py test_consistency.py",
     "logits/distill.py": "logits/test_distill.py logits/test_nan_rows.py",
     "logits/gather.py": "logits/test_gather.py logits/test_nan_rows.py "

@@ -229,7 +229,7 @@ class _LinearDivergence(torch.autograd.Function):
             return out
 
         for tile, beside in zip(tiles, other.tiles(), strict=False):
-            for chunk in head.chunks(tile.hidden, _no_target(tile), tile.of(student_t)):
+            for chunk in head.chunks(tile.hidden, None, tile.of(student_t)):
                 of_tile = partial(dlogits_of, tile=tile, beside=beside)
                 gradients.add_chunk(head, tile, chunk, of_tile)
             gradients.end_tile(tile)
@@ -241,13 +241,8 @@ def _pairs(
 ) -> Iterator[tuple[Tile, _Pair]]:
     student_t, teacher_t = (tiles.walk_optional(t) for t in opts.temperatures)
     for tile, beside in zip(tiles, teacher.tiles(), strict=False):
-        for chunk in head.chunks(tile.hidden, _no_target(tile), tile.of(student_t)):
+        for chunk in head.chunks(tile.hidden, None, tile.of(student_t)):
             yield tile, _Pair.of(chunk, tile, teacher, beside, teacher_t, opts)
-
-
-def _no_target(tile: Tile) -> Tensor:
-    rows = tile.hidden.shape[0]
-    return torch.full((rows,), -1, dtype=torch.int64, device=tile.hidden.device)
 
 
 def _teacher(

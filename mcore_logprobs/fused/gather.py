@@ -68,9 +68,7 @@ class _LinearEntries(torch.autograd.Function):
         for tile in tiles:
             mine = column[tile.rows]
             found = [head.no_columns(tile.hidden)]
-            for chunk in head.chunks(
-                tile.hidden, mine.new_full((len(mine),), -1), tile.of(temperature)
-            ):
+            for chunk in head.chunks(tile.hidden, None, tile.of(temperature)):
                 found.append(head.chunk_stats(chunk, None))
                 values[tile.rows] += _own_entries(chunk, mine)
             parts.append(merge(torch.stack(found), spec))
@@ -126,8 +124,7 @@ class _LinearEntries(torch.autograd.Function):
             return out
 
         for tile in tiles:
-            none = column.new_full((tile.hidden.shape[0],), -1)
-            for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
+            for chunk in head.chunks(tile.hidden, None, tile.of(temperature)):
                 gradients.add_chunk(head, tile, chunk, partial(dlogits_of, rows=tile.rows))
             gradients.end_tile(tile)
         return (None, None, None, *gradients.finish())

@@ -254,8 +254,7 @@ class HiddenGradient:
         """As `put`, of this rank's segments' `[rows, h]`: added in vocabulary order."""
         tiling = self._tiling
         out = ordered_sum_dim0(parts, tiling.group, scatter=tiling.sequence_parallel)
-        self._pending = (number, out, None)
-        self._settle()
+        self.grad[self._tiles.local[number]] = out
 
     def finish(self) -> Tensor:
         """`[n_local, h]` in the hidden states' dtype, or float32."""

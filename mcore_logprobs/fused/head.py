@@ -248,7 +248,7 @@ class Head:
     def chunks(
         self,
         tile: Tensor,
-        column: Tensor,
+        column: Tensor | None,
         temperature: Tensor | None = None,
         *,
         hold: bool = False,
@@ -257,11 +257,13 @@ class Head:
 
         Args:
             tile: `[rows, h]` in the operand dtype.
-            column: `[rows]`, the target's column in the shard or -1.
+            column: `[rows]`, the target's column in the shard or -1; None: no row has one.
             temperature: `[rows]`, each row's own, or None.
             hold: give each block a place of its own, so that all of them last until the next call.
         """
         rows = tile.shape[0]
+        if column is None:
+            column = _no_target(tile)
         if hold:
             self._reserve(rows * self.opts.spec.valid)
         for columns in self._columns():
@@ -325,7 +327,7 @@ class Head:
 
     def tile_chunks(self, logits: Tensor) -> Iterator[Chunk]:
         """What `tile_logits` gave, or its gradient, block by block as `chunks` does; no target."""
-        none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
+        none = _no_target(logits)
         for columns in row_chunks(self.opts.spec.valid, self._block_columns):
             yield Chunk(
                 columns=columns,
@@ -434,3 +436,8 @@ class Head:
             own_bias = self.bias[column.clamp(min=0)].to(self.wide)
             raw = finished_logits(raw, self.opts.spec, own_bias, temperature)
         return all_reduce_sum(torch.where(here, raw, 0.0), self.opts.group)
+
+
+def _no_target(rows: Tensor) -> Tensor:
+    """-1 for each row of a tile or of its logits."""
+    return torch.full(rows.shape[:1], -1, dtype=torch.int64, device=rows.device)

@@ -168,8 +168,7 @@ class _LinearFiltered(torch.autograd.Function):
             return out
 
         for tile in tiles:
-            none = torch.full_like(column[tile.rows], -1)
-            for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
+            for chunk in head.chunks(tile.hidden, None, tile.of(temperature)):
                 gradients.add_chunk(head, tile, chunk, partial(dlogits_of, rows=tile.rows))
             gradients.end_tile(tile)
         return (None, None, *gradients.finish())

@@ -47,8 +47,7 @@ class _LinearTopK(torch.autograd.Function):
         columns = torch.zeros(tiles.count, width, dtype=torch.int64, device=device)
         for tile in tiles:
             best = values[tile.rows], columns[tile.rows]
-            none = torch.full_like(columns[tile.rows, 0], -1)
-            for chunk in head.chunks(tile.hidden, none, tile.of(temperature)):
+            for chunk in head.chunks(tile.hidden, None, tile.of(temperature)):
                 _merge(chunk, *best)
         values, ids = gather_pairs(values, columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : opts.k]

@@ -19,6 +19,7 @@ from mcore_logprobs import (
     linear_policy_loss,
     linear_sampling_logprobs,
     linear_token_stats,
+    linear_topk,
     linear_topk_distill,
     vocab_parallel_entropy,
     vocab_parallel_gather,
@@ -51,6 +52,13 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "topk_distill": lambda h, w, b: linear_topk_distill(
         h, w, TEACHER, IDS, bias=b, chunk_size=3, entropy=True
     )[0],
+    "topk": lambda h, w, b: linear_topk(h, w, K, bias=b, chunk_size=3)[0],
+    "sampling": lambda h, w, b: linear_sampling_logprobs(
+        h, w, TARGET, top_k=8, bias=b, chunk_size=3
+    ),
+    "kl_div": lambda h, w, b: linear_kl_div(
+        h, w, torch.linspace(-2.0, 2.0, ROWS * VOCAB).view(ROWS, VOCAB), bias=b, chunk_size=3
+    ),
     "map": lambda h, w, b: linear_map(h, w, lambda z: z.square().sum(-1), bias=b, chunk_size=3),
     "policy_loss": lambda h, w, b: linear_policy_loss(
         h, w, TARGET, lambda logprobs, _: logprobs.square(), bias=b, chunk_size=3
