@@ -52,14 +52,17 @@ NEAREST = {
     "fused/entries.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/gather.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/gradients.py": "fused/test_token_stats.py fused/test_partial_gradients.py "
-    "fused/test_main_grad.py fused/test_cost.py",
-    "fused/head.py": "fused/test_token_stats.py fused/test_linear_ops.py fused/test_cost.py",
+    "fused/test_main_grad.py fused/test_cost.py fused/test_invariance.py",
+    "fused/head.py": "fused/test_token_stats.py fused/test_linear_ops.py fused/test_cost.py "
+    "fused/test_invariance.py",
     "fused/learnt.py": "fused/test_loss_function.py fused/test_policy_loss.py fused/test_map.py",
     "fused/loss_function.py": "fused/test_loss_function.py fused/test_policy_loss.py",
     "fused/map.py": "fused/test_map.py fused/test_linear_ops.py fused/test_partial_gradients.py",
-    "fused/policy_loss.py": "fused/test_policy_loss.py fused/test_policy_loss_cost.py",
+    "fused/policy_loss.py": "fused/test_policy_loss.py fused/test_policy_loss_cost.py "
+    "fused/test_partial_gradients.py",
     "fused/sampling.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
-    "fused/token_stats.py": "fused/test_token_stats.py fused/test_cost.py",
+    "fused/token_stats.py": "fused/test_token_stats.py fused/test_cost.py "
+    "fused/test_partial_gradients.py",
     "fused/tokens.py": "fused/test_token_stats.py fused/test_policy_loss.py fused/test_cost.py",
     "fused/topk.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "logits/all_to_all.py": "logits/test_all_to_all.py test_consistency.py",

@@ -19,12 +19,7 @@ from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Head, HeadOptions, HeadTensors
 from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, Tokens
-from mcore_logprobs.kernels.reference import (
-    finished_logits,
-    row_chunks,
-    row_multiplier,
-    softcap_slope,
-)
+from mcore_logprobs.kernels.reference import finished_logits, row_chunks, softcap_slope
 
 __all__ = ["Entries", "entry_gradients", "entry_logits", "grid_entries", "ragged_entries"]
 
@@ -185,11 +180,8 @@ def entry_gradients(
     for tile in tiles:
         for where, rows, columns in entries.chunks(tile, tile.hidden.shape[1]):
             dz = torch.where(columns >= 0, upstream[where].to(head.wide), 0.0)
-            if temperature is None:
-                dz = dz / spec.temperature
-            else:
-                own = temperature[entries.row[where]]
-                dz = dz * (row_multiplier(spec, own) / spec.logit_scale).to(dz.dtype)
+            own = spec.temperature if temperature is None else temperature[entries.row[where]]
+            dz = (dz / own).to(dz.dtype)
             dy = dz * spec.logit_scale
             if spec.softcap is not None:
                 raw = head.entry_logits(tile.hidden, columns, rows)

@@ -125,7 +125,8 @@ def test_gather(layout, dtype, options, log_softmax):
 @pytest.mark.parametrize("layout", [(1, False), (2, True)], ids=str)
 def test_gather_from_several_blocks_with_a_temperature_a_row(layout, log_softmax):
     problem = make_problem((6, 2), width=4, vocab=9_002, bias=True)
-    options = {"temperature": torch.rand(6, 2) + 0.5, "softcap": 4.0, "log_softmax": log_softmax}
+    options = {"temperature": torch.rand(6, 2) + 0.5, "softcap": 4.0, "logit_scale": 0.7}
+    options["log_softmax"] = log_softmax
     case = GatherCase(problem, options)
     case.args = (torch.randint(0, 9_002, (6, 2, 5)),)
     case.run(layout).check(ulps=16.0)

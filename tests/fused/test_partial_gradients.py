@@ -5,6 +5,7 @@ Sizes: rows do not divide the chunk, and ids repeat, so that entries of one row 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from mcore_logprobs import (
     vocab_parallel_gather,
     vocab_parallel_topk_distill,
 )
+from mcore_logprobs.fused.sampling import linear_filtered_stats
 
 ROWS, HIDDEN, VOCAB, K = 7, 5, 11, 3
 
@@ -83,6 +85,22 @@ def test_one_gradient_alone_is_the_same(operation):
         assert [n for n, grad in alone.items() if grad is not None] == [name]
         torch.testing.assert_close(alone[name], expected, rtol=1e-6, atol=1e-6)
         assert expected.any()
+
+
+def test_statistics_are_none_unless_asked_for():
+    hidden, weight, _ = _inputs().values()
+
+    def loss_fn(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        assert entropy is None
+        return -logprobs
+
+    for stats in (
+        linear_token_stats(hidden, weight, TARGET),
+        linear_filtered_stats(hidden, weight, TARGET, top_k=3, top_p=1.0),
+        linear_policy_loss(hidden, weight, TARGET, loss_fn)[1],
+    ):
+        fields = [field.name for field in dataclasses.fields(stats)]
+        assert {name for name in fields if getattr(stats, name) is not None} == {"logprobs", "lse"}
 
 
 class _Lost(torch.autograd.Function):
