@@ -52,9 +52,9 @@ NEAREST = {
     "fused/entries.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/gather.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/gradients.py": "fused/test_token_stats.py fused/test_partial_gradients.py "
-    "fused/test_main_grad.py fused/test_cost.py fused/test_invariance.py",
+    "fused/test_main_grad.py fused/test_cost.py fused/test_invariance.py fused/test_lora.py",
     "fused/head.py": "fused/test_token_stats.py fused/test_linear_ops.py fused/test_cost.py "
-    "fused/test_invariance.py",
+    "fused/test_invariance.py fused/test_lora.py",
     "fused/learnt.py": "fused/test_loss_function.py fused/test_policy_loss.py fused/test_map.py",
     "fused/loss_function.py": "fused/test_loss_function.py fused/test_policy_loss.py",
     "fused/map.py": "fused/test_map.py fused/test_linear_ops.py fused/test_partial_gradients.py",
@@ -143,7 +143,8 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
             yield node, "condition"
 
 
-_MESSAGES = ("warn", "warning", "info", "debug", "_assert_async")
+# Calls that say something or declare it; `frozen=True` keeps out mistakes that nobody makes.
+_MESSAGES = ("warn", "warning", "info", "debug", "_assert_async", "dataclass")
 
 
 def mutated(source: str, number: int) -> tuple[str, int, str]:

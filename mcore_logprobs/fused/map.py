@@ -180,7 +180,7 @@ def _tiles(tiles: HiddenTiles, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]
         yield tile.rows, tile.hidden
     if not tiles.local:
         dtype = operand_dtype(hidden.dtype, hidden.device)
-        yield slice(0, 0), hidden.detach()[:0].to(dtype)
+        yield slice(None), hidden.detach().to(dtype)
 
 
 def _finished_tile(head: Head, tile: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from tests.helpers.oracles import assert_no_worse, finished_logits
 
 KINDS = ("forward", "reverse", "jsd")
 S, B, H, V = 6, 2, 8, 66
+TRUE = 44  # the last of three ranks has none of it
 SPEC = {"logit_scale": 0.9, "softcap": 5.0, "temperature": 0.7}
 TEACHER_SPEC = {"logit_scale": 1.2, "softcap": 6.0, "temperature": 1.1}
 
@@ -61,10 +62,10 @@ def make(dtype: torch.dtype, *, bias: bool = False) -> dict[str, Any]:
     return {
         "hidden": randn(S, B, H),
         "weight": randn(V, H),
-        "bias": randn(V) if bias else None,
+        "bias": randn(V) - 300.0 if bias else None,  # no maximum starts at 0
         "teacher_hidden": randn(S, B, H + 3),
         "teacher_weight": randn(V, H + 3),
-        "teacher_bias": randn(V) if bias else None,
+        "teacher_bias": randn(V) - 200.0 if bias else None,
         "upstream": randn(S, B, dtype=torch.float32),
         "mask": torch.rand(S, B, generator=generator) < 0.7,
     }
@@ -83,9 +84,9 @@ def reference(data: dict[str, Any], kind: str, dtype: torch.dtype) -> dict[str, 
             leaf.requires_grad_()
     hidden, weight = leaves["hidden"].to(dtype), leaves["weight"].to(dtype)
     other = data["teacher_hidden"].to(dtype) @ data["teacher_weight"].to(dtype).t()
-    options: dict[str, Any] = {"vocab_size": 61, "dtype": dtype}
-    s = finished_logits(hidden @ weight.t(), bias=leaves["bias"], **SPEC, **options)[..., :61]
-    t = finished_logits(other, bias=data["teacher_bias"], **TEACHER_SPEC, **options)[..., :61]
+    options: dict[str, Any] = {"vocab_size": TRUE, "dtype": dtype}
+    s = finished_logits(hidden @ weight.t(), bias=leaves["bias"], **SPEC, **options)[..., :TRUE]
+    t = finished_logits(other, bias=data["teacher_bias"], **TEACHER_SPEC, **options)[..., :TRUE]
     logp, logq = s.log_softmax(-1), t.log_softmax(-1)
     p, q = logp.exp(), logq.exp()
     if kind == "forward":
@@ -141,7 +142,7 @@ def run_fused(data: dict[str, Any], kind: str, given: bool, options: dict[str, A
             beta=0.3,
             mask=data["mask"],
             tp_group=groups.tp,
-            vocab_size=61,
+            vocab_size=TRUE,
             teacher_temperature=TEACHER_SPEC["temperature"],
             teacher_logit_scale=TEACHER_SPEC["logit_scale"],
             teacher_softcap=TEACHER_SPEC["softcap"],
@@ -272,6 +273,7 @@ def test_refuses_what_it_cannot_do() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "teacher: expected either teacher_logits or"),
         ({"teacher_logits": logits, **teacher}, "teacher: expected either teacher_logits or"),
+        ({"teacher_logits": logits, "teacher_bias": torch.ones(10)}, "teacher_bias: expected None"),
         ({"teacher_logits": logits[:3]}, "teacher_logits: expected shape (4, 10)"),
         ({"teacher_hidden": hidden}, "teacher_weight: expected a torch.Tensor, got NoneType"),
         ({**teacher, "teacher_weight": torch.randn(9, 6)}, "teacher_weight: expected the student"),

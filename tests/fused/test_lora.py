@@ -239,7 +239,7 @@ def test_the_target_s_rank_counts_the_lora():
 def test_several_blocks_of_columns():
     """Wide enough for the vocabulary to be cut as well as the rows."""
     hidden, target = torch.randn(6, 4).double(), torch.randint(0, 18_002, (6,))
-    weight, a, b = torch.randn(18_002, 4).double(), torch.randn(2, 4), torch.randn(18_002, 2)
+    weight, a, b = torch.randn(18_002, 4).double(), torch.randn(1, 4), torch.randn(18_002, 1)
     leaves = [x.double().requires_grad_() for x in (hidden, weight, a, b)]
     upstream = torch.randn(6).double()
     logprobs = linear_token_stats(

@@ -104,7 +104,7 @@ class Plain:
 def strangers() -> dict[str, Callable[..., Tensor]]:
     """By the name under which the function holds a tensor that should learn."""
     temperature = torch.ones((), requires_grad=True)
-    values = (temperature * 3.0).exp()
+    another, values = (temperature * 2.0).exp(), (temperature * 3.0).exp()
     held: dict[str, Any] = {"scale": torch.ones((), requires_grad=True)}
     betas = [torch.ones(()), torch.ones((), requires_grad=True)]
     critic, other = Critic(), Critic()
@@ -113,7 +113,7 @@ def strangers() -> dict[str, Callable[..., Tensor]]:
         return logprobs * temperature
 
     def computed(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        return logprobs * values
+        return logprobs * values + another.detach()
 
     def from_dict(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         return logprobs * held["scale"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_logprobs import (
     linear_gather,
@@ -118,7 +119,11 @@ class _Lost(torch.autograd.Function):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_output_that_gets_no_gradient_gives_none(operation):
     inputs = {name: x.requires_grad_() for name, x in _inputs().items()}
-    _Lost.apply(OPERATIONS[operation](*inputs.values())).sum().backward()
+    out = OPERATIONS[operation](*inputs.values())
+    with FlopCounterMode(display=False) as counter:
+        _Lost.apply(out).sum().backward()
+    if operation != "kl_div":  # it multiplies zeros
+        assert counter.get_total_flops() == 0
     assert [n for n, x in inputs.items() if x.grad is not None and x.grad.any()] == []
 
 
@@ -150,6 +155,15 @@ def test_distillation_whose_entropy_alone_is_used(normalize):
     (vocab_parallel_entropy(whole) * upstream).sum().backward()
     for name, x in fused.items():
         torch.testing.assert_close(x.grad, expected[name].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_distillation_of_one_id():
+    hidden, weight, _ = _inputs().values()
+    student, teacher, _ = linear_topk_distill(hidden, weight, TEACHER[:, :1], IDS[:, :1])
+    assert torch.equal(student, linear_gather(hidden, weight, IDS[:, :1], log_softmax=True))
+    assert not teacher.any()
+    with pytest.raises(ValueError, match="k >= 1, got k = 0"):
+        linear_topk_distill(hidden, weight, TEACHER[:, :0], IDS[:, :0])
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -188,7 +202,9 @@ _CAPPED: dict[str, Callable[..., Tensor]] = {
     "token_stats": lambda h, w, **o: linear_token_stats(h, w, _IGNORED, **o).logprobs,
     "sampling_top_k": lambda h, w, **o: linear_sampling_logprobs(h, w, _IGNORED, top_k=3, **o),
     "sampling_top_p": lambda h, w, **o: linear_sampling_logprobs(h, w, TARGET, top_p=0.8, **o),
+    "gather": lambda h, w, **o: linear_gather(h, w, IDS, **o).sum(-1),
     "gather_log_softmax": lambda h, w, **o: linear_gather(h, w, IDS, log_softmax=True, **o).sum(-1),
+    "topk": lambda h, w, **o: linear_topk(h, w, K, **o)[0].sum(-1),
     "map": lambda h, w, **o: linear_map(h, w, lambda z: z.square().sum(-1), **o),
     "kl_div": lambda h, w, **o: linear_kl_div(
         h, w, torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)), **o

@@ -93,6 +93,17 @@ def test_of_every_id_it_is_the_whole_divergence(kind):
         assert torch.equal(same, found)
 
 
+def test_defaults_are_those_of_the_operation_on_logits():
+    problem = make_problem((7,))
+    _, teacher, ids = _teacher((7,), 24)
+    ids[2, 1] = -100
+    for options in ({}, {"kind": "jsd"}):
+        found = linear_topk_kl_div(problem.hidden, problem.weight, teacher, ids, **options)
+        logits = problem.hidden @ problem.weight.t()
+        expected = vocab_parallel_topk_kl_div(logits, teacher, ids, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_bin_is_a_lower_bound_and_certain_rows_stay_finite():
     student = torch.randn(50, 30, requires_grad=True)
     logits, teacher, ids = _teacher((50,), 30)
