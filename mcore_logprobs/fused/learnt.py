@@ -90,7 +90,7 @@ def _tensors_in(held: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors_in({f"{name}[{i}]": x for i, x in enumerate(value)})
         elif isinstance(value, dict):
             yield from _tensors_in({f"{name}[{key!r}]": x for key, x in value.items()})
-        elif not callable(value) or not hasattr(value, "__code__"):
+        else:
             inside = getattr(value, "__dict__", None)
             for own, tensor in inside.items() if isinstance(inside, dict) else ():
                 if isinstance(tensor, Tensor):

@@ -257,6 +257,22 @@ def test_hidden_size_and_layout_of_the_teachers_logits() -> None:
     assert torch.equal(flat, want.flatten())
 
 
+def _of_dtensor(hidden: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    teacher = distribute_tensor(logits, mesh, [Shard(1)])
+    return linear_kl_div(hidden, weight.chunk(2)[mesh.get_local_rank()], teacher)
+
+
+def test_a_dtensor_of_the_teachers_logits_brings_its_group(ranks) -> None:
+    hidden, weight, logits = torch.randn(4, 3), torch.randn(10, 3), torch.randn(4, 10)
+    want = linear_kl_div(hidden, weight, logits)
+    for found in ranks(2).run(_of_dtensor, hidden, weight, logits):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rows(kind: str) -> None:
     hidden, weight = torch.empty(0, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)

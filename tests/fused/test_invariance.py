@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs import linear_policy_loss, linear_token_stats
+from tests.fused.common import Case, make_problem
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.logits.common import on_ranks, world_group, world_rank, world_size
 
@@ -106,6 +107,14 @@ def test_values_and_gradients_are_the_same_bits_at_any_tensor_parallel_size(
         scattered=True,
     )
     assert_same_bits(split, joined([stats_and_gradients(given, **options)]), "sequence parallel")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_and_gradients_are_right(dtype: torch.dtype) -> None:
+    """In three tiles; the fourth segment has no true vocabulary."""
+    problem = make_problem((12,), dtype=dtype, bias=True, true_vocab=17)
+    options = {"invariant_segments": SEGMENTS, "vocab_size": 17, "chunk_size": 5}
+    Case(problem, options | {"entropy": True, "target_rank": True}).run((1, False)).check()
 
 
 def test_policy_loss_is_the_same_bits_at_any_tensor_parallel_size(ranks: Any) -> None:

@@ -335,7 +335,10 @@ def _mistake(kind: str, a: Tensor, b: Tensor) -> Any:
         "B in another dtype": (a, b.double(), SCALE),
         "scale a tensor": (a, b, torch.tensor(2.0)),
         "scale infinite": (a, b, float("inf")),
+        "scale a bool": (a, b, True),
         "no B": (a, None, SCALE),
+        "no rank": (a[:0], b[:, :0], SCALE),
+        "A flat": (a[0], b, SCALE),
     }[kind]
 
 
@@ -364,7 +367,10 @@ def _refused(kind: str) -> tuple[str, list[str]]:
         ("B in another dtype", ("B", "float32", "float64")),
         ("scale a tensor", ("scale", "tensor(2.)")),
         ("scale infinite", ("scale", "inf")),
+        ("scale a bool", ("scale", "True")),
         ("no B", ("B", "NoneType")),
+        ("no rank", ("[r, 8]", "(0, 8)")),
+        ("A flat", ("[r, 8]", "(8,)")),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_sent(ranks, kind, parts):

@@ -243,6 +243,14 @@ def test_a_denominator_that_is_no_count_is_refused(value):
             )
 
 
+@pytest.mark.parametrize("value", [True, "all", torch.ones(2), torch.ones((), requires_grad=True)])
+def test_a_denominator_that_is_no_number_is_refused(value):
+    problem = make_problem((6, 2))
+    hidden, weight, _ = shard_problem(problem, False)
+    with pytest.raises(ValueError, match="denominator: expected a number"):
+        linear_policy_loss(hidden, weight, problem.target, lambda x, e: -x, denominator=value)
+
+
 def test_a_loss_in_low_precision_is_summed_in_float64():
     """2047 different numbers, whose sum bf16 does not have."""
     count = 2047

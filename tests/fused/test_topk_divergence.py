@@ -14,8 +14,9 @@ from mcore_logprobs import (
     vocab_parallel_kl_div,
     vocab_parallel_topk_kl_div,
 )
-from tests.fused.common import make_problem
+from tests.fused.common import Problem, make_problem
 from tests.fused.test_linear_ops import OpCase
+from tests.logits.common import on_ranks, world_group, world_rank, world_size
 
 KINDS = ("forward", "reverse", "jsd")
 BETA = 0.3
@@ -93,15 +94,21 @@ def test_of_every_id_it_is_the_whole_divergence(kind):
         assert torch.equal(same, found)
 
 
-def test_defaults_are_those_of_the_operation_on_logits():
-    problem = make_problem((7,))
-    _, teacher, ids = _teacher((7,), 24)
-    ids[2, 1] = -100
-    for options in ({}, {"kind": "jsd"}):
-        found = linear_topk_kl_div(problem.hidden, problem.weight, teacher, ids, **options)
-        logits = problem.hidden @ problem.weight.t()
-        expected = vocab_parallel_topk_kl_div(logits, teacher, ids, **options)
+def _by_default(problem: Problem, teacher: Tensor, ids: Tensor) -> None:
+    weight = problem.weight.chunk(world_size())[world_rank()]
+    for kind in ({}, {"kind": "jsd"}):
+        given: dict[str, Any] = {"tp_group": world_group(), **kind}
+        found = linear_topk_kl_div(problem.hidden, weight, teacher, ids, **given)
+        logits = problem.hidden @ weight.t()
+        expected = vocab_parallel_topk_kl_div(logits, teacher, ids, **given)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_defaults_are_those_of_the_operation_on_logits(ranks, world):
+    _, teacher, ids = _teacher((8,), 24)
+    ids[2, 1] = -100
+    on_ranks(ranks, world, _by_default, make_problem((8,)), teacher, ids)
 
 
 def test_a_bin_is_a_lower_bound_and_certain_rows_stay_finite():
