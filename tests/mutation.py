@@ -3,6 +3,7 @@
     python -m tests.mutation --only logits/gather --sample 20 --seed 0   # mutants a module
     python -m tests.mutation --only logits/gather --sample 40 --skip 20  # the next 20 of these
     python -m tests.mutation --only losses --sample 0                    # all of one module
+    python -m tests.mutation --only logits/gather.py:81 --sample 0       # all of one line
 
 Works in a copy of the repository. A mutant is one comparison, operator, constant, condition or
 sign changed. A process that has imported torch forks for each mutant, and runs the tests that
@@ -70,7 +71,7 @@ NEAREST = {
     "logits/gather.py": "logits/test_gather.py logits/test_nan_rows.py "
     "fused/test_partial_gradients.py",
     "logits/opening.py": "logits/test_inputs.py logits/test_inplace.py logits/test_temperature.py",
-    "logits/rows.py": "logits/test_rows.py logits/test_token_stats.py",
+    "logits/rows.py": "logits/test_rows.py logits/test_token_stats.py logits/test_invariance.py",
     "logits/sampling_cut.py": "logits/test_sampling.py",
     "logits/token_stats.py": "logits/test_token_stats.py logits/test_target_rank.py "
     "logits/test_sum_pi_squared.py logits/test_inplace.py logits/test_nan_rows.py",
@@ -121,6 +122,9 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
             skipped |= {id(child) for child in ast.walk(node.annotation)}
         if isinstance(node, ast.FunctionDef) and node.returns is not None:
             skipped |= {id(child) for child in ast.walk(node.returns)}
+        # -1 becomes -2, and not 1 as well: where it is a dimension, that mostly is the same one.
+        if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
+            skipped.add(id(node))
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _MESSAGES:
             skipped |= {id(child) for child in ast.walk(node)}
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
@@ -147,12 +151,12 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
 _MESSAGES = ("warn", "warning", "info", "debug", "_assert_async", "dataclass")
 
 
-def mutated(source: str, number: int) -> tuple[str, int, str]:
-    """(the source with its n-th site changed, the line, what it became)."""
+def mutated(source: str, number: int) -> tuple[str, str, str]:
+    """(the source with its n-th site changed, "line:column", what it became)."""
     tree = ast.parse(source)
     node, kind = list(sites(tree))[number]
     assert isinstance(node, (ast.expr, ast.stmt))
-    line = node.lineno
+    place = f"{node.lineno}:{node.col_offset + 1}"
     if kind == "operator":
         assert isinstance(node, (ast.BinOp, ast.BoolOp))
         node.op = _OPERATORS[type(node.op)]()
@@ -174,7 +178,7 @@ def mutated(source: str, number: int) -> tuple[str, int, str]:
         vars(node).update(test=ast.Constant(True), body=inner, orelse=ast.Constant(None))
     ast.fix_missing_locations(tree)
     found = node if isinstance(node, ast.expr) else getattr(node, "test", node)
-    return ast.unparse(tree), line, f"{kind}: {' '.join(ast.unparse(found).split())[:80]}"
+    return ast.unparse(tree), place, f"{kind}: {' '.join(ast.unparse(found).split())[:80]}"
 
 
 def _uses_ranks(item: Any) -> bool:
@@ -322,7 +326,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=20, help="mutants a module; 0: all")
     parser.add_argument("--skip", type=int, default=0, help="so many of them, run before")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default=[""], nargs="+", help="modules whose path starts so")
+    parser.add_argument(
+        "--only", default=[""], nargs="+", help="modules whose path starts so, or path.py:line"
+    )
     parser.add_argument("--line", type=int, help="the mutants of this line alone")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     args = parser.parse_args()
@@ -347,13 +353,18 @@ def main() -> int:
         queue: list[tuple[int, str, int]] = []
         stages: dict[tuple[str, ...], tuple[_Stage, _Stage]] = {}
         for path in _modules(root / "mcore_logprobs"):
-            if not path.startswith(tuple(args.only)):
+            lines = {
+                int(n) for n in (each.removeprefix(f"{path}:") for each in args.only) if n.isdigit()
+            }
+            if not lines and not path.startswith(tuple(args.only)):
                 continue
+            lines |= set() if args.line is None else {args.line}
             source, tests = (root / "mcore_logprobs" / path).read_text(), tuple(tests_of(path))
             numbers = list(range(len(list(sites(ast.parse(source))))))
             random.Random(f"{args.seed} {path}").shuffle(numbers)
-            if args.line is not None:
-                numbers = [n for n in numbers if mutated(source, n)[1] == args.line]
+            if lines:
+                places = {n: mutated(source, n)[1] for n in numbers}
+                numbers = [n for n in numbers if int(places[n].partition(":")[0]) in lines]
             numbers = numbers[args.skip : args.sample or None]
             queue += [(turn, path, n) for turn, n in enumerate(numbers)]
             stages[tests] = (_Stage(tests, False), _Stage(tests, True))
@@ -371,7 +382,7 @@ def main() -> int:
                 cache.write_text(json.dumps(known))
                 file = root / "mcore_logprobs" / path
                 source = file.read_text()
-                text, line, change = mutated(source, number)
+                text, place, change = mutated(source, number)
                 file.write_text(text)
                 failed, took = stage.verdict(root)
                 file.write_text(source)
@@ -386,7 +397,7 @@ def main() -> int:
                 else:
                     counts[kind] += 1
                 by = f" [{took:.0f} s, {failed.split('::')[-1]}]"
-                print(f"{kind:9} {path}:{line} {change}{by}", flush=True)
+                print(f"{kind:9} {path}:{place} {change}{by}", flush=True)
     counts["not judged"] = chosen - counts.total()
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return int(counts["survived"] > 0)
