@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.kernels.triton_common import LOG2E, LOG_ZERO, device_of
+from mcore_logprobs.kernels.triton_common import FUSE, LOG2E, LOG_ZERO, device_of
 from mcore_logprobs.kernels.triton_finish import merge_parts
 
 __all__ = ["CONFIGS", "TileConfig", "tiled_row_stats"]
@@ -131,6 +131,7 @@ def tiled_row_stats(
             DEPTH=config.depth,
             GROUP=8,
             num_warps=config.num_warps,
+            enable_fp_fusion=FUSE,
             num_stages=config.num_stages,
         )
     return merge_parts(parts.unsqueeze(0), spec)[0]

@@ -25,6 +25,7 @@ from mcore_logprobs.kernels import stats
 
 __all__ = [
     "CANDIDATES",
+    "FUSE",
     "INTERPRETED",
     "LOG2E",
     "LOG_ZERO",
@@ -50,6 +51,9 @@ __all__ = [
 _ACCURATE, _RATIO = 1, 2
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
+# The compiler's `enable_fp_fusion` at every launch: a * b + c in one instruction and one rounding.
+# Triton's default is on up to 3.9 and off from 3.10, and a process can set it either way.
+FUSE = True
 
 # Programs for each multiprocessor when rows alone are too few. A dozen are resident at a time, and
 # with several rounds of them the last, part-filled round costs little.

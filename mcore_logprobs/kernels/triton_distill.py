@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, PAIR_STATS, PairSpec, Side
 from mcore_logprobs.kernels.triton_common import (
+    FUSE,
     LOG2E,
     LOG_ZERO,
     Plan,
@@ -335,6 +336,7 @@ def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | Non
             GROUPS=plan.groups,
             KIND=kind,
             num_warps=plan.num_warps,
+            enable_fp_fusion=FUSE,
         )
         if plan.splits == 1:
             return parts[0]
@@ -348,6 +350,7 @@ def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | Non
             ROWS=8,
             KIND=kind,
             num_warps=_NUM_WARPS,
+            enable_fp_fusion=FUSE,
         )
     return out
 
@@ -381,5 +384,6 @@ def jsd_sums(
                 LANES=plan.lanes,
                 GROUPS=plan.groups,
                 num_warps=plan.num_warps,
+                enable_fp_fusion=FUSE,
             )
     return parts[0] if plan.splits == 1 else parts.sum(0)

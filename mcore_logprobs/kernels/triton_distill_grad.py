@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, PairSpec, Side
 from mcore_logprobs.kernels.triton_common import (
+    FUSE,
     INTERPRETED,
     LOG2E,
     device_of,
@@ -205,4 +206,5 @@ def pair_grad(
             TILES=tiles,
             KIND=KINDS.index(spec.kind),
             num_warps=_NUM_WARPS,
+            enable_fp_fusion=FUSE,
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import (
+    FUSE,
     INTERPRETED,
     LOG2E,
     LOG_ZERO,
@@ -158,4 +159,5 @@ def entries_grad(
             ENTROPY=spec.entropy,
             **{name: coefficient_constants(spec)[name] for name in ("WEIGHT", "MOMENT")},
             num_warps=4,
+            enable_fp_fusion=FUSE,
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import IGNORED, RowSpec
 from mcore_logprobs.kernels.triton_common import (
+    FUSE,
     LOG2E,
     LOG_ZERO,
     ceil_div,
@@ -103,6 +104,7 @@ def localize(
                 HAS_IGNORED=ignore_index is not None,
                 BLOCK=1024,
                 num_warps=_NUM_WARPS,
+                enable_fp_fusion=FUSE,
                 # Without debug the assert is compiled to nothing.
                 debug=True,
                 sanitize_overflow=False,
@@ -193,6 +195,7 @@ def merge_parts(parts: Tensor, spec: RowSpec) -> Tensor:
                 ROWS=8,
                 **field_constants(spec, "max", "sum", "entropy", "squares"),
                 num_warps=_NUM_WARPS,
+                enable_fp_fusion=FUSE,
             )
     return out
 
@@ -341,5 +344,6 @@ def finish_rows(parts: Tensor, keep: Tensor, spec: RowSpec, label_smoothing: flo
                 ROWS=8,
                 **_finish_constants(spec),
                 num_warps=_NUM_WARPS,
+                enable_fp_fusion=FUSE,
             )
     return [x for x in (logprobs, entropy, rank, lse, squares, norms) if x is not None]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import RowResults, RowSpec
 from mcore_logprobs.kernels.triton_common import (
+    FUSE,
     INTERPRETED,
     LOG2E,
     LOG_ZERO,
@@ -394,6 +395,7 @@ def grad_logits(
             SMOOTHING=spec.smoothing,
             **coefficient_constants(spec),
             num_warps=num_warps,
+            enable_fp_fusion=FUSE,
         )
 
 
@@ -453,6 +455,7 @@ def results_grad(
             HAS_SLOPE=spec.multiplier != 1.0 or temperature is not None,
             **norm_constants(spec),
             num_warps=_NUM_WARPS,
+            enable_fp_fusion=FUSE,
         )
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_logprobs.kernels.triton_common import (
+    FUSE,
     device_of,
     launch_plan,
     with_unit_stride,
@@ -81,5 +82,6 @@ def count_higher(logits: Tensor, target: Tensor, threshold: Tensor, *, valid: in
                 LANES=plan.lanes,
                 GROUPS=plan.groups,
                 num_warps=plan.num_warps,
+                enable_fp_fusion=FUSE,
             )
     return out[0] if plan.splits == 1 else out.sum(0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import (
+    FUSE,
     LOG2E,
     LOG_ZERO,
     Plan,
@@ -393,5 +394,6 @@ def _launch(
             **transform_args(spec, bias, temperature),
             **_stored(spec),
             num_warps=plan.num_warps,
+            enable_fp_fusion=FUSE,
         )
     return parts

@@ -6,9 +6,11 @@ other test would notice.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ from mcore_logprobs.kernels import (
 )
 from mcore_logprobs.kernels.distill import KINDS, Side
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.kernels.triton_common import field_constants, transform_args
+from mcore_logprobs.kernels.triton_common import FUSE, field_constants, transform_args
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
@@ -87,7 +89,9 @@ def _build(
             if name != "valid":
                 attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    built = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+    built = triton.compile(
+        source, target=HOPPER, options={"num_warps": 4, "enable_fp_fusion": FUSE}
+    )
     path = directory / "kernel.cubin"
     path.write_bytes(built.asm["cubin"])
     registers, code = (
@@ -125,6 +129,19 @@ def test_statistics_read_sixteen_bytes_at_a_time(logits, transform, tmp_path):
     loop = ptx[: ptx.rindex("ld.global.v4.b32")]
     assert "bar.sync" not in loop
     assert "shfl" not in loop
+
+
+def test_no_launch_leaves_fused_multiply_adds_to_the_version_of_triton():
+    launches = [
+        (file.name, call)
+        for file in Path(triton_stats.__file__).parent.glob("triton_*.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
+        if any(keyword.arg == "num_warps" for keyword in call.keywords)
+    ]
+    assert len(launches) >= 12
+    for name, call in launches:
+        assert "enable_fp_fusion" in [keyword.arg for keyword in call.keywords], (name, call.lineno)
 
 
 def test_targets_are_localized(tmp_path):
