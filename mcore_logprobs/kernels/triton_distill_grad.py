@@ -70,7 +70,7 @@ def _write_tile(
             over, _ = over_mixture(logp, logq, beta)
         grad = tl.exp2(logp * LOG2E) * (over - inner)  # inner is NaN where either side is
     grad = grad * factor
-    if (SOFTCAP & STUDENT) != 0:
+    if STUDENT // SOFTCAP:
         grad = grad * (1.0 - capped * capped)
     if MASKED:
         grad = tl.where(columns < valid, grad, 0.0).to(out_row_ptr.dtype.element_ty)
@@ -163,6 +163,15 @@ def pair_grad_kernel(
             tl.store(out_row_ptr + columns, zeros, mask=columns < width)
 
 
+def tile_constants(kind: str, width: int) -> dict[str, int]:
+    """How many columns one program writes, as the kernel's constants TILE and TILES."""
+    tile = _GRAD_TILE[kind]
+    return {
+        "TILE": min(tile, max(128, triton.next_power_of_2(width))),
+        "TILES": _GRAD_COLUMNS // tile,
+    }
+
+
 def pair_grad(
     student: Side,
     teacher: Side,
@@ -184,9 +193,8 @@ def pair_grad(
         pair_grad(student, teacher, norm_s, norm_t, inner, upstream, spec, out=rounded)
         out.copy_(rounded)
         return
-    tile = min(_GRAD_TILE[spec.kind], max(128, triton.next_power_of_2(width)))
-    tiles = _GRAD_COLUMNS // _GRAD_TILE[spec.kind]
-    splits = triton.cdiv(width, tile * tiles)
+    shape = tile_constants(spec.kind, width)
+    splits = triton.cdiv(width, shape["TILE"] * shape["TILES"])
     with device_of(out):
         pair_grad_kernel[(rows * splits,)](
             inner_ptr=with_unit_stride(inner),
@@ -202,8 +210,7 @@ def pair_grad(
             **norm_args(norm_s, norm_t),
             **side_args(student, "student"),
             **side_args(teacher, "teacher"),
-            TILE=tile,
-            TILES=tiles,
+            **shape,
             KIND=KINDS.index(spec.kind),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=FUSE,

@@ -42,10 +42,10 @@ __all__ = [
 
 # A side's transformation as one constant: the sum of these.
 SCALE = tl.constexpr(1)
-SOFTCAP = tl.constexpr(2)
-BIAS = tl.constexpr(4)
-TEMPERATURE = tl.constexpr(8)
-ROW_TEMPERATURE = tl.constexpr(16)
+BIAS = tl.constexpr(2)
+TEMPERATURE = tl.constexpr(4)
+ROW_TEMPERATURE = tl.constexpr(8)
+SOFTCAP = tl.constexpr(16)  # times which tanh, the highest
 
 # Which divergence.
 FORWARD = tl.constexpr(KINDS.index("forward"))
@@ -67,8 +67,7 @@ def side_row(
     """What `load_side` needs of one row: its address, its own scale, softcap and temperature."""
     scale, softcap, temperature = row_transform(
         temperature_ptr, row, scale, softcap, temperature,
-        (ROW_TEMPERATURE & TRANSFORM) != 0, (SOFTCAP & TRANSFORM) != 0,
-        (TEMPERATURE & TRANSFORM) != 0,
+        (ROW_TEMPERATURE & TRANSFORM) != 0, TRANSFORM // SOFTCAP, (TEMPERATURE & TRANSFORM) != 0,
     )  # fmt: skip
     return logits_ptr + row.to(tl.int64) * stride, scale, softcap, temperature
 
@@ -85,7 +84,7 @@ def load_side(row, bias_ptr, columns, valid, MASKED: tl.constexpr, TRANSFORM: tl
         y = tl.load(row_ptr + columns).to(tl.float32)
     z, capped = finished(
         y, bias_ptr, columns, mask, scale, softcap, temperature,
-        (SCALE & TRANSFORM) != 0, (SOFTCAP & TRANSFORM) != 0, (BIAS & TRANSFORM) != 0,
+        (SCALE & TRANSFORM) != 0, TRANSFORM // SOFTCAP, (BIAS & TRANSFORM) != 0,
         (TEMPERATURE & TRANSFORM) != 0,
     )  # fmt: skip
     if MASKED:
@@ -151,7 +150,7 @@ def side_args(side: Side, name: str) -> dict[str, Any]:
         f"{name}_scale": args["scale"],
         f"{name}_softcap": args["softcap"],
         f"{name}_temperature": args["temperature"],
-        name.upper(): sum(bit.value for flag, bit in bits.items() if args[flag]),
+        name.upper(): sum(bit.value * args[flag] for flag, bit in bits.items()),
     }
 
 

@@ -127,6 +127,12 @@ def test_scale_softcap_bias_and_temperature_of_either_side(transform):
     if transform in ("bias", "softcap"):
         both = (_side(x, 1100, rows=True, **options) for x in (student, teacher))
         _check(*both, ("jsd",))
+    if transform == "softcap":
+        sides = _side(student, 1100, **options), _side(teacher, 1100, **options)
+        usual = triton_distill.pair_stats(*sides, PairSpec("forward"))
+        with triton_common.use_candidate("ratio"):
+            assert not torch.equal(triton_distill.pair_stats(*sides, PairSpec("forward")), usual)
+            _check(*sides, ("forward", "jsd"), ulps=16)
 
 
 @pytest.mark.parametrize("kind", ["low", "high", "holes"])
