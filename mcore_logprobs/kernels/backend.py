@@ -249,7 +249,7 @@ def _triton_availability(device_type: str) -> Choice:
         )
     version, interpreted, error = _import_triton()
     if error:
-        return refused(f"triton does not import: {error}")
+        return refused(error)
     if device_type == "cpu" and not interpreted:
         return refused("TRITON_INTERPRET=1 must be set before triton is first imported")
     how = "interpreted" if interpreted else "compiled for this GPU"
@@ -260,18 +260,23 @@ _triton_failure: list[str] = []
 
 
 def _import_triton() -> tuple[str, bool, str]:
-    """(version, whether the interpreter runs the kernels, "") or ("", False, the error)."""
+    """(version, whether the interpreter runs the kernels, "") or ("", False, why not)."""
     # A failed import is not tried again. No functools.cache: torch.compile traces through here.
     if _triton_failure:
         return "", False, _triton_failure[0]
     try:
         import triton
+        import triton.language as tl
 
-        from mcore_logprobs.kernels import triton_common
+        if hasattr(tl, "tuple"):
+            from mcore_logprobs.kernels import triton_common
+
+            return triton.__version__, triton_common.INTERPRETED, ""
+        failure = f"Triton {triton.__version__} has no tuples in kernels: 3.3 or later is needed"
     except Exception as error:  # a Triton built for another torch or driver raises all sorts
-        _triton_failure.append(f"{type(error).__name__}: {error}")
-        return "", False, _triton_failure[0]
-    return triton.__version__, triton_common.INTERPRETED, ""
+        failure = f"triton does not import: {type(error).__name__}: {error}"
+    _triton_failure.append(failure)
+    return "", False, failure
 
 
 def _load_triton(segments: Segments | None) -> Backend:
@@ -405,26 +410,11 @@ def select_pair(backend: str, student: Tensor, teacher: Tensor) -> PairBackend:
         )
     if backend == "auto" and student.device.type == "cpu":
         backend = "torch"  # inductor has no functions for two sides
-    lacking = _pairs_lack() if backend != "torch" else None
-    if lacking and backend == "triton":
-        raise ValueError(f"backend={backend!r} cannot be had for a divergence: {lacking}")
-    if lacking or any(select(backend, side) is reference for side in (student, teacher)):
+    if any(select(backend, side) is reference for side in (student, teacher)):
         return distill
     from mcore_logprobs.kernels import triton_pairs
 
     return triton_pairs
-
-
-def _pairs_lack() -> str | None:
-    """What the kernels for two sides need and this Triton has not."""
-    version, _, error = _import_triton()
-    if error:
-        return None  # said where the backend is chosen
-    import triton.language as tl
-
-    if hasattr(tl, "tuple"):
-        return None
-    return f"its kernels take tuples, which Triton {version} has not: 3.3 or later is needed"
 
 
 def _has_strided_columns(logits: Tensor) -> bool:

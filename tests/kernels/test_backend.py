@@ -94,8 +94,39 @@ else:
     raise AssertionError("compiled kernels were taken for a CPU")
 """
 
+# Before 3.3 Triton's language has no tuples.
+OLD = """
+import logging
+import os
+import torch
+import triton.language
+from torch._subclasses import FakeTensorMode
+from mcore_logprobs.kernels import backend as backends
 
-@pytest.mark.parametrize("script", [IMPORT, LATE], ids=["import", "late"])
+del triton.language.tuple
+records = []
+backends.logger.addHandler(logging.Handler())
+backends.logger.setLevel(logging.INFO)
+backends.logger.handlers[-1].emit = lambda record: records.append(record.getMessage())
+with FakeTensorMode():
+    logits = torch.empty(2, 3, device="cuda")
+for _ in range(2):
+    assert backends.select("auto", logits) is backends.reference
+    assert backends.select_pair("auto", logits, logits) is backends.distill
+reason = f"Triton {triton.__version__} has no tuples in kernels: 3.3 or later is needed"
+assert records[0] == f"backend for cuda tensors: not triton ({reason})", records
+assert len(records) == 2, records
+for select in (backends.select, lambda name, x: backends.select_pair(name, x, x)):
+    try:
+        select("triton", logits)
+    except ValueError as error:
+        assert str(error) == f"backend='triton' cannot be had: {reason}", error
+    else:
+        raise AssertionError("kernels were taken that do not compile")
+"""
+
+
+@pytest.mark.parametrize("script", [IMPORT, LATE, OLD], ids=["import", "late", "old"])
 def test_in_a_fresh_process(script):
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
