@@ -26,7 +26,7 @@ from mcore_logprobs.kernels.stats import RowSpec
 
 __all__ = ["Built", "build", "kernel_arguments", "main"]
 
-_FLOATS = ("scale", "softcap", "temperature", "slope", "label_smoothing")
+_FLOATS = ("scale", "softcap", "temperature", "slope", "label_smoothing", "beta")
 _POINTERS = {
     "target_ptr": "*i64",
     "keep_ptr": "*i1",
@@ -115,19 +115,23 @@ def build(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from mcore_logprobs.kernels.triton_common import FUSE
+
     types = _POINTERS | dict(pointers)
     signature, values, attributes = {}, {}, {}
     for at, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], values[(at,)] = "constexpr", constants[name]
             continue
-        default = "*fp32" if name.endswith("_ptr") else "fp32" if name in _FLOATS else "i32"
+        is_float = name.removeprefix("student_").removeprefix("teacher_") in _FLOATS
+        default = "*fp32" if name.endswith("_ptr") else "fp32" if is_float else "i32"
         signature[name] = types.get(name, default)
-        if name not in (*_FLOATS, *_UNALIGNED):
+        if not is_float and name not in _UNALIGNED:
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", 90, _THREADS)
-    built = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
+    options = {"num_warps": num_warps, "enable_fp_fusion": FUSE, **options}
+    built = triton.compile(source, target=target, options=options)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "kernel.cubin")
         path.write_bytes(built.asm["cubin"])
@@ -153,7 +157,7 @@ def _hot_loop(code: list[tuple[int, str]]) -> tuple[str, ...]:
         found = re.search(r"\bBRA\S* .*?0x([0-9a-f]+)", line)
         if found and int(found[1], 16) < address:
             body = [text for at, text in code if int(found[1], 16) <= at <= address]
-            wide = sum((".128" in text and "DG" in text) or "STG.E.128" in text for text in body)
+            wide = sum("LDG" in text and ".128" in text for text in body)
             loops.append((-wide, len(body), body))
     return tuple(min(loops, key=lambda loop: loop[:2])[2]) if loops else ()
 
@@ -167,14 +171,16 @@ def kernel_arguments(
     """What `build` takes for a candidate of a kernel, and how many columns its tile has.
 
     Args:
-        name: "statistics", "gradient" (from coefficients) or "results gradient".
+        name: "statistics", "gradient" (from coefficients), "results gradient"; for two sides
+            "pair statistics", "pair sums" or "pair gradient", and of what ("pair sums jsd").
         logits, out: "bf16", "fp16" or "fp32"; the statistics are float32 always.
         names: of `triton_common.CANDIDATES`.
     """
     from mcore_logprobs.kernels import triton_common, triton_finish, triton_grad, triton_stats
 
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     with triton_common.use_candidate(names):
+        if name.startswith("pair "):
+            return _pair_arguments(*name.split()[1:], spec=spec, logits=logits, out=out)
         transform = {
             flag: on
             for flag, on in triton_common.transform_args(spec, None, None).items()
@@ -182,7 +188,7 @@ def kernel_arguments(
         }
         constants: dict[str, Any] = {"bias_ptr": None, "temperature_ptr": None, **transform}
         if name == "statistics":
-            plan = triton_common.launch_plan(1 << 20, 1 << 20, torch.empty(0, dtype=dtypes[logits]))
+            plan = triton_common.launch_plan(*_LARGE, torch.empty(0, dtype=_DTYPES[logits]))
             constants |= {
                 "threshold_ptr": None,
                 "LANES": plan.lanes,
@@ -192,7 +198,7 @@ def kernel_arguments(
                 **triton_common.field_constants(spec, *triton_stats.STORED),
             }
             return triton_stats.stats_kernel, constants, {"logits_ptr": f"*{logits}"}, plan.tile
-        constants |= triton_grad.tile_constants(1 << 20)
+        constants |= triton_grad.tile_constants(_LARGE[1])
         constants |= {"HAS_SLOPE": spec.multiplier != 1.0}
         pointers = {"logits_ptr": f"*{logits}", "out_ptr": f"*{out}"}
         if name == "gradient":
@@ -205,6 +211,34 @@ def kernel_arguments(
         return triton_grad.results_grad_kernel, constants, pointers, constants["TILE"]
 
 
+def _pair_arguments(
+    step: str, kind: str, *, spec: RowSpec, logits: str, out: str
+) -> tuple[Any, dict[str, Any], dict[str, str], int]:
+    """`kernel_arguments` of the kernels for two sides, both of which are transformed by `spec`."""
+    from mcore_logprobs.kernels import triton_distill, triton_distill_grad, triton_sides
+    from mcore_logprobs.kernels.distill import KINDS, Side
+
+    empty = torch.empty(1 << 20, 0, dtype=_DTYPES[logits])
+    constants: dict[str, Any] = {"KIND": KINDS.index(kind)}
+    pointers = {"out_ptr": f"*{out}"}
+    for side in ("student", "teacher"):
+        constants |= {f"{side}_bias_ptr": None, f"{side}_temperature_ptr": None}
+        args = triton_sides.side_args(Side(empty, spec), side)
+        constants[side.upper()] = args[side.upper()]
+        pointers[f"{side}_ptr"] = f"*{logits}"
+    if step == "gradient":
+        constants |= triton_distill_grad.tile_constants(kind, _LARGE[1])
+        return triton_distill_grad.pair_grad_kernel, constants, pointers, constants["TILE"]
+    plan = triton_sides.pair_plan(empty, empty, _LARGE[1])
+    constants |= {"LANES": plan.lanes, "GROUPS": plan.groups}
+    if step == "sums":
+        del constants["KIND"]
+        return triton_distill.jsd_kernel, constants, pointers, plan.tile
+    return triton_distill.pair_stats_kernel, constants, pointers, plan.tile
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LARGE = (1 << 20, 1 << 20)  # rows and columns beyond which plans are the same
 _SPECS = {
     "logprob": RowSpec(1),
     "logprob, entropy": RowSpec(1, entropy=True),
@@ -212,46 +246,54 @@ _SPECS = {
 }
 _STATISTICS = ("default", "stages2", "stages3", "prefetch")
 _GRADIENT = ("default", "tile2k", "tile8k")
-# (kernel, logits, gradient, candidates)
-_CASES = (
-    ("statistics", "bf16", "fp32", _STATISTICS),
-    ("statistics", "fp32", "fp32", _STATISTICS),
-    ("gradient", "bf16", "bf16", _GRADIENT),
-    ("gradient", "fp32", "bf16", _GRADIENT),
-    ("results gradient", "bf16", "bf16", ("default",)),
-)
+# (kernel, what of `_SPECS`, logits, what is written, candidates besides softcap's "ratio")
+_CASES = [
+    (kernel, what, logits, out, candidates)
+    for kernel, logits, out, candidates in (
+        ("statistics", "bf16", "fp32", _STATISTICS),
+        ("statistics", "fp32", "fp32", _STATISTICS),
+        ("gradient", "bf16", "bf16", _GRADIENT),
+        ("gradient", "fp32", "bf16", _GRADIENT),
+        ("results gradient", "bf16", "bf16", ("default",)),
+    )
+    for what in _SPECS
+] + [
+    (f"pair {step} {kind}", what, "bf16", out, ("default",))
+    for kind in ("forward", "reverse", "cross_entropy", "jsd")
+    for step, out in (("statistics", "fp32"), ("sums", "fp32"), ("gradient", "bf16"))
+    if step != "sums" or kind == "jsd"
+    for what in ("logprob", "softcap")
+]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mcore_logprobs bench ahead",
         description="Instructions, registers, spills and loads in flight of the Triton kernels, "
-        "compiled ahead for sm_90; needs no GPU.",
+        "compiled ahead for sm_90; needs no GPU. An element is a column, of both sides where there "
+        "are two (pair).",
     )
     parser.add_argument("--kernel", default="", help="only those whose name contains this")
     args = parser.parse_args(argv)
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("triton", "torch"))
     print(f"{time.strftime('%Y-%m-%d')}, {', '.join(versions)}, sm_90")
     print(
-        f"{'kernel':18} {'what':18} {'dtypes':12} {'candidate':16} {'instr/elem':>10} {'regs':>5} "
-        f"{'spills':>6} {'16-byte ld':>10} {'st':>4} {'in flight':>9} {'covered':>8}"
+        f"{'kernel':29} {'what':16} {'dtypes':10} {'candidate':9} {'instr/elem':>10} {'regs':>4} "
+        f"{'spills':>6} {'16-byte ld':>10} {'st':>2} {'in flight':>9} {'covered':>7}"
     )
-    for name, logits, out, candidates in _CASES:
+    for name, what, logits, out, candidates in _CASES:
         if args.kernel not in name:
             continue
-        for what, spec in _SPECS.items():
-            both = (*candidates, "ratio") if spec.softcap is not None else candidates
-            for names in both:
-                kernel, constants, pointers, tile = kernel_arguments(name, spec, logits, out, names)
-                built = build(kernel, constants, pointers)
-                share = len(built.loop) * 4 * _THREADS / tile
-                if not built.loads_in_flight:  # the loop over tiles is unrolled altogether
-                    share = float("nan")
-                dtypes = logits if name == "statistics" else f"{logits}>{out}"
-                print(
-                    f"{name:18} {what:18} {dtypes:12} {names:16} {share:10.1f} "
-                    f"{built.registers:5} {built.spills:6} {built.wide('LDG'):10} "
-                    f"{built.wide('STG'):4} {built.loads_in_flight:9} {built.covered:8.0%}",
-                    flush=True,
-                )
+        spec = _SPECS[what]
+        for names in (*candidates, "ratio") if spec.softcap is not None else candidates:
+            *arguments, tile = kernel_arguments(name, spec, logits, out, names)
+            built = build(*arguments)
+            share = len(built.loop) * 4 * _THREADS / tile
+            dtypes = f"{logits}>{out}" if "gradient" in name else logits
+            print(
+                f"{name:29} {what:16} {dtypes:10} {names:9} {share:10.1f} {built.registers:4} "
+                f"{built.spills:6} {built.wide('LDG'):10} {built.wide('STG'):2} "
+                f"{built.loads_in_flight:9} {built.covered:7.0%}",
+                flush=True,
+            )
     return 0

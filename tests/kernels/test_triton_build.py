@@ -9,16 +9,13 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from mcore_logprobs.bench.ahead import build
 from mcore_logprobs.kernels import (
     triton_distill,
     triton_distill_grad,
@@ -31,28 +28,15 @@ from mcore_logprobs.kernels import (
 )
 from mcore_logprobs.kernels.distill import KINDS, Side
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.kernels.triton_common import FUSE, field_constants, transform_args
+from mcore_logprobs.kernels.triton_common import field_constants, transform_args
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
 
-HOPPER = GPUTarget("cuda", 90, 32)
-FLOATS = ("scale", "softcap", "temperature", "slope", "beta")
 POINTERS = {
     "own_ptr": "*bf16",
-    "column_ptr": "*i64",
-    "bias_ptr": "*bf16",
-    "student_bias_ptr": "*bf16",
-    "teacher_bias_ptr": "*bf16",
-    "inner_ptr": "*fp32",
-    "upstream_ptr": "*fp32",
-    "student_norm_ptr": "*fp32",
-    "teacher_norm_ptr": "*fp32",
-    "target_ptr": "*i64",
-    "shift_ptr": "*fp32",
-    "coef_ptr": "*fp32",
-    "threshold_ptr": "*fp32",
+    **dict.fromkeys(("bias_ptr", "student_bias_ptr", "teacher_bias_ptr"), "*bf16"),
 }
 CAP = {"logit_scale": 0.5, "softcap": 3.0, "temperature": 0.7}
 BIAS = torch.empty(1)
@@ -63,13 +47,7 @@ PLAIN, CAPPED = (
 
 
 def _build(
-    kernel: Any,
-    logits: str,
-    out: str,
-    constants: dict[str, Any],
-    directory: Any,
-    bias: bool = False,
-    **others: str,
+    kernel: Any, logits: str, out: str, constants: dict[str, Any], bias: bool = False, **others: str
 ) -> str:
     """The PTX of a kernel for aligned rows that are not split; fails if it spills registers."""
     absent = [name for name in kernel.arg_names if name.endswith("temperature_ptr")]
@@ -77,35 +55,10 @@ def _build(
         absent += [name for name in kernel.arg_names if name.endswith("bias_ptr")]
     constants = {"splits": 1, **dict.fromkeys(absent), **constants}
     pointers = {"logits_ptr": "*" + logits, "out_ptr": "*" + out, **POINTERS, **others}
-    signature, values, attributes = {}, {}, {}
-    for at, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(at,)] = "constexpr", constants[name]
-        elif name.removeprefix("student_").removeprefix("teacher_") in FLOATS:
-            signature[name] = "fp32"
-        else:
-            signature[name] = pointers.get(name, "i32")
-            # A true vocabulary may be any number; memory is laid out in multiples of 16 columns.
-            if name != "valid":
-                attributes[(at,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    built = triton.compile(
-        source, target=HOPPER, options={"num_warps": 4, "enable_fp_fusion": FUSE}
-    )
-    path = directory / "kernel.cubin"
-    path.write_bytes(built.asm["cubin"])
-    registers, code = (
-        subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, what, str(path)],
-            capture_output=True, text=True, check=True,
-        ).stdout
-        for what in ("-res-usage", "-sass")
-    )  # fmt: skip
-    resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", registers))
-    # Spills are loads and stores of local memory; a stack alone may be a division's slow path.
-    assert not re.findall(r"\b(?:STL|LDL)\b", code), resources
-    assert int(resources["REG"]) <= 128, resources  # 16 warps of a multiprocessor at the least
-    return built.asm["ptx"]
+    built = build(kernel, constants, pointers)
+    assert built.spills == 0
+    assert built.registers <= 128  # 16 warps of a multiprocessor at the least
+    return built.ptx
 
 
 def _wide(ptx: str, direction: str) -> int:
@@ -115,14 +68,14 @@ def _wide(ptx: str, direction: str) -> int:
 
 @pytest.mark.parametrize("logits", ["bf16", "fp32"])
 @pytest.mark.parametrize("transform", [PLAIN, CAPPED], ids=["plain", "softcap"])
-def test_statistics_read_sixteen_bytes_at_a_time(logits, transform, tmp_path):
+def test_statistics_read_sixteen_bytes_at_a_time(logits, transform):
     lanes = 8 if logits == "bf16" else 4
     constants = {
         "LANES": lanes, "GROUPS": 512, "threshold_ptr": None, "STAGES": 1,
         "PREFETCH": False,
         **field_constants(RowSpec(1, entropy=True), *triton_stats.STORED),
     }  # fmt: skip
-    ptx = _build(triton_stats.stats_kernel, logits, "fp32", {**transform, **constants}, tmp_path)
+    ptx = _build(triton_stats.stats_kernel, logits, "fp32", {**transform, **constants})
     # One tile of whole columns; the masked last tile may read as it likes.
     assert _wide(ptx, "ld") == 512 // 128
     # Threads meet only after the loop: no barrier between one wide load and the next.
@@ -144,22 +97,22 @@ def test_no_launch_leaves_fused_multiply_adds_to_the_version_of_triton():
         assert "enable_fp_fusion" in [keyword.arg for keyword in call.keywords], (name, call.lineno)
 
 
-def test_targets_are_localized(tmp_path):
+def test_targets_are_localized():
     constants = {"HAS_IGNORED": True, "BLOCK": 1024}
-    _build(triton_finish.localize_kernel, "bf16", "fp32", constants, tmp_path, keep_ptr="*i1")
+    _build(triton_finish.localize_kernel, "bf16", "fp32", constants, keep_ptr="*i1")
 
 
-def test_rank_reads_sixteen_bytes_at_a_time(tmp_path):
+def test_rank_reads_sixteen_bytes_at_a_time():
     constants = {"LANES": 8, "GROUPS": 512}
-    ptx = _build(triton_rank.rank_kernel, "bf16", "i64", constants, tmp_path)
+    ptx = _build(triton_rank.rank_kernel, "bf16", "i64", constants)
     assert _wide(ptx, "ld") == 512 // 128
 
 
 @pytest.mark.parametrize(("logits", "out"), [("bf16", "bf16"), ("fp32", "fp32"), ("fp32", "bf16")])
-def test_the_gradient_reads_and_writes_sixteen_bytes_at_a_time(logits, out, tmp_path):
+def test_the_gradient_reads_and_writes_sixteen_bytes_at_a_time(logits, out):
     constants = {"TILE": 4096, "TILES": 4, "ENTROPY": True, "SMOOTHING": False, "HAS_SLOPE": True}
     constants |= triton_grad.coefficient_constants(RowSpec(1, entropy=True))
-    ptx = _build(triton_grad.grad_kernel, logits, out, {**PLAIN, **constants}, tmp_path)
+    ptx = _build(triton_grad.grad_kernel, logits, out, {**PLAIN, **constants})
     bytes_of = {"bf16": 2, "fp32": 4}
     assert _wide(ptx, "ld") == 4096 * bytes_of[logits] // 16 // 128
     # Twice: the tile, and the zeros of a row without coefficients.
@@ -187,7 +140,7 @@ def _sides(
 
 
 @pytest.mark.parametrize(("kind", "student", "teacher"), PAIRS)
-def test_two_sides_are_read_sixteen_bytes_at_a_time(kind, student, teacher, tmp_path):
+def test_two_sides_are_read_sixteen_bytes_at_a_time(kind, student, teacher):
     sides, pointers = _sides(student, teacher, temperature=0.7)
     lanes = 16 // min(BYTES[student], BYTES[teacher])
     shape = {"LANES": lanes, "GROUPS": 256}
@@ -195,7 +148,7 @@ def test_two_sides_are_read_sixteen_bytes_at_a_time(kind, student, teacher, tmp_
     if kind == "jsd":
         kernels.append((triton_distill.jsd_kernel, {}))
     for kernel, constants in kernels:
-        ptx = _build(kernel, "", "fp32", {**sides, **shape, **constants}, tmp_path, **pointers)
+        ptx = _build(kernel, "", "fp32", {**sides, **shape, **constants}, **pointers)
         assert _wide(ptx, "ld") == 256 * lanes * (BYTES[student] + BYTES[teacher]) // 16 // 128
         loop = ptx[: ptx.rindex("ld.global.v4.b32")]
         assert "bar.sync" not in loop
@@ -203,23 +156,23 @@ def test_two_sides_are_read_sixteen_bytes_at_a_time(kind, student, teacher, tmp_
 
 
 @pytest.mark.parametrize(("kind", "student", "teacher"), PAIRS)
-def test_their_gradient_reads_and_writes_sixteen_bytes_at_a_time(kind, student, teacher, tmp_path):
+def test_their_gradient_reads_and_writes_sixteen_bytes_at_a_time(kind, student, teacher):
     sides, pointers = _sides(student, teacher, temperature=0.7)
     constants = {"TILE": TILES[kind], "TILES": 8, "KIND": KINDS.index(kind), **sides}
-    ptx = _build(triton_distill_grad.pair_grad_kernel, "", student, constants, tmp_path, **pointers)
+    ptx = _build(triton_distill_grad.pair_grad_kernel, "", student, constants, **pointers)
     assert _wide(ptx, "ld") == TILES[kind] * (BYTES[student] + BYTES[teacher]) // 16 // 128
     assert _wide(ptx, "st") >= 2 * TILES[kind] * BYTES[student] // 16 // 128
 
 
 @pytest.mark.parametrize("kind", ["forward", "jsd"])
-def test_two_sides_with_softcap_and_bias_spill_nothing(kind, tmp_path):
+def test_two_sides_with_softcap_and_bias_spill_nothing(kind):
     sides, pointers = _sides("fp32", "bf16", BIAS, **CAP)
     constants = {"TILE": TILES[kind], "TILES": 8, "KIND": KINDS.index(kind), **sides}
     kernel = triton_distill_grad.pair_grad_kernel
-    _build(kernel, "", "bf16", constants, tmp_path, bias=True, **pointers)
+    _build(kernel, "", "bf16", constants, bias=True, **pointers)
 
 
-def test_entries_and_biases_are_built(tmp_path):
+def test_entries_and_biases_are_built():
     # A bias is loaded with a mask in the last tile and without one in the others.
     for spec, kernel, constants in (
         (
@@ -238,4 +191,4 @@ def test_entries_and_biases_are_built(tmp_path):
     ):  # fmt: skip
         transform = transform_args(spec, BIAS, None)
         transform = {name: on for name, on in transform.items() if name.startswith("HAS_")}
-        _build(kernel, "bf16", "fp32", {**transform, **constants}, tmp_path, bias=True)
+        _build(kernel, "bf16", "fp32", {**transform, **constants}, bias=True)
