@@ -32,6 +32,7 @@ from mcore_logprobs.bench.gpu_heads import (
     peers_logits,
     policy,
     profile,
+    tiles,
 )
 from mcore_logprobs.bench.gpu_session import Group
 from mcore_logprobs.bench.gpu_timing import GroupRun, sizes
@@ -78,12 +79,14 @@ def groups() -> list[Group]:
         Group("kernels", kernels, 5.0),
         Group("fused", fused, 6.0),
         Group("policy", policy, 4.0),
+        Group("pairs", pairs, 4.0, least=30.0),
         Group("tests", kernel_tests, 10.0, least=40.0),
         Group("peers-linear", peers_linear, 6.0),
-        Group("peers-logits", peers_logits, 5.0),
+        Group("peers-logits", peers_logits, 5.0, gpu_ranks.ALONE),
         Group("candidates", candidates, 6.0),
+        Group("tiles", tiles, 1.0),
         Group("launches", launches, 2.0),
-        Group("ranks", gpu_ranks.ranks, 5.0),
+        Group("ranks", gpu_ranks.ranks, 5.0, gpu_ranks.ALONE),
         Group("ceilings", ceilings, 2.0),
         Group("profile", profile, 2.0),
     ]
@@ -93,7 +96,7 @@ def groups() -> list[Group]:
 
 
 def environment(run: GroupRun) -> None:
-    """The machine and its software, then `doctor`'s self-test."""
+    """The machine and its software, then `doctor`'s self-test on it."""
 
     def machine() -> dict[str, Any]:
         found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
@@ -112,42 +115,57 @@ def environment(run: GroupRun) -> None:
 
     run.case("machine", machine)
 
-    def doctor() -> dict[str, Any]:
-        from mcore_logprobs.doctor import report
+    def self_tests() -> dict[str, Any]:
+        """`doctor`'s of this device alone: its other checks compile for the CPU, for minutes."""
+        from mcore_logprobs.doctor import self_test
+        from mcore_logprobs.kernels.backend import explain
 
-        found = report()
-        if not found["ok"]:
-            raise RuntimeError(f"doctor's self-test failed: {found.get('self_test')}")
-        return {"packages": found.get("packages"), "backends": found.get("backends")}
+        found = self_test(run.device.type)
+        wrong = [f"{test.name}: {test.error:.1e}" for test in found if not test.ok]
+        if wrong:
+            raise RuntimeError(f"doctor's self-test failed: {wrong}")
+        return {"checks": len(found), "backends": [vars(c) for c in explain(run.device.type)]}
 
-    run.case("doctor", doctor)
+    run.case("self-test", self_tests)
+
+
+# Tests that are compiled for real where there is a GPU, beside tests/kernels/test_triton_*.
+_GPU_TESTS = ("kernels/test_invariance.py", "fused/test_no_sync.py")
+_AHEAD_TESTS = ("test_triton_build.py", "test_triton_candidates.py")  # need none, and take long
 
 
 def kernel_tests(run: GroupRun) -> None:
-    """tests/kernels, where the folder is there: a process a file, several at once."""
+    """The tests that compile for a GPU, where they are: a process a file, several at once."""
     root = Path(__file__).resolve().parents[2]
-    folder = root / "tests" / "kernels"
-    files = sorted(folder.glob("test_*.py"))
-    if not files:
+    folder = root / "tests"
+    if not folder.is_dir():
         run.record("tests", "left out", reason=f"{folder} is not there")
         return
+    files = [
+        file for file in folder.glob("kernels/test_triton_*.py") if file.name not in _AHEAD_TESTS
+    ]
+    files += [folder / name for name in _GPU_TESTS]
+    files.sort(key=lambda file: -file.stat().st_size)  # the longest first
     if run.small:
-        files = [folder / "test_products.py"]
+        files = [folder / "kernels" / "test_products.py"]
     workers = max(1, min(8, (os.cpu_count() or 2) // 2, len(files)))
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     def one(file: Path) -> dict[str, Any]:
-        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "--tb=short", str(file)]
-        done = subprocess.run(
-            command,
-            cwd=root,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=max(1.0, run.left),
-        )
-        print(f"== {file.name}\n{done.stdout}{done.stderr}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "--tb=short", str(file)]
+        limit = max(1.0, run.left)
+        try:
+            done = subprocess.run(
+                command, cwd=root, env=env, text=True, timeout=limit,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as late:
+            shown = (late.stdout or b"").decode(errors="replace")  # bytes even of a text pipe
+            print(f"== {file.name}\n{shown}", flush=True)
+            counts = ", ".join(f"{shown.count(w)} {w}" for w in ("PASSED", "FAILED", "ERROR"))
+            raise RuntimeError(f"unfinished after {limit:.0f} s: {counts}") from None
+        print(f"== {file.name}\n{done.stdout}", flush=True)
         last = done.stdout.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         if done.returncode:
             raise RuntimeError(f"{last[0]}; see logs/tests.txt")
@@ -166,8 +184,10 @@ def compile_all(run: GroupRun) -> None:
         kernels,
         policy,
         fused,
+        pairs,
         candidates,
         launches,
+        tiles,
     ]
     chosen += [] if run.small else [peers_linear, peers_logits]
     count = 2 if run.small else max(1, min(8, (os.cpu_count() or 2) // 2))
@@ -192,6 +212,7 @@ def compile_all(run: GroupRun) -> None:
         late = [process for process in workers if process.is_alive()]
         for process in late:
             process.kill()
+            process.join()  # the next group wants its memory
         return {"processes": count, "unfinished": len(late)}
 
     run.case("compile", compiled)
@@ -315,6 +336,62 @@ def kernels(run: GroupRun) -> None:
         floor_ms=None if cast is None else cast * 2 / 3,
         **shape,
     )
+
+
+def pairs(run: GroupRun) -> None:
+    """Divergences between two sides of logits: each kernel, and the whole calls."""
+    first, *others = sizes(run).rows
+    _pairs(run, first, eager=True)
+    for rows in others if run.cuda else ():
+        _pairs(run, rows, eager=False)
+
+
+def _pairs(run: GroupRun, rows: int, *, eager: bool) -> None:
+    import mcore_logprobs as m
+    from mcore_logprobs.kernels import triton_distill, triton_distill_grad
+    from mcore_logprobs.kernels.distill import KINDS, PairSpec, Side
+    from mcore_logprobs.kernels.stats import RowSpec
+
+    vocab = sizes(run).vocab
+    student, teacher = (run.randn(rows, vocab, std=std) for std in (4.0, 3.0))
+    sides = Side(student, RowSpec(vocab)), Side(teacher, RowSpec(vocab))
+    leaf, out = student.detach().requires_grad_(), torch.empty_like(student)
+    norm = torch.full((2, rows), 12.0, device=run.device)  # a row's maximum, and log of its sum
+    upstream = torch.linspace(0.5, 1.5, rows, device=run.device)
+    copy = _copy_ms(run, student, out, rows=rows, vocab=vocab)
+
+    def time(name: str, call: Callable[[], object], copies: float, **more: Any) -> None:
+        """A copy moves as much as a read of both sides; the gradient writes one side more."""
+        floor = None if copy is None else copies * copy
+        run.time(name, call, floor_ms=floor, rows=rows, vocab=vocab, **more)
+
+    def both(kind: str, backend: str) -> None:
+        if kind == "cross_entropy":
+            value = m.vocab_parallel_soft_cross_entropy(leaf, teacher, backend=backend)
+        else:
+            value = m.vocab_parallel_kl_div(leaf, teacher, kind=kind, backend=backend)
+        torch.autograd.grad(value, leaf, upstream)
+
+    for kind in KINDS:
+        spec = PairSpec(kind)
+        time(f"{kind}: statistics", partial(triton_distill.pair_stats, *sides, spec), 1)
+        if kind == "jsd":
+            time("jsd: sums", partial(triton_distill.jsd_sums, *sides, norm, norm, spec), 1)
+        write = partial(triton_distill_grad.pair_grad, *sides, norm, norm, norm[0], upstream, spec)
+        time(f"{kind}: gradient", partial(write, out=out), 1.5)
+    for kind in KINDS:
+        time(f"{kind}, both", partial(both, kind, "triton"), 2.5 + (kind == "jsd"), peak=True)
+
+    ids = torch.arange(min(64, vocab), device=run.device).expand(rows, -1)
+    values = run.randn(*ids.shape, dtype=torch.float32)
+
+    def topk() -> None:
+        own, *_ = m.vocab_parallel_topk_distill(leaf, values, ids, backend="triton")
+        torch.autograd.grad(own, leaf, values)
+
+    time("top-k, both", topk, 1.5, peak=True, k=ids.shape[1])
+    if eager:
+        time("forward, both, eager", partial(both, "forward", "torch"), 2.5, peak=True)
 
 
 def _all_candidates(run: GroupRun) -> dict[str, Candidate]:

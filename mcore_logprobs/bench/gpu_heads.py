@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_logprobs.bench.gpu_timing import GroupRun, Sizes, graph_timed, sizes
 
-__all__ = ["fused", "launches", "peers_linear", "peers_logits", "policy", "profile"]
+__all__ = ["fused", "launches", "peers_linear", "peers_logits", "policy", "profile", "tiles"]
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -113,6 +113,30 @@ def policy(run: GroupRun) -> None:
         del hidden, weight
 
 
+def tiles(run: GroupRun) -> None:
+    """A forward that never writes logits, against the product that "fused, forward" stands by."""
+    from mcore_logprobs.bench.tiled_forward import CONFIGS, TileConfig, tiled_row_stats
+    from mcore_logprobs.kernels.stats import RowSpec
+
+    size = sizes(run)
+    hidden, weight, target = _head(run, size.rows[0], size)
+    hidden, weight = hidden.detach(), weight.detach()
+    shape: dict[str, Any] = {"rows": len(hidden), "vocab": size.vocab, "hidden": size.hidden}
+    one = _one_product(run, hidden, weight, **shape)
+    configs: tuple[TileConfig, ...] = CONFIGS
+    if not run.cuda:  # the interpreter multiplies no bfloat16
+        hidden, weight, configs = hidden.float(), weight.float(), (TileConfig(32, 32, 32, 4, 2),)
+    for config in configs:
+        run.time(
+            f"forward by tiles of {config.rows} x {config.columns}, {config.num_stages} stages",
+            partial(
+                tiled_row_stats, hidden, weight, target, RowSpec(size.vocab, entropy=True), config
+            ),
+            floor_ms=one,
+            **shape,
+        )
+
+
 # ---- peers -------------------------------------------------------------------------------------
 
 
@@ -169,10 +193,8 @@ def peers_logits(run: GroupRun) -> None:
 # ---- launches, profile -------------------------------------------------------------------------
 
 
-def _launched(call: Callable[[], object], run: GroupRun) -> int | None:
-    """Kernels that one call launches; None without a GPU."""
-    if not run.cuda or run.share is not None:
-        return None
+def _launched(call: Callable[[], object]) -> dict[str, Any]:
+    """Kernels that one call launches."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -180,7 +202,8 @@ def _launched(call: Callable[[], object], run: GroupRun) -> int | None:
     with record(activities=[ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
+    kernels = (event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
+    return {"kernels": sum(kernels)}
 
 
 def launches(run: GroupRun) -> None:
@@ -204,7 +227,9 @@ def launches(run: GroupRun) -> None:
         shape: dict[str, Any] = {"rows": rows, "vocab": width}
         for name, call in (("forward", forward), ("both", both)):
             way = partial(call, entropy)
-            run.time(name + suffix, way, small_input=True, kernels=_launched(way, run), **shape)
+            run.time(name + suffix, way, small_input=True, **shape)
+            if run.cuda and run.share is None:
+                run.case(f"{name}{suffix}, launches", partial(_launched, way), **shape)
         if not run.cuda:
             run.record(f"graph{suffix}", "left out", reason="CUDA graphs need a GPU")
             continue

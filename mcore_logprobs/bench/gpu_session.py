@@ -3,11 +3,12 @@
 Groups of cases run one after the other, the most valuable first, each in a process of its own with
 a slice of the time that is left: one that overruns is killed, one that crashes takes no other with
 it. Each case is a line of JSON as soon as it is known, so that a session that is cut off leaves
-what it has found. A readable summary comes last. Without a GPU the kernels run in Triton's
-interpreter (`--small` then), which tries the script and measures nothing.
+what it has found. Without a GPU the kernels run in Triton's interpreter (`--small` then), which
+tries the script and measures nothing.
 
     DIR/results.jsonl   one case a line: group, case, status, at (seconds since the start), figures
-    DIR/summary.md      the same as tables; DIR/frontier.png beside it where matplotlib imports
+    DIR/summary.md      the same as tables, written after each group
+    DIR/frontier.png    time against memory, where matplotlib imports
     DIR/logs/           what each group printed; the kernel tests' report is logs/tests.txt
 """
 
@@ -68,6 +69,14 @@ class Session:
         with open(self.results, "a") as file:
             file.write(json.dumps(line) + "\n")
 
+    def summarize(self) -> list[dict[str, Any]]:
+        """Write what there is as tables; returns it."""
+        from mcore_logprobs.bench import gpu_summary
+
+        records = gpu_summary.read(self.results)
+        (self.out / "summary.md").write_text(gpu_summary.as_markdown(records))
+        return records
+
 
 def run_groups(groups: Sequence[Group], session: Session) -> None:
     """Run the groups within the session's time; what becomes of each is recorded."""
@@ -89,6 +98,7 @@ def run_groups(groups: Sequence[Group], session: Session) -> None:
             session.note(group.name, "group", "failed", took=took, reason=why)
         else:
             session.note(group.name, "group", "ok", took=took)
+        session.summarize()
         print(f"   {took} s{'' if ended == 0 else ', killed' if ended is None else ', failed'}")
 
 
@@ -117,6 +127,13 @@ def _kill_session_of(process: Any) -> None:
                 break
             time.sleep(0.02)
     process.join(5.0)
+    # A GPU's memory is free once every process that held some is gone.
+    for _ in range(20):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.05)
 
 
 def _child(group: Group, session: Session, until: float) -> None:
@@ -132,7 +149,7 @@ def _child(group: Group, session: Session, until: float) -> None:
     from mcore_logprobs.bench.gpu_timing import GroupRun
 
     # A little before it would be killed, so that it can say what it leaves out.
-    margin = min(2.0, 0.1 * (until - time.monotonic()))
+    margin = min(5.0, 0.1 * (until - time.monotonic()))
     run = GroupRun(
         group=group.name,
         out=session.out,
@@ -175,16 +192,17 @@ def _has_gpu(patience: float) -> bool:
 
 @contextmanager
 def _groups_die_with_us() -> Iterator[None]:
-    """A SIGTERM unwinds, so that the running group is ended and the summary written."""
+    """SIGTERM and SIGHUP unwind, so that the running group is ended and the summary written."""
 
-    def stop(*_: object) -> None:
-        raise SystemExit(143)
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
@@ -228,10 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run_groups(chosen, session)
         finally:
-            records = gpu_summary.read(session.results)
-            text = gpu_summary.as_markdown(records)
-            (args.out / "summary.md").write_text(text)
-            print("\n" + text)
+            records = session.summarize()
+            print("\n" + (args.out / "summary.md").read_text())
         plot = Group("plot", lambda run: gpu_summary.plot(records, args.out / "frontier.png"), 1.0)
         _run_in_process(plot, session, end - 0.2)
     return 0 if gpu_summary.all_well(records) else 1

@@ -17,14 +17,19 @@ from mcore_logprobs.bench.gpu_session import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# As a session has it: whether kernels are interpreted is chosen when they are imported.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+}
+
+
 def _python(arguments: list[str], seconds: float) -> tuple[subprocess.CompletedProcess, float]:
-    """A fresh interpreter, as a session has it: the kernels' interpreter is chosen at import."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -56,8 +61,19 @@ def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
     assert by_case["fused", "fused, both"]["share"] > 0.0
     assert by_case["ranks", "values, sequence parallel"]["error"] < 2e-5
     assert {r["candidate"] for r in records if "candidate" in r} >= {"default", "tile 4K, 8 warps"}
+    pairs = {r["case"] for r in records if r["group"] == "pairs"}
+    assert pairs >= {"jsd: sums", "cross_entropy: gradient", "reverse, both", "top-k, both"}
     timed = {r["group"] for r in records if "kernel_ms" in r}
-    assert timed >= {"kernels", "fused", "policy", "peers-linear", "peers-logits", "launches"}
+    assert timed >= {
+        "kernels",
+        "fused",
+        "policy",
+        "pairs",
+        "peers-linear",
+        "peers-logits",
+        "launches",
+        "tiles",
+    }
     summary = (tmp_path / "summary.md").read_text()
     assert "None failed." in summary
     assert summary.strip() in done.stdout
@@ -142,6 +158,28 @@ def test_a_group_that_hangs_or_crashes_takes_no_other_with_it(tmp_path: Path) ->
     assert "killed after its" in gpu_summary.as_markdown(records)
     status = Path("/proc") / (tmp_path / "pid").read_text() / "status"
     assert not status.exists() or "zombie" in status.read_text()  # what a group started, too
+
+
+def test_a_session_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
+    command = [
+        "-m",
+        "mcore_logprobs.bench.gpu_session",
+        "--deadline",
+        "100",
+        "--out",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(
+        [sys.executable, *command, "--small", "--only", "environment", "launches"],
+        cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True,
+    ) as session:  # fmt: skip
+        until = time.monotonic() + 90
+        log = tmp_path / "logs" / "launches.txt"
+        while not log.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        session.kill()
+    assert "self-test" in (tmp_path / "results.jsonl").read_text()
+    assert "None failed." in (tmp_path / "summary.md").read_text()
 
 
 def test_records_of_a_session_that_was_cut_off_are_read(tmp_path: Path) -> None:
