@@ -42,7 +42,8 @@ def _resolve(group: ProcessGroup | None, name: str, getter: str) -> ProcessGroup
     """
     if group is not None:
         # What `new_group` gives a process that the group leaves out is no ProcessGroup.
-        outside = dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER
+        nothing = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
+        outside = type(group) is type(nothing) and group == nothing
         if not outside and not (hasattr(group, "size") and hasattr(group, "rank")):
             raise ValueError(f"{name}: expected a torch.distributed ProcessGroup, got {group!r}")
         if outside or group.rank() < 0:

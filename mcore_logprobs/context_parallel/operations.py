@@ -6,6 +6,7 @@ Nothing is kept from one call to the next: a group of another size, or another s
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_choice
+from mcore_logprobs.checks import check_choice, check_integer
 from mcore_logprobs.collectives import all_gather_dim0, reduce_scatter_dim0
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
@@ -258,6 +259,9 @@ class _GatherBoundary(torch.autograd.Function):
 
 
 def _check_fill(fill: float, dtype: torch.dtype) -> None:
+    scalar = isinstance(fill, Tensor) and fill.dim() == 0
+    if not scalar and not isinstance(fill, numbers.Number):
+        raise ValueError(f"fill: expected a number, got {type(fill).__name__}")
     if dtype.is_floating_point or dtype.is_complex:
         return
     if dtype is torch.bool:
@@ -272,8 +276,11 @@ def _normalized_dim(x: Tensor, seq_dim: int) -> int:
     """seq_dim counted from the front.
 
     Raises:
-        ValueError: x has no such dimension.
+        ValueError: x is no tensor, or has no such dimension.
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    check_integer("seq_dim", seq_dim)
     if not -x.dim() <= seq_dim < x.dim():
         raise ValueError(
             f"seq_dim: expected {-x.dim()} to {x.dim() - 1} (shape {list(x.shape)}), got {seq_dim}"

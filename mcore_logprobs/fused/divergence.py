@@ -17,11 +17,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_flag
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
 from mcore_logprobs.fused.lora import LoRAInput
-from mcore_logprobs.fused.tokens import HiddenTiles, Tile, Tiling, open_tokens, whole_lead
+from mcore_logprobs.fused.tokens import (
+    NO_TARGET,
+    HiddenTiles,
+    Tile,
+    Tiling,
+    open_tokens,
+    whole_lead,
+)
 from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.distill import (
@@ -334,6 +342,7 @@ def linear_kl_div(
         raise ValueError("teacher_bias: expected None with teacher_logits")
     if given and teacher_lora is not None:
         raise ValueError("teacher_lora: expected None with teacher_logits")
+    check_flag("compact", compact)
     if compact and mask is None:
         raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
     if teacher_logits is not None:
@@ -394,7 +403,7 @@ def linear_kl_div(
         other = HeadTensors.of(first, teacher_weight, teacher_bias, teacher_lora)
     tokens = open_tokens(
         hidden,
-        None,
+        NO_TARGET,
         student.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,

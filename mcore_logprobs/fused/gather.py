@@ -15,12 +15,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_choice, check_flag
+from mcore_logprobs.checks import check_choice, check_flag, check_positive
 from mcore_logprobs.fused.entries import entry_logits, grid_entries
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
 from mcore_logprobs.fused.lora import LoRAInput
-from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, Tokens, open_tokens, whole_lead
+from mcore_logprobs.fused.tokens import (
+    NO_TARGET,
+    HiddenTiles,
+    Tiling,
+    Tokens,
+    open_tokens,
+    whole_lead,
+)
 from mcore_logprobs.kernels.backend import default_chunk_size
 from mcore_logprobs.kernels.reference import finished_logits
 from mcore_logprobs.kernels.stats import (
@@ -232,7 +239,7 @@ def linear_gather(
     local = localize_target(ids, head.shard, ignore_index, name="ids")
     tokens = open_tokens(
         hidden,
-        None,
+        NO_TARGET,
         head.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,
@@ -331,9 +338,10 @@ def linear_topk_distill(
         hidden.device,
         name="teacher_temperature",
     )
+    check_positive("teacher_temperature", number)
     tokens = open_tokens(
         hidden,
-        None,
+        NO_TARGET,
         head.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,

@@ -135,6 +135,8 @@ def open_head(
             f"{weight_name}: expected shape [V/TP, {hidden.shape[-1]}] for {hidden_name} of shape "
             f"{tuple(hidden.shape)}, got {tuple(weight.shape)}"
         )
+    if bias is not None:
+        check_group_tensor(bias, f"{prefix}bias", min_dim=1)
     for name, tensor in ((weight_name, weight), (f"{prefix}bias", bias)):
         if tensor is not None and (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
             raise ValueError(

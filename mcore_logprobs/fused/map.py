@@ -24,6 +24,7 @@ from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, ope
 from mcore_logprobs.fused.learnt import name_of, walk_graph
 from mcore_logprobs.fused.lora import LoRAInput
 from mcore_logprobs.fused.tokens import (
+    NO_TARGET,
     HiddenTiles,
     Tiling,
     check_per_token,
@@ -313,7 +314,7 @@ def linear_map(
     tensors = [check_per_token(i, t, lead, hidden.device) for i, t in enumerate(per_token_tensors)]
     tokens = open_tokens(
         hidden,
-        None,
+        NO_TARGET,
         head.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,

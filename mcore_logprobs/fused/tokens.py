@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import EllipsisType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from mcore_logprobs.logits.opening import (
 from mcore_logprobs.logits.token_stats import TokenStats
 
 __all__ = [
+    "NO_TARGET",
     "HiddenTiles",
     "Tile",
     "Tiling",
@@ -44,6 +46,8 @@ __all__ = [
     "whole_lead",
     "whole_row_tiling",
 ]
+
+NO_TARGET: Final = ...  # None is a user's mistake
 
 # Bytes of one float32 chunk of logits.
 _CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
@@ -154,7 +158,7 @@ class Tokens:
 
 def open_tokens(
     hidden: Tensor,
-    target: Tensor | None,
+    target: Tensor | EllipsisType,
     shard: VocabShard,
     *,
     sequence_parallel: bool,
@@ -168,7 +172,7 @@ def open_tokens(
 
     Args:
         hidden: as `open_head` has found it right.
-        target: global ids or ignore_index; None where an operation has none.
+        target: global ids or ignore_index; NO_TARGET where an operation has none.
         keep: bool, in place of a target: which rows count. None: all.
         temperature: a number, which is the head's affair, or a tensor.
 
@@ -179,7 +183,7 @@ def open_tokens(
     check_chunk_size(chunk_size)
     lead = whole_lead(hidden, shard.group, sequence_parallel=sequence_parallel)
     rows, device = math.prod(lead), hidden.device
-    if target is not None:
+    if not isinstance(target, EllipsisType):
         flat = check_target(target, lead, device).reshape(-1)
         local = localize_target(flat, shard, ignore_index)
     else:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.fused.entries import entry_gradients, grid_entries
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
 from mcore_logprobs.fused.lora import LoRAInput
-from mcore_logprobs.fused.tokens import HiddenTiles, Tiling, open_tokens, whole_lead
+from mcore_logprobs.fused.tokens import NO_TARGET, HiddenTiles, Tiling, open_tokens, whole_lead
 from mcore_logprobs.kernels.backend import default_chunk_size
 from mcore_logprobs.kernels.reference import finished_logits, row_chunks
 from mcore_logprobs.logits.distill import check_mask
@@ -168,7 +168,7 @@ def linear_topk(
     mask = check_mask(mask, lead, hidden.device)
     tokens = open_tokens(
         hidden,
-        None,
+        NO_TARGET,
         head.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,

@@ -234,6 +234,8 @@ def _refuse(name: str, shape: tuple[int, ...], dtype: torch.dtype, options: dict
         ("shift", (1, 8), torch.int64, {"fill": 0.5}, "fill: expected a value of torch.int64"),
         ("shift", (1, 8), torch.uint8, {"fill": -1}, "fill: expected a value of torch.uint8"),
         ("shift", (1, 8), torch.int64, {"fill": float("nan")}, "fill: expected"),
+        ("shift", (1, 8), torch.float32, {"fill": None}, "fill: expected a number, got NoneType"),
+        ("gather", (1, 8), torch.float32, {"seq_dim": 1.0}, "seq_dim: expected an int, got 1.0"),
         (
             "shift",
             (1, 8),
@@ -269,6 +271,12 @@ def test_mistakes_are_refused_on_every_rank_before_any_collective(
         assert isinstance(error, ValueError)
         with pytest.raises(ValueError, match=message):
             raise error
+
+
+def test_what_is_no_tensor_is_refused():
+    for operation in (context_parallel_shard, context_parallel_gather, context_parallel_shift):
+        with pytest.raises(ValueError, match=r"x: expected a torch\.Tensor, got list"):
+            operation([1, 2])
 
 
 @pytest.mark.parametrize("seq_len", [True, 8.0, "8", -4])

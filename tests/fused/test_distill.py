@@ -296,6 +296,7 @@ def test_refuses_what_it_cannot_do() -> None:
         ({**teacher, "teacher_hidden": torch.randn(3, 6)}, "teacher_hidden: expected hidden's"),
         ({"teacher_logits": logits, "kind": "?"}, "kind: expected one of"),
         ({"teacher_logits": logits, "compact": True}, "compact=True: expected a mask"),
+        ({"teacher_logits": logits, "compact": logits}, "compact: expected True or False"),
         ({"teacher_logits": logits, "mask": torch.ones(4)}, "mask: expected a bool tensor"),
         ({"teacher_logits": logits, "backend": "inductor"}, "backend: expected one of"),
     ]

@@ -553,8 +553,18 @@ def test_rows_that_do_not_count_may_hold_nan(name):
             ),
             "normalize: expected one of",
         ),
+        *(
+            (
+                lambda h, w, wrong=wrong: linear_topk_distill(
+                    h, w, torch.zeros(6, 2), torch.zeros(6, 2).long(), teacher_temperature=wrong
+                ),
+                "teacher_temperature: expected a finite number > 0",
+            )
+            for wrong in (0.0, -1.0, torch.nan, True)
+        ),
+        (lambda h, w: linear_sampling_logprobs(h, w, None, top_k=3), "target: expected a torch.T"),
     ],
-    ids=range(9),
+    ids=range(14),
 )
 def test_mistakes(call, message):
     hidden, weight, _ = shard_problem(make_problem((6,)), False)
