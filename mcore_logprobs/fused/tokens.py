@@ -267,7 +267,7 @@ class Compaction:
 
     def __init__(self, keep: Tensor, group: ProcessGroup | None) -> None:
         ranked = keep.view(group_size(group), -1)
-        most = int(ranked.sum(1).max()) if keep.numel() else 0  # the host sync
+        most = int(ranked.sum(1).max())  # the host sync
         # Kept rows first, in their order.
         order = ranked.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :most]
         self._own = order[group_rank(group)]
