@@ -56,15 +56,15 @@ NEAREST = {
     "fused/gradients.py": "fused/test_token_stats.py fused/test_partial_gradients.py "
     "fused/test_main_grad.py fused/test_cost.py fused/test_invariance.py fused/test_lora.py",
     "fused/head.py": "fused/test_token_stats.py fused/test_linear_ops.py fused/test_cost.py "
-    "fused/test_invariance.py fused/test_lora.py",
+    "fused/test_invariance.py fused/test_lora.py fused/test_native_bf16.py",
     "fused/learnt.py": "fused/test_loss_function.py fused/test_policy_loss.py fused/test_map.py",
     "fused/loss_function.py": "fused/test_loss_function.py fused/test_policy_loss.py",
     "fused/map.py": "fused/test_map.py fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/policy_loss.py": "fused/test_policy_loss.py fused/test_policy_loss_cost.py "
-    "fused/test_partial_gradients.py",
+    "fused/test_partial_gradients.py fused/test_native_bf16.py",
     "fused/sampling.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/token_stats.py": "fused/test_token_stats.py fused/test_cost.py "
-    "fused/test_partial_gradients.py",
+    "fused/test_partial_gradients.py fused/test_native_bf16.py",
     "fused/tokens.py": "fused/test_token_stats.py fused/test_policy_loss.py fused/test_cost.py",
     "fused/topk.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "logits/all_to_all.py": "logits/test_all_to_all.py test_consistency.py",

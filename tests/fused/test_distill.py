@@ -255,6 +255,10 @@ def test_hidden_size_and_layout_of_the_teachers_logits() -> None:
     assert torch.equal(linear_kl_div(hidden, weight, lying), want)
     flat = linear_kl_div(hidden.flatten(0, 1), weight, other.flatten(0, 1))
     assert torch.equal(flat, want.flatten())
+    mask = data["mask"]
+    for logits in (other, lying):
+        kept = linear_kl_div(hidden, weight, logits, mask=mask, compact=True, chunk_size=4)
+        torch.testing.assert_close(kept, want * mask)
 
 
 def _of_dtensor(hidden: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
