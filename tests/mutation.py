@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import contextlib
 import copy
 import hashlib
@@ -226,7 +227,7 @@ def _run(root: Path, stage: _Stage, tests: tuple[str, ...], answer: Path) -> Non
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     recorder = _Recorder(stage)
-    arguments = ["-x", "-q", "--no-header", "--timeout", "100", *tests]
+    arguments = ["-x", "-q", "--no-header", "--assert=plain", "--timeout", "100", *tests]
     code = pytest.main(arguments, plugins=[recorder])
     sound = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     failed = recorder.failed or ("" if code in sound else f"exit status {int(code)}")
@@ -351,6 +352,8 @@ def main() -> int:
         root = Path(directory, "repository")
         ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs")
         shutil.copytree(ROOT, root, ignore=ignored)
+        for folder in ("mcore_logprobs", "tests"):  # a mutant's file is younger than its bytecode
+            compileall.compile_dir(root / folder, quiet=2)
         queue: list[tuple[int, str, int]] = []
         stages: dict[tuple[str, ...], tuple[_Stage, _Stage]] = {}
         for path in _modules(root / "mcore_logprobs"):
