@@ -15,6 +15,7 @@ tries the script and measures nothing.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,15 @@ def _kill_session_of(process: Any) -> None:
         time.sleep(0.05)
 
 
+def _die_with_parent() -> None:
+    """A session that is killed outright leaves no group on the GPU."""
+    with suppress(OSError, AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _child(group: Group, session: Session, until: float) -> None:
-    os.setsid()
+    os.setpgrp()  # ended with all that it starts; no session, which would outlive the caller's
+    _die_with_parent()
     logs = session.out / "logs"
     logs.mkdir(exist_ok=True)
     handle = os.open(

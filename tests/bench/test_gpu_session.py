@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -160,6 +161,16 @@ def test_a_group_that_hangs_or_crashes_takes_no_other_with_it(tmp_path: Path) ->
     assert not status.exists() or "zombie" in status.read_text()  # what a group started, too
 
 
+def _mentioning(path: Path) -> list[Path]:
+    """Processes on whose command line it stands; groups are forked and keep the session's."""
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(path).encode() in line.read_bytes():
+                found.append(line)
+    return found
+
+
 def test_a_session_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
     command = [
         "-m",
@@ -178,6 +189,10 @@ def test_a_session_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> No
         while not log.exists() and time.monotonic() < until:
             time.sleep(0.05)
         session.kill()
+    until = time.monotonic() + 10
+    while (alive := _mentioning(tmp_path)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive, "a group outlives its session"
     assert "self-test" in (tmp_path / "results.jsonl").read_text()
     assert "None failed." in (tmp_path / "summary.md").read_text()
 
