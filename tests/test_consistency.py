@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import mcore_logprobs as ml
 from mcore_logprobs import collectives, consistency
@@ -123,13 +124,24 @@ def test_even_shards_cost_no_collective(ranks):
 # ---- MCORE_LOGPROBS_CHECK ----------------------------------------------------------------------
 
 
+class _CheckAlone(CollectivesMade):
+    """Raises instead of any collective but the check's: without it different calls would hang."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            is_check = not self.made and all(tensor.dtype == torch.uint8 for tensor in sent)
+            assert is_check, f"{func} in place of the check, or after it"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def checked(operation: str, per_rank: dict[str, list[Any]]) -> tuple[str, list[str]]:
     rank = dist.get_rank()
     changes = {name: values[rank] for name, values in per_rank.items()}
     operation, width = changes.pop("operation", operation), changes.pop("width", 12)
     os.environ[consistency.VARIABLE] = "1"
     try:
-        with CollectivesMade() as made:
+        with _CheckAlone() if per_rank else CollectivesMade() as made:
             return message(operation, width, **changes), made.names
     finally:
         del os.environ[consistency.VARIABLE]
