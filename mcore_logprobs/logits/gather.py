@@ -97,7 +97,7 @@ class _Entries(torch.autograd.Function):
         opts: _Options = ctx.opts
         rows, spec = Rows(logits), opts.call.spec
         if on_values is None:
-            column, on_entries = column[:, :0], norms[0].new_zeros(rows.count, 0)
+            on_entries = torch.zeros_like(column, dtype=norms[0].dtype)
         else:
             on_entries = torch.where(keep, rows.walk(on_values), 0.0)
         summed = on_entries.sum(-1) if opts.normalise else None
