@@ -179,8 +179,8 @@ def _token_stats(
     call: LogitsCall,
     local: LocalTarget,
     *,
+    inplace_backward: bool,
     label_smoothing: float = 0.0,
-    inplace_backward: bool = False,
 ) -> TokenStats:
     check_flag("inplace_backward", inplace_backward)
     if inplace_backward:
