@@ -49,7 +49,7 @@ def reshard_vocabulary(
         ValueError: before any collective, m (V) that tp_group does not divide, ids out of range.
     """
     check_group_tensor(shard, "shard", min_dim=1)
-    if dim not in (-1, 0, shard.dim() - 1):
+    if dim not in (-1, 0):
         raise ValueError(f"dim: expected 0 or -1, got {dim!r}")
     source, wanted_by = resolve_tp_group(source_group), resolve_tp_group(tp_group)
     vocab = VocabShard.of(shard.shape[dim], source, None)

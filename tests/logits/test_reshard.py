@@ -81,7 +81,7 @@ def test_a_draft_vocabulary(ranks, world):
         (torch.tensor([24]), 0, "ids: expected ids in"),
         (torch.tensor([0.5]), 0, "ids: expected an integer"),
         (torch.tensor([], dtype=torch.int64), 0, "divisible by TP 1, got 0"),
-        (None, 2, "dim: expected 0 or -1, got 2"),
+        (None, 1, "dim: expected 0 or -1, got 1"),
     ],
 )
 def test_mistakes(ids, dim, message):
