@@ -75,7 +75,8 @@ NEAREST = {
     "logits/opening.py": "logits/test_inputs.py logits/test_inplace.py logits/test_temperature.py",
     "logits/rows.py": "logits/test_rows.py logits/test_token_stats.py logits/test_invariance.py",
     "logits/sampling_cut.py": "logits/test_sampling.py",
-    "logits/token_stats.py": "logits/test_token_stats.py logits/test_target_rank.py "
+    "logits/token_stats.py": "logits/test_token_stats.py logits/test_logprobs.py "
+    "logits/test_target_rank.py "
     "logits/test_sum_pi_squared.py logits/test_inplace.py logits/test_nan_rows.py",
     "logits/topk_divergence.py": "logits/test_distill.py fused/test_topk_divergence.py",
 }

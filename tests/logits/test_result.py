@@ -149,6 +149,7 @@ def test_unpack_cuts_at_the_bounds_and_cuts_padding_off(seq_dim, as_tensor):
             expected = getattr(stats, name)[..., start : start + length]
             assert torch.equal(getattr(piece, name), expected)
             assert getattr(piece, name).requires_grad == expected.requires_grad
+    assert stats.unpack(bounds[:1], seq_dim=seq_dim) == []
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,7 @@ def test_unpack_cuts_at_the_bounds_and_cuts_padding_off(seq_dim, as_tensor):
         ([0, 4, 17], None, "cu_seqlens"),
         ([-1, 4], None, "cu_seqlens"),
         ([0, 6, 4], None, "cu_seqlens"),
+        ([], None, "cu_seqlens"),
         (torch.zeros(2, 2, dtype=torch.int32), None, "one dimension"),
         ([0, 4, 8], [4], "2 lengths"),
         ([0, 4, 8], [5, 1], "lengths"),
