@@ -72,9 +72,12 @@ NEAREST = {
     "logits/distill.py": "logits/test_distill.py logits/test_nan_rows.py",
     "logits/gather.py": "logits/test_gather.py logits/test_nan_rows.py "
     "fused/test_partial_gradients.py",
+    "logits/log_softmax.py": "logits/test_log_softmax.py logits/test_nan_rows.py "
+    "logits/test_temperature.py",
     "logits/opening.py": "logits/test_inputs.py logits/test_inplace.py logits/test_temperature.py",
     "logits/rows.py": "logits/test_rows.py logits/test_token_stats.py logits/test_invariance.py",
-    "logits/sampling_cut.py": "logits/test_sampling.py",
+    "logits/sampling.py": "logits/test_sampling.py logits/test_nan_rows.py",
+    "logits/sampling_cut.py": "logits/test_sampling.py logits/test_nan_rows.py",
     "logits/token_stats.py": "logits/test_token_stats.py logits/test_logprobs.py "
     "logits/test_target_rank.py "
     "logits/test_sum_pi_squared.py logits/test_inplace.py logits/test_nan_rows.py",

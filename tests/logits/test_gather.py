@@ -32,7 +32,9 @@ def test_against_plain_torch_in_float64(log_softmax):
     ids = torch.tensor([[0, 7], [3, 3], [2, -100], [5, 6], [1, 0]])
     upstream = torch.randn(5, 2, dtype=torch.float64)
     options = {"temperature": 0.7, "vocab_size": 8, "chunk_size": 2}
-    out = vocab_parallel_gather(logits, ids, log_softmax=log_softmax, **options)
+    if log_softmax:  # the default is the logits
+        options["log_softmax"] = True
+    out = vocab_parallel_gather(logits, ids, **options)
     (grad,) = torch.autograd.grad(out, logits, upstream)
 
     z = logits[:, :8] / 0.7

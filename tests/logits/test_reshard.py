@@ -27,6 +27,9 @@ def _pieces(whole: Tensor, ids: Tensor | None, to_one: bool) -> list[Tensor]:
     back = reshard_vocabulary(mine, ids, dim=0, **groups)
     columns = reshard_vocabulary(mine.t().contiguous(), ids, dim=-1, **groups)
     assert torch.equal(columns, back.t())
+    # A bias is a vocabulary of one dimension.
+    bias = reshard_vocabulary(mine[:, 0].contiguous(), ids, dim=0, **groups)
+    assert torch.equal(bias, back[:, 0])
     if to_one:  # and from one rank's whole vocabulary to the shards of all
         again = reshard_vocabulary(back, dim=0, source_group=target, tp_group=source)
         expected = back.tensor_split(world_size())[world_rank()]
