@@ -1,4 +1,8 @@
-"""The largest logits of each row, from hidden states: a running merge over blocks of columns."""
+"""The largest logits of each row, from hidden states: whole rows of a rank, a tile at a time.
+
+A top-k of a whole row costs little more than one pass over it; of each block of columns, most of
+what the block's product does.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.fused.entries import entry_gradients, grid_entries
-from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
+from mcore_logprobs.fused.head import Head, HeadOptions, HeadTensors, open_head
 from mcore_logprobs.fused.lora import LoRAInput
-from mcore_logprobs.fused.tokens import NO_TARGET, HiddenTiles, Tiling, open_tokens, whole_lead
+from mcore_logprobs.fused.tokens import (
+    NO_TARGET,
+    HiddenTiles,
+    Tiling,
+    open_tokens,
+    whole_lead,
+    whole_row_tiling,
+)
 from mcore_logprobs.kernels.backend import default_chunk_size
 from mcore_logprobs.kernels.reference import finished_logits, row_chunks
 from mcore_logprobs.logits.distill import check_mask
@@ -38,17 +49,25 @@ class _LinearTopK(torch.autograd.Function):
         tensors, shard = HeadTensors(*inputs), opts.head.shard
         tiles = HiddenTiles(tensors.hidden, opts.tiling)
         temperature = tiles.walk_optional(opts.temperature)
+        temperature = None if temperature is None else temperature.unsqueeze(-1)
         head = Head(tensors, opts.head, opts.tiling.block_columns)
-        device = tensors.hidden.device
-        width = min(opts.k, shard.width)
+        spec, width = opts.head.spec, min(opts.k, shard.width)
+        valid, found = spec.valid, min(width, spec.valid)
+        bias = None if head.bias is None else head.bias[:valid]
         # A rank with less true vocabulary than that pads with -inf. Such ranks come last, so that
         # in the stable sort below the padding comes after every true column.
-        values = torch.full((tiles.count, width), -torch.inf, dtype=head.wide, device=device)
-        columns = torch.zeros(tiles.count, width, dtype=torch.int64, device=device)
+        shape = (tiles.count, width)
+        values = tensors.hidden.new_full(shape, -torch.inf, dtype=head.wide)
+        columns = tensors.hidden.new_zeros(shape, dtype=torch.int64)
         for tile in tiles:
-            best = values[tile.rows], columns[tile.rows]
-            for chunk in head.chunks(tile.hidden, None, tile.of(temperature)):
-                _merge(chunk, *best)
+            raw, own = head.tile_logits(tile.hidden)[:, :valid], tile.of(temperature)
+            for part in row_chunks(len(raw), default_chunk_size(2 * valid, raw.device)):
+                z = finished_logits(raw[part], spec, bias, None if own is None else own[part])
+                rows = slice(tile.rows.start + part.start, tile.rows.start + part.stop)
+                # By column, hence by global id after the gather: the sort by value is stable.
+                columns[rows, :found] = stable_topk(z, found).sort(-1).values
+                values[rows, :found] = z.gather(-1, columns[rows, :found])
+            del raw
         values, ids = gather_pairs(values, columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : opts.k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
@@ -75,26 +94,6 @@ class _LinearTopK(torch.autograd.Function):
             needs=ctx.needs_input_grad[1:],
         )
         return (None, *gradients)
-
-
-def _merge(chunk: Chunk, values: Tensor, columns: Tensor) -> None:
-    """Take a chunk's largest finished logits into the rows' best so far, in place.
-
-    Args:
-        values, columns: `[rows, k]`, descending, of equal ones the smaller column first.
-    """
-    rows, k = values.shape
-    width = chunk.logits.shape[1]
-    for part in row_chunks(rows, default_chunk_size(2 * width, values.device)):
-        own = None if chunk.temperature is None else chunk.temperature[part].unsqueeze(-1)
-        z = finished_logits(chunk.logits[part], chunk.spec, chunk.bias, own)
-        # By column, and later than those of earlier blocks: the sort by value is stable.
-        found = stable_topk(z, min(k, width)).sort(-1).values
-        both = torch.cat([values[part], z.gather(-1, found)], -1)
-        of_both = torch.cat([columns[part], found + chunk.columns.start], -1)
-        both, order = both.sort(dim=-1, descending=True, stable=True)
-        values[part] = both[:, :k]
-        columns[part] = of_both.gather(-1, order[:, :k])
 
 
 def linear_topk(
@@ -132,16 +131,17 @@ def linear_topk(
     Args:
         k: 1 to vocab_size; columns at or past vocab_size are never chosen.
         compact: compute only rows that the mask keeps; the same results. One host sync.
+        chunk_size: rows a tile, which spans all of a rank's columns, as in `linear_map`.
         the others: as in `linear_token_stats`.
 
-    Cost: one matrix product, and a top-k of each chunk; backward a dot product an entry, see
+    Cost: one matrix product, and a top-k of each tile; backward a dot product an entry, see
     `linear_gather`.
 
     Collectives: forward one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward,
     and under sequence parallelism, those of `linear_token_stats`.
 
-    Memory: a chunk of logits and some rows' copies of it; k pairs a row are all that is kept of a
-    block. Saved for backward: the inputs and the ids.
+    Memory: a tile of logits and some rows' copies; k pairs a row are all that is kept of it. Saved
+    for backward: the inputs and the ids.
 
     Raises:
         ValueError: before any collective; k out of range, compact without a mask; else as in
@@ -176,7 +176,8 @@ def linear_topk(
         compact=compact,
         temperature=temperature,
     )
-    opts = _Options(head, tokens.tiling, k, tokens.temperature)
+    tiling = whole_row_tiling(tokens, head.shard, chunk_size)
+    opts = _Options(head, tiling, k, tokens.temperature)
     tensors = HeadTensors.of(tokens.hidden, weight, bias, lora)
     values, ids = _LinearTopK.apply(opts, *tensors)
     if mask is not None:
