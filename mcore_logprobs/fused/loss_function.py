@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from mcore_logprobs.fused.learnt import name_of, walk_graph
 
@@ -76,7 +77,9 @@ def sum_of_losses(
             requires a gradient; a loss that depends on another tensor that requires one.
     """
     given = [None if x is None else x.clone() for x in (logprobs, entropy)]
-    roots = [x.grad_fn for x in given if x is not None and x.requires_grad]
+    # The originals too: under a caller's torch.compile the copies are inside a compiled node.
+    ours = (logprobs, entropy, *given)
+    roots = [get_gradient_edge(x).node for x in ours if x is not None and x.requires_grad]
     loss = fn(*given, *(t.detach().clone() for t in tensors))
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs import linear_policy_loss
+from mcore_logprobs.losses import ClippedLoss
 from tests.fused.common import make_problem, shard_problem
 from tests.logits.common import world_group
 
@@ -279,3 +280,18 @@ def test_no_token_that_counts(compact):
     assert loss.item() == 0.0
     for grad in torch.autograd.grad(loss, [hidden, weight]):
         assert not grad.any()
+
+
+def test_under_a_caller_s_torch_compile() -> None:
+    hidden, weight = torch.randn(6, 8), torch.randn(24, 8)
+    target, old, advantages = torch.arange(6), torch.randn(6), torch.randn(6)
+
+    def run(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_policy_loss(hidden, weight, target, ClippedLoss(), old, advantages)[0]
+
+    def gradients(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+        return torch.autograd.grad(run(*inputs), inputs)
+
+    got = gradients(torch.compile(run, backend="aot_eager"))
+    torch.testing.assert_close(got, gradients(run))
