@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.checks import check_flag
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.fused.gradients import HeadGradients

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Head, HeadOptions, HeadTensors

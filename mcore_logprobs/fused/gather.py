@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.checks import check_choice, check_flag, check_positive
 from mcore_logprobs.fused.entries import entry_logits, grid_entries
 from mcore_logprobs.fused.gradients import HeadGradients

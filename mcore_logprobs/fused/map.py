@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
 from mcore_logprobs.fused.learnt import name_of, walk_graph

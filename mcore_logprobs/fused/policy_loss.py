@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.fused.gradients import HeadGradients, main_grad_stand_in
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head

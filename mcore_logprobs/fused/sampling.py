@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.fused.entries import entry_logits, ragged_entries
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head

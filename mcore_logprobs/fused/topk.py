@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.fused.entries import entry_gradients, grid_entries
 from mcore_logprobs.fused.head import Head, HeadOptions, HeadTensors, open_head
 from mcore_logprobs.fused.lora import LoRAInput

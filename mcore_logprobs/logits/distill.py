@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.distill import PairSpec, Side, finish_pair, merge_pairs

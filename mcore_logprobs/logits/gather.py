@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.checks import check_flag, check_positive
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.reference import finished_logits

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.checks import check_top_k, check_top_p
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard

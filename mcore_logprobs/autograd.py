@@ -1,0 +1,50 @@
+"""One derivative of the operations, and an error where a second one is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["once_differentiable"]
+
+Backward = Callable[..., tuple[Any, ...]]
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """For an autograd.Function's backward whose result depends on what the forward saved.
+
+    torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
+    without a graph where that is a constant, so that a penalty on them would train nothing, in
+    silence. Here such gradients raise a RuntimeError once they are differentiated.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        return tuple(
+            _Last.apply(x.detach().requires_grad_()) if isinstance(x, Tensor) else x for x in found
+        )
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "the gradient of a gradient of mcore_logprobs' operations is not there: expected "
+            "create_graph=False, or gradients that no loss depends on"
+        )
