@@ -36,7 +36,7 @@ from mcore_logprobs.kernels.products import operand_dtype
 from mcore_logprobs.kernels.reference import finished_logits, to_raw_gradient
 from mcore_logprobs.logits.distill import check_mask
 
-__all__ = ["MapFn", "linear_map"]
+__all__ = ["MapFn", "flat_results", "linear_map"]
 
 MapFn = Callable[..., Any]
 
@@ -76,15 +76,7 @@ class _Mapped:
 
     def results(self, z: Tensor, rows: slice) -> list[Tensor | None]:
         """fn of one tile, flat and checked; the first call settles the structure."""
-        found = self.fn(z, *(t[rows] for t in self.tensors))
-        flat, spec = pytree.tree_flatten(found)
-        for place, x in enumerate(flat):
-            if x is not None and (not isinstance(x, Tensor) or x.shape[:1] != z.shape[:1]):
-                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(
-                    "fn: expected a tensor or a tuple of tensors of shape "
-                    f"[{z.shape[0]}, ...], got {got} as result {place}"
-                )
+        flat, spec = flat_results(self.fn(z, *(t[rows] for t in self.tensors)), z.shape[0])
         known, dtypes = self.structure, [None if x is None else x.dtype for x in flat]
         if known.spec is None:
             known.spec, known.dtypes = spec, dtypes
@@ -94,6 +86,23 @@ class _Mapped:
                 f"{known.dtypes}, got {spec} of {dtypes}"
             )
         return flat
+
+
+def flat_results(found: Any, rows: int) -> tuple[list[Tensor | None], Any]:
+    """What a function of `rows` logits gave, flat, and its structure.
+
+    Raises:
+        ValueError: something else than tensors `[rows, ...]` and None.
+    """
+    flat, spec = pytree.tree_flatten(found)
+    for place, x in enumerate(flat):
+        if x is not None and (not isinstance(x, Tensor) or x.shape[:1] != (rows,)):
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                "fn: expected a tensor or a tuple of tensors of shape "
+                f"[{rows}, ...], got {got} as result {place}"
+            )
+    return flat, spec
 
 
 class _LinearMap(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.fused.loss_function import open_denominator, sum_of_losses
-from mcore_logprobs.fused.map import linear_map
+from mcore_logprobs.fused.map import flat_results, linear_map
 from mcore_logprobs.fused.policy_loss import linear_policy_loss
 from mcore_logprobs.fused.sampling import linear_filtered_stats
 from mcore_logprobs.fused.token_stats import linear_token_stats
@@ -53,6 +53,9 @@ def head_output(
         RuntimeError: logits that have lost the gradient of what they were computed from.
     """
     config = call.config
+    b_s = torch.Size((logits.shape[1], logits.shape[0]))
+    if labels.shape != b_s:
+        raise ValueError(f"labels: expected shape {tuple(b_s)}, got {tuple(labels.shape)}")
     if isinstance(logits, DeferredLogits):
         known = logits.computed()
         if known is not None:
@@ -210,7 +213,8 @@ def _mapped(
         if config.softcap is not None:
             z = torch.tanh(z / config.softcap) * config.softcap
         rows = (t.reshape(-1, *t.shape[2:]) for t in tensors)
-        found = mapped.function(z.reshape(-1, z.shape[-1]), *rows)
+        z = z.reshape(-1, z.shape[-1])
+        found = pytree.tree_unflatten(*flat_results(mapped.function(z, *rows), z.shape[0]))
 
         def place(x: Tensor) -> Tensor:
             x = x.reshape(*keep.shape, *x.shape[1:])

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "errors.md"
 # Heading: what of the package is under it, by the start of the path.
 AREAS = {
     "Settings, groups and shards": ("checks.", "config.", "groups.", "vocabulary.", "consistency."),
-    "From logits": ("logits/", "kernels/", "collectives."),
+    "From logits": ("autograd.", "logits/", "kernels/", "collectives."),
     "From hidden states": ("fused/",),
     "Losses": ("losses.",),
     "Context parallelism": ("context_parallel/",),

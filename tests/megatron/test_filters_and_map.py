@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -160,6 +161,22 @@ def mistakes() -> None:
                 handle.options(temperature=torch.ones(labels.shape[1] + 1)),
             ):
                 model(**batch["inputs"], labels=labels)
+            for wrong in (labels.t(), labels[:, 1:], labels[0]):
+                with pytest.raises(
+                    ValueError,
+                    match=re.escape(
+                        f"labels: expected shape {tuple(labels.shape)}, got {tuple(wrong.shape)}"
+                    ),
+                ):
+                    model(**batch["inputs"], labels=wrong)
+            for fused in (True, False):
+                for result in (1.0, torch.ones(()), torch.ones(3), object()):
+                    with (
+                        pytest.raises(ValueError, match="fn: expected a tensor or a tuple"),
+                        handle.options(fused=fused),
+                        handle.map(lambda z, result=result: result),
+                    ):
+                        model(**batch["inputs"], labels=labels)
 
 
 def test_mistakes(ranks):
