@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import remembered
+
 __all__ = [
     "ParallelGroups",
     "VocabShard",
@@ -185,19 +187,7 @@ class VocabShard:
         Raises:
             ValueError: no columns, or vocab_size outside [1, V].
         """
-        padded = width * group_size(group)
-        if width < 1:
-            raise ValueError(f"vocabulary shard: expected at least 1 column, got {width}")
-        if vocab_size is None:
-            vocab_size = padded
-        elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
-            raise ValueError(f"vocab_size: expected an int or None, got {vocab_size!r}")
-        elif not 1 <= vocab_size <= padded:
-            raise ValueError(
-                f"vocab_size: expected 1 to {padded} (V/TP {width} x TP {group_size(group)}), "
-                f"got {vocab_size}"
-            )
-        return cls(group=group, width=width, vocab_size=vocab_size)
+        return cls(group, width, _true_size(width, group_size(group), vocab_size))
 
     @property
     def rank(self) -> int:
@@ -224,3 +214,19 @@ class VocabShard:
     def valid_width(self) -> int:
         """How many of this rank's columns are true vocabulary; they come first. May be 0."""
         return max(0, min(self.width, self.vocab_size - self.start))
+
+
+@remembered
+def _true_size(width: int, tp_size: int, vocab_size: int | None) -> int:
+    padded = width * tp_size
+    if width < 1:
+        raise ValueError(f"vocabulary shard: expected at least 1 column, got {width}")
+    if vocab_size is None:
+        return padded
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+        raise ValueError(f"vocab_size: expected an int or None, got {vocab_size!r}")
+    if not 1 <= vocab_size <= padded:
+        raise ValueError(
+            f"vocab_size: expected 1 to {padded} (V/TP {width} x TP {tp_size}), got {vocab_size}"
+        )
+    return vocab_size

@@ -18,7 +18,7 @@ from torch import Tensor
 from mcore_logprobs.kernels import distill, inductor, inductor_blocks, reference
 from mcore_logprobs.kernels.distill import PairSpec, Side
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.kernels.stats import RowResults, RowSpec
+from mcore_logprobs.kernels.stats import RowResults, RowSpec, TargetIds
 
 __all__ = [
     "BACKENDS",
@@ -161,26 +161,40 @@ class OneLaunch(Backend, Protocol):
         temperature: Tensor | None = None,
     ) -> Tensor: ...
 
+    def own_logits(
+        self, logits: Tensor, target: Tensor, ids: TargetIds
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def located_stats(
+        self,
+        logits: Tensor,
+        target: Tensor | None,
+        ids: TargetIds,
+        spec: RowSpec,
+        segments: Segments | None = None,
+        *,
+        temperature: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
     def finish_rows(
-        self, parts: Tensor, keep: Tensor, spec: RowSpec, label_smoothing: float
+        self, parts: Tensor, column: Tensor | None, spec: RowSpec, label_smoothing: float
     ) -> tuple[RowResults, Tensor]: ...
 
     def finished_stats(
         self,
         logits: Tensor,
-        target: Tensor,
-        keep: Tensor,
+        target: Tensor | None,
+        ids: TargetIds,
         spec: RowSpec,
         label_smoothing: float,
         *,
         temperature: Tensor | None = None,
-    ) -> tuple[RowResults, Tensor]: ...
+    ) -> tuple[RowResults, Tensor, Tensor | None]: ...
 
     def results_grad(
         self,
         logits: Tensor,
-        target: Tensor,
-        keep: Tensor,
+        column: Tensor | None,
         upstream: RowResults,
         norms: Tensor,
         spec: RowSpec,

@@ -25,18 +25,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "DROPPED",
+    "ELSEWHERE",
     "IGNORED",
     "LOG_ZERO",
     "FinishedStats",
     "RowNorms",
     "RowResults",
     "RowSpec",
+    "TargetIds",
+    "UNKNOWN",
     "accumulator_dtype",
     "finish",
     "gradient_coefficients",
@@ -98,7 +103,7 @@ class RowSpec:
     smoothing: bool = False
     sum_pi_squared: bool = False
 
-    @property
+    @cached_property
     def fields(self) -> tuple[str, ...]:
         """The statistics in the order of the rows of the `[k, n]` tensor that holds them."""
         return tuple(name for name, flag in _FIELDS if flag is None or getattr(self, flag))
@@ -108,7 +113,7 @@ class RowSpec:
         """The gradient's coefficients in the order of the rows of theirs."""
         return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))
 
-    @property
+    @cached_property
     def norms(self) -> tuple[str, ...]:
         """What the gradient needs of whole rows, in the order of the rows of its tensor."""
         return tuple(name for name, flag in _NORMS if flag is None or getattr(self, flag))
@@ -130,6 +135,26 @@ class RowSpec:
     def is_plain(self) -> bool:
         """Whether z is y itself (a bias aside)."""
         return self.softcap is None and self.logit_scale == 1.0 and self.temperature == 1.0
+
+
+class TargetIds(NamedTuple):
+    """How a kernel reads targets that are global ids.
+
+    It makes a column `[n]` of them: this rank's column of the target; else one of the negative
+    numbers ELSEWHERE (another rank's), DROPPED (ignore_index) and UNKNOWN (no id at all).
+
+    Attributes:
+        start: the id of this rank's first column.
+        vocab_size: ids are below it.
+        ignore_index: what a row has that asks for nothing, or None.
+    """
+
+    start: int
+    vocab_size: int
+    ignore_index: int | None
+
+
+ELSEWHERE, DROPPED, UNKNOWN = -1, -2, -3
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

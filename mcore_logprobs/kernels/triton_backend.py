@@ -9,6 +9,7 @@ Each function comes with what its operator (`kernels.operators`) runs, and its f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mcore_logprobs.kernels import (
 )
 from mcore_logprobs.kernels.operators import SPEC_SCHEMA, flatten, operator, unflatten
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.kernels.stats import RowResults, RowSpec
+from mcore_logprobs.kernels.stats import RowResults, RowSpec, TargetIds
 
 __all__ = [
     "block_stats",
@@ -33,6 +34,8 @@ __all__ = [
     "finished_stats",
     "grad_logits",
     "localize",
+    "located_stats",
+    "own_logits",
     "results_grad",
     "row_stats",
     "segment_stats",
@@ -186,7 +189,8 @@ def localize(
 ) -> tuple[Tensor, Tensor]:
     """As `logits.opening.localize_target`: (column, keep), contiguous and of the target's shape.
 
-    An id outside the vocabulary fails a device-side assert; in the interpreter nothing does.
+    The column is as `TargetIds` says. An id outside the vocabulary fails a device-side assert; in
+    the interpreter nothing does.
     """
     column, keep = _localize(target, start, width, vocab_size, ignore_index)
     return column, keep
@@ -207,88 +211,171 @@ _localize = operator(
 )
 
 
+def own_logits(logits: Tensor, target: Tensor, ids: TargetIds) -> tuple[Tensor, Tensor]:
+    """As `localize`'s column, `[n]`, and the raw logits there in float32; 0 where not here."""
+    column, own = _own_logits(logits, target, *ids)
+    return column, own
+
+
+_own_logits = operator(
+    "own_logits(Tensor logits, Tensor target, int start, int vocab_size, int? ignore_index) "
+    "-> (Tensor, Tensor)",
+    lambda logits, target, *ids: triton_finish.own_logits(logits, target, TargetIds(*ids)),
+    lambda logits, target, *_: (
+        torch.empty_like(target),
+        torch.empty_like(target, dtype=torch.float32),
+    ),
+)
+
+
+def located_stats(
+    logits: Tensor,
+    target: Tensor | None,
+    ids: TargetIds,
+    spec: RowSpec,
+    segments: Segments | None = None,
+    *,
+    temperature: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `row_stats`, or `segment_stats`, for targets that are global ids; and their columns.
+
+    Args:
+        target: `[n]` int64; None: no row has one, and there are no columns.
+    """
+    local, width = (0, 0) if segments is None else (segments.local, segments.width)
+    stats, *column = _located_stats(logits, target, temperature, *ids, local, width, *flatten(spec))
+    return stats, column[0] if column else None
+
+
+def _run_located_stats(
+    logits: Tensor, target: Any, temperature: Any, start: int, vocab_size: int,
+    ignore_index: int | None, local: int, width: int, *spec: Any,
+) -> list[Tensor]:  # fmt: skip
+    found = triton_stats.located_stats(
+        logits, target, TargetIds(start, vocab_size, ignore_index), unflatten(*spec),
+        Segments(local, width) if local else None, temperature=temperature,
+    )  # fmt: skip
+    return [x for x in found if x is not None]
+
+
+def _fake_located_stats(
+    logits: Tensor, target: Any, temperature: Any, start: int, vocab_size: int,
+    ignore_index: int | None, local: int, width: int, *spec: Any,
+) -> list[Tensor]:  # fmt: skip
+    fields, rows = len(RowSpec(*spec).fields), logits.shape[0]
+    shape = (local, fields, rows) if local else (fields, rows)
+    column = [] if target is None else [torch.empty_like(target)]
+    return [logits.new_empty(shape, dtype=torch.float32), *column]
+
+
+_located_stats = operator(
+    "located_stats(Tensor logits, Tensor? target, Tensor? row_temperature, int start, "
+    f"int vocab_size, int? ignore_index, int local, int width, {SPEC_SCHEMA}) -> Tensor[]",
+    _run_located_stats,
+    _fake_located_stats,
+)
+
+
 def finish_rows(
-    parts: Tensor, keep: Tensor, spec: RowSpec, label_smoothing: float
+    parts: Tensor, column: Tensor | None, spec: RowSpec, label_smoothing: float
 ) -> tuple[RowResults, Tensor]:
     """As `kernels.stats.merge`, `finish` and `FinishedStats.blanked` of parts `[parts, k, n]`.
+
+    Args:
+        column: `[n]`, as `TargetIds` says, or None: every row is kept.
 
     Returns:
         The results `[n]`, and norms `[j, n]` for `results_grad`, as `RowSpec.norms` says.
     """
-    return _named(spec, _finish_rows(parts, keep, float(label_smoothing), *flatten(spec)))
+    given = iter(_finish_rows(parts, column, float(label_smoothing), *flatten(spec)))
+    return _named(spec, given), next(given)
 
 
 def finished_stats(
     logits: Tensor,
-    target: Tensor,
-    keep: Tensor,
+    target: Tensor | None,
+    ids: TargetIds,
     spec: RowSpec,
     label_smoothing: float,
     *,
     temperature: Tensor | None = None,
-) -> tuple[RowResults, Tensor]:
-    """`row_stats` and `finish_rows` where all of the vocabulary is here, in two launches.
+) -> tuple[RowResults, Tensor, Tensor | None]:
+    """`located_stats` and `finish_rows` where all of the vocabulary is here, in two launches.
 
     The target's rank is counted against its own logit.
+
+    Returns:
+        The results, norms, and columns.
     """
-    smoothing = float(label_smoothing)
-    found = _finished_stats(logits, target, keep, temperature, smoothing, *flatten(spec))
-    return _named(spec, found)
-
-
-def _named(spec: RowSpec, found: list[Tensor]) -> tuple[RowResults, Tensor]:
+    found = _finished_stats(
+        logits, target, temperature, *ids, float(label_smoothing), *flatten(spec)
+    )
     given = iter(found)
-    results = RowResults(
+    return _named(spec, given), next(given), next(given, None)
+
+
+def _named(spec: RowSpec, given: Iterator[Tensor]) -> RowResults:
+    return RowResults(
         logprobs=next(given),
         entropy=next(given) if spec.entropy else None,
         target_rank=next(given) if spec.rank else None,
         lse=next(given),
         sum_pi_squared=next(given) if spec.sum_pi_squared else None,
     )
-    return results, next(given)
 
 
 def _run_finish_rows(
-    parts: Tensor, keep: Tensor, label_smoothing: float, *spec: Any
+    parts: Tensor, column: Any, label_smoothing: float, *spec: Any
 ) -> list[Tensor]:
-    return triton_finish.finish_rows(parts, keep, unflatten(*spec), label_smoothing)
+    return triton_finish.finish_rows(parts, column, unflatten(*spec), label_smoothing)
 
 
-def _fake_finish_rows(parts: Tensor, keep: Tensor, _: float, *spec: Any) -> list[Tensor]:
-    given, rows = RowSpec(*spec), keep.shape[0]
+def _fake_finish_rows(like: Tensor, _: Any, label_smoothing: float, *spec: Any) -> list[Tensor]:
+    given, rows = RowSpec(*spec), like.shape[-1]
     wanted = (True, given.entropy, given.rank, True, given.sum_pi_squared)
     dtypes = dict.fromkeys(RowResults._fields, torch.float32) | {"target_rank": torch.int64}
     return [
         *(
-            parts.new_empty(rows, dtype=dtypes[name])
+            like.new_empty(rows, dtype=dtypes[name])
             for name, yes in zip(RowResults._fields, wanted, strict=True)
             if yes
         ),
-        parts.new_empty(len(given.norms), rows, dtype=torch.float32),
+        like.new_empty(len(given.norms), rows, dtype=torch.float32),
     ]
 
 
 _finish_rows = operator(
-    f"finish_rows(Tensor parts, Tensor keep, float label_smoothing, {SPEC_SCHEMA}) -> Tensor[]",
+    f"finish_rows(Tensor parts, Tensor? column, float label_smoothing, {SPEC_SCHEMA}) -> Tensor[]",
     _run_finish_rows,
     _fake_finish_rows,
 )
 
 
 def _run_finished_stats(
-    logits: Tensor, target: Tensor, keep: Tensor, temperature: Any, label_smoothing: float,
-    *spec: Any,
+    logits: Tensor, target: Any, temperature: Any, start: int, vocab_size: int,
+    ignore_index: int | None, label_smoothing: float, *spec: Any,
 ) -> list[Tensor]:  # fmt: skip
-    given = unflatten(*spec)
-    parts = triton_stats.split_stats(logits, target, given, temperature=temperature)
-    return triton_finish.finish_rows(parts, keep, given, label_smoothing)
+    given, ids = unflatten(*spec), TargetIds(start, vocab_size, ignore_index)
+    parts, column = triton_stats.split_stats(
+        logits, target, given, ids=ids, temperature=temperature
+    )
+    results = triton_finish.finish_rows(parts, column, given, label_smoothing)
+    return results if column is None else [*results, column]
+
+
+def _fake_finished_stats(
+    logits: Tensor, target: Any, temperature: Any, start: int, vocab_size: int,
+    ignore_index: int | None, label_smoothing: float, *spec: Any,
+) -> list[Tensor]:  # fmt: skip
+    column = [] if target is None else [torch.empty_like(target)]
+    return [*_fake_finish_rows(logits[:, 0], None, label_smoothing, *spec), *column]
 
 
 _finished_stats = operator(
-    "finished_stats(Tensor logits, Tensor target, Tensor keep, Tensor? row_temperature, "
-    f"float label_smoothing, {SPEC_SCHEMA}) -> Tensor[]",
+    "finished_stats(Tensor logits, Tensor? target, Tensor? row_temperature, int start, "
+    f"int vocab_size, int? ignore_index, float label_smoothing, {SPEC_SCHEMA}) -> Tensor[]",
     _run_finished_stats,
-    lambda logits, target, keep, temperature, *rest: _fake_finish_rows(logits, keep, *rest),
+    _fake_finished_stats,
 )
 
 
@@ -334,8 +421,7 @@ _grad_logits = operator(
 
 def results_grad(
     logits: Tensor,
-    target: Tensor,
-    keep: Tensor,
+    column: Tensor | None,
     upstream: RowResults,
     norms: Tensor,
     spec: RowSpec,
@@ -347,29 +433,30 @@ def results_grad(
     """As `kernels.stats.gradient_coefficients` and `kernels.reference.grad_logits`, in one launch.
 
     Args:
+        column: `[n]`, as `TargetIds` says; None: no row has a target.
         upstream: `[n]` float32 each, any stride.
         norms: of the forward, with its spec.
     """
     _results_grad(
-        logits, target, keep, upstream.logprobs, upstream.entropy, upstream.lse,
+        logits, column, upstream.logprobs, upstream.entropy, upstream.lse,
         upstream.sum_pi_squared, norms, temperature, out, float(label_smoothing), *flatten(spec),
     )  # fmt: skip
 
 
 def _run_results_grad(
-    logits: Tensor, target: Tensor, keep: Tensor, logprobs: Any, entropy: Any, lse: Any,
+    logits: Tensor, column: Any, logprobs: Any, entropy: Any, lse: Any,
     sum_pi_squared: Any, norms: Tensor, temperature: Any, out: Tensor, label_smoothing: float,
     *spec: Any,
 ) -> None:  # fmt: skip
     upstream = RowResults(logprobs, entropy, None, lse, sum_pi_squared)
     triton_grad.results_grad(
-        logits, target, keep, upstream, norms, unflatten(*spec),
+        logits, column, upstream, norms, unflatten(*spec),
         label_smoothing=label_smoothing, temperature=temperature, out=out,
     )  # fmt: skip
 
 
 _results_grad = operator(
-    "results_grad(Tensor logits, Tensor target, Tensor keep, Tensor? d_logprobs, "
+    "results_grad(Tensor logits, Tensor? column, Tensor? d_logprobs, "
     "Tensor? d_entropy, Tensor? d_lse, Tensor? d_sum_pi_squared, Tensor norms, "
     "Tensor? row_temperature, Tensor(a!) out, "
     f"float label_smoothing, {SPEC_SCHEMA}) -> ()",

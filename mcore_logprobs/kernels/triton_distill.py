@@ -16,10 +16,10 @@ from torch import Tensor
 from mcore_logprobs.kernels.distill import KINDS, PAIR_STATS, PairSpec, Side
 from mcore_logprobs.kernels.triton_common import (
     FUSE,
-    LOG2E,
     LOG_ZERO,
     Plan,
     device_of,
+    exp,
 )
 from mcore_logprobs.kernels.triton_sides import (
     CROSS_ENTROPY,
@@ -79,8 +79,8 @@ def _merged(top_s, sum_s, top_t, sum_t, cross, KIND: tl.constexpr):
     row_top_t = tl.max(top_t, 0)
     base_s, floor_s = _base(row_top_s)
     base_t, floor_t = _base(row_top_t)
-    decay_s = tl.exp2((top_s - base_s) * LOG2E)
-    decay_t = tl.exp2((top_t - base_t) * LOG2E)
+    decay_s = exp(top_s - base_s)
+    decay_t = exp(top_t - base_t)
     shift_s = tl.maximum(top_s - base_s, floor_s)
     shift_t = tl.maximum(top_t - base_t, floor_t)
     cross = tl.sum(_moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND), 0)
@@ -109,16 +109,16 @@ def _take_in(s, t, top_s, sum_s, top_t, sum_t, cross, KIND: tl.constexpr):
     new_t = tl.maximum(top_t, tl.max(t, 1))
     base_s, floor_s = _base(new_s)
     base_t, floor_t = _base(new_t)
-    decay_s = tl.exp2((top_s - base_s) * LOG2E)
-    decay_t = tl.exp2((top_t - base_t) * LOG2E)
+    decay_s = exp(top_s - base_s)
+    decay_t = exp(top_t - base_t)
     shift_s = tl.maximum(top_s - base_s, floor_s)
     shift_t = tl.maximum(top_t - base_t, floor_t)
     cross = _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND)
 
     s = s - base_s[:, None]
     t = t - base_t[:, None]
-    weight_s = tl.exp2(s * LOG2E)
-    weight_t = tl.exp2(t * LOG2E)
+    weight_s = exp(s)
+    weight_t = exp(t)
     # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
     s = tl.maximum(s, floor_s[:, None])
     t = tl.maximum(t, floor_t[:, None])
@@ -236,8 +236,8 @@ def _mixture_sums(to_p, to_q, s, t, top_s, log_s, top_t, log_t, beta):
     logp = log_probs(s, top_s, log_s)
     logq = log_probs(t, top_t, log_t)
     p_over, q_over = over_mixture(logp, logq, beta)
-    to_p += tl.sum(tl.exp2(logp * LOG2E) * p_over, 1)
-    to_q += tl.sum(tl.exp2(logq * LOG2E) * q_over, 1)
+    to_p += tl.sum(exp(logp) * p_over, 1)
+    to_q += tl.sum(exp(logq) * q_over, 1)
     return to_p, to_q
 
 

@@ -17,8 +17,8 @@ from mcore_logprobs.kernels.distill import KINDS, PairSpec, Side
 from mcore_logprobs.kernels.triton_common import (
     FUSE,
     INTERPRETED,
-    LOG2E,
     device_of,
+    exp,
     with_unit_stride,
 )
 from mcore_logprobs.kernels.triton_sides import (
@@ -58,8 +58,8 @@ def _write_tile(
     t, _ = load_side(teacher, teacher_bias_ptr, columns, valid, MASKED, TEACHER)
     top_s, log_s, top_t, log_t = norms
     if KIND == FORWARD or KIND == CROSS_ENTROPY:  # noqa: SIM109
-        p = tl.exp2(((s - top_s) - log_s) * LOG2E)
-        q = tl.exp2(((t - top_t) - log_t) * LOG2E)
+        p = exp((s - top_s) - log_s)
+        q = exp((t - top_t) - log_t)
         grad = p - q
     else:
         logp = log_probs(s, top_s, log_s)
@@ -68,7 +68,7 @@ def _write_tile(
             over = logp - logq
         else:
             over, _ = over_mixture(logp, logq, beta)
-        grad = tl.exp2(logp * LOG2E) * (over - inner)  # inner is NaN where either side is
+        grad = exp(logp) * (over - inner)  # inner is NaN where either side is
     grad = grad * factor
     if STUDENT // SOFTCAP:
         grad = grad * (1.0 - capped * capped)

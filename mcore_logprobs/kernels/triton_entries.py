@@ -17,9 +17,9 @@ from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import (
     FUSE,
     INTERPRETED,
-    LOG2E,
-    LOG_ZERO,
+    clamped,
     device_of,
+    exp,
     finished,
     row_transform,
     transform_args,
@@ -94,8 +94,8 @@ def entries_kernel(
         if ENTROPY:
             moment = tl.load(coef_ptr + MOMENT * coef_stride + row)
             asked = asked | (moment != 0.0)
-            factor = factor + moment * tl.maximum(shifted, LOG_ZERO)
-        total += tl.where(asked, tl.exp2(shifted * LOG2E) * factor, 0.0)
+            factor = factor + moment * clamped(shifted)
+        total += tl.where(asked, exp(shifted) * factor, 0.0)
     if HAS_SOFTCAP:
         total = tl.where(total != 0.0, total * (1.0 - capped * capped), 0.0)
     total = (total * slope).to(out_ptr.dtype.element_ty)

@@ -1,6 +1,6 @@
 """From shards' statistics to what users get, each step in one launch, as Triton kernels.
 
-    localize     global targets to this shard's columns
+    localize     global targets to this shard's columns (statistics do without: `located`)
     merge        the parts of rows (programs, shards, segments) to whole rows
     finish       the same, on to log-probabilities, entropy and the rest
 
@@ -12,20 +12,29 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_logprobs.kernels.stats import IGNORED, RowSpec
+from mcore_logprobs.kernels.stats import (
+    DROPPED,
+    ELSEWHERE,
+    IGNORED,
+    UNKNOWN,
+    RowSpec,
+    TargetIds,
+)
 from mcore_logprobs.kernels.triton_common import (
     FUSE,
-    LOG2E,
-    LOG_ZERO,
     ceil_div,
+    clamped,
     device_of,
+    exp,
     field_constants,
+    positional,
     power_of_2,
     with_unit_stride,
 )
@@ -36,9 +45,11 @@ __all__ = [
     "finish_rows",
     "localize",
     "localize_kernel",
+    "located",
     "merge_kernel",
     "merge_parts",
     "norm_constants",
+    "own_logits",
 ]
 
 # What these kernels read of the statistics; their constants have these names in capitals.
@@ -48,35 +59,55 @@ assert IGNORED == (0.0, 0.0, -1, 0.0, 0.0)
 _NUM_WARPS = 4
 
 
+# The negative numbers of `located`, as literals in the kernels for the same reason.
+assert (ELSEWHERE, DROPPED, UNKNOWN) == (-1, -2, -3)
+# Without debug an assert is compiled to nothing.
+_ASSERTING = {"debug": True, "sanitize_overflow": False}
+
+
 # ---- targets -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "start", "width", "vocab_size", "ignore_index"])
+@triton.jit
+def located(target, first_id, width, vocab_size, ignore_index):
+    """The columns of global ids, as `kernels.stats.TargetIds` says; ignore_index may be None."""
+    target = target.to(tl.int64)
+    column = target - first_id
+    column = tl.where((column >= 0) & (column < width), column, -1)
+    column = tl.where((target >= 0) & (target < vocab_size), column, -3)
+    if ignore_index is not None:
+        column = tl.where(target == ignore_index, -2, column)
+    return column
+
+
+@triton.jit(do_not_specialize=["count", "first_id", "width", "vocab_size", "ignore_index"])
 def localize_kernel(
     target_ptr,  # [n], any integers
     column_ptr,  # [n] int64
-    keep_ptr,  # [n] bool
+    keep_ptr,  # [n] bool; None: not wanted
+    logits_ptr,  # [n, width]; None: none
+    own_ptr,  # [n] float32, the raw logits at the columns
     count,
-    start,
+    row_stride,
+    first_id,
     width,
     vocab_size,
     ignore_index,
-    HAS_IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
-    target = tl.load(target_ptr + at, mask=mask, other=0).to(tl.int64)
-    keep = mask
-    if HAS_IGNORED:
-        keep = target != ignore_index
-    known = (target >= 0) & (target < vocab_size)
-    # Past the end lies 0, which is known: device_assert has a mask from Triton 3.5 on only.
-    tl.device_assert(known | (keep == 0), "an id is outside [0, vocab_size)")
-    column = target - start
-    here = keep & (column >= 0) & (column < width)
-    tl.store(column_ptr + at, tl.where(here, column, -1), mask=mask)
-    tl.store(keep_ptr + at, keep, mask=mask)
+    # Past the end lies an id: device_assert has a mask from Triton 3.5 on only.
+    target = tl.load(target_ptr + at, mask=mask, other=0)
+    column = located(target, first_id, width, vocab_size, ignore_index)
+    tl.device_assert(column != -3, "an id is outside [0, vocab_size)")
+    tl.store(column_ptr + at, column, mask=mask)
+    if keep_ptr is not None:
+        tl.store(keep_ptr + at, column != -2, mask=mask)
+    if logits_ptr is not None:
+        here = mask & (column >= 0)
+        own = tl.load(logits_ptr + at * row_stride + column, mask=here, other=0.0)
+        tl.store(own_ptr + at, own.to(tl.float32), mask=mask)
 
 
 def localize(
@@ -86,30 +117,47 @@ def localize(
 
     An id outside the vocabulary fails a device-side assert; the interpreter checks nothing.
     """
-    target = target.contiguous()
-    column = torch.empty_like(target, dtype=torch.int64)
-    keep = torch.empty_like(target, dtype=torch.bool)
-    count = target.numel()
+    keep = torch.empty(target.shape, dtype=torch.bool, device=target.device)
+    ids = TargetIds(start, vocab_size, ignore_index)
+    return _localize(target, ids, width, keep, None, None), keep
+
+
+def own_logits(logits: Tensor, target: Tensor, ids: TargetIds) -> tuple[Tensor, Tensor]:
+    """Global ids to columns, `[n]`; and the raw logits there in float32, 0 where not here."""
+    own = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+    return _localize(target, ids, logits.shape[1], None, logits, own), own
+
+
+def _localize(
+    target: Tensor,
+    ids: TargetIds,
+    width: int,
+    keep: Tensor | None,
+    logits: Tensor | None,
+    own: Tensor | None,
+) -> Tensor:
+    target, count = target.contiguous(), target.numel()
+    column = torch.empty(target.shape, dtype=torch.int64, device=target.device)
     if count:
         with device_of(target):
             localize_kernel[(ceil_div(count, 1024),)](
                 target,
                 column,
                 keep,
+                logits,
+                own,
                 count,
-                start,
+                0 if logits is None else logits.stride(0),
+                ids.start,
                 width,
-                vocab_size,
-                0 if ignore_index is None else ignore_index,
-                HAS_IGNORED=ignore_index is not None,
-                BLOCK=1024,
+                ids.vocab_size,
+                ids.ignore_index,
+                1024,
                 num_warps=_NUM_WARPS,
                 enable_fp_fusion=FUSE,
-                # Without debug the assert is compiled to nothing.
-                debug=True,
-                sanitize_overflow=False,
+                **_ASSERTING,
             )
-    return column, keep
+    return column
 
 
 # ---- parts to whole rows -----------------------------------------------------------------------
@@ -127,11 +175,11 @@ def _share(part, mask, field_stride, MAX: tl.constexpr, SUM: tl.constexpr):
     row_top = tl.max(top, 0)
     # A part of -inf alone has sums of 0: its distance must be finite for 0 times it to be 0.
     shift = top - tl.where(row_top == float("-inf"), 0.0, row_top)[None, :]
-    decay = tl.exp2(shift * LOG2E)
+    decay = exp(shift)
     row_total = tl.sum(total * decay, 0)
     # A maximum may overlook NaN; the sum never does.
     row_top = tl.where(row_total == row_total, row_top, row_total)
-    return row_top, row_total, total, tl.maximum(shift, LOG_ZERO), decay
+    return row_top, row_total, total, clamped(shift), decay
 
 
 @triton.jit
@@ -187,17 +235,16 @@ def merge_parts(parts: Tensor, spec: RowSpec) -> Tensor:
     if rows:
         with device_of(parts):
             merge_kernel[(ceil_div(rows, 8), groups)](
-                parts,
-                out,
-                rows,
-                count,
-                PARTS=power_of_2(count),
-                ROWS=8,
-                **field_constants(spec, "max", "sum", "entropy", "squares"),
-                num_warps=_NUM_WARPS,
-                enable_fp_fusion=FUSE,
+                parts, out, rows, count, *_merge_constants(spec, count),
+                num_warps=_NUM_WARPS, enable_fp_fusion=FUSE,
             )
     return out
+
+
+@lru_cache(1024)
+def _merge_constants(spec: RowSpec, count: int) -> tuple[Any, ...]:
+    fields = field_constants(spec, "max", "sum", "entropy", "squares")
+    return positional(merge_kernel, {"PARTS": power_of_2(count), "ROWS": 8, **fields})
 
 
 # ---- whole rows to results ---------------------------------------------------------------------
@@ -206,7 +253,7 @@ def merge_parts(parts: Tensor, spec: RowSpec) -> Tensor:
 @triton.jit(do_not_specialize=["rows", "parts", "part_stride", "field_stride"])
 def finish_kernel(
     parts_ptr,  # [parts, fields, n]
-    keep_ptr,  # [n] bool
+    column_ptr,  # [n] int64, as `located` gives; None: all rows are kept
     logprobs_ptr,  # [n], as the next four; None: not wanted
     entropy_ptr,
     rank_ptr,  # int64
@@ -244,7 +291,11 @@ def finish_kernel(
     number = tl.arange(0, PARTS)
     mask = (number < parts)[:, None] & inside[None, :]
     part = parts_ptr + (number.to(tl.int64) * part_stride)[:, None] + row[None, :]
-    keep = tl.load(keep_ptr + row, mask=inside, other=0) != 0
+    keep = inside
+    if column_ptr is not None:
+        column = tl.load(column_ptr + row, mask=inside, other=-1)
+        tl.device_assert(column != -3, "an id is outside [0, vocab_size)")
+        keep = column != -2
     norms = norms_ptr + row
 
     row_top, row_sum, total, shift, decay = _share(part, mask, field_stride, MAX, SUM)
@@ -294,8 +345,9 @@ def smoothing_weights(label_smoothing, finite):
 
 
 @lru_cache(1024)
-def _finish_constants(spec: RowSpec) -> dict[str, int]:
-    return field_constants(spec, *FIELDS) | norm_constants(spec)
+def _finish_constants(spec: RowSpec, count: int) -> tuple[Any, ...]:
+    places = field_constants(spec, *FIELDS) | norm_constants(spec)
+    return positional(finish_kernel, {"PARTS": power_of_2(count), "ROWS": 8, **places})
 
 
 @lru_cache(1024)
@@ -307,8 +359,14 @@ def norm_constants(spec: RowSpec) -> dict[str, int]:
     }
 
 
-def finish_rows(parts: Tensor, keep: Tensor, spec: RowSpec, label_smoothing: float) -> list[Tensor]:
+def finish_rows(
+    parts: Tensor, column: Tensor | None, spec: RowSpec, label_smoothing: float
+) -> list[Tensor]:
     """Statistics of parts `[parts, k, n]` to results and norms.
+
+    Args:
+        column: `[n]`, as `TargetIds` says, or None: all rows are kept. An UNKNOWN one fails a
+            device-side assert; the interpreter checks nothing.
 
     Returns:
         The results `[n]` that the spec asks for in the order of `RowResults`, rows that are not
@@ -328,7 +386,7 @@ def finish_rows(parts: Tensor, keep: Tensor, spec: RowSpec, label_smoothing: flo
         with device_of(parts):
             finish_kernel[(ceil_div(rows, 8),)](
                 parts,
-                with_unit_stride(keep),
+                with_unit_stride(column),
                 logprobs,
                 entropy,
                 rank,
@@ -340,10 +398,9 @@ def finish_rows(parts: Tensor, keep: Tensor, spec: RowSpec, label_smoothing: flo
                 parts.stride(0),
                 parts.stride(1),
                 label_smoothing,
-                PARTS=power_of_2(count),
-                ROWS=8,
-                **_finish_constants(spec),
+                *_finish_constants(spec, count),
                 num_warps=_NUM_WARPS,
                 enable_fp_fusion=FUSE,
+                **_ASSERTING,
             )
     return [x for x in (logprobs, entropy, rank, lse, squares, norms) if x is not None]

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -16,15 +18,18 @@ from mcore_logprobs.kernels.stats import RowResults, RowSpec
 from mcore_logprobs.kernels.triton_common import (
     FUSE,
     INTERPRETED,
-    LOG2E,
-    LOG_ZERO,
+    Candidate,
     candidate,
     ceil_div,
+    clamped,
     device_of,
+    exp,
     finished,
+    positional,
     power_of_2,
     row_transform,
     transform_args,
+    transform_constants,
     with_unit_stride,
 )
 from mcore_logprobs.kernels.triton_finish import norm_constants, smoothing_weights
@@ -78,10 +83,10 @@ def _write_tile(
         HAS_SCALE, HAS_SOFTCAP, HAS_BIAS, HAS_TEMPERATURE,
     )  # fmt: skip
     shifted = z - shift
-    grad = tl.exp2(shifted * LOG2E)
+    grad = exp(shifted)
     factor = weight
     if ENTROPY:
-        factor = weight + moment * tl.maximum(shifted, LOG_ZERO)
+        factor = weight + moment * clamped(shifted)
     if SQUARES:
         factor += squares * grad
     grad = grad * factor
@@ -239,8 +244,7 @@ def grad_kernel(
 def results_grad_kernel(
     logits_ptr,  # [n, v]
     out_ptr,  # [n, v]; may be logits_ptr
-    target_ptr,  # [n] int64
-    keep_ptr,  # [n] bool
+    column_ptr,  # [n] int64, as `TargetIds` says; None: no row has a target
     norms_ptr,  # [norms, n]
     logprobs_ptr,  # [n], upstream gradients, as the next three; None: 0
     entropy_ptr,
@@ -252,10 +256,10 @@ def results_grad_kernel(
     lse_stride,
     sum_pi_squared_stride,
     norm_stride,
-    valid,
-    width,
     row_stride,
     out_row_stride,
+    valid,
+    width,
     splits,
     label_smoothing,
     slope,
@@ -322,13 +326,16 @@ def results_grad_kernel(
         weight -= upstream * tl.load(norms + NORM_SUM_PI_SQUARED * norm_stride)
         squares = upstream * over_sum * over_sum
     # Exactly no gradient where none is asked for, whatever the row holds.
-    asked = (asked != 0.0) & (tl.load(keep_ptr + row) != 0)
+    asked = asked != 0.0
+    column = -1
+    if column_ptr is not None:
+        column = tl.load(column_ptr + row).to(tl.int32)
+        asked = asked & (column != -2)
     weight = tl.where(asked, weight * over_sum, 0.0)
     moment = tl.where(asked, moment, 0.0)
     on_target = tl.where(asked, on_target, 0.0)
     on_finite = tl.where(asked, on_finite, 0.0)
     squares = tl.where(asked, squares, 0.0)
-    column = tl.load(target_ptr + row).to(tl.int32)
     _write_columns(
         logits_ptr, out_ptr, None, temperature_ptr, row, program % splits * (TILES * TILE),
         valid, width, row_stride, out_row_stride, column, shift,
@@ -401,8 +408,7 @@ def grad_logits(
 
 def results_grad(
     logits: Tensor,
-    target: Tensor,
-    keep: Tensor,
+    column: Tensor | None,
     upstream: RowResults,
     norms: Tensor,
     spec: RowSpec,
@@ -416,6 +422,7 @@ def results_grad(
     As `kernels.stats.gradient_coefficients` and then `kernels.reference.grad_logits`.
 
     Args:
+        column: `[n]`, as `TargetIds` says; None: no row has a target.
         upstream: `[n]` float32 each, any stride; None for zero.
         norms: `[norms, n]` float32, from `triton_finish.finish_rows` with the same spec.
         The others as in those two.
@@ -423,40 +430,47 @@ def results_grad(
     rows, width = logits.shape
     if logits.numel() == 0:
         return
-    shape = tile_constants(width)
-    splits = ceil_div(width, shape["TILE"] * shape["TILES"])
-    upstream = upstream._replace(target_rank=None)
+    splits, arguments = _results_arguments(
+        spec, width, label_smoothing, temperature is not None, candidate()
+    )
+    given = (upstream.logprobs, upstream.entropy, upstream.lse, upstream.sum_pi_squared)
     with device_of(logits), _rounded(out) as written:
         results_grad_kernel[(rows * splits,)](
             logits,
             written,
-            with_unit_stride(target),
-            with_unit_stride(keep),
+            with_unit_stride(column),
             norms,
-            upstream.logprobs,
-            upstream.entropy,
-            upstream.lse,
-            upstream.sum_pi_squared,
-            None if temperature is None else with_unit_stride(temperature),
-            0 if upstream.logprobs is None else upstream.logprobs.stride(0),
-            0 if upstream.entropy is None else upstream.entropy.stride(0),
-            0 if upstream.lse is None else upstream.lse.stride(0),
-            0 if upstream.sum_pi_squared is None else upstream.sum_pi_squared.stride(0),
+            *given,
+            with_unit_stride(temperature),
+            *(0 if x is None else x.stride(0) for x in given),
             norms.stride(0),
-            spec.valid,
-            width,
             logits.stride(0),
             written.stride(0),
-            splits,
-            label_smoothing,
-            spec.multiplier,
-            **transform_args(spec, None, temperature),
-            **shape,
-            HAS_SLOPE=spec.multiplier != 1.0 or temperature is not None,
-            **norm_constants(spec),
+            *arguments,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=FUSE,
         )
+
+
+@lru_cache(1024)
+def _results_arguments(
+    spec: RowSpec, width: int, label_smoothing: float, own_temperature: bool, how: Candidate
+) -> tuple[int, tuple[Any, ...]]:
+    """Programs a row, and the arguments of `results_grad_kernel` from `valid` on."""
+    shape = tile_constants(width)
+    splits = ceil_div(width, shape["TILE"] * shape["TILES"])
+    named = {
+        "valid": spec.valid,
+        "width": width,
+        "splits": splits,
+        "label_smoothing": label_smoothing,
+        "slope": spec.multiplier,
+        **shape,
+        **transform_constants(spec, False, own_temperature, how.series),
+        "HAS_SLOPE": spec.multiplier != 1.0 or own_temperature,
+        **norm_constants(spec),
+    }
+    return splits, positional(results_grad_kernel, named)
 
 
 @contextmanager

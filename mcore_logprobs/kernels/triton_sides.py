@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, Side
 from mcore_logprobs.kernels.triton_common import (
-    LOG2E,
     LOG_ZERO,
     Plan,
+    clamped,
+    exp,
     finished,
     launch_plan,
     row_transform,
@@ -95,14 +96,14 @@ def load_side(row, bias_ptr, columns, valid, MASKED: tl.constexpr, TRANSFORM: tl
 @triton.jit
 def log_probs(z, top, log_sum):
     """Log-probabilities, at least LOG_ZERO; a row's NaN is in `top` and may be lost here."""
-    return tl.maximum((z - top) - log_sum, LOG_ZERO)
+    return clamped((z - top) - log_sum)
 
 
 @triton.jit
 def _expm1(x):
     """exp(x) - 1 of x <= 0."""
     series = 1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720)))))
-    return tl.where(x > -0.25, x * series, tl.exp2(x * LOG2E) - 1.0)
+    return tl.where(x > -0.25, x * series, exp(x) - 1.0)
 
 
 @triton.jit

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -12,25 +13,35 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels.stats import RowSpec, TargetIds
 from mcore_logprobs.kernels.triton_common import (
     FUSE,
-    LOG2E,
-    LOG_ZERO,
     Plan,
     block_plan,
+    candidate,
     ceil_div,
+    clamped,
     device_of,
+    exp,
     field_constants,
     finished,
     launch_plan,
+    positional,
     row_transform,
-    transform_args,
+    transform_constants,
     with_unit_stride,
 )
-from mcore_logprobs.kernels.triton_finish import merge_parts
+from mcore_logprobs.kernels.triton_finish import located, merge_parts
 
-__all__ = ["STORED", "block_stats", "row_stats", "segment_stats", "split_stats", "stats_kernel"]
+__all__ = [
+    "STORED",
+    "block_stats",
+    "located_stats",
+    "row_stats",
+    "segment_stats",
+    "split_stats",
+    "stats_kernel",
+]
 
 
 @triton.jit
@@ -88,30 +99,39 @@ def _accumulate(
     # Where all is -inf so far, about 0: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     shifted = z - base[:, None]
-    weight = tl.exp2(shifted * LOG2E)
-    decay = tl.exp2((top - base) * LOG2E)
+    weight = exp(shifted)
+    decay = exp(top - base)
     if ENTROPY:
         # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
-        moved = tl.maximum(top - base, LOG_ZERO)
+        moved = clamped(top - base)
         weighted = (weighted + moved * total) * decay
-        weighted += tl.sum(weight * tl.maximum(shifted, LOG_ZERO), 1)
+        weighted += tl.sum(weight * clamped(shifted), 1)
     if SQUARES:
         squares = squares * decay * decay + tl.sum(weight * weight, 1)
     total = total * decay + tl.sum(weight, 1)
     return new_top, total, weighted, squares, higher, zsum, finite
 
 
-@triton.jit(do_not_specialize=["rows", "valid", "splits", "segments", "segment_columns"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "valid", "splits", "segments", "segment_columns",
+        "first_id", "vocab_size", "ignore_index",
+    ]
+)  # fmt: skip
 def stats_kernel(
     logits_ptr,  # [n, segments, columns], rows and segments any strides apart
-    target_ptr,  # [n] int64
+    target_ptr,  # [n] int64, or None: no row has one
+    column_ptr,  # [n] int64, written where targets are global ids; None: they are columns
     threshold_ptr,  # [n] float32, or None: the target's own logit
     bias_ptr,  # [segments, columns], as far apart as the logits' segments
     temperature_ptr,  # [n]
     out_ptr,  # [segments, splits, fields, n] float32
     rows,
-    valid,
     row_stride,
+    first_id,
+    vocab_size,
+    ignore_index,
+    valid,
     split_columns,
     splits,
     segments,
@@ -155,7 +175,13 @@ def stats_kernel(
     # From here on columns are counted from the segment's first.
     first = segment * segment_columns
     valid = tl.minimum(tl.maximum(valid - first, 0), segment_columns)
-    column = tl.load(target_ptr + row) - first
+    column = tl.full([], -1, tl.int64)
+    if target_ptr is not None:
+        column = tl.load(target_ptr + row)
+    if column_ptr is not None:
+        column = located(column, first_id, segments * segment_columns, vocab_size, ignore_index)
+        tl.store(column_ptr + row, column, mask=part == 0)
+    column -= first
     own = (column >= 0) & (column < segment_columns)
     start = split * split_columns
     stop = tl.minimum(start + split_columns, valid)
@@ -211,7 +237,7 @@ def stats_kernel(
 
     row_top = tl.max(top, 0)
     base = tl.where(row_top == float("-inf"), 0.0, row_top)
-    decay = tl.exp2((top - base) * LOG2E)
+    decay = exp(top - base)
     row_total = tl.sum(total * decay, 0)
     # A maximum may overlook NaN; the sum never does.
     row_top = tl.where(row_total == row_total, row_top, row_total)
@@ -229,7 +255,7 @@ def stats_kernel(
     tl.store(out + SUM * rows, row_total)
     tl.store(out + TARGET * rows, tl.where(own, own_z, 0.0))
     if ENTROPY >= 0:
-        moved = tl.maximum(top - base, LOG_ZERO)
+        moved = clamped(top - base)
         tl.store(out + ENTROPY * rows, tl.sum((weighted + moved * total) * decay, 0))
     if SQUARES >= 0:
         tl.store(out + SQUARES * rows, tl.sum(squares * decay * decay, 0))
@@ -248,8 +274,34 @@ STORED = ("max", "sum", "target", "entropy", "squares", "higher", "zsum", "finit
 
 
 @lru_cache(1024)
-def _stored(spec: RowSpec) -> dict[str, int]:
-    return field_constants(spec, *STORED)
+def _arguments(
+    spec: RowSpec,
+    plan: Plan,
+    local: int,
+    segment_columns: int,
+    segment_stride: int,
+    has_bias: bool,
+    own_temperature: bool,
+    series: bool,
+) -> tuple[Any, ...]:
+    """The kernel's arguments from `valid` on."""
+    return positional(
+        stats_kernel,
+        {
+            "valid": spec.valid,
+            "split_columns": plan.columns,
+            "splits": plan.splits,
+            "segments": local,
+            "segment_columns": segment_columns,
+            "segment_stride": segment_stride,
+            "LANES": plan.lanes,
+            "GROUPS": plan.groups,
+            "STAGES": plan.stages,
+            "PREFETCH": plan.prefetch,
+            **transform_constants(spec, has_bias, own_temperature, series),
+            **field_constants(spec, *STORED),
+        },
+    )
 
 
 def row_stats(
@@ -263,28 +315,56 @@ def row_stats(
     plan: Plan | None = None,
 ) -> Tensor:
     """As `kernels.reference.row_stats`, for logits whose last stride is 1."""
-    parts = split_stats(
+    parts, _ = split_stats(
         logits, target, spec, bias=bias, threshold=threshold, temperature=temperature, plan=plan
     )
+    return _joined(parts, spec)
+
+
+def _joined(parts: Tensor, spec: RowSpec) -> Tensor:
     return parts[0] if parts.shape[0] == 1 else merge_parts(parts.unsqueeze(0), spec)[0]
 
 
 def split_stats(
     logits: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     spec: RowSpec,
     *,
+    ids: TargetIds | None = None,
     bias: Tensor | None = None,
     threshold: Tensor | None = None,
     temperature: Tensor | None = None,
     plan: Plan | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """As `row_stats`, of the parts of each row that the plan splits it into, `[splits, k, n]`.
 
     Without a threshold `higher` counts against the target's own logit, which must be here.
+
+    Args:
+        target: may be None, where no row has one.
+        ids: the targets are global ids; None: columns.
+
+    Returns:
+        The statistics, and with ids the targets' columns `[n]`.
     """
     plan = plan or launch_plan(logits.shape[0], spec.valid, logits)
-    return _launch(logits, target, spec, None, 0, plan, bias, threshold, temperature)
+    return _launch(logits, target, ids, spec, None, 0, plan, bias, threshold, temperature)
+
+
+def located_stats(
+    logits: Tensor,
+    target: Tensor | None,
+    ids: TargetIds,
+    spec: RowSpec,
+    segments: Segments | None = None,
+    *,
+    temperature: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `row_stats`, or `segment_stats`, for targets that are global ids; and their columns."""
+    if segments is not None:
+        return _segment_stats(logits, target, ids, spec, segments, None, None, temperature)
+    parts, column = split_stats(logits, target, spec, ids=ids, temperature=temperature)
+    return _joined(parts, spec), column
 
 
 def block_stats(
@@ -301,7 +381,7 @@ def block_stats(
     columns = max(1, spec.valid)
     logits, _ = _aligned(logits[:, :columns], 1)
     plan = block_plan(columns, block, logits.element_size())
-    return _launch(logits, target, spec, None, 0, plan, bias, threshold, temperature)
+    return _launch(logits, target, None, spec, None, 0, plan, bias, threshold, temperature)[0]
 
 
 def segment_stats(
@@ -320,12 +400,27 @@ def segment_stats(
     and memory is aligned alike in every call, for Triton compiles another kernel, which may add in
     another order, where it is not.
     """
+    return _segment_stats(logits, target, None, spec, segments, bias, threshold, temperature)[0]
+
+
+def _segment_stats(
+    logits: Tensor,
+    target: Tensor | None,
+    ids: TargetIds | None,
+    spec: RowSpec,
+    segments: Segments,
+    bias: Tensor | None,
+    threshold: Tensor | None,
+    temperature: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     aligned, stride = _aligned(logits, segments.local)
     if bias is not None:
         bias = _aligned(bias.unsqueeze(0), segments.local)[0][0]
     plan = block_plan(segments.width, segments.block("cuda"), logits.element_size())
-    parts = _launch(aligned, target, spec, segments, stride, plan, bias, threshold, temperature)
-    return merge_parts(parts.unflatten(0, (segments.local, plan.splits)), spec)
+    parts, column = _launch(
+        aligned, target, ids, spec, segments, stride, plan, bias, threshold, temperature
+    )
+    return merge_parts(parts.unflatten(0, (segments.local, plan.splits)), spec), column
 
 
 # Numbers that strides and pointers are divisible by where Triton reads 16 bytes at a time.
@@ -353,7 +448,8 @@ def _aligned(logits: Tensor, segments: int) -> tuple[Tensor, int]:
 
 def _launch(
     logits: Tensor,
-    target: Tensor,
+    target: Tensor | None,
+    ids: TargetIds | None,
     spec: RowSpec,
     segments: Segments | None,
     segment_stride: int,
@@ -361,39 +457,34 @@ def _launch(
     bias: Tensor | None,
     threshold: Tensor | None,
     temperature: Tensor | None,
-) -> Tensor:
-    """The statistics of each split of each segment, `[local * splits, k, n]`."""
+) -> tuple[Tensor, Tensor | None]:
+    """The statistics of each split of each segment, `[local * splits, k, n]`; targets' columns."""
     rows, width = logits.shape
-    local = 1 if segments is None else segments.local
-    count = local * plan.splits
-    parts = torch.empty(
-        count, _stored(spec)["FIELDS"], rows, dtype=torch.float32, device=logits.device
-    )
+    local, columns = (1, width) if segments is None else (segments.local, segments.width)
+    count, device = local * plan.splits, logits.device
+    parts = torch.empty(count, len(spec.fields), rows, dtype=torch.float32, device=device)
+    column = None
+    if ids is not None and target is not None:
+        column = torch.empty(rows, dtype=torch.int64, device=device)
     if rows == 0:
-        return parts
+        return parts, column
     with device_of(logits):
         stats_kernel[(rows * count,)](
             logits,
             with_unit_stride(target),
-            None if threshold is None else with_unit_stride(threshold),
-            None if bias is None else with_unit_stride(bias),
-            None if temperature is None else with_unit_stride(temperature),
+            column,
+            with_unit_stride(threshold),
+            with_unit_stride(bias),
+            with_unit_stride(temperature),
             parts,
             rows,
-            spec.valid,
             logits.stride(0) if rows > 1 else 0,  # of one row it may be any number
-            plan.columns,
-            plan.splits,
-            local,
-            width if segments is None else segments.width,
-            segment_stride,
-            LANES=plan.lanes,
-            GROUPS=plan.groups,
-            STAGES=plan.stages,
-            PREFETCH=plan.prefetch,
-            **transform_args(spec, bias, temperature),
-            **_stored(spec),
+            *(ids or (0, 0, None)),
+            *_arguments(
+                spec, plan, local, columns, segment_stride,
+                bias is not None, temperature is not None, candidate().series,
+            ),
             num_warps=plan.num_warps,
             enable_fp_fusion=FUSE,
-        )
-    return parts
+        )  # fmt: skip
+    return parts, column

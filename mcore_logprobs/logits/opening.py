@@ -14,6 +14,7 @@ from mcore_logprobs.checks import (
     check_optional_integer,
     check_optional_positive,
     check_positive,
+    remembered,
 )
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
@@ -75,6 +76,16 @@ class LogitsCall:
     def shard(self) -> VocabShard:
         return self.options.shard
 
+    def global_target(self, target: Tensor, ignore_index: int | None) -> Tensor:
+        """Checked ids of the logits' leading shape, int64, for a kernel that localizes them.
+
+        Like `localize_target`, but for ids outside the vocabulary on CUDA, which the kernel
+        asserts on.
+        """
+        target = check_target(target, self.logits.shape[:-1], self.logits.device)
+        _check_ids(target, self.shard, ignore_index, "target")
+        return target
+
     def local_target(
         self,
         target: Tensor,
@@ -126,12 +137,15 @@ def open_logits(
     logits, tp_group = unwrap_logits(vocab_parallel_logits, tp_group, name)
     check_group_tensor(logits, name, min_dim=1)
     group = resolve_tp_group(tp_group)
-    check_call(logits.shape[-1], group, logits.device)
+    width, device = logits.shape[-1], logits.device
+    check_call(width, group, device)
     check_chunk_size(chunk_size)
-    temperature, own = open_temperature(
-        temperature, logits.shape[:-1], logits.device, name=f"{prefix}temperature"
-    )
-    shard = VocabShard.of(logits.shape[-1], group, vocab_size)
+    own = None
+    if isinstance(temperature, Tensor):
+        temperature, own = open_temperature(
+            temperature, logits.shape[:-1], device, name=f"{prefix}temperature"
+        )
+    shard = VocabShard.of(width, group, vocab_size)
     segments = open_segments(shard, invariant_segments)
     chosen = backends.select(backend, logits, segments=segments)
     spec = row_spec(
@@ -144,7 +158,7 @@ def open_logits(
         sum_pi_squared=sum_pi_squared,
         prefix=prefix,
     )
-    rows = chunk_size or backends.default_chunk_size(copies * shard.width, logits.device)
+    rows = chunk_size or backends.default_chunk_size(copies * width, device)
     return LogitsCall(logits, CallOptions(shard, spec, rows, chosen, own, segments))
 
 
@@ -211,13 +225,31 @@ def row_spec(
     softcap: float | None = None,
     temperature: float = 1.0,
     prefix: str = "",
-    **wanted: bool,
+    entropy: bool = False,
+    rank: bool = False,
+    smoothing: bool = False,
+    sum_pi_squared: bool = False,
 ) -> RowSpec:
     """The checked RowSpec of this rank's columns; `prefix` goes before the names in errors."""
+    return _row_spec(
+        prefix, shard.valid_width, logit_scale, softcap, temperature,
+        entropy, rank, smoothing, sum_pi_squared,
+    )  # fmt: skip
+
+
+@remembered
+def _row_spec(
+    prefix: str,
+    valid: int,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    *wanted: bool,
+) -> RowSpec:
     check_positive(f"{prefix}logit_scale", logit_scale)
     check_optional_positive(f"{prefix}softcap", softcap)
     check_positive(f"{prefix}temperature", temperature)
-    return RowSpec(shard.valid_width, logit_scale, softcap, temperature, **wanted)
+    return RowSpec(valid, logit_scale, softcap, temperature, *wanted)
 
 
 def check_group_tensor(tensor: Tensor, name: str, *, min_dim: int) -> None:
@@ -262,7 +294,7 @@ class LocalTarget:
     """Targets as one shard sees them; both `[n]`.
 
     Attributes:
-        column: int64, this rank's column, or -1 where another rank owns it or it is ignored.
+        column: int64, this rank's column; negative where another rank owns it or it is ignored.
         keep: bool, False where the target is ignore_index.
     """
 
@@ -287,9 +319,7 @@ def localize_target(
         target: int64 of any shape; global ids or ignore_index.
         backend: takes one launch where it can.
     """
-    check_optional_integer("ignore_index", ignore_index)
-    if target.device.type == "cpu":
-        _check_ids_on_host(target, shard, ignore_index, name)
+    _check_ids(target, shard, ignore_index, name)
     native = None if backend is None else backends.one_launch(backend)
     if native is not None:
         return LocalTarget(
@@ -310,6 +340,12 @@ def localize_target(
     column = target - shard.start
     here = keep & (column >= 0) & (column < shard.width)
     return LocalTarget(torch.where(here, column, -1), keep)
+
+
+def _check_ids(target: Tensor, shard: VocabShard, ignore_index: int | None, name: str) -> None:
+    check_optional_integer("ignore_index", ignore_index)
+    if target.device.type == "cpu":
+        _check_ids_on_host(target, shard, ignore_index, name)
 
 
 def _check_ids_on_host(

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
+from mcore_logprobs.collectives import (
+    all_gather_dim0,
+    all_gather_stack,
+    all_reduce_sum_async,
+    wait_for,
+)
 from mcore_logprobs.kernels.reference import gather_target, row_chunks
 from mcore_logprobs.kernels.segments import segment_stats
 from mcore_logprobs.kernels.stats import FinishedStats, RowSpec, accumulator_dtype, finish, merge
@@ -24,7 +29,9 @@ __all__ = [
     "Rows",
     "finish_shards",
     "gather_parts",
+    "joined",
     "shard_stats",
+    "sum_over_ranks",
     "target_logits",
     "whole_rows",
 ]
@@ -40,16 +47,22 @@ class Rows:
     def __init__(self, logits: Tensor) -> None:
         self._lead = logits.shape[:-1]
         strides = logits.stride()[:-1]
-        self._order = sorted(range(len(self._lead)), key=lambda dim: -strides[dim])
+        dims = range(len(self._lead))
+        self._in_order = all(strides[dim] >= strides[dim + 1] for dim in dims[:-1])
+        self._order = dims if self._in_order else sorted(dims, key=lambda dim: -strides[dim])
         self.count = self._lead.numel()
 
     def walk(self, per_row: Tensor) -> Tensor:
         """`[..., *rest]` -> `[n, *rest]` in walking order; a copy only where it must be."""
         if len(self._order) == 1:
             return per_row
-        rest = range(len(self._order), per_row.dim())
         shape = (self.count, *per_row.shape[len(self._order) :])
-        return per_row.permute((*self._order, *rest)).reshape(shape)
+        return self._permuted(per_row).reshape(shape)
+
+    def _permuted(self, x: Tensor) -> Tensor:
+        if self._in_order:
+            return x
+        return x.permute((*self._order, *range(len(self._order), x.dim())))
 
     def walk_optional(self, per_row: Tensor | None) -> Tensor | None:
         """As `walk`; None stays None."""
@@ -74,10 +87,11 @@ class Rows:
         Args:
             tensors: `[..., *]` each, with the leading shape of the logits; any strides.
         """
+        if len(self._order) == 1 and tensors[0].dim() == 2:
+            yield slice(0, self.count), *tensors
+            return
         start = 0
-        for views in _collapse(
-            [t.permute((*self._order, *range(len(self._order), t.dim()))) for t in tensors]
-        ):
+        for views in _collapse([self._permuted(tensor) for tensor in tensors]):
             stop = start + views[0].shape[0]
             yield slice(start, stop), *views
             start = stop
@@ -132,7 +146,9 @@ def whole_rows(
     )
 
 
-def shard_stats(logits: Tensor, column: Tensor, opts: CallOptions) -> Tensor:
+def shard_stats(
+    logits: Tensor, column: Tensor, opts: CallOptions, *, threshold: Tensor | None = None
+) -> Tensor:
     """The row statistics of this rank's columns, in walking order.
 
     With the rank one all-reduce of `[n]`, so that the ranks count against the target's logit in
@@ -140,20 +156,22 @@ def shard_stats(logits: Tensor, column: Tensor, opts: CallOptions) -> Tensor:
 
     Args:
         logits, column: as in `whole_rows`.
+        threshold: `[n]`, that logit where it is known already; then nothing is reduced.
 
     Returns:
         `[k, n]`; with segments `[g/TP, k, n]`.
     """
     rows, spec = Rows(logits), opts.spec
     blocks = list(rows.blocks(logits))
-    threshold = target_logits(blocks, column, opts.group) if spec.rank else None
+    if spec.rank and threshold is None:
+        threshold = target_logits(blocks, column, opts.group)
     temperature = rows.walk_optional(opts.temperature)
     row_stats = partial(opts.backend.row_stats, chunk_size=opts.chunk_size)
     if opts.segments is not None:
         row_stats = partial(
             segment_stats, opts.backend, segments=opts.segments, chunk_size=opts.chunk_size
         )
-    return _joined(
+    return joined(
         [
             row_stats(
                 block,
@@ -167,7 +185,7 @@ def shard_stats(logits: Tensor, column: Tensor, opts: CallOptions) -> Tensor:
     )
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def joined(parts: list[Tensor]) -> Tensor:
     """Parts of rows, along the last dimension."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -204,5 +222,11 @@ def target_logits(
     blocks: list[tuple[slice, Tensor]], column: Tensor, group: ProcessGroup | None
 ) -> Tensor:
     """Each row's raw target logit on every rank, `[n]` float32; one all-reduce over TP."""
-    own = _joined([gather_target(block, column[part], 0.0) for part, block in blocks])
-    return all_reduce_sum(own.to(accumulator_dtype(own.dtype)), group)
+    own = joined([gather_target(block, column[part], 0.0) for part, block in blocks])
+    return sum_over_ranks(own.to(accumulator_dtype(own.dtype)), group)
+
+
+def sum_over_ranks(own: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`own`, the library's own tensor and contiguous, summed in place; one all-reduce over TP."""
+    wait_for(all_reduce_sum_async(own, group), group)
+    return own

@@ -18,6 +18,7 @@ from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.stats import (
     RowNorms,
     RowResults,
+    TargetIds,
     gradient_coefficients,
     gradient_spec,
 )
@@ -32,7 +33,9 @@ from mcore_logprobs.logits.result import TokenStats
 from mcore_logprobs.logits.rows import (
     Rows,
     gather_parts,
+    joined,
     shard_stats,
+    sum_over_ranks,
     target_logits,
     whole_rows,
 )
@@ -49,20 +52,29 @@ __all__ = [
 @dataclass(frozen=True)
 class _Options:
     call: CallOptions
+    ignore_index: int | None
     label_smoothing: float
     inplace_backward: bool
 
 
 class _TokenStats(torch.autograd.Function):
-    """A RowResults of `[...]` tensors."""
+    """A RowResults of `[...]` tensors.
+
+    `target` is a LocalTarget; for a backend with `OneLaunch` global ids `[...]`, or None where no
+    row has a target.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, local: LocalTarget, opts: _Options) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, target: LocalTarget | Tensor | None, opts: _Options
+    ) -> tuple[Any, ...]:
         rows = Rows(logits)
-        column, keep = rows.walk(local.column), rows.walk(local.keep)
-        results, norms = _finished(logits, rows, column, keep, opts)
+        if isinstance(target, LocalTarget):
+            results, saved = _finished(logits, rows, target, opts)
+        else:
+            results, saved = _finished_in_few_launches(logits, rows, target, opts)
         ctx.opts = opts
-        ctx.save_for_backward(logits, column, keep, *norms)
+        ctx.save_for_backward(logits, *saved)
         ctx.set_materialize_grads(False)
         results = results.map(rows.restore)
         if results.target_rank is not None:
@@ -74,7 +86,7 @@ class _TokenStats(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         if all(grad is None for grad in grads):
             return None, None, None
-        logits, column, keep, *norms = ctx.saved_tensors
+        logits, *saved = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(logits)
         upstream = RowResults(*grads).map(rows.walk)
@@ -83,47 +95,32 @@ class _TokenStats(torch.autograd.Function):
         if not opts.inplace_backward:
             grad = prefer_huge_pages(torch.empty_like(logits))
         write = _write_in_one_launch if one_launch(opts.call.backend) else _write
-        write(logits, grad, rows, column, keep, upstream, norms, opts)
+        write(logits, grad, rows, upstream, saved, opts)
         return grad, None, None
 
 
+# ---- by a backend that takes chunks ------------------------------------------------------------
+
+
 def _finished(
-    logits: Tensor, rows: Rows, column: Tensor, keep: Tensor, opts: _Options
+    logits: Tensor, rows: Rows, local: LocalTarget, opts: _Options
 ) -> tuple[RowResults, Sequence[Tensor | None]]:
-    """The results, ignored rows blanked, and what the gradient needs of whole rows."""
-    call = opts.call
-    native = one_launch(call.backend)
-    if native is None:
-        done, _ = whole_rows(logits, column, call, label_smoothing=opts.label_smoothing)
-        return done.blanked(keep), done.norms
-    if call.shard.tp_size == 1 and call.segments is None:
-        blocks = list(rows.blocks(logits))
-        if len(blocks) == 1:
-            results, norms = native.finished_stats(
-                blocks[0][1],
-                column,
-                keep,
-                call.spec,
-                opts.label_smoothing,
-                temperature=rows.walk_optional(call.temperature),
-            )
-            return results, (norms,)
-    parts = gather_parts(shard_stats(logits, column, call), call.group)
-    results, norms = native.finish_rows(parts, keep, call.spec, opts.label_smoothing)
-    return results, (norms,)
+    """The results, ignored rows blanked, and what `_write` needs."""
+    column, keep = rows.walk(local.column), rows.walk(local.keep)
+    done, _ = whole_rows(logits, column, opts.call, label_smoothing=opts.label_smoothing)
+    return done.blanked(keep), (column, keep, *done.norms)
 
 
 def _write(
     logits: Tensor,
     grad: Tensor,
     rows: Rows,
-    column: Tensor,
-    keep: Tensor,
     upstream: RowResults,
-    norms: list[Tensor],
+    saved: list[Tensor],
     opts: _Options,
 ) -> None:
     """The gradient into grad, which may be the logits; coefficients first, in plain torch."""
+    column, keep, *norms = saved
     whole = RowNorms(*norms)
     spec = gradient_spec(opts.call.spec, upstream)
     coef = gradient_coefficients(
@@ -143,19 +140,64 @@ def _write(
         )
 
 
+# ---- by a backend with `OneLaunch` -------------------------------------------------------------
+
+
+def _finished_in_few_launches(
+    logits: Tensor, rows: Rows, target: Tensor | None, opts: _Options
+) -> tuple[RowResults, Sequence[Tensor | None]]:
+    """As `_finished`, of global ids: a kernel for the statistics, one for what comes after them.
+
+    Under TP one more merges each shard's parts, and with the rank one finds the targets' logits.
+    """
+    call, shard = opts.call, opts.call.shard
+    native = one_launch(call.backend)
+    assert native is not None
+    ids = TargetIds(shard.start, shard.vocab_size, opts.ignore_index)
+    target, temperature = rows.walk_optional(target), rows.walk_optional(call.temperature)
+    blocks = list(rows.blocks(logits))
+    if shard.tp_size == 1 and call.segments is None and len(blocks) == 1:
+        results, norms, column = native.finished_stats(
+            blocks[0][1], target, ids, call.spec, opts.label_smoothing, temperature=temperature
+        )
+        return results, (column, norms)
+    if call.spec.rank and shard.tp_size > 1:
+        # The ranks count against the target's logit in the same read: it comes first.
+        assert target is not None
+        found = [native.own_logits(block, target[part], ids) for part, block in blocks]
+        column, own = (joined(list(each)) for each in zip(*found, strict=True))
+        stats = shard_stats(logits, column, call, threshold=sum_over_ranks(own, call.group))
+    else:
+        located = [
+            native.located_stats(
+                block,
+                None if target is None else target[part],
+                ids,
+                call.spec,
+                call.segments,
+                temperature=None if temperature is None else temperature[part],
+            )
+            for part, block in blocks
+        ]
+        stats = joined([stats for stats, _ in located])
+        column = None if target is None else joined([column for _, column in located])
+    parts = gather_parts(stats, call.group)
+    results, norms = native.finish_rows(parts, column, call.spec, opts.label_smoothing)
+    return results, (column, norms)
+
+
 def _write_in_one_launch(
     logits: Tensor,
     grad: Tensor,
     rows: Rows,
-    column: Tensor,
-    keep: Tensor,
     upstream: RowResults,
-    norms: list[Tensor],
+    saved: list[Tensor],
     opts: _Options,
 ) -> None:
     """As `_write`, the kernel finding each row's coefficients itself."""
     native = one_launch(opts.call.backend)
     assert native is not None
+    column, norms = saved
     temperature = rows.walk_optional(opts.call.temperature)
     for part, block, out in rows.blocks(logits, grad):
 
@@ -164,10 +206,9 @@ def _write_in_one_launch(
 
         native.results_grad(
             block,
-            own(column),
-            own(keep),
+            None if column is None else own(column),
             upstream.map(own),
-            own(norms[0]),
+            own(norms),
             opts.call.spec,
             opts.label_smoothing,
             temperature=None if temperature is None else own(temperature),
@@ -177,17 +218,30 @@ def _write_in_one_launch(
 
 def _token_stats(
     call: LogitsCall,
-    local: LocalTarget,
+    target: Tensor | None,
+    ignore_index: int | None,
     *,
     inplace_backward: bool,
     label_smoothing: float = 0.0,
 ) -> TokenStats:
+    """Of a checked call; target None: of whole rows alone."""
     check_flag("inplace_backward", inplace_backward)
+    given: LocalTarget | Tensor | None = None
+    if one_launch(call.options.backend) is not None:
+        if target is not None:
+            given = call.global_target(target, ignore_index)
+    elif target is not None:
+        given = call.local_target(target, ignore_index)
+    else:
+        lead, device = call.logits.shape[:-1], call.logits.device
+        given = LocalTarget(
+            column=torch.full(lead, -1, dtype=torch.int64, device=device),
+            keep=torch.ones(lead, dtype=torch.bool, device=device),
+        )
     if inplace_backward:
         check_inplace_backward(call.logits)
-    opts = _Options(call.options, label_smoothing, inplace_backward)
-    results = RowResults(*_TokenStats.apply(call.logits, local, opts))
-    return TokenStats(**results._asdict())
+    opts = _Options(call.options, ignore_index, label_smoothing, inplace_backward)
+    return TokenStats(*_TokenStats.apply(call.logits, given, opts))
 
 
 def vocab_parallel_token_stats(
@@ -275,7 +329,8 @@ def vocab_parallel_token_stats(
     )
     return _token_stats(
         call,
-        call.local_target(target, ignore_index),
+        target,
+        ignore_index,
         label_smoothing=label_smoothing,
         inplace_backward=inplace_backward,
     )
@@ -353,12 +408,7 @@ def vocab_parallel_entropy(
         entropy=True,
         invariant_segments=invariant_segments,
     )
-    lead, device = call.logits.shape[:-1], call.logits.device
-    everything = LocalTarget(
-        column=torch.full(lead, -1, dtype=torch.int64, device=device),
-        keep=torch.ones(lead, dtype=torch.bool, device=device),
-    )
-    found = _token_stats(call, everything, inplace_backward=inplace_backward).entropy
+    found = _token_stats(call, None, None, inplace_backward=inplace_backward).entropy
     assert found is not None
     return found
 
@@ -381,7 +431,8 @@ def vocab_parallel_target_rank(
         vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> int64 `[...]`; -1 where
         the target is ignore_index, or its logit is NaN. Ties count as not higher.
 
-    Collectives: two all-reduces of `[n]` over TP. The logits are read once.
+    Collectives: two all-reduces of `[n]` over TP; with Triton's kernels the second is an all-gather
+    of `[4, n]`. The logits are read once.
 
     Keywords and errors are `vocab_parallel_token_stats`'s; a temperature cannot change a rank.
     """
@@ -392,8 +443,13 @@ def vocab_parallel_target_rank(
         backend=backend,
         chunk_size=chunk_size,
         temperature=temperature,
+        rank=True,
     )
     opts = call.options
+    if one_launch(opts.backend) is not None:
+        ranks = _token_stats(call, target, ignore_index).target_rank
+        assert ranks is not None
+        return ranks
     local = call.local_target(target, ignore_index)
     rows = Rows(call.logits)
     column = rows.walk(local.column)

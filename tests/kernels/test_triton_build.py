@@ -98,8 +98,10 @@ def test_no_launch_leaves_fused_multiply_adds_to_the_version_of_triton():
 
 
 def test_targets_are_localized():
-    constants = {"HAS_IGNORED": True, "BLOCK": 1024}
-    _build(triton_finish.localize_kernel, "bf16", "fp32", constants, keep_ptr="*i1")
+    for absent in (("logits_ptr", "own_ptr"), ("keep_ptr",)):
+        constants = {"BLOCK": 1024, **dict.fromkeys(absent)}
+        types = {"keep_ptr": "*i1", "own_ptr": "*fp32"}
+        _build(triton_finish.localize_kernel, "bf16", "fp32", constants, **types)
 
 
 def test_rank_reads_sixteen_bytes_at_a_time():

@@ -52,9 +52,12 @@ def test_the_finish_compiles_and_the_target_is_asserted_on(parts):
         "PARTS": parts, "ROWS": 8, **field_constants(spec, *triton_finish.FIELDS),
         **triton_finish.norm_constants(spec),
     }  # fmt: skip
-    _assert_sound(build(triton_finish.finish_kernel, constants, {}))
+    asserting = {"debug": True, "sanitize_overflow": False}
+    finish = build(triton_finish.finish_kernel, constants, {}, **asserting)
     localize = build(
-        triton_finish.localize_kernel, {"HAS_IGNORED": True, "BLOCK": 1024},
-        {"target_ptr": "*i64", "keep_ptr": "*i1"}, debug=True, sanitize_overflow=False,
+        triton_finish.localize_kernel, {"BLOCK": 1024, "logits_ptr": None, "own_ptr": None},
+        {"target_ptr": "*i64", "keep_ptr": "*i1"}, **asserting,
     )  # fmt: skip
-    assert "__assertfail" in localize.ptx
+    for built in (finish, localize):
+        _assert_sound(built)
+        assert "__assertfail" in built.ptx

@@ -11,9 +11,13 @@ from torch import Tensor
 
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference, triton_backend, triton_finish
+from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import (
+    DROPPED,
+    ELSEWHERE,
     RowResults,
     RowSpec,
+    TargetIds,
     finish,
     gradient_coefficients,
     gradient_spec,
@@ -33,6 +37,8 @@ from tests.kernels.common import (
 from tests.kernels.interpreter import interpreted
 
 WIDTH = 900
+START = 64  # of this shard's columns
+IDS = TargetIds(START, START + WIDTH, -100)
 VALUES = ("logprobs", "entropy", "lse", "sum_pi_squared")
 
 
@@ -43,6 +49,11 @@ def _rows(dtype: torch.dtype = torch.float32, valid: int = WIDTH) -> tuple[Tenso
     target = make_target(11, valid, logits.nan_to_num(0.0, 0.0, -torch.inf))
     keep = torch.arange(11, device=DEVICE) % 5 != 2
     return logits, target, keep
+
+
+def _global(target: Tensor, keep: Tensor) -> Tensor:
+    """Columns as global ids: -1 becomes another shard's, a row that is not kept the ignored one."""
+    return torch.where(target >= 0, target + START, START - 1).where(keep, -100)
 
 
 def _shards(logits: Tensor, target: Tensor, spec: RowSpec, tp: int) -> Tensor:
@@ -77,8 +88,8 @@ def test_targets_are_localized_as_in_torch(dtype):
         )
         plain = localize_target(target.t()[:5].long(), shard, ignore_index)
         own = target.t()[:5].long() - start
-        expected = torch.where(plain.keep & (own >= 0) & (own < 40), own, -1)
-        assert torch.equal(column, expected)
+        expected = torch.where((own >= 0) & (own < 40), own, ELSEWHERE)
+        assert torch.equal(column, expected.where(plain.keep, DROPPED))
         assert torch.equal(keep, plain.keep)
         assert (column.dtype, keep.dtype) == (torch.int64, torch.bool)
 
@@ -113,7 +124,8 @@ def test_shards_finish_as_in_torch(tp, label_smoothing):
     wider[:, 1:-1] = parts
     outside = parts.transpose(0, 1).contiguous().transpose(0, 1)
     for given in (parts.contiguous(), wider[:, 1:-1], outside):
-        got, norms = triton_backend.finish_rows(given, keep, spec, label_smoothing)
+        column = target.where(keep, DROPPED)
+        got, norms = triton_backend.finish_rows(given, column, spec, label_smoothing)
         _check_results(got, plain.blanked(keep), exact.blanked(keep), ulps=6.0)
         row = dict(zip(spec.norms, norms, strict=True))
         finite = exact.norms.log_sum.isfinite()
@@ -141,11 +153,45 @@ def test_each_statistic_alone_and_where_all_columns_are_here(wanted):
         threshold = reference.gather_target(given, target, 0.0)
         stats = reference.row_stats(given, target, spec, threshold=threshold, chunk_size=4)
         results.append(finish(stats, spec, smoothing).blanked(keep))
-    got, norms = triton_backend.finished_stats(logits, target, keep, spec, smoothing)
+    ids = _global(target, keep)
+    got, norms, column = triton_backend.finished_stats(logits, ids, IDS, spec, smoothing)
     _check_results(got, *results, ulps=6.0)
     assert norms.shape == (len(spec.norms), 11)
-    empty, _ = triton_backend.finished_stats(logits[:0], target[:0], keep[:0], spec, smoothing)
-    assert empty.logprobs.shape == empty.lse.shape == (0,)
+    assert torch.equal(column, target.where(keep, DROPPED))
+    empty, _, none = triton_backend.finished_stats(logits[:0], ids[:0], IDS, spec, smoothing)
+    assert empty.logprobs.shape == empty.lse.shape == none.shape == (0,)
+    if not wanted.get("rank"):  # rows without targets are all kept
+        got, _, column = triton_backend.finished_stats(logits, None, IDS, spec, smoothing)
+        assert column is None
+        threshold = torch.zeros(11, device=DEVICE)
+        elsewhere = torch.full_like(target, ELSEWHERE)
+        results = [
+            finish(
+                reference.row_stats(given, elsewhere, spec, threshold=threshold, chunk_size=4),
+                spec, smoothing,
+            ).results
+            for given in (logits, logits.double())
+        ]  # fmt: skip
+        _check_results(got, *results, ulps=6.0)
+
+
+@pytest.mark.parametrize("segments", [None, Segments(2, 450), Segments(4, 225)], ids=str)
+@interpreted
+def test_statistics_of_global_ids_are_those_of_their_columns(segments):
+    logits, target, keep = _rows(torch.bfloat16)
+    spec, ids = RowSpec(WIDTH - 3, entropy=True), _global(target, keep)
+    spaced = torch.stack([ids, ids], 1)[:, 1]
+    stats, column = triton_backend.located_stats(logits, spaced, IDS, spec, segments)
+    assert torch.equal(column, target.where(keep, DROPPED))
+    if segments is None:
+        expected = triton_backend.row_stats(logits, column, spec)
+    else:
+        expected = triton_backend.segment_stats(logits, column, spec, segments)
+    torch.testing.assert_close(stats, expected, rtol=0, atol=0, equal_nan=True)
+    same, own = triton_backend.own_logits(logits, spaced, IDS)
+    assert torch.equal(same, column)
+    expected = reference.gather_target(logits, column, 0.0).float()
+    torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @interpreted
@@ -212,10 +258,12 @@ def _check_gradient(
         return written
 
     common = {"temperature": temperature}
-    _, norms = triton_backend.finished_stats(logits, target, keep, spec, label_smoothing, **common)
+    _, norms, column = triton_backend.finished_stats(
+        logits, _global(target, keep), IDS, spec, label_smoothing, **common
+    )
     out = torch.full_like(logits, torch.nan) if out is None else out
     triton_backend.results_grad(
-        logits, target, keep, RowResults(**grads), norms, spec, label_smoothing, out=out, **common
+        logits, column, RowResults(**grads), norms, spec, label_smoothing, out=out, **common
     )
     exact, expected = plain(torch.float64), plain(torch.float32)
     nan = exact.isnan()
@@ -263,9 +311,9 @@ def test_the_gradient_of_rows_with_strides_in_place_and_of_another_shard():
     _check_gradient(wide, spec, VALUES, out=spaced)
     elsewhere = torch.full((11,), -1, device=DEVICE)
     _check_gradient(logits, spec, VALUES, target=elsewhere)
-    target, keep = elsewhere.clamp(min=3), elsewhere < 0
-    _, norms = triton_backend.finished_stats(logits, target, keep, spec, 0.0)
+    ids = _global(elsewhere.clamp(min=3), elsewhere < 0)
+    _, norms, column = triton_backend.finished_stats(logits, ids, IDS, spec, 0.0)
     upstream, out = RowResults(**_upstream(VALUES, 11)), torch.empty_like(logits)
     for where in (out, logits):
-        triton_backend.results_grad(logits, target, keep, upstream, norms, spec, 0.0, out=where)
+        triton_backend.results_grad(logits, column, upstream, norms, spec, 0.0, out=where)
     torch.testing.assert_close(logits, out, rtol=0, atol=0, equal_nan=True)

@@ -100,8 +100,9 @@ def test_operators_declare_what_they_do():
     logits, target, shift, coef = _inputs()
     spec = flatten(SPEC)
     threshold = logits[:, 0].float()
-    keep, parts = target >= 0, triton_backend.row_stats(logits, target, SPEC).unsqueeze(0)
-    norms = triton_backend.finish_rows(parts, keep, SPEC, 0.1)[1]
+    parts = triton_backend.row_stats(logits, target, SPEC).unsqueeze(0)
+    norms = triton_backend.finish_rows(parts, target, SPEC, 0.1)[1]
+    ids = (0, 200, -1)
     upstream = (shift, None, shift[:1].expand(6), None)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for operator, arguments, traced in (
@@ -111,11 +112,13 @@ def test_operators_declare_what_they_do():
          (logits, target, shift, coef, None, None, torch.empty_like(logits), *spec), True),
         (triton_backend._localize, (target, 3, 100, 190, -1), False),
         (triton_backend._segment_stats, (logits, target, 2, 100, None, None, None, *spec), False),
-        (triton_backend._finish_rows, (parts, keep, 0.1, *spec), False),
-        (triton_backend._finished_stats, (logits, target, keep, None, 0.1, *spec), False),
+        (triton_backend._own_logits, (logits, target, *ids), False),
+        (triton_backend._located_stats, (logits, target, None, *ids, 0, 0, *spec), False),
+        (triton_backend._located_stats, (logits, None, None, *ids, 2, 100, *spec), False),
+        (triton_backend._finish_rows, (parts, target, 0.1, *spec), False),
+        (triton_backend._finished_stats, (logits, target, None, *ids, 0.1, *spec), False),
         (triton_backend._results_grad,
-         (logits, target, keep, *upstream, norms, None, torch.empty_like(logits), 0.1, *spec),
-         True),
+         (logits, target, *upstream, norms, None, torch.empty_like(logits), 0.1, *spec), True),
     ):  # fmt: skip
         torch.library.opcheck(operator, arguments, test_utils=checks[: 3 if traced else 2])
 
