@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -187,17 +188,19 @@ class VocabShard:
         Raises:
             ValueError: no columns, or vocab_size outside [1, V].
         """
+        if group is None:
+            return _whole_vocabulary(width, vocab_size)
         return cls(group, width, _true_size(width, group_size(group), vocab_size))
 
     @property
     def rank(self) -> int:
         return group_rank(self.group)
 
-    @property
+    @cached_property
     def tp_size(self) -> int:
         return group_size(self.group)
 
-    @property
+    @cached_property
     def start(self) -> int:
         return self.rank * self.width
 
@@ -210,7 +213,7 @@ class VocabShard:
         """V, the padded global vocabulary."""
         return self.width * self.tp_size
 
-    @property
+    @cached_property
     def valid_width(self) -> int:
         """How many of this rank's columns are true vocabulary; they come first. May be 0."""
         return max(0, min(self.width, self.vocab_size - self.start))
@@ -230,3 +233,8 @@ def _true_size(width: int, tp_size: int, vocab_size: int | None) -> int:
             f"vocab_size: expected 1 to {padded} (V/TP {width} x TP {tp_size}), got {vocab_size}"
         )
     return vocab_size
+
+
+@remembered
+def _whole_vocabulary(width: int, vocab_size: int | None) -> VocabShard:
+    return VocabShard(None, width, _true_size(width, 1, vocab_size))

@@ -255,8 +255,9 @@ def _triton_availability(device_type: str) -> Choice:
     def refused(reason: str) -> Choice:
         return Choice("triton", False, reason)
 
-    wants_interpreter = os.environ.get("TRITON_INTERPRET") == "1"
-    if device_type != "cuda" and not (device_type == "cpu" and wants_interpreter):
+    if device_type != "cuda" and not (
+        device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    ):
         return refused(
             f"Triton kernels need a CUDA device, not {device_type}"
             " (TRITON_INTERPRET=1 runs them on a CPU, slowly, for tests)"

@@ -36,12 +36,12 @@ __all__ = [
     "ELSEWHERE",
     "IGNORED",
     "LOG_ZERO",
+    "UNKNOWN",
     "FinishedStats",
     "RowNorms",
     "RowResults",
     "RowSpec",
     "TargetIds",
-    "UNKNOWN",
     "accumulator_dtype",
     "finish",
     "gradient_coefficients",
@@ -229,6 +229,8 @@ class RowResults(NamedTuple):
 
     def map(self, function: Callable[..., Any], *others: RowResults) -> RowResults:
         """`function` of every field that is there, with the same field of the others."""
+        if not others:
+            return RowResults(*[None if x is None else function(x) for x in self])
         return RowResults(
             *(None if x[0] is None else function(*x) for x in zip(self, *others, strict=True))
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, Side
 from mcore_logprobs.kernels.triton_common import (
-    LOG_ZERO,
     Plan,
     clamped,
     exp,

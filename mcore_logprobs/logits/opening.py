@@ -79,11 +79,14 @@ class LogitsCall:
     def global_target(self, target: Tensor, ignore_index: int | None) -> Tensor:
         """Checked ids of the logits' leading shape, int64, for a kernel that localizes them.
 
-        Like `localize_target`, but for ids outside the vocabulary on CUDA, which the kernel
-        asserts on.
+        On CPU an id outside [0, vocab_size) is a ValueError; on CUDA the kernel asserts on it.
+
+        Args:
+            ignore_index: checked already.
         """
         target = check_target(target, self.logits.shape[:-1], self.logits.device)
-        _check_ids(target, self.shard, ignore_index, "target")
+        if target.device.type == "cpu":
+            _check_ids_on_host(target, self.shard, ignore_index, "target")
         return target
 
     def local_target(
@@ -319,7 +322,9 @@ def localize_target(
         target: int64 of any shape; global ids or ignore_index.
         backend: takes one launch where it can.
     """
-    _check_ids(target, shard, ignore_index, name)
+    check_optional_integer("ignore_index", ignore_index)
+    if target.device.type == "cpu":
+        _check_ids_on_host(target, shard, ignore_index, name)
     native = None if backend is None else backends.one_launch(backend)
     if native is not None:
         return LocalTarget(
@@ -340,12 +345,6 @@ def localize_target(
     column = target - shard.start
     here = keep & (column >= 0) & (column < shard.width)
     return LocalTarget(torch.where(here, column, -1), keep)
-
-
-def _check_ids(target: Tensor, shard: VocabShard, ignore_index: int | None, name: str) -> None:
-    check_optional_integer("ignore_index", ignore_index)
-    if target.device.type == "cpu":
-        _check_ids_on_host(target, shard, ignore_index, name)
 
 
 def _check_ids_on_host(

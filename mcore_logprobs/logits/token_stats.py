@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.autograd import once_differentiable
-from mcore_logprobs.checks import check_flag, check_fraction
+from mcore_logprobs.checks import (
+    check_flag,
+    check_fraction,
+    check_optional_integer,
+    remembered,
+)
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.backend import one_launch
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
@@ -90,9 +95,9 @@ class _TokenStats(torch.autograd.Function):
         opts: _Options = ctx.opts
         rows = Rows(logits)
         upstream = RowResults(*grads).map(rows.walk)
-        logits = logits.detach()
-        grad = logits
-        if not opts.inplace_backward:
+        if opts.inplace_backward:
+            grad = logits = logits.detach()
+        else:
             grad = prefer_huge_pages(torch.empty_like(logits))
         write = _write_in_one_launch if one_launch(opts.call.backend) else _write
         write(logits, grad, rows, upstream, saved, opts)
@@ -180,7 +185,8 @@ def _finished_in_few_launches(
             for part, block in blocks
         ]
         stats = joined([stats for stats, _ in located])
-        column = None if target is None else joined([column for _, column in located])
+        columns = [column for _, column in located if column is not None]
+        column = joined(columns) if columns else None
     parts = gather_parts(stats, call.group)
     results, norms = native.finish_rows(parts, column, call.spec, opts.label_smoothing)
     return results, (column, norms)
@@ -225,7 +231,6 @@ def _token_stats(
     label_smoothing: float = 0.0,
 ) -> TokenStats:
     """Of a checked call; target None: of whole rows alone."""
-    check_flag("inplace_backward", inplace_backward)
     given: LocalTarget | Tensor | None = None
     if one_launch(call.options.backend) is not None:
         if target is not None:
@@ -242,6 +247,23 @@ def _token_stats(
         check_inplace_backward(call.logits)
     opts = _Options(call.options, ignore_index, label_smoothing, inplace_backward)
     return TokenStats(*_TokenStats.apply(call.logits, given, opts))
+
+
+@remembered
+def _check_settings(
+    entropy: bool = False,
+    target_rank: bool = False,
+    sum_pi_squared: bool = False,
+    label_smoothing: float = 0.0,
+    inplace_backward: bool = False,
+    ignore_index: int | None = None,
+) -> None:
+    check_flag("entropy", entropy)
+    check_flag("target_rank", target_rank)
+    check_flag("sum_pi_squared", sum_pi_squared)
+    check_fraction("label_smoothing", label_smoothing)
+    check_flag("inplace_backward", inplace_backward)
+    check_optional_integer("ignore_index", ignore_index)
 
 
 def vocab_parallel_token_stats(
@@ -309,10 +331,9 @@ def vocab_parallel_token_stats(
             and on CPU targets outside [0, vocab_size) (on CUDA a device-side assert).
         RuntimeError: with invariant_segments, where the backend's kernels do not compile.
     """
-    check_flag("entropy", entropy)
-    check_flag("target_rank", target_rank)
-    check_flag("sum_pi_squared", sum_pi_squared)
-    check_fraction("label_smoothing", label_smoothing)
+    _check_settings(
+        entropy, target_rank, sum_pi_squared, label_smoothing, inplace_backward, ignore_index
+    )
     call = open_logits(
         vocab_parallel_logits,
         tp_group=tp_group,
@@ -397,6 +418,7 @@ def vocab_parallel_entropy(
 
     Keywords, memory and errors are `vocab_parallel_token_stats`'s.
     """
+    check_flag("inplace_backward", inplace_backward)
     call = open_logits(
         vocab_parallel_logits,
         tp_group=tp_group,
@@ -436,6 +458,7 @@ def vocab_parallel_target_rank(
 
     Keywords and errors are `vocab_parallel_token_stats`'s; a temperature cannot change a rank.
     """
+    check_optional_integer("ignore_index", ignore_index)
     call = open_logits(
         vocab_parallel_logits,
         tp_group=tp_group,
