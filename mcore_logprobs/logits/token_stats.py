@@ -222,31 +222,35 @@ def _write_in_one_launch(
         )
 
 
+def _opened(call: LogitsCall, target: Tensor, ignore_index: int | None) -> LocalTarget | Tensor:
+    """Checked targets, as `_TokenStats` takes them."""
+    if one_launch(call.options.backend) is None:
+        return call.local_target(target, ignore_index)
+    return call.global_target(target, ignore_index)
+
+
+def _no_target(call: LogitsCall) -> LocalTarget | None:
+    if one_launch(call.options.backend) is not None:
+        return None
+    lead, device = call.logits.shape[:-1], call.logits.device
+    return LocalTarget(
+        column=torch.full(lead, -1, dtype=torch.int64, device=device),
+        keep=torch.ones(lead, dtype=torch.bool, device=device),
+    )
+
+
 def _token_stats(
     call: LogitsCall,
-    target: Tensor | None,
+    target: LocalTarget | Tensor | None,
     ignore_index: int | None,
     *,
     inplace_backward: bool,
     label_smoothing: float = 0.0,
 ) -> TokenStats:
-    """Of a checked call; target None: of whole rows alone."""
-    given: LocalTarget | Tensor | None = None
-    if one_launch(call.options.backend) is not None:
-        if target is not None:
-            given = call.global_target(target, ignore_index)
-    elif target is not None:
-        given = call.local_target(target, ignore_index)
-    else:
-        lead, device = call.logits.shape[:-1], call.logits.device
-        given = LocalTarget(
-            column=torch.full(lead, -1, dtype=torch.int64, device=device),
-            keep=torch.ones(lead, dtype=torch.bool, device=device),
-        )
     if inplace_backward:
         check_inplace_backward(call.logits)
     opts = _Options(call.options, ignore_index, label_smoothing, inplace_backward)
-    return TokenStats(*_TokenStats.apply(call.logits, given, opts))
+    return TokenStats(*_TokenStats.apply(call.logits, target, opts))
 
 
 @remembered
@@ -350,7 +354,7 @@ def vocab_parallel_token_stats(
     )
     return _token_stats(
         call,
-        target,
+        _opened(call, target, ignore_index),
         ignore_index,
         label_smoothing=label_smoothing,
         inplace_backward=inplace_backward,
@@ -430,7 +434,7 @@ def vocab_parallel_entropy(
         entropy=True,
         invariant_segments=invariant_segments,
     )
-    found = _token_stats(call, None, None, inplace_backward=inplace_backward).entropy
+    found = _token_stats(call, _no_target(call), None, inplace_backward=inplace_backward).entropy
     assert found is not None
     return found
 
@@ -470,7 +474,8 @@ def vocab_parallel_target_rank(
     )
     opts = call.options
     if one_launch(opts.backend) is not None:
-        ranks = _token_stats(call, target, ignore_index).target_rank
+        opened = _opened(call, target, ignore_index)
+        ranks = _token_stats(call, opened, ignore_index).target_rank
         assert ranks is not None
         return ranks
     local = call.local_target(target, ignore_index)
