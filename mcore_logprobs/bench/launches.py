@@ -35,6 +35,7 @@ from mcore_logprobs.bench.counting import DispatchesMade
 from mcore_logprobs.bench.report import machine
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.logits import opening
+from mcore_logprobs.logits.distill import vocab_parallel_kl_div
 from mcore_logprobs.logits.token_stats import (
     vocab_parallel_entropy,
     vocab_parallel_logprobs,
@@ -173,6 +174,10 @@ def _rank(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
     return []
 
 
+def _divergence(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    return [vocab_parallel_kl_div(logits, logits.detach(), **options)]
+
+
 CALLS: dict[str, Callable[..., list[Tensor]]] = {
     "logprobs": _logprobs,
     "logprobs, softcap 30, T 0.7": partial(_logprobs, softcap=30.0, temperature=0.7),
@@ -182,6 +187,8 @@ CALLS: dict[str, Callable[..., list[Tensor]]] = {
     "token_stats, everything": _everything,
     "entropy": _entropy,
     "target_rank": _rank,
+    "kl_div": _divergence,
+    "kl_div, jsd": partial(_divergence, kind="jsd"),
 }
 
 

@@ -26,10 +26,12 @@ __all__ = [
     "Backend",
     "Choice",
     "OneLaunch",
+    "OneLaunchPair",
     "PairBackend",
     "default_chunk_size",
     "explain",
     "one_launch",
+    "one_launch_pair",
     "select",
     "select_pair",
 ]
@@ -138,6 +140,42 @@ class PairBackend(Protocol):
     ) -> None: ...
 
 
+class OneLaunchPair(PairBackend, Protocol):
+    """A `PairBackend` that also takes each small step in one launch; see `OneLaunch`.
+
+    `kernels.triton_pairs` documents the functions.
+    """
+
+    def finish_pairs(
+        self, parts: Tensor, mask: Tensor | None, spec: PairSpec
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def finished_pair(
+        self, student: Side, teacher: Side, mask: Tensor | None, spec: PairSpec
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def finish_jsd(self, parts: Tensor, norms: Tensor, spec: PairSpec) -> tuple[Tensor, Tensor]: ...
+
+    def finished_jsd(
+        self, student: Side, teacher: Side, norms: Tensor, spec: PairSpec
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def pair_grad(
+        self,
+        student: Side,
+        teacher: Side,
+        norm_s: Tensor,
+        norm_t: Tensor,
+        inner: Tensor,
+        upstream: Tensor,
+        spec: PairSpec,
+        *,
+        kept: Tensor | None = None,
+        out: Tensor,
+        chunk_size: int,
+    ) -> None: ...
+
+
 class OneLaunch(Backend, Protocol):
     """A backend that also takes each small step of a call in one launch.
 
@@ -208,6 +246,11 @@ class OneLaunch(Backend, Protocol):
 def one_launch(backend: Backend) -> OneLaunch | None:
     """The backend itself if it takes small steps in one launch each, else None."""
     return cast(OneLaunch, backend) if hasattr(backend, "finish_rows") else None
+
+
+def one_launch_pair(backend: PairBackend) -> OneLaunchPair | None:
+    """Likewise for two sides."""
+    return cast(OneLaunchPair, backend) if hasattr(backend, "finish_pairs") else None
 
 
 @dataclass(frozen=True)

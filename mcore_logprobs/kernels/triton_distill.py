@@ -18,8 +18,10 @@ from mcore_logprobs.kernels.triton_common import (
     FUSE,
     LOG_ZERO,
     Plan,
+    ceil_div,
     device_of,
     exp,
+    power_of_2,
 )
 from mcore_logprobs.kernels.triton_sides import (
     CROSS_ENTROPY,
@@ -38,8 +40,11 @@ from mcore_logprobs.kernels.triton_sides import (
 __all__ = [
     "jsd_kernel",
     "jsd_sums",
+    "merged_pair",
     "pair_stats",
     "pair_stats_kernel",
+    "split_jsd_sums",
+    "split_pair_stats",
 ]
 
 STATS = tl.constexpr(PAIR_STATS)
@@ -203,6 +208,20 @@ def pair_stats_kernel(
     _store(out, rows, None, row_top_s, row_sum_s, row_top_t, row_sum_t, row_cross)
 
 
+@triton.jit
+def merged_pair(parts_ptr, row, rows, parts, PARTS: tl.constexpr, KIND: tl.constexpr):
+    """Pair statistics of whole rows `[rows]` from `[parts, 5, n]`."""
+    number = tl.arange(0, PARTS)
+    mask = (number < parts)[:, None] & (row < rows)[None, :]
+    part = parts_ptr + (number.to(tl.int64) * STATS * rows)[:, None] + row[None, :]
+    top_s = tl.load(part, mask=mask, other=float("-inf"))
+    sum_s = tl.load(part + rows, mask=mask, other=0.0)
+    top_t = tl.load(part + 2 * rows, mask=mask, other=float("-inf"))
+    sum_t = tl.load(part + 3 * rows, mask=mask, other=0.0)
+    cross = tl.load(part + 4 * rows, mask=mask, other=0.0)
+    return _merged(top_s, sum_s, top_t, sum_t, cross, KIND)
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def pair_merge_kernel(
     parts_ptr,  # [splits, 5, n]
@@ -215,15 +234,7 @@ def pair_merge_kernel(
 ):
     """`kernels.distill.merge_pairs` in one launch."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    split = tl.arange(0, SPLITS)
-    mask = (split < splits)[:, None] & (row < rows)[None, :]
-    part = parts_ptr + (split.to(tl.int64) * STATS * rows)[:, None] + row[None, :]
-    top_s = tl.load(part, mask=mask, other=float("-inf"))
-    sum_s = tl.load(part + rows, mask=mask, other=0.0)
-    top_t = tl.load(part + 2 * rows, mask=mask, other=float("-inf"))
-    sum_t = tl.load(part + 3 * rows, mask=mask, other=0.0)
-    cross = tl.load(part + 4 * rows, mask=mask, other=0.0)
-    top_s, sum_s, top_t, sum_t, cross = _merged(top_s, sum_s, top_t, sum_t, cross, KIND)
+    top_s, sum_s, top_t, sum_t, cross = merged_pair(parts_ptr, row, rows, splits, SPLITS, KIND)
     _store(out_ptr + row, rows, row < rows, top_s, sum_s, top_t, sum_t, cross)
 
 
@@ -316,12 +327,35 @@ def jsd_kernel(
 
 def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | None = None) -> Tensor:
     """As `kernels.distill.pair_stats`, for logits whose last stride is 1."""
+    parts = split_pair_stats(student, teacher, spec, plan=plan)
+    splits, _, rows = parts.shape
+    if splits == 1 or rows == 0:
+        return parts[0]
+    out = torch.empty_like(parts[0])
+    with device_of(parts):
+        pair_merge_kernel[(ceil_div(rows, 8),)](
+            parts,
+            out,
+            rows,
+            splits,
+            SPLITS=power_of_2(splits),
+            ROWS=8,
+            KIND=KINDS.index(spec.kind),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=FUSE,
+        )
+    return out
+
+
+def split_pair_stats(
+    student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | None = None
+) -> Tensor:
+    """As `pair_stats`, of the parts of each row that the plan splits it into, `[splits, 5, n]`."""
     rows, valid = student.logits.shape[0], student.spec.valid
     plan = plan or pair_plan(student.logits, teacher.logits, valid)
     parts = student.logits.new_empty((plan.splits, PAIR_STATS, rows), dtype=torch.float32)
     if rows == 0:
-        return parts[0]
-    kind = KINDS.index(spec.kind)
+        return parts
     with device_of(parts):
         pair_stats_kernel[(rows * plan.splits,)](
             out_ptr=parts,
@@ -334,25 +368,11 @@ def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | Non
             **side_args(teacher, "teacher"),
             LANES=plan.lanes,
             GROUPS=plan.groups,
-            KIND=kind,
+            KIND=KINDS.index(spec.kind),
             num_warps=plan.num_warps,
             enable_fp_fusion=FUSE,
         )
-        if plan.splits == 1:
-            return parts[0]
-        out = torch.empty_like(parts[0])
-        pair_merge_kernel[(triton.cdiv(rows, 8),)](
-            parts,
-            out,
-            rows,
-            plan.splits,
-            SPLITS=triton.next_power_of_2(plan.splits),
-            ROWS=8,
-            KIND=kind,
-            num_warps=_NUM_WARPS,
-            enable_fp_fusion=FUSE,
-        )
-    return out
+    return parts
 
 
 def jsd_sums(
@@ -365,6 +385,20 @@ def jsd_sums(
     plan: Plan | None = None,
 ) -> Tensor:
     """As `kernels.distill.jsd_sums`, for logits whose last stride is 1."""
+    parts = split_jsd_sums(student, teacher, norm_s, norm_t, spec, plan=plan)
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+
+
+def split_jsd_sums(
+    student: Side,
+    teacher: Side,
+    norm_s: Tensor,
+    norm_t: Tensor,
+    spec: PairSpec,
+    *,
+    plan: Plan | None = None,
+) -> Tensor:
+    """As `jsd_sums`, of the parts of each row, `[splits, 2, n]`."""
     rows, valid = student.logits.shape[0], student.spec.valid
     plan = plan or pair_plan(student.logits, teacher.logits, valid)
     parts = student.logits.new_empty((plan.splits, 2, rows), dtype=torch.float32)
@@ -386,4 +420,4 @@ def jsd_sums(
                 num_warps=plan.num_warps,
                 enable_fp_fusion=FUSE,
             )
-    return parts[0] if plan.splits == 1 else parts.sum(0)
+    return parts

@@ -79,7 +79,7 @@ def _write_tile(
         tl.store(out_row_ptr + columns, grad.to(out_row_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["valid", "width", "splits"])
+@triton.jit(do_not_specialize=["valid", "width", "splits", "upstream_stride"])
 def pair_grad_kernel(
     student_ptr,  # [n, v]
     teacher_ptr,  # [n, v]
@@ -90,7 +90,8 @@ def pair_grad_kernel(
     student_norm_ptr,  # [2, n]
     teacher_norm_ptr,  # [2, n]
     inner_ptr,  # [n]
-    upstream_ptr,  # [n]
+    upstream_ptr,  # [n], any stride
+    kept_ptr,  # [n], 0 in rows that get no gradient; None: none
     out_ptr,  # [n, v]; may be student_ptr
     valid,
     width,
@@ -98,6 +99,7 @@ def pair_grad_kernel(
     teacher_stride,
     student_norm_stride,
     teacher_norm_stride,
+    upstream_stride,
     out_stride,
     splits,
     slope,
@@ -120,7 +122,9 @@ def pair_grad_kernel(
     start = (program % splits) * (TILES * TILE)
     stop = tl.minimum(start + TILES * TILE, width)
     out_row_ptr = out_ptr + row.to(tl.int64) * out_stride
-    upstream = tl.load(upstream_ptr + row)
+    upstream = tl.load(upstream_ptr + row.to(tl.int64) * upstream_stride)
+    if kept_ptr is not None:
+        upstream = tl.where(tl.load(kept_ptr + row) != 0.0, upstream, 0.0)
     if upstream != 0.0:
         student = side_row(
             student_ptr, student_temperature_ptr, row, student_stride,
@@ -181,16 +185,24 @@ def pair_grad(
     upstream: Tensor,
     spec: PairSpec,
     *,
+    kept: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """As `kernels.distill.pair_grad`, for logits and out whose last stride is 1."""
+    """As `kernels.distill.pair_grad`, for logits and out whose last stride is 1.
+
+    Args:
+        upstream: any stride.
+        kept: `[n]` float32, 0 in rows whose upstream counts as 0; None: there are none.
+    """
     rows, width = out.shape
     if out.numel() == 0:
         return
     if INTERPRETED and out.dtype == torch.bfloat16:
         # The interpreter truncates to bfloat16 where a GPU rounds.
         rounded = torch.empty(rows, width, dtype=torch.float32, device=out.device)
-        pair_grad(student, teacher, norm_s, norm_t, inner, upstream, spec, out=rounded)
+        pair_grad(
+            student, teacher, norm_s, norm_t, inner, upstream, spec, kept=kept, out=rounded
+        )  # fmt: skip
         out.copy_(rounded)
         return
     shape = tile_constants(spec.kind, width)
@@ -198,7 +210,9 @@ def pair_grad(
     with device_of(out):
         pair_grad_kernel[(rows * splits,)](
             inner_ptr=with_unit_stride(inner),
-            upstream_ptr=with_unit_stride(upstream),
+            upstream_ptr=upstream,
+            upstream_stride=upstream.stride(0),
+            kept_ptr=with_unit_stride(kept),
             out_ptr=out,
             valid=student.spec.valid,
             width=width,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.autograd import once_differentiable
-from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.distill import PairSpec, Side, finish_pair, merge_pairs
 from mcore_logprobs.logits.dtensor import unwrap_rows
 from mcore_logprobs.logits.opening import CallOptions, check_same_rows, open_logits
-from mcore_logprobs.logits.rows import Rows
+from mcore_logprobs.logits.rows import Rows, joined, sum_over_ranks
 
 __all__ = [
     "KL_KINDS",
@@ -58,34 +58,17 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor | None, opts: _Options
     ) -> Tensor:
-        rows, spec, group = Rows(student), opts.spec, opts.student.group
-        kernels, chunk_size = opts.kernels, opts.student.chunk_size
-        stats = torch.cat(
-            [
-                kernels.pair_stats(s, t, spec, chunk_size=chunk_size)
-                for _, s, t in opts.sides(rows, student, teacher)
-            ],
-            dim=-1,
-        )
-        done = finish_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
-        value, inner = done.value, done.value
-        if spec.kind == "jsd":
-            sums = torch.cat(
-                [
-                    kernels.jsd_sums(
-                        s, t, done.norm_s[:, part], done.norm_t[:, part], spec,
-                        chunk_size=chunk_size,
-                    )
-                    for part, s, t in opts.sides(rows, student, teacher)
-                ],
-                dim=-1,
-            )  # fmt: skip
-            from_teacher, inner = all_reduce_sum(sums, group)
-            value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
-        keep = done.usable if mask is None else done.usable & rows.walk(mask)
+        rows = Rows(student)
+        sides = list(opts.sides(rows, student, teacher))
+        native = backends.one_launch_pair(opts.kernels)
+        mask = rows.walk_optional(mask)
+        if native is None:
+            value, saved = _values(sides, mask, opts)
+        else:
+            value, saved = _values_in_few_launches(native, sides, mask, opts)
         ctx.opts = opts
-        ctx.save_for_backward(student, teacher, done.norm_s, done.norm_t, inner, keep)
-        return rows.restore(torch.where(keep, value, 0.0))
+        ctx.save_for_backward(student, teacher, *saved)
+        return rows.restore(value)
 
     @staticmethod
     @once_differentiable
@@ -93,21 +76,77 @@ class _Divergence(torch.autograd.Function):
         student, teacher, norm_s, norm_t, inner, keep = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(student)
-        upstream = torch.where(keep, rows.walk(grads[0]), 0.0)
+        native = backends.one_launch_pair(opts.kernels)
+        upstream = rows.walk(grads[0])
+        if native is None:
+            upstream = torch.where(keep, upstream, 0.0)
         grad = torch.empty_like(student)
         for part, s, t, out in opts.sides(rows, student, teacher, grad):
-            opts.kernels.pair_grad(
-                s,
-                t,
-                norm_s[:, part],
-                norm_t[:, part],
-                inner[part],
-                upstream[part],
-                opts.spec,
-                out=out,
+            row = (norm_s[:, part], norm_t[:, part], inner[part], upstream[part])
+            chunk_size = opts.student.chunk_size
+            if native is None:
+                opts.kernels.pair_grad(s, t, *row, opts.spec, out=out, chunk_size=chunk_size)
+            else:
+                native.pair_grad(
+                    s, t, *row, opts.spec, kept=keep[part], out=out, chunk_size=chunk_size
+                )
+        return grad, None, None, None
+
+
+def _values(
+    sides: list[tuple[Any, ...]], mask: Tensor | None, opts: _Options
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The divergences `[n]`; norm_s, norm_t, inner and which rows are kept, for the gradient."""
+    kernels, spec, group = opts.kernels, opts.spec, opts.student.group
+    size = {"chunk_size": opts.student.chunk_size}
+    stats = joined([kernels.pair_stats(s, t, spec, **size) for _, s, t in sides])
+    done = finish_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
+    value, inner = done.value, done.value
+    if spec.kind == "jsd":
+        sums = _jsd_sums(sides, done.norm_s, done.norm_t, opts)
+        from_teacher, inner = sum_over_ranks(sums, group)
+        value = (spec.beta * from_teacher + (1.0 - spec.beta) * inner).clamp(min=0.0)
+    keep = done.usable if mask is None else done.usable & mask
+    return torch.where(keep, value, 0.0), (done.norm_s, done.norm_t, inner, keep)
+
+
+def _values_in_few_launches(
+    native: backends.OneLaunchPair,
+    sides: list[tuple[Any, ...]],
+    mask: Tensor | None,
+    opts: _Options,
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """As `_values`; which rows are kept is float32."""
+    spec, group = opts.spec, opts.student.group
+    alone = opts.student.shard.tp_size == 1 and len(sides) == 1
+    _, student, teacher = sides[0]
+    if alone:
+        value, norms = native.finished_pair(student, teacher, mask, spec)
+    else:
+        size = {"chunk_size": opts.student.chunk_size}
+        stats = joined([native.pair_stats(s, t, spec, **size) for _, s, t in sides])
+        value, norms = native.finish_pairs(all_gather_stack(stats, group), mask, spec)
+    norm_s, norm_t, keep, inner = norms[:2], norms[2:4], norms[4], norms[5]
+    if spec.kind == "jsd" and alone:
+        value, inner = native.finished_jsd(student, teacher, norms, spec)
+    elif spec.kind == "jsd":
+        sums = sum_over_ranks(_jsd_sums(sides, norm_s, norm_t, opts), group)
+        value, inner = native.finish_jsd(sums.unsqueeze(0), norms, spec)
+    return value, (norm_s, norm_t, inner, keep)
+
+
+def _jsd_sums(
+    sides: list[tuple[Any, ...]], norm_s: Tensor, norm_t: Tensor, opts: _Options
+) -> Tensor:
+    return joined(
+        [
+            opts.kernels.jsd_sums(
+                s, t, norm_s[:, part], norm_t[:, part], opts.spec,
                 chunk_size=opts.student.chunk_size,
             )
-        return grad, None, None, None
+            for part, s, t in sides
+        ]
+    )  # fmt: skip
 
 
 def vocab_parallel_kl_div(

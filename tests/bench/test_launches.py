@@ -28,20 +28,25 @@ def test_small_calls_take_few_launches(name: str, tp: int) -> None:
     with _ranks(tp) as group:
         # So few rows that each is split over several programs, whose parts are merged.
         forward, backward = count(CALLS[name], rows=4, width=4 * 4096, group=group)
-    assert not forward.torch
-    expected = ["stats_kernel", "finish_kernel"]
+    pair = "pair_" if "kl_div" in name else ""
+    expected = [f"{pair}stats_kernel", f"{pair}finish_kernel"]
     if tp > 1 or "segments" in name:
-        expected.append("merge_kernel")
+        expected.append(f"{pair}merge_kernel")
+    jsd = "jsd" in name
+    if jsd:
+        expected += ["jsd_kernel", "jsd_finish_kernel"]
     ranked = tp > 1 and ("rank" in name or "everything" in name)
     if ranked:
         expected.append("localize_kernel")
     assert dict(forward.triton) == dict.fromkeys(expected, 1)
-    assert forward.collectives.total() == (tp > 1) + ranked
+    # The parts of the mixture's sums are added before they are reduced.
+    assert dict(forward.torch) == ({"aten::sum": 1} if jsd and tp > 1 else {})
+    assert forward.collectives.total() == (tp > 1) * (1 + ranked + jsd)
     if name == "target_rank":
         assert backward is None
         return
     assert backward is not None
-    assert (dict(backward.triton), backward.torch) == ({"results_grad_kernel": 1}, {})
+    assert (dict(backward.triton), backward.torch) == ({f"{pair or 'results_'}grad_kernel": 1}, {})
     assert not backward.collectives
 
 

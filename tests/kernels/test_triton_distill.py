@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -336,7 +337,6 @@ def _operation(kind: str, student: Tensor, teacher: Tensor, **options: Any) -> T
 def test_operations_on_logits_agree_with_torch(dtypes):
     # [s, b, V] seen as [b, s, V], without its last position: rows of two strides.
     raw, other = (make_logits(12, 300, dtype).view(4, 3, 300) for dtype in dtypes)
-    teacher = other.transpose(0, 1)[:, 1:]
     mask = torch.tensor([[True, True, False], [True] * 3, [False, True, True]], device=DEVICE)
     upstream = torch.randn(3, 3, device=DEVICE)
     upstream[1, 1] = 0.0
@@ -344,11 +344,19 @@ def test_operations_on_logits_agree_with_torch(dtypes):
         "temperature": torch.rand(3, 1, device=DEVICE) + 0.5, "teacher_temperature": 1.2,
         "mask": mask, "vocab_size": 280,
     }  # fmt: skip
-    for kind in KINDS:
+
+    def seen(x: Tensor, first: int) -> Tensor:
+        return x.transpose(0, 1)[:, first : first + 3]
+
+    def as_it_lies(x: Tensor, first: int) -> Tensor:
+        return x[first : first + 3]
+
+    for kind, layout in itertools.product(KINDS, (seen, as_it_lies)):
         results = []
+        teacher = layout(other, 1)
         for backend in ("torch", "triton"):
             leaf = raw.clone().requires_grad_()
-            logits = leaf.transpose(0, 1)[:, :-1]
+            logits = layout(leaf, 0)
             value = _operation(kind, logits, teacher, backend=backend, **options)
             value.backward(upstream)
             results.append((value, leaf.grad))
@@ -411,8 +419,15 @@ def test_operators_declare_what_they_do():
         (triton_pairs._jsd_sums, (norms, norms, 0.5, *sides)),
         (
             triton_pairs._pair_grad,
-            (torch.empty_like(student), norms, norms, ones, ones, "jsd", 0.5, *sides),
+            (torch.empty_like(student), norms, norms, ones, ones, ones, "jsd", 0.5, *sides),
         ),
+        (
+            triton_pairs._finish_pairs,
+            (torch.rand(2, 5, 4, device=DEVICE), ones > 0, "reverse", 0.5),
+        ),
+        (triton_pairs._finished_pair, (None, "forward", 0.5, *sides)),
+        (triton_pairs._finish_jsd, (torch.rand(2, 2, 4, device=DEVICE), norms.repeat(3, 1), 0.5)),
+        (triton_pairs._finished_jsd, (norms.repeat(3, 1), 0.5, *sides)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=checks)
 
