@@ -235,8 +235,13 @@ def merge_parts(parts: Tensor, spec: RowSpec) -> Tensor:
     if rows:
         with device_of(parts):
             merge_kernel[(ceil_div(rows, 8), groups)](
-                parts, out, rows, count, *_merge_constants(spec, count),
-                num_warps=_NUM_WARPS, enable_fp_fusion=FUSE,
+                parts,
+                out,
+                rows,
+                count,
+                *_merge_constants(spec, count),
+                num_warps=_NUM_WARPS,
+                enable_fp_fusion=FUSE,
             )
     return out
 

@@ -255,12 +255,12 @@ def _token_stats(
 
 @remembered
 def _check_settings(
-    entropy: bool = False,
-    target_rank: bool = False,
-    sum_pi_squared: bool = False,
-    label_smoothing: float = 0.0,
-    inplace_backward: bool = False,
-    ignore_index: int | None = None,
+    entropy: bool,
+    target_rank: bool,
+    sum_pi_squared: bool,
+    label_smoothing: float,
+    inplace_backward: bool,
+    ignore_index: int | None,
 ) -> None:
     check_flag("entropy", entropy)
     check_flag("target_rank", target_rank)
@@ -475,7 +475,7 @@ def vocab_parallel_target_rank(
     opts = call.options
     if one_launch(opts.backend) is not None:
         opened = _opened(call, target, ignore_index)
-        ranks = _token_stats(call, opened, ignore_index).target_rank
+        ranks = _token_stats(call, opened, ignore_index, inplace_backward=False).target_rank
         assert ranks is not None
         return ranks
     local = call.local_target(target, ignore_index)
