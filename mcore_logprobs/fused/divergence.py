@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.autograd import once_differentiable
-from mcore_logprobs.checks import check_flag
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.fused.head import Chunk, Head, HeadOptions, HeadTensors, open_head
@@ -41,7 +40,7 @@ from mcore_logprobs.kernels.distill import (
     pair_dtype,
 )
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.logits.distill import check_kind, check_mask
+from mcore_logprobs.logits.distill import check_kind
 from mcore_logprobs.logits.dtensor import unwrap_logits
 from mcore_logprobs.logits.opening import (
     check_group_tensor,
@@ -342,9 +341,6 @@ def linear_kl_div(
         raise ValueError("teacher_bias: expected None with teacher_logits")
     if given and teacher_lora is not None:
         raise ValueError("teacher_lora: expected None with teacher_logits")
-    check_flag("compact", compact)
-    if compact and mask is None:
-        raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
     if teacher_logits is not None:
         teacher_logits, tp_group = unwrap_logits(teacher_logits, tp_group, "teacher_logits")
     group = resolve_tp_group(tp_group)
@@ -366,7 +362,6 @@ def linear_kl_div(
         **shared,
     )
     lead = whole_lead(hidden, group, sequence_parallel=sequence_parallel)
-    mask = check_mask(mask, lead, hidden.device)
     if teacher_temperature is None:
         teacher_temperature = temperature
     teacher_number, teacher_own = open_temperature(
@@ -407,7 +402,7 @@ def linear_kl_div(
         student.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,
-        keep=None if mask is None else mask.reshape(-1),
+        mask=mask,
         compact=compact,
         temperature=temperature,
     )

@@ -34,9 +34,7 @@ from mcore_logprobs.kernels.stats import (
     RowNorms,
     RowResults,
     accumulator_dtype,
-    merge,
 )
-from mcore_logprobs.logits.distill import check_mask
 from mcore_logprobs.logits.dtensor import unwrap_rows
 from mcore_logprobs.logits.gather import NORMALIZATIONS, entry_coefficients
 from mcore_logprobs.logits.opening import (
@@ -74,11 +72,11 @@ class _LinearEntries(torch.autograd.Function):
         parts = [head.no_columns(tensors.hidden[:0])]
         for tile in tiles:
             mine = column[tile.rows]
-            found = [head.no_columns(tile.hidden)]
+            found = []
             for chunk in head.chunks(tile.hidden, None, tile.of(temperature)):
-                found.append(head.chunk_stats(chunk, None))
+                found.append((chunk.columns, head.chunk_stats(chunk, None)))
                 values[tile.rows] += _own_entries(chunk, mine)
-            parts.append(merge(torch.stack(found), spec))
+            parts.append(head.merged(tile.hidden, found))
         done, summed = finish_shards(torch.cat(parts, 1), spec, opts.head.group, entries=values)
         assert summed is not None
         # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
@@ -243,7 +241,7 @@ def linear_gather(
         head.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,
-        keep=local.keep.any(-1).reshape(-1),
+        mask=local.keep.any(-1),
         compact=compact,
         temperature=temperature,
     )
@@ -304,8 +302,6 @@ def linear_topk_distill(
     """
     check_choice("normalize", normalize, NORMALIZATIONS)
     check_flag("entropy", entropy)
-    if compact is True and mask is None:
-        raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
     head = open_head(
         hidden,
         weight,
@@ -322,7 +318,6 @@ def linear_topk_distill(
         entropy=entropy,
     )
     lead = whole_lead(hidden, head.group, sequence_parallel=sequence_parallel)
-    mask = check_mask(mask, lead, hidden.device)
     teacher = unwrap_rows(teacher_topk_logits, "teacher_topk_logits")
     check_group_tensor(teacher, "teacher_topk_logits", min_dim=1)
     k = teacher.shape[-1]
@@ -345,7 +340,7 @@ def linear_topk_distill(
         head.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,
-        keep=None if mask is None else mask.reshape(-1),
+        mask=mask,
         compact=compact,
         temperature=temperature,
     )

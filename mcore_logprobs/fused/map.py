@@ -34,7 +34,6 @@ from mcore_logprobs.fused.tokens import (
 )
 from mcore_logprobs.kernels.products import operand_dtype
 from mcore_logprobs.kernels.reference import finished_logits, to_raw_gradient
-from mcore_logprobs.logits.distill import check_mask
 
 __all__ = ["MapFn", "flat_results", "linear_map"]
 
@@ -302,8 +301,6 @@ def linear_map(
     """
     if not callable(fn):
         raise ValueError(f"fn: expected a callable, got {type(fn).__name__}")
-    if compact is True and mask is None:
-        raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
     head = open_head(
         hidden,
         weight,
@@ -319,7 +316,6 @@ def linear_map(
         backend="auto",
     )
     lead = whole_lead(hidden, head.group, sequence_parallel=sequence_parallel)
-    mask = check_mask(mask, lead, hidden.device)
     tensors = [check_per_token(i, t, lead, hidden.device) for i, t in enumerate(per_token_tensors)]
     tokens = open_tokens(
         hidden,
@@ -327,7 +323,7 @@ def linear_map(
         head.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,
-        keep=None if mask is None else mask.reshape(-1),
+        mask=mask,
         compact=compact,
     )
     call = _Mapped(

@@ -27,6 +27,7 @@ from mcore_logprobs.groups import VocabShard, group_rank, group_size
 from mcore_logprobs.kernels.products import operand
 from mcore_logprobs.kernels.reference import row_chunks
 from mcore_logprobs.kernels.stats import IGNORED, RowResults
+from mcore_logprobs.logits.distill import check_mask
 from mcore_logprobs.logits.opening import (
     LocalTarget,
     check_target,
@@ -164,7 +165,7 @@ def open_tokens(
     sequence_parallel: bool,
     chunk_size: int | None,
     ignore_index: int | None = None,
-    keep: Tensor | None = None,
+    mask: Tensor | None = None,
     compact: bool = False,
     temperature: float | Tensor = 1.0,
 ) -> Tokens:
@@ -173,7 +174,7 @@ def open_tokens(
     Args:
         hidden: as `open_head` has found it right.
         target: global ids or ignore_index; NO_TARGET where an operation has none.
-        keep: bool, in place of a target: which rows count. None: all.
+        mask: bool `[*lead]`, in place of a target: which rows count. None: all.
         temperature: a number, which is the head's affair, or a tensor.
 
     Raises:
@@ -187,10 +188,13 @@ def open_tokens(
         flat = check_target(target, lead, device).reshape(-1)
         local = localize_target(flat, shard, ignore_index)
     else:
-        local = LocalTarget(
-            column=torch.full((rows,), -1, dtype=torch.int64, device=device),
-            keep=torch.ones(rows, dtype=torch.bool, device=device) if keep is None else keep,
-        )
+        mask = check_mask(mask, lead, device)
+        if compact and mask is None:
+            raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
+        if mask is None:
+            mask = torch.ones(rows, dtype=torch.bool, device=device)
+        column = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        local = LocalTarget(column, mask.reshape(-1))
     _, own = open_temperature(temperature, lead, device)
     own = None if own is None else own.reshape(-1)
     tile_rows, block_columns = tile_shape(rows, shard.width, chunk_size, device)

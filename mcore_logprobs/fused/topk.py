@@ -22,12 +22,10 @@ from mcore_logprobs.fused.tokens import (
     HiddenTiles,
     Tiling,
     open_tokens,
-    whole_lead,
     whole_row_tiling,
 )
 from mcore_logprobs.kernels.backend import default_chunk_size
 from mcore_logprobs.kernels.reference import finished_logits, row_chunks
-from mcore_logprobs.logits.distill import check_mask
 from mcore_logprobs.logits.topk import check_k, gather_pairs, stable_topk
 
 __all__ = ["linear_topk"]
@@ -147,8 +145,6 @@ def linear_topk(
         ValueError: before any collective; k out of range, compact without a mask; else as in
             `linear_token_stats`.
     """
-    if compact is True and mask is None:
-        raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
     head = open_head(
         hidden,
         weight,
@@ -164,15 +160,13 @@ def linear_topk(
         backend=backend,
     )
     check_k(k, head.shard)
-    lead = whole_lead(hidden, head.group, sequence_parallel=sequence_parallel)
-    mask = check_mask(mask, lead, hidden.device)
     tokens = open_tokens(
         hidden,
         NO_TARGET,
         head.shard,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,
-        keep=None if mask is None else mask.reshape(-1),
+        mask=mask,
         compact=compact,
         temperature=temperature,
     )
