@@ -77,6 +77,11 @@ def own_names() -> dict[str, dict[str, Any]]:
             "draft_head": torch.randn(32, 16),
             "h": torch.randn(4, 4, 16),
         },
+        "docs/api/hidden.md": {
+            "a": torch.randn(8, 16),
+            "b": torch.randn(64, 8),
+            "teacher_hidden": torch.randn(4, 4, 16),
+        },
         "docs/mismatch.md": {"logits": torch.randn(4, 4, 49152)},
         "mcore_logprobs/diagnostics.py": {
             "mask": torch.ones(4, 4, dtype=torch.bool),

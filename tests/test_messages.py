@@ -44,7 +44,9 @@ LORA = (torch.randn(2, 3), torch.randn(6, 2), 1.0)
 REFUSED: list[tuple[str, Callable[[], object]]] = [
     (
         "compact=True: expected a mask that says which rows to keep, got None",
-        lambda: ml.linear_topk_distill(HIDDEN, WEIGHT, TEACHER, IDS[:, None], compact=True),
+        lambda: ml.linear_topk_distill(
+            HIDDEN, WEIGHT, TEACHER, IDS.view(4, 1).expand(4, 2), compact=True
+        ),
     ),
     (
         "teacher_topk_logits: expected [..., k] with k >= 1, got k = 0",
@@ -55,6 +57,10 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         lambda: ml.linear_kl_div(
             HIDDEN, WEIGHT, teacher_logits=LOGITS, teacher_bias=torch.zeros(6)
         ),
+    ),
+    (
+        "teacher_lora: expected None with teacher_logits",
+        lambda: ml.linear_kl_div(HIDDEN, WEIGHT, teacher_logits=LOGITS, teacher_lora=LORA),
     ),
     (
         "teacher_hidden: expected device cpu, got meta",

@@ -7,6 +7,8 @@
     dTile                += scale * dU @ A   once a tile; summed over TP with the rest of dTile
     dA                   += scale * dU^T @ tile, summed over TP once a call
 
+Where dLogits are single entries, dB and dU get theirs row by row, and the rest is the same.
+
 B is split over TP as the vocabulary is, A is whole on every rank. A rank's dU comes from its own
 columns alone, so that dA, as dHidden, is a sum over TP; after it every rank has the whole dA.
 """

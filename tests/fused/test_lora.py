@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mcore_logprobs
 from mcore_logprobs import (
     linear_gather,
     linear_kl_div,
@@ -163,6 +165,14 @@ def test_against_float64(layout, dtype, options, how):
 @pytest.mark.parametrize("layout", [(1, False), (2, True)], ids=str)
 def test_a_frozen_weight(layout, how):
     LoRACase(how, frozen=True, sequence_parallel=layout[1]).check(layout[0])
+
+
+def test_every_operation_from_hidden_states_takes_one():
+    names = [name for name in mcore_logprobs.__all__ if name.startswith("linear_")]
+    assert len(names) >= 9
+    for name in names:
+        parameters = inspect.signature(getattr(mcore_logprobs, name)).parameters
+        assert parameters["lora"].default is None, name
 
 
 class OwnHeadCase(OpCase):
