@@ -138,6 +138,11 @@ def test_a_gather_of_logits_needs_no_product():
     with FlopCounterMode(display=False) as counter:
         linear_gather(hidden, weight, torch.zeros(12, 3, dtype=torch.int64)).sum().backward()
     assert counter.get_total_flops() == 0
+    a, b = torch.randn(3, 8, requires_grad=True), torch.randn(24, 3, requires_grad=True)
+    ids = torch.zeros(12, 5, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:  # U twice, dA, dHidden; however many the ids
+        linear_gather(hidden, weight, ids, lora=(a, b, 0.5)).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 12 * a.numel()
     with FlopCounterMode(display=False) as counter:
         out = linear_gather(hidden, weight, torch.zeros(12, 3, dtype=torch.int64), log_softmax=True)
         out.sum().backward()
