@@ -52,7 +52,7 @@ NEAREST = {
     "context_parallel/operations.py": "context_parallel",
     "fused/divergence.py": "fused/test_distill.py fused/test_partial_gradients.py",
     "fused/entries.py": "fused/test_linear_ops.py fused/test_partial_gradients.py "
-    "fused/test_lora.py",
+    "fused/test_lora.py fused/test_no_sync.py",
     "fused/gather.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/gradients.py": "fused/test_token_stats.py fused/test_partial_gradients.py "
     "fused/test_main_grad.py fused/test_cost.py fused/test_invariance.py fused/test_lora.py",

@@ -60,7 +60,20 @@ def policy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-CALLS = [from_logits, fused, fused_in_tiles, policy]
+def replay(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """As many ids a row as in any other, in one tile."""
+    ids = torch.arange(5, device=hidden.device).repeat(ROWS)
+    offsets = torch.arange(ROWS + 1, device=hidden.device) * 5
+    return m.linear_sampling_logprobs(hidden, weight, target, kept_ids=(ids, offsets)).sum()
+
+
+def gathered(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    ids = target.unsqueeze(-1)
+    logits = m.linear_gather(hidden, weight, ids, chunk_size=20)
+    return (logits + m.linear_gather(hidden, weight, ids, log_softmax=True, chunk_size=20)).sum()
+
+
+CALLS = [from_logits, fused, fused_in_tiles, policy, replay, gathered]
 
 
 class _NothingFromTheHost(TorchDispatchMode):
