@@ -124,6 +124,8 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
         # Annotations, messages and invariants are not behaviour.
         if isinstance(node, (ast.arg, ast.Raise, ast.Assert, ast.JoinedStr)):
             skipped |= {id(child) for child in ast.walk(node)}
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            skipped.add(id(node.value))
         if isinstance(node, ast.AnnAssign):
             skipped |= {id(child) for child in ast.walk(node.annotation)}
         if isinstance(node, ast.FunctionDef) and node.returns is not None:
