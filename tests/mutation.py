@@ -62,7 +62,7 @@ NEAREST = {
     "fused/loss_function.py": "fused/test_loss_function.py fused/test_policy_loss.py",
     "fused/map.py": "fused/test_map.py fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/policy_loss.py": "fused/test_policy_loss.py fused/test_policy_loss_cost.py "
-    "fused/test_partial_gradients.py fused/test_native_bf16.py",
+    "fused/test_partial_gradients.py fused/test_native_bf16.py fused/test_loss_function.py",
     "fused/sampling.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/token_stats.py": "fused/test_token_stats.py fused/test_cost.py "
     "fused/test_partial_gradients.py fused/test_native_bf16.py",

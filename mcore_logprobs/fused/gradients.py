@@ -233,7 +233,7 @@ class HiddenGradient:
         hidden: Tensor,
         tiles: HiddenTiles,
         *,
-        wide: bool = False,
+        wide: bool,
     ) -> None:
         dtype = accumulator_dtype(hidden.dtype) if wide else hidden.dtype
         self.grad = torch.empty_like(hidden, dtype=dtype)

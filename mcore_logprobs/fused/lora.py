@@ -118,8 +118,8 @@ class LoRAGradient:
         group: ProcessGroup | None,
         needs: Sequence[bool],
         *,
-        wide: bool = False,
-        sparse: bool = False,
+        wide: bool,
+        sparse: bool,
     ) -> None:
         self._lora, self._group, self._sparse = lora, group, sparse
         self._wide = accumulator_dtype(lora.a.dtype)
