@@ -94,3 +94,20 @@ def test_every_kind_is_exact_for_itself() -> None:
 def test_mistakes(arguments, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         audit(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere:f"], "No module named 'nowhere'"),
+        (["torch:nothing"], "torch has no 'nothing'"),
+        (["torch"], "expected MODULE:FUNCTION, got 'torch'"),
+        (["json:dumps", "--tp", "two"], "expected numbers such as 1,2,4, got 'two'"),
+        (["json:dumps", "--tp", "5"], "tp: expected divisors of 48"),
+        (["json:dumps", "--call", "chunk_size"], "expected NAME=VALUE, got 'chunk_size'"),
+    ],
+)
+def test_the_command_s_mistakes(arguments, message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["audit", *arguments])
+    assert message in capsys.readouterr().err

@@ -135,31 +135,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("function", help="MODULE:FUNCTION or FILE.py:FUNCTION")
     parser.add_argument("--kind", choices=list(KINDS), default="logprobs")
-    parser.add_argument("--tp", default="1,2,4", help="tensor-parallel sizes")
+    parser.add_argument("--tp", type=_sizes, default="1,2,4", help="tensor-parallel sizes")
     parser.add_argument(
-        "--call", action="append", default=[], metavar="NAME=VALUE", help="a further argument"
+        "--call",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further argument",
     )
     parser.add_argument("--vocab", type=int, default=48, help="columns in all")
     parser.add_argument("--bound", type=float, default=BOUND, help="largest relative error")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all of it")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
-    pairs = (text.partition("=") for text in options.call)
-    report = audit(
-        options.function,
-        kind=options.kind,
-        tp=[int(size) for size in options.tp.split(",")],
-        call={name: _literal(value) for name, _, value in pairs},
-        vocab=options.vocab,
-        bound=options.bound,
-        timeout=options.timeout,
-    )
+    try:
+        report = audit(
+            options.function,
+            kind=options.kind,
+            tp=options.tp,
+            call=dict(options.call),
+            vocab=options.vocab,
+            bound=options.bound,
+            timeout=options.timeout,
+        )
+    except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
     print(json.dumps(asdict(report) | {"ok": report.ok}, indent=2) if options.json else report)
     return 0 if report.ok else 1
 
 
-def _literal(text: str) -> Any:
+def _sizes(text: str) -> list[int]:
     try:
-        return ast.literal_eval(text)
+        return [int(size) for size in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,2,4, got {text!r}") from error
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return text
+        return name, value

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] and arguments[0] in _APART:
         module = importlib.import_module(f"mcore_logprobs.bench.{arguments[0]}")
         return int(module.main(arguments[1:]))
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    for file in (args.json, args.plot):
+        if file and not Path(file).absolute().parent.is_dir():
+            parser.error(f"{file}: no such directory")  # now, not after the measurements
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.threads:
         torch.set_num_threads(args.threads)

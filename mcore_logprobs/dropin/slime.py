@@ -1,4 +1,4 @@
-"""slime's (and miles's) `slime.utils.ppo_utils`, `backends.megatron_utils.loss` and `.cp_utils`.
+"""slime's `slime.utils.ppo_utils`, `backends.megatron_utils.loss` and `.cp_utils`.
 
     from mcore_logprobs.dropin.slime import get_log_probs_and_entropy
 

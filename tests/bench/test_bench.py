@@ -43,9 +43,17 @@ def test_json_and_plot(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["nothing"], ["logits", "--rows", "0"], ["logits", "--dtype", "int8"], ["--model", "gpt-1"]],
+    [
+        ["nothing"],
+        ["logits", "--rows", "0"],
+        ["logits", "--dtype", "int8"],
+        ["--model", "gpt-1"],
+        ["cp", "--device", "cuda"],
+        ["cp", "--json", "nowhere/results.json"],
+    ],
 )
-def test_bad_arguments_are_refused(arguments: list[str]) -> None:
+def test_bad_arguments_are_refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         main(arguments)
 
