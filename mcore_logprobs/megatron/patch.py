@@ -141,6 +141,10 @@ class PatchHandle:
     and do nothing else. Under the combined 1F1B schedule they hold for the schedule plans that are
     built inside.
 
+    A block changes the model, for every thread that calls it meanwhile: threads that want other
+    options take turns. Where an activation checkpoint is around the *whole* model, its backward
+    calls the model again: run it inside the block, or it recomputes without these options.
+
     Attributes:
         reports: a `HeadReport` for each head of this rank (none on stages without one), as of
             patching.
