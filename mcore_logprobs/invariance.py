@@ -164,7 +164,7 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
             tensors, needs = HeadTensors(hidden, head.weight), (True, True, False, False, False)
             gradients = HeadGradients(tensors, tiles, head.opts, needs=needs)
             assert gradients.weight is not None
-            gradients.hidden = collected = _Segments(hidden, tiles)
+            gradients.hidden = collected = _Segments(hidden, tiles, wide=False)
             for chunk in head.chunks(tile.hidden, own):
                 gradients.add_chunk(
                     head, tile, chunk, partial(head.chunk_grad, shift=top, coef=probability)
