@@ -316,17 +316,18 @@ class LogprobConfig:
         written by name (`logits_dtype: bfloat16`). Needs PyYAML.
 
         Raises:
-            ValueError: not a mapping, an unknown key, or a value that its field does not accept.
+            ValueError: with the path, no YAML, not a mapping, an unknown key, or a value that its
+                field does not accept.
         """
         import yaml
 
-        with open(path, encoding="utf-8") as file:
-            document = yaml.safe_load(file)
-        if isinstance(document, Mapping) and YAML_SECTION in document:
-            document = document[YAML_SECTION]
         try:
+            with open(path, encoding="utf-8") as file:
+                document = yaml.safe_load(file)
+            if isinstance(document, Mapping) and YAML_SECTION in document:
+                document = document[YAML_SECTION]
             return cls.from_dict({} if document is None else document)
-        except ValueError as error:
+        except (ValueError, yaml.YAMLError) as error:
             raise ValueError(f"{path}: {error}") from None
 
     @classmethod

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -221,6 +222,9 @@ def test_unknown_key_lists_known_ones_and_suggests(tmp_path) -> None:
     assert all(name in str(caught.value) for name in NAMES)
     path.write_text("- temperature\n")
     with pytest.raises(ValueError, match="mapping"):
+        LogprobConfig.from_yaml(path)
+    path.write_text("temperature: [0.7\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: while parsing")):
         LogprobConfig.from_yaml(path)
 
 
