@@ -63,6 +63,10 @@ def as_markdown(records: Sequence[Record]) -> str:
     if out:
         lines += ["", "Left out:"]
         lines += [f"- {r['group']}: {r['case']}: {r.get('reason', '')}" for r in out]
+    ended = [r["group"] for r in records if r["case"] == "group"]
+    cut = [group for group in dict.fromkeys(r["group"] for r in records) if group not in ended]
+    if cut:
+        lines += ["", f"The session was cut off in: {', '.join(cut)}."]
     for group in dict.fromkeys(r["group"] for r in records):
         rows = [r for r in records if r["group"] == group and r["status"] == "ok"]
         table = _table([r for r in rows if r["case"] != "group"])

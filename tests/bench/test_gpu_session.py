@@ -38,14 +38,14 @@ def _python(arguments: list[str], seconds: float) -> tuple[subprocess.CompletedP
     return done, time.monotonic() - begin
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(330)
 def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
-    arguments = ["--deadline", "180", "--out", str(tmp_path), "--small"]
-    done, took = _python(["-m", "mcore_logprobs.bench.gpu_session", *arguments], 200)
+    arguments = ["--deadline", "270", "--out", str(tmp_path), "--small"]
+    done, took = _python(["-m", "mcore_logprobs.bench.gpu_session", *arguments], 290)
     records = gpu_summary.read(tmp_path / "results.jsonl")
     wrong = [r for r in records if r["status"] not in ("ok", "left out")]
     assert done.returncode == 0, f"{wrong}\n{done.stdout}{done.stderr}"
-    assert took < 180
+    assert took < 270
     ended = [r["group"] for r in records if r["case"] == "group"]
     assert ended == [group.name for group in gpu_groups.groups()]
     for record in records:
@@ -77,6 +77,7 @@ def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
     }
     summary = (tmp_path / "summary.md").read_text()
     assert "None failed." in summary
+    assert "cut off" not in summary
     assert summary.strip() in done.stdout
     assert "| fused, both | 4 | 512 | 32 |" in summary
     assert "10 passed" in summary or "passed" in (tmp_path / "logs" / "tests.txt").read_text()
@@ -203,6 +204,7 @@ def test_records_of_a_session_that_was_cut_off_are_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(whole) + "\n" + json.dumps(whole)[:20])
     assert gpu_summary.read(path) == [whole]
     assert "| c | 2 | 90.0% |" in gpu_summary.as_markdown([whole])
+    assert "cut off in: g." in gpu_summary.as_markdown([whole])
     assert gpu_summary.read(tmp_path / "none") == []
 
 
