@@ -150,6 +150,8 @@ def test_unpack_cuts_at_the_bounds_and_cuts_padding_off(seq_dim, as_tensor):
             assert torch.equal(getattr(piece, name), expected)
             assert getattr(piece, name).requires_grad == expected.requires_grad
     assert stats.unpack(bounds[:1], seq_dim=seq_dim) == []
+    (whole,) = stats.unpack([0, 16], seq_dim=seq_dim)
+    assert torch.equal(whole.logprobs, stats.logprobs)
 
 
 @pytest.mark.parametrize(
