@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.groups import group_rank, resolve_tp_group
-from mcore_logprobs.megatron.adapters import adapter_reason, base_layer, is_adapter
+from mcore_logprobs.groups import VocabShard, group_rank, resolve_tp_group
+from mcore_logprobs.logits.opening import open_segments
+from mcore_logprobs.megatron.adapters import adapter_reason, base_layer, head_lora, is_adapter
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
@@ -86,6 +87,23 @@ def head_report(model: Any, *, softcap: float | None = None) -> HeadReport:
             if not report.fusable:
                 return report
     return HeadReport(True, "")
+
+
+def check_head(layer: Any, config: LogprobConfig) -> None:
+    """What a fused head cannot honour of the settings is refused before the first call.
+
+    Raises:
+        ValueError: vocab_size or invariant_segments that do not fit the head's vocabulary;
+            invariant_segments with a LoRA.
+    """
+    width = base_layer(layer).output_size_per_partition
+    shard = VocabShard.of(width, head_tp_group(layer), config.vocab_size)
+    segments = open_segments(shard, config.invariant_segments)
+    if segments is not None and head_lora(layer) is not None:
+        raise ValueError(
+            f"invariant_segments: expected None with a LoRA on the output layer, got "
+            f"{config.invariant_segments}: its thin products make no such promise"
+        )
 
 
 def _model_report(language_model: Any, softcap: float | None) -> HeadReport:

@@ -29,6 +29,7 @@ from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, scal
 from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
 from mcore_logprobs.megatron.heads import (
     HeadReport,
+    check_head,
     find_language_models,
     has_head,
     head_report,
@@ -78,7 +79,8 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
         ValueError: on every stage: no language model found; settings that are not a LogprobConfig,
             misspelt on `model.config` or not supported yet; a head that cannot be fused under
             `fused="require"`; a loss of the model's own that the settings would leave out. On the
-            head's stage: already patched with another config. Nothing is patched then.
+            head's stage: already patched with another config; a vocab_size or invariant_segments
+            that the head cannot have. Nothing is patched then.
     """
     if config is not None and not isinstance(config, LogprobConfig):
         raise ValueError(f"config: expected a LogprobConfig or None, got {type(config).__name__}")
@@ -97,6 +99,8 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
                 f"got {wanted}. Call unpatch_model first"
             )
         head = present or _HeadPatch(language_model, wanted)
+        if head.report.fusable and wanted.fused:
+            check_head(head.layer, wanted)
         heads.append((head, present is None))
         reason = reason or head.report.reason
     assert wanted is not None
@@ -185,7 +189,8 @@ class PatchHandle:
         temperature may be a tensor too, without gradient, that broadcasts to labels' `[b, s]`.
 
         Raises:
-            ValueError: an unknown field, or a value that it does not accept; on every stage.
+            ValueError: an unknown field, or a value that it does not accept, on every stage; on the
+                head's, one that the head cannot have.
         """
         changes: dict[str, Any] = {}
         if "temperature" in fields:
@@ -195,6 +200,9 @@ class PatchHandle:
         changed = LogprobConfig.from_dict({**now.as_dict(), **fields})
         for language_model in find_language_models(self._model):
             _check_own_loss(language_model, changed)
+        for head in self._heads:
+            if head.report.fusable and changed.fused:
+                check_head(head.layer, changed)
         self._configs.append(changed)
         try:
             with self._during(lambda call: replace(call, config=changed, **changes)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -40,11 +42,19 @@ def bits_of_a_model(tp: int, fused: bool, mtp: bool) -> dict[str, Any]:
                     call()
         for other in found[1:]:
             assert_same_bits(other, found[0], "chunk_size")
-        with (
-            patch_gpt_model(model, LogprobConfig(fused=fused, invariant_segments=5)),
-            pytest.raises(ValueError, match="invariant_segments: expected"),
-        ):
-            model(**batch["inputs"], labels=batch["labels"])
+        config = LogprobConfig(fused=fused, invariant_segments=5)
+        with contextlib.ExitStack() as stack:
+            if not fused:  # real logits say so in the call, a fused head before it
+                stack.enter_context(patch_gpt_model(model, config))
+            refused = model if not fused else functools.partial(patch_gpt_model, model, config)
+            with pytest.raises(ValueError, match="invariant_segments: expected"):
+                refused(**({} if fused else {**batch["inputs"], "labels": batch["labels"]}))
+        for fields in ({"vocab_size": VOCAB + 999}, {"invariant_segments": 5}):
+            with patch_gpt_model(model, LogprobConfig(fused=True)) as handle:
+                with pytest.raises(ValueError, match=next(iter(fields))), handle.options(**fields):
+                    pass
+                with handle.options(temperature=0.5):
+                    model(**batch["inputs"], labels=batch["labels"])
         return found[0]
 
 

@@ -189,6 +189,8 @@ def fused_and_not(tp: int, sequence_parallel: bool) -> dict[str, float]:
         model = build(tp, sequence_parallel=sequence_parallel)
         batch = make_batch(parallel_state)
         errors = {}
+        with pytest.raises(ValueError, match="invariant_segments: expected None with a LoRA"):
+            patch_gpt_model(model, LogprobConfig(invariant_segments=tp))
         for way in WAYS:
             (found, grads), (expected, expected_grads) = (
                 one_way(way, model, batch, fused) for fused in ("require", False)
