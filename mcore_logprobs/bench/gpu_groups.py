@@ -259,7 +259,7 @@ def ceilings(run: GroupRun) -> None:
 
 def kernels(run: GroupRun) -> None:
     """Statistics, rank and gradient of logits, against a copy's bandwidth."""
-    from mcore_logprobs.kernels import triton_grad, triton_rank, triton_stats
+    from mcore_logprobs.kernels import triton_grad, triton_stats
     from mcore_logprobs.kernels.stats import RowSpec
 
     size = sizes(run)
@@ -307,12 +307,6 @@ def kernels(run: GroupRun) -> None:
                 triton_grad.grad_logits, logits, target, shift, coef, specs["softcap"], out=out
             ),
             floor_ms=copy,
-            **shape,
-        )
-        run.time(
-            "rank alone",
-            partial(triton_rank.count_higher, logits, target, threshold, valid=vocab),
-            floor_ms=read,
             **shape,
         )
         del logits, out

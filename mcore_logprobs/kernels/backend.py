@@ -25,6 +25,7 @@ __all__ = [
     "PAIR_BACKENDS",
     "Backend",
     "Choice",
+    "Counting",
     "OneLaunch",
     "OneLaunchPair",
     "PairBackend",
@@ -71,10 +72,6 @@ class Backend(Protocol):
         threshold: Tensor | None = None,
         temperature: Tensor | None = None,
         chunk_size: int,
-    ) -> Tensor: ...
-
-    def count_higher(
-        self, logits: Tensor, target: Tensor, threshold: Tensor, *, valid: int, chunk_size: int
     ) -> Tensor: ...
 
     def grad_logits(
@@ -241,6 +238,14 @@ class OneLaunch(Backend, Protocol):
         temperature: Tensor | None = None,
         out: Tensor,
     ) -> None: ...
+
+
+class Counting(Backend, Protocol):
+    """A backend that counts alone for less than its statistics cost: each but a `OneLaunch`."""
+
+    def count_higher(
+        self, logits: Tensor, target: Tensor, threshold: Tensor, *, valid: int, chunk_size: int
+    ) -> Tensor: ...
 
 
 def one_launch(backend: Backend) -> OneLaunch | None:

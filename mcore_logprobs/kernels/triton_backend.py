@@ -19,7 +19,6 @@ from mcore_logprobs.kernels import (
     triton_entries,
     triton_finish,
     triton_grad,
-    triton_rank,
     triton_stats,
 )
 from mcore_logprobs.kernels.operators import SPEC_SCHEMA, flatten, operator, unflatten
@@ -28,7 +27,6 @@ from mcore_logprobs.kernels.stats import RowResults, RowSpec, TargetIds
 
 __all__ = [
     "block_stats",
-    "count_higher",
     "entries_grad",
     "finish_rows",
     "finished_stats",
@@ -162,22 +160,6 @@ _segment_stats = operator(
     f"Tensor? threshold, Tensor? row_temperature, {SPEC_SCHEMA}) -> Tensor",
     _run_segment_stats,
     _fake_segment_stats,
-)
-
-
-def count_higher(
-    logits: Tensor, target: Tensor, threshold: Tensor, *, valid: int, chunk_size: int = 0
-) -> Tensor:
-    """As `kernels.reference.count_higher`; dtypes and strides as in `row_stats`."""
-    return _count_higher(logits, target, threshold, valid)
-
-
-_count_higher = operator(
-    "count_higher(Tensor logits, Tensor target, Tensor threshold, int valid) -> Tensor",
-    lambda logits, target, threshold, valid: triton_rank.count_higher(
-        logits, target, threshold, valid=valid
-    ),
-    lambda logits, target, threshold, valid: logits.new_empty(logits.shape[0], dtype=torch.int64),
 )
 
 

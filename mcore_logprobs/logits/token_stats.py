@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mcore_logprobs.checks import (
     remembered,
 )
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.backend import one_launch
+from mcore_logprobs.kernels.backend import Counting, one_launch
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.stats import (
     RowNorms,
@@ -483,9 +483,10 @@ def vocab_parallel_target_rank(
     column = rows.walk(local.column)
     blocks = list(rows.blocks(call.logits))
     threshold = target_logits(blocks, column, opts.group)
+    counting = cast(Counting, opts.backend)
     counts = torch.cat(
         [
-            opts.backend.count_higher(
+            counting.count_higher(
                 block,
                 column[part],
                 threshold[part],

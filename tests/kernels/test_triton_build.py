@@ -22,7 +22,6 @@ from mcore_logprobs.kernels import (
     triton_entries,
     triton_finish,
     triton_grad,
-    triton_rank,
     triton_sides,
     triton_stats,
 )
@@ -102,12 +101,6 @@ def test_targets_are_localized():
         constants = {"BLOCK": 1024, **dict.fromkeys(absent)}
         types = {"keep_ptr": "*i1", "own_ptr": "*fp32"}
         _build(triton_finish.localize_kernel, "bf16", "fp32", constants, **types)
-
-
-def test_rank_reads_sixteen_bytes_at_a_time():
-    constants = {"LANES": 8, "GROUPS": 512}
-    ptx = _build(triton_rank.rank_kernel, "bf16", "i64", constants)
-    assert _wide(ptx, "ld") == 512 // 128
 
 
 @pytest.mark.parametrize(("logits", "out"), [("bf16", "bf16"), ("fp32", "fp32"), ("fp32", "bf16")])

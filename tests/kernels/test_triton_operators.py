@@ -99,7 +99,6 @@ def test_operators_declare_what_they_do():
     # Schema, fake implementation and what torch.compile sees, by torch's own checker.
     logits, target, shift, coef = _inputs()
     spec = flatten(SPEC)
-    threshold = logits[:, 0].float()
     parts = triton_backend.row_stats(logits, target, SPEC).unsqueeze(0)
     norms = triton_backend.finish_rows(parts, target, SPEC, 0.1)[1]
     ids = (0, 200, -1)
@@ -107,7 +106,6 @@ def test_operators_declare_what_they_do():
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for operator, arguments, traced in (
         (triton_backend._row_stats, (logits, target, None, None, None, *spec), True),
-        (triton_backend._count_higher, (logits, target.clamp(min=0), threshold, 190), True),
         (triton_backend._grad_logits,
          (logits, target, shift, coef, None, None, torch.empty_like(logits), *spec), True),
         (triton_backend._localize, (target, 3, 100, 190, -1), False),
