@@ -28,19 +28,20 @@ def once_differentiable(backward: Backward) -> Backward:
             found = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return found
-        return tuple(
-            _Last.apply(x.detach().requires_grad_()) if isinstance(x, Tensor) else x for x in found
-        )
+        # Those alone are reached by a backward for some inputs only, as autograd.grad's.
+        held = (*grads, *(getattr(ctx, "tensors", None) or ctx.saved_tensors))
+        on = [x for x in held if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(_Last.apply(x, *on) if isinstance(x, Tensor) else x for x in found)
 
     return once
 
 
 class _Last(torch.autograd.Function):
-    """A gradient that cannot be differentiated."""
+    """A gradient, of what it depends on, that cannot be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
+    def forward(ctx: Any, grad: Tensor, *on: Tensor) -> Tensor:
+        return grad.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ CASES = [*((f, 1) for f in FROM_LOGITS.values()), *((f, 2) for f in FROM_HIDDEN.
     ("operation", "inputs"), CASES, ids=[*FROM_LOGITS, *(f"linear-{n}" for n in FROM_HIDDEN)]
 )
 def test_a_penalty_on_gradients_raises(operation: Any, inputs: int) -> None:
-    leaves = [torch.randn(3, 7), torch.randn(7, 7)][:inputs]
-    leaves = [x.requires_grad_() for x in leaves]
+    scale = torch.ones((), requires_grad=True)
+    leaves = [x * scale for x in (torch.randn(3, 7), torch.randn(7, 7))][:inputs]
 
     def gradients(**options: bool) -> tuple[Tensor, ...]:
         out = operation(*leaves)
@@ -67,8 +67,15 @@ def test_a_penalty_on_gradients_raises(operation: Any, inputs: int) -> None:
     for got, expected in zip(grads, gradients(), strict=True):
         assert torch.equal(got, expected)
     loss = sum((g * g).sum() for g in grads) + leaves[0].sum()
-    with pytest.raises(RuntimeError, match="gradient of a gradient"):
-        loss.backward()
+    for last in (
+        lambda: torch.autograd.grad(loss, [scale], retain_graph=True),
+        lambda: torch.autograd.grad(grads[0], [scale], grads[0].detach(), retain_graph=True),
+        lambda: loss.backward(inputs=[scale], retain_graph=True),
+        loss.backward,
+    ):
+        with pytest.raises(RuntimeError, match="gradient of a gradient"):
+            last()
+    grads[0].mul_(0.5)  # as clipping does
 
 
 def test_a_linear_operation_has_no_second_derivative_to_lose() -> None:

@@ -414,7 +414,9 @@ def linear_kl_div(
         if isinstance(other, HeadTensors):
             other = other._replace(hidden=tokens.compaction.select_hidden(first))
     # A backend asked for by name that cannot serve both sides is refused before any collective.
-    backends.select_pair(backend, weight.new_empty(0, 1), first.new_empty(0, 1))
+    # Given logits are seen as they are, unless their rows are copied.
+    whole = given and index is None and not sequence_parallel
+    backends.select_pair(backend, weight.new_empty(0, 1), first if whole else first.new_empty(0, 1))
     own = (tokens.temperature, teacher_own)
     pair = PairSpec(kind, float(beta))
     opts = _Options(student, teacher, teacher_spec, tokens.tiling, pair, own)

@@ -147,6 +147,8 @@ class LoRAGradient:
         if self._wants_inner:
             if self._inner is None:
                 self._inner = torch.zeros_like(inner)
+                self._asked = inner.new_zeros(inner.shape[0], 1)
+            self._asked.index_add_(0, rows, (~none).to(inner.dtype))
             part = self._lora.b[columns].to(self._wide) * factor
             self._inner.index_add_(0, rows, part.masked_fill_(none, 0.0))
 
@@ -158,7 +160,7 @@ class LoRAGradient:
         if self._a is not None:
             tile = tile.to(self._wide)
             if self._sparse:
-                tile = torch.where((inner != 0).any(-1, keepdim=True), tile, 0.0)
+                tile = torch.where(self._asked != 0, tile, 0.0)
             add_product(inner.t(), tile, self._a)
         if dtile is not None:
             add_product(inner, self._lora.a.to(self._wide), dtile)

@@ -115,7 +115,7 @@ class _LinearMap(torch.autograd.Function):
         head = Head(tensors, call.head, call.tiling.block_columns)
         parts: list[list[Tensor | None]] = []
         for rows, tile in _tiles(tiles, tensors.hidden):
-            _, z = _finished_tile(head, tile)
+            z = _finished_tile(head, tile)[1]
             # Once with autograd, to see what depends on the logits, and on what else.
             tried = call.grad_enabled and not parts
             with torch.set_grad_enabled(tried):
@@ -178,6 +178,7 @@ class _LinearMap(torch.autograd.Function):
             )
             for chunk in head.tile_chunks(raw):
                 gradients.add_chunk(head, tile, chunk, dlogits_of)
+                del chunk  # a view of raw
             gradients.end_tile(tile)
             del raw, z, dz, dlogits_of
         return (None, None, *gradients.finish())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import EllipsisType
+from enum import Enum
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -48,7 +48,12 @@ __all__ = [
     "whole_row_tiling",
 ]
 
-NO_TARGET: Final = ...  # None is a user's mistake
+
+class _NoTarget(Enum):
+    NO_TARGET = "an operation without one; None is a user's mistake"
+
+
+NO_TARGET: Final = _NoTarget.NO_TARGET
 
 # Bytes of one float32 chunk of logits.
 _CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
@@ -159,7 +164,7 @@ class Tokens:
 
 def open_tokens(
     hidden: Tensor,
-    target: Tensor | EllipsisType,
+    target: Tensor | _NoTarget,
     shard: VocabShard,
     *,
     sequence_parallel: bool,
@@ -184,7 +189,7 @@ def open_tokens(
     check_chunk_size(chunk_size)
     lead = whole_lead(hidden, shard.group, sequence_parallel=sequence_parallel)
     rows, device = math.prod(lead), hidden.device
-    if not isinstance(target, EllipsisType):
+    if target is not NO_TARGET:
         flat = check_target(target, lead, device).reshape(-1)
         local = localize_target(flat, shard, ignore_index)
     else:
@@ -233,6 +238,7 @@ def whole_row_tiling(
     """
     device, count = tokens.hidden.device, tokens.lead.numel()
     width = shard.padded_size if any_tp else shard.width
+    width = max(width, tokens.hidden.shape[-1])  # dHidden of a tile is float32 too
     rows = chunk_size or whole_row_tile(count, width, device, least=least)
     tile = max(1, min(rows, count))
     kind = "cpu" if device.type == "cpu" else "other"

@@ -65,7 +65,7 @@ class _LinearTopK(torch.autograd.Function):
                 # By column, hence by global id after the gather: the sort by value is stable.
                 columns[rows, :found] = stable_topk(z, found).sort(-1).values
                 values[rows, :found] = z.gather(-1, columns[rows, :found])
-            del raw
+            del raw, z  # z may be a view of it
         values, ids = gather_pairs(values, columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : opts.k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)

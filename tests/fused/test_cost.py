@@ -16,6 +16,7 @@ from mcore_logprobs import linear_policy_loss, linear_token_stats
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.fused import tokens
 from mcore_logprobs.fused.gradients import WeightGradient
+from mcore_logprobs.groups import VocabShard
 from tests.fused.common import (
     LAYOUTS,
     Case,
@@ -315,6 +316,14 @@ def test_blocks_are_even_and_as_few_as_the_budget_allows():
 )
 def test_rows_of_a_chunk_that_spans_all_columns_on_a_gpu(rows, width, least, tile):
     assert tokens.whole_row_tile(rows, width, torch.device("cuda"), least=least) == tile
+
+
+def test_a_tile_of_hidden_states_is_no_larger_than_one_of_logits_may_be():
+    hidden, shard = torch.zeros(1, 1).expand(40000, 1 << 13), VocabShard.of(64, None, None)
+    found = tokens.open_tokens(
+        hidden, tokens.NO_TARGET, shard, sequence_parallel=False, chunk_size=None
+    )
+    assert tokens.whole_row_tiling(found, shard, None).tile_rows == 4096  # of 32 KiB each
 
 
 def test_on_a_cpu_such_chunks_keep_to_the_cache():

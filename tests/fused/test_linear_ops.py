@@ -10,10 +10,12 @@ import megatron.core  # noqa: F401  (the ranks' fork server imports it once for 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_logprobs import (
     linear_gather,
+    linear_map,
     linear_sampling_logprobs,
     linear_topk,
     linear_topk_distill,
@@ -22,6 +24,7 @@ from mcore_logprobs import (
     vocab_parallel_topk,
 )
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.fused.head import Head
 from mcore_logprobs.fused.sampling import linear_filtered_stats
 from tests.fused.common import LAYOUTS, Case, Truth, make_problem, shard_problem
 from tests.helpers import oracles
@@ -493,6 +496,31 @@ def test_memory_is_a_few_chunks(name):
     assert kept <= ROWS * 8 * 160
     assert forward.peak <= 6 * chunk
     assert backward.peak <= 3 * chunk + 2 * weight.nbytes
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda h, w: linear_topk(h, w, 3, chunk_size=4)[0],
+        lambda h, w: linear_map(h, w, lambda z: z.logsumexp(-1), chunk_size=4),
+    ],
+    ids=["topk", "map"],
+)
+def test_a_tile_of_logits_is_gone_before_the_next_is_made(call, monkeypatch):
+    made: list[StorageWeakRef] = []
+    original = Head.tile_logits
+
+    def tile_logits(self, tile):
+        assert all(ref.expired() for ref in made)
+        logits = original(self, tile)
+        made.append(StorageWeakRef(logits.untyped_storage()))
+        return logits
+
+    monkeypatch.setattr(Head, "tile_logits", tile_logits)
+    hidden = torch.randn(12, 8, requires_grad=True)
+    call(hidden, torch.randn(40, 8)).sum().backward()
+    assert len(made) >= 3
+    assert all(ref.expired() for ref in made)
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)

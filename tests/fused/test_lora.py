@@ -308,6 +308,17 @@ def test_an_entry_that_nobody_asks_for_adds_nothing():
         assert other.any()
 
 
+def test_a_spoilt_row_that_is_asked_for_shows_before_the_lora_has_learnt():
+    """With B = 0, as a LoRA starts, too."""
+    problem = make_problem((6,), lora=True)
+    hidden, (a, b, scale) = problem.hidden.clone(), problem.lora
+    hidden[2] = torch.nan
+    leaves = [a.clone().requires_grad_(), torch.zeros_like(b).requires_grad_()]
+    z = linear_gather(hidden, problem.weight, torch.zeros(6, 2).long(), lora=(*leaves, scale))
+    for grad in torch.autograd.grad(z.sum(), leaves):
+        assert grad.isnan().any()
+
+
 def _sent(learning_a: bool) -> list[tuple[str, int]]:
     """What a call with a LoRA on a frozen head and its backward send more than one without."""
     case, made = LoRACase("stats", chunk_size=None), []

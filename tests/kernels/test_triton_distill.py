@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_logprobs import linear_kl_div, vocab_parallel_kl_div, vocab_parallel_soft_cross_entropy
 from mcore_logprobs.kernels import backend as backends
@@ -400,11 +401,15 @@ def test_triton_serves_a_pair_only_if_it_serves_both():
     assert backends.select_pair("auto", logits, logits) is default
     assert backends.select_pair("torch", logits, logits) is distill
     square = torch.randn(3, 3, device=DEVICE)
+    hidden, weight = torch.randn(2, 3, 4, device=DEVICE)
     for refused, reason in ((square.double(), "float64"), (square.t(), "last stride is 1")):
         assert backends.select_pair("auto", square, refused) is distill
         for pair in ((square, refused), (refused, square)):
             with pytest.raises(ValueError, match=reason):
                 vocab_parallel_kl_div(*pair, backend="triton")
+        with FlopCounterMode(display=False) as flops, pytest.raises(ValueError, match=reason):
+            linear_kl_div(hidden, weight, refused, backend="triton")
+        assert flops.get_total_flops() == 0
 
 
 @interpreted
