@@ -46,6 +46,7 @@ PACKAGES = ("collectives.py", "consistency.py", "losses.py", "context_parallel",
 # The tests nearest to a module, where it has none of its own name, or more than that.
 NEAREST = {
     "losses.py": "test_losses.py test_losses_in_training.py",
+    "consistency.py": "test_consistency.py logits/test_inputs.py",
     "collectives.py": "test_collectives.py test_consistency.py test_faults.py "
     "context_parallel/test_communication.py",
     "context_parallel/layouts.py": "context_parallel",
