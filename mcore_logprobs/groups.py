@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -196,11 +195,11 @@ class VocabShard:
     def rank(self) -> int:
         return group_rank(self.group)
 
-    @cached_property
+    @property
     def tp_size(self) -> int:
         return group_size(self.group)
 
-    @cached_property
+    @property
     def start(self) -> int:
         return self.rank * self.width
 
@@ -213,7 +212,7 @@ class VocabShard:
         """V, the padded global vocabulary."""
         return self.width * self.tp_size
 
-    @cached_property
+    @property
     def valid_width(self) -> int:
         """How many of this rank's columns are true vocabulary; they come first. May be 0."""
         return max(0, min(self.width, self.vocab_size - self.start))

@@ -258,7 +258,7 @@ def ceilings(run: GroupRun) -> None:
 
 
 def kernels(run: GroupRun) -> None:
-    """Statistics, rank and gradient of logits, against a copy's bandwidth."""
+    """Statistics and gradient of logits, against a copy's bandwidth."""
     from mcore_logprobs.kernels import triton_grad, triton_stats
     from mcore_logprobs.kernels.stats import RowSpec
 
@@ -411,21 +411,20 @@ def candidates(run: GroupRun) -> None:
     out, target = torch.empty_like(logits), run.targets(rows, vocab)
     shift = torch.full((rows,), 12.0, device=run.device)
     copy = _copy_ms(run, logits, out, rows=rows, vocab=vocab)
-    base = triton_common.launch_plan(rows, vocab, logits)
     specs = {
         "log-probability": RowSpec(vocab),
         "with entropy": RowSpec(vocab, entropy=True),
         "softcap": RowSpec(vocab, softcap=30.0),
     }
     for name, candidate in _all_candidates(run).items():
-        plan = base
-        if candidate.stats:
-            plan = replace(base, splits=1, columns=1 << 30, **candidate.stats)
         switch = nullcontext()
         if candidate.switch is not None:
             switch = getattr(triton_common, "use_candidate")(candidate.switch)  # noqa: B009
         fields: dict[str, Any] = {"candidate": name, "rows": rows, "vocab": vocab}
-        with switch:
+        with switch:  # a plan carries what the candidate changes
+            plan = triton_common.launch_plan(rows, vocab, logits)
+            if candidate.stats:
+                plan = replace(plan, splits=1, columns=1 << 30, **candidate.stats)
             for what, spec in specs.items():
                 coef = run.randn(len(spec.coefficients), rows, dtype=torch.float32, std=0.1)
                 run.time(

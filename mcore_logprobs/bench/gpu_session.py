@@ -205,7 +205,10 @@ def _groups_die_with_us() -> Iterator[None]:
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [  # nohup's stays ignored
+        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield
     finally:

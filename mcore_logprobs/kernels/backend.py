@@ -443,6 +443,8 @@ def select(backend: str, logits: Tensor, *, segments: Segments | None = None) ->
         by_name = backend == candidate.name
         if not by_name and not (backend == "auto" and device_type in candidate.by_default):
             continue
+        if not by_name and torch.compiler.is_compiling() and candidate.unworthy(logits, segments):
+            continue  # before the search for a compiler, which cannot be traced
         choice = candidate.availability(device_type)
         reason = candidate.refusal(logits, segments) if choice.available else choice.reason
         # With segments the layout may not decide; where more than that is in the way, it does not.

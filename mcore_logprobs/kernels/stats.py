@@ -23,9 +23,9 @@ near 1e4 do not cancel. All but `max` add up over shards once they refer to the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +83,20 @@ _NORMS: tuple[tuple[str, str | None], ...] = (
 )
 
 
+def _by_flags(
+    table: tuple[tuple[str, str | None], ...],
+) -> dict[tuple[bool, ...], tuple[str, ...]]:
+    """The names that each choice of flags leaves, once: small calls ask for them several times."""
+    names = ("entropy", "rank", "smoothing", "sum_pi_squared")
+    return {
+        flags: tuple(n for n, flag in table if flag is None or flags[names.index(flag)])
+        for flags in itertools.product((False, True), repeat=len(names))
+    }
+
+
+_FIELDS_OF, _NORMS_OF = _by_flags(_FIELDS), _by_flags(_NORMS)
+
+
 @dataclass(frozen=True)
 class RowSpec:
     """How raw logits become z, and which statistics of z are wanted.
@@ -103,20 +117,20 @@ class RowSpec:
     smoothing: bool = False
     sum_pi_squared: bool = False
 
-    @cached_property
+    @property
     def fields(self) -> tuple[str, ...]:
         """The statistics in the order of the rows of the `[k, n]` tensor that holds them."""
-        return tuple(name for name, flag in _FIELDS if flag is None or getattr(self, flag))
+        return _FIELDS_OF[self.entropy, self.rank, self.smoothing, self.sum_pi_squared]
 
     @property
     def coefficients(self) -> tuple[str, ...]:
         """The gradient's coefficients in the order of the rows of theirs."""
         return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))
 
-    @cached_property
+    @property
     def norms(self) -> tuple[str, ...]:
         """What the gradient needs of whole rows, in the order of the rows of its tensor."""
-        return tuple(name for name, flag in _NORMS if flag is None or getattr(self, flag))
+        return _NORMS_OF[self.entropy, self.rank, self.smoothing, self.sum_pi_squared]
 
     def named(self, stats: Tensor, dim: int = 0) -> dict[str, Tensor]:
         """Views of a tensor of statistics along its dimension of fields, by name."""

@@ -413,6 +413,9 @@ def _segment_stats(
     threshold: Tensor | None,
     temperature: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
+    assert threshold is not None or not spec.rank, (
+        "a segment alone does not know the target's logit"
+    )
     aligned, stride = _aligned(logits, segments.local)
     if bias is not None:
         bias = _aligned(bias.unsqueeze(0), segments.local)[0][0]

@@ -153,7 +153,8 @@ def _finished_in_few_launches(
 ) -> tuple[RowResults, Sequence[Tensor | None]]:
     """As `_finished`, of global ids: a kernel for the statistics, one for what comes after them.
 
-    Under TP one more merges each shard's parts, and with the rank one finds the targets' logits.
+    Under TP one more merges each shard's parts, and with the rank one finds the targets' logits;
+    so too under invariant_segments.
     """
     call, shard = opts.call, opts.call.shard
     native = one_launch(call.backend)
@@ -166,8 +167,8 @@ def _finished_in_few_launches(
             blocks[0][1], target, ids, call.spec, opts.label_smoothing, temperature=temperature
         )
         return results, (column, norms)
-    if call.spec.rank and shard.tp_size > 1:
-        # The ranks count against the target's logit in the same read: it comes first.
+    if call.spec.rank and (shard.tp_size > 1 or call.segments is not None):
+        # Every part counts against the target's logit, wherever that is: it comes first.
         assert target is not None
         found = [native.own_logits(block, target[part], ids) for part, block in blocks]
         column, own = (joined(list(each)) for each in zip(*found, strict=True))

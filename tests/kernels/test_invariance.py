@@ -97,14 +97,16 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
 def test_triton_by_name_through_the_public_operation():
     logits, target = make_logits(9, 4 * 80, torch.float32), torch.arange(9, device=DEVICE)
 
-    def found(rows: slice) -> dict[str, Tensor]:
+    def found(rows: slice, backend: str = "triton", segments: int | None = 4) -> dict[str, Tensor]:
         stats = vocab_parallel_token_stats(
             logits[rows], target[rows], entropy=True, target_rank=True, sum_pi_squared=True,
-            backend="triton", invariant_segments=4, vocab_size=300,
+            backend=backend, invariant_segments=segments, vocab_size=300,
         )  # fmt: skip
         return {name: getattr(stats, name) for name in FIELDS}
 
     whole = found(slice(0, 9))
+    for name, exact in found(slice(0, 9), "torch", None).items():
+        torch.testing.assert_close(whole[name], exact, msg=name)
     for rows in (slice(0, 1), slice(4, 9)):
         assert_same_bits(found(rows), {n: value[rows] for n, value in whole.items()}, str(rows))
 

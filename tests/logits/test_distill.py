@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -424,3 +425,16 @@ def test_topk_refuses_what_it_cannot_do() -> None:
     for arguments, options, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):
             vocab_parallel_topk_distill(*arguments, **options)
+
+
+@pytest.mark.parametrize("kind", ["forward", "jsd"])
+def test_a_divergence_is_one_graph_under_a_caller_s_torch_compile(kind) -> None:
+    student, teacher = torch.randn(2, 3, 17)
+    found = []
+    for wrap in (lambda f: f, partial(torch.compile, fullgraph=True, backend="aot_eager")):
+        leaf = student.clone().requires_grad_()
+        value = wrap(partial(vocab_parallel_kl_div, kind=kind, temperature=0.7))(leaf, teacher)
+        (grad,) = torch.autograd.grad(value, leaf, torch.tensor([1.0, -2.0, 0.5]))
+        found.append((value.detach(), grad))
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
