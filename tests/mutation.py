@@ -52,7 +52,8 @@ NEAREST = {
     "context_parallel/layouts.py": "context_parallel",
     "context_parallel/operations.py": "context_parallel",
     "fused/divergence.py": "fused/test_distill.py fused/test_partial_gradients.py",
-    "fused/entries.py": "fused/test_linear_ops.py fused/test_partial_gradients.py "
+    "fused/entries.py": "fused/test_linear_ops.py fused/test_sampling.py "
+    "fused/test_partial_gradients.py "
     "fused/test_lora.py fused/test_no_sync.py",
     "fused/gather.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/gradients.py": "fused/test_token_stats.py fused/test_partial_gradients.py "
@@ -64,7 +65,8 @@ NEAREST = {
     "fused/map.py": "fused/test_map.py fused/test_linear_ops.py fused/test_partial_gradients.py",
     "fused/policy_loss.py": "fused/test_policy_loss.py fused/test_policy_loss_cost.py "
     "fused/test_partial_gradients.py fused/test_native_bf16.py fused/test_loss_function.py",
-    "fused/sampling.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
+    "fused/sampling.py": "fused/test_sampling.py fused/test_linear_ops.py "
+    "fused/test_partial_gradients.py",
     "fused/token_stats.py": "fused/test_token_stats.py fused/test_cost.py "
     "fused/test_partial_gradients.py fused/test_native_bf16.py",
     "fused/tokens.py": "fused/test_token_stats.py fused/test_policy_loss.py fused/test_cost.py",

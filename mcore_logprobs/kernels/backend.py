@@ -132,6 +132,7 @@ class PairBackend(Protocol):
         upstream: Tensor,
         spec: PairSpec,
         *,
+        kept: Tensor | None = None,
         out: Tensor,
         chunk_size: int,
     ) -> None: ...
@@ -156,21 +157,6 @@ class OneLaunchPair(PairBackend, Protocol):
     def finished_jsd(
         self, student: Side, teacher: Side, norms: Tensor, spec: PairSpec
     ) -> tuple[Tensor, Tensor]: ...
-
-    def pair_grad(
-        self,
-        student: Side,
-        teacher: Side,
-        norm_s: Tensor,
-        norm_t: Tensor,
-        inner: Tensor,
-        upstream: Tensor,
-        spec: PairSpec,
-        *,
-        kept: Tensor | None = None,
-        out: Tensor,
-        chunk_size: int,
-    ) -> None: ...
 
 
 class OneLaunch(Backend, Protocol):

@@ -246,6 +246,7 @@ def pair_grad(
     upstream: Tensor,
     spec: PairSpec,
     *,
+    kept: Tensor | None = None,
     out: Tensor,
     chunk_size: int,
 ) -> None:
@@ -260,6 +261,7 @@ def pair_grad(
     Args:
         inner: `[n]`, the divergence at the end of the formula; unused by the first.
         upstream: `[n]`, g.
+        kept: `[n]`, 0 or False in rows whose g counts as 0; None: there are none.
         out: `[n, v]`, any dtype; may be the student's logits. Every entry is written.
         The others as in `jsd_sums`.
     """
@@ -267,6 +269,8 @@ def pair_grad(
     out[:, valid:] = 0
     if valid == 0:
         return
+    if kept is not None:
+        upstream = torch.where(kept != 0, upstream, 0.0)
     for part in row_chunks(out.shape[0], chunk_size):
         own, other = student.part(part), teacher.part(part)
         grad = _distribution_gradient(

@@ -192,7 +192,7 @@ def pair_grad(
 
     Args:
         upstream: any stride.
-        kept: `[n]` float32, 0 in rows whose upstream counts as 0; None: there are none.
+        kept: float32.
     """
     rows, width = out.shape
     if out.numel() == 0:

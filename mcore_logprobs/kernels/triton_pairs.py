@@ -200,8 +200,7 @@ def pair_grad(
 ) -> None:
     """As `kernels.distill.pair_grad`; dtypes and strides as in `pair_stats`, for out too.
 
-    Args:
-        kept: `[n]` float32, 0 in rows whose upstream counts as 0; None: there are none.
+    `kept` is float32.
     """
     sides = _flatten(student, teacher)
     _pair_grad(out, norm_s, norm_t, inner, upstream, kept, spec.kind, spec.beta, *sides)

@@ -76,20 +76,21 @@ class _Divergence(torch.autograd.Function):
         student, teacher, norm_s, norm_t, inner, keep = ctx.saved_tensors
         opts: _Options = ctx.opts
         rows = Rows(student)
-        native = backends.one_launch_pair(opts.kernels)
         upstream = rows.walk(grads[0])
-        if native is None:
-            upstream = torch.where(keep, upstream, 0.0)
         grad = torch.empty_like(student)
         for part, s, t, out in opts.sides(rows, student, teacher, grad):
-            row = (norm_s[:, part], norm_t[:, part], inner[part], upstream[part])
-            chunk_size = opts.student.chunk_size
-            if native is None:
-                opts.kernels.pair_grad(s, t, *row, opts.spec, out=out, chunk_size=chunk_size)
-            else:
-                native.pair_grad(
-                    s, t, *row, opts.spec, kept=keep[part], out=out, chunk_size=chunk_size
-                )
+            opts.kernels.pair_grad(
+                s,
+                t,
+                norm_s[:, part],
+                norm_t[:, part],
+                inner[part],
+                upstream[part],
+                opts.spec,
+                kept=keep[part],
+                out=out,
+                chunk_size=opts.student.chunk_size,
+            )
         return grad, None, None, None
 
 

@@ -10,40 +10,25 @@ the module runs its hooks, which drive the distributed optimizer's parameter gat
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
-from mcore_logprobs.logits.token_stats import TokenStats
-from mcore_logprobs.megatron.calls import NOT_TOLD, Call, PerToken, PolicyLoss, Running
-from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, scale_deferred
-from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
+from mcore_logprobs.megatron.calls import Call, PerToken, PolicyLoss
+from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.megatron.heads import (
     HeadReport,
-    check_head,
     find_language_models,
     has_head,
-    head_report,
-    head_tp_group,
-    kind_reason,
     loss_reason,
     own_loss,
-    require_fused,
     say_left_out,
-    say_unfused,
-    scale_reason,
-    softcap_reason,
 )
-from mcore_logprobs.megatron.schedule_plan import carry_stats
 
 
 def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
@@ -92,15 +77,14 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
         _check_own_loss(language_model, wanted)
         if not has_head(language_model):
             continue
-        present = _patch_of(language_model)
+        present = patch_of(language_model)
         if present is not None and present.config != wanted:
             raise ValueError(
                 f"{type(language_model).__name__} is patched already, with {present.config}; "
                 f"got {wanted}. Call unpatch_model first"
             )
-        head = present or _HeadPatch(language_model, wanted)
-        if head.report.fusable and wanted.fused:
-            check_head(head.layer, wanted)
+        head = present or HeadPatch(language_model, wanted)
+        head.check(wanted)
         heads.append((head, present is None))
         reason = reason or head.report.reason
     assert wanted is not None
@@ -123,7 +107,7 @@ def unpatch_model(model: Any) -> None:
         ValueError: something else has replaced one of the patched attributes since; undo that
             first. Nothing is changed then.
     """
-    patches = [p for m in find_language_models(model) if (p := _patch_of(m)) is not None]
+    patches = [p for m in find_language_models(model) if (p := patch_of(m)) is not None]
     for patch in patches:
         patch.check_removable()
     for patch in patches:
@@ -155,7 +139,7 @@ class PatchHandle:
     """
 
     def __init__(
-        self, model: Any, heads: list[tuple[_HeadPatch, bool]], config: LogprobConfig
+        self, model: Any, heads: list[tuple[HeadPatch, bool]], config: LogprobConfig
     ) -> None:
         self._model = model
         self._configs = [config]  # the innermost block's last; for stages without a head
@@ -201,8 +185,7 @@ class PatchHandle:
         for language_model in find_language_models(self._model):
             _check_own_loss(language_model, changed)
         for head in self._heads:
-            if head.report.fusable and changed.fused:
-                check_head(head.layer, changed)
+            head.check(changed)
         self._configs.append(changed)
         try:
             with self._during(lambda call: replace(call, config=changed, **changes)):
@@ -319,238 +302,9 @@ def _of_all_stages(model: Any, reason: str) -> list[str]:
     return reasons
 
 
-def _remove(heads: list[_HeadPatch]) -> None:
+def _remove(heads: list[HeadPatch]) -> None:
     heads = [head for head in heads if head.installed]
     for head in heads:
         head.check_removable()
     for head in heads:
         head.remove()
-
-
-def _patch_of(language_model: Any) -> _HeadPatch | None:
-    replaced = vars(language_model).get("compute_language_model_loss")
-    owner = getattr(replaced, "__self__", None)
-    return owner if isinstance(owner, _HeadPatch) else None
-
-
-class _HeadPatch:
-    """One patched head. Bound methods of this object take the place of the model's, so that a
-    deep copy of the model gets a patch of its own."""
-
-    def __init__(self, model: Any, config: LogprobConfig) -> None:
-        self.model = model
-        self.layer = model.output_layer
-        self.config = config
-        self.own_loss = own_loss(model)
-        self.report = head_report(model, softcap=config.softcap)
-        if self.own_loss and config.output == "loss":
-            self.report = HeadReport(False, loss_reason(model))
-        self.installed = False
-        self._deferring = DeferringHead(self.layer, self._refusal)
-        self._replaced: list[tuple[Any, str, Any]] = []  # owner, name, what we put there
-        self._before: dict[str, Any] = {}  # instance attributes that were there, by owner and name
-        self._calls = [Call(config)]  # the innermost block's last
-        self._running: list[Running] = []
-
-    @property
-    def call(self) -> Call:
-        """What the open `with` blocks ask of a call."""
-        return self._calls[-1]
-
-    @contextlib.contextmanager
-    def during(self, call: Call) -> Iterator[None]:
-        self._calls.append(call)
-        try:
-            yield
-        finally:
-            self._calls.pop()
-
-    def install(self) -> None:
-        model = self.model
-        self._replace(model, "compute_language_model_loss", self.compute_language_model_loss)
-        self._deferring.reason = kind_reason(self.layer)
-        if not self._deferring.reason:
-            self._replace(self.layer, "forward", self._deferring.forward)
-        if hasattr(model, "_scale_logits") and not scale_reason(model._scale_logits):
-            self._replace(model, "_scale_logits", self.scale_logits)
-        name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
-        self._replace(model, name, _WithLabels(self, self._original(model, name)))
-        if hasattr(model, "build_schedule_plan"):
-            self._replace(model, "build_schedule_plan", self.build_schedule_plan)
-        if self.config.fused and self.report.reason:
-            say_unfused(self.report.reason, head_tp_group(self.layer))
-        self.installed = True
-
-    def check_removable(self) -> None:
-        for owner, name, ours in self._replaced:
-            # Bound methods are equal, not identical, from one look-up to the next.
-            if vars(owner).get(name) != ours:
-                raise ValueError(
-                    f"{type(owner).__name__}.{name} was replaced by something else after the "
-                    "patch; undo that first"
-                )
-
-    def remove(self) -> None:
-        for owner, name, _ in reversed(self._replaced):
-            key = self._key(owner, name)
-            if key in self._before:
-                vars(owner)[name] = self._before[key]
-            else:
-                del vars(owner)[name]
-        self._replaced.clear()
-        self._before.clear()
-        self.installed = False
-
-    def _replace(self, owner: Any, name: str, ours: Any) -> None:
-        if name in vars(owner):
-            self._before[self._key(owner, name)] = vars(owner)[name]
-        vars(owner)[name] = ours
-        self._replaced.append((owner, name, ours))
-
-    def _key(self, owner: Any, name: str) -> str:
-        return ("model." if owner is self.model else "output_layer.") + name
-
-    def _original(self, owner: Any, name: str) -> Callable[..., Any]:
-        """The attribute as it would be without this patch."""
-        key = self._key(owner, name)
-        if key in self._before:
-            return self._before[key]
-        return getattr(type(owner), name).__get__(owner)
-
-    # What the model calls.
-
-    def scale_logits(self, logits: Any) -> Any:
-        """In place of `model._scale_logits`."""
-        original = self._original(self.model, "_scale_logits")
-        return scale_deferred(logits, self.model.config, original)
-
-    def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the model's: a plan whose head runs with the blocks that are open now."""
-        plan = self._original(self.model, "build_schedule_plan")(*args, **kwargs)
-        carry_stats(plan, functools.partial(self.during, self.call))
-        return plan
-
-    @contextlib.contextmanager
-    def running(self, running: Running) -> Iterator[None]:
-        self._running.append(running)
-        try:
-            yield
-        finally:
-            self._running.pop()
-            self._deferring.latest = None  # hidden states are large
-
-    def _refusal(self) -> str:
-        """Why this call's logits are not deferred, whatever the layer."""
-        config = self.call.config
-        if self._running and self._running[-1].labels is None:
-            return "there are no labels"
-        if not config.fused:
-            return "fused=False"
-        return scale_reason(getattr(self.model, "_scale_logits", None)) or softcap_reason(
-            self.layer, config.softcap
-        )
-
-    def compute_language_model_loss(
-        self, labels: Tensor, logits: Any, *args: Any, **kwargs: Any
-    ) -> TokenStats | Tensor:
-        """In place of the model's: labels [b, s], logits [s, b, V/TP] or a handle."""
-        original = self._original(self.model, "compute_language_model_loss")
-        call, tp_group = self.call, head_tp_group(self.layer)
-        running = self._running[-1] if self._running else Running(NOT_TOLD, NOT_TOLD)
-        main = running.labels is NOT_TOLD or labels is running.labels
-        if main and not (self.own_loss and call.policy is None and call.config.output == "loss"):
-            return head_output(labels, logits, call, head=self._deferring, tp_group=tp_group)
-        if not isinstance(logits, DeferredLogits):
-            check_gradient(logits, self._deferring.latest)
-        elif self.own_loss:
-            logits = logits.materialize()
-        elif (known := logits.computed()) is not None:
-            logits = known
-        if isinstance(logits, DeferredLogits):
-            return mtp_loss(
-                labels,
-                logits,
-                call.config,
-                head=self._deferring,
-                tp_group=tp_group,
-                loss_mask=running.loss_mask,
-            )
-        if main:
-            require_fused(call.config, loss_reason(self.model), tp_group)
-        return original(labels, logits, *args, **kwargs)
-
-
-class _WithLabels:
-    """Calls the model's method that ends in the head, and knows meanwhile what it was given.
-
-    The main head's loss is called with the labels' very tensor, multi-token prediction's heads with
-    shifted copies of it (0.15 to 0.19).
-    """
-
-    def __init__(self, patch: _HeadPatch, original: Callable[..., Any]) -> None:
-        self._patch = patch
-        self._wrapped = original
-        self.__signature__ = inspect.signature(original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = _Arguments(self.__signature__, args, kwargs)
-        call = self._patch.call
-        labels = given["labels"]
-        if call.targets is not None:
-            if labels is not None:
-                raise ValueError("inside PatchHandle.targets: expected a call without labels")
-            given["labels"] = labels = call.targets
-        with self._patch.running(Running(labels, given["loss_mask"])):
-            if labels is None or call.config.mtp == "keep":
-                return self._wrapped(*given.args, **given.kwargs)
-            with _without_mtp(self._patch.model, given):
-                return self._wrapped(*given.args, **given.kwargs)
-
-
-class _Arguments:
-    """A call's arguments by name, wherever they were put: NOT_TOLD for one that is not there."""
-
-    def __init__(self, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
-        self._bound = signature.bind(*args, **kwargs)
-        self._bound.apply_defaults()
-        rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-        self._rest: dict[str, Any] = self._bound.arguments[rest[0]] if rest else {}
-        self.args, self.kwargs = self._bound.args, self._bound.kwargs
-
-    def __getitem__(self, name: str) -> Any:
-        return self._bound.arguments.get(name, self._rest.get(name, NOT_TOLD))
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._bound.arguments:
-            self._bound.arguments[name] = value
-        else:
-            self._rest[name] = value
-        self.args, self.kwargs = self._bound.args, self._bound.kwargs
-
-
-@contextlib.contextmanager
-def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
-    """While open, `model` has no multi-token prediction: its layers pass hidden states through.
-
-    Hidden states that come with those of the MTP layers already joined to them (`_postprocess` of a
-    schedule plan, or of a stage behind the MTP layers) are cut off in `given`.
-    """
-    layers = model.config.mtp_num_layers if hasattr(model.config, "mtp_num_layers") else None
-    if not layers:
-        yield
-        return
-    if not given["mtp_in_postprocess"]:  # NOT_TOLD where the model has no such argument
-        given["hidden_states"] = torch.chunk(given["hidden_states"], 1 + layers, dim=0)[0]
-    config = vars(model)["config"]
-    vars(model)["config"] = copy.copy(config)
-    vars(model)["config"].mtp_num_layers = None
-    vars(model)["mtp"] = _pass_through
-    try:
-        yield
-    finally:
-        vars(model)["config"] = config
-        del vars(model)["mtp"]
-
-
-def _pass_through(*args: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    return hidden_states

@@ -28,12 +28,11 @@ from tests.fused.test_linear_ops import (
     DistillCase,
     GatherCase,
     OpCase,
-    SamplingCase,
     TopKCase,
-    _kept,
     _tuple,
     _upstream,
 )
+from tests.fused.test_sampling import SamplingCase, _kept
 from tests.fused.test_topk_divergence import DivergenceCase, _teacher
 from tests.helpers.distributed import get_pool, grid_groups
 

@@ -22,7 +22,8 @@ from mcore_logprobs import (
 from mcore_logprobs.bench.counting import CollectivesMade
 from tests.fused.common import LAYOUTS, make_problem
 from tests.fused.test_context_parallel import FINISH, cases
-from tests.fused.test_linear_ops import OpCase, SamplingCase
+from tests.fused.test_linear_ops import OpCase
+from tests.fused.test_sampling import SamplingCase
 from tests.fused.test_topk_divergence import BETA, plain
 from tests.helpers import oracles
 from tests.helpers.distributed import get_pool

@@ -1,0 +1,236 @@
+"""linear_sampling_logprobs: filters and kept ids against plain torch in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from mcore_logprobs import (
+    linear_sampling_logprobs,
+    vocab_parallel_sampling_logprobs,
+    vocab_parallel_token_stats,
+)
+from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.fused.sampling import linear_filtered_stats
+from tests.fused.common import LAYOUTS, make_problem, shard_problem
+from tests.fused.test_linear_ops import DTYPES, FINISH, OPTIONS, OpCase, _upstream
+from tests.helpers import oracles
+from tests.logits.common import on_ranks, world_group
+
+
+class SamplingCase(OpCase):
+    """kept says which columns stay: `[..., V]` bool."""
+
+    kept: Tensor
+
+    def call(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, **parallel: Any) -> Any:
+        return linear_sampling_logprobs(
+            hidden, weight, self.problem.target, bias=bias, **parallel, **self.options
+        )
+
+    def expected(self, z: Tensor) -> tuple[Tensor, ...]:
+        target = self.problem.target
+        ignored, column = target == -100, target.clamp(min=0).unsqueeze(-1)
+        hit = self.kept.gather(-1, column).squeeze(-1)
+        stays = self.kept | ~self.kept.any(-1, keepdim=True)  # log_softmax of nothing is NaN
+        logp = z.masked_fill(~stays, -torch.inf).log_softmax(-1).gather(-1, column).squeeze(-1)
+        logp = torch.where(hit, logp, -torch.inf)
+        return (torch.where(ignored, 0.0, logp),)
+
+
+def _kept(problem: Any, options: dict) -> Tensor:
+    """top-k, then top-p over what is left, in float64; far from any edge by luck of the seed."""
+    finish = {name: x for name, x in options.items() if name in FINISH}
+    raw = problem.raw(problem.leaves(), torch.float64)
+    z = oracles.finished_logits(raw, bias=problem.bias, **finish)
+    ordered, order = z.sort(-1, descending=True)
+    stays = torch.arange(z.shape[-1]) < options.get("top_k", z.shape[-1])
+    p = ordered.softmax(-1) * stays
+    p = p / p.sum(-1, keepdim=True)
+    stays = stays & (p.cumsum(-1) - p < options.get("top_p", 1.0)) & ~ordered.isneginf()
+    return torch.zeros_like(stays).scatter(-1, order, stays)
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}, {}], ids=str
+)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_sampling(layout, dtype, options, filters):
+    problem = make_problem(dtype=dtype, bias=bool(options), true_vocab=options.get("vocab_size"))
+    options = options | filters | {"compact": bool(options)}
+    case = SamplingCase(problem, options)
+    case.kept = _kept(problem, options)
+    case.run(layout).check()
+
+
+def _against_held_logits(sequence_parallel: bool, both: bool, spoilt: bool) -> dict[str, Any]:
+    """Of small integers, so that the products are exact and full of ties: flat rows, which the
+    candidates do not decide, targets that are filtered out; if `spoilt` rows of NaN and inf.
+    """
+    generator = torch.Generator().manual_seed(3)
+    rows, vocab, group = 24, 600, world_group()
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    whole = torch.randint(-1, 2, (vocab, 4), generator=generator).float()
+    hidden = torch.randint(-1, 2, (rows, 4), generator=generator).float()
+    hidden[::5] *= 4  # peaked
+    if spoilt:
+        hidden[3], hidden[7, 2], hidden[8] = torch.nan, torch.inf, torch.nan
+    target = torch.randint(0, 571, (rows,), generator=generator)
+    target[8] = -100
+    weight = whole.tensor_split(world)[rank].clone().requires_grad_()
+    hidden.requires_grad_()
+    part = hidden.tensor_split(world)[rank] if sequence_parallel else hidden
+    own = torch.rand(rows, generator=generator) + 0.5
+    upstream = torch.randn(rows, generator=generator)
+    upstream[3] = 0.0  # a row of NaN that nobody asks for
+    filters = {"top_p": 0.7, "temperature": own, "vocab_size": 571, "tp_group": group}
+    filters |= {"top_k": 100} if both else {}
+    with CollectivesMade() as forward:
+        found = linear_sampling_logprobs(
+            part, weight, target, sequence_parallel=sequence_parallel, chunk_size=10, **filters
+        )
+    with CollectivesMade() as backward:
+        grads = torch.autograd.grad(found, [hidden, weight], upstream)
+    z = hidden @ weight.t() if group is None else _Copied.apply(hidden, group) @ weight.t()
+    expected = vocab_parallel_sampling_logprobs(z, target, **filters)
+    return {
+        "found": (found.detach(), *grads),
+        "expected": (expected.detach(), *torch.autograd.grad(expected, [hidden, weight], upstream)),
+        "forward": forward.names,
+        "backward": backward.names,
+    }
+
+
+class _Copied(torch.autograd.Function):
+    """A rank's part of dHidden, summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        summed = grads[0].clone()
+        torch.distributed.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["", "NaN and inf"])
+@pytest.mark.parametrize("both", [False, True], ids=["top-p", "top-k and top-p"])
+@pytest.mark.parametrize("layout", [(1, False), (2, False), (2, True)], ids=str)
+def test_the_saved_cut_is_the_one_on_logits_that_are_held(ranks, layout, both, spoilt):
+    world, sequence_parallel = layout
+    runs = on_ranks(ranks, world, _against_held_logits, sequence_parallel, both, spoilt)
+    for run in runs:
+        values, d_hidden, d_weight = run["found"]
+        expected, expected_hidden, expected_weight = run["expected"]
+        assert torch.equal(values.isneginf(), expected.isneginf())
+        assert 0 < values.isneginf().sum() < 20
+        assert values.isnan().nonzero().flatten().tolist() == ([3, 7] if spoilt else [])
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+        if sequence_parallel:
+            d_hidden = sum(other["found"][1] for other in runs)  # each has its own rows alone
+        close = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
+        torch.testing.assert_close(d_hidden, expected_hidden, **close)
+        assert not d_hidden[[3, 8]].any()
+        if not spoilt:  # else all of dWeight is NaN, as it must be
+            torch.testing.assert_close(d_weight, expected_weight, **close)
+        # Three tiles. The forward searches; the backward asks no other rank but for dHidden's sum.
+        if world == 2:
+            assert run["forward"].count("all_reduce") > 3 * 4
+            sums = "reduce_scatter" if sequence_parallel else "all_reduce"
+            gathers = ["all_gather"] * 3 if sequence_parallel else []
+            assert sorted(run["backward"]) == sorted([*gathers, *[sums] * 3])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_filters_take_four_products(chunk_size):
+    problem = make_problem((12,))
+    hidden, weight, _ = shard_problem(problem, False)
+    with FlopCounterMode(display=False) as forward:
+        out = linear_sampling_logprobs(
+            hidden, weight, problem.target, top_p=0.5, chunk_size=chunk_size
+        )
+    with FlopCounterMode(display=False) as backward:
+        out.backward(torch.randn(12))
+    one = 2 * 12 * weight.numel()
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (one, 3 * one)
+
+
+def test_filters_and_the_whole_distribution_from_one_pass():
+    """With everything a head may have, in float64, against the operations on its logits."""
+    lead, names = (7, 2), ("hidden", "weight", "bias", "a", "b")
+    problem = make_problem(lead, dtype=torch.float64, bias=True, true_vocab=20)
+    inputs = (problem.hidden, problem.weight, problem.bias, torch.randn(3, 8), torch.randn(24, 3))
+    leaves = dict(zip(names, (x.double().requires_grad_() for x in inputs), strict=True))
+    hidden, weight, bias, a, b = leaves.values()
+    options = {"vocab_size": 20, "temperature": torch.rand(lead) + 0.5}
+    wanted = {"entropy": True, "target_rank": True, "sum_pi_squared": True}
+    filters = {"top_k": 9, "top_p": 0.7}
+    head = {"bias": bias, "lora": (a, b, 0.4), "softcap": 5.0, "logit_scale": 0.8}
+    z = 5.0 * torch.tanh((hidden @ weight.t() + 0.4 * hidden @ a.t() @ b.t()) * (0.8 / 5.0)) + bias
+    exact = vocab_parallel_token_stats(z, problem.target, **options, **wanted)
+    kept = vocab_parallel_sampling_logprobs(z, problem.target, **options, **filters)
+    exact = dataclasses.replace(exact, logprobs=kept)
+    for compact in (False, True):
+        found = linear_filtered_stats(
+            hidden,
+            weight,
+            problem.target,
+            chunk_size=4,
+            compact=compact,
+            **head,
+            **options,
+            **wanted,
+            **filters,
+        )
+        assert torch.equal(found.target_rank, exact.target_rank)
+        for chosen in (("logprobs",), ("logprobs", "entropy", "sum_pi_squared", "lse"), ("lse",)):
+            pairs = [(getattr(found, name), getattr(exact, name)) for name in chosen]
+            mine, theirs = zip(*pairs, strict=True)
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+            upstream = [_upstream(x) for x in mine]
+            for one, other in zip(
+                torch.autograd.grad(mine, list(leaves.values()), upstream, retain_graph=True),
+                torch.autograd.grad(theirs, list(leaves.values()), upstream, retain_graph=True),
+                strict=True,
+            ):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_replay(layout, dtype, options, compact):
+    problem = make_problem(dtype=dtype, bias=bool(options), true_vocab=options.get("vocab_size"))
+    kept = _kept(problem, options | {"top_p": 0.8})
+    kept[2, 1] = False  # a sampler that recorded nothing
+    flat = kept.flatten(0, -2)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), flat.sum(-1).cumsum(0)])
+    record = (flat.nonzero()[:, 1], offsets)
+    case = SamplingCase(problem, {**options, "kept_ids": record, "compact": compact})
+    case.kept = kept
+    case.run(layout).check()
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("rows", [0, 6])
+def test_replay_where_no_row_counts(rows, compact):
+    hidden, weight, _ = shard_problem(make_problem((rows,)), False)
+    record = (torch.arange(4).repeat(rows), torch.arange(rows + 1) * 4)
+    out = linear_sampling_logprobs(
+        hidden, weight, torch.full((rows,), -100), kept_ids=record, compact=compact, chunk_size=4
+    )
+    assert out.tolist() == [0.0] * rows
+    for grad in torch.autograd.grad(out, [hidden, weight], torch.ones(rows)):
+        assert not grad.any()
