@@ -46,6 +46,8 @@ def _forget_groups() -> None:
         end_groups(g for g in live_groups() if not g.group_desc.startswith("mesh"))
     # Models are cycles that hold groups, and a group's threads run for as long as it is held.
     gc.collect()
+    # What is left is there to stay, a million objects of modules: not to be walked over again.
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

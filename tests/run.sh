@@ -93,7 +93,8 @@ covered() { python -m coverage combine -q && python -m tests.covered; }
 older_triton() {  # The wheel's assembler comes without its executable bits.
     chmod -R u+x "$VIRTUAL_ENV/triton-$triton/triton/backends/nvidia/bin"
     PYTHONPATH="$VIRTUAL_ENV/triton-$triton" python -m pytest -q \
-        tests/kernels/test_triton_build.py tests/kernels/test_triton_finish.py
+        tests/kernels/test_triton_build.py tests/kernels/test_triton_finish.py \
+        tests/kernels/test_triton_launch.py
 }
 [ "$#" -gt 0 ] || stage "triton-$triton" older_triton
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh

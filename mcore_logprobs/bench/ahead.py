@@ -115,7 +115,7 @@ def build(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from mcore_logprobs.kernels.triton_common import FUSE
+    from mcore_logprobs.kernels.triton_launch import FUSE
 
     types = _POINTERS | dict(pointers)
     signature, values, attributes = {}, {}, {}
@@ -183,7 +183,9 @@ def kernel_arguments(
             return _pair_arguments(*name.split()[1:], spec=spec, logits=logits, out=out)
         transform = {
             flag: on
-            for flag, on in triton_common.transform_args(spec, None, None).items()
+            for flag, on in triton_common.transform_constants(
+                spec, False, False, triton_common.candidate().series
+            ).items()
             if flag.startswith("HAS_")
         }
         constants: dict[str, Any] = {"bias_ptr": None, "temperature_ptr": None, **transform}
@@ -221,10 +223,10 @@ def _pair_arguments(
     empty = torch.empty(1 << 20, 0, dtype=_DTYPES[logits])
     constants: dict[str, Any] = {"KIND": KINDS.index(kind)}
     pointers = {"out_ptr": f"*{out}"}
+    both = dict(triton_sides.sides_constants(Side(empty, spec), Side(empty, spec)))
     for side in ("student", "teacher"):
         constants |= {f"{side}_bias_ptr": None, f"{side}_temperature_ptr": None}
-        args = triton_sides.side_args(Side(empty, spec), side)
-        constants[side.upper()] = args[side.upper()]
+        constants[side.upper()] = both[side.upper()]
         pointers[f"{side}_ptr"] = f"*{logits}"
     if step == "gradient":
         constants |= triton_distill_grad.tile_constants(kind, _LARGE[1])

@@ -20,8 +20,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.kernels.triton_common import FUSE, LOG2E, LOG_ZERO, device_of
+from mcore_logprobs.kernels.triton_common import LOG2E, LOG_ZERO, device_of
 from mcore_logprobs.kernels.triton_finish import merge_parts
+from mcore_logprobs.kernels.triton_launch import FUSE
 
 __all__ = ["CONFIGS", "TileConfig", "tiled_row_stats"]
 

@@ -1,7 +1,8 @@
-"""Functions as operators of torch, at the price of the dispatcher alone.
+"""Functions as operators of torch, at no price where nobody looks.
 
 `torch.library.custom_op` takes 14 to 41 us a call, more than a small call has to spare; a schema
-and two functions given to a `Library` take 3 to 5.
+and two functions given to a `Library` take 11, most of it for twenty arguments on their way to C++
+and back. In eager mode on plain tensors the function itself is called.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import Library
+from torch.nn import Parameter
 
 from mcore_logprobs.kernels.stats import RowSpec
 
@@ -24,10 +27,10 @@ _LIBRARY = Library("mcore_logprobs", "DEF")
 def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The operator `mcore_logprobs::NAME` of a schema `NAME(...) -> ...`, for torch.compile too.
 
-    It knows no gradient: call it within an autograd function.
+    It knows no gradient: call it within an autograd function. `overload` is the operator itself.
 
     Args:
-        run: takes the arguments one by one, on any device.
+        run: takes the arguments one by one, the first of them a tensor, on any device.
         fake: takes the same, gives empty tensors of the results' shapes and dtypes.
     """
     name = schema.partition("(")[0]
@@ -46,8 +49,26 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
                 torch.autograd.graph.increment_version(args[place])
         return result
 
-    _LIBRARY.impl(name, run_and_tell if written else run, "CompositeExplicitAutograd")
-    return found
+    here = run_and_tell if written else run
+    _LIBRARY.impl(name, here, "CompositeExplicitAutograd")
+
+    def call(*args: Any) -> Any:
+        return found(*args) if _watched(args[0]) else here(*args)
+
+    call.overload = found  # type: ignore[attr-defined]
+    return call
+
+
+def _watched(tensor: Tensor) -> bool:
+    """Whether a call must pass the dispatcher: someone traces, counts, profiles or wraps."""
+    return (
+        torch.compiler.is_compiling()  # first: torch.compile does not trace the others
+        or type(tensor) not in (Tensor, Parameter)
+        or torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    )
 
 
 # A RowSpec travels as its fields: their declaration in a schema, and the way there and back.

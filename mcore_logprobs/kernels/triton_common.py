@@ -25,7 +25,6 @@ from mcore_logprobs.kernels import stats
 
 __all__ = [
     "CANDIDATES",
-    "FUSE",
     "INTERPRETED",
     "LOG2E",
     "LOG_ZERO",
@@ -45,7 +44,6 @@ __all__ = [
     "power_of_2",
     "row_transform",
     "tanh",
-    "transform_args",
     "transform_constants",
     "use_candidate",
     "with_unit_stride",
@@ -55,9 +53,6 @@ __all__ = [
 _ACCURATE, _RATIO = 1, 2
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
-# The compiler's `enable_fp_fusion` at every launch: a * b + c in one instruction and one rounding.
-# Triton's default is on up to 3.9 and off from 3.10, and a process can set it either way.
-FUSE = True
 assert stats.LOG_ZERO == -1e4  # a literal in `clamped`
 
 # Programs for each multiprocessor when rows alone are too few. A dozen are resident at a time, and
@@ -107,7 +102,7 @@ def finished(
     softcap,
     temperature,
     HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,  # False, or which tanh (`transform_args`)
+    HAS_SOFTCAP: tl.constexpr,  # False, or which tanh (`transform_constants`)
     HAS_BIAS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
@@ -151,22 +146,18 @@ def row_transform(
     return scale, softcap, temperature
 
 
-def transform_args(
-    spec: stats.RowSpec, bias: Tensor | None, temperature: Tensor | None
+@lru_cache(1024)
+def transform_constants(
+    spec: stats.RowSpec, has_bias: bool, own_temperature: bool, series: bool
 ) -> dict[str, Any]:
     """The arguments of `finished`, by name, save for its tensors.
 
     Without a bias the temperature goes into the scale or the softcap; a bias comes between, and a
     division a column is left.
+
+    Args:
+        series: the candidate's.
     """
-    return transform_constants(spec, bias is not None, temperature is not None, candidate().series)
-
-
-@lru_cache(1024)
-def transform_constants(
-    spec: stats.RowSpec, has_bias: bool, own_temperature: bool, series: bool
-) -> dict[str, Any]:
-    """As `transform_args`; `series` is the candidate's."""
     capped = spec.softcap is not None
     scale = spec.logit_scale if has_bias else spec.multiplier
     softcap = 1.0
@@ -174,9 +165,9 @@ def transform_constants(
         scale = spec.logit_scale / spec.softcap
         softcap = spec.softcap if has_bias else spec.softcap / spec.temperature
     return {
-        "scale": scale,
-        "softcap": softcap,
-        "temperature": spec.temperature,
+        "scale": float(scale),
+        "softcap": float(softcap),
+        "temperature": float(spec.temperature),
         "HAS_SCALE": scale != 1.0 or (own_temperature and not has_bias and not capped),
         "HAS_SOFTCAP": capped and (_ACCURATE if series else _RATIO),
         "HAS_BIAS": has_bias,

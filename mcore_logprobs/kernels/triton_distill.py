@@ -8,6 +8,9 @@ sides, and "jsd" takes a second one for its sums. Nothing of the logits' size is
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,26 +18,27 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, PAIR_STATS, PairSpec, Side
 from mcore_logprobs.kernels.triton_common import (
-    FUSE,
     LOG_ZERO,
     Plan,
     ceil_div,
     device_of,
     exp,
+    positional,
     power_of_2,
+    with_unit_stride,
 )
+from mcore_logprobs.kernels.triton_launch import Launcher
 from mcore_logprobs.kernels.triton_sides import (
     CROSS_ENTROPY,
     FORWARD,
     REVERSE,
     load_side,
     log_probs,
-    norm_args,
     over_mixture,
     pair_plan,
-    side_args,
     side_row,
-    side_tensors,
+    sides_constants,
+    sides_tensors,
 )
 
 __all__ = [
@@ -168,7 +172,7 @@ def pair_stats_kernel(
     """Pair statistics of one row's columns `[split * split_columns, ...)`.
 
     Every group of columns keeps its sums about its own maxima until the end. STUDENT and TEACHER
-    are the sides' transformations (`side_args`).
+    are the sides' transformations (`sides_constants`).
     """
     TILE: tl.constexpr = LANES * GROUPS
     program = tl.program_id(0)
@@ -324,6 +328,22 @@ def jsd_kernel(
 
 # ---- launches ----------------------------------------------------------------------------------
 
+_launch_stats = Launcher(pair_stats_kernel)
+_launch_merge = Launcher(pair_merge_kernel)
+_launch_jsd = Launcher(jsd_kernel)
+
+
+@lru_cache(1024)
+def _stats_constants(sides: tuple[tuple[str, Any], ...], plan: Plan, kind: str) -> tuple[Any, ...]:
+    named = {**dict(sides), "LANES": plan.lanes, "GROUPS": plan.groups, "KIND": KINDS.index(kind)}
+    return positional(pair_stats_kernel, named)
+
+
+@lru_cache(1024)
+def _jsd_constants(sides: tuple[tuple[str, Any], ...], plan: Plan, beta: float) -> tuple[Any, ...]:
+    named = {**dict(sides), "beta": float(beta), "LANES": plan.lanes, "GROUPS": plan.groups}
+    return positional(jsd_kernel, named)
+
 
 def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | None = None) -> Tensor:
     """As `kernels.distill.pair_stats`, for logits whose last stride is 1."""
@@ -333,16 +353,11 @@ def pair_stats(student: Side, teacher: Side, spec: PairSpec, *, plan: Plan | Non
         return parts[0]
     out = torch.empty_like(parts[0])
     with device_of(parts):
-        pair_merge_kernel[(ceil_div(rows, 8),)](
-            parts,
-            out,
-            rows,
-            splits,
-            SPLITS=power_of_2(splits),
-            ROWS=8,
-            KIND=KINDS.index(spec.kind),
-            num_warps=_NUM_WARPS,
-            enable_fp_fusion=FUSE,
+        _launch_merge(
+            (ceil_div(rows, 8), 1, 1),
+            (parts, out),
+            (rows, splits),
+            (power_of_2(splits), 8, KINDS.index(spec.kind)),
         )
     return out
 
@@ -357,21 +372,16 @@ def split_pair_stats(
     if rows == 0:
         return parts
     with device_of(parts):
-        pair_stats_kernel[(rows * plan.splits,)](
-            out_ptr=parts,
-            rows=rows,
-            valid=valid,
-            split_columns=plan.columns,
-            splits=plan.splits,
-            **side_tensors(student, teacher),
-            **side_args(student, "student"),
-            **side_args(teacher, "teacher"),
-            LANES=plan.lanes,
-            GROUPS=plan.groups,
-            KIND=KINDS.index(spec.kind),
+        _launch_stats(
+            (rows * plan.splits, 1, 1),
+            (*sides_tensors(student, teacher), parts),
+            (
+                rows, valid, student.logits.stride(0), teacher.logits.stride(0), plan.columns,
+                plan.splits,
+            ),
+            _stats_constants(sides_constants(student, teacher), plan, spec.kind),
             num_warps=plan.num_warps,
-            enable_fp_fusion=FUSE,
-        )
+        )  # fmt: skip
     return parts
 
 
@@ -402,22 +412,17 @@ def split_jsd_sums(
     rows, valid = student.logits.shape[0], student.spec.valid
     plan = plan or pair_plan(student.logits, teacher.logits, valid)
     parts = student.logits.new_empty((plan.splits, 2, rows), dtype=torch.float32)
+    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
     if rows:
         with device_of(parts):
-            jsd_kernel[(rows * plan.splits,)](
-                out_ptr=parts,
-                rows=rows,
-                valid=valid,
-                split_columns=plan.columns,
-                splits=plan.splits,
-                beta=spec.beta,
-                **side_tensors(student, teacher),
-                **norm_args(norm_s, norm_t),
-                **side_args(student, "student"),
-                **side_args(teacher, "teacher"),
-                LANES=plan.lanes,
-                GROUPS=plan.groups,
+            _launch_jsd(
+                (rows * plan.splits, 1, 1),
+                (*sides_tensors(student, teacher), norm_s, norm_t, parts),
+                (
+                    rows, valid, student.logits.stride(0), teacher.logits.stride(0),
+                    norm_s.stride(0), norm_t.stride(0), plan.columns, plan.splits,
+                ),
+                _jsd_constants(sides_constants(student, teacher), plan, spec.beta),
                 num_warps=plan.num_warps,
-                enable_fp_fusion=FUSE,
-            )
+            )  # fmt: skip
     return parts

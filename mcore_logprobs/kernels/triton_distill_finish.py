@@ -16,13 +16,13 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, PairSpec
 from mcore_logprobs.kernels.triton_common import (
-    FUSE,
     ceil_div,
     device_of,
     power_of_2,
     with_unit_stride,
 )
 from mcore_logprobs.kernels.triton_distill import merged_pair
+from mcore_logprobs.kernels.triton_launch import Launcher
 from mcore_logprobs.kernels.triton_sides import CROSS_ENTROPY, FORWARD, JSD, REVERSE
 
 __all__ = ["finish_jsd", "finish_pairs", "jsd_finish_kernel", "pair_finish_kernel"]
@@ -104,6 +104,10 @@ def jsd_finish_kernel(
     tl.store(value_ptr + row, tl.where(kept, value, 0.0), mask=inside)
 
 
+_launch_finish = Launcher(pair_finish_kernel)
+_launch_jsd_finish = Launcher(jsd_finish_kernel)
+
+
 def finish_pairs(parts: Tensor, mask: Tensor | None, spec: PairSpec) -> tuple[Tensor, Tensor]:
     """Pair statistics of parts `[parts, 5, n]` to the divergence `[n]` and norms `[6, n]`.
 
@@ -117,11 +121,12 @@ def finish_pairs(parts: Tensor, mask: Tensor | None, spec: PairSpec) -> tuple[Te
     norms = parts.new_empty(_NORMS, rows)
     if rows:
         with device_of(parts):
-            pair_finish_kernel[(ceil_div(rows, _ROWS),)](
-                parts.contiguous(), with_unit_stride(mask), value, norms, rows, count,
-                power_of_2(count), _ROWS, KINDS.index(spec.kind), num_warps=_NUM_WARPS,
-                enable_fp_fusion=FUSE,
-            )  # fmt: skip
+            _launch_finish(
+                (ceil_div(rows, _ROWS), 1, 1),
+                (parts.contiguous(), with_unit_stride(mask), value, norms),
+                (rows, count),
+                (power_of_2(count), _ROWS, KINDS.index(spec.kind)),
+            )
     return value, norms
 
 
@@ -131,9 +136,10 @@ def finish_jsd(parts: Tensor, norms: Tensor, spec: PairSpec) -> tuple[Tensor, Te
     value, inner = parts.new_empty(rows), parts.new_empty(rows)
     if rows:
         with device_of(parts):
-            jsd_finish_kernel[(ceil_div(rows, _ROWS),)](
-                parts.contiguous(), norms, value, inner, rows, count, spec.beta,
-                power_of_2(count), _ROWS, num_warps=_NUM_WARPS,
-                enable_fp_fusion=FUSE,
-            )  # fmt: skip
+            _launch_jsd_finish(
+                (ceil_div(rows, _ROWS), 1, 1),
+                (parts.contiguous(), norms, value, inner),
+                (rows, count),
+                (float(spec.beta), power_of_2(count), _ROWS),
+            )
     return value, inner

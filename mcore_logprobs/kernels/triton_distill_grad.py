@@ -8,6 +8,9 @@ its dtype: nothing else of the logits' size is made.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,12 +18,15 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, PairSpec, Side
 from mcore_logprobs.kernels.triton_common import (
-    FUSE,
     INTERPRETED,
+    ceil_div,
     device_of,
     exp,
+    positional,
+    power_of_2,
     with_unit_stride,
 )
+from mcore_logprobs.kernels.triton_launch import Launcher
 from mcore_logprobs.kernels.triton_sides import (
     CROSS_ENTROPY,
     FORWARD,
@@ -30,11 +36,10 @@ from mcore_logprobs.kernels.triton_sides import (
     SOFTCAP,
     load_side,
     log_probs,
-    norm_args,
     over_mixture,
-    side_args,
     side_row,
-    side_tensors,
+    sides_constants,
+    sides_tensors,
 )
 
 __all__ = ["pair_grad", "pair_grad_kernel"]
@@ -171,9 +176,23 @@ def tile_constants(kind: str, width: int) -> dict[str, int]:
     """How many columns one program writes, as the kernel's constants TILE and TILES."""
     tile = _GRAD_TILE[kind]
     return {
-        "TILE": min(tile, max(128, triton.next_power_of_2(width))),
+        "TILE": min(tile, max(128, power_of_2(width))),
         "TILES": _GRAD_COLUMNS // tile,
     }
+
+
+_launch_grad = Launcher(pair_grad_kernel)
+
+
+@lru_cache(1024)
+def _grad_arguments(
+    sides: tuple[tuple[str, Any], ...], slope: float, spec: PairSpec, width: int
+) -> tuple[int, tuple[Any, ...]]:
+    """Programs a row, and the kernel's arguments from `slope` on."""
+    shape = tile_constants(spec.kind, width)
+    own = {"slope": float(slope), "beta": float(spec.beta), "KIND": KINDS.index(spec.kind)}
+    arguments = positional(pair_grad_kernel, {**dict(sides), **own, **shape})
+    return ceil_div(width, shape["TILE"] * shape["TILES"]), arguments
 
 
 def pair_grad(
@@ -205,27 +224,20 @@ def pair_grad(
         )  # fmt: skip
         out.copy_(rounded)
         return
-    shape = tile_constants(spec.kind, width)
-    splits = triton.cdiv(width, shape["TILE"] * shape["TILES"])
+    splits, arguments = _grad_arguments(
+        sides_constants(student, teacher), student.spec.multiplier, spec, width
+    )
+    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
     with device_of(out):
-        pair_grad_kernel[(rows * splits,)](
-            inner_ptr=with_unit_stride(inner),
-            upstream_ptr=upstream,
-            upstream_stride=upstream.stride(0),
-            kept_ptr=with_unit_stride(kept),
-            out_ptr=out,
-            valid=student.spec.valid,
-            width=width,
-            out_stride=out.stride(0),
-            splits=splits,
-            slope=student.spec.multiplier,
-            beta=spec.beta,
-            **side_tensors(student, teacher),
-            **norm_args(norm_s, norm_t),
-            **side_args(student, "student"),
-            **side_args(teacher, "teacher"),
-            **shape,
-            KIND=KINDS.index(spec.kind),
-            num_warps=_NUM_WARPS,
-            enable_fp_fusion=FUSE,
-        )
+        _launch_grad(
+            (rows * splits, 1, 1),
+            (
+                *sides_tensors(student, teacher), norm_s, norm_t, with_unit_stride(inner), upstream,
+                with_unit_stride(kept), out,
+            ),
+            (
+                student.spec.valid, width, student.logits.stride(0), teacher.logits.stride(0),
+                norm_s.stride(0), norm_t.stride(0), upstream.stride(0), out.stride(0), splits,
+            ),
+            arguments,
+        )  # fmt: skip

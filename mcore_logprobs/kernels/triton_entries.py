@@ -8,6 +8,9 @@ k entries anew, each summed in float32 and rounded once, from raw logits that we
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,17 +18,20 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import (
-    FUSE,
     INTERPRETED,
+    candidate,
+    ceil_div,
     clamped,
     device_of,
     exp,
     finished,
+    positional,
     row_transform,
-    transform_args,
+    transform_constants,
     with_unit_stride,
 )
 from mcore_logprobs.kernels.triton_grad import coefficient_constants, grad_logits
+from mcore_logprobs.kernels.triton_launch import Launcher
 
 __all__ = ["entries_grad", "entries_kernel"]
 
@@ -102,6 +108,29 @@ def entries_kernel(
     tl.store(out_ptr + row * out_stride + column, total, mask=mine)
 
 
+_launch_entries = Launcher(entries_kernel)
+
+
+@lru_cache(1024)
+def _arguments(
+    spec: RowSpec, has_bias: bool, own_temperature: bool, series: bool
+) -> tuple[Any, ...]:
+    """The kernel's arguments from `slope` on."""
+    places = coefficient_constants(spec)
+    return positional(
+        entries_kernel,
+        {
+            "slope": float(spec.multiplier),
+            **transform_constants(spec, has_bias, own_temperature, series),
+            "BLOCK": _BLOCK,
+            "OTHERS": _OTHERS,
+            "ENTROPY": spec.entropy,
+            "WEIGHT": places["WEIGHT"],
+            "MOMENT": places["MOMENT"],
+        },
+    )
+
+
 def entries_grad(
     logits: Tensor,
     column: Tensor,
@@ -140,24 +169,12 @@ def entries_grad(
     if k == 0:
         return
     with device_of(out):
-        entries_kernel[(rows, triton.cdiv(k, _BLOCK))](
-            own,
-            column.contiguous(),
-            upstream.contiguous(),
-            shift,
-            coef,
-            None if bias is None else with_unit_stride(bias),
-            None if temperature is None else with_unit_stride(temperature),
-            out,
-            k,
-            0 if coef is None else coef.stride(0),
-            out.stride(0),
-            spec.multiplier,
-            **transform_args(spec, bias, temperature),
-            BLOCK=_BLOCK,
-            OTHERS=_OTHERS,
-            ENTROPY=spec.entropy,
-            **{name: coefficient_constants(spec)[name] for name in ("WEIGHT", "MOMENT")},
-            num_warps=4,
-            enable_fp_fusion=FUSE,
-        )
+        _launch_entries(
+            (rows, ceil_div(k, _BLOCK), 1),
+            (
+                own, column.contiguous(), upstream.contiguous(), shift, coef,
+                with_unit_stride(bias), with_unit_stride(temperature), out,
+            ),
+            (k, 0 if coef is None else coef.stride(0), out.stride(0)),
+            _arguments(spec, bias is not None, temperature is not None, candidate().series),
+        )  # fmt: skip

@@ -28,7 +28,6 @@ from mcore_logprobs.kernels.stats import (
     TargetIds,
 )
 from mcore_logprobs.kernels.triton_common import (
-    FUSE,
     ceil_div,
     clamped,
     device_of,
@@ -38,6 +37,7 @@ from mcore_logprobs.kernels.triton_common import (
     power_of_2,
     with_unit_stride,
 )
+from mcore_logprobs.kernels.triton_launch import Launcher
 
 __all__ = [
     "FIELDS",
@@ -56,8 +56,6 @@ __all__ = [
 FIELDS = ("max", "sum", "target", "entropy", "squares", "higher", "zsum", "finite")
 # As literals in the kernel: Triton compares a kernel's global constants at every launch.
 assert IGNORED == (0.0, 0.0, -1, 0.0, 0.0)
-_NUM_WARPS = 4
-
 
 # The negative numbers of `located`, as literals in the kernels for the same reason.
 assert (ELSEWHERE, DROPPED, UNKNOWN) == (-1, -2, -3)
@@ -110,6 +108,9 @@ def localize_kernel(
         tl.store(own_ptr + at, own.to(tl.float32), mask=mask)
 
 
+_launch_localize = Launcher(localize_kernel, **_ASSERTING)
+
+
 def localize(
     target: Tensor, *, start: int, width: int, vocab_size: int, ignore_index: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -140,22 +141,11 @@ def _localize(
     column = torch.empty(target.shape, dtype=torch.int64, device=target.device)
     if count:
         with device_of(target):
-            localize_kernel[(ceil_div(count, 1024),)](
-                target,
-                column,
-                keep,
-                logits,
-                own,
-                count,
-                0 if logits is None else logits.stride(0),
-                ids.start,
-                width,
-                ids.vocab_size,
-                ids.ignore_index,
-                1024,
-                num_warps=_NUM_WARPS,
-                enable_fp_fusion=FUSE,
-                **_ASSERTING,
+            _launch_localize(
+                (ceil_div(count, 1024), 1, 1),
+                (target, column, keep, logits, own),
+                (count, 0 if logits is None else logits.stride(0), ids.start, width, *ids[1:]),
+                (1024,),
             )
     return column
 
@@ -225,6 +215,9 @@ def merge_kernel(
         tl.store(out + field * rows, merged, mask=row < rows)
 
 
+_launch_merge = Launcher(merge_kernel)
+
+
 def merge_parts(parts: Tensor, spec: RowSpec) -> Tensor:
     """`kernels.stats.merge` of contiguous `[groups, parts, k, n]` to `[groups, k, n]`.
 
@@ -234,14 +227,11 @@ def merge_parts(parts: Tensor, spec: RowSpec) -> Tensor:
     out = torch.empty(groups, fields, rows, dtype=torch.float32, device=parts.device)
     if rows:
         with device_of(parts):
-            merge_kernel[(ceil_div(rows, 8), groups)](
-                parts,
-                out,
-                rows,
-                count,
-                *_merge_constants(spec, count),
-                num_warps=_NUM_WARPS,
-                enable_fp_fusion=FUSE,
+            _launch_merge(
+                (ceil_div(rows, 8), groups, 1),
+                (parts, out),
+                (rows, count),
+                _merge_constants(spec, count),
             )
     return out
 
@@ -350,9 +340,11 @@ def smoothing_weights(label_smoothing, finite):
 
 
 @lru_cache(1024)
-def _finish_constants(spec: RowSpec, count: int) -> tuple[Any, ...]:
+def _finish_constants(spec: RowSpec, count: int, label_smoothing: float) -> tuple[Any, ...]:
+    """The kernel's arguments from `label_smoothing` on."""
     places = field_constants(spec, *FIELDS) | norm_constants(spec)
-    return positional(finish_kernel, {"PARTS": power_of_2(count), "ROWS": 8, **places})
+    own = {"label_smoothing": float(label_smoothing), "PARTS": power_of_2(count), "ROWS": 8}
+    return positional(finish_kernel, own | places)
 
 
 @lru_cache(1024)
@@ -362,6 +354,9 @@ def norm_constants(spec: RowSpec) -> dict[str, int]:
         "NORM_" + name.upper(): spec.norms.index(name) if name in spec.norms else -1
         for name in ("top", "sum", "entropy", "finite", "sum_pi_squared")
     }
+
+
+_launch_finish = Launcher(finish_kernel, **_ASSERTING)
 
 
 def finish_rows(
@@ -389,23 +384,10 @@ def finish_rows(
     norms = torch.empty(len(spec.norms), rows, dtype=torch.float32, device=device)
     if rows:
         with device_of(parts):
-            finish_kernel[(ceil_div(rows, 8),)](
-                parts,
-                with_unit_stride(column),
-                logprobs,
-                entropy,
-                rank,
-                lse,
-                squares,
-                norms,
-                rows,
-                count,
-                parts.stride(0),
-                parts.stride(1),
-                label_smoothing,
-                *_finish_constants(spec, count),
-                num_warps=_NUM_WARPS,
-                enable_fp_fusion=FUSE,
-                **_ASSERTING,
+            _launch_finish(
+                (ceil_div(rows, 8), 1, 1),
+                (parts, with_unit_stride(column), logprobs, entropy, rank, lse, squares, norms),
+                (rows, count, parts.stride(0), parts.stride(1)),
+                _finish_constants(spec, count, label_smoothing),
             )
     return [x for x in (logprobs, entropy, rank, lse, squares, norms) if x is not None]

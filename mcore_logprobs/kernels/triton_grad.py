@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import RowResults, RowSpec
 from mcore_logprobs.kernels.triton_common import (
-    FUSE,
     INTERPRETED,
     Candidate,
     candidate,
@@ -28,11 +27,11 @@ from mcore_logprobs.kernels.triton_common import (
     positional,
     power_of_2,
     row_transform,
-    transform_args,
     transform_constants,
     with_unit_stride,
 )
 from mcore_logprobs.kernels.triton_finish import norm_constants, smoothing_weights
+from mcore_logprobs.kernels.triton_launch import Launcher
 
 __all__ = ["grad_kernel", "grad_logits", "results_grad", "results_grad_kernel"]
 
@@ -358,6 +357,34 @@ def coefficient_constants(spec: RowSpec) -> dict[str, int]:
     return {"SQUARES": -1} | places
 
 
+_launch_grad = Launcher(grad_kernel)
+_launch_results_grad = Launcher(results_grad_kernel)
+
+
+@lru_cache(1024)
+def _grad_arguments(
+    spec: RowSpec,
+    width: int,
+    has_bias: bool,
+    own_temperature: bool,
+    how: Candidate,
+    tile: int | None,
+    tiles: int | None,
+) -> tuple[int, tuple[Any, ...]]:
+    """Programs a row, and the arguments of `grad_kernel` from `slope` on."""
+    shape = tile_constants(width, tile or how.grad_tile, tiles)
+    named = {
+        "slope": float(spec.multiplier),
+        **transform_constants(spec, has_bias, own_temperature, how.series),
+        **shape,
+        "HAS_SLOPE": spec.multiplier != 1.0 or own_temperature,
+        "ENTROPY": spec.entropy,
+        "SMOOTHING": spec.smoothing,
+        **coefficient_constants(spec),
+    }
+    return ceil_div(width, shape["TILE"] * shape["TILES"]), positional(grad_kernel, named)
+
+
 def grad_logits(
     logits: Tensor,
     target: Tensor,
@@ -376,34 +403,23 @@ def grad_logits(
     rows, width = logits.shape
     if logits.numel() == 0:
         return
-    shape = tile_constants(width, tile, tiles)
-    splits = ceil_div(width, shape["TILE"] * shape["TILES"])
+    splits, arguments = _grad_arguments(
+        spec, width, bias is not None, temperature is not None, candidate(), tile, tiles
+    )
     coef = with_unit_stride(coef)
     with device_of(logits), _rounded(out) as written:
-        grad_kernel[(rows * splits,)](
-            logits,
-            written,
-            with_unit_stride(target),
-            with_unit_stride(shift),
-            coef,
-            None if bias is None else with_unit_stride(bias),
-            None if temperature is None else with_unit_stride(temperature),
-            spec.valid,
-            width,
-            logits.stride(0),
-            written.stride(0),
-            coef.stride(0),
-            splits,
-            spec.multiplier,
-            **transform_args(spec, bias, temperature),
-            **shape,
-            HAS_SLOPE=spec.multiplier != 1.0 or temperature is not None,
-            ENTROPY=spec.entropy,
-            SMOOTHING=spec.smoothing,
-            **coefficient_constants(spec),
+        _launch_grad(
+            (rows * splits, 1, 1),
+            (
+                logits, written, with_unit_stride(target), with_unit_stride(shift), coef,
+                with_unit_stride(bias), with_unit_stride(temperature),
+            ),
+            (
+                spec.valid, width, logits.stride(0), written.stride(0), coef.stride(0), splits,
+            ),
+            arguments,
             num_warps=num_warps,
-            enable_fp_fusion=FUSE,
-        )
+        )  # fmt: skip
 
 
 def results_grad(
@@ -435,21 +451,18 @@ def results_grad(
     )
     given = (upstream.logprobs, upstream.entropy, upstream.lse, upstream.sum_pi_squared)
     with device_of(logits), _rounded(out) as written:
-        results_grad_kernel[(rows * splits,)](
-            logits,
-            written,
-            with_unit_stride(column),
-            norms,
-            *given,
-            with_unit_stride(temperature),
-            *(0 if x is None else x.stride(0) for x in given),
-            norms.stride(0),
-            logits.stride(0),
-            written.stride(0),
-            *arguments,
-            num_warps=_NUM_WARPS,
-            enable_fp_fusion=FUSE,
-        )
+        _launch_results_grad(
+            (rows * splits, 1, 1),
+            (
+                logits, written, with_unit_stride(column), norms, *given,
+                with_unit_stride(temperature),
+            ),
+            (
+                *[0 if x is None else x.stride(0) for x in given],
+                norms.stride(0), logits.stride(0), written.stride(0),
+            ),
+            arguments,
+        )  # fmt: skip
 
 
 @lru_cache(1024)
@@ -463,8 +476,8 @@ def _results_arguments(
         "valid": spec.valid,
         "width": width,
         "splits": splits,
-        "label_smoothing": label_smoothing,
-        "slope": spec.multiplier,
+        "label_smoothing": float(label_smoothing),
+        "slope": float(spec.multiplier),
         **shape,
         **transform_constants(spec, False, own_temperature, how.series),
         "HAS_SLOPE": spec.multiplier != 1.0 or own_temperature,

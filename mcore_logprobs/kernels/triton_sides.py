@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import triton
@@ -12,14 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_logprobs.kernels.distill import KINDS, Side
+from mcore_logprobs.kernels.stats import RowSpec
 from mcore_logprobs.kernels.triton_common import (
     Plan,
+    candidate,
     clamped,
     exp,
     finished,
     launch_plan,
     row_transform,
-    transform_args,
+    transform_constants,
     with_unit_stride,
 )
 
@@ -32,12 +35,11 @@ __all__ = [
     "SOFTCAP",
     "load_side",
     "log_probs",
-    "norm_args",
     "over_mixture",
     "pair_plan",
-    "side_args",
     "side_row",
-    "side_tensors",
+    "sides_constants",
+    "sides_tensors",
 ]
 
 # A side's transformation as one constant: the sum of these.
@@ -136,9 +138,28 @@ def over_mixture(logp, logq, beta):
 # ---- its arguments -----------------------------------------------------------------------------
 
 
-def side_args(side: Side, name: str) -> dict[str, Any]:
-    """A side's transformation as the kernels' arguments: numbers by name, and the constant."""
-    args = transform_args(side.spec, side.bias, side.temperature)
+def sides_constants(student: Side, teacher: Side) -> tuple[tuple[str, Any], ...]:
+    """Both sides' transformations as the kernels' arguments: numbers by name, and the constant."""
+    return _sides_constants(
+        *(
+            part
+            for side in (student, teacher)
+            for part in (side.spec, side.bias is not None, side.temperature is not None)
+        ),
+        candidate().series,
+    )
+
+
+@lru_cache(1024)
+def _sides_constants(
+    student: RowSpec,
+    student_bias: bool,
+    student_temperature: bool,
+    teacher: RowSpec,
+    teacher_bias: bool,
+    teacher_temperature: bool,
+    series: bool,
+) -> tuple[tuple[str, Any], ...]:
     bits = {
         "HAS_SCALE": SCALE,
         "HAS_SOFTCAP": SOFTCAP,
@@ -146,37 +167,26 @@ def side_args(side: Side, name: str) -> dict[str, Any]:
         "HAS_TEMPERATURE": TEMPERATURE,
         "HAS_ROW_TEMPERATURE": ROW_TEMPERATURE,
     }
-    return {
-        f"{name}_scale": args["scale"],
-        f"{name}_softcap": args["softcap"],
-        f"{name}_temperature": args["temperature"],
-        name.upper(): sum(bit.value * args[flag] for flag, bit in bits.items()),
-    }
+    named: dict[str, Any] = {}
+    for name, args in (
+        ("student", transform_constants(student, student_bias, student_temperature, series)),
+        ("teacher", transform_constants(teacher, teacher_bias, teacher_temperature, series)),
+    ):
+        named |= {f"{name}_{each}": args[each] for each in ("scale", "softcap", "temperature")}
+        named[name.upper()] = sum(bit.value * args[flag] for flag, bit in bits.items())
+    return tuple(named.items())
 
 
-def side_tensors(student: Side, teacher: Side) -> dict[str, Any]:
-    """Both sides' tensors and strides, by the kernels' names."""
-    given: dict[str, Any] = {}
-    for name, side in (("student", student), ("teacher", teacher)):
-        given |= {
-            f"{name}_ptr": side.logits,
-            f"{name}_bias_ptr": None if side.bias is None else with_unit_stride(side.bias),
-            f"{name}_temperature_ptr": (
-                None if side.temperature is None else with_unit_stride(side.temperature)
-            ),
-            f"{name}_stride": side.logits.stride(0),
-        }
-    return given
-
-
-def norm_args(norm_s: Tensor, norm_t: Tensor) -> dict[str, Any]:
-    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
-    return {
-        "student_norm_ptr": norm_s,
-        "teacher_norm_ptr": norm_t,
-        "student_norm_stride": norm_s.stride(0),
-        "teacher_norm_stride": norm_t.stride(0),
-    }
+def sides_tensors(student: Side, teacher: Side) -> tuple[Tensor | None, ...]:
+    """Both sides' tensors, the kernels' first arguments."""
+    return (
+        student.logits,
+        teacher.logits,
+        with_unit_stride(student.bias),
+        with_unit_stride(teacher.bias),
+        with_unit_stride(student.temperature),
+        with_unit_stride(teacher.temperature),
+    )
 
 
 def pair_plan(student: Tensor, teacher: Tensor, valid: int) -> Plan:

@@ -15,7 +15,6 @@ from torch import Tensor
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowSpec, TargetIds
 from mcore_logprobs.kernels.triton_common import (
-    FUSE,
     Plan,
     block_plan,
     candidate,
@@ -32,6 +31,7 @@ from mcore_logprobs.kernels.triton_common import (
     with_unit_stride,
 )
 from mcore_logprobs.kernels.triton_finish import located, merge_parts
+from mcore_logprobs.kernels.triton_launch import Launcher
 
 __all__ = [
     "STORED",
@@ -269,6 +269,8 @@ def stats_kernel(
         tl.store(out + FINITE * rows, tl.sum(finite, 0).to(tl.float32))
 
 
+_launch_stats = Launcher(stats_kernel)
+
 # What the kernel stores; its constants have these names in capitals.
 STORED = ("max", "sum", "target", "entropy", "squares", "higher", "zsum", "finite")
 
@@ -472,22 +474,18 @@ def _launch(
     if rows == 0:
         return parts, column
     with device_of(logits):
-        stats_kernel[(rows * count,)](
-            logits,
-            with_unit_stride(target),
-            column,
-            with_unit_stride(threshold),
-            with_unit_stride(bias),
-            with_unit_stride(temperature),
-            parts,
-            rows,
-            logits.stride(0) if rows > 1 else 0,  # of one row it may be any number
-            *(ids or (0, 0, None)),
-            *_arguments(
+        _launch_stats(
+            (rows * count, 1, 1),
+            (
+                logits, with_unit_stride(target), column, with_unit_stride(threshold),
+                with_unit_stride(bias), with_unit_stride(temperature), parts,
+            ),
+            # Of one row the stride may be any number.
+            (rows, logits.stride(0) if rows > 1 else 0, *(ids or (0, 0, None))),
+            _arguments(
                 spec, plan, local, columns, segment_stride,
                 bias is not None, temperature is not None, candidate().series,
             ),
             num_warps=plan.num_warps,
-            enable_fp_fusion=FUSE,
         )  # fmt: skip
     return parts, column

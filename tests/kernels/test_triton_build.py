@@ -27,7 +27,8 @@ from mcore_logprobs.kernels import (
 )
 from mcore_logprobs.kernels.distill import KINDS, Side
 from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.kernels.triton_common import field_constants, transform_args
+from mcore_logprobs.kernels.triton_common import field_constants, transform_constants
+from mcore_logprobs.kernels.triton_launch import Launcher
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
@@ -40,7 +41,11 @@ POINTERS = {
 CAP = {"logit_scale": 0.5, "softcap": 3.0, "temperature": 0.7}
 BIAS = torch.empty(1)
 PLAIN, CAPPED = (
-    {name: on for name, on in transform_args(spec, None, None).items() if name.startswith("HAS_")}
+    {
+        name: on
+        for name, on in transform_constants(spec, False, False, True).items()
+        if name.startswith("HAS_")
+    }
     for spec in (RowSpec(1), RowSpec(1, **CAP))
 )
 
@@ -83,17 +88,16 @@ def test_statistics_read_sixteen_bytes_at_a_time(logits, transform):
     assert "shfl" not in loop
 
 
-def test_no_launch_leaves_fused_multiply_adds_to_the_version_of_triton():
+def test_every_launch_is_a_launcher_s_which_asks_for_fused_multiply_adds():
     launches = [
-        (file.name, call)
+        (file.name, call.lineno, [keyword.arg for keyword in call.keywords])
         for file in Path(triton_stats.__file__).parent.glob("triton_*.py")
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
         if any(keyword.arg == "num_warps" for keyword in call.keywords)
     ]
-    assert len(launches) >= 12
-    for name, call in launches:
-        assert "enable_fp_fusion" in [keyword.arg for keyword in call.keywords], (name, call.lineno)
+    assert [name for name, *_ in launches] == ["triton_launch.py"], launches
+    assert Launcher(triton_stats.stats_kernel)._options == {"enable_fp_fusion": True}
 
 
 def test_targets_are_localized():
@@ -127,10 +131,8 @@ def _sides(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The constants of both sides' transformation, and their pointers' types."""
     side = Side(torch.empty(1, 1), RowSpec(1, **spec), bias)
-    constants = {
-        name.upper(): triton_sides.side_args(side, name)[name.upper()]
-        for name in ("student", "teacher")
-    }
+    both = dict(triton_sides.sides_constants(side, side))
+    constants = {name: both[name] for name in ("STUDENT", "TEACHER")}
     return constants, {"student_ptr": "*" + student, "teacher_ptr": "*" + teacher}
 
 
@@ -184,6 +186,6 @@ def test_entries_and_biases_are_built():
             },
         ),
     ):  # fmt: skip
-        transform = transform_args(spec, BIAS, None)
+        transform = transform_constants(spec, True, False, True)
         transform = {name: on for name, on in transform.items() if name.startswith("HAS_")}
         _build(kernel, "bf16", "fp32", {**transform, **constants}, bias=True)

@@ -177,7 +177,7 @@ def test_the_operator_declares_what_it_does():
     shift, coef = torch.ones(4, device=DEVICE), torch.randn(4, 4, device=DEVICE)
     spec, upstream = RowSpec(190, softcap=3.0), torch.randn(4, 3, device=DEVICE)
     torch.library.opcheck(
-        triton_backend._entries_grad,
+        triton_backend._entries_grad.overload,
         (logits, column, upstream, shift, coef, None, None, torch.empty_like(logits),
          *flatten(spec)),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),

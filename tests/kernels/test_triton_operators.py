@@ -118,7 +118,7 @@ def test_operators_declare_what_they_do():
         (triton_backend._results_grad,
          (logits, target, *upstream, norms, None, torch.empty_like(logits), 0.1, *spec), True),
     ):  # fmt: skip
-        torch.library.opcheck(operator, arguments, test_utils=checks[: 3 if traced else 2])
+        torch.library.opcheck(operator.overload, arguments, test_utils=checks[: 3 if traced else 2])
 
 
 @pytest.mark.parametrize("inplace", [False, True])
