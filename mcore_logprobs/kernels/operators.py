@@ -68,6 +68,7 @@ def _watched(tensor: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
+        or torch._C._is_tracing()
     )
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_logprobs import linear_token_stats, vocab_parallel_target_rank
 from mcore_logprobs import vocab_parallel_token_stats as token_stats
@@ -92,6 +97,43 @@ def test_the_fused_path_agrees_with_torch():
         results.append((stats.logprobs, stats.entropy, *(leaf.grad for leaf in leaves)))
     for torchs, tritons in zip(*results, strict=True):
         torch.testing.assert_close(tritons, torchs, rtol=1e-4, atol=1e-5)
+
+
+class _Names(TorchDispatchMode):
+    """Names of what is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@interpreted
+def test_whoever_looks_sees_the_operators():
+    logits, target, *_ = _inputs()
+
+    def stats(logits: torch.Tensor) -> torch.Tensor:
+        return triton_backend.row_stats(logits, target, SPEC)
+
+    name = "mcore_logprobs::row_stats"
+    with torch.no_grad():
+        plain = stats(logits)
+        with _Names() as names:
+            assert torch.equal(stats(logits), plain)
+        assert name in names.seen
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert torch.equal(stats(logits), plain)
+        assert name in [event.name for event in profile.events()]
+        traced = torch.jit.trace(stats, logits, check_trace=False)
+        assert name in str(traced.graph)
+        assert torch.equal(traced(logits + 1.0), stats(logits + 1.0))
+        graph = make_fx(stats)(logits)
+        assert name.replace("::", ".") in str(graph.code)
+        fake = FakeTensorMode().from_tensor(logits)
+        assert isinstance(triton_backend.row_stats(fake, fake[:, 0].long(), SPEC), FakeTensor)
 
 
 @interpreted
