@@ -258,6 +258,11 @@ def test_a_long_argument_is_told_by_its_hash():
     one, other = (consistency._value("x", [*range(100), end]) for end in (1, 2))
     assert len(one) < 200
     assert one != other
+    longest, longer = "a" * 118, "a" * 119  # and two quotation marks
+    assert consistency._value("x", longest) == repr(longest)
+    assert consistency._value("x", longer)[:123] == "'" + longer + "..."
+    more = consistency._value("x", torch.arange(5))
+    assert more[:-8] == "(5,) int64 [0, 1, 2, 3, ...] hash "
 
 
 def test_values_of_a_shard_are_not_compared():

@@ -90,6 +90,11 @@ def test_shape_device_and_requires_grad_are_the_per_token_tensors():
     assert mixed.requires_grad
 
 
+def test_the_loss_is_the_cross_entropy():
+    _, stats = made(3, 5)
+    assert torch.equal(stats.loss, -stats.logprobs)
+
+
 def test_detach_cuts_every_field():
     for stats in (made(3, 5)[1], with_policy_loss()):
         cut = stats.detach()
@@ -152,6 +157,8 @@ def test_unpack_cuts_at_the_bounds_and_cuts_padding_off(seq_dim, as_tensor):
     assert stats.unpack(bounds[:1], seq_dim=seq_dim) == []
     (whole,) = stats.unpack([0, 16], seq_dim=seq_dim)
     assert torch.equal(whole.logprobs, stats.logprobs)
+    if seq_dim:
+        assert [piece.shape for piece in stats.unpack([0, 1, 2], seq_dim=-2)] == [(1, 16)] * 2
 
 
 @pytest.mark.parametrize(
