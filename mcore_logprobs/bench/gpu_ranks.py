@@ -107,7 +107,12 @@ def _cases(run: GroupRun, backend: str) -> None:
             backend=backend,
             tp=_WORLD,
         )
-    run.case("values, from logits", lambda: {"error": _logits_error(run)}, backend=backend, tp=2)
+    for name, error in (
+        ("values, from logits", _logits_error),
+        ("values, ranks", _rank_error),
+        ("values, divergences", _divergence_error),
+    ):
+        run.case(name, lambda error=error: {"error": error(run)}, backend=backend, tp=_WORLD)  # type: ignore[misc]
     if backend == "nccl":
         run.case("overlap of sums and products", lambda: _overlap(run), backend=backend, tp=2)
     else:
@@ -196,6 +201,46 @@ def _logits_error(run: GroupRun) -> float:
     (d_exact,) = torch.autograd.grad(wanted, exact, upstream.double())
     part = d_exact.chunk(_WORLD, 1)[dist.get_rank()]
     return _relative([(own.detach(), wanted.detach()), (grad, part)])
+
+
+def _rank_error(run: GroupRun) -> float:
+    """The targets' logits are on one rank; every rank counts what is above them."""
+    import mcore_logprobs as m
+
+    hidden, weight, target, _ = _problem(run)
+    whole = hidden @ weight.t()
+    z = whole.chunk(_WORLD, 1)[dist.get_rank()].contiguous()
+    stats = m.vocab_parallel_token_stats(z, target, target_rank=True, tp_group=dist.group.WORLD)
+    alone = m.vocab_parallel_target_rank(z, target, tp_group=dist.group.WORLD)
+    assert stats.target_rank is not None
+    wanted = (whole > whole.gather(1, target[:, None])).sum(1).double()
+    return _relative([(stats.target_rank, wanted), (alone, wanted)])
+
+
+def _divergence_error(run: GroupRun) -> float:
+    import mcore_logprobs as m
+
+    hidden, weight, _, upstream = _problem(run)
+    student, teacher = hidden @ weight.t(), hidden.flip(0) @ weight.t()
+    pairs = []
+    for kind in ("forward", "reverse", "jsd"):
+        s, t = (x.chunk(_WORLD, 1)[dist.get_rank()].contiguous() for x in (student, teacher))
+        own = m.vocab_parallel_kl_div(
+            s.requires_grad_(), t, kind=kind, temperature=2.0, tp_group=dist.group.WORLD
+        )
+        (grad,) = torch.autograd.grad(own, s, upstream)
+        exact = student.double().requires_grad_()
+        logp, logq = ((x / 2.0).log_softmax(-1) for x in (exact, teacher.double()))
+        between = torch.logaddexp(logp, logq) - 0.6931471805599453
+        wanted = {
+            "forward": (logq.exp() * (logq - logp)).sum(-1),
+            "reverse": (logp.exp() * (logp - logq)).sum(-1),
+            "jsd": (logq.exp() * (logq - between) + logp.exp() * (logp - between)).sum(-1) / 2,
+        }[kind]
+        (d_exact,) = torch.autograd.grad(wanted, exact, upstream.double())
+        pairs += [(own.detach(), wanted.detach())]
+        pairs += [(grad, d_exact.chunk(_WORLD, 1)[dist.get_rank()])]
+    return _relative(pairs)
 
 
 def _same_again(run: GroupRun, sequence_parallel: bool) -> int:
