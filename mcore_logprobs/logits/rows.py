@@ -87,7 +87,7 @@ class Rows:
         Args:
             tensors: `[..., *]` each, with the leading shape of the logits; any strides.
         """
-        if len(self._order) == 1 and tensors[0].dim() == 2:
+        if len(self._order) == 1:
             yield slice(0, self.count), *tensors
             return
         start = 0
