@@ -79,7 +79,7 @@ NEAREST = {
     "logits/test_temperature.py",
     "logits/opening.py": "logits/test_inputs.py logits/test_inplace.py logits/test_temperature.py",
     "logits/rows.py": "logits/test_rows.py logits/test_token_stats.py "
-    "logits/test_token_stats_cost.py logits/test_invariance.py",
+    "logits/test_token_stats_cost.py logits/test_invariance.py logits/test_gather.py",
     "logits/sampling.py": "logits/test_sampling.py logits/test_nan_rows.py",
     "logits/sampling_cut.py": "logits/test_sampling.py logits/test_nan_rows.py",
     "logits/token_stats.py": "logits/test_token_stats.py logits/test_logprobs.py "

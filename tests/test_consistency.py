@@ -79,7 +79,7 @@ def test_uneven_shards_raise_on_every_rank(ranks, operation):
         assert after == ""
 
 
-def alone_with_a_new_width() -> str:
+def alone_with_a_new_width(next_width: int = 14) -> str:
     """One rank's width changes; the other makes no call, so that nothing is left to wait for."""
     consistency._agreed.clear()
     assert message("logprobs", 12) == ""
@@ -90,7 +90,7 @@ def alone_with_a_new_width() -> str:
         consistency._PATIENCE["cpu"] = 30.0
     dist.barrier()
     # What it withdrew is in nobody's way.
-    assert message("logprobs", 14) == ""
+    assert message("logprobs", next_width) == ""
     return found
 
 
@@ -195,14 +195,16 @@ def test_the_check_names_a_width_that_changes_on_one_rank_at_once(ranks):
         assert seconds < 10.0
 
 
-def reason_is_withdrawn() -> str:
-    """What a rank left in the store is gone after the next agreement."""
-    alone_with_a_new_width()
+def reason_is_withdrawn(next_width: int) -> str:
+    """What a rank left in the store is gone after the next call."""
+    alone_with_a_new_width(next_width)
+    dist.barrier()
     return collectives._reason_left(dist.group.WORLD)
 
 
-def test_a_reason_does_not_outlive_the_next_agreement(ranks):
-    assert ranks(2).run(reason_is_withdrawn, timeout=60) == ["", ""]
+@pytest.mark.parametrize("next_width", [14, 12], ids=["an agreement", "a width agreed before"])
+def test_a_reason_does_not_outlive_the_next_call(ranks, next_width):
+    assert ranks(2).run(reason_is_withdrawn, next_width, timeout=60) == ["", ""]
 
 
 @pytest.mark.parametrize("operation", ["logprobs", "linear_policy_loss", "sampling"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_logprobs.logits.rows import Rows
+from mcore_logprobs.logits.rows import Rows, joined
 from tests.helpers.memory import TensorsMade
 
 
@@ -80,3 +80,10 @@ def test_few_blocks_and_no_copy(x, blocks):
     with TensorsMade() as made:
         assert len(list(rows.blocks(x))) == blocks
     assert made.made == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_parts_are_joined_along_the_rows(count):
+    parts = list(torch.randn(2, 3 * count).split(3, dim=-1))
+    assert torch.equal(joined(parts), torch.cat(parts, dim=-1))
+    assert (joined(parts) is parts[0]) == (count == 1)
