@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,15 +111,18 @@ def test_local_errors_that_follow_from_the_width_come_after_it(ranks):
         assert "12 on rank 0, 13 on rank 1" in found
 
 
-def no_cost() -> list[str]:
-    with CollectivesMade() as made:
-        for _ in range(2):
+def no_cost() -> tuple[list[str], int]:
+    consistency._agreed.clear()
+    told = mock.patch.object(consistency, "leave_reason", wraps=consistency.leave_reason)
+    with CollectivesMade() as made, told as written:
+        for _ in range(3):
             call("logprobs", 17)
-    return made.names
+    return made.names, written.call_count
 
 
 def test_even_shards_cost_no_collective(ranks):
-    assert ranks(2).run(no_cost) == [["all_gather"] * 2] * 2
+    """And the store is written to for a new width alone."""
+    assert ranks(2).run(no_cost) == [(["all_gather"] * 3, 1)] * 2
 
 
 # ---- MCORE_LOGPROBS_CHECK ----------------------------------------------------------------------
