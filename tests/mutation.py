@@ -4,6 +4,7 @@
     python -m tests.mutation --only logits/gather --sample 40 --skip 20  # the next 20 of these
     python -m tests.mutation --only losses --sample 0                    # all of one module
     python -m tests.mutation --only logits/gather.py:81 --sample 0       # all of one line
+    ... --tests kernels/test_triton_entries.py                           # not its own tests
 
 Works in a copy of the repository. A mutant is one comparison, operator, constant, condition or
 sign changed. A process that has imported torch forks for each mutant, and runs the tests that
@@ -110,11 +111,11 @@ _OPERATORS: dict[type, type] = {
 }
 
 
-def tests_of(path: str) -> list[str]:
+def tests_of(path: str, given: list[str] | None) -> tuple[str, ...]:
     """Files or folders under tests/ for a module, whose path is relative to the package."""
     own = Path("tests", path).with_name(f"test_{Path(path).name}")
     default = str(own.relative_to("tests"))
-    chosen = [f"tests/{name}" for name in NEAREST.get(path, default).split()]
+    chosen = tuple(f"tests/{name}" for name in given or NEAREST.get(path, default).split())
     absent = [name for name in chosen if not (ROOT / name).exists()]
     if absent:
         raise SystemExit(f"{path}: no tests at {', '.join(absent)}; name some in NEAREST")
@@ -342,6 +343,11 @@ def main() -> int:
         "--only", default=[""], nargs="+", help="modules whose path starts so, or path.py:line"
     )
     parser.add_argument("--line", type=int, help="the mutants of this line alone")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        help="not its own: kernels/test_triton_grad.py",
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -373,7 +379,7 @@ def main() -> int:
             if not lines and not path.startswith(tuple(args.only)):
                 continue
             lines |= set() if args.line is None else {args.line}
-            source, tests = (root / "mcore_logprobs" / path).read_text(), tuple(tests_of(path))
+            source, tests = (root / "mcore_logprobs" / path).read_text(), tests_of(path, args.tests)
             numbers = list(range(len(list(sites(ast.parse(source))))))
             random.Random(f"{args.seed} {path}").shuffle(numbers)
             if lines:
@@ -390,7 +396,7 @@ def main() -> int:
             for turn, path, number in left:
                 if time.monotonic() - started > 60 * args.minutes:
                     break
-                stage = stages[tuple(tests_of(path))][last]
+                stage = stages[tests_of(path, args.tests)][last]
                 stage.baseline(root, known)
                 cache.parent.mkdir(exist_ok=True)
                 cache.write_text(json.dumps(known))
