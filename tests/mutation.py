@@ -21,6 +21,7 @@ import ast
 import compileall
 import contextlib
 import copy
+import gc
 import hashlib
 import json
 import multiprocessing.forkserver
@@ -232,13 +233,15 @@ def _run(root: Path, stage: _Stage, tests: tuple[str, ...], answer: Path) -> Non
     sys.path[:] = [str(root), *(p for p in sys.path if p not in ("", str(ROOT)))]
     sys.dont_write_bytecode = True
     os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     # The ranks come from the fork server of the process that this one was forked from.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     with open(answer.with_suffix(".log"), "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     recorder = _Recorder(stage)
-    arguments = ["-x", "-q", "--no-header", "--assert=plain", "--timeout", "100", *tests]
+    arguments = ["-x", "-q", "--no-header", "--assert=plain", "-p", "pytest_timeout"]
+    arguments += ["--timeout", "100", *tests]
     code = pytest.main(arguments, plugins=[recorder])
     sound = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     failed = recorder.failed or ("" if code in sound else f"exit status {int(code)}")
@@ -359,6 +362,7 @@ def main() -> int:
     multiprocessing.forkserver.set_forkserver_preload(loaded)
     with _quiet():
         multiprocessing.forkserver.ensure_running()
+    gc.freeze()  # pytest collects garbage at its end, among what only the parent has
     started = time.monotonic()
     counts = Counter[str](killed=0, survived=0)
     sound: set[str] = set()
