@@ -272,6 +272,7 @@ def test_refuses_what_it_cannot_do() -> None:
     cases = [
         ({"kind": "sideways"}, "kind: expected one of"),
         ({"kind": "jsd", "beta": 1.0}, "beta: expected a number in (0, 1), got 1.0"),
+        ({"kind": "jsd", "beta": 0.0}, "beta: expected a number in (0, 1), got 0.0"),
         ({"teacher_temperature": 0.0}, "teacher_temperature: expected a finite number > 0"),
         ({"mask": torch.ones(3)}, "mask: expected a bool tensor or None, got torch.float32"),
         ({"mask": torch.ones(2, dtype=torch.bool)}, "mask: expected shape (3,), got (2,)"),
