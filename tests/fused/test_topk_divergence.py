@@ -94,6 +94,19 @@ def test_of_every_id_it_is_the_whole_divergence(kind):
         assert torch.equal(same, found)
 
 
+@pytest.mark.parametrize("tail", ["renormalize", "bin", "ignore"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_of_few_ids_of_one_row(k, tail):
+    student = torch.randn(12, dtype=torch.float64, requires_grad=True)
+    _, teacher, ids = _teacher((), 12, k)
+    for kind in KINDS:
+        found = vocab_parallel_topk_kl_div(student, teacher, ids, kind=kind, beta=BETA, tail=tail)
+        expected = plain(student.log_softmax(-1)[ids], teacher.double(), kind, tail)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        grads = [torch.autograd.grad(x, student, retain_graph=True)[0] for x in (found, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
+
+
 def _by_default(problem: Problem, teacher: Tensor, ids: Tensor) -> None:
     weight = problem.weight.chunk(world_size())[world_rank()]
     for kind in ({}, {"kind": "jsd"}):

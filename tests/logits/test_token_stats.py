@@ -356,3 +356,8 @@ def test_float64_logits_give_float64_statistics():
         torch.randn(3, 5, dtype=torch.float64), torch.tensor([0, 1, 2]), entropy=True
     )
     assert {out.logprobs.dtype, out.entropy.dtype, out.lse.dtype} == {torch.float64}
+
+
+def test_statistics_are_none_unless_asked_for():
+    stats = vocab_parallel_token_stats(torch.randn(3, 7), torch.arange(3))
+    assert stats.entropy is stats.target_rank is stats.sum_pi_squared is None
