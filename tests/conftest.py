@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,7 @@ from tests.helpers.distributed import (
 from tests.helpers.poison import poisoned_memory
 
 torch.set_num_threads(1)
+atexit.register(gc.unfreeze)  # see `_forget_groups`; C++ extensions count what is left at the end
 settings.register_profile("repo", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.register_profile("nightly", deadline=None, max_examples=2000, database=None)
 settings.load_profile("repo")
