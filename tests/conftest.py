@@ -21,7 +21,7 @@ from tests.helpers.distributed import (
 from tests.helpers.poison import poisoned_memory
 
 torch.set_num_threads(1)
-atexit.register(gc.unfreeze)  # see `_forget_groups`; C++ extensions count what is left at the end
+atexit.register(gc.unfreeze)  # C++ extensions count what is left at the end
 settings.register_profile("repo", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.register_profile("nightly", deadline=None, max_examples=2000, database=None)
 settings.load_profile("repo")
@@ -48,7 +48,15 @@ def _forget_groups() -> None:
         end_groups(g for g in live_groups() if not g.group_desc.startswith("mesh"))
     # Models are cycles that hold groups, and a group's threads run for as long as it is held.
     gc.collect()
-    # What is left is there to stay, a million objects of modules: not to be walked over again.
+
+
+def _forget_groups_in_a_rank() -> None:
+    _forget_groups()
+    gc.freeze()  # a rank keeps nothing of a test, but may have imported more since the last file
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays, a million objects of modules: `gc.collect` need not walk over it."""
     gc.freeze()
 
 
@@ -60,5 +68,5 @@ def _groups_end_with_the_file() -> Iterator[None]:
     """
     yield
     for pool in list(_pools.values()):
-        pool.run(_forget_groups)
+        pool.run(_forget_groups_in_a_rank)
     _forget_groups()

@@ -2,7 +2,8 @@
 
 `torch.library.custom_op` takes 14 to 41 us a call, more than a small call has to spare; a schema
 and two functions given to a `Library` take 11, most of it for twenty arguments on their way to C++
-and back. In eager mode on plain tensors the function itself is called.
+and back. In eager mode on plain tensors, under no mode and no profiler, the function itself is
+called.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     It knows no gradient: call it within an autograd function. `overload` is the operator itself.
 
     Args:
-        run: takes the arguments one by one, the first of them a tensor, on any device.
+        run: takes the arguments one by one, on any device.
         fake: takes the same, gives empty tensors of the results' shapes and dtypes.
     """
     name = schema.partition("(")[0]
@@ -53,19 +54,24 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     _LIBRARY.impl(name, here, "CompositeExplicitAutograd")
 
     def call(*args: Any) -> Any:
-        return found(*args) if _watched(args[0]) else here(*args)
+        return found(*args) if _watched(args) else here(*args)
 
     call.overload = found  # type: ignore[attr-defined]
     return call
 
 
-def _watched(tensor: Tensor) -> bool:
+# Of what is no plain tensor or number, torch must ask the subclass, or the tracer.
+_PLAIN = frozenset((Tensor, Parameter, int, float, bool, str, type(None)))
+
+
+def _watched(args: tuple[Any, ...]) -> bool:
     """Whether a call must pass the dispatcher: someone traces, counts, profiles or wraps."""
     return (
         torch.compiler.is_compiling()  # first: torch.compile does not trace the others
-        or type(tensor) not in (Tensor, Parameter)
+        or not _PLAIN.issuperset(map(type, args))
         or torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0  # pre-dispatch tracing is one of these
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
         or torch._C._is_tracing()

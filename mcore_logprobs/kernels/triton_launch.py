@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from mcore_logprobs.kernels.triton_common import INTERPRETED
 
@@ -25,7 +27,9 @@ FUSE = True
 # The interpreter compiles nothing. On AMD's GPUs a tensor's size decides too.
 _DIRECT = not INTERPRETED and torch.version.hip is None
 # Compiled kernels that a launcher remembers; shapes decide little, so that a run needs a few.
-_MOST = 4096
+_MOST = 1024
+# What asks for other machine code of the same kernel, where Triton has it: a profiler.
+_KNOBS = getattr(getattr(triton, "knobs", None), "compilation", None)
 
 
 class Launcher:
@@ -34,8 +38,8 @@ class Launcher:
     What decides is what Triton's documentation calls specialization: of a tensor its dtype and
     whether it starts at a multiple of 16 bytes, of a whole number whether it is 1, divisible by 16
     and within 32 bits (within 32 bits alone for those in the kernel's `do_not_specialize`), and the
-    value of a constant. What Triton's knobs ask for at the first launch of a compiled kernel
-    (instrumentation, debug) holds for the later ones.
+    value of a constant. Kernels with a hook or instrumented ones are Triton's own affair; its other
+    knobs (debug) are read at the first launch of a compiled kernel, and hold for the later ones.
 
     Args:
         kernel: of `triton.jit`; its parameters are tensors, then whole numbers, then others.
@@ -75,11 +79,13 @@ class Launcher:
             num_warps,
         )
         compiled = self._compiled.get(key)
-        if compiled is not None and not self.kernel.pre_run_hooks:
+        asked = self.kernel.pre_run_hooks or getattr(_KNOBS, "instrumentation_mode", "")
+        if compiled is not None and not asked:
             compiled[grid](*tensors, *numbers, *constants)
             return
         compiled = self._looked_up(grid, (*tensors, *numbers, *constants), num_warps)
-        if compiled is not None:
+        # In Triton's asynchronous mode it is a promise of one.
+        if isinstance(compiled, CompiledKernel) and not asked:
             if len(self._compiled) >= _MOST:
                 self._compiled.clear()
             self._compiled[key] = compiled

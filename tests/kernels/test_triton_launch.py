@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -137,3 +138,24 @@ def test_a_hook_of_triton_s_sees_every_launch(directly: list[str]) -> None:
         _kernel.pre_run_hooks.remove(hook)
     assert 6 in seen
     assert directly == ["_kernel"]
+
+
+def test_what_triton_compiles_on_the_side_is_not_kept(directly: list[str]) -> None:
+    asynchronous = pytest.importorskip("triton.runtime._async_compile").AsyncCompileMode
+    launch, x = Launcher(_kernel), torch.zeros(32)
+    with ThreadPoolExecutor(1) as executor, asynchronous(executor):
+        launch((1, 1, 1), (x, None), (4, 3), (0.25, 128))
+    for _ in range(2):
+        launch((1, 1, 1), (x, None), (4, 3), (0.25, 128))
+    assert directly == ["_kernel"]
+
+
+def test_a_profiler_s_kernels_are_not_kept(
+    directly: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, x = Launcher(_kernel), torch.zeros(32)
+    monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", "none but a name")
+    for _ in range(2):
+        launch((1, 1, 1), (x, None), (4, 5), (0.25, 16))
+    assert not launch._compiled
+    monkeypatch.undo()

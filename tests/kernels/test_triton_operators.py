@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_logprobs import linear_token_stats, vocab_parallel_target_rank
+from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_target_rank
 from mcore_logprobs import vocab_parallel_token_stats as token_stats
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import reference, triton_backend
@@ -111,6 +115,72 @@ class _Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Functions(TorchFunctionMode):
+    """Functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@interpreted
+def test_tensors_that_are_on_their_way_are_waited_for():
+    # What a functional collective gives has no memory of its own to point to.
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+
+            def late(x: torch.Tensor) -> torch.Tensor:
+                found = functional_collectives.all_gather_tensor(x, 0, dist.group.WORLD)
+                assert type(found) is functional_collectives.AsyncCollectiveTensor
+                return found
+
+            logits, target, *_ = _inputs()
+            target = target.clamp(min=0)
+            upstream = torch.randn(6, device=DEVICE)
+            temperature = torch.rand(6, device=DEVICE) + 0.5
+            found = []
+            for wrap in (late, torch.Tensor.clone):
+                leaf = logits.clone().requires_grad_()
+                stats = token_stats(
+                    leaf,
+                    wrap(target),
+                    entropy=True,
+                    temperature=wrap(temperature),
+                    backend="triton",
+                )
+                value = stats.logprobs + stats.entropy
+                (grad,) = torch.autograd.grad(
+                    value + _Late.apply(stats.lse, wrap), leaf, upstream, retain_graph=True
+                )
+                mask = wrap(upstream > -0.5)
+                kl = vocab_parallel_kl_div(leaf, wrap(logits.flip(0)), mask=mask, backend="triton")
+                (other,) = torch.autograd.grad(_Late.apply(kl, wrap), leaf, upstream)
+                found.append((value.detach(), grad, kl.detach(), other))
+            for one, plain in zip(*found, strict=True):
+                assert torch.equal(one, plain)
+        finally:
+            dist.destroy_process_group()
+
+
+class _Late(torch.autograd.Function):
+    """The identity, whose gradient `wrap` has had in hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wrap: Any) -> torch.Tensor:
+        ctx.wrap = wrap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.wrap(grad.contiguous()), None
+
+
 @interpreted
 def test_whoever_looks_sees_the_operators():
     logits, target, *_ = _inputs()
@@ -130,8 +200,12 @@ def test_whoever_looks_sees_the_operators():
         traced = torch.jit.trace(stats, logits, check_trace=False)
         assert name in str(traced.graph)
         assert torch.equal(traced(logits + 1.0), stats(logits + 1.0))
-        graph = make_fx(stats)(logits)
-        assert name.replace("::", ".") in str(graph.code)
+        for pre_dispatch in (False, True):
+            graph = make_fx(stats, pre_dispatch=pre_dispatch)(logits)
+            assert name.replace("::", ".") in str(graph.code)
+        with _Functions() as functions:
+            assert torch.equal(stats(logits), plain)
+        assert any("row_stats" in function for function in functions.seen)
         fake = FakeTensorMode().from_tensor(logits)
         assert isinstance(triton_backend.row_stats(fake, fake[:, 0].long(), SPEC), FakeTensor)
 
