@@ -106,6 +106,10 @@ check_positive = Check(
     "a finite number > 0", lambda v: _is_real(v) and math.isfinite(v) and v > 0.0
 )
 check_optional_positive = check_positive.optional
+check_not_negative = Check(
+    "a finite number >= 0", lambda v: _is_real(v) and math.isfinite(v) and v >= 0.0
+)
+check_optional_above_one = Check("a number > 1", lambda v: _is_real(v) and v > 1.0).optional
 check_fraction = Check("a number in [0, 1)", lambda v: _is_real(v) and 0.0 <= v < 1.0)
 check_top_k = Check("an int >= -1", lambda v: _is_int(v) and v >= -1).optional
 check_top_p = Check("a number in (0, 1]", lambda v: _is_real(v) and 0.0 < v <= 1.0)

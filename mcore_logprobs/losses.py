@@ -29,12 +29,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_logprobs.checks import check_choice, check_fraction, check_positive
+from mcore_logprobs.checks import (
+    check_choice,
+    check_flag,
+    check_fraction,
+    check_integer,
+    check_not_negative,
+    check_optional_above_one,
+    check_positive,
+)
 
 __all__ = [
     "KL",
@@ -118,7 +127,7 @@ def truncated_importance_weights(
         `[...]`, `[...]` -> `[...]`. train_logprobs are of the weights that rolled out.
     """
     _check_bounds("floor", floor, "cap", cap)
-    return (train_logprobs.detach() - rollout_logprobs).exp().clamp(min=floor, max=cap)
+    return _log_ratio(train_logprobs, rollout_logprobs).exp().clamp(min=floor, max=cap)
 
 
 def masked_importance_weights(
@@ -133,7 +142,7 @@ def masked_importance_weights(
         as `truncated_importance_weights`.
     """
     _check_bounds("low", low, "high", high)
-    return _inside((train_logprobs.detach() - rollout_logprobs).exp(), low, high)
+    return _inside(_log_ratio(train_logprobs, rollout_logprobs).exp(), low, high)
 
 
 def masked_sequence_weights(
@@ -166,10 +175,12 @@ def masked_sequence_weights(
     """
     _check_bounds("low", low, "high", high)
     check_choice("ratio", ratio, ("product", "mean"))
+    check_flag("weighted", weighted)
     reduce = sequence_sum if ratio == "product" else sequence_mean
-    log_ratio = reduce(train_logprobs.detach() - rollout_logprobs, mask, seq_dim=seq_dim)
-    kept = _inside(log_ratio.exp(), low, high)
-    return kept if weighted else torch.where(kept > 0.0, torch.ones_like(kept), kept)
+    log_ratio = reduce(_log_ratio(train_logprobs, rollout_logprobs), mask, seq_dim=seq_dim)
+    s = log_ratio.exp()
+    # A product of many tokens may be 0 in this dtype, and within the bounds.
+    return _inside(s, low, high, s if weighted else torch.where(s.isnan(), s, 1.0))
 
 
 def off_policy_sequence_mask(
@@ -181,7 +192,7 @@ def off_policy_sequence_mask(
     delta: float = 0.1,
     seq_dim: int = 1,
 ) -> Tensor:
-    """0.0 at tokens of negative advantage in sequences that are far off policy, else 1.0.
+    """0.0 at tokens of negative advantage in sequences that are far off policy, else 1.0; or NaN.
 
     Off-policy sequence masking (DeepSeek-V3.2, 2025):
 
@@ -190,6 +201,8 @@ def off_policy_sequence_mask(
     p is the policy being trained: this takes a pass of its own before the one with gradient, as
     GSPO does. Under context parallelism gather first, as for `masked_sequence_weights`.
 
+    A sequence whose mean is NaN has NaN there: whether it is far off is not known.
+
     Shape:
         logprobs, rollout_logprobs, mask: as `sequence_sum`'s `[b, s]`; advantages broadcasts to
         them -> `[b, s]`, without gradient.
@@ -197,10 +210,11 @@ def off_policy_sequence_mask(
     Args:
         delta: at least 0, in nats a token; a hyperparameter.
     """
-    if not delta >= 0.0:
-        raise ValueError(f"delta: expected a number >= 0, got {delta!r}")
-    drift = sequence_mean(rollout_logprobs - logprobs.detach(), mask, seq_dim=seq_dim)
-    return (~((advantages < 0.0) & (drift > delta))).to(logprobs.dtype).expand_as(logprobs)
+    check_not_negative("delta", delta)
+    drift = sequence_mean(_log_ratio(rollout_logprobs, logprobs), mask, seq_dim=seq_dim)
+    far = torch.where(drift > delta, 0.0, torch.where(drift.isnan(), drift, 1.0))
+    kept = torch.where(advantages.detach() < 0.0, far, 1.0)
+    return kept.to(logprobs.dtype).expand_as(logprobs)
 
 
 @dataclass(frozen=True)
@@ -231,19 +245,17 @@ class ClippedLoss:
 
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ValueError(f"dual_clip: expected None or a number > 1, got {self.dual_clip!r}")
-        if self.kl not in KL:
-            raise ValueError(f"kl: expected one of {tuple(KL)}, got {self.kl!r}")
-        for name in ("kl_coef", "entropy_coef"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name}: expected a number >= 0, got {getattr(self, name)!r}")
+        check_optional_above_one("dual_clip", self.dual_clip)
+        check_choice("kl", self.kl, tuple(KL))
+        check_not_negative("kl_coef", self.kl_coef)
+        check_not_negative("entropy_coef", self.entropy_coef)
+        check_flag("weighted", self.weighted)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
         names = ["old_logprobs", "advantages"]
         names += ["ref_logprobs"] if self.kl_coef > 0.0 else []
         names += ["importance_weights"] if self.weighted else []
-        given = _named(names, tensors)
+        given = _named(names, tensors, logprobs)
         advantages = given["advantages"]
         if self.weighted:
             advantages = _times(advantages, given["importance_weights"])
@@ -254,6 +266,7 @@ class ClippedLoss:
         if self.entropy_coef > 0.0:
             if entropy is None:
                 raise ValueError("entropy_coef > 0: pass entropy=True, got no entropy")
+            _check_shape("entropy", entropy, logprobs)
             loss = loss - self.entropy_coef * entropy
         return loss
 
@@ -269,12 +282,14 @@ def clip_fraction(
     """1.0 where the clip takes a token's gradient away, else 0.0; average it over your tokens.
 
     Shape:
-        `[...]` each -> float32 `[...]`, without gradient.
+        `[...]` each -> float32 `[...]`, without gradient; NaN where the ratio is.
     """
-    ratio = (logprobs.detach() - old_logprobs).exp()
+    _check_clip(clip_low, clip_high)
+    _check_shape("advantages", advantages, logprobs)
+    ratio = _log_ratio(logprobs, old_logprobs).exp()
     high = (advantages > 0.0) & (ratio > 1.0 + clip_high)
     low = (advantages < 0.0) & (ratio < 1.0 - clip_low)
-    return (high | low).float()
+    return torch.where(ratio.isnan() & (advantages != 0.0), ratio, (high | low).float()).float()
 
 
 @dataclass(frozen=True)
@@ -294,7 +309,7 @@ class CISPOLoss:
         _check_clip(0.0 if self.clip_low is None else self.clip_low, self.clip_high)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
-        given = _named(["old_logprobs", "advantages"], tensors)
+        given = _named(["old_logprobs", "advantages"], tensors, logprobs)
         ratio = (logprobs.detach() - given["old_logprobs"]).exp()
         floor = None if self.clip_low is None else 1.0 - self.clip_low
         weight = ratio.clamp(min=floor, max=1.0 + self.clip_high)
@@ -322,7 +337,7 @@ class GSPOLoss:
         _check_clip(self.clip_low, self.clip_high)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
-        given = _named(["first_logprobs", "sequence_log_ratio", "advantages"], tensors)
+        given = _named(["first_logprobs", "sequence_log_ratio", "advantages"], tensors, logprobs)
         log_ratio = given["sequence_log_ratio"] + (logprobs - given["first_logprobs"])
         return _clipped(log_ratio, given["advantages"], self.clip_low, self.clip_high)
 
@@ -350,7 +365,7 @@ class IcePopLoss:
         _check_clip(self.clip_low, self.clip_high)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
-        given = _named(["old_logprobs", "rollout_logprobs", "advantages"], tensors)
+        given = _named(["old_logprobs", "rollout_logprobs", "advantages"], tensors, logprobs)
         old = given["old_logprobs"]
         weights = masked_importance_weights(
             old, given["rollout_logprobs"], low=self.low, high=self.high
@@ -379,7 +394,7 @@ class SAPOLoss:
         check_positive("tau_neg", self.tau_neg)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
-        given = _named(["old_logprobs", "advantages"], tensors)
+        given = _named(["old_logprobs", "advantages"], tensors, logprobs)
         advantages = given["advantages"]
         log_ratio = (logprobs - given["old_logprobs"]).masked_fill(advantages == 0.0, 0.0)
         tau = torch.full_like(log_ratio, self.tau_neg).masked_fill(advantages > 0.0, self.tau_pos)
@@ -393,7 +408,7 @@ class ReinforceLoss:
     """-A log p. Called with (logprobs, entropy, advantages), all `[...]`."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
-        return -_times(_named(["advantages"], tensors)["advantages"], logprobs)
+        return -_times(_named(["advantages"], tensors, logprobs)["advantages"], logprobs)
 
 
 @dataclass(frozen=True)
@@ -402,8 +417,11 @@ class SFTLoss:
 
     weighted: bool = False
 
+    def __post_init__(self) -> None:
+        check_flag("weighted", self.weighted)
+
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
-        given = _named(["weights"] if self.weighted else [], tensors)
+        given = _named(["weights"] if self.weighted else [], tensors, logprobs)
         return -_times(given["weights"], logprobs) if self.weighted else -logprobs
 
 
@@ -414,8 +432,12 @@ def sequence_sum(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
 
     Shape:
         values, mask (bool or 0/1): `[b, s]` (or `[s, b]` with seq_dim=0) -> `[b, 1]` (`[1, b]`).
+
+    Raises:
+        ValueError: a mask of another shape or (on a CPU; elsewhere a device-side assert) that holds
+            anything but 0 and 1; a seq_dim that is no dimension.
     """
-    return torch.where(mask.bool(), values, 0.0).sum(seq_dim, keepdim=True)
+    return torch.where(_counted(mask, values, seq_dim), values, 0.0).sum(seq_dim, keepdim=True)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
@@ -424,8 +446,9 @@ def sequence_mean(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
     Shape:
         values, mask: `[b, s]` (or `[s, b]` with seq_dim=0) -> `[b, 1]` (`[1, b]`).
     """
-    tokens = mask.bool().sum(seq_dim, keepdim=True).clamp(min=1)
-    return sequence_sum(values, mask, seq_dim=seq_dim) / tokens
+    counted = _counted(mask, values, seq_dim)
+    tokens = counted.sum(seq_dim, keepdim=True).clamp(min=1)
+    return torch.where(counted, values, 0.0).sum(seq_dim, keepdim=True) / tokens
 
 
 def dpo_loss(
@@ -524,13 +547,37 @@ def _times(weight: Tensor, value: Tensor) -> Tensor:
     return weight * value.masked_fill(weight == 0.0, 0.0)
 
 
-def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+def _inside(ratio: Tensor, low: float, high: float, kept: Tensor | None = None) -> Tensor:
+    """`kept`, by default the ratio itself, where it is within the bounds or NaN, else 0."""
+    return torch.where((ratio < low) | (ratio > high), 0.0, ratio if kept is None else kept)
+
+
+def _log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
+    """log p / q of log-probabilities of one shape, without gradient."""
+    _check_shape("logprobs", other, logprobs)
+    return logprobs.detach() - other.detach()
+
+
+def _counted(mask: Tensor, values: Tensor, seq_dim: int) -> Tensor:
+    """The mask as bool, of the values' shape."""
+    _check_shape("mask", mask, values)
+    check_integer("seq_dim", seq_dim)
+    if not -values.dim() <= seq_dim < values.dim():
+        raise ValueError(f"seq_dim: out of range for shape {tuple(values.shape)}, got {seq_dim}")
+    if mask.dtype is torch.bool:
+        return mask
+    fits = ((mask == 0) | (mask == 1)).all()
+    if mask.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(fits, "mask: expected 0 and 1 alone")
+    elif not fits:
+        raise ValueError("mask: expected 0 (not counted) and 1 (counted) alone, got other numbers")
+    return mask != 0
 
 
 def _check_bounds(low_name: str, low: float, high_name: str, high: float) -> None:
     check_positive(high_name, high)
-    if not 0.0 <= low <= high:
+    check_not_negative(low_name, low)
+    if low > high:
         raise ValueError(
             f"{low_name}: expected a number >= 0 and at most {high_name} {high!r}, got {low!r}"
         )
@@ -538,11 +585,18 @@ def _check_bounds(low_name: str, low: float, high_name: str, high: float) -> Non
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
     check_fraction("clip_low", clip_low)
-    if not clip_high >= 0.0:
-        raise ValueError(f"clip_high: expected a number >= 0, got {clip_high!r}")
+    check_not_negative("clip_high", clip_high)
 
 
-def _named(names: list[str], tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def _check_shape(name: str, tensor: Any, like: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
+        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{name}: expected the shape {tuple(like.shape)} of the others, got {got}")
+
+
+def _named(names: list[str], tensors: tuple[Tensor, ...], logprobs: Tensor) -> dict[str, Tensor]:
     if len(names) != len(tensors):
         raise ValueError(f"loss: expected the per-token tensors {names}, got {len(tensors)}")
+    for name, tensor in zip(names, tensors, strict=True):
+        _check_shape(name, tensor, logprobs)
     return {name: tensor.detach() for name, tensor in zip(names, tensors, strict=True)}

@@ -423,6 +423,21 @@ def test_dpo_against_an_impossible_answer():
         (lambda: losses.ClippedLoss(clip_high=float("nan")), r"clip_high: .*got nan"),
         (lambda: losses.ClippedLoss(dual_clip=1.0), r"dual_clip: .*got 1.0"),
         (lambda: losses.ClippedLoss(kl="k4"), r"kl: expected one of .*got 'k4'"),
+        (lambda: losses.ClippedLoss(kl=["k3"]), r"kl: expected one of .*got \['k3'\]"),
+        (lambda: losses.ClippedLoss(kl_coef="a"), r"kl_coef: .*got 'a'"),
+        (lambda: losses.ClippedLoss(kl_coef=math.inf), r"kl_coef: .*got inf"),
+        (lambda: losses.ClippedLoss(clip_high="a"), r"clip_high: .*got 'a'"),
+        (lambda: losses.ClippedLoss(dual_clip="a"), r"dual_clip: .*got 'a'"),
+        (lambda: losses.ClippedLoss(weighted="no"), r"weighted: .*got 'no'"),
+        (lambda: losses.SFTLoss(weighted=1), r"weighted: .*got 1"),
+        (
+            lambda: losses.masked_sequence_weights(*[torch.zeros(1, 1)] * 3, weighted="no"),
+            r"weighted: .*got 'no'",
+        ),
+        (
+            lambda: losses.truncated_importance_weights(*[torch.zeros(1)] * 2, floor=None),
+            r"floor: .*got None",
+        ),
         (lambda: losses.ClippedLoss(kl_coef=-1.0), r"kl_coef: .*got -1.0"),
         (lambda: losses.ClippedLoss(entropy_coef=float("nan")), r"entropy_coef: .*got nan"),
         (lambda: losses.CISPOLoss(clip_high=-1), r"clip_high: .*got -1"),
@@ -471,3 +486,70 @@ def test_an_entropy_bonus_needs_the_entropy():
     loss = losses.ClippedLoss(entropy_coef=0.1)
     with pytest.raises(ValueError, match="entropy=True"):
         loss(torch.zeros(3), None, torch.zeros(3), torch.zeros(3))
+
+
+A, B = torch.zeros(3, 3), torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: losses.ClippedLoss()(A, None, A, B), r"advantages: .*\(3, 3\).*got \(3,\)"),
+        (lambda: losses.ClippedLoss()(A, None, None, A), r"old_logprobs: .*got NoneType"),
+        (lambda: losses.ReinforceLoss()(A, None, B), r"advantages: .*got \(3,\)"),
+        (lambda: losses.ClippedLoss(entropy_coef=1.0)(A, B, A, A), r"entropy: .*got \(3,\)"),
+        (lambda: losses.truncated_importance_weights(A, B), r"logprobs: .*got \(3,\)"),
+        (lambda: losses.clip_fraction(A, A, B), r"advantages: .*got \(3,\)"),
+        (lambda: losses.clip_fraction(A, A, A, clip_high=-1.0), r"clip_high: .*got -1.0"),
+        (lambda: losses.sequence_mean(A, torch.ones(3, 1)), r"mask: .*got \(3, 1\)"),
+        (lambda: losses.sequence_sum(A, A == 0, seq_dim=2), r"seq_dim: out of range.*got 2"),
+        (lambda: losses.sequence_sum(A, A == 0, seq_dim="1"), r"seq_dim: .*got '1'"),
+        (lambda: losses.sequence_sum(A, A + 0.5), r"mask: expected 0 .* and 1 .* alone"),
+        (lambda: losses.sequence_sum(A, A - torch.inf), r"mask: expected 0 .* and 1 .* alone"),
+        (lambda: losses.sequence_mean(A, A * torch.nan), r"mask: expected 0 .* and 1 .* alone"),
+    ],
+)
+def test_tensors_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_sequence_too_long_for_its_product_is_kept_by_the_mask():
+    far, near, mask = torch.full((1, 4000), -1.03), torch.full((1, 4000), -1.0), torch.ones(1, 4000)
+    weights = losses.masked_sequence_weights
+    assert weights(far, near, mask, weighted=False).item() == 1.0
+    assert weights(far, near, mask, weighted=False, low=1e-30).item() == 0.0
+    assert weights(near, far, mask, weighted=False).item() == 0.0
+    assert weights(far, near, mask).item() == 0.0  # exp(-120)
+    far[0, 7] = torch.nan
+    for weighted in (False, True):
+        assert weights(far, near, mask, weighted=weighted).isnan().all()
+
+
+def test_a_nan_stays_visible_where_it_decides():
+    logprobs = torch.full((2, 4), -3.0)
+    rollout = torch.full((2, 4), -1.0)
+    rollout[0, 0] = torch.nan
+    mask = torch.ones(2, 4)
+    advantages = torch.tensor([-1.0, 1.0, 0.0, -1.0]).expand(2, 4)
+    found = losses.off_policy_sequence_mask(logprobs, rollout, advantages, mask)
+    assert found[0].isnan().tolist() == [True, False, False, True]
+    assert found[1].tolist() == [0.0, 1.0, 1.0, 0.0]
+    mask[0, 0] = 0.0  # not counted, not looked at
+    found = losses.off_policy_sequence_mask(logprobs, rollout, advantages, mask)
+    assert found[0].tolist() == [0.0, 1.0, 1.0, 0.0]
+    share = losses.clip_fraction(rollout, logprobs, advantages)
+    assert share[0].isnan().tolist() == [True, False, False, False]
+
+
+def test_weights_carry_no_gradient_of_either_side():
+    one, other = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
+    mask = torch.ones(2, 3)
+    for weights in (
+        losses.truncated_importance_weights(one, other),
+        losses.masked_importance_weights(one, other),
+        losses.masked_sequence_weights(one, other, mask),
+        losses.off_policy_sequence_mask(one, other, one, mask),
+        losses.clip_fraction(one, other, mask),
+    ):
+        assert not weights.requires_grad

@@ -6,6 +6,7 @@ Nothing is kept from one call to the next: a group of another size, or another s
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -231,7 +232,7 @@ def context_parallel_shift(
     group = resolve_cp_group(cp_group)
     dim = _normalized_dim(x, seq_dim)
     where = _layout_of_local(x, dim, group, layout, cu_seqlens)
-    _check_fill(fill, x.dtype)
+    filler = _filler(fill, x.dtype)
     lengths = check_lengths(lengths, where, x.device)
     if x.numel() == 0:
         return x.clone()
@@ -239,8 +240,8 @@ def context_parallel_shift(
     boundary = _select(first, 0, where.chunk_starts())
     if where.cp_size > 1:
         boundary = _GatherBoundary.apply(boundary, group)
-    filler = first.new_full((1, *first.shape[1:]), fill)
-    sources = torch.cat([first, boundary, filler]).movedim(0, dim)
+    last = first.new_full((1, *first.shape[1:]), filler)
+    sources = torch.cat([first, boundary, last]).movedim(0, dim)
     return _select(sources, dim, where.next_sources(group_rank(group), lengths))
 
 
@@ -258,18 +259,32 @@ class _GatherBoundary(torch.autograd.Function):
         return reduce_scatter_dim0(grads[0], ctx.group), None
 
 
-def _check_fill(fill: float, dtype: torch.dtype) -> None:
-    scalar = isinstance(fill, Tensor) and fill.dim() == 0
-    if not scalar and not isinstance(fill, numbers.Number):
+def _filler(fill: Any, dtype: torch.dtype) -> int | float | complex:
+    """The fill as a Python number that the dtype can hold, or a ValueError."""
+    number = fill.item() if isinstance(fill, Tensor) and fill.dim() == 0 else fill
+    if not isinstance(number, numbers.Number):
         raise ValueError(f"fill: expected a number, got {type(fill).__name__}")
-    if dtype.is_floating_point or dtype.is_complex:
-        return
+    kind: Any = complex if dtype.is_complex else float if dtype.is_floating_point else int
+    try:
+        own = kind(number)
+    except (TypeError, ValueError, OverflowError):  # of a complex number, NaN, inf
+        own = None
+    if own is None or (kind is int and own != number) or not _holds(dtype, own):
+        raise ValueError(f"fill: expected a value of {dtype}, got {number!r}")
+    return own
+
+
+def _holds(dtype: torch.dtype, number: int | float | complex) -> bool:
+    """Whether the number is within the dtype's range; it may be rounded."""
+    if isinstance(number, complex):
+        return all(_holds(dtype.to_real(), part) for part in (number.real, number.imag))
     if dtype is torch.bool:
-        low, high = 0, 1
-    else:
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    if fill != fill or not low <= fill <= high or int(fill) != fill:
-        raise ValueError(f"fill: expected a value of {dtype}, got {fill!r}")
+        return number in (0, 1)
+    if isinstance(number, int):
+        return torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+    if math.isinf(number):  # some types of 8 bits have none
+        return math.isinf(torch.tensor(number).to(dtype).double().item())
+    return math.isnan(number) or abs(number) <= torch.finfo(dtype).max
 
 
 def _normalized_dim(x: Tensor, seq_dim: int) -> int:

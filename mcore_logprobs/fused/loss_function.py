@@ -86,6 +86,8 @@ def sum_of_losses(
         raise ValueError(
             f"loss_fn: expected a loss per row of shape {tuple(logprobs.shape)}, got {got}"
         )
+    if loss.is_complex():
+        raise ValueError(f"loss_fn: expected real numbers, got a loss of {loss.dtype}")
     if torch.is_grad_enabled():
         _check_graph(loss, roots, fn)
     total = torch.where(keep, loss, 0.0).sum(dtype=torch.float64) / denominator

@@ -80,8 +80,14 @@ class _Loss:
         upstream = RowResults()
         if self.backward:
             wanted = [x for x in leaves if x is not None]
-            found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
-            upstream = leaves.map(lambda x: next(found))
+            found = torch.autograd.grad(total, wanted, allow_unused=True)
+            if all(grad is None for grad in found):
+                raise ValueError(
+                    "loss_fn: the backward of the loss gives no gradient to the log-probabilities "
+                    "or the entropy: an autograd function of its own returns None for them"
+                )
+            given = iter(found)
+            upstream = leaves.map(lambda x: next(given))
         return total.detach(), upstream
 
 
@@ -154,14 +160,21 @@ class _LinearPolicyLoss(torch.autograd.Function):
         found: list[Tensor | None] = []
         for grad, like in zip(formed, ctx.tensors, strict=True):
             if grad is not None:
-                grad.mul_(upstream)  # in place: it is ours alone, and may be of the weight's size
                 if like is ctx.tensors.weight and ctx.fused:
-                    like.main_grad.add_(grad)
+                    like.main_grad.add_(_times(upstream, grad, grad.dtype))
                     grad = main_grad_stand_in(like)
                 else:
-                    grad = grad.to(like.dtype)
+                    grad = _times(upstream, grad, like.dtype)
             found.append(grad)
         return (None, None, None, *found)
+
+
+def _times(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their product in a dtype, and 0 where upstream is: 0 times what a spoilt row left is NaN."""
+    # In place where it can be: it is ours alone, and may be of the weight's size.
+    out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
+    torch.mul(grad, upstream, out=out)
+    return out.masked_fill_(upstream == 0.0, 0.0)
 
 
 def _whole_rows(

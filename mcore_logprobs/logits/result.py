@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
+from mcore_logprobs.checks import check_integer
 from mcore_logprobs.context_parallel import context_parallel_gather
 
 __all__ = ["TokenStats"]
@@ -80,11 +82,26 @@ class TokenStats:
         return self._all(lambda x: x.detach())
 
     def to(self, *args: Any, **kwargs: Any) -> TokenStats:
-        """`Tensor.to` of every tensor; a dtype converts the floating-point ones alone."""
+        """`Tensor.to` of every tensor; a dtype converts the floating-point ones alone.
+
+        Raises:
+            ValueError: a dtype of integers.
+        """
+        for dtype in (*args, *kwargs.values()):
+            if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+                raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
 
         def move(x: Tensor) -> Tensor:
-            moved = x.to(*args, **kwargs)
-            return moved if x.is_floating_point() else moved.to(x.dtype)
+            if x.is_floating_point():
+                return x.to(*args, **kwargs)
+
+            def kept(value: Any) -> Any:
+                if isinstance(value, torch.dtype):
+                    return x.dtype
+                like = isinstance(value, Tensor)
+                return value.new_empty(0, dtype=x.dtype) if like else value
+
+            return x.to(*map(kept, args), **{name: kept(v) for name, v in kwargs.items()})
 
         return self._all(move)
 
@@ -143,6 +160,7 @@ class TokenStats:
             ValueError: bounds that do not ascend within `[0, T]`; lengths of another count, or past
                 their sequence's end.
         """
+        check_integer("seq_dim", seq_dim)
         if not -len(self.shape) <= seq_dim < len(self.shape):
             raise ValueError(f"seq_dim: out of range for shape {tuple(self.shape)}, got {seq_dim}")
         bounds = _integers(cu_seqlens, "cu_seqlens")
@@ -182,12 +200,16 @@ class TokenStats:
 
 def _integers(values: Tensor | Sequence[int], name: str) -> list[int]:
     if isinstance(values, Tensor):
-        if values.dim() != 1 or values.is_floating_point():
+        if values.dim() != 1 or values.is_floating_point() or values.is_complex():
             raise ValueError(
                 f"{name}: expected a tensor of integers of one dimension, got {values.dtype} of "
                 f"shape {tuple(values.shape)}"
             )
         values = values.tolist()
+    if not isinstance(values, Sequence) or not all(
+        isinstance(v, numbers.Integral) and not isinstance(v, bool) for v in values
+    ):
+        raise ValueError(f"{name}: expected a tensor or a list of ints, got {values!r}")
     return [int(v) for v in values]
 
 

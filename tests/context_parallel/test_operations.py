@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -363,3 +365,22 @@ def test_without_torch_distributed_it_is_one_process():
 def test_an_empty_tensor_shifts_to_an_empty_one():
     assert context_parallel_shift(torch.randn(2, 0)).shape == (2, 0)
     assert context_parallel_shift(torch.randn(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill", "expected"),
+    [
+        (torch.float16, -math.inf, -math.inf),
+        (torch.float32, Fraction(1, 4), 0.25),
+        (torch.float32, torch.tensor(3, requires_grad=False), 3.0),
+        (torch.float32, torch.tensor(3.0, requires_grad=True), 3.0),
+        (torch.complex64, 1 + 2j, 1 + 2j),
+        (torch.int64, 2**62, 2**62),
+        (torch.int16, 7.0, 7),
+        (torch.bool, True, True),
+    ],
+)
+def test_any_number_that_the_dtype_holds_is_a_fill(dtype, fill, expected):
+    got = context_parallel_shift(torch.zeros(1, 3, dtype=dtype), fill=fill)
+    assert got[0, -1].item() == expected
+    assert not got.requires_grad

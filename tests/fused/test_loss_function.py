@@ -37,6 +37,22 @@ def of_item(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
     return torch.tensor(logprobs.tolist())
 
 
+class _Forgetful(torch.autograd.Function):
+    """A backward that gives its input nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def complex_numbers(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    return logprobs * (1 + 2j)
+
+
 CUT = (detached, under_no_grad, integer, constant, of_item)
 
 
@@ -213,6 +229,46 @@ def test_a_function_in_place_changes_nothing_of_the_callers(trains, compact):
 # ---- the denominator ---------------------------------------------------------------------------
 
 EXACT = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16)
+
+
+def test_losses_without_a_gradient_of_their_own_or_with_imaginary_parts_raise():
+    forgetful = lambda lp, _: _Forgetful.apply(lp)  # noqa: E731
+    assert "gives no gradient to the log-probabilities" in _message(forgetful)
+    assert _message(forgetful, "nothing") == ""
+    for learns in ("both", "nothing"):
+        expected = "expected real numbers, got a loss of torch.complex64"
+        assert expected in _message(complex_numbers, learns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fusion", [False, True])
+def test_a_factor_of_zero_leaves_nothing_of_a_spoilt_row(dtype, fusion):
+    problem = make_problem((6, 2), dtype=dtype)
+    hidden, weight, _ = shard_problem(problem, False)
+    with torch.no_grad():
+        hidden[2] = torch.nan
+    target = problem.target.clamp(min=0)
+    weight.main_grad = torch.ones(weight.shape)
+    for factor in (0.0, 1.0):
+        loss, _ = linear_policy_loss(
+            hidden,
+            weight,
+            target,
+            lambda lp, _: -lp,
+            tp_group=world_group(),
+            gradient_accumulation_fusion=fusion,
+        )
+        assert loss.isnan()
+        d_hidden, d_weight = torch.autograd.grad(
+            factor * loss, (hidden, weight), allow_unused=fusion
+        )
+        d_weight = weight.main_grad - 1.0 if fusion else d_weight
+        if factor:
+            assert d_hidden[2].isnan().all()
+            assert d_weight.isnan().all()
+        else:
+            assert torch.equal(d_hidden, torch.zeros_like(d_hidden))
+            assert torch.equal(d_weight, torch.zeros_like(d_weight))
 
 
 @pytest.mark.parametrize("dtype", [*EXACT, torch.float32, torch.float64], ids=str)

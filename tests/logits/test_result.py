@@ -114,6 +114,24 @@ def test_to_moves_everything_and_keeps_integers():
     assert {x.device.type for x in fields_of(meta).values() if x is not None} == {"meta"}
 
 
+def test_ranks_go_through_no_other_dtype():
+    z = torch.arange(70000.0).flip(0)[None]
+    stats = vocab_parallel_token_stats(z, torch.tensor([12345]), target_rank=True)
+    like = torch.ones(1, dtype=torch.float16)
+    for got in (
+        stats.to(torch.float16),
+        stats.to(dtype=torch.bfloat16, copy=True),
+        stats.to("cpu", torch.float16, True),
+        stats.to(like),
+    ):
+        assert got.logprobs.dtype in (torch.float16, torch.bfloat16)
+        assert got.target_rank.dtype == torch.int64
+        assert got.target_rank.item() == 12345
+    for dtype in (torch.bool, torch.int16, torch.complex64):
+        with pytest.raises(ValueError, match="dtype: expected a floating-point dtype"):
+            stats.to(dtype)
+
+
 def test_is_a_pytree():
     stats = made(3, 5)[1]
     leaves, spec = pytree.tree_flatten({"out": stats, "n": 1})
@@ -172,6 +190,17 @@ def test_unpack_cuts_at_the_bounds_and_cuts_padding_off(seq_dim, as_tensor):
         ([0, 4, 8], [4], "2 lengths"),
         ([0, 4, 8], [5, 1], "lengths"),
         ([0, 4, 8], [-1, 1], "lengths"),
+        (
+            [0, 4.0, 8],
+            None,
+            r"cu_seqlens: .* list of ints, got .0, 4.0, 8.",
+        ),
+        ([0, 4, 8], [1, True], "lengths: expected a tensor or a list of ints"),
+        (["0", "4"], None, "cu_seqlens: expected a tensor or a list of ints"),
+        (None, None, "cu_seqlens: expected a tensor or a list of ints, got None"),
+        (6, None, "cu_seqlens: expected a tensor or a list of ints, got 6"),
+        (torch.zeros(2, dtype=torch.bool), None, "cu_seqlens: expected a tensor or a list of ints"),
+        (torch.zeros(2, dtype=torch.complex64), None, "cu_seqlens: expected a tensor of integers"),
     ],
 )
 def test_unpack_refuses_bounds_that_do_not_fit(bounds, lengths, match):
@@ -180,6 +209,9 @@ def test_unpack_refuses_bounds_that_do_not_fit(bounds, lengths, match):
         stats.unpack(bounds, lengths)
     with pytest.raises(ValueError, match="seq_dim"):
         stats.unpack([0, 4], seq_dim=2)
+    for seq_dim in ("1", True, None):
+        with pytest.raises(ValueError, match="seq_dim: expected an int"):
+            stats.unpack([0, 4], seq_dim=seq_dim)
 
 
 def gathered(packed: bool, grad: str) -> dict[str, float]:
