@@ -75,7 +75,8 @@ NEAREST = {
     "fused/topk.py": "fused/test_linear_ops.py fused/test_partial_gradients.py",
     "logits/all_to_all.py": "logits/test_all_to_all.py test_consistency.py",
     "logits/distill.py": "logits/test_distill.py logits/test_nan_rows.py",
-    "logits/gather.py": "logits/test_gather.py logits/test_nan_rows.py "
+    "logits/gather.py": "logits/test_gather.py logits/test_nan_rows.py logits/test_distill.py "
+    "logits/test_temperature.py "
     "fused/test_partial_gradients.py",
     "logits/log_softmax.py": "logits/test_log_softmax.py logits/test_nan_rows.py "
     "logits/test_temperature.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -553,3 +554,54 @@ def test_weights_carry_no_gradient_of_either_side():
         losses.clip_fraction(one, other, mask),
     ):
         assert not weights.requires_grad
+
+
+_BOUNDS = {"low": 0.5, "high": 5.0}
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+_DPO = {"beta": 0.1, "label_smoothing": 0.0}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "ClippedLoss": {
+        **_CLIP, "dual_clip": None, "kl_coef": 0.0, "kl": "k3", "entropy_coef": 0.0,
+        "weighted": False,
+    },
+    "CISPOLoss": {"clip_high": 0.2, "clip_low": None},
+    "GSPOLoss": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "IcePopLoss": {**_BOUNDS, **_CLIP},
+    "SAPOLoss": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "SFTLoss": {"weighted": False},
+    "truncated_importance_weights": {"cap": 2.0, "floor": 0.0},
+    "masked_importance_weights": _BOUNDS,
+    "masked_sequence_weights": {
+        "low": 0.0, "high": 2.0, "ratio": "product", "weighted": True, "seq_dim": 1,
+    },
+    "off_policy_sequence_mask": {"delta": 0.1, "seq_dim": 1},
+    "clip_fraction": _CLIP,
+    "sequence_sum": {"seq_dim": 1},
+    "sequence_mean": {"seq_dim": 1},
+    "dpo_loss": _DPO,
+    "dpo_advantages": _DPO,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_settings_by_default(name):
+    """Those of the papers, or of what they are compared with; a change is one of the API."""
+    parameters = inspect.signature(getattr(losses, name)).parameters.values()
+    found = {p.name: p.default for p in parameters if p.default is not p.empty}
+    assert found == DEFAULTS[name]
+
+
+def test_a_bound_itself_is_within():
+    double, half = (torch.tensor([math.log(x)], dtype=torch.float64) for x in (2.0, 0.5))
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    assert (double.exp().item(), half.exp().item()) == (2.0, 0.5)
+    weights = losses.masked_importance_weights
+    assert weights(double, zero, high=2.0).item() == 2.0
+    assert weights(half, zero, low=0.5).item() == 0.5
+    assert losses.clip_fraction(double, zero, one, clip_high=1.0).item() == 0.0
+    assert losses.clip_fraction(half, zero, -one, clip_low=0.5).item() == 0.0
+    far = torch.tensor([[0.5]])
+    mask = losses.off_policy_sequence_mask(far - 0.5, far, -torch.ones(1, 1), far > 0, delta=0.5)
+    assert mask.item() == 1.0
+    mask = losses.off_policy_sequence_mask(far, far, -torch.ones(1, 1), far > 0, delta=0.0)
+    assert mask.item() == 1.0

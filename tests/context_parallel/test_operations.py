@@ -384,3 +384,4 @@ def test_any_number_that_the_dtype_holds_is_a_fill(dtype, fill, expected):
     got = context_parallel_shift(torch.zeros(1, 3, dtype=dtype), fill=fill)
     assert got[0, -1].item() == expected
     assert not got.requires_grad
+    assert context_parallel_shift(torch.ones(1, 3, dtype=dtype))[0, -1].item() == 0
