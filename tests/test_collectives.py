@@ -36,6 +36,11 @@ def _values(strided: bool) -> None:
     assert torch.equal(collectives.all_to_all_dim0(x, group), torch.cat(blocks))
     assert torch.equal(x, kept), "an input was modified"
 
+    one = torch.tensor([1.0 + rank])
+    assert collectives.all_reduce_sum(one, group).item() == world * (world + 1) / 2
+    collectives.wait_for(collectives.all_reduce_sum_async(one, group), group)
+    assert one.item() == world * (world + 1) / 2
+
     own = x.clone(memory_format=torch.contiguous_format)
     work = collectives.all_reduce_sum_async(own, group)
     if world > 1:
