@@ -187,3 +187,22 @@ def test_a_nan_of_either_sign_is_the_largest_by_keys_too():
     x = torch.cat([x, x.roll(1, 1)])
     assert topk._topk_of_keys(x, 1).tolist() == [[2], [3]]
     assert topk._topk_of_keys(x.bfloat16(), 2).sort().values.tolist() == [[2, 3], [0, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_keys_tell_what_the_dtype_tells(dtype):
+    x = torch.randn(5, 24).to(dtype)
+    tiny = torch.finfo(dtype).tiny
+    x[0] = 1.0 + torch.finfo(dtype).eps * torch.arange(24).to(dtype) % 7
+    x[1] = tiny * torch.randperm(24).to(dtype)
+    x[2] = torch.tensor([0.0, -0.0] * 12)
+    x[3, ::3] = -torch.inf
+    x[4, 1::5] = torch.inf
+    kept = x.clone()
+    for k in (1, 7, 23):
+        columns = topk._topk_of_keys(x, k).sort(-1).values
+        expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+        assert torch.equal(columns, expected)
+        assert torch.equal(stable_topk(x, k).sort(-1).values, expected)
+        assert torch.equal(x.signbit(), kept.signbit())
+        assert torch.equal(x, kept)
