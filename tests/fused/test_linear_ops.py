@@ -20,6 +20,7 @@ from mcore_logprobs import (
     linear_topk_distill,
     vocab_parallel_topk,
 )
+from mcore_logprobs.fused import topk
 from mcore_logprobs.fused.head import Head
 from tests.fused.common import LAYOUTS, Case, Truth, make_problem, shard_problem
 from tests.helpers import oracles
@@ -385,3 +386,26 @@ def test_mistakes(call, message):
     hidden, weight, _ = shard_problem(make_problem((6,)), False)
     with pytest.raises(ValueError, match=message):
         call(hidden, weight)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_topk_of_a_tile_in_several_steps(monkeypatch, bias):
+    monkeypatch.setattr(topk, "default_chunk_size", lambda *_: 2)
+    problem = make_problem((7, 1), bias=bias)
+    hidden, weight, own = shard_problem(problem, False)
+    leaves = [x for x in (hidden, weight, own) if x is not None]
+    temperature = torch.rand(7, 1) + 0.5
+    values, ids = linear_topk(
+        hidden, weight, 5, bias=own, temperature=temperature, tp_group=world_group()
+    )
+    z = (hidden @ weight.t() if own is None else hidden @ weight.t() + own) / temperature[..., None]
+    expected, order = z.topk(5, dim=-1)
+    assert torch.equal(ids, order)
+    torch.testing.assert_close(values, expected)
+    upstream = torch.randn(values.shape)
+    for grad, plain in zip(
+        torch.autograd.grad(values, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, plain)

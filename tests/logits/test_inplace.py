@@ -77,18 +77,21 @@ def _retained() -> Tensor:
         lambda: torch.randn(4, VOCAB, requires_grad=True),
         _retained,
         lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(4, VOCAB),
+        lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(2, VOCAB),
         lambda: torch.tanh(_logits()),
         lambda: torch.exp(_logits()),
         lambda: torch.softmax(_logits(), -1),
         lambda: torch.sigmoid(_logits()),
     ],
-    ids=["leaf", "retained", "expanded", "tanh", "exp", "softmax", "sigmoid"],
+    ids=["leaf", "retained", "expanded", "expanded to 2", "tanh", "exp", "softmax", "sigmoid"],
 )
 def test_refused_where_the_logits_are_needed(make):
     logits = make()
     kept = logits.detach().clone()
     with pytest.raises(ValueError, match="inplace_backward"):
-        vocab_parallel_logprobs(logits, make_target((4,), VOCAB), inplace_backward=True)
+        vocab_parallel_logprobs(
+            logits, make_target(logits.shape[:-1], VOCAB), inplace_backward=True
+        )
     assert torch.equal(logits.detach(), kept)
 
 
@@ -101,3 +104,14 @@ def test_a_leaf_is_fine_where_no_gradient_is_asked_for():
     assert torch.equal(found, expected)
     found = vocab_parallel_logprobs(logits.detach(), target, inplace_backward=True)
     assert torch.equal(found, expected)
+
+
+def test_one_row_may_have_any_stride():
+    whole = torch.randn(1, VOCAB, requires_grad=True)
+    target = torch.tensor([3])
+    upstream = torch.tensor([0.7])
+    logits = (whole * 2).as_strided((1, VOCAB), (0, 1))
+    values = vocab_parallel_logprobs(logits, target, inplace_backward=True)
+    (grad,) = torch.autograd.grad(values, whole, upstream)
+    expected = (whole * 2).log_softmax(-1)[:, 3]
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, whole, upstream)[0])
