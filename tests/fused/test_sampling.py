@@ -18,6 +18,7 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.fused.sampling import linear_filtered_stats
+from mcore_logprobs.kernels import backend as backends
 from tests.fused.common import LAYOUTS, make_problem, shard_problem
 from tests.fused.test_linear_ops import DTYPES, FINISH, OPTIONS, OpCase, _upstream
 from tests.helpers import oracles
@@ -234,3 +235,33 @@ def test_replay_where_no_row_counts(rows, compact):
     assert out.tolist() == [0.0] * rows
     for grad in torch.autograd.grad(out, [hidden, weight], torch.ones(rows)):
         assert not grad.any()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (None, 0.8)])
+def test_rows_of_a_tile_in_several_steps(monkeypatch, top_k, top_p):
+    """As on a machine whose budget holds a few rows of the vocabulary."""
+    problem = make_problem((7, 1), bias=True)
+    leaves = shard_problem(problem, False)
+    upstream = torch.randn(7, 1)
+    options = {"temperature": torch.rand(7, 1) + 0.5, "tp_group": world_group(), "entropy": True}
+    found = []
+    for several in (False, True):
+        if several:
+            monkeypatch.setattr(backends, "default_chunk_size", lambda *_: 2)
+        stats = linear_filtered_stats(
+            *leaves[:2], problem.target, bias=leaves[2], top_k=top_k, top_p=top_p, **options
+        )
+        value = torch.where(stats.logprobs.isinf(), 0.0, stats.logprobs) + stats.entropy
+        found.append((value.detach(), *torch.autograd.grad(value, leaves, upstream)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_replay_of_logits_far_from_zero():
+    hidden, weight = torch.randn(6, 8), torch.randn(40, 8)
+    hidden[::2] *= 300.0
+    ids, offsets = torch.arange(24), torch.arange(7) * 4
+    target = ids.view(6, 4)[:, 1]
+    found = linear_sampling_logprobs(hidden, weight, target, kept_ids=(ids, offsets))
+    z = (hidden @ weight.t()).double().gather(1, ids.view(6, 4))
+    torch.testing.assert_close(found, z.log_softmax(-1)[:, 1].float(), rtol=1e-4, atol=1e-4)
