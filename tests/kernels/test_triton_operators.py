@@ -20,6 +20,7 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import reference, triton_backend
 from mcore_logprobs.kernels.operators import flatten
 from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.logits.rows import Rows
 from tests.kernels.common import DEVICE, make_logits
 from tests.kernels.interpreter import interpreted
 
@@ -60,9 +61,10 @@ def test_a_gradient_over_the_logits_is_seen_by_whoever_saved_them(backend):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("blocks", [1, 3])
 @interpreted
-def test_operations_on_logits_agree_with_torch(dtype, inplace):
-    # [s, b, V] seen as [b, s, V], without its last position: rows of two strides.
+def test_operations_on_logits_agree_with_torch(dtype, inplace, blocks):
+    # [b, s, V] without its last position: of [s, b, V] that is one block, else one a sequence.
     leaves = [make_logits(12, 300, dtype).view(4, 3, 300).requires_grad_() for _ in range(2)]
     leaves[1].data.copy_(leaves[0].data)
     target = torch.randint(280, (3, 3), device=DEVICE)
@@ -70,14 +72,18 @@ def test_operations_on_logits_agree_with_torch(dtype, inplace):
     upstream = torch.randn(3, 3, device=DEVICE)
     results = []
     for leaf, backend in zip(leaves, ("torch", "triton"), strict=True):
-        logits = (leaf * 1.0).transpose(0, 1)[:, :-1]
-        options = {"temperature": 0.9, "vocab_size": 280, "backend": backend}
+        logits = leaf * 1.0
+        logits = (logits.transpose(0, 1) if blocks == 1 else logits.view(3, 4, 300))[:, :-1]
+        assert len(list(Rows(logits).blocks(logits))) == blocks
+        temperature = 0.9 if blocks == 1 else torch.linspace(0.5, 1.5, 9).view(3, 3).to(DEVICE)
+        options = {"temperature": temperature, "vocab_size": 280, "backend": backend}
         rank = vocab_parallel_target_rank(logits, target, **options)
         stats = token_stats(
             logits, target, entropy=True, target_rank=True, label_smoothing=0.1,
-            inplace_backward=inplace, **options,
+            sum_pi_squared=blocks > 1, inplace_backward=inplace, **options,
         )  # fmt: skip
-        (upstream * (stats.logprobs - 0.5 * stats.entropy + 0.1 * stats.lse)).sum().backward()
+        total = stats.logprobs - 0.5 * stats.entropy + 0.1 * stats.lse
+        (upstream * (total if blocks == 1 else total + stats.sum_pi_squared)).sum().backward()
         assert torch.equal(stats.target_rank, rank)
         results.append((stats.logprobs, stats.entropy, stats.lse, rank))
     for name, torchs, tritons in zip(("logprobs", "entropy", "lse", "rank"), *results, strict=True):
