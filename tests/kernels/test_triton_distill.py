@@ -25,6 +25,7 @@ from mcore_logprobs.kernels import (
 )
 from mcore_logprobs.kernels.distill import KINDS, PairSpec, Side, finish_pair, merge_pairs
 from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.logits.rows import Rows
 from tests.helpers.distributed import get_pool
 from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import DEVICE, TRANSFORMS, far_rows, lay_out, make_bias, make_logits
@@ -336,7 +337,7 @@ def _operation(kind: str, student: Tensor, teacher: Tensor, **options: Any) -> T
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @interpreted
 def test_operations_on_logits_agree_with_torch(dtypes):
-    # [s, b, V] seen as [b, s, V], without its last position: rows of two strides.
+    # [s, b, V] seen as [b, s, V], or as it is: one block; [b, s, V] without one position: three.
     raw, other = (make_logits(12, 300, dtype).view(4, 3, 300) for dtype in dtypes)
     mask = torch.tensor([[True, True, False], [True] * 3, [False, True, True]], device=DEVICE)
     upstream = torch.randn(3, 3, device=DEVICE)
@@ -352,7 +353,11 @@ def test_operations_on_logits_agree_with_torch(dtypes):
     def as_it_lies(x: Tensor, first: int) -> Tensor:
         return x[first : first + 3]
 
-    for kind, layout in itertools.product(KINDS, (seen, as_it_lies)):
+    def in_blocks(x: Tensor, first: int) -> Tensor:
+        return x.view(3, 4, 300)[:, first : first + 3]
+
+    assert len(list(Rows(in_blocks(raw, 0)).blocks(in_blocks(raw, 0)))) == 3
+    for kind, layout in itertools.product(KINDS, (seen, as_it_lies, in_blocks)):
         results = []
         teacher = layout(other, 1)
         for backend in ("torch", "triton"):
