@@ -286,6 +286,20 @@ def test_refuses_what_it_cannot_do() -> None:
         vocab_parallel_kl_div(logits, logits[:, :7])
 
 
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd", "cross_entropy"])
+def test_rows_in_several_blocks(kind: str) -> None:
+    """[b, s, V] without a position: no one stride leads from row to row."""
+    student, teacher, upstream = sample((3, 5), 30, torch.float64)
+    upstream = upstream[:, 1:].double()
+    leaf = student.clone().requires_grad_()
+    value = divergence(leaf[:, :-1], teacher[:, 1:], kind, beta=0.3)
+    value.backward(upstream)
+    expected, grad = reference(student[:, :-1], teacher[:, 1:], upstream, kind, beta=0.3)
+    torch.testing.assert_close(value.detach(), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(leaf.grad[:, :-1], grad, rtol=1e-10, atol=1e-12)
+    assert not leaf.grad[:, -1].any()
+
+
 def run_dtensor(student: Tensor, teacher: Tensor, mask: Tensor, upstream: Tensor) -> dict:
     """On a mesh (dp, tp): rows over dp, columns over tp; the groups come from the mesh."""
     from torch.distributed.device_mesh import init_device_mesh
