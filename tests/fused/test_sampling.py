@@ -17,6 +17,7 @@ from mcore_logprobs import (
     vocab_parallel_token_stats,
 )
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.fused import entries
 from mcore_logprobs.fused.sampling import linear_filtered_stats
 from mcore_logprobs.kernels import backend as backends
 from tests.fused.common import LAYOUTS, make_problem, shard_problem
@@ -265,3 +266,21 @@ def test_replay_of_logits_far_from_zero():
     found = linear_sampling_logprobs(hidden, weight, target, kept_ids=(ids, offsets))
     z = (hidden @ weight.t()).double().gather(1, ids.view(6, 4))
     torch.testing.assert_close(found, z.log_softmax(-1)[:, 1].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_replay_of_entries_in_several_steps(monkeypatch):
+    """As with more entries of a tile than are gathered at a time."""
+    monkeypatch.setattr(entries, "_GATHERED_BYTES", {"cpu": 8 * 8 * 3, "other": 0})
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    ids, offsets = torch.randperm(40)[:24], torch.arange(7) * 4
+    target = ids.view(6, 4)[:, 2]
+    found = linear_sampling_logprobs(hidden, weight, target, kept_ids=(ids, offsets), chunk_size=4)
+    expected = (hidden @ weight.t()).gather(1, ids.view(6, 4)).log_softmax(-1)[:, 2]
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(6)
+    for one, other in zip(
+        torch.autograd.grad(found, [hidden, weight], upstream),
+        torch.autograd.grad(expected, [hidden, weight], upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
