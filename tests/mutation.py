@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import atexit
 import compileall
 import contextlib
 import copy
@@ -364,6 +365,7 @@ def main() -> int:
     with _quiet():
         multiprocessing.forkserver.ensure_running()
     gc.freeze()  # pytest collects garbage at its end, among what only the parent has
+    atexit.register(gc.unfreeze)
     started = time.monotonic()
     counts = Counter[str](killed=0, survived=0)
     sound: set[str] = set()
