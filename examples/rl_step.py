@@ -45,12 +45,12 @@ from rl.layout import (
 from rl.optim import make_optimizer
 from rl.report import StepRecord, run_steps, sample_metrics, step_metrics, token_metrics
 from rl.rollout import RolloutEngine, Sample
-from rl.scores import Scores, filtered_loss, score
+from rl.scores import Scores, filtered_loss, score, with_numbers
 from rl.vllm_engine import VllmEngine
 from rl.weights import Policy, WeightBridge, build_policy
 
 from mcore_logprobs import LogprobConfig, PatchHandle, TokenStats, patch_model
-from mcore_logprobs.losses import ClippedLoss, clip_fraction, truncated_importance_weights
+from mcore_logprobs.losses import clip_fraction, truncated_importance_weights
 
 
 class GrpoTrainer:
@@ -66,22 +66,16 @@ class GrpoTrainer:
         self.bridge = WeightBridge(llama, layout)
         build = partial(build_policy, llama, self.bridge, self.engine, config)
         self.policy = build(trainable=True)
-        self.reference = build(trainable=False) if config.grpo.kl_coef > 0 else None
+        self.loss = config.loss
+        needs_reference = {"ref_logprobs", "teacher_logprobs"} & set(self.loss.tensors)
+        self.reference = build(trainable=False) if needs_reference else None
         self.optimizer = make_optimizer(config, self.policy.model, layout.device)
-        g, r = config.grpo, config.rollout
-        self.filtered = r.top_p < 1.0
-        # A loss per token, of that token's figures alone.
-        self.loss = ClippedLoss(
-            clip_low=g.clip_low,
-            clip_high=g.clip_high,
-            kl_coef=g.kl_coef,
-            weighted=r.importance_cap > 0,
-        )
+        self.filtered = config.rollout.top_p < 1.0
         # The sampler's temperature, so that the ratio compares like with like; the true
         # vocabulary, so that padded columns are never counted.
         self.logprobs = replace(
             LogprobConfig.from_dict(config.logprobs),
-            temperature=r.temperature,
+            temperature=config.rollout.temperature,
             vocab_size=llama.vocab_size,
         )
         torch.manual_seed(config.seed + 100 * layout.rank)
@@ -178,7 +172,7 @@ class GrpoTrainer:
             "logits": self._loss_of_stats,  # from TokenStats; logits held
             "filtered": self._loss_of_logits,  # under top-p; logits held
         }
-        model = self.policy.model
+        model, batch = self.policy.model, with_numbers(self, batch)
         model.zero_grad_buffer()
         # compact: prompts and padding cost no product.
         config = replace(self.logprobs, fused=way in ("linear", "fused"), compact=way == "linear")
@@ -236,9 +230,7 @@ class GrpoTrainer:
         )
 
     def _loss_inputs(self, b: Batch) -> tuple[torch.Tensor, ...]:
-        reference = (b.ref_logprobs,) if self.loss.kl_coef > 0 else ()
-        weights = (b.weights,) if self.loss.weighted else ()
-        return (b.old_logprobs, b.advantages, *reference, *weights)
+        return tuple(getattr(b, name) for name in self.loss.tensors)
 
     def _loss_of_stats(self, micro: MicroBatch, stats: TokenStats) -> Any:
         per_token = self.loss(stats.logprobs, stats.entropy, *self._loss_inputs(micro.batch))
@@ -252,7 +244,8 @@ class GrpoTrainer:
 
     def _report(self, micro: MicroBatch, loss: torch.Tensor, logprobs: torch.Tensor) -> Any:
         """Megatron's three outputs: the sum, the tokens that it is over, and what to report."""
-        b, clip = micro.batch, {"clip_low": self.loss.clip_low, "clip_high": self.loss.clip_high}
+        b, g = micro.batch, self.config.grpo
+        clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
         clipped = clip_fraction(logprobs, b.old_logprobs, b.advantages, **clip)
         tokens = b.tokens_counted
         report = torch.stack([loss.detach().double(), clipped.sum().double(), tokens.double()])

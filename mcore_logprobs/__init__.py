@@ -12,30 +12,7 @@ from mcore_logprobs.context_parallel import (
     context_parallel_shard,
     context_parallel_shift,
 )
-from mcore_logprobs.fused.divergence import linear_kl_div
-from mcore_logprobs.fused.gather import linear_gather, linear_topk_distill
-from mcore_logprobs.fused.map import linear_map
-from mcore_logprobs.fused.policy_loss import linear_policy_loss
-from mcore_logprobs.fused.sampling import linear_sampling_logprobs
-from mcore_logprobs.fused.token_stats import linear_token_stats
-from mcore_logprobs.fused.topk import linear_topk
-from mcore_logprobs.fused.topk_divergence import linear_topk_kl_div
 from mcore_logprobs.groups import ParallelGroups, VocabShard
-from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
-from mcore_logprobs.logits.distill import vocab_parallel_kl_div, vocab_parallel_soft_cross_entropy
-from mcore_logprobs.logits.gather import vocab_parallel_gather, vocab_parallel_topk_distill
-from mcore_logprobs.logits.log_softmax import vocab_parallel_log_softmax
-from mcore_logprobs.logits.reshard import reshard_vocabulary
-from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
-from mcore_logprobs.logits.token_stats import (
-    TokenStats,
-    vocab_parallel_entropy,
-    vocab_parallel_logprobs,
-    vocab_parallel_target_rank,
-    vocab_parallel_token_stats,
-)
-from mcore_logprobs.logits.topk import vocab_parallel_argmax, vocab_parallel_topk
-from mcore_logprobs.logits.topk_divergence import vocab_parallel_topk_kl_div
 from mcore_logprobs.megatron import (
     PatchHandle,
     logprob_model_hook,
@@ -46,6 +23,34 @@ from mcore_logprobs.megatron import (
     unpatch_gpt_model,
     unpatch_model,
 )
+from mcore_logprobs.ops.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
+from mcore_logprobs.ops.divergence import (
+    linear_kl_div,
+    vocab_parallel_kl_div,
+    vocab_parallel_soft_cross_entropy,
+)
+from mcore_logprobs.ops.gather import (
+    linear_gather,
+    linear_topk_distill,
+    vocab_parallel_gather,
+    vocab_parallel_topk_distill,
+)
+from mcore_logprobs.ops.linear_map import linear_map
+from mcore_logprobs.ops.log_softmax import vocab_parallel_log_softmax
+from mcore_logprobs.ops.policy_loss import linear_policy_loss
+from mcore_logprobs.ops.reshard import reshard_vocabulary
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.sample import linear_sample, vocab_parallel_sample
+from mcore_logprobs.ops.sampling import linear_sampling_logprobs, vocab_parallel_sampling_logprobs
+from mcore_logprobs.ops.token_stats import (
+    linear_token_stats,
+    vocab_parallel_entropy,
+    vocab_parallel_logprobs,
+    vocab_parallel_target_rank,
+    vocab_parallel_token_stats,
+)
+from mcore_logprobs.ops.topk import linear_topk, vocab_parallel_argmax, vocab_parallel_topk
+from mcore_logprobs.ops.topk_divergence import linear_topk_kl_div, vocab_parallel_topk_kl_div
 
 __version__ = "0.2.0"
 
@@ -67,6 +72,7 @@ __all__ = [
     "linear_kl_div",
     "linear_map",
     "linear_policy_loss",
+    "linear_sample",
     "linear_sampling_logprobs",
     "linear_token_stats",
     "linear_topk",
@@ -86,6 +92,7 @@ __all__ = [
     "vocab_parallel_kl_div",
     "vocab_parallel_log_softmax",
     "vocab_parallel_logprobs",
+    "vocab_parallel_sample",
     "vocab_parallel_sampling_logprobs",
     "vocab_parallel_soft_cross_entropy",
     "vocab_parallel_target_rank",

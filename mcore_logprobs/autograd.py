@@ -20,16 +20,22 @@ def once_differentiable(backward: Backward) -> Backward:
     torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
     without a graph where that is a constant, so that a penalty on them would train nothing, in
     silence. Here such gradients raise a RuntimeError once they are differentiated.
+
+    Args:
+        backward: called as `backward(ctx, saved tensors, *grads)`. Those are unpacked once, as
+            hooks may bring them from far away. With `ctx.linear` set the result depends on grads
+            alone, up to constants: torch's own rule holds.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            found = backward(ctx, saved, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return found
         # Those alone are reached by a backward for some inputs only, as autograd.grad's.
-        held = (*grads, *(getattr(ctx, "tensors", None) or ctx.saved_tensors))
+        held = grads if getattr(ctx, "linear", False) else (*grads, *saved)
         on = [x for x in held if isinstance(x, Tensor) and x.requires_grad]
         return tuple(_Last.apply(x, *on) if isinstance(x, Tensor) else x for x in found)
 

@@ -142,8 +142,10 @@ def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor
 
 def _on_the_wire(x: Tensor) -> Tensor:
     """x, or its bytes where gloo or NCCL does not know its dtype: for copying, not for adding."""
-    # Flat first: a contiguous tensor whose last dimension is 1 may have any stride there.
-    return x if x.dtype in _SENT_AS_THEY_ARE else x.view(-1).view(torch.uint8)
+    if x.dtype in _SENT_AS_THEY_ARE:
+        return x
+    # A contiguous tensor with a dimension of 1, or of one element, may have any stride there.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:

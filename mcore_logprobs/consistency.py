@@ -15,11 +15,14 @@ waits for the device, and is for finding a fault.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import sys
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -60,8 +63,10 @@ def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> 
         return
     assert group is not None
     if os.environ.get(VARIABLE) == "1":
-        # this function <- the opening <- the operation, whose arguments are compared
-        _compare_arguments(sys._getframe(2), group, device)
+        if _current:
+            _compare_arguments(_current[-1], group, device)
+        else:  # this function <- the opening <- the operation
+            _compare_arguments(_described(sys._getframe(2)), group, device)
     elif width not in _agreed.setdefault(group, set()):
         _agree_in_store(width, group, _PATIENCE["cpu" if device.type == "cpu" else "other"])
         _agreed[group].add(width)
@@ -118,9 +123,29 @@ def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
 
 # ---- all arguments, on demand ------------------------------------------------------------------
 
+_current: list[dict[str, str]] = []  # operations that are under way, outermost first
 
-def _compare_arguments(frame: FrameType, group: ProcessGroup, device: torch.device) -> None:
-    described = _described(frame)
+
+@contextmanager
+def comparing(operation: str, arguments: inspect.BoundArguments) -> Iterator[None]:
+    """While open, `check_call` compares this call of an operation."""
+    described = {"operation": operation}
+    for name, value in arguments.arguments.items():
+        kind = arguments.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            described |= {f"{name}[{i}]": _value(name, x) for i, x in enumerate(value)}
+        else:
+            described[name] = _value(name, value)
+    _current.append({name: text for name, text in described.items() if text})
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def _compare_arguments(
+    described: dict[str, str], group: ProcessGroup, device: torch.device
+) -> None:
     own = json.dumps(described).encode()
     if len(own) > _MESSAGE_BYTES:  # no rank may raise alone
         described = {"operation": described["operation"], "all arguments": f"hash {_hash(own)}"}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.dropin.upstream import installed as installed_frameworks
+from mcore_logprobs.dropin.installed import installed as installed_frameworks
 
 __all__ = ["SelfTest", "main", "report", "self_test"]
 
@@ -260,13 +260,13 @@ def self_test(device: str = "cpu") -> list[SelfTest]:
 
 
 def _on_logits(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
-    from mcore_logprobs.logits.token_stats import vocab_parallel_token_stats
+    from mcore_logprobs.ops.token_stats import vocab_parallel_token_stats
 
     return vocab_parallel_token_stats(inputs[0], target, **options)
 
 
 def _on_hidden(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
-    from mcore_logprobs.fused.token_stats import linear_token_stats
+    from mcore_logprobs.ops.token_stats import linear_token_stats
 
     return linear_token_stats(inputs[0], inputs[1], target, **options)
 

@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import ordered_sum_dim0
-from mcore_logprobs.fused.gradients import HeadGradients, HiddenGradient
-from mcore_logprobs.fused.head import Head, HeadOptions, HeadTensors
-from mcore_logprobs.fused.token_stats import linear_token_stats
-from mcore_logprobs.fused.tokens import HiddenTiles, Tiling
-from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.products import operand
-from mcore_logprobs.kernels.segments import Segments, segment_stats
-from mcore_logprobs.kernels.stats import RowSpec, merge
-from mcore_logprobs.logits.result import TokenStats
-from mcore_logprobs.logits.token_stats import vocab_parallel_token_stats
+from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.kernels.stats import StatsSpec, merge
+from mcore_logprobs.ops.apply import local_row_stats, write_entries
+from mcore_logprobs.ops.head import HeadLogits, head_logits
+from mcore_logprobs.ops.head_gradients import HiddenGradient
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.source import GivenLogits, given_logits
+from mcore_logprobs.ops.token_stats import (
+    Statistics,
+    linear_token_stats,
+    vocab_parallel_token_stats,
+)
 
 __all__ = ["Guarantee", "find_guarantees"]
 
@@ -87,35 +87,32 @@ def _one_thread() -> Iterator[None]:
 
 
 def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]:
-    backend = backends.select("auto", logits, segments=Segments.of(_SEGMENTS, _VOCAB, 1))
-    spec = RowSpec(_VOCAB, entropy=True, sum_pi_squared=True)
+    spec = StatsSpec(entropy=True, sum_pi_squared=True)
     top = logits.amax(-1).float()
     coef = torch.linspace(-1, 1, len(spec.coefficients) * _ROWS, device=logits.device)
     coef = coef.view(len(spec.coefficients), _ROWS)
+    on_target = torch.linspace(-1, 1, _ROWS, device=logits.device)
+
+    def sources(tp: int) -> Iterator[tuple[GivenLogits, Tensor]]:
+        for part in _shards(tp):
+            source = given_logits(logits[:, part].contiguous(), invariant_segments=1)
+            segments = Segments.of(_SEGMENTS, _VOCAB, tp)
+            options = replace(source.options, segments=segments)
+            yield options.open(*source.tensors), _own(target, part)
 
     def forward(tp: int) -> Tensor:
-        parts = torch.cat(
-            [
-                segment_stats(
-                    backend,
-                    logits[:, part].contiguous(),
-                    _own(target, part),
-                    replace(spec, valid=part.stop - part.start),
-                    Segments.of(_SEGMENTS, _VOCAB, tp),
-                    chunk_size=_ROWS,
-                )
-                for part in _shards(tp)
-            ]
-        )
-        return merge(parts, spec, ordered=True)
+        parts = [local_row_stats(source, source.chunks(), own, spec) for source, own in sources(tp)]
+        return merge(torch.cat(parts), spec, ordered=True)
 
     def backward(tp: int) -> Tensor:
         parts = []
-        for part in _shards(tp):
-            shard, own = logits[:, part].contiguous(), _own(target, part)
-            parts.append(torch.empty_like(shard))
-            width = replace(spec, valid=part.stop - part.start)
-            backend.grad_logits(shard, own, top, coef, width, out=parts[-1], chunk_size=_ROWS)
+        for source, own in sources(tp):
+            write = write_entries(
+                source, own.unsqueeze(-1), on_target.unsqueeze(-1), top, coef, spec
+            )
+            for placed in source.chunks():
+                parts.append(torch.empty_like(placed.chunk.logits))
+                write(placed, parts[-1])
         return torch.cat(parts, -1)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
@@ -134,43 +131,40 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
 
 
 def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]:
-    spec = RowSpec(_VOCAB, entropy=True, sum_pi_squared=True)
-    probability = torch.full((len(spec.coefficients), _ROWS), 1e-3, device=hidden.device)
+    operation = Statistics(StatsSpec(entropy=True, sum_pi_squared=True))
+    probability = torch.full((_ROWS,), 1e-3, device=hidden.device)
+    mask = torch.ones_like(target, dtype=torch.bool)
 
-    def heads(tp: int) -> Iterator[tuple[Head, Tensor]]:
+    def heads(tp: int) -> Iterator[tuple[HeadLogits, Tensor]]:
         for part in _shards(tp):
-            width = part.stop - part.start
-            options = HeadOptions(
-                VocabShard(None, width, width),
-                replace(spec, valid=width),
-                torch.float32,
-                "auto",
-                False,
-                Segments.of(_SEGMENTS, _VOCAB, tp),
-            )
-            tensors = HeadTensors(hidden, weight[part].clone())
-            yield Head(tensors, options, width), _own(target, part)
+            source = head_logits(hidden, weight[part].clone(), chunk_size=_ROWS)
+            segments = Segments.of(_SEGMENTS, _VOCAB, tp)
+            options = replace(source.options, segments=segments)
+            yield options.open(*source.tensors), _own(target, part)
 
     def forward(tp: int) -> Tensor:
-        return torch.cat([head.tile_stats(operand(hidden), own) for head, own in heads(tp)])
+        parts = [
+            local_row_stats(source, tile.chunks(), own, operation.spec)
+            for source, own in heads(tp)
+            for tile in source.tiles()
+        ]
+        return torch.cat(parts)
 
     def backward(tp: int) -> tuple[Tensor, Tensor]:
         weights: list[Tensor] = []
         parts: list[Tensor] = []
-        tiles = HiddenTiles(hidden, Tiling(None, False, _ROWS, _VOCAB))
-        (tile,) = tiles
-        top = torch.zeros(_ROWS, device=hidden.device)
-        for head, own in heads(tp):
-            tensors, needs = HeadTensors(hidden, head.weight), (True, True, False, False, False)
-            gradients = HeadGradients(tensors, tiles, head.opts, needs=needs)
-            assert gradients.weight is not None
-            gradients.hidden = collected = _Segments(hidden, tiles, wide=False)
-            for chunk in head.chunks(tile.hidden, own):
-                gradients.add_chunk(
-                    head, tile, chunk, partial(head.chunk_grad, shift=top, coef=probability)
-                )
+        softmax = (torch.zeros_like(probability), torch.zeros_like(probability), *[probability] * 3)
+        upstream = (probability, probability, None, None, probability)
+        for source, own in heads(tp):
+            gradient = source.gradient((True, True, False, False, False))
+            gradient.hidden = collected = _Segments(source, wide=False)
+            write = operation.write_dlogits(source, upstream, (own, mask), softmax)
+            (tile,) = source.tiles()
+            for placed in tile.chunks():
+                gradient.collect(tile, placed, write)
             parts += collected.parts
-            done = gradients.weight.finish()
+            assert gradient.weight is not None
+            done = gradient.weight.finish()
             assert done is not None
             weights.append(done)
         return torch.cat(weights), ordered_sum_dim0(parts, None, scatter=False)

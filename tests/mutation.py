@@ -45,10 +45,19 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PACKAGES = ("collectives.py", "consistency.py", "losses.py", "context_parallel", "fused", "logits")
+PACKAGES = ("collectives.py", "consistency.py", "losses", "context_parallel", "fused", "logits")
 # The tests nearest to a module, where it has none of its own name, or more than that.
 NEAREST = {
-    "losses.py": "test_losses.py test_losses_in_training.py",
+    **dict.fromkeys(
+        ("losses/base.py", "losses/one_pass.py", "losses/two_pass.py"),
+        "test_losses.py test_losses_in_training.py test_losses_objectives.py "
+        "test_losses_frameworks.py",
+    ),
+    **dict.fromkeys(
+        ("losses/batch.py", "losses/corrections.py", "losses/preferences.py"),
+        "test_losses.py test_losses_in_training.py test_losses_objectives.py "
+        "test_losses_batches.py test_losses_frameworks.py",
+    ),
     "consistency.py": "test_consistency.py logits/test_inputs.py",
     "collectives.py": "test_collectives.py test_consistency.py test_faults.py "
     "context_parallel/test_communication.py",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and tests:  bash tests/run.sh [pytest arguments]
 # bash tests/run.sh --coverage [pytest arguments]: the same under coverage, with its figures by part.
-# bash tests/run.sh --matrix: instead, what holds on each Megatron-Core release, into docs/releases.md.
+# bash tests/run.sh --matrix [--main CHECKOUT]: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -39,7 +39,7 @@ if [ "${1:-}" = --matrix ]; then
         megatron "$release" || exit 1
         folders+=("$VIRTUAL_ENV/megatron-core-$release")
     done
-    exec python -m tests.megatron.release_matrix "${folders[@]}"
+    exec python -m tests.megatron.release_matrix "${folders[@]}" "${@:2}"
 fi
 megatron "$newest" || exit 1
 unpack triton "$triton" || exit 1
@@ -93,8 +93,7 @@ covered() { python -m coverage combine -q && python -m tests.covered; }
 older_triton() {  # The wheel's assembler comes without its executable bits.
     chmod -R u+x "$VIRTUAL_ENV/triton-$triton/triton/backends/nvidia/bin"
     PYTHONPATH="$VIRTUAL_ENV/triton-$triton" python -m pytest -q \
-        tests/kernels/test_triton_build.py tests/kernels/test_triton_finish.py \
-        tests/kernels/test_triton_launch.py
+        tests/kernels/test_triton_build.py tests/bench/test_launches.py
 }
 [ "$#" -gt 0 ] || stage "triton-$triton" older_triton
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh

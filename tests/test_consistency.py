@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import mcore_logprobs as ml
 from mcore_logprobs import collectives, consistency
 from mcore_logprobs.bench.counting import CollectivesMade
-from mcore_logprobs.logits.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
+from mcore_logprobs.ops.all_to_all import all_to_all_sp2vp, all_to_all_vp2sp
 
 ROWS, HIDDEN = 4, 3
 

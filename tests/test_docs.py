@@ -48,6 +48,7 @@ ELSEWHERE = {
     ("docs/megatron-flags.md", 1): "tests/megatron/test_pretrain.py",
     ("docs/frameworks/verl.md", 0): "tests/dropin/test_models.py",
     ("docs/frameworks/megatron_rl.md", 0): "tests/dropin/test_models.py",
+    ("docs/frameworks/megatron_bridge.md", 0): "tests/dropin/test_switch.py",
     ("mcore_logprobs/cpu_megatron/training.py", 0): "tests/megatron/test_pretrain.py",
     ("mcore_logprobs/dropin/verl.py", 0): "tests/dropin/test_models.py",
     ("mcore_logprobs/dropin/megatron_rl.py", 0): "tests/dropin/test_models.py",
@@ -71,7 +72,7 @@ def own_names() -> dict[str, dict[str, Any]]:
 
     return {
         "mcore_logprobs/bench/counting.py:CollectivesMade": {"CollectivesMade": CollectivesMade},
-        "mcore_logprobs/logits/reshard.py:reshard_vocabulary": {
+        "mcore_logprobs/ops/reshard.py:reshard_vocabulary": {
             "teacher_weight": torch.randn(64, 16),
             "draft_to_target": torch.arange(0, 64, 2),
             "draft_head": torch.randn(32, 16),

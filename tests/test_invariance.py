@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mcore_logprobs import doctor, invariance
-from mcore_logprobs.fused import head as fused_head
-from mcore_logprobs.fused.gradients import HeadGradients
 from mcore_logprobs.kernels.products import product
 from mcore_logprobs.kernels.stats import merge
-from mcore_logprobs.logits import rows
+from mcore_logprobs.ops import apply
+from mcore_logprobs.ops import head as fused_head
+from mcore_logprobs.ops.head_gradients import HeadGradient
 
 
 def found() -> dict[str, bool]:
@@ -24,7 +24,7 @@ def test_every_guarantee_holds_here() -> None:
 
 
 def test_products_of_another_shape_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_head, "fixed_product", lambda a, b, out: product(a, b, out))
+    monkeypatch.setattr(fused_head, "batch_invariant_matmul", lambda a, b, out: product(a, b, out))
     broken = {name for name, holds in found().items() if not holds}
     assert "hidden float32 forward across rows" in broken
     assert not any(name.startswith("logits") for name in broken)
@@ -35,20 +35,20 @@ def test_sums_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         flipped = stats.flip(0) if stats.shape[-1] % 2 else stats
         return merge(flipped, spec, ordered=ordered)
 
-    monkeypatch.setattr(rows, "merge", backwards)
+    monkeypatch.setattr(apply, "merge", backwards)
     broken = {name for name, holds in found().items() if not holds}
     assert "logits float32 forward across rows" in broken
 
 
 def test_parts_of_dhidden_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_segment = HeadGradients._add_segment
+    add_segment = HeadGradient._add_segment
 
-    def spoiled(self, segments, head, columns, dlogits, tile):
-        add_segment(self, segments, head, columns, dlogits, tile)
-        if segments.local == 2:  # TP 4
+    def spoiled(self, columns, dlogits, tile):
+        add_segment(self, columns, dlogits, tile)
+        if self._head.options.segments.local == 2:  # TP 4
             self._parts[0].nextafter_(torch.tensor(torch.inf))
 
-    monkeypatch.setattr(HeadGradients, "_add_segment", spoiled)
+    monkeypatch.setattr(HeadGradient, "_add_segment", spoiled)
     broken = {name for name, holds in found().items() if not holds}
     assert broken == {f"hidden {dtype} dHidden across TP" for dtype in ("float32", "bfloat16")}
 

@@ -471,6 +471,75 @@ def test_dpo_against_an_impossible_answer():
         (lambda: losses.IcePopLoss(clip_low=1.0), r"clip_low: .*got 1.0"),
         (lambda: losses.SAPOLoss(tau_pos=0.0), r"tau_pos: .*got 0.0"),
         (lambda: losses.SAPOLoss(tau_neg=-1.0), r"tau_neg: .*got -1.0"),
+        (lambda: losses.SPOLoss(clip=0.0), r"clip: .*got 0.0"),
+        (lambda: losses.IPOLoss(threshold=-1.0), r"threshold: .*got -1.0"),
+        (lambda: losses.DPPOLoss(divergence="js"), r"divergence: expected one of .*got 'js'"),
+        (lambda: losses.DPPOLoss(cap=None), r"cap: .*got None"),
+        (lambda: losses.DistillationLoss(cap=0.0), r"cap: .*got 0.0"),
+        (lambda: losses.DistillationLoss(kl="k4"), r"kl: expected one of .*got 'k4'"),
+        (
+            lambda: losses.DistillationLoss(cap=2.0, policy_gradient=False),
+            r"cap: expected None without policy_gradient",
+        ),
+        (lambda: losses.GMPOLoss(clip_low=-0.1), r"clip_low: .*got -0.1"),
+        (lambda: losses.TOPRLoss(level="batch"), r"level: expected one of .*got 'batch'"),
+        (lambda: losses.VESPOLoss(k_neg=0.0), r"k_neg: .*got 0.0"),
+        (lambda: losses.DROLoss(tau=0.0), r"tau: .*got 0.0"),
+        (lambda: losses.KimiLoss(level=None), r"level: .*got None"),
+        (lambda: losses.FIPOLoss(weighted=False), r"weighted: expected True, got False"),
+        (lambda: losses.FIPOLoss(half_life=0.0), r"half_life: .*got 0.0"),
+        (lambda: losses.FIPOLoss(clip_low=1.0), r"clip_low: .*got 1.0"),
+        (lambda: losses.M2POLoss(threshold=0.0), r"threshold: .*got 0.0"),
+        (lambda: losses.ClipCovLoss(share=0.0), r"share: .*got 0.0"),
+        (lambda: losses.ClipCovLoss(low=6.0), r"low: expected at most high 5.0, got 6.0"),
+        (lambda: losses.ClipCovLoss(clip_high=-1.0), r"clip_high: .*got -1.0"),
+        (lambda: losses.ClipCovLoss(seed=0.5), r"seed: .*got 0.5"),
+        (lambda: losses.KLCovLoss(kl_coef=-1.0), r"kl_coef: .*got -1.0"),
+        (lambda: losses.RegularizedLoss(3), r"loss: expected an objective .*got int"),
+        (lambda: losses.RegularizedLoss(losses.GSPOLoss(), kl="k"), r"kl: .*got 'k'"),
+        (
+            lambda: losses.WeightedLoss(losses.SFTLoss(weighted=True)),
+            r"loss: expected an objective without weights, got SFTLoss",
+        ),
+        (lambda: losses.kl_unbiased(*[torch.zeros(1)] * 3, kl="k4"), r"kl: .*got 'k4'"),
+        (lambda: losses.AdaptiveEntropy(value=2.0), r"value: .*at most high 1.0, got 2.0"),
+        (lambda: losses.AdaptiveEntropy(step=0.0), r"step: .*got 0.0"),
+        (lambda: losses.top_entropy_mask(*[torch.zeros(1)] * 2, share=0), r"share: .*got 0"),
+        (lambda: losses.aggregation(torch.zeros(2, 2), mode="mean"), r"mode: .*got 'mean'"),
+        (lambda: losses.aggregation(torch.zeros(2, 2), length=3), r"length: expected None .*got 3"),
+        (
+            lambda: losses.aggregation(torch.zeros(2, 2), mode="prompt"),
+            r"answers: expected a number with mode='prompt', got None",
+        ),
+        (
+            lambda: losses.aggregation(torch.zeros(3, 2), mode="prompt", answers=2),
+            r"answers: expected a divisor of the 3 sequences, got 2",
+        ),
+        (lambda: losses.aggregation(torch.zeros(2, 2), micro_batches=0), r"micro_batches: .*got 0"),
+        (lambda: losses.aggregation(torch.full((2, 2), 0.5)), r"mask: expected 0 .* alone"),
+        (
+            lambda: losses.rejection_mask(*[torch.zeros(1, 1)] * 3, high=1.0, low=2.0),
+            r"low, high: .*got 2.0, 1.0",
+        ),
+        (
+            lambda: losses.rejection_mask(*[torch.zeros(1, 1)] * 3, high=1.0, estimator="k4"),
+            r"estimator: .*got 'k4'",
+        ),
+        (
+            lambda: losses.truncated_sequence_weights(*[torch.zeros(1, 1)] * 3, veto=0.0),
+            r"veto: .*got 0.0",
+        ),
+        (
+            lambda: losses.sequence_masked_importance_weights(*[torch.zeros(1, 1)] * 3, low=3.0),
+            r"low: .*at most high 1.002, got 3.0",
+        ),
+        (lambda: losses.cpo_loss(*[torch.zeros(1)] * 2, nll_coef=-1.0), r"nll_coef: .*got -1.0"),
+        (lambda: losses.simpo_loss(*[torch.zeros(1)] * 2, gamma=-1.0), r"gamma: .*got -1.0"),
+        (lambda: losses.orpo_loss(*[torch.zeros(1)] * 2, beta=0.0), r"beta: .*got 0.0"),
+        (
+            lambda: losses.kto_loss(*[torch.zeros(1)] * 3, 0.0, desirable_weight=-1.0),
+            r"desirable_weight: .*got -1.0",
+        ),
         (lambda: losses.dpo_loss(*[torch.zeros(1)] * 4, beta=0.0), r"beta: .*got 0.0"),
         (
             lambda: losses.dpo_loss(*[torch.zeros(1)] * 4, beta=0.1, label_smoothing=1.0),
@@ -501,6 +570,14 @@ A, B = torch.zeros(3, 3), torch.zeros(3)
         (lambda: losses.ClippedLoss(entropy_coef=1.0)(A, B, A, A), r"entropy: .*got \(3,\)"),
         (lambda: losses.truncated_importance_weights(A, B), r"logprobs: .*got \(3,\)"),
         (lambda: losses.clip_fraction(A, A, B), r"advantages: .*got \(3,\)"),
+        (lambda: losses.GSPOLoss().second_pass(A, B, A, A), r"logprobs: .*got \(3,\)"),
+        (lambda: losses.GSPOLoss().second_pass(A, A, A, B), r"mask: .*got \(3,\)"),
+        (lambda: losses.M2POLoss().second_pass(A, A, A, B), r"mask: .*got \(3,\)"),
+        (lambda: losses.rejection_mask(A, A, B, high=1.0), r"mask: .*got \(3,\)"),
+        (lambda: losses.top_entropy_mask(A, B), r"mask: .*got \(3,\)"),
+        (lambda: losses.cpo_loss(A, B), r"rejected: .*got \(3,\)"),
+        (lambda: losses.kto_loss(A, A, B, 0.0), r"desirable: .*got \(3,\)"),
+        (lambda: losses.kto_reference(A, B), r"ref_logprobs: .*got \(3,\)"),
         (lambda: losses.clip_fraction(A, A, A, clip_high=-1.0), r"clip_high: .*got -1.0"),
         (lambda: losses.sequence_mean(A, torch.ones(3, 1)), r"mask: .*got \(3, 1\)"),
         (lambda: losses.sequence_sum(A, A == 0, seq_dim=2), r"seq_dim: out of range.*got 2"),
@@ -559,16 +636,55 @@ def test_weights_carry_no_gradient_of_either_side():
 _BOUNDS = {"low": 0.5, "high": 5.0}
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 _DPO = {"beta": 0.1, "label_smoothing": 0.0}
+_CLIPPED = {
+    **_CLIP, "dual_clip": None, "kl_coef": 0.0, "kl": "k3", "entropy_coef": 0.0, "weighted": False,
+}  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "ClippedLoss": {
-        **_CLIP, "dual_clip": None, "kl_coef": 0.0, "kl": "k3", "entropy_coef": 0.0,
-        "weighted": False,
-    },
+    "ClippedLoss": _CLIPPED,
     "CISPOLoss": {"clip_high": 0.2, "clip_low": None},
     "GSPOLoss": {"clip_low": 3e-4, "clip_high": 4e-4},
     "IcePopLoss": {**_BOUNDS, **_CLIP},
     "SAPOLoss": {"tau_pos": 1.0, "tau_neg": 1.05},
     "SFTLoss": {"weighted": False},
+    "SPOLoss": {"clip": 0.2},
+    "ImportanceLoss": {},
+    "IPOLoss": {"threshold": 0.1, "kl_coef": 1e-3},
+    "ReinforceLoss": {},
+    "GPGLoss": {},
+    "DPPOLoss": {"divergence": "tv", "low": 0.2, "high": 0.2, "cap": 20.0},
+    "DistillationLoss": {"kl": "k1", "policy_gradient": True, "cap": None, "clamp": None},
+    "LUSPOLoss": {"clip_low": 2e-3, "clip_high": 2.5e-3},
+    "GMPOLoss": {"clip_low": 0.4, "clip_high": 0.4},
+    "TOPRLoss": {"level": "sequence"},
+    "VESPOLoss": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "DROLoss": {"tau": 1.0, "level": "sequence"},
+    "KimiLoss": {"tau": 0.1, "level": "sequence"},
+    "FIPOLoss": {
+        **_CLIPPED, "clip_high": 0.28, "dual_clip": 10.0, "weighted": True, "half_life": 32.0,
+        "weight_clip": 0.2, "high_only": True, "safety": 4.0,
+    },
+    "M2POLoss": {"threshold": 0.04},
+    "ClipCovLoss": {**_CLIPPED, "share": 2e-4, "low": 1.0, "high": 5.0, "seed": 0},
+    "KLCovLoss": {"share": 2e-4, "kl_coef": 1.0},
+    "RegularizedLoss": {"kl_coef": 0.0, "kl": "k3", "kl_ratio": False, "entropy_coef": 0.0},
+    "kl_unbiased": {"kl": "k3"},
+    "truncated_sequence_weights": {"cap": 2.0, "ratio": "product", "veto": None, "seq_dim": 1},
+    "sequence_masked_importance_weights": {"low": 0.999, "high": 1.002, "seq_dim": 1},
+    "rejection_mask": {
+        "low": -math.inf, "estimator": "k1", "level": "token", "seq_dim": 1,
+    },
+    "top_entropy_mask": {"share": 0.2, "group": None},
+    "AdaptiveEntropy": {
+        "target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0, "value": 0.0, "entropy": None,
+    },
+    "aggregation": {
+        "mode": "token", "length": None, "answers": None, "averaged_ranks": 1, "micro_batches": 1,
+        "seq_dim": 1, "group": None,
+    },
+    "cpo_loss": {"beta": 0.1, "nll_coef": 1.0},
+    "simpo_loss": {"beta": 2.0, "gamma": 1.0},
+    "orpo_loss": {"beta": 0.1},
+    "kto_loss": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "truncated_importance_weights": {"cap": 2.0, "floor": 0.0},
     "masked_importance_weights": _BOUNDS,
     "masked_sequence_weights": {
@@ -589,6 +705,10 @@ def test_settings_by_default(name):
     parameters = inspect.signature(getattr(losses, name)).parameters.values()
     found = {p.name: p.default for p in parameters if p.default is not p.empty}
     assert found == DEFAULTS[name]
+
+
+def test_every_objective_s_settings_are_here():
+    assert losses.OBJECTIVES.keys() <= DEFAULTS.keys()
 
 
 def test_a_bound_itself_is_within():

@@ -11,11 +11,11 @@ from torch import Tensor
 from mcore_logprobs import (
     context_parallel_gather,
     context_parallel_shard,
+    linear_token_stats,
     losses,
-    vocab_parallel_token_stats,
 )
 from mcore_logprobs.context_parallel.layouts import SequenceLayout
-from mcore_logprobs.fused.policy_loss import linear_policy_loss
+from mcore_logprobs.ops.policy_loss import linear_policy_loss
 from tests.logits.common import WORLDS, on_ranks, world_group, world_rank, world_size
 
 # ---- far apart: a finite loss has a finite gradient ---------------------------------------------
@@ -23,18 +23,30 @@ from tests.logits.common import WORLDS, on_ranks, world_group, world_rank, world
 FAR = [-torch.inf, -1e4, -200.0, -90.0, -80.0, -0.1, 0.0, 0.1, 80.0, 88.0, 89.0, 90.0, 200.0, 1e4]
 ADVANTAGES = [-2.0, -1e-3, 0.0, 1e-3, 2.0]
 TOKENWISE = {
-    "clipped": (losses.ClippedLoss(), ("old", "advantage")),
-    "dual clip": (losses.ClippedLoss(dual_clip=3.0), ("old", "advantage")),
-    "weighted": (losses.ClippedLoss(weighted=True), ("old", "advantage", "weight")),
-    "with k2": (losses.ClippedLoss(kl_coef=0.1, kl="k2"), ("old", "advantage", "old")),
-    "with k3": (losses.ClippedLoss(kl_coef=0.1), ("old", "advantage", "old")),
-    "cispo": (losses.CISPOLoss(), ("old", "advantage")),
-    "cispo with a floor": (losses.CISPOLoss(clip_low=0.5), ("old", "advantage")),
-    "gspo": (losses.GSPOLoss(), ("new", "log_ratio", "advantage")),
-    "icepop": (losses.IcePopLoss(low=0.0), ("old", "old", "advantage")),
-    "sapo": (losses.SAPOLoss(), ("old", "advantage")),
-    "reinforce": (losses.ReinforceLoss(), ("advantage",)),
-    "weighted sft": (losses.SFTLoss(weighted=True), ("weight",)),
+    "dual clip": losses.ClippedLoss(dual_clip=3.0),
+    "weighted": losses.ClippedLoss(weighted=True),
+    "with k2": losses.ClippedLoss(kl_coef=0.1, kl="k2"),
+    "with k3": losses.ClippedLoss(kl_coef=0.1),
+    "unbiased k3": losses.RegularizedLoss(losses.ClippedLoss(), kl_coef=0.1, kl_ratio=True),
+    "cispo with a floor": losses.CISPOLoss(clip_low=0.5),
+    "icepop without a floor": losses.IcePopLoss(low=0.0),
+    "dppo kl": losses.DPPOLoss(divergence="kl"),
+    "topr by token": losses.TOPRLoss(level="token"),
+    "dro by token": losses.DROLoss(level="token"),
+    "k3 distillation": losses.DistillationLoss(kl="k3", policy_gradient=False),
+    "sdpo": losses.DistillationLoss(cap=2.0),
+    "weighted sft": losses.SFTLoss(weighted=True),
+    **{name: objective() for name, objective in losses.OBJECTIVES.items()},
+}
+# Which of `_far`'s tensors stands for a per-token tensor that does not have its name.
+STANDS_FOR = {
+    **dict.fromkeys(
+        ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs"), "old"
+    ),
+    **dict.fromkeys(("weights", "importance_weights", "chosen"), "weight"),
+    "first_logprobs": "new",
+    "sequence_log_ratio": "log_ratio",
+    "advantages": "advantage",
 }
 
 
@@ -55,37 +67,45 @@ def _far(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("loss", "names"), TOKENWISE.values(), ids=TOKENWISE)
-def test_a_finite_loss_has_a_finite_gradient(loss, names, dtype):
+@pytest.mark.parametrize("loss", TOKENWISE.values(), ids=TOKENWISE)
+def test_a_finite_policy_has_a_finite_loss_and_gradient(loss, dtype):
     x = _far(dtype)
     new = x["new"].clone().requires_grad_()
-    value = loss(new, None, *(x[name] for name in names))
+    value = loss(new, None, *(x[STANDS_FOR[name]] for name in loss.tensors))
     (grad,) = torch.autograd.grad(value, new, torch.linspace(-1, 2, len(new)).to(value.dtype))
-    finite = value.isfinite()
-    assert finite.sum() > 15
-    assert grad[finite].isfinite().all(), (x["new"][finite], grad[finite])
-    if getattr(loss, "kl_coef", 0.0) == 0.0:  # the KL term has its own say
-        silent = x["weight"] == 0 if "advantage" not in names else x["advantage"] == 0
+    possible = x["new"].isfinite() & x["old"].isfinite()
+    assert value[possible].isfinite().all()
+    assert grad[possible | value.isfinite()].isfinite().all()
+    # An impossible token may cost inf, but spoils nothing.
+    assert not grad[x["old"].isfinite()].isnan().any()
+    if has_policy(loss) or "weights" in loss.tensors:
+        silent = x["weight"] == 0 if "advantages" not in loss.tensors else x["advantage"] == 0
         assert not value[silent].any()
         assert not grad[silent].any()
 
 
-@pytest.mark.parametrize("name", ["clipped", "dual clip", "gspo", "sapo", "cispo"])
+def has_policy(loss: losses.TokenLoss) -> bool:
+    """Whether all of it is a policy term."""
+    terms = any(getattr(loss, name, 0) for name in ("kl_coef", "tau", "loss"))
+    return "advantages" in loss.tensors and not terms
+
+
+@pytest.mark.parametrize("name", ["ClippedLoss", "dual clip", "GSPOLoss", "SAPOLoss", "CISPOLoss"])
 def test_far_ratios_have_the_formula_s_value_and_slope(name):
     """Where exp overflows in float32: the limits of float64's formula."""
-    loss = TOKENWISE[name][0]
+    loss = TOKENWISE[name]
     new = torch.tensor([0.0, 0.0, -300.0, -300.0], requires_grad=True)
     old = torch.tensor([-100.0, -300.0, 0.0, 0.0])
     advantage = torch.tensor([1.5, 2.0, 1.5, -2.0])
     tensors = (old, advantage)
-    if name == "gspo":
+    if name == "GSPOLoss":
         tensors = (new.detach(), new.detach() - old, advantage)
     value = loss(new, None, *tensors)
     (grad,) = torch.autograd.grad(value.sum(), new)
     high, low = 1.0 + getattr(loss, "clip_high", 0.0), 1.0 - (getattr(loss, "clip_low", 0.0) or 0.0)
-    if name == "cispo":
+    if name == "CISPOLoss":
         expected, slope = [0.0, 0.0, 0.0, 0.0], [-1.5 * high, -2.0 * high, 0.0, 0.0]
-    elif name == "sapo":
+    elif name == "SAPOLoss":
         at_zero = [4 / tau / (1 + math.exp(tau)) for tau in (1.0, 1.05)]
         expected = [-1.5 * 4, -2.0 * 4, -1.5 * at_zero[0], 2.0 * at_zero[1]]
         slope = [0.0] * 4
@@ -95,51 +115,64 @@ def test_far_ratios_have_the_formula_s_value_and_slope(name):
     torch.testing.assert_close(grad, torch.tensor(slope))
 
 
-@pytest.mark.parametrize("name", ["clipped", "sapo", "reinforce"])
+@pytest.mark.parametrize("name", losses.OBJECTIVES)
 def test_nan_stays_visible(name):
-    loss, names = TOKENWISE[name]
+    loss = TOKENWISE[name]
     new = torch.tensor([torch.nan, torch.nan, -1.0], requires_grad=True)
-    given = {"old": torch.zeros(3), "advantage": torch.tensor([1.0, 0.0, 1.0])}
-    value = loss(new, None, *(given[n] for n in names))
+    given = {"advantages": torch.tensor([1.0, 0.0, 1.0])}
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    tensors = [given.get(n, zeros if n.endswith("logprobs") else ones) for n in loss.tensors]
+    value = loss(new, None, *tensors)
+    masks = has_policy(loss)
+    assert value.isnan().tolist() == [True, not masks, False]
     (grad,) = torch.autograd.grad(value.sum(), new)
-    assert value.isnan().tolist() == [True, False, False]
-    if name != "reinforce":  # whose gradient is -A everywhere
-        assert grad.isnan().tolist() == [True, False, False]
-    assert grad[1] == 0
+    assert masks <= (grad[1] == 0)
 
 
 # ---- in linear_policy_loss ----------------------------------------------------------------------
 
 FUSED = {
-    "clipped": (losses.ClippedLoss(dual_clip=3.0), 2),
-    "all": (losses.ClippedLoss(kl_coef=0.1, entropy_coef=0.2, weighted=True), 4),
-    "cispo": (losses.CISPOLoss(clip_low=0.2), 2),
-    "gspo": (losses.GSPOLoss(clip_low=0.2, clip_high=0.3), 3),
-    "icepop": (losses.IcePopLoss(low=0.2), 3),
-    "sapo": (losses.SAPOLoss(), 2),
-    "reinforce": (losses.ReinforceLoss(), 1),
-    "sft": (losses.SFTLoss(), 0),
-    "weighted sft": (losses.SFTLoss(weighted=True), 1),
+    **{name: objective() for name, objective in losses.OBJECTIVES.items()},
+    "all": losses.ClippedLoss(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.2, weighted=True),
+    "wide gspo": losses.GSPOLoss(clip_low=0.2, clip_high=0.3),
+    "around": losses.WeightedLoss(
+        losses.RegularizedLoss(losses.SAPOLoss(), kl_coef=0.1, kl_ratio=True, entropy_coef=0.2)
+    ),
+    "weighted sft": losses.SFTLoss(weighted=True),
 }
 
 
-@pytest.mark.parametrize(("loss", "count"), FUSED.values(), ids=FUSED)
-def test_in_linear_policy_loss_as_on_log_probabilities(loss, count):
-    hidden = torch.randn(12, 8, requires_grad=True)
-    weight = torch.randn(24, 8, requires_grad=True)
-    target = torch.randint(0, 24, (12,))
-    tensors = tuple(torch.randn(12) - 2.0 for _ in range(count))
-    fused, _ = linear_policy_loss(
-        hidden, weight, target, loss, *tensors, entropy=True, denominator=5, chunk_size=5
-    )
-    stats = vocab_parallel_token_stats(hidden @ weight.t(), target, entropy=True)
-    plain = loss(stats.logprobs, stats.entropy, *tensors).sum() / 5
-    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
-    upstream = (hidden, weight)
-    for one, other in zip(
-        torch.autograd.grad(fused, upstream), torch.autograd.grad(plain, upstream), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+def _fused_and_plain(names: list[str]) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """The loss and its gradients, formed in the head and from a head's logits."""
+    generator = torch.Generator().manual_seed(7)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (12, 24))
+    target = torch.randint(0, 24, (12,), generator=generator)
+    width = 24 // world_size()
+    weight = weight[world_rank() * width :][:width]
+    leaves = [hidden.requires_grad_(), weight.clone().requires_grad_()]
+    found = {}
+    for name in names:
+        loss = FUSED[name]
+        tensors = [torch.randn(12, generator=generator) - 2.0 for _ in loss.tensors]
+        options = {"entropy": True, "tp_group": world_group()}
+        fused, _ = linear_policy_loss(
+            *leaves, target, loss, *tensors, denominator=5, chunk_size=5, **options
+        )
+        stats = linear_token_stats(*leaves, target, **options)
+        plain = loss(stats.logprobs, stats.entropy, *tensors).sum() / 5
+        grads = [torch.autograd.grad(x, leaves) for x in (fused, plain)]
+        found[name] = [(fused.detach(), plain.detach()), *zip(*grads, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_in_linear_policy_loss_as_on_log_probabilities(ranks, world):
+    for found in on_ranks(ranks, world, _fused_and_plain, list(FUSED)):
+        for name, pairs in found.items():
+            for fused, plain in pairs:
+                torch.testing.assert_close(
+                    fused, plain, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                )
 
 
 def _far_from_the_rollout(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,8 +250,22 @@ def test_sequence_weights_under_context_parallelism(ranks, cp, layout):
         assert torch.equal(other, off_policy[:, mine])
 
 
-@pytest.mark.parametrize(("loss", "count"), FUSED.values(), ids=FUSED)
-def test_a_wrong_number_of_tensors_is_named(loss, count):
-    tensors = [torch.zeros(3)] * (count + 1)
-    with pytest.raises(ValueError, match=f"expected the per-token tensors .*got {count + 1}"):
-        loss(torch.zeros(3), torch.zeros(3), *tensors)
+@pytest.mark.parametrize("loss", FUSED.values(), ids=FUSED)
+def test_a_wrong_number_of_tensors_is_named(loss):
+    count = len(loss.tensors) + 1
+    with pytest.raises(ValueError, match=f"expected the per-token tensors .*got {count}"):
+        loss(torch.zeros(3), torch.zeros(3), *[torch.zeros(3)] * count)
+
+
+@pytest.mark.parametrize("loss", FUSED.values(), ids=FUSED)
+def test_compiles_in_one_graph(loss):
+    tensors = torch.randn(len(loss.tensors) + 2, 12) - 2.0
+    entropy, per_token = tensors[0], tensors[2:]
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    results = []
+    for call in (loss, compiled):
+        logprobs = tensors[1].clone().requires_grad_()
+        value = call(logprobs, entropy, *per_token)
+        results.append((value.detach(), *torch.autograd.grad(value.sum(), logprobs)))
+    torch.testing.assert_close(*results)

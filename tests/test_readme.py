@@ -161,7 +161,7 @@ def test_figures_are_those_that_the_benchmark_printed() -> None:
 
 
 def test_releases_follow_their_page() -> None:
-    page = (ROOT / "docs" / "releases.md").read_text()
+    page = (ROOT / "docs" / "releases.md").read_text().partition("<!-- matrix: end -->")[0]
     table = [line for line in page.splitlines() if line.startswith("| ")]
     header, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     for verdict, title in (("passed", "features that pass"), ("not there", "not there in the")):

@@ -110,14 +110,14 @@ def fused_path(c: dict[str, str]) -> Any:
         color=c["peer1"],
         fontsize=FONT,
     )
-    box(0, top, "hidden tile", "[rows, h]", "fused/tokens.py", "ours")
-    box(1, top, "chunk of logits", "[rows, block]", "fused/head.py", "ours")
+    box(0, top, "hidden tile", "[rows, h]", "ops/rows.py", "ours")
+    box(1, top, "chunk of logits", "[rows, block]", "ops/head.py", "ours")
     box(2, top, "row statistics", "m, s, t, e   [k, rows]", "kernels/stats.py", "ours")
-    box(3, top, "logprob, entropy", "merged over TP", "logits/rows.py", "ours")
+    box(3, top, "logprob, entropy", "merged over TP", "ops/apply.py", "ours")
     box(3, low, "upstream", "g, h for each row", "kernels/stats.py", "peer1")
-    box(2, low, "chunk again", "[rows, block]", "fused/head.py", "peer1")
+    box(2, low, "chunk again", "[rows, block]", "ops/head.py", "peer1")
     box(1, low, "dLogits", "in the chunk's place", "kernels/reference.py", "peer1")
-    box(0, low, "dWeight, dHidden", "sum over TP", "fused/gradients.py", "peer1")
+    box(0, low, "dWeight, dHidden", "sum over TP", "ops/head_gradients.py", "peer1")
     up, down = top + height / 2, low + height / 2
     arrow(lefts[0] + width, up, lefts[1], up)
     arrow(lefts[1] + width, up, lefts[2], up)

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from mcore_logprobs import LogprobConfig
+from mcore_logprobs.losses import OBJECTIVES, RegularizedLoss, WeightedLoss
 
 
 class SetupError(ValueError):
@@ -98,11 +99,15 @@ class RolloutSection:
 class GrpoSection:
     """The policy update.
 
+    objective: a name of mcore_logprobs.losses.OBJECTIVES, averaged over tokens; settings: its own.
+    clip_low, clip_high: of ClippedLoss, and of the clip fraction that is reported.
     updates: optimizer steps on one rollout; from the second on, the clip has work to do.
     policy_loss: "stats" (the model returns TokenStats and the loss is written on them) or "linear"
         (linear_policy_loss: the loss is formed inside the head, which computes the logits once).
     """
 
+    objective: str = "ClippedLoss"
+    settings: dict[str, Any] = field(default_factory=dict)
     clip_low: float = 0.2
     clip_high: float = 0.28
     kl_coef: float = 0.04
@@ -145,6 +150,16 @@ class RunConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     logprobs: dict[str, Any] = field(default_factory=dict)
     selfcheck: SelfCheckSection = field(default_factory=SelfCheckSection)
+
+    @property
+    def loss(self) -> RegularizedLoss:
+        """A loss per token, of that token's figures alone: the objective, weighted, with KL."""
+        g = self.grpo
+        clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
+        settings = {**(clip if g.objective == "ClippedLoss" else {}), **g.settings}
+        loss = OBJECTIVES[g.objective](**settings)
+        weighted = WeightedLoss(loss) if self.rollout.importance_cap > 0 else loss
+        return RegularizedLoss(weighted, kl_coef=g.kl_coef)
 
     @property
     def run_dir(self) -> Path:
@@ -306,6 +321,14 @@ def validate(config: RunConfig, world_size: int) -> None:
         g.policy_loss in ("stats", "linear"),
         f"grpo.policy_loss: expected stats or linear, got {g.policy_loss}",
     )
+    known = ", ".join(OBJECTIVES)
+    require(
+        g.objective in OBJECTIVES, f"grpo.objective: expected one of {known}; got {g.objective}"
+    )
+    try:
+        config.loss  # noqa: B018
+    except (TypeError, ValueError) as error:
+        raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
     own = {"output", "temperature", "vocab_size", "entropy", "target_rank", "ignore_index"}
     for key in sorted(own & set(config.logprobs)):
         raise SetupError(f"logprobs.{key} is set by the run itself; leave it out")

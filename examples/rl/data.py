@@ -113,6 +113,11 @@ class Batch:
     old_logprobs: Tensor  # float32 [n, s], zeros until computed
     ref_logprobs: Tensor  # float32 [n, s], zeros until computed
     weights: Tensor  # float32 [n, s], truncated importance weights, ones until computed
+    # What a two-pass objective's `second_pass` makes, [n, s] each.
+    first_logprobs: Tensor | None = None
+    sequence_log_ratio: Tensor | None = None
+    importance_weights: Tensor | None = None
+    chosen: Tensor | None = None
     kept_ids: Tensor | None = None  # int64 [n, s, k], what the engine's filters kept; -1 fills up
     counted: Tensor | None = None  # int64 [n, s], sums to the tokens that the loss is a mean over
 
@@ -124,6 +129,10 @@ class Batch:
     def mask(self) -> Tensor:
         return self.labels != IGNORE
 
+    @property
+    def teacher_logprobs(self) -> Tensor:
+        return self.ref_logprobs
+
     def map(self, fn) -> Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Batch(**{name: None if t is None else fn(t) for name, t in values.items()})
@@ -132,7 +141,7 @@ class Batch:
         """Without the answers whose advantage is 0 (all answers to the question scored alike): they
         have no gradient, unless by the KL term. Filled up to whole micro-batches on every rank; the
         loss stays the mean over all answers, whatever was left out."""
-        if grpo.kl_coef > 0:
+        if grpo.kl_coef > 0 or grpo.objective != "ClippedLoss":
             return self
         size = grpo.micro_batch * layout.dp
         teaches = (self.advantages != 0).any(1)

@@ -77,6 +77,15 @@ def score(trainer: Any, model: Any, batch: Batch) -> Scores:
     return Scores(TokenStats(logprobs, entropy, rank, lse), by_trainer, by_engine)
 
 
+def with_numbers(trainer: Any, batch: Batch) -> Batch:
+    """The batch with what an objective of whole sequences or batches takes, after a pass for it."""
+    if trainer.loss.passes == 1:
+        return batch
+    first = score(trainer, trainer.policy.model, batch).under(trainer.config.rollout.kept_tokens)
+    args = (first, batch.old_logprobs, batch.advantages, batch.mask)
+    return replace(batch, **trainer.loss.second_pass(*args))
+
+
 def answer_rows(batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, V/TP], [rows]: logits and labels of the sampled tokens alone. Top-p sorts a whole
     vocabulary for every row, and most rows are prompt."""
@@ -105,16 +114,14 @@ def under_filter(trainer: Any, batch: Batch, logits: Tensor, kept_tokens: str) -
 def filtered_loss(trainer: Any, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
     """(sum of the losses, log-probabilities [b, s]): the ratio under the sampler's filter, the KL
     term between whole distributions."""
-    b, loss = micro.batch, trainer.loss
+    b, surrogate = micro.batch, trainer.loss.loss
     z, labels = answer_rows(b, logits)
     by_filter = under_filter(trainer, b, z, trainer.config.rollout.kept_tokens)
     logprobs = in_place(b, by_filter, 0.0)
-    weights = (b.weights,) if loss.weighted else ()
-    surrogate = replace(loss, kl_coef=0.0)
-    per_token = surrogate(logprobs, None, b.old_logprobs, b.advantages, *weights)
-    if loss.kl_coef > 0:
+    per_token = surrogate(logprobs, None, *(getattr(b, name) for name in surrogate.tensors))
+    if trainer.loss.kl_coef > 0:
         whole = in_place(b, vocab_parallel_logprobs(z, labels, **_options(trainer)), 0.0)
-        per_token = per_token + loss.kl_coef * kl_k3(whole, b.ref_logprobs)
+        per_token = per_token + trainer.loss.kl_coef * kl_k3(whole, b.ref_logprobs)
     return torch.where(b.mask, per_token, 0.0).sum(), logprobs
 
 

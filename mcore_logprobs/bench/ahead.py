@@ -1,10 +1,11 @@
 """What the compiler makes of the kernels for a Hopper GPU: `python -m mcore_logprobs bench ahead`.
 
-Compiled ahead, on any machine with Triton, and read from the machine code: instructions an element
-in the loop over whole tiles, registers, spills, how many loads are under way at once, and in what
-share of the loop one is. A read of two bytes leaves a multiprocessor of an H200 time for 15.6
-instructions (a read and a write for 31.2): a kernel below that is bound by memory, provided that
-its loads are under way early enough or other warps fill the time.
+Taken from the launches themselves, on any machine with Triton (`launches.dry_launches`), and read
+from the machine code: instructions an element in the loop over whole tiles, registers, spills, how
+many loads are under way at once, and in what share of the loop one is. A read of two bytes leaves a
+multiprocessor of an H200 time for 15.6 instructions (a read and a write for 31.2): a kernel below
+that is bound by memory, provided that its loads are under way early enough or other warps fill the
+time.
 """
 
 from __future__ import annotations
@@ -15,26 +16,22 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.bench.launches import dry_launches
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.pairs import KINDS, PairSpec
+from mcore_logprobs.kernels.stats import StatsSpec
 
-__all__ = ["Built", "build", "kernel_arguments", "main"]
+__all__ = ["Built", "Case", "cases", "launched_code", "main", "read_code"]
 
-_FLOATS = ("scale", "softcap", "temperature", "slope", "label_smoothing", "beta")
-_POINTERS = {
-    "target_ptr": "*i64",
-    "keep_ptr": "*i1",
-    "rank_ptr": "*i64",
-    "column_ptr": "*i64",
-}
-_UNALIGNED = ("valid", "rows", "count")  # any number; the others are multiples of 16
-_THREADS = 32
+_THREADS, _WARPS = 32, 4
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,11 @@ class Built:
     """A kernel's machine code for sm_90.
 
     Attributes:
-        ptx: Triton's assembly.
         code: the machine's instructions in order, without addresses.
+        loop: those of the loop over whole tiles.
         registers: a thread's.
     """
 
-    ptx: str
     code: tuple[str, ...]
     loop: tuple[str, ...]
     registers: int
@@ -57,9 +53,21 @@ class Built:
         """Loads and stores of local memory."""
         return sum(bool(re.match(r"(@!?U?P\d+ )?(STL|LDL)\b", line)) for line in self.code)
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of `_WARPS` warps that a multiprocessor holds, as its registers allow."""
+        of_a_warp = -(-self.registers // 8) * 8 * _THREADS
+        return min(64 // _WARPS, 65536 // (of_a_warp * _WARPS))
+
     def wide(self, direction: str) -> int:
-        """How many 16-byte accesses ("LDG" or "STG") of global memory there are in the loop."""
-        return sum(f"{direction}.E.128" in line for line in self.loop)
+        """16-byte accesses of global memory in the loop: "LD" (or copies to shared), "ST"."""
+        names = {"LD": r"\b(LDG|LDGSTS)\.E\.\S*128", "ST": r"\bSTG\.E\.\S*128"}
+        return sum(bool(re.search(names[direction], line)) for line in self.loop)
+
+    def narrow(self, direction: str) -> int:
+        """Likewise, how many there are of under 16 bytes."""
+        operations = {"LD": r"\bLDG(STS)?\b", "ST": r"\bSTG\b"}[direction]
+        return sum(bool(re.search(operations, line)) for line in self.loop) - self.wide(direction)
 
     @property
     def loads_in_flight(self) -> int:
@@ -96,45 +104,22 @@ class Built:
         return counts[len(self.loop) :]
 
 
-def build(
-    kernel: Any,
-    constants: Mapping[str, Any],
-    pointers: Mapping[str, str],
-    *,
-    num_warps: int = 4,
-    **options: Any,
-) -> Built:
-    """Compile a kernel for aligned rows of a Hopper GPU.
+def launched_code(call: Callable[[], object]) -> list[tuple[str, Built]]:
+    """(name, machine code) of each kernel that a call on CPU tensors would launch on a GPU."""
+    with dry_launches() as launched:
+        call()
+        found = list(launched.binaries)
+    return [(name, read_code(binary)) for name, binary in found]
 
-    Args:
-        constants: of the kernel's arguments by name.
-        pointers: Triton's types ("*bf16") of those that point to anything but float32.
-        options: of the compiler.
-    """
+
+@cache
+def read_code(binary: bytes) -> Built:
+    """What a cubin holds."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    from mcore_logprobs.kernels.triton_launch import FUSE
-
-    types = _POINTERS | dict(pointers)
-    signature, values, attributes = {}, {}, {}
-    for at, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(at,)] = "constexpr", constants[name]
-            continue
-        is_float = name.removeprefix("student_").removeprefix("teacher_") in _FLOATS
-        default = "*fp32" if name.endswith("_ptr") else "fp32" if is_float else "i32"
-        signature[name] = types.get(name, default)
-        if not is_float and name not in _UNALIGNED:
-            attributes[(at,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    target = GPUTarget("cuda", 90, _THREADS)
-    options = {"num_warps": num_warps, "enable_fp_fusion": FUSE, **options}
-    built = triton.compile(source, target=target, options=options)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "kernel.cubin")
-        path.write_bytes(built.asm["cubin"])
+        path.write_bytes(binary)
         resources, text = (
             subprocess.run(
                 [triton.knobs.nvidia.cuobjdump.path, what, str(path)],
@@ -147,7 +132,7 @@ def build(
     registers = int(re.findall(r"REG:(\d+)", resources)[-1])
     addressed = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)
     code = [(int(address, 16), line) for address, line in addressed]
-    return Built(built.asm["ptx"], tuple(line for _, line in code), _hot_loop(code), registers)
+    return Built(tuple(line for _, line in code), _hot_loop(code), registers)
 
 
 def _hot_loop(code: list[tuple[int, str]]) -> tuple[str, ...]:
@@ -165,137 +150,108 @@ def _hot_loop(code: list[tuple[int, str]]) -> tuple[str, ...]:
 # ---- which kernels -----------------------------------------------------------------------------
 
 
-def kernel_arguments(
-    name: str, spec: RowSpec, logits: str, out: str, names: str
-) -> tuple[Any, dict[str, Any], dict[str, str], int]:
-    """What `build` takes for a candidate of a kernel, and how many columns its tile has.
+@dataclass(frozen=True)
+class Case:
+    """A call that launches one kernel.
 
-    Args:
-        name: "statistics", "gradient" (from coefficients), "results gradient"; for two sides
-            "pair statistics", "pair sums" or "pair gradient", and of what ("pair sums jsd").
-        logits, out: "bf16", "fp16" or "fp32"; the statistics are float32 always.
-        names: of `triton_common.CANDIDATES`.
+    Attributes:
+        name: of what the kernel makes; of which quantities; of which dtypes.
+        sides: sides of logits that it reads.
+        size: bytes of a logit.
     """
-    from mcore_logprobs.kernels import triton_common, triton_finish, triton_grad, triton_stats
 
-    with triton_common.use_candidate(names):
-        if name.startswith("pair "):
-            return _pair_arguments(*name.split()[1:], spec=spec, logits=logits, out=out)
-        transform = {
-            flag: on
-            for flag, on in triton_common.transform_constants(
-                spec, False, False, triton_common.candidate().series
-            ).items()
-            if flag.startswith("HAS_")
-        }
-        constants: dict[str, Any] = {"bias_ptr": None, "temperature_ptr": None, **transform}
-        if name == "statistics":
-            plan = triton_common.launch_plan(*_LARGE, torch.empty(0, dtype=_DTYPES[logits]))
-            constants |= {
-                "threshold_ptr": None,
-                "LANES": plan.lanes,
-                "GROUPS": plan.groups,
-                "STAGES": plan.stages,
-                "PREFETCH": plan.prefetch,
-                **triton_common.field_constants(spec, *triton_stats.STORED),
-            }
-            return triton_stats.stats_kernel, constants, {"logits_ptr": f"*{logits}"}, plan.tile
-        constants |= triton_grad.tile_constants(_LARGE[1])
-        constants |= {"HAS_SLOPE": spec.multiplier != 1.0}
-        pointers = {"logits_ptr": f"*{logits}", "out_ptr": f"*{out}"}
-        if name == "gradient":
-            constants |= {"ENTROPY": spec.entropy, "SMOOTHING": spec.smoothing}
-            constants |= triton_grad.coefficient_constants(spec)
-            return triton_grad.grad_kernel, constants, pointers, constants["TILE"]
-        constants |= triton_finish.norm_constants(spec)
-        upstream = {"lse": False, "entropy": spec.entropy, "sum_pi_squared": spec.sum_pi_squared}
-        constants |= {f"{field}_ptr": None for field, there in upstream.items() if not there}
-        return triton_grad.results_grad_kernel, constants, pointers, constants["TILE"]
+    name: str
+    what: str
+    dtypes: str
+    call: Callable[[], object]
+    sides: int = 1
+    size: int = 2
+
+    @property
+    def built(self) -> Built:
+        ((_, built),) = launched_code(self.call)
+        return built
+
+    def instructions(self, built: Built) -> float:
+        """An element's; one is a column, of both sides where there are two."""
+        elements = built.wide("LD") * 16 // self.size * _THREADS * _WARPS / self.sides
+        return len(built.loop) * _THREADS * _WARPS / elements if elements else float("inf")
 
 
-def _pair_arguments(
-    step: str, kind: str, *, spec: RowSpec, logits: str, out: str
-) -> tuple[Any, dict[str, Any], dict[str, str], int]:
-    """`kernel_arguments` of the kernels for two sides, both of which are transformed by `spec`."""
-    from mcore_logprobs.kernels import triton_distill, triton_distill_grad, triton_sides
-    from mcore_logprobs.kernels.distill import KINDS, Side
-
-    empty = torch.empty(1 << 20, 0, dtype=_DTYPES[logits])
-    constants: dict[str, Any] = {"KIND": KINDS.index(kind)}
-    pointers = {"out_ptr": f"*{out}"}
-    both = dict(triton_sides.sides_constants(Side(empty, spec), Side(empty, spec)))
-    for side in ("student", "teacher"):
-        constants |= {f"{side}_bias_ptr": None, f"{side}_temperature_ptr": None}
-        constants[side.upper()] = both[side.upper()]
-        pointers[f"{side}_ptr"] = f"*{logits}"
-    if step == "gradient":
-        constants |= triton_distill_grad.tile_constants(kind, _LARGE[1])
-        return triton_distill_grad.pair_grad_kernel, constants, pointers, constants["TILE"]
-    plan = triton_sides.pair_plan(empty, empty, _LARGE[1])
-    constants |= {"LANES": plan.lanes, "GROUPS": plan.groups}
-    if step == "sums":
-        del constants["KIND"]
-        return triton_distill.jsd_kernel, constants, pointers, plan.tile
-    return triton_distill.pair_stats_kernel, constants, pointers, plan.tile
-
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_LARGE = (1 << 20, 1 << 20)  # rows and columns beyond which plans are the same
-_SPECS = {
-    "logprob": RowSpec(1),
-    "logprob, entropy": RowSpec(1, entropy=True),
-    "softcap": RowSpec(1, softcap=30.0),
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_WANTED: dict[str, tuple[StatsSpec, dict[str, Any]]] = {
+    "logprob": (StatsSpec(), {}),
+    "logprob, entropy": (StatsSpec(entropy=True), {}),
+    "softcap": (StatsSpec(), {"softcap": 30.0}),
 }
-_STATISTICS = ("default", "stages2", "stages3", "prefetch")
-_GRADIENT = ("default", "tile2k", "tile8k")
-# (kernel, what of `_SPECS`, logits, what is written, candidates besides softcap's "ratio")
-_CASES = [
-    (kernel, what, logits, out, candidates)
-    for kernel, logits, out, candidates in (
-        ("statistics", "bf16", "fp32", _STATISTICS),
-        ("statistics", "fp32", "fp32", _STATISTICS),
-        ("gradient", "bf16", "bf16", _GRADIENT),
-        ("gradient", "fp32", "bf16", _GRADIENT),
-        ("results gradient", "bf16", "bf16", ("default",)),
-    )
-    for what in _SPECS
-] + [
-    (f"pair {step} {kind}", what, "bf16", out, ("default",))
-    for kind in ("forward", "reverse", "cross_entropy", "jsd")
-    for step, out in (("statistics", "fp32"), ("sums", "fp32"), ("gradient", "bf16"))
-    if step != "sums" or kind == "jsd"
-    for what in ("logprob", "softcap")
-]
+_ROWS = 16  # how many, and over how many programs they are spread, compiles nothing else
+
+
+def cases(width: int, valid: int | None = None) -> Iterator[Case]:
+    """The kernels on logits of `width` columns, of which `valid` (None: all) are vocabulary."""
+    from mcore_logprobs.kernels import triton
+
+    valid = width if valid is None else valid
+    target = torch.zeros(_ROWS, 1, dtype=torch.int64)
+    per_row = torch.zeros(4, _ROWS)
+    row = per_row[0]
+    call: Callable[[], object]
+
+    def logits(dtype: str) -> torch.Tensor:
+        return torch.empty(_ROWS, width, dtype=_DTYPES[dtype])
+
+    for what, (spec, how) in _WANTED.items():
+        for dtype in _DTYPES:
+            chunk = Chunk(logits(dtype), valid, **how)
+            call = partial(triton.stats, chunk, target[:, 0], spec)
+            yield Case("statistics", what, dtype, call, size=_DTYPES[dtype].itemsize)
+        for dtype, out in (("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")):
+            chunk = Chunk(logits(dtype), valid, **how)
+            coef = per_row[: len(spec.coefficients)]
+            given: Any = (chunk, target, row.unsqueeze(1), row, coef, spec)
+            call = partial(triton.grad, *given, out=logits(out))
+            yield Case("gradient", what, f"{dtype}>{out}", call, size=_DTYPES[dtype].itemsize)
+    for kind in KINDS:
+        pair = PairSpec(kind)
+        for what in ("logprob", "softcap"):
+            s, t = (Chunk(logits("bf16"), valid, **_WANTED[what][1]) for _ in range(2))
+            norm = per_row[:2]
+            write: Any = (s, t, norm, norm, row, row, pair)
+            steps: dict[str, Callable[[], object]] = {
+                "statistics": partial(triton.pair_stats, s, t, pair),
+                "sums": partial(triton.pair_sums, s, t, norm, norm, pair),
+                "gradient": partial(triton.pair_grad, *write, out=logits("bf16")),
+            }
+            for step, call in steps.items():
+                if step != "sums" or kind == "jsd":
+                    yield Case(f"pair {step} {kind}", what, "bf16", call, sides=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mcore_logprobs bench ahead",
-        description="Instructions, registers, spills and loads in flight of the Triton kernels, "
-        "compiled ahead for sm_90; needs no GPU. An element is a column, of both sides where there "
-        "are two (pair).",
+        description="Instructions, registers, spills and loads in flight of the Triton kernels as "
+        "calls launch them, compiled for sm_90; needs no GPU. An element is a column, of both "
+        "sides where there are two (pair).",
     )
     parser.add_argument("--kernel", default="", help="only those whose name contains this")
+    parser.add_argument("--width", type=int, default=19008, help="columns, V/TP")
+    parser.add_argument("--valid", type=int, help="columns that are true vocabulary")
     args = parser.parse_args(argv)
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("triton", "torch"))
     print(f"{time.strftime('%Y-%m-%d')}, {', '.join(versions)}, sm_90")
     print(
-        f"{'kernel':29} {'what':16} {'dtypes':10} {'candidate':9} {'instr/elem':>10} {'regs':>4} "
+        f"{'kernel':29} {'what':16} {'dtypes':10} {'instr/elem':>10} {'regs':>4} {'blocks':>6} "
         f"{'spills':>6} {'16-byte ld':>10} {'st':>2} {'in flight':>9} {'covered':>7}"
     )
-    for name, what, logits, out, candidates in _CASES:
-        if args.kernel not in name:
+    for case in cases(args.width, args.valid):
+        if args.kernel not in case.name:
             continue
-        spec = _SPECS[what]
-        for names in (*candidates, "ratio") if spec.softcap is not None else candidates:
-            *arguments, tile = kernel_arguments(name, spec, logits, out, names)
-            built = build(*arguments)
-            share = len(built.loop) * 4 * _THREADS / tile
-            dtypes = f"{logits}>{out}" if "gradient" in name else logits
-            print(
-                f"{name:29} {what:16} {dtypes:10} {names:9} {share:10.1f} {built.registers:4} "
-                f"{built.spills:6} {built.wide('LDG'):10} {built.wide('STG'):2} "
-                f"{built.loads_in_flight:9} {built.covered:7.0%}",
-                flush=True,
-            )
+        built = case.built
+        print(
+            f"{case.name:29} {case.what:16} {case.dtypes:10} {case.instructions(built):10.1f} "
+            f"{built.registers:4} {built.blocks:6} {built.spills:6} {built.wide('LD'):10} "
+            f"{built.wide('ST'):2} {built.loads_in_flight:9} {built.covered:7.0%}",
+            flush=True,
+        )
     return 0

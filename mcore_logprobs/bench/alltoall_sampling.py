@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.context_parallel import context_parallel_gather
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
-from mcore_logprobs.logits.all_to_all import all_to_all_vp2sp
-from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
+from mcore_logprobs.ops.all_to_all import all_to_all_vp2sp
+from mcore_logprobs.ops.sampling import vocab_parallel_sampling_logprobs
 
 __all__ = ["SamplingRace", "alltoall_sampling_logprobs", "race"]
 

@@ -16,7 +16,7 @@ from mcore_logprobs.bench.alltoall_sampling import alltoall_sampling_logprobs
 from mcore_logprobs.bench.peers import linear_peers, logits_peers
 from mcore_logprobs.bench.runner import Contender, Workload
 from mcore_logprobs.groups import group_rank, group_size
-from mcore_logprobs.kernels.products import operand, product
+from mcore_logprobs.kernels.products import matmul_input, product
 from mcore_logprobs.losses import ClippedLoss
 
 __all__ = ["CASES", "Shape"]
@@ -138,13 +138,13 @@ def _products(hidden: Tensor, weight: Tensor, *, recompute: bool) -> Contender:
 
     Forward one product; backward dWeight and dHidden, and the logits once more if `recompute`.
     """
-    h = operand(hidden.detach())
+    h = matmul_input(hidden.detach())
     blocks = weight.detach().split(max(1, min(weight.shape[0], 8192)))
     chunk = torch.empty(h.shape[0], blocks[0].shape[0], device=h.device)
     low = chunk.to(h.dtype)
     d_weight = torch.empty(blocks[0].shape[0], h.shape[1], device=h.device)
     d_hidden = torch.empty(h.shape, device=h.device)
-    operands = [operand(block) for block in blocks]  # cast beforehand: a floor has no casts
+    operands = [matmul_input(block) for block in blocks]  # cast beforehand: a floor has no casts
 
     def logits(*_: Tensor) -> None:
         for w in operands:

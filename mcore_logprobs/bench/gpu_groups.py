@@ -14,9 +14,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,38 +36,7 @@ from mcore_logprobs.bench.gpu_heads import (
 from mcore_logprobs.bench.gpu_session import Group
 from mcore_logprobs.bench.gpu_timing import GroupRun, sizes
 
-__all__ = ["CANDIDATES", "Candidate", "groups"]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Another way to run the statistics and gradient kernels, measured against the default.
-
-    Attributes:
-        switch: a name that the kernels' own switch knows (`triton_common.use_candidate`), or None.
-        stats: fields of the statistics' launch plan that differ.
-        grad: keywords of `triton_grad.grad_logits`.
-    """
-
-    switch: str | None = None
-    stats: Mapping[str, Any] = field(default_factory=dict)
-    grad: Mapping[str, Any] = field(default_factory=dict)
-
-
-CANDIDATES: dict[str, Candidate] = {
-    "default": Candidate(),
-    "tile 4K, 8 warps": Candidate(stats={"groups": 512, "num_warps": 8}, grad={"num_warps": 8}),
-    "tile 8K": Candidate(
-        stats={"groups": 1024, "num_warps": 4}, grad={"tile": 8192, "tiles": 2, "num_warps": 8}
-    ),
-    "tile 8K, 8 warps": Candidate(
-        stats={"groups": 1024, "num_warps": 8}, grad={"tile": 2048, "tiles": 8}
-    ),
-    "tile 2K": Candidate(stats={"groups": 256, "num_warps": 4}, grad={"tile": 4096, "tiles": 1}),
-    "tile 16K, 8 warps": Candidate(
-        stats={"groups": 2048, "num_warps": 8}, grad={"tile": 8192, "tiles": 1, "num_warps": 8}
-    ),
-}
+__all__ = ["groups"]
 
 
 def groups() -> list[Group]:
@@ -83,7 +51,6 @@ def groups() -> list[Group]:
         Group("tests", kernel_tests, 10.0, least=40.0),
         Group("peers-linear", peers_linear, 6.0),
         Group("peers-logits", peers_logits, 5.0, gpu_ranks.ALONE),
-        Group("candidates", candidates, 6.0),
         Group("tiles", tiles, 1.0),
         Group("launches", launches, 2.0),
         Group("ranks", gpu_ranks.ranks, 5.0, gpu_ranks.ALONE),
@@ -131,7 +98,7 @@ def environment(run: GroupRun) -> None:
 
 # Tests that are compiled for real where there is a GPU, beside tests/kernels/test_triton_*.
 _GPU_TESTS = ("kernels/test_invariance.py", "fused/test_no_sync.py")
-_AHEAD_TESTS = ("test_triton_build.py", "test_triton_candidates.py")  # need none, and take long
+_AHEAD_TESTS = ("test_triton_build.py",)  # need none, and take long
 
 
 def kernel_tests(run: GroupRun) -> None:
@@ -186,7 +153,6 @@ def compile_all(run: GroupRun) -> None:
         policy,
         fused,
         pairs,
-        candidates,
         launches,
         tiles,
     ]
@@ -259,16 +225,24 @@ def ceilings(run: GroupRun) -> None:
 
 def kernels(run: GroupRun) -> None:
     """Statistics and gradient of logits, against a copy's bandwidth."""
-    from mcore_logprobs.kernels import triton_grad, triton_stats
-    from mcore_logprobs.kernels.stats import RowSpec
+    from mcore_logprobs.kernels import triton
+    from mcore_logprobs.kernels.chunk import Chunk
+    from mcore_logprobs.kernels.stats import StatsSpec
+
+    def gradient(chunk: Chunk, target: Tensor, spec: StatsSpec, out: Tensor) -> partial[None]:
+        rows = len(target)
+        shift = torch.full((rows,), 12.0, device=run.device)
+        coef = run.randn(len(spec.coefficients), rows, dtype=torch.float32, std=0.1)
+        column = target.unsqueeze(1)
+        return partial(triton.grad, chunk, column, shift.unsqueeze(1), shift, coef, spec, out=out)
 
     size = sizes(run)
     vocab = size.vocab
-    specs = {
-        "log-probability": RowSpec(vocab),
-        "with entropy": RowSpec(vocab, entropy=True),
-        "all": RowSpec(vocab, entropy=True, rank=True, sum_pi_squared=True),
-        "softcap": RowSpec(vocab, softcap=30.0),
+    specs: dict[str, tuple[StatsSpec, float | None]] = {
+        "log-probability": (StatsSpec(), None),
+        "with entropy": (StatsSpec(entropy=True), None),
+        "softcap": (StatsSpec(), 30.0),
+        "all": (StatsSpec(entropy=True, rank=True, sum_pi_squared=True), None),
     }
     for rows in size.rows:
         shape: dict[str, Any] = {"rows": rows, "vocab": vocab}
@@ -277,57 +251,30 @@ def kernels(run: GroupRun) -> None:
         target, threshold = run.targets(rows, vocab), logits[:, 0].float()
         copy = _copy_ms(run, logits, out, **shape)
         read = None if copy is None else copy / 2
-        shift = torch.full((rows,), 12.0, device=run.device)
-        for name in ("log-probability", "with entropy"):
-            spec = specs[name]
+        for name, (spec, softcap) in specs.items():
+            chunk = Chunk(logits, vocab, softcap=softcap)
             run.time(
                 f"statistics, {name}",
-                partial(triton_stats.row_stats, logits, target, spec, threshold=threshold),
+                partial(triton.stats, chunk, target, spec, threshold=threshold),
                 floor_ms=read,
                 **shape,
             )
-            coef = run.randn(len(spec.coefficients), rows, dtype=torch.float32, std=0.1)
-            run.time(
-                f"gradient, {name}",
-                partial(triton_grad.grad_logits, logits, target, shift, coef, spec, out=out),
-                floor_ms=copy,
-                **shape,
-            )
-        for name in ("all", "softcap"):
-            run.time(
-                f"statistics, {name}",
-                partial(triton_stats.row_stats, logits, target, specs[name], threshold=threshold),
-                floor_ms=read,
-                **shape,
-            )
-        coef = run.randn(len(specs["softcap"].coefficients), rows, dtype=torch.float32, std=0.1)
-        run.time(
-            "gradient, softcap",
-            partial(
-                triton_grad.grad_logits, logits, target, shift, coef, specs["softcap"], out=out
-            ),
-            floor_ms=copy,
-            **shape,
-        )
-        del logits, out
+            if not spec.rank:
+                call = gradient(chunk, target, spec, out)
+                run.time(f"gradient, {name}", call, floor_ms=copy, **shape)
+        del logits, out, chunk
     # A chunk of the fused path: float32 logits, a bfloat16 gradient.
     rows, block = size.rows[0], max(128, vocab // 24 // 128 * 128)
-    chunk = run.randn(rows, block, dtype=torch.float32, std=4.0)
+    exact = run.randn(rows, block, dtype=torch.float32, std=4.0)
     low = torch.empty(rows, block, dtype=torch.bfloat16, device=run.device)
     shape = {"rows": rows, "vocab": block}
-    cast = run.time("floor: cast", lambda: low.copy_(chunk), bytes_moved=6 * low.numel(), **shape)
-    target, spec = run.targets(rows, block), RowSpec(block)
-    shift = torch.full((rows,), 12.0, device=run.device)
-    coef = run.randn(len(spec.coefficients), rows, dtype=torch.float32, std=0.1)
-    run.time(
-        "gradient, float32 to bfloat16",
-        partial(triton_grad.grad_logits, chunk, target, shift, coef, spec, out=low),
-        floor_ms=cast,
-        **shape,
-    )
+    cast = run.time("floor: cast", lambda: low.copy_(exact), bytes_moved=6 * low.numel(), **shape)
+    target, spec, chunk = run.targets(rows, block), StatsSpec(), Chunk(exact, block)
+    call = gradient(chunk, target, spec, low)
+    run.time("gradient, float32 to bfloat16", call, floor_ms=cast, **shape)
     run.time(
         "statistics, float32",
-        partial(triton_stats.row_stats, chunk, target, spec),
+        partial(triton.stats, chunk, target, spec),
         floor_ms=None if cast is None else cast * 2 / 3,
         **shape,
     )
@@ -343,13 +290,13 @@ def pairs(run: GroupRun) -> None:
 
 def _pairs(run: GroupRun, rows: int, *, eager: bool) -> None:
     import mcore_logprobs as m
-    from mcore_logprobs.kernels import triton_distill, triton_distill_grad
-    from mcore_logprobs.kernels.distill import KINDS, PairSpec, Side
-    from mcore_logprobs.kernels.stats import RowSpec
+    from mcore_logprobs.kernels import triton
+    from mcore_logprobs.kernels.chunk import Chunk
+    from mcore_logprobs.kernels.pairs import KINDS, PairSpec
 
     vocab = sizes(run).vocab
     student, teacher = (run.randn(rows, vocab, std=std) for std in (4.0, 3.0))
-    sides = Side(student, RowSpec(vocab)), Side(teacher, RowSpec(vocab))
+    sides = Chunk(student, vocab), Chunk(teacher, vocab)
     leaf, out = student.detach().requires_grad_(), torch.empty_like(student)
     norm = torch.full((2, rows), 12.0, device=run.device)  # a row's maximum, and log of its sum
     upstream = torch.linspace(0.5, 1.5, rows, device=run.device)
@@ -369,11 +316,11 @@ def _pairs(run: GroupRun, rows: int, *, eager: bool) -> None:
 
     for kind in KINDS:
         spec = PairSpec(kind)
-        time(f"{kind}: statistics", partial(triton_distill.pair_stats, *sides, spec), 1)
+        time(f"{kind}: statistics", partial(triton.pair_stats, *sides, spec), 1)
         if kind == "jsd":
-            time("jsd: sums", partial(triton_distill.jsd_sums, *sides, norm, norm, spec), 1)
-        write = partial(triton_distill_grad.pair_grad, *sides, norm, norm, norm[0], upstream, spec)
-        time(f"{kind}: gradient", partial(write, out=out), 1.5)
+            time("jsd: sums", partial(triton.pair_sums, *sides, norm, norm, spec), 1)
+        given = (*sides, norm, norm, norm[0], upstream, spec)
+        time(f"{kind}: gradient", partial(triton.pair_grad, *given, out=out), 1.5)
     for kind in KINDS:
         time(f"{kind}, both", partial(both, kind, "triton"), 2.5 + (kind == "jsd"), peak=True)
 
@@ -387,58 +334,3 @@ def _pairs(run: GroupRun, rows: int, *, eager: bool) -> None:
     time("top-k, both", topk, 1.5, peak=True, k=ids.shape[1])
     if eager:
         time("forward, both, eager", partial(both, "forward", "torch"), 2.5, peak=True)
-
-
-def _all_candidates(run: GroupRun) -> dict[str, Candidate]:
-    """`CANDIDATES`, and what the kernels' own switch offers."""
-    from mcore_logprobs.kernels import triton_common
-
-    switches = [name for name in getattr(triton_common, "CANDIDATES", {}) if name != "default"]
-    plans = CANDIDATES
-    if run.small:  # one of either kind
-        plans, switches = dict(list(CANDIDATES.items())[:2]), switches[:1]
-    return plans | {name: Candidate(switch=name) for name in switches}
-
-
-def candidates(run: GroupRun) -> None:
-    """The same kernels, otherwise launched or compiled."""
-    from mcore_logprobs.kernels import triton_common, triton_grad, triton_stats
-    from mcore_logprobs.kernels.stats import RowSpec
-
-    size = sizes(run)
-    rows, vocab = size.rows[0], size.vocab
-    logits = run.randn(rows, vocab, std=4.0)
-    out, target = torch.empty_like(logits), run.targets(rows, vocab)
-    shift = torch.full((rows,), 12.0, device=run.device)
-    copy = _copy_ms(run, logits, out, rows=rows, vocab=vocab)
-    specs = {
-        "log-probability": RowSpec(vocab),
-        "with entropy": RowSpec(vocab, entropy=True),
-        "softcap": RowSpec(vocab, softcap=30.0),
-    }
-    for name, candidate in _all_candidates(run).items():
-        switch = nullcontext()
-        if candidate.switch is not None:
-            switch = getattr(triton_common, "use_candidate")(candidate.switch)  # noqa: B009
-        fields: dict[str, Any] = {"candidate": name, "rows": rows, "vocab": vocab}
-        with switch:  # a plan carries what the candidate changes
-            plan = triton_common.launch_plan(rows, vocab, logits)
-            if candidate.stats:
-                plan = replace(plan, splits=1, columns=1 << 30, **candidate.stats)
-            for what, spec in specs.items():
-                coef = run.randn(len(spec.coefficients), rows, dtype=torch.float32, std=0.1)
-                run.time(
-                    f"statistics, {what}",
-                    partial(triton_stats.row_stats, logits, target, spec, plan=plan),
-                    floor_ms=None if copy is None else copy / 2,
-                    **fields,
-                )
-                run.time(
-                    f"gradient, {what}",
-                    partial(
-                        triton_grad.grad_logits, logits, target, shift, coef, spec,
-                        out=out, **dict[str, Any](candidate.grad),
-                    ),
-                    floor_ms=copy,
-                    **fields,
-                )  # fmt: skip

@@ -116,7 +116,6 @@ def policy(run: GroupRun) -> None:
 def tiles(run: GroupRun) -> None:
     """A forward that never writes logits, against the product that "fused, forward" stands by."""
     from mcore_logprobs.bench.tiled_forward import CONFIGS, TileConfig, tiled_row_stats
-    from mcore_logprobs.kernels.stats import RowSpec
 
     size = sizes(run)
     hidden, weight, target = _head(run, size.rows[0], size)
@@ -129,9 +128,7 @@ def tiles(run: GroupRun) -> None:
     for config in configs:
         run.time(
             f"forward by tiles of {config.rows} x {config.columns}, {config.num_stages} stages",
-            partial(
-                tiled_row_stats, hidden, weight, target, RowSpec(size.vocab, entropy=True), config
-            ),
+            partial(tiled_row_stats, hidden, weight, target, size.vocab, config),
             floor_ms=one,
             **shape,
         )

@@ -14,7 +14,6 @@ Record = dict[str, Any]
 # In the order of the columns; others stand in the records alone.
 _SHAPE = ("rows", "vocab", "columns", "hidden", "tp", "backend")
 _FIGURES = {
-    "candidate": "candidate",
     "kernel_ms": "ms",
     "kernel_ms_median": "median ms",
     "host_us": "host us",

@@ -34,18 +34,30 @@ from mcore_logprobs import consistency
 from mcore_logprobs.bench.counting import DispatchesMade
 from mcore_logprobs.bench.report import machine
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.logits import opening
-from mcore_logprobs.logits.distill import vocab_parallel_kl_div
-from mcore_logprobs.logits.token_stats import (
+from mcore_logprobs.ops import arguments
+from mcore_logprobs.ops.divergence import vocab_parallel_kl_div
+from mcore_logprobs.ops.token_stats import (
     vocab_parallel_entropy,
     vocab_parallel_logprobs,
     vocab_parallel_target_rank,
     vocab_parallel_token_stats,
 )
 
-__all__ = ["CALLS", "Counted", "count", "dry_launches", "main"]
+__all__ = ["CALLS", "Counted", "Launched", "count", "dry_launches", "main"]
 
 _H200_PROCESSORS = 132
+
+
+@dataclass
+class Launched:
+    """What was launched: how often each kernel, by name; each launch's name and machine code."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    binaries: list[tuple[str, bytes]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.counts.clear()
+        self.binaries.clear()
 
 
 # ---- launches that go nowhere ------------------------------------------------------------------
@@ -53,8 +65,12 @@ _H200_PROCESSORS = 132
 
 @dataclass
 class _DryUtils:
-    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
-        return 1, 1, 0, 0, 1024  # module, function, registers, spills, threads at most
+    binaries: list[bytes] = field(default_factory=list)
+
+    def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[int, int, int, int, int]:
+        self.binaries.append(binary)
+        # module, function, registers, spills, threads at most
+        return 1, len(self.binaries) - 1, 0, 0, 1024
 
     def unload_module(self, _: Any) -> None: ...
 
@@ -66,14 +82,15 @@ class _DryUtils:
 class _DryDriver:
     """What Triton asks of a driver; its launches are recorded by kernel name, and do nothing."""
 
-    launched: Counter[str] = field(default_factory=Counter)
+    launched: Launched = field(default_factory=lambda: Launched())
     utils: _DryUtils = field(default_factory=_DryUtils)
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
-        name, launched = src.fn.__name__, self.launched
+        name, launched, binaries = src.fn.__name__, self.launched, self.utils.binaries
 
-        def launch(*_: Any) -> None:
-            launched[name] += 1
+        def launch(x: int, y: int, z: int, stream: int, function: int, *_: Any) -> None:
+            launched.counts[name] += 1
+            launched.binaries.append((name, binaries[function]))
 
         return launch
 
@@ -93,17 +110,17 @@ _DRIVER = _DryDriver()  # one for all: a compiled kernel keeps the launcher it w
 
 
 @contextmanager
-def dry_launches() -> Iterator[Counter[str]]:
+def dry_launches() -> Iterator[Launched]:
     """CPU tensors take the Triton path of a Hopper GPU, up to the launch itself.
 
     Yields:
-        How often each kernel has been launched, by name.
+        What is launched within.
     """
     import triton
 
-    from mcore_logprobs.kernels import triton_common
+    from mcore_logprobs.kernels.triton import common
 
-    if triton_common.INTERPRETED:
+    if common.INTERPRETED:
         raise ValueError("TRITON_INTERPRET: expected it unset, as kernels are compiled here")
     chosen = backends.Choice("triton", True, "dry launches")
     candidates = tuple(
@@ -115,10 +132,11 @@ def dry_launches() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(backends, "_CANDIDATES", candidates))
         # Plain functions: a Mock takes 4 us a call, which would count as the host's.
         processors = lambda device: _H200_PROCESSORS  # noqa: E731
-        stack.enter_context(mock.patch.object(triton_common, "_processors", processors))
+        stack.enter_context(mock.patch.object(common, "_processors", processors))
         # CUDA tensors are asserted on by the kernel; what CPU ones get is no part of the count.
         unchecked = lambda *_: None  # noqa: E731
-        stack.enter_context(mock.patch.object(opening, "_check_ids_on_host", unchecked))
+        stack.enter_context(mock.patch.object(arguments, "_check_inside", unchecked))
+        _DRIVER.launched.clear()
         yield _DRIVER.launched
 
 
@@ -216,7 +234,7 @@ def count(
             launched.clear()
             with DispatchesMade() as made:
                 run()
-            return Counted(Counter(launched), made.kernels, made.collectives, host_us)
+            return Counted(Counter(launched.counts), made.kernels, made.collectives, host_us)
 
         outputs = forward()  # compiles
         upstream = [torch.ones_like(output) for output in outputs]

@@ -19,10 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.kernels.triton_common import LOG2E, LOG_ZERO, device_of
-from mcore_logprobs.kernels.triton_finish import merge_parts
-from mcore_logprobs.kernels.triton_launch import FUSE
+from mcore_logprobs.kernels.stats import StatsSpec, merge
+from mcore_logprobs.kernels.triton.common import clamped, exp, launch
 
 __all__ = ["CONFIGS", "TileConfig", "tiled_row_stats"]
 
@@ -48,9 +46,9 @@ CONFIGS = (
 
 @triton.jit
 def _tiled_kernel(
+    target_ptr,  # [n] int64
     hidden,  # descriptor of [n, h]
     weight,  # descriptor of [v, h]
-    target_ptr,  # [n] int64
     out_ptr,  # [column tiles, 4, n]
     rows,
     valid,
@@ -85,12 +83,12 @@ def _tiled_kernel(
     top = tl.max(logits, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
     shifted = logits - base[:, None]
-    weights = tl.exp2(shifted * LOG2E)
+    weights = exp(shifted)
     out = out_ptr + column_tile.to(tl.int64) * 4 * rows + row
     tl.store(out, top, mask=row < rows)
     tl.store(out + rows, tl.sum(weights, 1), mask=row < rows)
     tl.store(out + 2 * rows, own, mask=row < rows)
-    weighted = tl.sum(weights * tl.maximum(shifted, LOG_ZERO), 1)
+    weighted = tl.sum(weights * clamped(shifted), 1)
     tl.store(out + 3 * rows, weighted, mask=row < rows)
 
 
@@ -98,7 +96,7 @@ def tiled_row_stats(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    valid: int,
     config: TileConfig = CONFIGS[0],
 ) -> Tensor:
     """Row statistics, with entropy, of the logits of a plain head.
@@ -106,33 +104,32 @@ def tiled_row_stats(
     Args:
         hidden: `[n, h]`, weight `[v, h]`, of one dtype, contiguous; h a multiple of 8.
         target: `[n]` int64, a column or -1.
+        valid: columns that are true vocabulary.
 
     Returns:
         `[4, n]` float32: max, sum, target, entropy, as `kernels.stats` defines them.
     """
-    assert spec.is_plain
-    assert spec.fields == ("max", "sum", "target", "entropy")
     rows, depth = hidden.shape
     row_tiles = triton.cdiv(rows, config.rows)
     column_tiles = triton.cdiv(weight.shape[0], config.columns)
     parts = torch.empty(column_tiles, 4, rows, device=hidden.device)
-    with device_of(hidden):
-        _tiled_kernel[(row_tiles * column_tiles,)](
-            TensorDescriptor.from_tensor(hidden, [config.rows, config.depth]),
-            TensorDescriptor.from_tensor(weight, [config.columns, config.depth]),
-            target,
-            parts,
-            rows,
-            spec.valid,
-            depth,
-            row_tiles,
-            column_tiles,
-            ROWS=config.rows,
-            COLUMNS=config.columns,
-            DEPTH=config.depth,
-            GROUP=8,
-            num_warps=config.num_warps,
-            enable_fp_fusion=FUSE,
-            num_stages=config.num_stages,
-        )
-    return merge_parts(parts.unsqueeze(0), spec)[0]
+    launch(
+        _tiled_kernel,
+        row_tiles * column_tiles,
+        target,
+        TensorDescriptor.from_tensor(hidden, [config.rows, config.depth]),
+        TensorDescriptor.from_tensor(weight, [config.columns, config.depth]),
+        parts,
+        rows,
+        valid,
+        depth,
+        row_tiles,
+        column_tiles,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        DEPTH=config.depth,
+        GROUP=8,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return merge(parts, StatsSpec(entropy=True))

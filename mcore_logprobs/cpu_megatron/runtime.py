@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,6 +105,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False,
         "device": _NullContext,
         "stream": _NullContext,
         "Stream": _NullStream,
@@ -149,8 +151,14 @@ def _names_of_transformer_engine() -> list[tuple[Any, str, Any]]:
     table: list[tuple[Any, str, Any]] = []
     if not hasattr(moe, "te_general_gemm"):
         table.append((moe, "te_general_gemm", None))
-    if not isinstance(getattr(mla, "TELinear", None), type):
-        table.append((mla, "TELinear", _NoLayer))  # asked for in isinstance()
+    inference = sys.modules.get("megatron.core.tensor_parallel.inference_layers")
+    for module, name in (  # asked for in isinstance()
+        (mla, "TELinear"),
+        (inference, "InferenceColumnParallelLinear"),
+        (inference, "InferenceLayerNormColumnParallelLinear"),
+    ):
+        if module is not None and not isinstance(getattr(module, name, None), type):
+            table.append((module, name, _NoLayer))
     return table
 
 

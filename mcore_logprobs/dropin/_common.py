@@ -1,32 +1,22 @@
-"""What the drop-in names share: groups and ranges as those projects mean them, and gradients."""
+"""What the drop-in names share: groups, ranges and sequences as those projects mean them."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import mcore_logprobs as ours
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
-from mcore_logprobs.logits.token_stats import vocab_parallel_logprobs
 
-__all__ = [
-    "ONE_PROCESS",
-    "Applied",
-    "check_vocab_range",
-    "grad_unless",
-    "no_targets",
-    "or_one_process",
-    "rows_a_chunk",
-    "setting",
-    "share_of_gradient",
-    "token_logprobs",
-]
+IGNORED = -100  # a target that asks for nothing
+
+
+# ---- groups and ranges ---------------------------------------------------------------------------
 
 
 class _OneProcess:
@@ -51,34 +41,6 @@ def or_one_process(group: ProcessGroup | None) -> ProcessGroup:
     return ONE_PROCESS if group is None else group
 
 
-class Applied:
-    """A class used as an autograd function is, by `NAME.apply(...)`, that only forwards.
-
-    Subclasses define `forward(ctx, ...)`; `apply` takes the same arguments without ctx. There is no
-    backward: the operations within bring their own.
-    """
-
-    forward: ClassVar[Callable[..., Tensor]]
-    apply: ClassVar[Callable[..., Tensor]]
-
-    def __init_subclass__(cls) -> None:
-        forward = cls.forward
-        signature = inspect.signature(forward)
-        visible = list(signature.parameters.values())[1:]
-
-        @functools.wraps(forward)
-        def apply(*args: Any, **kwargs: Any) -> Tensor:
-            return forward(None, *args, **kwargs)
-
-        apply.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
-        cls.apply = staticmethod(apply)
-
-
-def grad_unless(inference_only: bool) -> contextlib.AbstractContextManager[Any]:
-    """No gradient where `inference_only`; else as the caller has it."""
-    return torch.no_grad() if inference_only else contextlib.nullcontext()
-
-
 def check_vocab_range(
     vocab_start_index: int, vocab_end_index: int, width: int, group: ProcessGroup | None
 ) -> None:
@@ -98,9 +60,21 @@ def check_vocab_range(
         )
 
 
-def no_targets(vocab_parallel_logits: Tensor) -> Tensor:
-    """A target for calls that want statistics of the distribution alone: id 0 everywhere."""
-    return vocab_parallel_logits.new_zeros(vocab_parallel_logits.shape[:-1], dtype=torch.int64)
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def applied(function: Callable[..., Any]) -> Any:
+    """A class whose `apply` is the function: for names that are called as autograd functions are.
+
+    There is no backward: the operations within bring their own.
+    """
+    described = {name: getattr(function, name) for name in ("__doc__", "__module__")}
+    return type(function.__name__, (), {"apply": staticmethod(function), **described})
+
+
+def grad_unless(inference_only: bool) -> contextlib.AbstractContextManager[Any]:
+    """No gradient where `inference_only`; else as the caller has it."""
+    return torch.no_grad() if inference_only else contextlib.nullcontext()
 
 
 def setting(node: Any, name: str, default: Any = None) -> Any:
@@ -108,6 +82,21 @@ def setting(node: Any, name: str, default: Any = None) -> Any:
     if isinstance(node, Mapping):
         return node.get(name, default)
     return getattr(node, name, default)
+
+
+def size_or_none(size: int | None) -> int | None:
+    """None, 0 and -1 are ways to say off."""
+    return None if size is None or size <= 0 else size
+
+
+def rows_a_chunk(chunk_size: int | None, batch: int) -> int | None:
+    """Their chunk is of sequence positions, ours of rows."""
+    return None if chunk_size is None else chunk_size * max(1, batch)
+
+
+def no_targets(vocab_parallel_logits: Tensor) -> Tensor:
+    """A target for calls that want statistics of the distribution alone: id 0 everywhere."""
+    return vocab_parallel_logits.new_zeros(vocab_parallel_logits.shape[:-1], dtype=torch.int64)
 
 
 class _ShareOfGradient(torch.autograd.Function):
@@ -130,18 +119,13 @@ def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
     return x if ranks == 1 else _ShareOfGradient.apply(x, ranks)
 
 
-def rows_a_chunk(chunk_size: int | None, batch: int) -> int | None:
-    """Their chunk is of sequence positions, ours of rows."""
-    return None if chunk_size is None else chunk_size * max(1, batch)
-
-
 def token_logprobs(
     vocab_parallel_logits: Tensor,
     target: Tensor,
     group: ProcessGroup | None,
     *,
-    chunk_size: int | None,
-    inference_only: bool,
+    chunk_size: int | None = None,
+    inference_only: bool = False,
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Tensor:
@@ -150,11 +134,93 @@ def token_logprobs(
         "tp_group": group,
         "chunk_size": rows_a_chunk(chunk_size, vocab_parallel_logits.shape[0]),
     }
+    operation: Any = ours.vocab_parallel_logprobs
+    if size_or_none(top_k) or top_p < 1.0:
+        operation = ours.vocab_parallel_sampling_logprobs
+        options |= {"top_k": top_k, "top_p": top_p}
     with grad_unless(inference_only):
-        if (top_k is None or top_k <= 0) and top_p >= 1.0:
-            return vocab_parallel_logprobs(vocab_parallel_logits, target, **options)
-        from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
+        return operation(vocab_parallel_logits, target, **options)
 
-        return vocab_parallel_sampling_logprobs(
-            vocab_parallel_logits, target, top_k=top_k, top_p=top_p, **options
+
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+def padded_bounds(packed: Any) -> Tensor | None:
+    """Megatron's padded cumulative lengths of packed sequences; None where nothing is packed."""
+    if packed is None or getattr(packed, "qkv_format", "thd") != "thd":
+        return None
+    padded = getattr(packed, "cu_seqlens_q_padded", None)
+    return packed.cu_seqlens_q if padded is None else padded
+
+
+def next_tokens(target: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """`[b, s]` whole sequences -> each position's next token; IGNORED after a sequence's last.
+
+    The published functions roll, so that there the last target is the first token; its result is
+    cut off either way.
+    """
+    return ours.context_parallel_shift(
+        target.long(), cp_group=ONE_PROCESS, seq_dim=1, cu_seqlens=cu_seqlens, fill=IGNORED
+    )
+
+
+def shard_padded(
+    x: Tensor, local_length: int, cp_group: ProcessGroup | None, fill: float = IGNORED
+) -> Tensor:
+    """`[b, s, ...]` -> this CP rank's zigzag part `[b, local_length, ...]`, padded at the end.
+
+    Raises:
+        ValueError: s is more than the CP ranks hold together.
+    """
+    group = or_one_process(cp_group)
+    whole = local_length * group.size()
+    if x.shape[1] > whole:
+        raise ValueError(
+            f"sequence length: expected at most {whole} ({local_length} on each of {group.size()} "
+            f"context-parallel ranks), got {x.shape[1]}"
         )
+    missing = (x.shape[0], whole - x.shape[1], *x.shape[2:])
+    if missing[1]:
+        x = torch.cat([x, x.new_full(missing, fill)], dim=1)
+    return ours.context_parallel_shard(x, cp_group=group, seq_dim=1)
+
+
+def packed_targets(target: Tensor, cu_seqlens: Tensor, cp_group: ProcessGroup | None) -> Tensor:
+    """Unshifted packed tokens `[1, T]` -> this CP rank's next tokens `[1, T/CP]`."""
+    return ours.context_parallel_shard(
+        next_tokens(target, cu_seqlens=cu_seqlens),
+        cp_group=or_one_process(cp_group),
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def packed_places(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Of `[b, length]` outputs: the packed position of each, and whether it is a token's.
+
+    A sequence's last token predicts nothing and has none.
+    """
+    bounds = cu_seqlens.long()
+    place = torch.arange(length, device=bounds.device)
+    inside = place < bounds.diff().unsqueeze(1) - 1
+    return (bounds[:-1].unsqueeze(1) + place).where(inside, 0), inside
+
+
+def whole_logprobs(
+    run: Callable[[], Any],
+    model: Any,
+    config: ours.LogprobConfig,
+    cp: ProcessGroup,
+    cu_seqlens: Tensor | None,
+    *,
+    inference_only: bool,
+) -> Any:
+    """Of a model run with a patched head and this rank's next tokens: `[b, s - 1]` of all ranks.
+
+    On a pipeline stage without a head what the model gives. The backward sums over CP.
+    """
+    with grad_unless(inference_only), ours.patch_gpt_model(model, config):
+        output = run()
+    if not isinstance(output, ours.TokenStats):
+        return output
+    logprobs = ours.context_parallel_gather(output.logprobs, cp_group=cp, cu_seqlens=cu_seqlens)
+    return logprobs[:, :-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -52,8 +53,15 @@ def gather_logprobs_entropy(
     temperature: float = 1.0,
     tp_group: ProcessGroup | None = None,
     chunk_size: int = 1024,
+    reuse_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropy in nats), float32 `[...]` each, both differentiable; one pass."""
+    """(log-probabilities, entropy in nats), float32 `[...]` each, both differentiable; one pass.
+
+    reuse_logits: the backward may write the gradient over the logits (`inplace_backward`), which
+    must not be used after it; the entropy then has no gradient, as in AReaL. It is taken where the
+    logits are contiguous float32 results that fill their storage; other logits are not modified.
+    """
+    reused = reuse_logits and _may_be_reused(logits)
     stats = ours.vocab_parallel_token_stats(
         logits,
         labels,
@@ -61,9 +69,22 @@ def gather_logprobs_entropy(
         temperature=temperature,
         tp_group=or_one_process(tp_group),
         chunk_size=_rows(chunk_size, labels),
+        inplace_backward=reused,
     )
     assert stats.entropy is not None
-    return stats.logprobs, stats.entropy
+    return stats.logprobs, stats.entropy.detach() if reused else stats.entropy
+
+
+def _may_be_reused(logits: Tensor) -> bool:
+    """Whether AReaL would reuse these logits, on any device: no leaf, no view of a part."""
+    owner = logits if logits._base is None else logits._base
+    return (
+        logits.dtype is torch.float32
+        and logits.is_contiguous()
+        and owner.is_contiguous()
+        and owner.numel() == logits.numel()
+        and not owner.is_leaf
+    )
 
 
 def split_packed_seqs_for_context_parallel(tensor: Tensor, cu_seqlens: Tensor) -> Tensor:

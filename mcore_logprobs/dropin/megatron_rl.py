@@ -9,13 +9,24 @@ held at all.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import mcore_logprobs as ours
-from mcore_logprobs.dropin._common import ONE_PROCESS, grad_unless, or_one_process
-from mcore_logprobs.dropin.nemo_context import IGNORED, next_tokens
+from mcore_logprobs.dropin._common import (
+    IGNORED,
+    ONE_PROCESS,
+    next_tokens,
+    or_one_process,
+    padded_bounds,
+    whole_logprobs,
+)
 
 __all__ = ["get_logprobs", "selective_log_softmax"]
 
@@ -47,14 +58,17 @@ def get_logprobs(
 
     packed_seq_params with qkv_format "thd": tokens are one bin `[1, s]`; 0 stands at each
     sequence's last token, where upstream has the log-probability of the next sequence's first.
-    sequence_packing is of no effect without them: a bin then counts as one sequence, as upstream.
+    Bounds repeated at the end (sequences of no tokens) are fine. Without parameters a bin counts as
+    one sequence and, inside Megatron-LM's RL, the model is given the parameters that upstream makes
+    for it: captured graphs know one signature.
     """
     cp = or_one_process(ours.ParallelGroups.from_model(model).cp)
-    packed = packed_seq_params if getattr(packed_seq_params, "qkv_format", "") == "thd" else None
-    cu_seqlens = None
-    if packed is not None:
-        padded = getattr(packed, "cu_seqlens_q_padded", None)
-        cu_seqlens = packed.cu_seqlens_q if padded is None else padded
+    packed = packed_seq_params
+    if packed is None and tokens.shape[0] == 1:
+        packed = _upstream_s_own(tokens, sequence_packing)
+    cu_seqlens = padded_bounds(packed)
+    if cu_seqlens is not None and cp.size() > 1:
+        packed = _for_ranks(packed, cp)
 
     def local(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -64,25 +78,63 @@ def get_logprobs(
     labels = local(next_tokens(tokens, cu_seqlens=cu_seqlens))
     extra = {} if packed is None else {"packed_seq_params": packed}
     config = ours.LogprobConfig(output="stats", ignore_index=IGNORED)
-    with grad_unless(no_grad), _without_flash_decode(model), ours.patch_gpt_model(model, config):
-        stats = model(local(tokens), local(position_ids), None, labels=labels, **extra)
-    if not isinstance(stats, ours.TokenStats):
-        return stats  # a pipeline stage without a head
-    whole = ours.context_parallel_gather(stats.logprobs, cp_group=cp, cu_seqlens=cu_seqlens)
-    return whole[:, :-1]
+
+    def run() -> Any:
+        return model(local(tokens), local(position_ids), None, labels=labels, **extra)
+
+    with _without_flash_decode(model):
+        return whole_logprobs(run, model, config, cp, cu_seqlens, inference_only=no_grad)
 
 
-class _without_flash_decode:
+def _upstream_s_own(tokens: Tensor, sequence_packing: bool) -> Any:
+    """What `rl_utils.get_logprobs` gives the model where it is given nothing (0.18 and later)."""
+    packing = sys.modules.get("megatron.rl.sequence_packing_utils")
+    if packing is None or not hasattr(packing, "get_default_packed_seq_params"):
+        return None
+    length = tokens.shape[1]
+    if sequence_packing:
+        from megatron.training import get_args
+
+        sequences = get_args().rl_sequence_packing_max_sequences_per_bin
+        return packing.get_default_packed_seq_params(length, sequences, tokens.device)
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=tokens.device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        **_known(PackedSeqParams, pad_between_seqs=False),
+    )
+
+
+def _for_ranks(packed: Any, cp: Any) -> Any:
+    """A copy with what attention over several CP ranks reads, as upstream annotates its own."""
+    packed = copy.copy(packed)
+    for side in ("q", "kv"):
+        if getattr(packed, f"cu_seqlens_{side}_padded", None) is None:
+            setattr(packed, f"cu_seqlens_{side}_padded", getattr(packed, f"cu_seqlens_{side}"))
+    for name, value in _known(type(packed), cp_group=cp, local_cp_size=cp.size()).items():
+        setattr(packed, name, value)
+    return packed
+
+
+def _known(params_class: Any, **fields: Any) -> dict[str, Any]:
+    """Those fields that this release's class has."""
+    return {name: x for name, x in fields.items() if name in params_class.__dataclass_fields__}
+
+
+@contextlib.contextmanager
+def _without_flash_decode(model: Any) -> Iterator[None]:
     """Off for the call: a config made for inference would change the training forward."""
-
-    def __init__(self, model: Any) -> None:
-        found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        self._on = [c for c in found.values() if getattr(c, "flash_decode", False)]
-
-    def __enter__(self) -> None:
-        for config in self._on:
-            config.flash_decode = False
-
-    def __exit__(self, *_: object) -> None:
-        for config in self._on:
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    on = [config for config in found.values() if getattr(config, "flash_decode", False)]
+    for config in on:
+        config.flash_decode = False
+    try:
+        yield
+    finally:
+        for config in on:
             config.flash_decode = True

@@ -1,10 +1,10 @@
-"""ms-swift's `swift.megatron.trainers.vocab_parallel_utils`, on Megatron's TP group.
+"""ms-swift's `swift.megatron.trainers.vocab_parallel_utils` and `.gkd_utils`.
 
     from mcore_logprobs.dropin.ms_swift import compute_logps_and_entropy_from_logits
 
-Labels are Megatron's, already shifted; -100 gives log-probability 0; temperatures are applied by
-the caller. The gradients are right under TP (those of ms-swift up to 4.5.2 are not) and no input is
-modified (ms-swift 4.6 overwrites its logits).
+On Megatron's TP group. Labels are Megatron's, already shifted; -100 gives log-probability 0;
+temperatures are applied by the caller. The gradients are right under TP (those of ms-swift up to
+4.5.2 are not) and no input is modified (ms-swift 4.6 overwrites its logits).
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import mcore_logprobs as ours
 
 __all__ = [
     "compute_logps_and_entropy_from_logits",
+    "tp_gather_topk",
     "vocab_parallel_entropy",
     "vocab_parallel_gather_logps",
     "vocab_parallel_kl_div",
     "vocab_parallel_log_softmax",
+    "vocab_parallel_topk",
 ]
 
 _MASKED = -100
@@ -83,3 +85,13 @@ def compute_logps_and_entropy_from_logits(
         logits, labels.where(asked, 0), entropy=True, chunk_size=entropy_chunk_size
     )
     return stats.logprobs.where(asked, 0.0), stats.entropy
+
+
+def vocab_parallel_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`[..., V/TP]` -> (float32 logits, global ids) `[..., k]`, largest first; differentiable."""
+    return ours.vocab_parallel_topk(logits, k)
+
+
+def tp_gather_topk(logits: Tensor, indices: Tensor) -> Tensor:
+    """`[..., V/TP]`, global ids `[..., k]` -> float32 logits `[..., k]`; differentiable."""
+    return ours.vocab_parallel_gather(logits, indices)

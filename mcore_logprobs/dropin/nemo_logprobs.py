@@ -1,46 +1,63 @@
-"""NeMo-RL's functions from logits and unshifted targets to log-probabilities `[b, s - 1]`.
+"""NeMo-RL's functions from logits or hidden states and unshifted targets to `[b, s - 1]`.
 
 `sampling_params` is any object with `top_k`, `top_p` and `temperature`. As in NeMo-RL, its
-temperature is not applied here: NeMo-RL's workers divide the logits by it before they call these
+temperature is not applied to logits: NeMo-RL's workers divide them by it before they call these
 functions, and a second division would be silently wrong.
+
+The patched forward copies nothing of Megatron's: for the one call it patches the model's head
+(`mcore_logprobs.patch_gpt_model`), which works with context parallelism and packed sequences too.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.context_parallel import context_parallel_gather, context_parallel_shard
+import mcore_logprobs as ours
 from mcore_logprobs.dropin._common import (
+    IGNORED,
     check_vocab_range,
+    grad_unless,
+    next_tokens,
     or_one_process,
+    packed_places,
+    packed_targets,
+    padded_bounds,
+    rows_a_chunk,
+    shard_padded,
     token_logprobs,
+    whole_logprobs,
 )
-from mcore_logprobs.dropin.nemo_context import IGNORED, next_tokens, shard_padded
-from mcore_logprobs.logits.dtensor import unwrap_logits, unwrap_rows
+from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.ops.dtensor import unwrap_logits, unwrap_rows
 
-__all__ = [
-    "dtensor_from_parallel_logits_to_logprobs",
-    "from_parallel_logits_to_logprobs",
-    "from_parallel_logits_to_logprobs_packed_sequences",
-    "get_logprobs_from_vocab_parallel_logits",
-    "get_next_token_logprobs_from_logits",
-    "is_dtensor",
-]
+# ---- from logits ---------------------------------------------------------------------------------
 
 
-def is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> TypeGuard[Any]:
     """Whether x is a DTensor, without importing what nobody uses."""
     return isinstance(x, Tensor) and hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
-def _filters(sampling_params: Any) -> dict[str, Any]:
-    if sampling_params is None:
-        return {}
-    return {"top_k": sampling_params.top_k, "top_p": sampling_params.top_p}
+def rank_in_group(rank: int | None) -> int:
+    """The `vocab_parallel_rank` that goes with a group."""
+    if rank is None:
+        raise ValueError("vocab_parallel_rank: expected this rank in the group, got None")
+    return rank
+
+
+def _options(chunk_size: int | None, inference_only: bool, sampling_params: Any) -> dict[str, Any]:
+    """Keywords of `token_logprobs`."""
+    options = {"chunk_size": chunk_size, "inference_only": inference_only}
+    if sampling_params is not None:
+        options |= {"top_k": sampling_params.top_k, "top_p": sampling_params.top_p}
+    return options
 
 
 def from_parallel_logits_to_logprobs(
@@ -60,18 +77,12 @@ def from_parallel_logits_to_logprobs(
     backward sums over the ranks. Collectives: those of `vocab_parallel_logprobs` (or the sampling
     one) over TP, and one all-gather over CP.
     """
-    width = vocab_parallel_logits.shape[-1]
+    _, local_length, width = vocab_parallel_logits.shape
     check_vocab_range(vocab_start_index, vocab_end_index, width, tp_group)
-    local_length = vocab_parallel_logits.shape[1]
-    logprobs = token_logprobs(
-        vocab_parallel_logits,
-        shard_padded(next_tokens(target), local_length, cp_group, IGNORED),
-        tp_group,
-        chunk_size=chunk_size,
-        inference_only=inference_only,
-        **_filters(sampling_params),
-    )
-    whole = context_parallel_gather(logprobs, cp_group=or_one_process(cp_group))
+    targets = shard_padded(next_tokens(target), local_length, cp_group)
+    options = _options(chunk_size, inference_only, sampling_params)
+    logprobs = token_logprobs(vocab_parallel_logits, targets, tp_group, **options)
+    whole = ours.context_parallel_gather(logprobs, cp_group=or_one_process(cp_group))
     return whole[:, : target.shape[1] - 1]
 
 
@@ -95,28 +106,15 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     target_is_pre_rolled the target is `[1, T/CP]`, shifted and sharded already. No host sync, and
     one all-gather over CP for all sequences.
     """
-    width = vocab_parallel_logits.shape[-1]
-    check_vocab_range(vocab_start_index, vocab_end_index, width, group)
-    cp = or_one_process(cp_group)
+    check_vocab_range(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
     if not target_is_pre_rolled:
-        target = context_parallel_shard(
-            next_tokens(target, cu_seqlens=cu_seqlens_padded),
-            cp_group=cp,
-            cu_seqlens=cu_seqlens_padded,
-        )
-    logprobs = token_logprobs(
-        vocab_parallel_logits,
-        target,
-        group,
-        chunk_size=chunk_size,
-        inference_only=inference_only,
-        **_filters(sampling_params),
+        target = packed_targets(target, cu_seqlens_padded, cp_group)
+    options = _options(chunk_size, inference_only, sampling_params)
+    logprobs = token_logprobs(vocab_parallel_logits, target, group, **options)
+    packed = ours.context_parallel_gather(
+        logprobs, cp_group=or_one_process(cp_group), cu_seqlens=cu_seqlens_padded
     )
-    packed = context_parallel_gather(logprobs, cp_group=cp, cu_seqlens=cu_seqlens_padded)
-    bounds = cu_seqlens_padded.long()
-    place = torch.arange(unpacked_seqlen - 1, device=bounds.device)
-    inside = place < bounds.diff().unsqueeze(1) - 1
-    source = (bounds[:-1].unsqueeze(1) + place).where(inside, 0)
+    source, inside = packed_places(cu_seqlens_padded, unpacked_seqlen - 1)
     return torch.where(inside, packed[0][source], 0.0)
 
 
@@ -142,11 +140,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     """
     logits, _ = unwrap_logits(vocab_parallel_logits, tp_group, "vocab_parallel_logits")
     check_vocab_range(vocab_start_index, vocab_end_index, logits.shape[-1], tp_group)
-    options: dict[str, Any] = {
-        "chunk_size": chunk_size,
-        "inference_only": inference_only,
-        **_filters(sampling_params),
-    }
+    options = _options(chunk_size, inference_only, sampling_params)
     if not _is_over_cp(target):
         local = next_tokens(unwrap_rows(target, "target"))
         return token_logprobs(logits, local, tp_group, **options)[:, :-1]
@@ -156,10 +150,11 @@ def dtensor_from_parallel_logits_to_logprobs(
     if seq_index is None:
         raise ValueError("seq_index: expected the global indices of a target over CP, got None")
     if is_dtensor(seq_index):
-        seq_index = seq_index.full_tensor()  # type: ignore[attr-defined]
-    mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
+        seq_index = seq_index.full_tensor()
+    sharded: Any = target
+    mesh, placements = sharded.device_mesh, sharded.placements
     order = seq_index.argsort()
-    in_order = target.full_tensor()[:, order]  # type: ignore[attr-defined]
+    in_order = sharded.full_tensor()[:, order]
     everywhere = [Replicate()] * mesh.ndim
     shifted = DTensor.from_local(next_tokens(in_order)[:, seq_index], mesh, everywhere)
     local = shifted.redistribute(placements=placements).to_local()  # each rank takes its own part
@@ -237,12 +232,7 @@ def get_next_token_logprobs_from_logits(
             sampling_params=sampling_params,
         )
     group = or_one_process(vocab_parallel_group)
-    rank: int | None = vocab_parallel_rank
-    if vocab_parallel_group is None:
-        rank = 0
-    elif rank is None:
-        raise ValueError("vocab_parallel_rank: expected this rank in the group, got None")
-    assert rank is not None
+    rank = 0 if vocab_parallel_group is None else rank_in_group(vocab_parallel_rank)
     width = next_token_logits.shape[-1]
     return from_parallel_logits_to_logprobs(
         next_token_logits,
@@ -254,3 +244,288 @@ def get_next_token_logprobs_from_logits(
         chunk_size=chunk_size,
         sampling_params=sampling_params,
     )
+
+
+# ---- from hidden states --------------------------------------------------------------------------
+
+_FLAG = "return_logprobs_for_linear_ce_fusion"
+_SAMPLING = ("temperature", "sampling_params")
+
+
+def _or_with_output_weight(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Also take the call of NeMo-RL before 0.7, whose third argument was output_weight.
+
+    There the fourth is a flag or None and the target comes fifth; now the target comes fourth.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        older = isinstance(args[2], Tensor) if len(args) == 3 else False
+        if len(args) > 3:
+            older = not isinstance(args[3], Tensor)
+        if not older and "output_weight" not in kwargs:
+            return function(*args, **kwargs)
+        names = ("tensor_parallel_hidden_states", "output_weight_layer", "output_weight")
+        given = {**dict(zip(names, args[:3], strict=False)), **kwargs}
+        weight = given.pop("output_weight", None)
+        if given["output_weight_layer"] is None:
+            given["output_weight_layer"] = weight
+        return function(given.pop(names[0]), given.pop(names[1]), *args[3:], **given)
+
+    return call
+
+
+@_or_with_output_weight
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor,
+    runtime_gather_output: bool | None,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: ProcessGroup,
+    inference_only: bool = False,
+    cp_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Hidden `[s/(TP*CP), b, h]`, unshifted target `[b, s]` -> float32 `[b, s - 1]`.
+
+    Hidden states are split over TP (sequence parallelism) within each CP rank's zigzag part; the
+    result is gathered over CP, whose backward sums over the ranks.
+
+    The call of before 0.7 works too: its third argument, output_weight, is the weight where
+    output_weight_layer is None (a tied head's own).
+
+    Args:
+        output_weight_layer: `[V/TP, h]`.
+        runtime_gather_output: of no effect, as in NeMo-RL: no logits are made that could be
+            gathered.
+
+    Raises:
+        ValueError: no weight, a range that is not this rank's, or a target longer than the ranks'
+            hidden states.
+    """
+    weight = output_weight_layer
+    if weight is None:
+        raise ValueError("output_weight_layer, output_weight: expected a tensor in one, got None")
+    check_vocab_range(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
+    cp = or_one_process(cp_group)
+    ranks = group_size(resolve_tp_group(tp_group))
+    local_length = tensor_parallel_hidden_states.shape[0] * ranks
+    targets = shard_padded(next_tokens(target), local_length, cp)
+    with grad_unless(inference_only):
+        logprobs = hidden_logprobs(
+            tensor_parallel_hidden_states, weight, targets, tp_group, chunk_size
+        )
+    return ours.context_parallel_gather(logprobs, cp_group=cp)[:, : target.shape[1] - 1]
+
+
+def hidden_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tp_group: ProcessGroup | None,
+    chunk_size: int | None,
+) -> Tensor:
+    """`[s/TP, b, h]` split over the sequence, `[V/TP, h]`, targets `[b, s]` -> `[b, s]`."""
+    stats = ours.linear_token_stats(
+        hidden,
+        weight,
+        target.transpose(0, 1).contiguous(),
+        sequence_parallel=group_size(resolve_tp_group(tp_group)) > 1,
+        tp_group=tp_group,
+        chunk_size=rows_a_chunk(chunk_size, target.shape[0]),
+    )
+    return stats.logprobs.transpose(0, 1).contiguous()
+
+
+def patch_gpt_model_forward_for_linear_ce_fusion(
+    *, chunk_size: int, temperature: float = 1.0, sampling_params: Any | None = None
+) -> None:
+    """Let every GPTModel's forward take `return_logprobs_for_linear_ce_fusion=True`.
+
+    With it and `labels` (the unshifted input ids) the last pipeline stage returns log-probabilities
+    of the next tokens, float32 `[b, s - 1]`, made without holding the logits. Without it the model
+    behaves as before. A second call changes the chunk size. Undone by
+    `unpatch_gpt_model_forward_for_linear_ce_fusion`.
+
+    Context parallelism: labels are this rank's zigzag part `[b, s/CP]`, as the input ids are (or
+    the whole `[b, s]`); the result is that of the whole sequence, on every rank, and its backward
+    sums over CP. Packed sequences (`packed_seq_params` with qkv_format "thd"): `[1, T - 1]` in the
+    packed order, 0 at each sequence's last token.
+
+    NeMo-RL divides the model's output by the temperature afterwards, in place. On this path the
+    output is log-probabilities, which that division spoils: give the temperature here, or to
+    forward, and leave `apply_temperature_scaling` out.
+
+    Args:
+        chunk_size: positions of the sequence at a time.
+        temperature, sampling_params: for calls that bring none; forward takes both as keywords.
+            sampling_params (attributes temperature, top_k, top_p) goes before temperature.
+
+    Raises:
+        ValueError: chunk_size is not an int of at least 1.
+    """
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size: expected an int >= 1, got {chunk_size!r}")
+    model_class = _gpt_model_class()
+    model_class._linear_ce_fusion_chunk_size = chunk_size
+    model_class._linear_ce_fusion_sampling = _sampling(temperature, sampling_params)
+    if "_original_forward_for_linear_ce_fusion" in vars(model_class):
+        return
+    original = model_class.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_spec_decode", False) is None:
+            del kwargs["is_spec_decode"]  # a Megatron that does not know it is called as ever
+        return _forward(self, args, kwargs)
+
+    forward.__signature__ = _with_flag(original)  # type: ignore[attr-defined]
+    model_class._original_forward_for_linear_ce_fusion = original
+    model_class.forward = forward
+
+
+def unpatch_gpt_model_forward_for_linear_ce_fusion() -> None:
+    """Undo the patch; nothing where there is none.
+
+    Raises:
+        ValueError: something else has replaced GPTModel.forward since; undo that first.
+    """
+    model_class = _gpt_model_class()
+    if "_original_forward_for_linear_ce_fusion" not in vars(model_class):
+        return
+    original = model_class._original_forward_for_linear_ce_fusion
+    if getattr(model_class.forward, "__wrapped__", None) is not original:
+        raise ValueError(
+            "GPTModel.forward was replaced by something else after the patch; undo that first"
+        )
+    model_class.forward = original
+    del model_class._original_forward_for_linear_ce_fusion
+    del model_class._linear_ce_fusion_chunk_size
+    del model_class._linear_ce_fusion_sampling
+
+
+def _gpt_forward_with_linear_ce_fusion(
+    self: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor,
+    decoder_input: Tensor = None,  # type: ignore[assignment]
+    labels: Tensor = None,  # type: ignore[assignment]
+    inference_context: Any = None,
+    packed_seq_params: Any = None,
+    extra_block_kwargs: dict | None = None,
+    runtime_gather_output: bool | None = None,
+    *,
+    inference_params: Any | None = None,
+    loss_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    is_spec_decode: bool | None = None,
+    return_logprobs_for_linear_ce_fusion: bool = False,
+    temperature: float | Tensor | None = None,
+    sampling_params: Any | None = None,
+) -> Tensor:
+    """The patched forward as a function of the model, in NeMo-RL's signature.
+
+    Arguments that are None are left to the model's own defaults, so that any release will do.
+    temperature and sampling_params are ours: see `patch_gpt_model_forward_for_linear_ce_fusion`.
+    """
+    given = locals()
+    always = ("input_ids", "position_ids", "attention_mask")
+    kwargs = {name: x for name, x in given.items() if x is not None or name in always}
+    return _forward(kwargs.pop("self"), (), kwargs)
+
+
+def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The model's own forward, or with the flag its next tokens' log-probabilities."""
+    sampling = {name: kwargs.pop(name, None) for name in _SAMPLING}
+    if kwargs.pop(_FLAG, False):
+        return _next_token_logprobs(model, args, kwargs, **sampling)
+    return _original_forward(model)(model, *args, **kwargs)
+
+
+def _sampling(temperature: Any, sampling_params: Any) -> dict[str, Any]:
+    """Fields of `LogprobConfig`; sampling_params goes before temperature."""
+    if sampling_params is not None:
+        temperature = getattr(sampling_params, "temperature", 1.0)
+    return {
+        "temperature": 1.0 if temperature is None else temperature,
+        "top_k": getattr(sampling_params, "top_k", None),
+        "top_p": getattr(sampling_params, "top_p", 1.0),
+    }
+
+
+def _next_token_logprobs(
+    model: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    temperature: Any = None,
+    sampling_params: Any = None,
+) -> Tensor:
+    """Run the model once with a patched head; the last stage's `[b, s - 1]`, else its output."""
+    original = _original_forward(model)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    given = bound.arguments
+    labels = given.get("labels")
+    if labels is None:
+        raise ValueError(f"{_FLAG}=True: expected labels (the unshifted input ids), got None")
+    cp = or_one_process(ours.ParallelGroups.from_model(model).cp)
+    cu_seqlens = padded_bounds(given.get("packed_seq_params"))
+    given["labels"] = _local_next_tokens(labels, given.get("input_ids"), cp, cu_seqlens)
+    chunk_size = getattr(type(model), "_linear_ce_fusion_chunk_size", None)
+    sampling = getattr(type(model), "_linear_ce_fusion_sampling", {})
+    if temperature is not None or sampling_params is not None:
+        sampling = _sampling(temperature, sampling_params)
+    config = ours.LogprobConfig(
+        output="stats",
+        chunk_size=rows_a_chunk(chunk_size, labels.shape[0]),
+        ignore_index=IGNORED,
+        **sampling,
+    )
+    inference = any(given.get(n) is not None for n in ("inference_context", "inference_params"))
+    return whole_logprobs(
+        lambda: original(*bound.args, **bound.kwargs),
+        model,
+        config,
+        cp,
+        cu_seqlens,
+        inference_only=inference and not model.training,
+    )
+
+
+def _local_next_tokens(
+    labels: Tensor, input_ids: Tensor | None, cp: Any, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Unshifted labels, this CP rank's part or the whole, -> this rank's next tokens."""
+    if input_ids is not None and labels.shape[1] == input_ids.shape[1] * cp.size():
+        whole = next_tokens(labels, cu_seqlens=cu_seqlens)
+        return ours.context_parallel_shard(whole, cp_group=cp, cu_seqlens=cu_seqlens)
+    return ours.context_parallel_shift(
+        labels.long(), cp_group=cp, cu_seqlens=cu_seqlens, fill=IGNORED
+    )
+
+
+def _original_forward(model: Any) -> Any:
+    found = getattr(type(model), "_original_forward_for_linear_ce_fusion", None)
+    return type(model).forward if found is None else found
+
+
+def _gpt_model_class() -> Any:
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel
+
+
+def _with_flag(original: Any) -> inspect.Signature:
+    signature = inspect.signature(original)
+    added = {_FLAG: False, **dict.fromkeys(_SAMPLING), "is_spec_decode": None}
+    parameters = list(signature.parameters.values())
+    last = parameters.pop() if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else None
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in added.items()
+        if name not in signature.parameters
+    ]
+    return signature.replace(parameters=[*parameters, last] if last else parameters)

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.dropin._common import setting
+from mcore_logprobs.dropin._common import setting, size_or_none
 
 __all__ = ["SETTINGS", "logprob_config"]
 
@@ -48,7 +48,9 @@ def logprob_config(*nodes: Any, **fields: Any) -> LogprobConfig:
     for node in nodes:
         for theirs, (field, _) in SETTINGS.items():
             value = setting(node, theirs)
-            if value is None or (field in ("chunk_size", "top_k") and value <= 0):
+            if field in ("chunk_size", "top_k"):
+                value = size_or_none(value)
+            if value is None:
                 continue
             if field not in known and value in (False, 1.0):
                 continue

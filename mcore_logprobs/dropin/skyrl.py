@@ -1,4 +1,4 @@
-"""SkyRL's `skyrl.backends.skyrl_train.distributed.megatron.model_utils`.
+"""SkyRL's `skyrl.backends.skyrl_train.distributed.megatron.model_utils` and `.mtp.soft_ce`.
 
     from mcore_logprobs.dropin.skyrl import from_parallel_hidden_to_logprobs
 
@@ -10,6 +10,7 @@ took from NeMo-RL are those of `mcore_logprobs.dropin.nemo_rl`.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -18,29 +19,29 @@ from torch.distributed import ProcessGroup
 
 import mcore_logprobs as ours
 from mcore_logprobs.dropin._common import (
-    Applied,
+    applied,
     check_vocab_range,
     grad_unless,
+    next_tokens,
     no_targets,
     or_one_process,
+    packed_places,
+    packed_targets,
     rows_a_chunk,
+    shard_padded,
     share_of_gradient,
+    size_or_none,
     token_logprobs,
 )
-from mcore_logprobs.dropin.nemo_context import (
-    IGNORED,
-    _get_tokens_on_this_cp_rank,
-    allgather_cp_sharded_tensor,
-    next_tokens,
-    shard_padded,
-)
-from mcore_logprobs.dropin.nemo_distill import _compute_distributed_log_softmax
-from mcore_logprobs.dropin.nemo_functions import (
+from mcore_logprobs.dropin.nemo_rl import (
     AllGatherCPTensor,
     ChunkedDistributedLogprob,
     DistributedLogprob,
+    _compute_distributed_log_softmax,
+    _get_tokens_on_this_cp_rank,
+    allgather_cp_sharded_tensor,
+    from_parallel_logits_to_logprobs,
 )
-from mcore_logprobs.dropin.nemo_logprobs import from_parallel_logits_to_logprobs
 
 __all__ = [
     "AllGatherCPTensor",
@@ -53,6 +54,7 @@ __all__ = [
     "_get_tokens_on_this_cp_rank",
     "allgather_cp_sharded_packed_tensor",
     "allgather_cp_sharded_tensor",
+    "draft_soft_ce",
     "from_parallel_hidden_to_entropy_packed_sequences",
     "from_parallel_hidden_to_logprobs",
     "from_parallel_hidden_to_logprobs_packed_sequences",
@@ -64,47 +66,34 @@ __all__ = [
 ]
 
 
-class AllGatherPackedCPTensor(Applied):
-    """`[T/CP]` zigzag in each packed sequence -> `[T]`; the backward takes this rank's own part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, cu_seqlens_padded: Tensor, cp_group: ProcessGroup | None
-    ) -> Tensor:
-        return ours.context_parallel_gather(
-            tensor,
-            cp_group=or_one_process(cp_group),
-            seq_dim=0,
-            cu_seqlens=cu_seqlens_padded,
-            grad="slice",
-        )
-
-
-def allgather_cp_sharded_packed_tensor(
+@applied
+def AllGatherPackedCPTensor(
     tensor: Tensor, cu_seqlens_padded: Tensor, cp_group: ProcessGroup | None
 ) -> Tensor:
-    """`AllGatherPackedCPTensor.apply`."""
-    return AllGatherPackedCPTensor.apply(tensor, cu_seqlens_padded, cp_group)
+    """`[T/CP]` zigzag in each packed sequence -> `[T]`; the backward takes this rank's own part."""
+    group = or_one_process(cp_group)
+    return ours.context_parallel_gather(
+        tensor, cp_group=group, seq_dim=0, cu_seqlens=cu_seqlens_padded, grad="slice"
+    )
 
 
-class FusedLinearChunkedDistributedLogprob(Applied):
+allgather_cp_sharded_packed_tensor = AllGatherPackedCPTensor.apply
+
+
+@applied
+def FusedLinearChunkedDistributedLogprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int | None,
+    tp_group: ProcessGroup,
+    inference_only: bool = False,
+) -> Tensor:
     """Hidden `[b, s, h]`, weight `[V/TP, h]`, targets as they are `[b, s]` -> float32 `[b, s]`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        vocab_start_index: int,
-        vocab_end_index: int,
-        chunk_size: int | None,
-        tp_group: ProcessGroup,
-        inference_only: bool = False,
-    ) -> Tensor:
-        check_vocab_range(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
-        with grad_unless(inference_only):
-            return _head(hidden, weight, target, tp_group, chunk_size).logprobs
+    check_vocab_range(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
+    return _head(hidden, weight, target, tp_group, chunk_size, inference_only).logprobs
 
 
 def _head(
@@ -113,17 +102,19 @@ def _head(
     target: Tensor,
     tp_group: ProcessGroup | None,
     chunk_size: int | None,
+    inference_only: bool = False,
     **options: Any,
 ) -> Any:
     group = or_one_process(tp_group)
-    return ours.linear_token_stats(
-        share_of_gradient(hidden.to(weight.dtype), group.size()),
-        weight,
-        target,
-        tp_group=group,
-        chunk_size=rows_a_chunk(chunk_size or None, hidden.shape[0]),
-        **options,
-    )
+    with grad_unless(inference_only):
+        return ours.linear_token_stats(
+            share_of_gradient(hidden.to(weight.dtype), group.size()),
+            weight,
+            target,
+            tp_group=group,
+            chunk_size=rows_a_chunk(size_or_none(chunk_size), hidden.shape[0]),
+            **options,
+        )
 
 
 # ---- packed sequences ----------------------------------------------------------------------------
@@ -142,32 +133,34 @@ def _places(
     Raises:
         ValueError: sub_seq_lengths that are not as many as the packed sequences.
     """
-    bounds = cu_seqlens_padded.long()
-    device = bounds.device
     if sub_seq_lengths is not None:
-        starts = bounds.tolist()
-        count = sum(map(len, sub_seq_lengths))
-        if count != len(starts) - 1:
-            raise ValueError(f"sub_seq_lengths: expected {len(starts) - 1} lengths, got {count}")
-        source = torch.full((len(sub_seq_lengths), unpacked_seqlen - 1), -1)
-        segment = 0
-        for row, lengths in enumerate(sub_seq_lengths):
-            first = starts[segment]
-            for length in lengths:
-                column = starts[segment] - first  # sequences of a row lie as far apart as packed
-                room = max(0, min(length - 1, unpacked_seqlen - 1 - column))
-                source[row, column : column + room] = torch.arange(room) + starts[segment]
-                segment += 1
-        source = source.to(device)
-        return source.clamp(min=0), source >= 0
+        return _places_of_rows(cu_seqlens_padded, unpacked_seqlen, sub_seq_lengths)
     if attention_mask is None:
-        ordinal = torch.arange(unpacked_seqlen - 1, device=device).unsqueeze(0)
-        inside = ordinal < bounds.diff().unsqueeze(1) - 1
-    else:
-        mask = attention_mask.to(device).long()
-        ordinal = mask.cumsum(1)[:, :-1] - 1
-        inside = mask[:, :-1].bool() & (ordinal < mask.sum(1, keepdim=True) - 1)
-    return (bounds[:-1].unsqueeze(1) + ordinal).where(inside, 0), inside
+        return packed_places(cu_seqlens_padded, unpacked_seqlen - 1)
+    mask = attention_mask.to(cu_seqlens_padded.device).long()
+    ordinal = mask.cumsum(1)[:, :-1] - 1
+    inside = mask[:, :-1].bool() & (ordinal < mask.sum(1, keepdim=True) - 1)
+    return (cu_seqlens_padded.long()[:-1].unsqueeze(1) + ordinal).where(inside, 0), inside
+
+
+def _places_of_rows(
+    cu_seqlens_padded: Tensor, unpacked_seqlen: int, sub_seq_lengths: list[list[int]]
+) -> tuple[Tensor, Tensor]:
+    starts = cu_seqlens_padded.tolist()
+    count = sum(map(len, sub_seq_lengths))
+    if count != len(starts) - 1:
+        raise ValueError(f"sub_seq_lengths: expected {len(starts) - 1} lengths, got {count}")
+    source = torch.full((len(sub_seq_lengths), unpacked_seqlen - 1), -1)
+    segment = 0
+    for row, lengths in enumerate(sub_seq_lengths):
+        first = starts[segment]
+        for length in lengths:
+            column = starts[segment] - first  # sequences of a row lie as far apart as packed
+            room = max(0, min(length - 1, unpacked_seqlen - 1 - column))
+            source[row, column : column + room] = torch.arange(room) + starts[segment]
+            segment += 1
+    source = source.to(cu_seqlens_padded.device)
+    return source.clamp(min=0), source >= 0
 
 
 def _unpacked(
@@ -182,14 +175,6 @@ def _unpacked(
     packed = allgather_cp_sharded_packed_tensor(local, cu_seqlens_padded, cp_group)
     source, inside = _places(cu_seqlens_padded, unpacked_seqlen, attention_mask, sub_seq_lengths)
     return torch.where(inside, packed[source], 0.0)
-
-
-def _local_targets(target: Tensor, cu_seqlens: Tensor, cp_group: ProcessGroup | None) -> Tensor:
-    return ours.context_parallel_shard(
-        next_tokens(target, cu_seqlens=cu_seqlens),
-        cp_group=or_one_process(cp_group),
-        cu_seqlens=cu_seqlens,
-    )
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -214,13 +199,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     part, as SkyRL's.
     """
     check_vocab_range(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
-    local = token_logprobs(
-        vocab_parallel_logits,
-        _local_targets(target, cu_seqlens_padded, cp_group),
-        group,
-        chunk_size=chunk_size,
-        inference_only=inference_only,
-    )
+    targets = packed_targets(target, cu_seqlens_padded, cp_group)
+    options: dict[str, Any] = {"chunk_size": chunk_size, "inference_only": inference_only}
+    local = token_logprobs(vocab_parallel_logits, targets, group, **options)
     places = (attention_mask, sub_seq_lengths)
     return _unpacked(local[0], cu_seqlens_padded, unpacked_seqlen, cp_group, *places)
 
@@ -248,11 +229,9 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     computes.
     """
     check_vocab_range(vocab_start_index, vocab_end_index, lm_head_weight.shape[0], group)
-    targets = _local_targets(target, cu_seqlens_padded, cp_group)
-    with grad_unless(inference_only):
-        local = _head(
-            hidden, lm_head_weight, targets, group, chunk_size, temperature=temperature
-        ).logprobs
+    targets = packed_targets(target, cu_seqlens_padded, cp_group)
+    options: dict[str, Any] = {"inference_only": inference_only, "temperature": temperature}
+    local = _head(hidden, lm_head_weight, targets, group, chunk_size, **options).logprobs
     places = (attention_mask, sub_seq_lengths)
     return _unpacked(local[0], cu_seqlens_padded, unpacked_seqlen, cp_group, *places)
 
@@ -275,11 +254,9 @@ def from_parallel_hidden_to_logprobs(
     temperature divides the logits; fused_backend is of no effect. Over CP the backward sums.
     """
     check_vocab_range(vocab_start_index, vocab_end_index, lm_head_weight.shape[0], tp_group)
-    targets = shard_padded(next_tokens(target), hidden.shape[1], cp_group, IGNORED)
-    with grad_unless(inference_only):
-        local = _head(
-            hidden, lm_head_weight, targets, tp_group, chunk_size, temperature=temperature
-        ).logprobs
+    targets = shard_padded(next_tokens(target), hidden.shape[1], cp_group)
+    options: dict[str, Any] = {"inference_only": inference_only, "temperature": temperature}
+    local = _head(hidden, lm_head_weight, targets, tp_group, chunk_size, **options).logprobs
     whole = ours.context_parallel_gather(local, cp_group=or_one_process(cp_group))
     return whole[:, : target.shape[1] - 1]
 
@@ -295,7 +272,7 @@ def vocab_parallel_entropy(
     chunk_size: tokens at a time; None or 0: from this library's own memory budget, whatever
     chunk_memory_mb says.
     """
-    return ours.vocab_parallel_entropy(vocab_parallel_logits, chunk_size=chunk_size or None)
+    return ours.vocab_parallel_entropy(vocab_parallel_logits, chunk_size=size_or_none(chunk_size))
 
 
 def vocab_parallel_entropy_weighted_sum(
@@ -316,7 +293,7 @@ def _fused_vocab_parallel_entropy_from_hidden(
     temperature: float = 1.0,
 ) -> Tensor:
     """Hidden `[b, s, h]` -> float32 entropy `[b, s]` in nats. Differentiable, as SkyRL's is not."""
-    options = {"entropy": True, "temperature": temperature}
+    options: dict[str, Any] = {"entropy": True, "temperature": temperature}
     targets = no_targets(hidden)
     return _head(hidden, lm_head_weight, targets, tp_group, chunk_size, **options).entropy
 
@@ -392,3 +369,66 @@ def from_parallel_hidden_to_entropy_packed_sequences(
     )[0]
     layout = (cu_seqlens_padded, unpacked_seqlen, num_actions, attention_mask, loss_mask)
     return _mean_entropy(entropy, *layout, cp_group, sub_seq_lengths)
+
+
+# ---- multi-token prediction ----------------------------------------------------------------------
+
+
+def draft_soft_ce(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor,
+    global_normalization_factor: Tensor | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Mean over the mask `[b, s]` of the draft head's soft cross entropy: a scalar.
+
+    Logits `[b, s, V/TP]`, from which SkyRL cuts the vocabulary's padding off, so that the last
+    ranks may have fewer columns; vocab_parallel_group None: the whole vocabulary. The denominator
+    is the mask's sum, or global_normalization_factor, and at least 1. Rows whose mask is 0 have no
+    part in it, whatever their logits hold.
+
+    Collectives: one all-gather over TP; at a group's first call one all-reduce and a host sync.
+
+    Raises:
+        ValueError: teacher_logits that require a gradient; more columns than at the first call.
+    """
+    if teacher_logits.requires_grad:
+        raise ValueError("teacher_logits: expected detached logits, got ones that need a gradient")
+    group = or_one_process(vocab_parallel_group)
+    missing = _widest_shard(student_logits, group) - student_logits.shape[-1]
+    if missing:
+        student_logits, teacher_logits = (
+            torch.nn.functional.pad(x, (0, missing), value=-torch.inf)
+            for x in (student_logits, teacher_logits)
+        )
+    per_token = ours.vocab_parallel_soft_cross_entropy(
+        student_logits,
+        teacher_logits,
+        mask=mask != 0,
+        tp_group=group,
+        chunk_size=rows_a_chunk(chunk_size, student_logits.shape[0]),
+    )
+    tokens = mask.sum() if global_normalization_factor is None else global_normalization_factor
+    return (per_token * mask).sum() / tokens.clamp(min=1.0)
+
+
+_widest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _widest_shard(logits: Tensor, group: Any) -> int:
+    """The most columns that a rank of the group has; found out at the first call, then kept.
+
+    Wide enough for later logits too: only shards cut from narrower ones than these are narrower.
+    """
+    width = logits.shape[-1]
+    if group.size() == 1:
+        return width
+    if group not in _widest:
+        widest = torch.tensor([width], device=logits.device)
+        torch.distributed.all_reduce(widest, op=torch.distributed.ReduceOp.MAX, group=group)
+        _widest[group] = int(widest)
+    if width > _widest[group]:
+        raise ValueError(f"logits: expected at most {_widest[group]} columns, got {width}")
+    return _widest[group]

@@ -1,4 +1,5 @@
-"""slime's `slime.utils.ppo_utils`, `backends.megatron_utils.loss` and `.cp_utils`.
+"""slime's `slime.utils.ppo_utils`, `backends.megatron_utils.loss`, `.cp_utils` and
+`.server.logprob_utils`.
 
     from mcore_logprobs.dropin.slime import get_log_probs_and_entropy
 
@@ -9,8 +10,7 @@ Tokens given to `calculate_log_probs_and_entropy` are targets as they are; those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,20 +18,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mcore_logprobs as ours
-from mcore_logprobs.dropin._common import no_targets, or_one_process, setting
+from mcore_logprobs.dropin._common import (
+    IGNORED,
+    no_targets,
+    or_one_process,
+    setting,
+    size_or_none,
+)
 from mcore_logprobs.groups import group_rank
 
 __all__ = [
     "all_gather_with_cp",
     "calculate_log_probs_and_entropy",
+    "get_label_token_log_probs_from_vocab_parallel_logits",
     "get_log_probs_and_entropy",
     "get_logits_and_tokens_offset_with_cp",
     "slice_log_prob_with_cp",
     "slice_with_cp",
 ]
-
-_IGNORED = -100
-
 
 # ---- log-probabilities ---------------------------------------------------------------------------
 
@@ -61,10 +65,7 @@ def calculate_log_probs_and_entropy(
         nothing = logits.new_zeros((0,))
         return nothing, nothing.clone() if with_entropy else None
     group = or_one_process(tp_group)
-    options: dict[str, Any] = {
-        "tp_group": group,
-        "chunk_size": chunk_size if chunk_size > 0 else None,
-    }
+    options: dict[str, Any] = {"tp_group": group, "chunk_size": size_or_none(chunk_size)}
     entropy = None
     if log_prob_keep_mask is None:
         stats = ours.vocab_parallel_token_stats(logits, tokens, entropy=with_entropy, **options)
@@ -109,6 +110,27 @@ def _with_targets(ids: Tensor, offsets: Tensor, tokens: Tensor) -> tuple[Tensor,
     return torch.cat([ids, tokens[missing]])[order], torch.cat([offsets[:1], counts.cumsum(0)])
 
 
+@torch.no_grad()
+def get_label_token_log_probs_from_vocab_parallel_logits(
+    vocab_parallel_logits: Tensor,
+    label_token_ids: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    reduction_chunk_size: int = 4096,
+) -> Tensor:
+    """`[n, V/TP]`, several labels a row `[n, k]` -> float32 log-probabilities `[n, k]`.
+
+    No gradient. tp_group None: Megatron's. reduction_chunk_size: rows at a time.
+    """
+    return ours.vocab_parallel_gather(
+        vocab_parallel_logits,
+        label_token_ids,
+        log_softmax=True,
+        tp_group=tp_group,
+        chunk_size=reduction_chunk_size,
+    )
+
+
 def get_log_probs_and_entropy(
     logits: Tensor,
     *,
@@ -133,165 +155,214 @@ def get_log_probs_and_entropy(
     top_p_token_ids, top_p_token_offsets: for each sample flat ids and offsets; response token r
     keeps `ids[offsets[r]:offsets[r + 1]]` and itself, tokens past the record everything.
     """
-    if logits.dim() != 3 or logits.shape[0] != 1:
-        raise ValueError(f"logits: expected [1, T, V/TP], got {tuple(logits.shape)}")
-    logits = logits.squeeze(0)
-    layout = _Layout(logits.shape[0], list(total_lengths), list(response_lengths), args)
+    return logits.new_empty((0,)), responses_of(
+        logits,
+        args,
+        unconcat_tokens,
+        Layout(logits, args, total_lengths, response_lengths),
+        with_entropy=with_entropy,
+        entropy_grad=setting(args, "entropy_coef", 0.0) != 0,
+        replay=(top_p_token_ids, top_p_token_offsets),
+    )
+
+
+def responses_of(
+    logits: Tensor,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    layout: Layout,
+    *,
+    with_entropy: bool,
+    entropy_grad: bool,
+    replay: tuple[Sequence[Any] | None, Sequence[Any] | None] = (None, None),
+) -> dict[str, list[Tensor]]:
+    """Logits `[b, T, V/TP]` -> {"log_probs": one `[response part]` a sample, "entropy": ...}."""
+    logits = logits.flatten(0, 1)
     targets = layout.next_tokens(unconcat_tokens, logits.device)
-    chunk_size = setting(args, "log_probs_chunk_size", -1)
     options: dict[str, Any] = {
         "temperature": setting(args, "rollout_temperature", 1.0),
-        "chunk_size": chunk_size if chunk_size is not None and chunk_size > 0 else None,
+        "chunk_size": size_or_none(setting(args, "log_probs_chunk_size")),
     }
     results: dict[str, Tensor] = {}
-    replay = top_p_token_ids is not None and top_p_token_offsets is not None
+    ids_of, offsets_of = replay
     kept, recorded, everywhere = None, None, False
-    if replay:
-        ids, offsets, recorded, everywhere = layout.kept_ids(
-            list(top_p_token_ids or []), list(top_p_token_offsets or []), logits.device
-        )
+    if ids_of is not None and offsets_of is not None:
+        ids, offsets, recorded, everywhere = layout.kept_ids(ids_of, offsets_of, logits.device)
         kept = _with_targets(ids, offsets, targets)
     if not everywhere or with_entropy:
         stats = ours.vocab_parallel_token_stats(logits, targets, entropy=with_entropy, **options)
         results["log_probs"] = stats.logprobs
         if stats.entropy is not None:
-            keep_grad = setting(args, "entropy_coef", 0.0) != 0
-            results["entropy"] = stats.entropy if keep_grad else stats.entropy.detach()
+            results["entropy"] = stats.entropy if entropy_grad else stats.entropy.detach()
     if kept is not None and recorded is not None:
-        asked = targets.where(recorded, _IGNORED)
+        asked = targets.where(recorded, IGNORED)
         logprobs = ours.vocab_parallel_sampling_logprobs(logits, asked, kept_ids=kept, **options)
         if not everywhere:
             logprobs = torch.where(recorded, logprobs, results["log_probs"])
         results["log_probs"] = logprobs
     ordered = {n: results[n] for n in ("log_probs", "entropy") if n in results}
-    return logits.new_empty((0,)), {n: layout.responses(x) for n, x in ordered.items()}
+    return {name: layout.responses(x) for name, x in ordered.items()}
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Consecutive logits of one response: from local row `row` on, `first` of the response."""
-
-    row: int
-    first: int
-    length: int
-
-
-class _Layout:
+class Layout:
     """Where each sample's response lies in this rank's packed rows."""
 
-    def __init__(self, rows: int, totals: list[int], responses: list[int], args: Any) -> None:
-        self._rows = rows
-        self._samples = list(zip(totals, responses, strict=True))
-        self._cp = or_one_process(ours.ParallelGroups.from_megatron().cp)
-        self._contiguous = self._cp.size() > 1 and bool(setting(args, "allgather_cp", False))
-
-    def pieces(self) -> Iterator[list[_Piece]]:
-        """Each sample's pieces, in order."""
-        base = 0
-        start, end = (self._rows * (self._cp.rank() + i) for i in (0, 1))
-        for total, response in self._samples:
-            prompt = total - response
-            if self._contiguous:
-                first, last = base + prompt - 1, base + total - 1
-                s, e = max(first, start), min(last, end)
-                yield [_Piece(s - start, s - first, e - s)] if e > s else []
-                base += total
-            elif self._cp.size() == 1:
-                yield [_Piece(base + prompt - 1, 0, response)]
-                base += total
-            else:
-                chunk, chunks, at, _ = get_logits_and_tokens_offset_with_cp(total, response)
-                yield [
-                    _Piece(base + i * chunk + a - c[0], a - (prompt - 1), b - a)
-                    for i, (c, (a, b)) in enumerate(zip(chunks, at, strict=True))
-                    if b > a
-                ]
-                base += 2 * chunk
+    def __init__(
+        self,
+        logits: Tensor,
+        args: Any,
+        totals: Sequence[int],
+        responses: Sequence[int],
+        max_seq_lens: Sequence[int] | None = None,
+    ) -> None:
+        """max_seq_lens: what the rows of a batch are padded to ("bshd"); None: nothing ("thd")."""
+        if logits.dim() != 3 or (max_seq_lens is None and logits.shape[0] != 1):
+            raise ValueError(f"logits: expected [1, T, V/TP], got {tuple(logits.shape)}")
+        rows = logits.shape[0] * logits.shape[1]
+        self._samples = list(zip(totals, responses, max_seq_lens or totals, strict=True))
+        self._cp = _cp_group()
+        cp = self._cp.size()
+        self._contiguous = cp > 1 and bool(setting(args, "allgather_cp", False))
+        pieces = 2 * cp if cp > 1 and not self._contiguous else 1
+        room = totals if self._contiguous else [-(-n // pieces) * pieces for *_, n in self._samples]
+        starts = torch.tensor([0, *room]).cumsum(0)
+        self._starts = starts.tolist()
+        needed = -(-self._starts[-1] // cp)
+        if needed > rows:
+            raise ValueError(
+                f"logits: expected at least {needed} rows for these lengths, got {rows}"
+            )
+        # Of every row that of a response token, counted through all samples; -1: of none.
+        whole = torch.full((rows * cp if self._contiguous else self._starts[-1],), -1)
+        token = 0
+        for start, (total, response, _) in zip(self._starts, self._samples, strict=False):
+            whole[start + total - response - 1 : start + total - 1] = torch.arange(
+                token, token + response
+            )
+            token += response
+        layout = {"layout": "contiguous"} if self._contiguous else {"cu_seqlens": starts}
+        self._token = torch.full((rows,), -1)
+        own = ours.context_parallel_shard(whole, cp_group=self._cp, seq_dim=0, **layout)
+        self._token[: len(own)] = own
+        self._rows = (self._token >= 0).nonzero()[:, 0]
 
     def next_tokens(self, tokens: Sequence[Tensor], device: torch.device) -> Tensor:
         """`[T]`: the token after each row of a response, IGNORED elsewhere."""
-        targets = torch.full((self._rows,), _IGNORED, dtype=torch.int64, device=device)
-        for sample, (total, response), pieces in zip(
-            tokens, self._samples, self.pieces(), strict=True
-        ):
-            for piece in pieces:
-                at = total - response + piece.first
-                targets[piece.row : piece.row + piece.length] = sample[at : at + piece.length]
+        parts = [
+            sample[total - response : total]
+            for sample, (total, response, _) in zip(tokens, self._samples, strict=True)
+        ]
+        targets = torch.full(self._token.shape, IGNORED, device=device)
+        if parts:
+            own = torch.cat(parts).to(device)[self._token[self._rows].to(device)]
+            targets[self._rows.to(device)] = own.long()
         return targets
 
     def kept_ids(
-        self, ids: list[Any], offsets: list[Any], device: torch.device
+        self, ids: Sequence[Any], offsets: Sequence[Any], device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
         """(flat ids, offsets `[T + 1]`, which rows have a record, whether each response row)."""
-        counts = torch.zeros(self._rows, dtype=torch.int64)
-        recorded = torch.zeros(self._rows, dtype=torch.bool)
-        flat: list[tuple[int, Tensor]] = []
-        everywhere = True
-        for sample_ids, sample_offsets, pieces in zip(ids, offsets, self.pieces(), strict=True):
+        counts, flat = [], []  # of every response token, -1 where it has no record
+        for sample_ids, sample_offsets, (_, response, _) in zip(
+            ids, offsets, self._samples, strict=True
+        ):
+            bounds = torch.as_tensor(sample_offsets).cpu().long()[: response + 1]
+            count = torch.full((response,), -1)
+            count[: max(len(bounds) - 1, 0)] = bounds.diff()
+            counts.append(count)
             sample_ids = torch.as_tensor(sample_ids).cpu().long()
-            bounds = torch.as_tensor(sample_offsets).cpu().long()
-            for piece in pieces:
-                last = min(piece.first + piece.length, max(len(bounds) - 1, 0))
-                everywhere &= last == piece.first + piece.length
-                if last <= piece.first:
-                    continue
-                rows = slice(piece.row, piece.row + last - piece.first)
-                recorded[rows] = True
-                counts[rows] = bounds[piece.first : last + 1].diff()
-                flat.append((piece.row, sample_ids[bounds[piece.first] : bounds[last]]))
-        parts = [part for _, part in sorted(flat, key=lambda pair: pair[0])]
-        joined = torch.cat(parts) if parts else counts[:0]
-        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            flat.append(sample_ids[bounds[0] : bounds[-1]] if len(bounds) else sample_ids[:0])
+        count, own = torch.cat(counts), self._token[self._rows]
+        here = torch.zeros_like(count, dtype=torch.bool).index_fill_(0, own, True)
+        joined = torch.cat(flat)[here.repeat_interleave(count.clamp(min=0))]
+        of_row = torch.full_like(self._token, -1).index_copy_(0, self._rows, count[own])
+        bounds = torch.cat([of_row.new_zeros(1), of_row.clamp(min=0).cumsum(0)])
+        recorded = of_row >= 0
+        everywhere = bool(recorded[self._rows].all())
         return joined.to(device), bounds.to(device), recorded.to(device), everywhere
 
     def responses(self, values: Tensor) -> list[Tensor]:
         """`[T]` -> each sample's response part, zigzag under CP in either layout."""
         if not self._contiguous:
-            return [
-                torch.cat([values[:0], *(values[p.row : p.row + p.length] for p in pieces)])
-                for pieces in self.pieces()
-            ]
+            lengths = torch.tensor([response for _, response, _ in self._samples])
+            sample = torch.arange(len(lengths)).repeat_interleave(lengths)[self._token[self._rows]]
+            counts = torch.bincount(sample, minlength=len(lengths)).tolist()
+            return list(values[self._rows.to(values.device)].split(counts))
         whole = ours.context_parallel_gather(
             values, cp_group=self._cp, seq_dim=0, layout="contiguous", grad="sum"
         )
-        parts, base = [], 0
-        for total, response in self._samples:
-            part = whole[base + total - response - 1 : base + total - 1]
-            parts.append(torch.as_tensor(slice_log_prob_with_cp(part, total, response)))
-            base += total
+        parts = []
+        for start, (total, response, padded) in zip(self._starts, self._samples, strict=False):
+            part = whole[start + total - response - 1 : start + total - 1]
+            parts.append(_own_part(part, total, response, padded, self._cp))
         return parts
 
 
 # ---- context parallelism -------------------------------------------------------------------------
+#
+# qkv_format "bshd" with max_seq_len is miles': sequences padded to one length. slime packs ("thd").
 
 
-def get_logits_and_tokens_offset_with_cp(total_length: int, response_length: int) -> tuple:
-    """(chunk, chunks, logits, tokens): this CP rank's two zigzag pieces of a sequence.
+def _cp_group() -> Any:
+    return or_one_process(ours.ParallelGroups.from_megatron().cp)
 
-    Each of the last three is two half-open ranges from the start of the prompt: of the padded
-    pieces (of `chunk` tokens), of the logits in them that predict response tokens, and of these
-    tokens (one further on). A piece without any is (0, 0).
-    """
-    cp = or_one_process(ours.ParallelGroups.from_megatron().cp)
-    rank, size = cp.rank(), cp.size()
-    prompt = total_length - response_length
-    chunk = -(-total_length // (2 * size))
+
+def _padded_length(total_length: int, qkv_format: str, max_seq_len: int | None) -> int:
+    if qkv_format == "thd":
+        return total_length
+    if max_seq_len is None:
+        raise ValueError(f"max_seq_len: expected a length with qkv_format={qkv_format!r}, got None")
+    return max_seq_len
+
+
+def _offsets(total: int, response: int, padded: int, rank: int, size: int) -> tuple:
+    prompt = total - response
+    chunk = -(-padded // (2 * size))
     chunks = tuple((i * chunk, (i + 1) * chunk) for i in (rank, 2 * size - 1 - rank))
-    bounds = ((max(a, prompt - 1), min(b, total_length - 1)) for a, b in chunks)
+    bounds = ((max(a, prompt - 1), min(b, total - 1)) for a, b in chunks)
     logits = tuple((a, b) if a < b else (0, 0) for a, b in bounds)
     tokens = tuple((a + 1, b + 1) if a < b else (0, 0) for a, b in logits)
     return chunk, chunks, logits, tokens
 
 
-def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
+def get_logits_and_tokens_offset_with_cp(
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> tuple:
+    """(chunk, chunks, logits, tokens): this CP rank's two zigzag pieces of a sequence.
+
+    Each of the last three is two half-open ranges from the start of the prompt: of the padded
+    pieces (of `chunk` tokens), of the logits in them that predict response tokens, and of these
+    tokens (one further on). A piece without any is (0, 0). cp_rank and cp_size: another rank's.
+    """
+    padded = _padded_length(total_length, qkv_format, max_seq_len)
+    if cp_rank is None or cp_size is None:
+        cp_rank, cp_size = _cp_group().rank(), _cp_group().size()
+    return _offsets(total_length, response_length, padded, cp_rank, cp_size)
+
+
+def all_gather_with_cp(
+    tensor: Tensor,
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+) -> Tensor:
     """This rank's response values `[part, ...]` -> the whole response's `[response_length, ...]`.
 
     Values lie where `get_logits_and_tokens_offset_with_cp` says; the backward sums over CP.
     """
-    cp = or_one_process(ours.ParallelGroups.from_megatron().cp)
+    cp = _cp_group()
     if cp.size() == 1:
         return tensor
-    chunk, chunks, logits, _ = get_logits_and_tokens_offset_with_cp(total_length, response_length)
+    padded_length = _padded_length(total_length, qkv_format, max_seq_len)
+    chunk, chunks, logits, _ = _offsets(
+        total_length, response_length, padded_length, cp.rank(), cp.size()
+    )
     parts = tensor.split([b - a for a, b in logits])
     padded = []
     for part, (start, end), (a, b) in zip(parts, chunks, logits, strict=True):
@@ -305,24 +376,41 @@ def _zeros_like(x: Tensor, rows: int) -> Tensor:
     return x.new_zeros(rows, *x.shape[1:])
 
 
-def slice_with_cp(tokens: Tensor, pad_value: float | Callable[[Tensor, int], Tensor]) -> Tensor:
+def slice_with_cp(
+    tokens: Tensor,
+    pad_value: float | Callable[[Tensor, int], Tensor],
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+    parallel_state: Any = None,
+) -> Tensor:
     """`[s, ...]` -> this CP rank's two zigzag pieces, padded at the end first.
 
-    pad_value: a number, or a function of (tokens, how many to add).
+    pad_value: a number, or a function of (tokens, how many to add). parallel_state: miles', for its
+    `cp.rank` and `cp.size`; None: Megatron's.
     """
-    cp = or_one_process(ours.ParallelGroups.from_megatron().cp)
-    if cp.size() == 1:
-        return tokens
-    missing = -len(tokens) % (2 * cp.size())
+    length = _padded_length(len(tokens), qkv_format, max_seq_len)
+    if parallel_state is None:
+        rank, size = _cp_group().rank(), _cp_group().size()
+    else:
+        rank, size = parallel_state.cp.rank, parallel_state.cp.size
+    missing = length - len(tokens) + (-length % (2 * size) if size > 1 else 0)
     if callable(pad_value):
-        tokens = pad_value(tokens, missing)
+        if missing or size > 1:
+            tokens = pad_value(tokens, missing)
     elif missing:
         tokens = torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), pad_value)])
-    return ours.context_parallel_shard(tokens, cp_group=cp, seq_dim=0)
+    if size == 1:
+        return tokens
+    pieces = tokens.chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 
 def slice_log_prob_with_cp(
-    log_prob: list[float] | Tensor, total_length: int, response_length: int
+    log_prob: list[float] | Tensor,
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_token_len: int | None = None,
 ) -> list[float] | Tensor:
     """A whole response's values `[response_length]` -> this CP rank's part of them.
 
@@ -331,9 +419,14 @@ def slice_log_prob_with_cp(
     """
     if len(log_prob) != response_length:
         raise ValueError(f"log_prob: expected {response_length} values, got {len(log_prob)}")
-    if or_one_process(ours.ParallelGroups.from_megatron().cp).size() == 1:
-        return log_prob
-    _, _, logits, _ = get_logits_and_tokens_offset_with_cp(total_length, response_length)
-    first = total_length - response_length - 1
-    one, two = (log_prob[a - first : b - first] if b > a else log_prob[:0] for a, b in logits)
-    return one + two if isinstance(one, list) else torch.cat([one, two])  # type: ignore[operator, list-item]
+    padded = _padded_length(total_length, qkv_format, max_token_len)
+    return _own_part(log_prob, total_length, response_length, padded, _cp_group())
+
+
+def _own_part(values: Any, total: int, response: int, padded: int, cp: Any) -> Any:
+    if cp.size() == 1:
+        return values
+    _, _, logits, _ = _offsets(total, response, padded, cp.rank(), cp.size())
+    first = total - response - 1
+    one, two = (values[a - first : b - first] if b > a else values[:0] for a, b in logits)
+    return one + two if isinstance(one, list) else torch.cat([one, two])

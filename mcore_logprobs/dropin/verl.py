@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 import mcore_logprobs as ours
 from mcore_logprobs.dropin._common import (
-    Applied,
+    applied,
     no_targets,
     or_one_process,
     setting,
@@ -108,7 +108,15 @@ def vocab_parallel_log_probs_from_logits_response_rmpad(
 # ---- from hidden states --------------------------------------------------------------------------
 
 
-class LinearCrossEntropy(Applied):
+@applied
+def LinearCrossEntropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor | None = 1.0,
+    reduction: str | None = "none",
+    dist_process_group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
     """Hidden states, weight and labels -> (log-probabilities, entropy), never holding the logits.
 
     Shape: hidden `[..., h]`, weight `[V/TP, h]`, labels `[...]` of as many tokens; both results are
@@ -119,33 +127,22 @@ class LinearCrossEntropy(Applied):
     the group, as verl's callers do (`gather_from_sequence_parallel_region`); without sequence
     parallelism they do not, and `fused_output_processor` is what is right in both cases.
     """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperature: float | Tensor | None = 1.0,
-        reduction: str | None = "none",
-        dist_process_group: ProcessGroup | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        kinds: dict[str, Any] = {"none": lambda x: x, "sum": torch.sum, "mean": torch.mean}
-        kind = str(reduction).lower()
-        if kind not in kinds:
-            raise ValueError(f"reduction: expected one of {', '.join(kinds)}, got {reduction!r}")
-        group = or_one_process(dist_process_group)
-        labels = labels.reshape(-1)
-        stats = ours.linear_token_stats(
-            share_of_gradient(hidden.reshape(-1, hidden.shape[-1]), group.size()),
-            weight,
-            labels,
-            entropy=True,
-            temperature=_per_token(temperature, labels),
-            tp_group=group,
-        )
-        assert stats.entropy is not None
-        return kinds[kind](stats.logprobs), stats.entropy
+    kinds: dict[str, Any] = {"none": lambda x: x, "sum": torch.sum, "mean": torch.mean}
+    kind = str(reduction).lower()
+    if kind not in kinds:
+        raise ValueError(f"reduction: expected one of {', '.join(kinds)}, got {reduction!r}")
+    group = or_one_process(dist_process_group)
+    labels = labels.reshape(-1)
+    stats = ours.linear_token_stats(
+        share_of_gradient(hidden.reshape(-1, hidden.shape[-1]), group.size()),
+        weight,
+        labels,
+        entropy=True,
+        temperature=_per_token(temperature, labels),
+        tp_group=group,
+    )
+    assert stats.entropy is not None
+    return kinds[kind](stats.logprobs), stats.entropy
 
 
 linear_cross_entropy = LinearCrossEntropy.apply

@@ -1,17 +1,25 @@
 """The inductor backend: the reference's functions for a CPU, compiled.
 
 The logits are read from memory once, forward and backward; nothing of their size is made, so that
-`chunk_size` has no meaning here. Forward walks the vocabulary in blocks that stay in the
-first-level cache while maximum and sums are taken, and merges them as shards are merged: sums of
-2048 terms at a time also round less than the sum of a whole row.
+`chunk_size` has no meaning here. Forward takes maximum and sums of one block of columns at a time,
+which stays in the first-level cache, and gives each block's statistics as a part: sums of 2048
+terms at a time also round less than the sum of a whole row.
 
 Compiled are float32, bfloat16 and float16 logits with any temperature, scale, row stride, entropy
-and rank. What is rare (softcap, bias, label smoothing, one row, under two blocks of columns) and
-the columns past the last whole block go to the reference.
+and rank. What is rare (softcap, bias, label smoothing, several entries a row, one row, under two
+blocks of columns) and the columns past the last whole block go to the reference, and so does what
+does not compile.
 
 A kernel is a plain function of tensors and flags. Sizes stay symbolic, so that one compilation
 (about a second; a few in the first one of a process) serves every number of rows and columns, and
 inductor's cache on disk gives later processes most of it back.
+
+`INVARIANT` has the same functions where a row's bits must depend on its own numbers alone. A
+block's sums run over a static number of columns in one vectorised order, whatever the rows and
+however they are divided among threads; the gradient is elementwise. What could change the order is
+avoided: a call of one row (torch.compile makes a kernel of its own for a size of 1, which may
+divide a block among threads) runs as two, and columns past the last whole vector are copied into
+one. Nothing falls back where a kernel fails, for results of two calls would not have the same bits.
 """
 
 from __future__ import annotations
@@ -21,42 +29,31 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.reference import (
-    block_stats,
-    entries_grad,
-    gather_target,
-    row_multiplier,
-)
-from mcore_logprobs.kernels.stats import LOG_ZERO, RowSpec, merge
+from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.reference import gather_target, pair_grad, pair_stats, pair_sums
+from mcore_logprobs.kernels.stats import LOG_ZERO, StatsSpec
 
 __all__ = [
-    "BLOCK",
     "DTYPES",
+    "INVARIANT",
     "MIN_NUMEL",
-    "NotCompiled",
-    "assert_compiled",
-    "block_stats",
-    "block_values",
-    "call_compiled",
-    "compiled_gradient",
     "compiler",
-    "count_higher",
-    "entries_grad",
-    "grad_logits",
+    "grad",
     "obstacle",
-    "row_multipliers",
-    "row_stats",
-    "stats_kernel",
+    "pair_grad",
+    "pair_stats",
+    "pair_sums",
+    "stats",
 ]
 
 logger = logging.getLogger("mcore_logprobs")
@@ -69,159 +66,184 @@ MIN_NUMEL = 1 << 21
 # Columns a block: 8 KiB of float32, well within a first-level cache.
 BLOCK = 2048
 _MIN_BLOCKS = 2  # torch.compile makes a kernel of its own for a size of 1
+_MIN_INVARIANT = 512  # columns a block for which a kernel is compiled
+_VECTOR = 64
 
 
-def row_stats(
-    logits: Tensor,
+def stats(
+    chunk: Chunk,
     target: Tensor,
-    spec: RowSpec,
+    spec: StatsSpec,
     *,
-    bias: Tensor | None = None,
     threshold: Tensor | None = None,
-    temperature: Tensor | None = None,
+    block: int | None = None,
     chunk_size: int,
 ) -> Tensor:
-    """As `reference.row_stats`."""
-    blocks = spec.valid // BLOCK
-    if blocks >= _MIN_BLOCKS and _is_common(logits, spec, bias):
+    """As `reference.stats`.
+
+    Raises:
+        RuntimeError: torch.compile failed, or is switched off here, and `block` is given.
+    """
+    size = BLOCK if block is None else block
+    count, rows = chunk.valid // size, chunk.logits.shape[0]
+    if block is None:
+        common = rows > 1 and count >= _MIN_BLOCKS and chunk.logits.stride(-1) == 1
+    else:
+        common = rows > 0 and count > 0 and block >= _MIN_INVARIANT
+    if common and not spec.smoothing and _is_common(chunk):
+        call = call_compiled if block is None else _call_or_raise
         try:
-            return _row_stats(logits, target, spec, threshold, temperature, chunk_size)
+            return _stats(chunk, target, spec, threshold, size, chunk_size, call)
         except NotCompiled:
             pass
-    return reference.row_stats(
-        logits,
-        target,
-        spec,
-        bias=bias,
-        threshold=threshold,
-        temperature=temperature,
-        chunk_size=chunk_size,
+    return reference.stats(
+        chunk, target, spec, threshold=threshold, block=block, chunk_size=chunk_size
     )
 
 
-def count_higher(
-    logits: Tensor, target: Tensor, threshold: Tensor, *, valid: int, chunk_size: int
-) -> Tensor:
-    """As `reference.count_higher`."""
-    whole = valid - valid % BLOCK
-    if whole >= _MIN_BLOCKS * BLOCK and _is_common(logits, None, None):
-        limit = threshold.to(logits.dtype)
-        try:
-            higher = call_compiled(_count_kernel, logits[:, :whole], limit).sum(-1).long()
-        except NotCompiled:
-            pass
-        else:
-            higher -= (gather_target(logits, target, -torch.inf) > limit).long()
-            if whole < valid:
-                higher += (logits[:, whole:valid] > limit.unsqueeze(-1)).sum(-1)
-            return higher
-    return reference.count_higher(logits, target, threshold, valid=valid, chunk_size=chunk_size)
-
-
-def grad_logits(
-    logits: Tensor,
-    target: Tensor,
-    shift: Tensor,
-    coef: Tensor,
-    spec: RowSpec,
+def grad(
+    chunk: Chunk,
+    columns: Tensor,
+    upstream: Tensor,
+    shift: Tensor | None,
+    coef: Tensor | None,
+    spec: StatsSpec,
     *,
-    bias: Tensor | None = None,
-    temperature: Tensor | None = None,
     out: Tensor,
     chunk_size: int,
 ) -> None:
-    """As `reference.grad_logits`."""
-    if spec.valid >= _MIN_BLOCKS * BLOCK and _is_common(logits, spec, bias):
+    """As `reference.grad`."""
+    if (
+        _is_of_one_target(chunk, columns, coef, spec)
+        and chunk.logits.shape[0] > 1
+        and chunk.valid >= _MIN_BLOCKS * BLOCK
+        and chunk.logits.stride(-1) == out.stride(-1) == 1
+    ):
         try:
-            compiled_gradient(
-                logits, target, shift, coef, spec, temperature, out, call=call_compiled
-            )
+            _grad(chunk, columns, upstream, shift, coef, spec, out, call_compiled)
             return
         except NotCompiled:
             pass
-    reference.grad_logits(
-        logits,
-        target,
-        shift,
-        coef,
-        spec,
-        bias=bias,
-        temperature=temperature,
-        out=out,
-        chunk_size=chunk_size,
-    )
+    reference.grad(chunk, columns, upstream, shift, coef, spec, out=out, chunk_size=chunk_size)
 
 
-def _is_common(logits: Tensor, spec: RowSpec | None, bias: Tensor | None) -> bool:
-    return (
-        logits.shape[0] > 1
-        and logits.dtype in DTYPES
-        and logits.stride(-1) == 1
-        and bias is None
-        and (spec is None or (spec.softcap is None and not spec.smoothing))
-    )
-
-
-def _row_stats(
-    logits: Tensor,
-    target: Tensor,
-    spec: RowSpec,
-    threshold: Tensor | None,
-    temperature: Tensor | None,
+def _invariant_grad(
+    chunk: Chunk,
+    columns: Tensor,
+    upstream: Tensor,
+    shift: Tensor | None,
+    coef: Tensor | None,
+    spec: StatsSpec,
+    *,
+    out: Tensor,
     chunk_size: int,
-) -> Tensor:
-    whole = spec.valid - spec.valid % BLOCK
-    multiplier = row_multipliers(logits, spec, temperature)
-    head = logits[:, :whole]
-    block_stats = call_compiled(stats_kernel, head, multiplier, spec.entropy, spec.sum_pi_squared)
-    count = whole // BLOCK
-    parts = logits.new_zeros(
-        count + (whole < spec.valid), len(spec.fields), logits.shape[0], dtype=torch.float32
+) -> None:
+    """As `reference.grad`; a row's bits depend on its own numbers alone.
+
+    Raises:
+        RuntimeError: torch.compile failed, or is switched off here.
+    """
+    if not _is_of_one_target(chunk, columns, coef, spec):
+        reference.grad(chunk, columns, upstream, shift, coef, spec, out=out, chunk_size=chunk_size)
+        return
+    rows, valid = chunk.logits.shape[0], chunk.valid
+    whole = valid - valid % _VECTOR
+    given = columns, upstream, shift, coef, spec
+    strided = chunk.logits.stride(-1) != 1 or out.stride(-1) != 1
+    head, tail = slice(0, whole), slice(whole, valid)
+    if rows and whole and (strided or rows == 1):
+        for part in row_chunks(rows, chunk_size):
+            _grad_of_copy(chunk, head, part, *given, out)
+    elif rows and whole:
+        own = torch.where(columns < whole, columns, -1)
+        _grad(chunk.columns(head), own, *given[1:], out[:, head], _call_or_raise)
+    if rows and whole < valid:
+        _grad_of_copy(chunk, tail, slice(0, rows), *given, out)
+    out[:, valid:] = 0
+
+
+# The backend's functions where bits must depend on nothing else.
+INVARIANT = SimpleNamespace(
+    stats=stats,
+    grad=_invariant_grad,
+    pair_stats=pair_stats,
+    pair_sums=pair_sums,
+    pair_grad=pair_grad,
+)
+
+
+def _is_common(chunk: Chunk) -> bool:
+    # A fake tensor has no bits, and nothing to compile for.
+    return (
+        chunk.logits.dtype in DTYPES
+        and chunk.softcap is None
+        and chunk.bias is None
+        and not isinstance(chunk.logits, FakeTensor)
     )
-    head_parts = parts[:count]
+
+
+def _is_of_one_target(chunk: Chunk, columns: Tensor, coef: Tensor | None, spec: StatsSpec) -> bool:
+    return _is_common(chunk) and coef is not None and columns.shape[1] == 1 and not spec.smoothing
+
+
+def _stats(
+    chunk: Chunk,
+    target: Tensor,
+    spec: StatsSpec,
+    threshold: Tensor | None,
+    block: int,
+    chunk_size: int,
+    call: Callable[..., Any],
+) -> Tensor:
+    rows, count = chunk.logits.shape[0], chunk.valid // block
+    whole = count * block
+    raw = chunk.logits if chunk.logits.stride(-1) == 1 else chunk.logits.contiguous()
+    head, multiplier = raw[:, :whole], _multipliers(chunk)
     head_target = torch.where(target < whole, target, -1)
-    for name, values in block_stats.items():
-        head_parts[:, spec.position(name)] = values.t()
-    own = gather_target(head, head_target, 0.0).float() * multiplier
-    parts[0, spec.position("target")] = own
+    given = _two_rows(head), _two_rows(multiplier)
+    found = call(_stats_kernel(block), *given, spec.entropy, spec.sum_pi_squared)
+    parts = raw.new_zeros(
+        (count + (whole < chunk.valid), len(spec.fields), rows), dtype=torch.float32
+    )
+    part = spec.named(parts[:count], dim=1)
+    for name, values in found.items():
+        part[name].copy_(values[:rows].t())
+    part["target"][0] = gather_target(head, head_target, 0.0).float() * multiplier
     if spec.rank:
         assert threshold is not None
-        limit = threshold.to(logits.dtype)
-        higher = spec.position("higher")
-        head_parts[:, higher] = call_compiled(_count_kernel, head, limit).t()
-        parts[0, higher] -= (gather_target(head, head_target, -torch.inf) > limit).float()
-    if whole < spec.valid:
-        parts[-1] = reference.row_stats(
-            logits[:, whole : spec.valid],
+        limit = threshold.to(raw.dtype)
+        higher = call(_count_kernel(block), given[0], _two_rows(limit))
+        part["higher"].copy_(higher[:rows].t())
+        part["higher"][0] -= (gather_target(head, head_target, -torch.inf) > limit).float()
+    if whole < chunk.valid:
+        (parts[-1],) = reference.stats(
+            chunk.columns(slice(whole, chunk.valid)),
             torch.where(target >= whole, target - whole, -1),
-            replace(spec, valid=spec.valid - whole),
+            spec,
             threshold=threshold,
-            temperature=temperature,
+            block=block,
             chunk_size=chunk_size,
         )
-    return merge(parts, spec)
+    return parts
 
 
-def compiled_gradient(
-    logits: Tensor,
-    target: Tensor,
-    shift: Tensor,
-    coef: Tensor,
-    spec: RowSpec,
-    temperature: Tensor | None,
+def _grad(
+    chunk: Chunk,
+    columns: Tensor,
+    upstream: Tensor,
+    shift: Tensor | None,
+    coef: Tensor | None,
+    spec: StatsSpec,
     out: Tensor,
-    *,
     call: Callable[..., Any],
 ) -> None:
-    """`grad_logits` of at least two rows without bias, softcap or label smoothing.
-
-    Args:
-        call: `call_compiled`, or what stands around it.
-    """
-    multiplier = row_multipliers(logits, spec, temperature)
-    scaled = (coef * multiplier).unbind(0)
-    row = dict(zip(spec.coefficients, scaled, strict=True))
-    alive = (coef != 0).any(0)
+    """`grad` of at least two rows of one target each, without bias, softcap or label smoothing."""
+    assert shift is not None
+    assert coef is not None
+    (target,), (given,) = columns.unbind(1), upstream.unbind(1)
+    logits, multiplier = chunk.logits, _multipliers(chunk)
+    row = spec.named_coefficients(coef * multiplier)
+    asked = (coef != 0).any(0) | (given != 0)
     # The target's entry is computed apart, from the logit before anything is written over it, and
     # rounded once: near p = 1 it is the difference of two nearly equal numbers.
     column = target.clamp(min=0)
@@ -234,76 +256,120 @@ def compiled_gradient(
         factor = factor + row["moment"] * shifted
     if spec.sum_pi_squared:
         factor = factor + row["squares"] * own
-    own = own * factor
-    own = torch.where(alive, own + row["target"], 0.0).to(out.dtype)
+    own = torch.where(asked, own * factor + given * multiplier, 0.0).to(out.dtype)
 
-    source, result = logits[:, : spec.valid], out[:, : spec.valid]
+    source, result = logits[:, : chunk.valid], out[:, : chunk.valid]
     # A coefficient that is not there is not read: any other stands in its place.
-    squares = row.get("squares", row["weight"])
-    coefficients = (row["weight"], row["moment"], squares)
-    flags = (spec.entropy, spec.sum_pi_squared)
-    factors = (multiplier, shift, *coefficients, alive, *flags)
+    coefficients = [row.get(name, row["weight"]) for name in ("weight", "moment", "squares")]
+    factors = multiplier, shift, *coefficients, asked, spec.entropy, spec.sum_pi_squared
     if _same_memory(source, result):
         call(_grad_inplace_kernel, result, *factors)
     elif source.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
         raise NotCompiled("the gradient's layout differs from the logits' in the same memory")
     else:
         call(_grad_kernel, source, result, *factors)
-    out[:, spec.valid :] = 0
+    out[:, chunk.valid :] = 0
     # Where the target is elsewhere the kernel's own value stays: an eager exp may round otherwise.
     out[rows, column] = torch.where(target >= 0, own, out[rows, column])
+
+
+def _grad_of_copy(
+    chunk: Chunk,
+    columns: slice,
+    rows: slice,
+    entries: Tensor,
+    upstream: Tensor,
+    shift: Tensor | None,
+    coef: Tensor | None,
+    spec: StatsSpec,
+    out: Tensor,
+) -> None:
+    """The gradient of some rows and columns, by a copy of at least two rows of whole vectors."""
+    assert shift is not None
+    assert coef is not None
+    some = chunk.rows(rows).columns(columns)
+    count, width = some.logits.shape
+    copy = some.logits.new_zeros((max(2, count), -(-width // _VECTOR) * _VECTOR))
+    copy[:count, :width] = some.logits
+    written = torch.empty_like(copy, dtype=out.dtype)
+    local = entries[rows] - columns.start
+    local = torch.where((local >= 0) & (local < width), local, -1)
+    temperature = some.temperature
+    _grad(
+        Chunk(
+            copy,
+            copy.shape[1],
+            logit_scale=some.logit_scale,
+            temperature=_two_rows(temperature) if isinstance(temperature, Tensor) else temperature,
+        ),
+        _two_rows(local),
+        _two_rows(upstream[rows]),
+        _two_rows(shift[rows]),
+        _two_rows(coef[:, rows].t()).t(),
+        spec,
+        written,
+        _call_or_raise,
+    )
+    out[rows, columns] = written[:count, :width]
+
+
+def _two_rows(per_row: Tensor) -> Tensor:
+    """Itself, or its only row twice."""
+    return per_row if per_row.shape[0] > 1 else torch.cat([per_row, per_row])
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
-def row_multipliers(logits: Tensor, spec: RowSpec, temperature: Tensor | None) -> Tensor:
+def _multipliers(chunk: Chunk) -> Tensor:
     """z / y of each row, `[n]`: a tensor, for torch.compile would make a kernel for each float."""
-    if temperature is None:
-        return torch.full(
-            (logits.shape[0],), spec.multiplier, dtype=torch.float32, device=logits.device
-        )
-    return row_multiplier(spec, temperature).float()
+    multiplier, shape = chunk.multiplier, chunk.logits.shape[:1]
+    if isinstance(multiplier, Tensor):
+        return multiplier.float()
+    return torch.full(shape, multiplier, dtype=torch.float32, device=chunk.logits.device)
 
 
 # ---- kernels: what torch.compile sees -----------------------------------------------------------
 
 
-def stats_kernel(
-    logits: Tensor, multiplier: Tensor, entropy: bool, squares: bool
-) -> dict[str, Tensor]:
-    """`[n, blocks * BLOCK]` -> each block's statistics by name, `[n, blocks]`."""
-    assert_compiled()
-    blocks = logits.unflatten(1, (logits.shape[1] // BLOCK, BLOCK))
-    return block_values(blocks, multiplier, entropy, squares)
+@cache
+def _stats_kernel(block: int) -> Callable[..., Any]:
+    """`[n, blocks * block]` -> each block's statistics by name, `[n, blocks]`; block is static."""
+
+    def stats_kernel(
+        logits: Tensor, multiplier: Tensor, entropy: bool, squares: bool
+    ) -> dict[str, Tensor]:
+        assert_compiled()
+        blocks = logits.unflatten(1, (logits.shape[1] // block, block))
+        z = blocks.float() * multiplier[:, None, None]
+        block_max = z.amax(-1)
+        # Apart: stacked, the maximum's loop and the sum's would not be fused.
+        shifted = z - torch.where(block_max == -torch.inf, 0.0, block_max).unsqueeze(-1)
+        if entropy:
+            shifted = shifted.clamp(min=LOG_ZERO)
+        weight = shifted.exp()
+        found = {"max": block_max, "sum": weight.sum(-1)}
+        if entropy:
+            found["entropy"] = (weight * shifted).sum(-1)
+        if squares:
+            found["squares"] = (weight * weight).sum(-1)
+        return found
+
+    return stats_kernel
 
 
-def block_values(
-    logits: Tensor, multiplier: Tensor, entropy: bool, squares: bool
-) -> dict[str, Tensor]:
-    """Part of a kernel: `[n, blocks, block]` -> each block's statistics by name, `[n, blocks]`."""
-    z = logits.float() * multiplier[:, None, None]
-    top = z.amax(-1)
-    # Apart: stacked, the maximum's loop and the sum's would not be fused.
-    shifted = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)
-    if entropy:
-        shifted = shifted.clamp(min=LOG_ZERO)
-    weight = shifted.exp()
-    found = {"max": top, "sum": weight.sum(-1)}
-    if entropy:
-        found["entropy"] = (weight * shifted).sum(-1)
-    if squares:
-        found["squares"] = (weight * weight).sum(-1)
-    return found
+@cache
+def _count_kernel(block: int) -> Callable[..., Any]:
+    """`[n, blocks * block]`, `[n]` -> how many of each block are higher, `[n, blocks]` float32."""
 
+    def count_kernel(logits: Tensor, limit: Tensor) -> Tensor:
+        assert_compiled()
+        blocks = logits.unflatten(1, (logits.shape[1] // block, block))
+        # float32 holds every count of a block, and is summed faster than int64.
+        return torch.where(blocks > limit[:, None, None], 1.0, 0.0).sum(-1)
 
-def _count_kernel(logits: Tensor, limit: Tensor) -> Tensor:
-    """`[n, blocks * BLOCK]`, `[n]` -> how many of each block are higher, `[n, blocks]` float32."""
-    assert_compiled()
-    blocks = logits.unflatten(1, (logits.shape[1] // BLOCK, BLOCK))
-    # float32 holds every count of a block, and is summed faster than int64.
-    return torch.where(blocks > limit[:, None, None], 1.0, 0.0).sum(-1)
+    return count_kernel
 
 
 def _grad_values(
@@ -313,7 +379,7 @@ def _grad_values(
     weight: Tensor,
     moment: Tensor,
     squares: Tensor,
-    alive: Tensor,
+    asked: Tensor,
     with_entropy: bool,
     with_squares: bool,
 ) -> Tensor:
@@ -325,64 +391,19 @@ def _grad_values(
     w = shifted.exp()
     if with_squares:
         factor = factor + squares[:, None] * w
-    return torch.where(alive[:, None], w * factor, 0.0)
+    return torch.where(asked[:, None], w * factor, 0.0)
 
 
-def _grad_kernel(
-    logits: Tensor,
-    out: Tensor,
-    multiplier: Tensor,
-    shift: Tensor,
-    weight: Tensor,
-    moment: Tensor,
-    squares: Tensor,
-    alive: Tensor,
-    with_entropy: bool,
-    with_squares: bool,
-) -> None:
+def _grad_kernel(logits: Tensor, out: Tensor, *factors: Any) -> None:
     """`[n, v]` -> the gradient without the target's own term, into out `[n, v]`."""
     assert_compiled()
-    out.copy_(
-        _grad_values(
-            logits,
-            multiplier,
-            shift,
-            weight,
-            moment,
-            squares,
-            alive,
-            with_entropy,
-            with_squares,
-        )
-    )
+    out.copy_(_grad_values(logits, *factors))
 
 
-def _grad_inplace_kernel(
-    logits: Tensor,
-    multiplier: Tensor,
-    shift: Tensor,
-    weight: Tensor,
-    moment: Tensor,
-    squares: Tensor,
-    alive: Tensor,
-    with_entropy: bool,
-    with_squares: bool,
-) -> None:
+def _grad_inplace_kernel(logits: Tensor, *factors: Any) -> None:
     """As `_grad_kernel`, over the logits."""
     assert_compiled()
-    logits.copy_(
-        _grad_values(
-            logits,
-            multiplier,
-            shift,
-            weight,
-            moment,
-            squares,
-            alive,
-            with_entropy,
-            with_squares,
-        )
-    )
+    logits.copy_(_grad_values(logits, *factors))
 
 
 # ---- compilation: when, once, and what to do where it fails ------------------------------------
@@ -400,6 +421,21 @@ def assert_compiled() -> None:
     """
     if not torch.compiler.is_dynamo_compiling():
         raise NotCompiled("torch.compile is switched off")
+
+
+def _call_or_raise(function: Callable[..., Any], *args: Tensor | bool) -> Any:
+    """As `call_compiled`, also within a mode that counts or logs: it must not change the bits.
+
+    Raises:
+        RuntimeError: compilation failed, or torch.compile is switched off.
+    """
+    try:
+        with _disable_current_modes():
+            return call_compiled(function, *args)
+    except NotCompiled as failure:
+        raise RuntimeError(
+            f"invariant_segments: {failure}; backend='torch' gives such results without a compiler"
+        ) from failure
 
 
 _lock = threading.RLock()

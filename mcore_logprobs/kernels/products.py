@@ -19,9 +19,9 @@ from torch import Tensor
 __all__ = [
     "add_product",
     "aligned",
-    "fixed_product",
-    "operand",
-    "operand_dtype",
+    "batch_invariant_matmul",
+    "matmul_dtype",
+    "matmul_input",
     "product",
     "rounded_product",
 ]
@@ -33,9 +33,7 @@ _ALIGNMENT = 64  # bytes; as torch allocates
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def operand_dtype(
-    dtype: torch.dtype, device: torch.device, *, rounded: bool = False
-) -> torch.dtype:
+def matmul_dtype(dtype: torch.dtype, device: torch.device, *, rounded: bool = False) -> torch.dtype:
     """The dtype in which operands of this dtype are multiplied on this device.
 
     Args:
@@ -62,9 +60,9 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-def operand(x: Tensor, *, rounded: bool = False) -> Tensor:
-    """x in its `operand_dtype`; x itself where it has it already."""
-    return x.to(operand_dtype(x.dtype, x.device, rounded=rounded))
+def matmul_input(x: Tensor, *, rounded: bool = False) -> Tensor:
+    """x in its `matmul_dtype`; x itself where it has it already."""
+    return x.to(matmul_dtype(x.dtype, x.device, rounded=rounded))
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rounded: bool = False) -> Tensor:
@@ -120,7 +118,7 @@ def _whole_sums(dtype: torch.dtype) -> Iterator[None]:
         setattr(flags, name, before if splits is None else (before, splits))
 
 
-def fixed_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+def batch_invariant_matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """`out = a @ b`, such that a row's bits do not depend on the other rows or how many there are.
 
     All products have the same number of rows, the last one filled up with zeros, and operands that

@@ -3,37 +3,31 @@
 The padded vocabulary is cut into equal segments, each of which lies on one rank whatever the
 tensor-parallel size, and a segment into blocks of one fixed width:
 
-    block      `Backend.block_stats`: a row's bits depend on that row's numbers alone
+    block      `Backend.stats(block=)`: a row's bits depend on that row's numbers alone
     segment    its blocks, merged
     row        the segments of all ranks, merged the same way after one all-gather
 
-In torch a merge is a chain of additions in vocabulary order (`kernels.stats.merge(ordered=True)`),
-since the order in which `torch.sum` adds depends on how many there are and how they lie in memory.
-A backend with `OneLaunch` computes all segments at once and adds in one fixed tree: how it splits a
-row follows from the segments' width alone, never from how many rows there are.
+A merge is a chain of additions in vocabulary order (`kernels.stats.merge(ordered=True)`), since the
+order in which `torch.sum` adds depends on how many there are and how they lie in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.stats import RowSpec, merge, no_columns
-
-if TYPE_CHECKING:
-    from mcore_logprobs.kernels.backend import Backend
+from mcore_logprobs.kernels.backend import Backend
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.stats import StatsSpec, merge, no_columns
 
 __all__ = ["BLOCK", "Segments", "segment_stats"]
 
 # Columns a block at most: 8 KiB of float32, well within a first-level cache.
 BLOCK = 2048
 _MIN_BLOCK = 512
-_VECTOR = 64
 
 
 @dataclass(frozen=True)
@@ -71,11 +65,14 @@ class Segments:
     def block(self, device_type: str) -> int:
         """Columns a block; the last one of a segment is filled up with -inf if it is not whole.
 
-        On a CPU the largest divisor of the width between 512 and 2048, so that all are whole, or
-        2048 where there is none; a narrow segment is one block. Elsewhere 2048, or a narrow
-        segment rounded up to whole vectors: kernels there want powers of two.
+        A narrow segment is one block. On a CPU the largest divisor of the width between 512 and
+        2048, so that all are whole, or 2048 where there is none. Elsewhere 2048, for kernels there
+        read whole powers of two.
         """
-        return _block(self.width, device_type == "cpu")
+        if self.width <= BLOCK or device_type != "cpu":
+            return min(self.width, BLOCK)
+        sizes = range(BLOCK, _MIN_BLOCK - 1, -1)
+        return next((size for size in sizes if self.width % size == 0), BLOCK)
 
     def columns(self, valid: int, most: int | None = None) -> Iterator[slice]:
         """This rank's true columns, `most` at a time, counted from each segment's start.
@@ -91,60 +88,39 @@ class Segments:
                 yield slice(at, min(at + most, stop))
 
 
-@cache
-def _block(width: int, divides: bool) -> int:
-    if not divides:
-        return min(BLOCK, -(-width // _VECTOR) * _VECTOR)
-    if width <= BLOCK:
-        return width
-    return next((size for size in range(BLOCK, _MIN_BLOCK - 1, -1) if width % size == 0), BLOCK)
-
-
 def segment_stats(
     backend: Backend,
-    logits: Tensor,
+    chunk: Chunk,
     target: Tensor,
-    spec: RowSpec,
+    spec: StatsSpec,
     segments: Segments,
     *,
-    bias: Tensor | None = None,
     threshold: Tensor | None = None,
-    temperature: Tensor | None = None,
     chunk_size: int,
 ) -> Tensor:
     """The row statistics of each of this rank's segments, `[local, k, n]`.
 
-    Arguments as in `kernels.reference.row_stats`; `logits` are all of this rank's columns.
+    Arguments as in `kernels.reference.stats`; the chunk's columns are all of this rank's.
     """
-    from mcore_logprobs.kernels.backend import one_launch  # which imports this module
-
-    native = one_launch(backend)
-    if native is not None:
-        return native.segment_stats(
-            logits, target, spec, segments,
-            bias=bias, threshold=threshold, temperature=temperature,
-        )  # fmt: skip
-    rows, block = logits.shape[0], segments.block(logits.device.type)
+    rows, block = chunk.logits.shape[0], segments.block(chunk.logits.device.type)
     count = -(-segments.width // block)
     # [local, blocks, k, n]; blocks that are masked add nothing.
-    stats = no_columns(spec, rows, like=logits).repeat(segments.local, count, 1, 1)
+    stats = no_columns(spec, rows, like=chunk.logits).repeat(segments.local, count, 1, 1)
     if segments.width % block == 0:  # one call: no block reaches into the next segment
-        parts = [slice(0, spec.valid)]
+        parts = [slice(0, segments.local * segments.width)]
         places = [stats.flatten(0, 1)]
     else:
-        parts = list(segments.columns(spec.valid))
+        parts = list(segments.columns(chunk.valid))
         places = list(stats)
     for columns, place in zip(parts, places, strict=True):
-        width = columns.stop - columns.start
+        some = chunk.columns(columns)
         own = target - columns.start
-        blocks = backend.block_stats(
-            logits[:, columns],
-            torch.where((own >= 0) & (own < width), own, -1),
-            replace(spec, valid=width),
-            block=block,
-            bias=None if bias is None else bias[columns],
+        blocks = backend.stats(
+            some,
+            torch.where((own >= 0) & (own < some.valid), own, -1),
+            spec,
             threshold=threshold,
-            temperature=temperature,
+            block=block,
             chunk_size=chunk_size * len(parts),  # as many numbers, of narrower rows
         )
         place[: blocks.shape[0]] = blocks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.fused.loss_function import check_denominator
+from mcore_logprobs.ops.loss_function import check_denominator
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class PolicyLoss(PerToken):
 
 @dataclass(frozen=True)
 class Call:
-    """What the `with` blocks of a `PatchHandle` that are open ask of a call.
+    """What the open `with` blocks of a `PatchHandle` ask of a call.
 
     Attributes:
         config: the patch's settings, as `PatchHandle.options` has changed them.
@@ -89,17 +90,54 @@ class Call:
     temperature: Tensor | None = None
 
 
-@dataclass(frozen=True)
+class OpenBlocks:
+    """The `with` blocks that are open on a patched head, in the order in which they were entered.
+
+    Each takes its own change back when it ends, whichever ends first. A copy has none open: the
+    block around a `copy.deepcopy` of the model never ends for the copy.
+    """
+
+    def __init__(self, config: LogprobConfig) -> None:
+        self._config = config
+        self._changes: list[Callable[[Call], Call]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenBlocks, (self._config,)
+
+    @property
+    def call(self) -> Call:
+        """The patch's settings with every open block's change, the innermost block's last.
+
+        Raises:
+            ValueError: changes that do not go together once a block between them has ended.
+        """
+        call = Call(self._config)
+        for change in self._changes:
+            call = change(call)
+        return call
+
+    @contextlib.contextmanager
+    def open(self, change: Callable[[Call], Call]) -> Iterator[None]:
+        self._changes.append(change)
+        try:
+            yield
+        finally:
+            self._changes.remove(change)
+
+
+@dataclass
 class Running:
     """A forward pass of the model that is under way.
 
     Attributes:
         labels: what it was given, or NOT_TOLD where the model's method does not say.
         loss_mask: the same.
+        reached: whether the patched loss was called with these labels.
     """
 
     labels: Any
     loss_mask: Any
+    reached: bool = False
 
 
 NOT_TOLD: Any = object()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.kernels.products import product
 from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
 from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
 
@@ -20,8 +21,16 @@ _INSIDE = "_mcore_logprobs_inside"
 _BEST_ELEMENTS = 1 << 23  # logits at a time when only the largest are wanted
 
 
+class Operands(NamedTuple):
+    """What the layer multiplies: hidden `[s, b, h]`, weight `[V/TP, h]`, a LoRA's (A, B, scale)."""
+
+    hidden: Tensor
+    weight: Tensor
+    lora: tuple[Tensor, Tensor, float] | None
+
+
 class DeferredLogits:
-    """Stands for `hidden @ weight.T`, which nobody has computed yet.
+    """Stands for `hidden @ weight.T`, not computed yet.
 
     The patched loss reads the fields and never forms the logits. Everything else (a method or
     attribute of a tensor, an operator, a torch function, indexing, pickling) gets the real logits
@@ -33,6 +42,7 @@ class DeferredLogits:
         hidden: [s, b, h], or [s/TP, b, h] where `sequence_parallel`.
         weight: [V/TP, h]; bias: [V/TP] or None. For shapes; compute with it in `with_head`.
         lora: an adapter around the layer, whose part is added to the product; or None.
+        output_dtype: what the layer rounds its product to; None: the dtype of what it multiplies.
         scale: number that the product is multiplied by (MuP).
         sequence_parallel: whether hidden is split over the TP ranks along the sequence, and
         tp_group: over which.
@@ -48,6 +58,7 @@ class DeferredLogits:
         compute: Callable[[], Tensor],
         tp_group: Any = None,
         lora: HeadLoRA | None = None,
+        output_dtype: torch.dtype | None = None,
         scale: float = 1.0,
         finish: Callable[[Tensor], Tensor] = lambda logits: logits,
         call_head: Callable[[HeadCall], Any] | None = None,
@@ -57,6 +68,7 @@ class DeferredLogits:
         self.weight = weight
         self.bias = bias
         self.lora = lora
+        self.output_dtype = output_dtype
         self.scale = scale
         self.sequence_parallel = sequence_parallel
         self.tp_group = tp_group
@@ -79,6 +91,20 @@ class DeferredLogits:
             return fn(self.hidden, self.weight)
         return self._call_head(fn)
 
+    def operands(self, hidden: Tensor, weight: Tensor) -> Operands:
+        """What is multiplied, from the arguments of a function in `with_head`.
+
+        Under autocast all of it is cast, as autocast casts a product's operands. Collectives: with
+        a LoRA one all-gather of `[r/TP, h]` over TP.
+        """
+        head = Operands(hidden, weight, None if self.lora is None else self.lora.whole())
+        device = hidden.device.type
+        if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+            return head
+        dtype = torch.get_autocast_dtype(device)
+        lora = head.lora and (head.lora[0].to(dtype), head.lora[1].to(dtype), head.lora[2])
+        return Operands(hidden.to(dtype), weight.to(dtype), lora)
+
     def materialize(self) -> Tensor:
         """The real logits [s, b, V/TP]; computed at the first call and kept with the handle.
 
@@ -99,7 +125,7 @@ class DeferredLogits:
 
         Raises:
             RuntimeError: gradients are on, and logits computed without them were changed in place:
-                the change cannot be had with a gradient.
+                the loss's gradient cannot follow.
         """
         grad = torch.is_grad_enabled()
         chain = [self] if self._unscaled is None else [self, self._unscaled]
@@ -140,6 +166,7 @@ class DeferredLogits:
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
             lora=self.lora,
+            output_dtype=self.output_dtype,
             compute=lambda: apply(self.materialize()),
             scale=self.scale * factor,
             finish=lambda logits: apply(self._finish(logits)),
@@ -191,20 +218,31 @@ class DeferredLogits:
         return self._largest
 
     def _best(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        head = self.operands(hidden, weight)
         if self.sequence_parallel:
-            hidden = all_gather_dim0(hidden, self.tp_group)
-        values = hidden.new_empty(self.shape[:-1])
-        indices = torch.empty_like(values, dtype=torch.int64)
-        lora = None if self.lora is None else self.lora.whole()
+            head = head._replace(hidden=all_gather_dim0(head.hidden, self.tp_group))
         rows = max(1, _BEST_ELEMENTS // (self.shape[1:].numel()))
-        for start in range(0, self.shape[0], rows):
-            some = slice(start, start + rows)
-            logits = nn.functional.linear(hidden[some], weight, self.bias)
-            if lora is not None:
-                inner = nn.functional.linear(hidden[some], lora[0]) * lora[2]
-                logits += nn.functional.linear(inner, lora[1])
-            values[some], indices[some] = self._finish(logits).max(dim=-1)
-        return values, indices
+        tiles = (head._replace(hidden=tile) for tile in head.hidden.split(rows))
+        best = [self._finish(self._logits(tile)).max(dim=-1) for tile in tiles]
+        values, indices = zip(*best, strict=True)
+        return torch.cat(values), torch.cat(indices)
+
+    def _logits(self, head: Operands) -> Tensor:
+        """The layer's output, `[rows, b, V/TP]`, in the dtype that it has there."""
+        hidden, weight, dtype = head.hidden, head.weight.t(), self.output_dtype
+        if dtype is None or dtype == hidden.dtype:
+            logits = hidden @ weight
+            logits = logits if self.bias is None else logits + self.bias
+        else:  # in one product, rounded once
+            shape = (*hidden.shape[:-1], weight.shape[1])
+            wide = torch.promote_types(torch.promote_types(hidden.dtype, dtype), torch.float32)
+            logits = hidden.new_empty(shape, dtype=wide)
+            product(hidden.flatten(0, -2), weight, logits.flatten(0, -2))
+            logits = (logits if self.bias is None else logits + self.bias).to(dtype)
+        if head.lora is None:
+            return logits
+        a, b, scale = head.lora
+        return logits + (hidden @ a.t() * scale) @ b.t()
 
     def __repr__(self) -> str:
         return (
@@ -301,6 +339,7 @@ class DeferringHead:
             weight=whose,
             bias=None if base.skip_bias_add else base.bias,
             lora=head_lora(layer),
+            output_dtype=getattr(base, "output_dtype", None),
             sequence_parallel=sequence_parallel,
             tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
             compute=lambda: handle.with_head(real),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,17 +12,17 @@ from torch.utils import _pytree as pytree
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.fused.loss_function import open_denominator, sum_of_losses
-from mcore_logprobs.fused.map import flat_results, linear_map
-from mcore_logprobs.fused.policy_loss import linear_policy_loss
-from mcore_logprobs.fused.sampling import linear_filtered_stats
-from mcore_logprobs.fused.token_stats import linear_token_stats
 from mcore_logprobs.groups import group_rank, group_size
-from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
-from mcore_logprobs.logits.token_stats import TokenStats, vocab_parallel_token_stats
-from mcore_logprobs.megatron.calls import Call, PerToken, PolicyLoss
+from mcore_logprobs.megatron.calls import Call
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
+from mcore_logprobs.ops.head import head_logits
+from mcore_logprobs.ops.linear_map import map_logits
+from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.sampling import filtered_stats
+from mcore_logprobs.ops.source import given_logits
+from mcore_logprobs.ops.token_stats import token_stats
 
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"
 _REPLACED = (
@@ -44,9 +44,9 @@ def head_output(
 
     Inside `PatchHandle.map`, what its function gives.
 
-    A handle takes the fused path, real logits the operations on logits: for `reason`, if their
-    caller knows it. `head` is what stands in for the output layer's forward. Collectives: those of
-    the operation over TP.
+    Deferred logits are one source of logits, real ones another: for `reason`, if their caller knows
+    it. `head` is what stands in for the output layer's forward. Collectives: those of the operation
+    over TP.
 
     Raises:
         ValueError: real logits under fused="require"; those of the operations.
@@ -66,43 +66,69 @@ def head_output(
         known = logits
         reason = reason or head.reason or _REPLACED
         check_gradient(logits, head.latest)
+    options: dict[str, Any] = {
+        "tp_group": tp_group,
+        "softcap": config.softcap,
+        "chunk_size": config.chunk_size,
+    }
+    if call.mapped is None:
+        options |= {
+            "backend": config.backend,
+            "invariant_segments": config.invariant_segments,
+            "vocab_size": config.vocab_size,
+            "temperature": config.temperature
+            if call.temperature is None
+            else _sequence_first(call.temperature, labels),
+        }
     if known is not None:
         require_fused(config, reason, tp_group)
+        known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
+        found = _output(given_logits(known, **options), labels, call)
+    else:
+        assert isinstance(logits, DeferredLogits)
+        filtered = config.top_k is not None or config.top_p < 1.0
+        options |= {
+            "compact": config.compact,
+            "logits_dtype": config.logits_dtype,
+            "may_round": call.mapped is None and not filtered,
+        }
+        found = _in_head(logits, head.base, options, lambda source: _output(source, labels, call))
+    if isinstance(found, TokenStats):
+        stats = found.map(lambda x: x.transpose(0, 1).contiguous())
+        return stats if config.output == "stats" or call.policy or call.mapped else stats.loss
+    return pytree.tree_map_only(Tensor, lambda x: x.transpose(0, 1).contiguous(), found)
 
-    options = _options(config, tp_group) | {
+
+def _output(source: Any, labels: Tensor, call: Call) -> Any:
+    """The call's result as `[s, b, ...]` tensors."""
+    config, policy = call.config, call.policy
+    target = labels.transpose(0, 1).contiguous()
+    if call.mapped is not None:
+        tensors = call.mapped.sequence_first(labels)
+        keep = target != config.ignore_index
+        return map_logits(source, call.mapped.function, *tensors, mask=keep)
+    wanted: dict[str, Any] = {
         "entropy": config.entropy,
         "target_rank": config.target_rank,
         "sum_pi_squared": config.sum_pi_squared,
-        "temperature": config.temperature,
-        "vocab_size": config.vocab_size,
         "ignore_index": config.ignore_index,
-        "label_smoothing": config.label_smoothing,
-        "softcap": config.softcap,
     }
-    target = labels.transpose(0, 1).contiguous()  # [s, b]
-    if call.temperature is not None:
-        options["temperature"] = _sequence_first(call.temperature, labels)
-    if known is not None:
-        known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
-    if call.mapped is not None:
-        return _mapped(call.mapped, known, logits, labels, config, head.base, tp_group)
-    tensors = call.policy.sequence_first(labels) if call.policy else ()
     if config.top_k is not None or config.top_p < 1.0:
-        stats = _filtered(known, logits, target, config, head.base, options)
-        if call.policy:
-            keep = target != config.ignore_index
-            stats = _with_policy_loss(stats, keep, call.policy, tensors)
-    elif known is None:
-        assert isinstance(logits, DeferredLogits)
-        options |= {"compact": config.compact, "logits_dtype": config.logits_dtype}
-        stats = _from_hidden(logits, target, call.policy, tensors, head.base, options)
-    else:
-        stats = vocab_parallel_token_stats(known, target, **options)
-        if call.policy:
-            keep = target != config.ignore_index
-            stats = _with_policy_loss(stats, keep, call.policy, tensors)
-    stats = stats.map(lambda x: x.transpose(0, 1).contiguous())
-    return stats if config.output == "stats" or call.policy else stats.loss
+        stats = filtered_stats(source, target, top_k=config.top_k, top_p=config.top_p, **wanted)
+        if policy is None:
+            return stats
+        keep = target != config.ignore_index
+        tensors = policy.sequence_first(labels)
+        loss = loss_of_stats(stats, keep, policy.function, *tensors, denominator=policy.denominator)
+        return replace(stats.detach(), policy_loss=loss)
+    wanted["label_smoothing"] = config.label_smoothing
+    if policy is None:
+        return token_stats(source, target, **wanted)
+    tensors = policy.sequence_first(labels)
+    loss, stats = policy_loss(
+        source, target, policy.function, *tensors, denominator=policy.denominator, **wanted
+    )
+    return replace(stats, policy_loss=loss)
 
 
 def mtp_loss(
@@ -126,11 +152,18 @@ def mtp_loss(
     target = labels.transpose(0, 1).contiguous()  # [s, b]
     columns = logits.weight.shape[0] * group_size(tp_group)
     outside = (target < 0) | (target >= columns)
-    options = _options(config, tp_group) | {
-        "ignore_index": None,
+    options = {
+        "tp_group": tp_group,
+        "chunk_size": config.chunk_size,
+        "backend": config.backend,
+        "invariant_segments": config.invariant_segments,
         "logits_dtype": config.logits_dtype,
+        "may_round": True,
     }
-    stats = _from_hidden(logits, target.masked_fill(outside, 0), None, (), head.base, options)
+    inside = target.masked_fill(outside, 0)
+    stats = _in_head(
+        logits, head.base, options, lambda source: token_stats(source, inside, ignore_index=None)
+    )
     wants_top = (
         bool(outside.any()) if outside.device.type == "cpu" else not isinstance(loss_mask, Tensor)
     )
@@ -140,91 +173,6 @@ def mtp_loss(
         top = all_gather_stack(mine, tp_group).amax(0)
     loss = torch.where(outside, stats.lse - top, -stats.logprobs)
     return loss.transpose(0, 1).contiguous()
-
-
-def _filtered(
-    known: Tensor | None,
-    logits: Any,
-    target: Tensor,
-    config: LogprobConfig,
-    layer: Any,
-    options: dict[str, Any],
-) -> TokenStats:
-    """Log-probabilities under top_k and top_p, the other statistics of the whole distribution.
-
-    `[s, b]` tensors, from real logits or from hidden states.
-    """
-    filters: dict[str, Any] = {"top_k": config.top_k, "top_p": config.top_p}
-    # LogprobConfig refuses both beside a filter.
-    refused = ("label_smoothing", "invariant_segments")
-    options = {k: v for k, v in options.items() if k not in refused}
-    if known is None:
-        options |= {"compact": config.compact, "logits_dtype": config.logits_dtype}
-
-        def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> TokenStats:
-            return linear_filtered_stats(hidden, weight, target, **filters, **(options | head))
-
-        return _stats_in_head(logits, layer, in_head)
-    if options["softcap"] is not None:
-        known = torch.tanh(known.float() / options["softcap"]) * options["softcap"]
-    options = {k: v for k, v in options.items() if k != "softcap"}
-    sampled = {"tp_group", "temperature", "vocab_size", "ignore_index", "chunk_size", "backend"}
-    filters |= {k: v for k, v in options.items() if k in sampled}
-    whole = vocab_parallel_token_stats(known, target, **options)
-    return replace(whole, logprobs=vocab_parallel_sampling_logprobs(known, target, **filters))
-
-
-def _mapped(
-    mapped: PerToken,
-    known: Tensor | None,
-    logits: Any,
-    labels: Tensor,
-    config: LogprobConfig,
-    layer: Any,
-    tp_group: Any,
-) -> Any:
-    """What `PatchHandle.map` gives: the function's results, `[b, s, ...]` each."""
-    tensors = mapped.sequence_first(labels)
-    keep = (labels != config.ignore_index).transpose(0, 1).contiguous()
-    if known is None:
-        structure: list[Any] = []
-
-        def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> Any:
-            results = linear_map(
-                hidden,
-                weight,
-                mapped.function,
-                *tensors,
-                mask=keep,
-                compact=config.compact,
-                softcap=config.softcap,
-                logits_dtype=config.logits_dtype,
-                chunk_size=config.chunk_size,
-                **head,
-            )
-            flat, spec = pytree.tree_flatten(results)
-            structure.append(spec)
-            return tuple(flat)
-
-        flat = _with_head(logits, layer, in_head)
-        found = pytree.tree_unflatten(list(flat), structure[-1])
-    else:
-        z = known.float() if known.dtype != torch.float64 else known
-        if config.softcap is not None:
-            z = torch.tanh(z / config.softcap) * config.softcap
-        rows = (t.reshape(-1, *t.shape[2:]) for t in tensors)
-        z = z.reshape(-1, z.shape[-1])
-        found = pytree.tree_unflatten(*flat_results(mapped.function(z, *rows), z.shape[0]))
-
-        def place(x: Tensor) -> Tensor:
-            x = x.reshape(*keep.shape, *x.shape[1:])
-            # Not 0, with which a bool would become an integer.
-            return torch.where(
-                keep.view(*keep.shape, *(1,) * (x.dim() - 2)), x, torch.zeros_like(x)
-            )
-
-        found = pytree.tree_map_only(Tensor, place, found)
-    return pytree.tree_map_only(Tensor, lambda x: x.transpose(0, 1).contiguous(), found)
 
 
 def _sequence_first(temperature: Tensor, labels: Tensor) -> Tensor:
@@ -238,81 +186,43 @@ def _sequence_first(temperature: Tensor, labels: Tensor) -> Tensor:
         ) from error
 
 
-def _options(config: LogprobConfig, tp_group: Any) -> dict[str, Any]:
-    return {
-        "tp_group": tp_group,
-        "chunk_size": config.chunk_size,
-        "backend": config.backend,
-        "invariant_segments": config.invariant_segments,
-    }
-
-
-def _from_hidden(
-    logits: DeferredLogits,
-    target: Tensor,
-    policy: PolicyLoss | None,
-    tensors: tuple[Tensor, ...],
-    layer: Any,
-    options: dict[str, Any],
-) -> TokenStats:
-    """By the fused path; `[s, b]` tensors."""
-
-    def in_head(hidden: Tensor, weight: Tensor, head: dict[str, Any]) -> TokenStats:
-        head = options | head
-        if policy is None:
-            return linear_token_stats(hidden, weight, target, **head)
-        loss, stats = linear_policy_loss(
-            hidden,
-            weight,
-            target,
-            policy.function,
-            *tensors,
-            denominator=policy.denominator,
-            **head,
-        )
-        return replace(stats, policy_loss=loss)
-
-    return _stats_in_head(logits, layer, in_head)
-
-
-def _stats_in_head(logits: DeferredLogits, layer: Any, fn: Callable[..., TokenStats]) -> TokenStats:
-    """As `_with_head`, of a function that gives a TokenStats."""
-
-    def in_head(*args: Any) -> tuple[Tensor | None, ...]:
-        stats = fn(*args)
-        return tuple(getattr(stats, f.name) for f in fields(stats))
-
-    return TokenStats(*_with_head(logits, layer, in_head))  # type: ignore[arg-type]
-
-
-def _with_head(
-    logits: DeferredLogits, layer: Any, fn: Callable[..., tuple[Tensor | None, ...]]
-) -> tuple[Tensor | None, ...]:
-    """`fn(hidden, weight, the head's keywords)` where the whole weight of this rank is there."""
+def _in_head(
+    logits: DeferredLogits, layer: Any, options: dict[str, Any], fn: Callable[[Any], Any]
+) -> Any:
+    """`fn(source)`, a pytree of tensors, where the whole weight of this rank is there."""
     # Megatron scales the product with its bias, the operation the product alone.
     bias = logits.bias
     if bias is not None and logits.scale != 1.0:
         bias = bias * logits.scale
+    structure: list[Any] = []
 
-    def in_head(hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        head = {
-            "tp_group": logits.tp_group,
-            "bias": bias,
-            "lora": None if logits.lora is None else logits.lora.whole(),
-            "logit_scale": logits.scale,
-            "sequence_parallel": logits.sequence_parallel,
-            "gradient_accumulation_fusion": _into_main_grad(layer, weight),
-        }
-        return fn(hidden, weight, head)
+    def with_weight(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
+        hidden, weight, lora = logits.operands(hidden, weight)
+        given = options
+        if logits.output_dtype is not None and hidden.dtype != torch.float64:
+            given = options | {"logits_dtype": logits.output_dtype}
+        source = head_logits(
+            hidden,
+            weight,
+            bias=None if bias is None else bias.to(hidden.dtype),
+            lora=lora,
+            logit_scale=logits.scale,
+            sequence_parallel=logits.sequence_parallel,
+            gradient_accumulation_fusion=_into_main_grad(layer, weight),
+            **(given | {"tp_group": logits.tp_group}),
+        )
+        flat, spec = pytree.tree_flatten(fn(source))
+        structure.append(spec)
+        return tuple(flat)
 
-    return logits.with_head(in_head)
+    return pytree.tree_unflatten(list(logits.with_head(with_weight)), structure[-1])
 
 
 def _into_main_grad(layer: Any, weight: Tensor) -> bool:
     """Whether the weight's gradient goes into `weight.main_grad`, as the layer's own would.
 
-    Not without gradients, as a reference model has no buffers; nor where FSDP makes the buffer when
-    the gradient arrives, which it takes from autograd as well.
+    Not without gradients, as a reference model has no buffers; not a weight that autocast has cast;
+    nor where FSDP makes the buffer when the gradient arrives, which it takes from autograd as well.
     """
     return bool(
         layer.gradient_accumulation_fusion
@@ -321,21 +231,6 @@ def _into_main_grad(layer: Any, weight: Tensor) -> bool:
         and isinstance(getattr(weight, "main_grad", None), Tensor)
         and not hasattr(weight, "__fsdp_param__")
     )
-
-
-def _with_policy_loss(
-    stats: TokenStats, keep: Tensor, policy: PolicyLoss, tensors: tuple[Tensor, ...]
-) -> TokenStats:
-    """What `linear_policy_loss` gives, from statistics of real logits."""
-    total = sum_of_losses(
-        policy.function,
-        stats.logprobs.reshape(-1),
-        None if stats.entropy is None else stats.entropy.reshape(-1),
-        tuple(t.reshape(-1, *t.shape[2:]) for t in tensors),
-        keep=keep.reshape(-1),
-        denominator=open_denominator(policy.denominator, keep.device),
-    )
-    return replace(stats.detach(), policy_loss=total.to(stats.logprobs.dtype))
 
 
 def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.logits.token_stats import TokenStats
-from mcore_logprobs.megatron.calls import NOT_TOLD, Call, Running
+from mcore_logprobs.megatron.calls import NOT_TOLD, Call, OpenBlocks, Running
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, scale_deferred
+from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
 from mcore_logprobs.megatron.heads import (
     HeadReport,
@@ -31,8 +31,7 @@ from mcore_logprobs.megatron.heads import (
     softcap_reason,
 )
 from mcore_logprobs.megatron.schedule_plan import carry_stats
-
-__all__ = ["HeadPatch", "patch_of"]
+from mcore_logprobs.ops.token_stats import TokenStats
 
 
 def patch_of(language_model: Any) -> HeadPatch | None:
@@ -58,7 +57,7 @@ class HeadPatch:
         self._deferring = DeferringHead(self.layer, self._refusal)
         self._replaced: list[tuple[Any, str, Any]] = []  # owner, name, what we put there
         self._before: dict[str, Any] = {}  # instance attributes that were there, by owner and name
-        self._calls = [Call(config)]  # the innermost block's last
+        self.blocks = OpenBlocks(config)
         self._running: list[Running] = []
 
     def check(self, config: LogprobConfig) -> None:
@@ -69,15 +68,7 @@ class HeadPatch:
     @property
     def call(self) -> Call:
         """What the open `with` blocks ask of a call."""
-        return self._calls[-1]
-
-    @contextlib.contextmanager
-    def during(self, call: Call) -> Iterator[None]:
-        self._calls.append(call)
-        try:
-            yield
-        finally:
-            self._calls.pop()
+        return self.blocks.call
 
     def install(self) -> None:
         model = self.model
@@ -89,6 +80,9 @@ class HeadPatch:
             self._replace(model, "_scale_logits", self.scale_logits)
         name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
         self._replace(model, name, _WithLabels(self, self._original(model, name)))
+        if vars(model).get("fuse_linear_cross_entropy") and not self.own_loss:
+            # The output layer would be asked for its own loss, and the model's not be called.
+            self._replace(model, "fuse_linear_cross_entropy", False)
         if hasattr(model, "build_schedule_plan"):
             self._replace(model, "build_schedule_plan", self.build_schedule_plan)
         if self.config.fused and self.report.reason:
@@ -141,7 +135,8 @@ class HeadPatch:
     def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's: a plan whose head runs with the blocks that are open now."""
         plan = self._original(self.model, "build_schedule_plan")(*args, **kwargs)
-        carry_stats(plan, functools.partial(self.during, self.call))
+        call = self.call
+        carry_stats(plan, functools.partial(self.blocks.open, lambda _: call))
         return plan
 
     @contextlib.contextmanager
@@ -152,6 +147,23 @@ class HeadPatch:
         finally:
             self._running.pop()
             self._deferring.latest = None  # hidden states are large
+
+    def check_reached(self, call: Call, running: Running) -> None:
+        """After a forward with labels, which ends in the patched loss.
+
+        Raises:
+            RuntimeError: it did not, and more was asked for than Megatron's loss.
+            ValueError: the same under fused="require".
+        """
+        if running.reached:
+            return
+        reason = (
+            f"{type(self.model).__name__} computed its loss without calling the patched "
+            "compute_language_model_loss, which something has replaced since or goes around"
+        )
+        if call.policy or call.mapped or call.config.output == "stats":
+            raise RuntimeError(f"{reason}: expected output='loss', or a patch put on after that")
+        require_fused(call.config, reason, head_tp_group(self.layer))
 
     def _refusal(self) -> str:
         """Why this call's logits are not deferred, whatever the layer."""
@@ -172,6 +184,7 @@ class HeadPatch:
         call, tp_group = self.call, head_tp_group(self.layer)
         running = self._running[-1] if self._running else Running(NOT_TOLD, NOT_TOLD)
         main = running.labels is NOT_TOLD or labels is running.labels
+        running.reached |= main
         if main and not (self.own_loss and call.policy is None and call.config.output == "loss"):
             return head_output(labels, logits, call, head=self._deferring, tp_group=tp_group)
         if not isinstance(logits, DeferredLogits):
@@ -214,11 +227,18 @@ class _WithLabels:
             if labels is not None:
                 raise ValueError("inside PatchHandle.targets: expected a call without labels")
             given["labels"] = labels = call.targets
-        with self._patch.running(Running(labels, given["loss_mask"])):
+        running = Running(labels, given["loss_mask"])
+        with self._patch.running(running):
             if labels is None or call.config.mtp == "keep":
-                return self._wrapped(*given.args, **given.kwargs)
-            with _without_mtp(self._patch.model, given):
-                return self._wrapped(*given.args, **given.kwargs)
+                output = self._wrapped(*given.args, **given.kwargs)
+            else:
+                with _without_mtp(self._patch.model, given):
+                    output = self._wrapped(*given.args, **given.kwargs)
+        if labels is None or callable(given["output_processor"]):
+            return output
+        if labels is not NOT_TOLD:
+            self._patch.check_reached(call, running)
+        return attach_backward_hooks(output, self._patch.model, self._patch.layer)
 
 
 class _Arguments:

@@ -10,8 +10,15 @@ from torch import nn
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import VocabShard, group_rank, resolve_tp_group
-from mcore_logprobs.logits.opening import open_segments
-from mcore_logprobs.megatron.adapters import adapter_reason, base_layer, head_lora, is_adapter
+from mcore_logprobs.megatron.adapters import (
+    adapter_reason,
+    base_dtype,
+    base_layer,
+    head_lora,
+    is_adapter,
+)
+from mcore_logprobs.megatron.versions import takes
+from mcore_logprobs.ops.source import check_segments
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
@@ -94,11 +101,17 @@ def check_head(layer: Any, config: LogprobConfig) -> None:
 
     Raises:
         ValueError: vocab_size or invariant_segments that do not fit the head's vocabulary;
-            invariant_segments with a LoRA.
+            invariant_segments with a LoRA; a low-precision logits_dtype other than the layer's own.
     """
+    own = getattr(base_layer(layer), "output_dtype", None)
+    if own is not None and config.logits_dtype not in (torch.float32, own):
+        raise ValueError(
+            f"logits_dtype: expected float32 or the output layer's output_dtype, {own}, got "
+            f"{config.logits_dtype}"
+        )
     width = base_layer(layer).output_size_per_partition
     shard = VocabShard.of(width, head_tp_group(layer), config.vocab_size)
-    segments = open_segments(shard, config.invariant_segments)
+    segments = check_segments(shard, config.invariant_segments)
     if segments is not None and head_lora(layer) is not None:
         raise ValueError(
             f"invariant_segments: expected None with a LoRA on the output layer, got "
@@ -202,6 +215,11 @@ def reshards_after_forward(layer: Any) -> bool:
     return any(_names(hook)[1] == "_post_forward" for hook in layer._forward_hooks.values())
 
 
+# AReaL's `_forward_impl` is Megatron's product, given in the weight's dtype or, rounded once, in
+# float32 (fp32_output), as here; with fp32_operands its weight gradient is not rounded either.
+_AREAL_HEAD = "areal.models.mcore.vocab_parallel_head"
+
+
 def kind_reason(layer: Any) -> str:
     """Why this layer's forward cannot be replaced at all, or ""."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -214,11 +232,23 @@ def kind_reason(layer: Any) -> str:
     if not isinstance(layer, ColumnParallelLinear):
         return f"the output layer is a {kind} (an adapter, FP8 or other head), not Megatron's own"
     for name in ("forward", "_forward_impl"):
-        if getattr(type(layer), name, None) is not getattr(ColumnParallelLinear, name, None):
+        own, megatron_s = (getattr(t, name, None) for t in (type(layer), ColumnParallelLinear))
+        known = _returns_logits(kind, own) or getattr(own, "__module__", "") == _AREAL_HEAD
+        if own is not megatron_s and not known:
             return f"{kind} overrides ColumnParallelLinear.{name}"
-    if "forward" in vars(layer) and not _is_ours(vars(layer)["forward"]):
-        return "something else has replaced the output layer's forward"
+        if name in vars(layer) and not _is_ours(vars(layer)[name]):
+            return f"something else has replaced the output layer's {name}"
+    if getattr(layer, "fp32_operands", False):
+        return f"{kind} multiplies float32 copies (fp32_operands)"
     return ""
+
+
+def _returns_logits(kind: str, forward: Any) -> bool:
+    """Whether this is the output layer of Megatron's dev branch, which has a loss of its own.
+
+    Its forward is ColumnParallelLinear's for calls that do not ask for that loss.
+    """
+    return kind == "LinearCrossEntropyModule" and takes(forward, "output_cross_entropy_loss")
 
 
 def _reason_against_hooks(layer: Any) -> str:
@@ -262,7 +292,13 @@ def _reason_against_layer(layer: Any) -> str:
         return "its weight is sharded once more and gathered when needed (gtp_remat)"
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         return "its weight gradient is deferred (defer_embedding_wgrad_compute)"
+    wanted, own = getattr(layer, "output_dtype", None), base_dtype(layer)
+    if wanted not in (None, own) and (own == torch.float64 or wanted not in _LOGITS_DTYPES):
+        return f"its logits are {wanted} (output_dtype), its weight {own}"
     return ""
+
+
+_LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _reason_against_weight(weight: Any, gathered_by_then: bool) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron.calls import Call
 from mcore_logprobs.megatron.deferred import DeferringHead, scale_deferred
+from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import head_output
 from mcore_logprobs.megatron.heads import (
     head_tp_group,
@@ -18,6 +18,7 @@ from mcore_logprobs.megatron.heads import (
     scale_reason,
     softcap_reason,
 )
+from mcore_logprobs.ops.token_stats import TokenStats
 
 
 def logprob_output_processor(
@@ -65,7 +66,8 @@ def logprob_output_processor(
     )
     logits = scale_deferred(_call(head, hidden_states, call), config, scale)
     tp_group = head_tp_group(output_layer)
-    return head_output(labels, logits, Call(context), head=head, tp_group=tp_group)
+    output = head_output(labels, logits, Call(context), head=head, tp_group=tp_group)
+    return attach_backward_hooks(output, output_layer, output_layer, output_weight)
 
 
 def _refusal(layer: Any, scale_logits: Any, context: LogprobConfig) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
-from mcore_logprobs.megatron.calls import Call, PerToken, PolicyLoss
+from mcore_logprobs.megatron.calls import Call, OpenBlocks, PerToken, PolicyLoss
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.megatron.heads import (
     HeadReport,
@@ -52,6 +52,9 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     deferred (`head_report` says why; hooks on the output layer, `runtime_gather_output=True` or an
     adapter may come later) computes them and goes on from there, which one log line says;
     `fused="require"` raises instead, here or in the call.
+
+    The head multiplies and rounds as its layer does: under autocast in autocast's dtype, and where
+    the layer has an `output_dtype`, to logits of that dtype.
 
     A model class with a `compute_language_model_loss` of its own is called with real logits under
     `output="loss"`, and refused under `output="stats"`.
@@ -125,9 +128,10 @@ class PatchHandle:
             stats = model(ids, positions, mask, labels=labels)
         stats.policy_loss.backward()
 
-    Blocks nest, the innermost wins. On pipeline stages without a head they check their arguments
-    and do nothing else. Under the combined 1F1B schedule they hold for the schedule plans that are
-    built inside.
+    Blocks nest, the innermost wins; each takes its own change back, whichever ends first. On
+    pipeline stages without a head they check their arguments and do nothing else. Under the
+    combined 1F1B schedule they hold for the schedule plans that are built inside. A deep copy of
+    the model is patched alike, with no block open.
 
     A block changes the model, for every thread that calls it meanwhile: threads that want other
     options take turns. Where an activation checkpoint is around the *whole* model, its backward
@@ -142,9 +146,10 @@ class PatchHandle:
         self, model: Any, heads: list[tuple[HeadPatch, bool]], config: LogprobConfig
     ) -> None:
         self._model = model
-        self._configs = [config]  # the innermost block's last; for stages without a head
         self._owned = [head for head, is_new in heads if is_new]
         self._heads = [head for head, _ in heads]
+        # A stage without a head has blocks of its own, to check arguments against.
+        self._blocks = [head.blocks for head in self._heads] or [OpenBlocks(config)]
 
     @property
     def reports(self) -> list[HeadReport]:
@@ -180,18 +185,18 @@ class PatchHandle:
         if "temperature" in fields:
             own = isinstance(fields["temperature"], Tensor)
             changes["temperature"] = fields.pop("temperature") if own else None
-        now = self._heads[0].call.config if self._heads else self._configs[-1]
-        changed = LogprobConfig.from_dict({**now.as_dict(), **fields})
+
+        def change(call: Call) -> Call:
+            config = LogprobConfig.from_dict({**call.config.as_dict(), **fields})
+            return replace(call, config=config, **changes)
+
+        changed = change(self._blocks[0].call).config
         for language_model in find_language_models(self._model):
             _check_own_loss(language_model, changed)
         for head in self._heads:
             head.check(changed)
-        self._configs.append(changed)
-        try:
-            with self._during(lambda call: replace(call, config=changed, **changes)):
-                yield
-        finally:
-            self._configs.pop()
+        with self._during(change):
+            yield
 
     @contextlib.contextmanager
     def policy_loss(
@@ -259,8 +264,8 @@ class PatchHandle:
         if any(not head.installed for head in self._heads):
             raise ValueError("the model is not patched any more: patch it again")
         with contextlib.ExitStack() as stack:
-            for head in self._heads:
-                stack.enter_context(head.during(change(head.call)))
+            for blocks in self._blocks:
+                stack.enter_context(blocks.open(change))
             yield
 
 

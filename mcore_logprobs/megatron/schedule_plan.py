@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.logits.token_stats import TokenStats
+from mcore_logprobs.ops.token_stats import TokenStats
 
 
 @dataclass

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.logits.gather import vocab_parallel_gather
-from mcore_logprobs.logits.sampling import vocab_parallel_sampling_logprobs
 from mcore_logprobs.mismatch.settings import RIGHT, SETTINGS, Alignment, Settings
+from mcore_logprobs.ops.gather import vocab_parallel_gather
+from mcore_logprobs.ops.sampling import vocab_parallel_sampling_logprobs
 
 # Of each alignment: which row, and the label of which position, counted from the token's own.
 OFFSETS: dict[str, tuple[int, int]] = {

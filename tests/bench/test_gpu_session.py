@@ -63,7 +63,6 @@ def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
     assert by_case["ranks", "values, sequence parallel"]["error"] < 2e-5
     assert by_case["ranks", "values, ranks"]["error"] == 0.0
     assert by_case["ranks", "values, divergences"]["error"] < 2e-5
-    assert {r["candidate"] for r in records if "candidate" in r} >= {"default", "tile 4K, 8 warps"}
     pairs = {r["case"] for r in records if r["group"] == "pairs"}
     assert pairs >= {"jsd: sums", "cross_entropy: gradient", "reverse, both", "top-k, both"}
     timed = {r["group"] for r in records if "kernel_ms" in r}

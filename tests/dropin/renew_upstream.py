@@ -1,4 +1,5 @@
-"""Renews `upstream.json`: what the frameworks that are not on PyPI define and call.
+"""Renews `upstream.json`: what the frameworks' main branches, and releases that are not on PyPI,
+define and call.
 
     python -m tests.dropin.renew_upstream nemo_rl=/path/to/checkout@v0.7.0,main ...
 
@@ -9,13 +10,15 @@ date. Frameworks that are not named stay as they are.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mcore_logprobs.dropin.upstream import FRAMEWORKS, calls, signatures
+from mcore_logprobs.dropin.installed import FRAMEWORKS, signatures
+from tests.dropin.upstream import calls
 
 TABLE = Path(__file__).with_name("upstream.json")
 
@@ -30,10 +33,10 @@ def record(framework: str, checkout: str, revision: str) -> dict[str, Any]:
     described = FRAMEWORKS[framework]
     found: dict[str, str] = {}
     listed = git("ls-tree", "-r", "--name-only", revision).splitlines()
-    for file, names in described.files.items():
-        if file in listed:
-            found |= signatures(git("show", f"{revision}:{file}"), names.split())
-    roots = {name.partition(".")[0] for name in described.names()}
+    names = described.names()
+    for file in set(described.files) & set(listed):
+        found |= signatures(git("show", f"{revision}:{file}"), names)
+    roots = {name.partition(".")[0] for name in names}
     pattern = [part for root in sorted(roots) for part in ("-e", root)]
     users = git("grep", "-l", *pattern, revision, "--", "*.py").splitlines()
     made = set()
@@ -58,7 +61,10 @@ def main(arguments: list[str]) -> None:
         framework, _, rest = argument.partition("=")
         checkout, _, revisions = rest.rpartition("@")
         table[framework] = [record(framework, checkout, r) for r in revisions.split(",")]
-    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    text = json.dumps(dict(sorted(table.items())), indent=1)
+    # A call on a line.
+    text = re.sub(r'\{\s+("name":[^{}]+?)\s+\}', lambda m: "{" + " ".join(m[1].split()) + "}", text)
+    TABLE.write_text(text + "\n")
 
 
 if __name__ == "__main__":

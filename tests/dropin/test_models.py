@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import types
 from collections import UserDict
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import megatron_rl, nemo_rl, verl
 from mcore_logprobs.dropin.settings import logprob_config
-from tests.dropin.frameworks import load
+from tests.dropin.frameworks import load, versions
 from tests.dropin.test_beside import theirs
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, tiny_config, worst
 
@@ -20,11 +23,12 @@ LENGTHS = (7, 12, 5)
 TEMPERATURE = 0.8
 
 
-def packing() -> Any:
+def packing(version: str) -> Any:
     """verl's own pack and unpack functions."""
     util = load(
         "verl",
         "verl/models/mcore/util.py",
+        version,
         verl__utils__device={"is_npu_available": False},
         verl__utils__model={"CausalLMOutputForPPO": object},
     )
@@ -38,9 +42,11 @@ def grads_of(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def run_verl(tp: int, cp: int, sequence_parallel: bool, tied: bool) -> dict[str, float]:
+def run_verl(
+    version: str, tp: int, cp: int, sequence_parallel: bool, tied: bool
+) -> dict[str, float]:
     with megatron(tp=tp, cp=cp):
-        util, own = packing(), theirs("verl")
+        util, own = packing(version), theirs("verl", version)
         config = tiny_config(tp, sequence_parallel=sequence_parallel)
         model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=tied)
         generator = torch.Generator().manual_seed(0)
@@ -114,10 +120,11 @@ def run_verl(tp: int, cp: int, sequence_parallel: bool, tied: bool) -> dict[str,
     ("tp", "cp", "sequence_parallel", "tied"),
     [(2, 2, True, True), (2, 1, False, False)],
 )
+@pytest.mark.parametrize(("distribution", "version"), versions("verl"))
 def test_verl_s_fused_forward_equals_its_unfused_path(
-    ranks, tp: int, cp: int, sequence_parallel: bool, tied: bool
+    ranks, distribution: str, version: str, tp: int, cp: int, sequence_parallel: bool, tied: bool
 ) -> None:
-    for errors in ranks(tp * cp).run(run_verl, tp, cp, sequence_parallel, tied):
+    for errors in ranks(tp * cp).run(run_verl, version, tp, cp, sequence_parallel, tied):
         assert max(errors.values()) < 2e-5, errors
 
 
@@ -197,6 +204,84 @@ def run_next_tokens(tp: int, cp: int) -> dict[str, float]:
 def test_next_tokens(ranks, tp: int, cp: int) -> None:
     for errors in ranks(tp * cp).run(run_next_tokens, tp, cp):
         assert max(errors.values()) < 2e-5, errors
+
+
+BOUNDS = {
+    "one sequence": (0, 16),  # what Megatron-LM makes for every call that brings nothing
+    "ghosts": (0, 16, 16, 16),  # its default where sequences are packed
+    "a bin": (0, 8, 12, 16, 16),
+}
+
+
+def run_bins(cp: int, bounds: str) -> dict[str, float]:
+    with megatron(tp=2, cp=cp) as state:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        model = mm.build_gpt_model(tiny_config(2), vocab_size=VOCAB)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, VOCAB, (1, 16), generator=generator)
+        position = torch.arange(16)[None]
+        upstream = torch.randn(1, 15, generator=generator)
+        cu = torch.tensor(BOUNDS[bounds], dtype=torch.int32)
+        params = PackedSeqParams("thd", cu, cu, max_seqlen_q=16, max_seqlen_kv=16)
+        logprobs = megatron_rl.get_logprobs(model, tokens, position, packed_seq_params=params)
+        (logprobs * upstream).sum().backward()
+        grads = grads_of(model)
+        assert params.cu_seqlens_q_padded is None  # the caller's own
+
+        # Each sequence by itself, without parameters.
+        want, rank = torch.zeros(1, 15), state.get_context_parallel_rank()
+        width = VOCAB // 2
+        start = state.get_tensor_model_parallel_rank() * width
+        place = (start, start + width, state.get_tensor_model_parallel_group())
+        groups = {"cp_group": state.get_context_parallel_group()}
+        for first, last in itertools.pairwise(BOUNDS[bounds]):
+            if last == first:
+                continue
+            inputs = (tokens[:, first:last], position[:, first:last])
+            local = [nemo_rl._get_tokens_on_this_cp_rank(x, rank, cp) for x in inputs]
+            got = nemo_rl.from_parallel_logits_to_logprobs(
+                model(*local, None), inputs[0], *place, **groups
+            )
+            (got * upstream[:, first : last - 1]).sum().backward()
+            want[:, first : last - 1] = got.detach()
+        return {
+            "value": relative(logprobs.detach(), want),
+            "gradients": worst(grads, grads_of(model)),
+        }
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_bins_of_megatron_s_rl(ranks, cp: int, bounds: str) -> None:
+    for errors in ranks(2 * cp).run(run_bins, cp, bounds):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def run_made_parameters() -> list[Any]:
+    """What the model is given where the caller has none: nothing, or what its own RL makes."""
+    with megatron(), pytest.MonkeyPatch.context() as change:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        seen: list[Any] = []
+
+        def watch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            params = kwargs.get("packed_seq_params")
+            seen.append(params and (params.cu_seqlens_q.tolist(), params.cu_seqlens_q_padded))
+
+        model.register_forward_pre_hook(watch, with_kwargs=True)
+        tokens, position = torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, 8)
+        one = megatron_rl.get_logprobs(model, tokens[:1], position[:1])
+        packing = types.ModuleType("megatron.rl.sequence_packing_utils")
+        packing.get_default_packed_seq_params = None  # type: ignore[attr-defined]
+        change.setitem(sys.modules, packing.__name__, packing)
+        two = megatron_rl.get_logprobs(model, tokens[:1], position[:1])
+        megatron_rl.get_logprobs(model, tokens, position)
+        assert relative(two, one) < 1e-6
+        return seen
+
+
+def test_parameters_that_megatron_s_rl_makes(ranks) -> None:
+    assert ranks(1).run(run_made_parameters)[0] == [None, ([0, 8], None), None]
 
 
 def test_selective_log_softmax() -> None:

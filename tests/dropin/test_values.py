@@ -1,4 +1,4 @@
-"""slime, SkyRL, AReaL, verl, ROLL and Megatron-LM RL at TP 2 x CP 2, against float64."""
+"""slime, miles, SkyRL, AReaL, verl and ROLL at TP 2 x CP 2, against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_logprobs.dropin import areal, roll, skyrl, slime, verl
+from mcore_logprobs.dropin import areal, miles, roll, skyrl, slime, verl
 from tests.dropin.common import VOCAB, assert_near, spread, zigzag
 from tests.megatron.common import megatron
 
@@ -94,6 +94,14 @@ def run_slime(tp: int, cp: int, d: dict[str, Any], replay: bool, contiguous: boo
             **extra,
         )
         assert empty.shape == (0,)
+        with pytest.raises(ValueError, match="logits: expected at least "):
+            slime.get_log_probs_and_entropy(
+                local[None, : sum(TOTALS) // cp - 1, mine],
+                args=args,
+                unconcat_tokens=d["tokens"],
+                total_lengths=TOTALS,
+                response_lengths=RESPONSES,
+            )
         lengths = list(zip(TOTALS, RESPONSES, strict=True))
         loss = torch.zeros(())
         for part, weight in (("log_probs", 1.0), ("entropy", 0.3)):
@@ -153,6 +161,98 @@ def test_slime_functions_by_themselves() -> None:
     nothing, none = call(logits[:0], tokens[:0], None)
     assert nothing.shape == (0,)
     assert none is None
+
+
+def run_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    with megatron(tp=2) as state:
+        _, _, mine = place(state)
+        return slime.get_label_token_log_probs_from_vocab_parallel_logits(
+            logits[:, mine].clone().requires_grad_(), labels, reduction_chunk_size=2
+        )
+
+
+@pytest.mark.parametrize(("rows", "labels"), [(5, 3), (5, 0), (0, 3)])
+def test_slime_s_several_labels_a_row(ranks, rows: int, labels: int) -> None:
+    logits = normal(rows, VOCAB)
+    ids = torch.randint(0, VOCAB, (rows, labels), generator=torch.Generator().manual_seed(3))
+    for found in ranks(2).run(run_labels, logits, ids):
+        assert_near(found, logits.double().log_softmax(-1).gather(-1, ids))
+        assert not found.requires_grad
+
+
+# ---- miles ---------------------------------------------------------------------------------------
+
+
+def run_miles(cp: int, qkv_format: str, d: dict[str, Any]) -> dict[str, Any]:
+    with megatron(tp=2, cp=cp) as state:
+        _, _, mine = place(state)
+        args = SimpleNamespace(
+            rollout_temperature=0.7,
+            log_probs_chunk_size=4,
+            allgather_cp=False,
+            qkv_format=qkv_format,
+            true_on_policy_mode=False,
+        )
+        padded = [16] * len(TOTALS) if qkv_format == "bshd" else [None] * len(TOTALS)
+        layout = [(qkv_format, length) for length in padded]
+        wholes = [logits.clone().requires_grad_() for logits in d["logits"]]
+        local = [miles.slice_with_cp(z, 0.0, *how) for z, how in zip(wholes, layout, strict=True)]
+        local = torch.stack(local) if qkv_format == "bshd" else torch.cat(local)[None]
+        found = miles.get_log_probs_and_entropy(
+            local[..., mine],
+            args=args,
+            unconcat_tokens=d["tokens"],
+            total_lengths=TOTALS,
+            response_lengths=RESPONSES,
+            with_entropy=True,
+            entropy_requires_grad=False,
+            max_seq_lens=padded if qkv_format == "bshd" else None,
+        )
+        assert not any(x.requires_grad for x in found["entropy"])
+        gathered: dict[str, list] = {"log_probs": [], "entropy": []}
+        loss = torch.zeros(())
+        for i, (total, response) in enumerate(zip(TOTALS, RESPONSES, strict=True)):
+            upstream = miles.slice_log_prob_with_cp(
+                normal(response, seed=response), total, response, *layout[i]
+            )
+            loss = loss + (found["log_probs"][i] * upstream).sum()
+            for part, values in gathered.items():
+                x = found[part][i].detach()
+                values.append(miles.all_gather_with_cp(x, total, response, *layout[i]))
+        loss.backward()
+        return {"values": gathered, "grads": [z.grad for z in wholes]}
+
+
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_miles(ranks, cp: int, qkv_format: str) -> None:
+    d = rollout()
+    results = ranks(2 * cp).run(run_miles, cp, qkv_format, d)
+    d["leaves"] = [logits.double().requires_grad_() for logits in d["logits"]]
+    want = expected_responses(d, 0.7, replay=False)
+    sum((x * normal(len(x), seed=len(x)).double()).sum() for x in want["log_probs"]).backward()
+    for result in results:
+        for part, values in want.items():
+            for got, value in zip(result["values"][part], values, strict=True):
+                assert_near(got, value.detach())
+    for i, leaf in enumerate(d["leaves"]):
+        assert_near(sum(result["grads"][i].double() for result in results), leaf.grad)
+
+
+def test_what_miles_alone_asks_for() -> None:
+    logits, tokens = normal(5, VOCAB), torch.tensor([3, 0, 9, 23, 7])
+    leaf = logits.clone().requires_grad_()
+    logprobs, entropy = miles.calculate_log_probs_and_entropy(leaf, tokens, None, True, False, 2)
+    assert logprobs.shape == (5, 1)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+    with pytest.raises(ValueError, match="true_on_policy: expected False"):
+        miles.calculate_log_probs_and_entropy(logits, tokens, None, true_on_policy=True)
+    with pytest.raises(ValueError, match="max_seq_len: expected a length with qkv_format='bshd'"):
+        miles.slice_with_cp(tokens, 0, "bshd")
+    arguments = {"unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
+    with pytest.raises(ValueError, match="max_seq_lens: expected the padded lengths"):
+        miles.get_log_probs_and_entropy(logits[None], args={"qkv_format": "bshd"}, **arguments)
 
 
 # ---- SkyRL and AReaL: packed sequences -----------------------------------------------------------

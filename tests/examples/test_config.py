@@ -58,6 +58,17 @@ def test_bad_values(values: dict, message: str) -> None:
     ("values", "world", "message"),
     [
         ({"parallel": {"tp": 2, "cp": 2}}, 6, "needs a multiple of 4 processes, got 6"),
+        ({"grpo": {"objective": "Clipped"}}, 1, "grpo.objective: expected one of .*got Clipped"),
+        (
+            {"grpo": {"objective": "DPPOLoss", "settings": {"cap": 0.0}}},
+            1,
+            "grpo.settings of DPPOLoss: cap: expected .*got 0.0",
+        ),
+        (
+            {"grpo": {"objective": "DPPOLoss", "settings": {"clip_low": 0.1}}},
+            1,
+            "grpo.settings of DPPOLoss: .*unexpected keyword argument 'clip_low'",
+        ),
         ({"parallel": {"tp": 0}}, 1, "parallel.tp: expected >= 1, got 0"),
         ({"grpo": {"micro_batch": 5}}, 1, "16 samples do not divide"),
         ({"rollout": {"group_size": 1}}, 1, "group_size: expected >= 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from mcore_logprobs.losses import OBJECTIVES
 from tests.helpers.distributed import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +147,28 @@ def test_one_rank_ways_agree(one_rank: dict) -> None:
     for way in ("fused", "linear"):
         assert one_rank[way] == pytest.approx(one_rank["logits"], rel=1e-5)
     assert one_rank["logits"][2] > 0.01
+
+
+def _three_steps(file: str, tp: int, cp: int) -> list[dict[str, float]]:
+    with _trainer(Path(file), tp=tp, cp=cp) as trainer:
+        return [dataclasses.asdict(trainer.train_step()[0]) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_any_objective_by_name_from_yaml(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """Three steps with each, formed in the head; two-pass objectives under TP and CP."""
+    values = yaml.safe_load(TINY.read_text())
+    values["rollout"] |= {"prompts": 4, "group_size": 4, "importance_cap": 2.0}
+    values["grpo"] = {"objective": name, "micro_batch": 8, "policy_loss": "linear", "kl_coef": 0.01}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    layout = (2, 2) if OBJECTIVES[name]().passes == 2 else (1, 1)
+    records = ranks(layout[0] * layout[1]).run(
+        _three_steps, str(tmp_path / "run.yaml"), *layout, timeout=280
+    )[0]
+    assert all(math.isfinite(record["loss"]) for record in records)
+    assert all(math.isfinite(record["grad_norm"]) for record in records)
+    # The distillation's teacher is the model at the start: there is nothing to learn from it.
+    assert (records[-1]["grad_norm"] > 0) == (name != "DistillationLoss")
 
 
 def _resume(out: str) -> list[tuple[Any, Any]]:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs import linear_token_stats
+from mcore_logprobs.ops.head import head_logits
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.sampling import filtered_stats
 from tests.helpers import oracles
 from tests.helpers.distributed import get_pool
 from tests.logits.common import make_target, world_group, world_rank, world_size
@@ -58,6 +61,15 @@ class Problem:
         if self.lora is not None:
             raw = raw + self.lora[2] * (x["hidden"] @ x["A"].t()) @ x["B"].t()
         return raw
+
+
+def linear_filtered_stats(
+    hidden: Tensor, weight: Tensor, target: Tensor, **options: Any
+) -> TokenStats:
+    """What a patched model with filters computes, of a head given by keywords."""
+    names = ("top_k", "top_p", "entropy", "target_rank", "sum_pi_squared", "ignore_index")
+    filters = {name: options.pop(name) for name in names if name in options}
+    return filtered_stats(head_logits(hidden, weight, **options), target, **filters)
 
 
 def make_problem(

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_logprobs import linear_policy_loss, linear_token_stats
 from mcore_logprobs.bench.counting import CollectivesMade
-from mcore_logprobs.fused import tokens
-from mcore_logprobs.fused.gradients import WeightGradient
-from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.ops import rows as rows_module
+from mcore_logprobs.ops.head import head_logits
+from mcore_logprobs.ops.head_gradients import WeightGradient
 from tests.fused.common import (
     LAYOUTS,
     Case,
@@ -263,7 +263,7 @@ def _order(problem: Problem, sequence_parallel: bool, policy: bool) -> list:
     hidden, weight, _ = shard_problem(problem, sequence_parallel)
     parallel = {"tp_group": world_group(), "sequence_parallel": sequence_parallel, "chunk_size": 8}
     # 8 rows by 256 columns a chunk, of a shard of 320: two blocks of 192 and 128.
-    small = mock.patch.dict(tokens._CHUNK_BYTES, cpu=4 * 8 * 256)
+    small = mock.patch.dict(rows_module._CHUNK_BYTES, cpu=4 * 8 * 256)
     with small, _Order() as order:
         if policy:
             loss, _ = linear_policy_loss(hidden, weight, problem.target, plain_loss, **parallel)
@@ -289,11 +289,11 @@ def test_every_sum_of_dhidden_is_issued_before_a_product(ranks, sequence_paralle
 
 
 def test_blocks_are_even_and_as_few_as_the_budget_allows():
-    assert tokens.even_parts(152064 // 8, 8192, 128) == 6400  # and not 8192, 8192, 2624
+    assert rows_module.even_parts(152064 // 8, 8192, 128) == 6400  # and not 8192, 8192, 2624
     for total in (*range(0, 2000, 61), 19008, 152064):
         for most in (1, 100, 256, 300, 4096):
             for step in (64, 128):
-                size = tokens.even_parts(total, most, step)
+                size = rows_module.even_parts(total, most, step)
                 parts = [min(size, total - at) for at in range(0, total, size)]
                 assert len(parts) == -(-total // most)
                 assert size <= most
@@ -315,26 +315,25 @@ def test_blocks_are_even_and_as_few_as_the_budget_allows():
     ],
 )
 def test_rows_of_a_chunk_that_spans_all_columns_on_a_gpu(rows, width, least, tile):
-    assert tokens.whole_row_tile(rows, width, torch.device("cuda"), least=least) == tile
+    assert rows_module._whole_row_tile(rows, width, torch.device("cuda"), least) == tile
 
 
 def test_a_tile_of_hidden_states_is_no_larger_than_one_of_logits_may_be():
-    hidden, shard = torch.zeros(1, 1).expand(40000, 1 << 13), VocabShard.of(64, None, None)
-    found = tokens.open_tokens(
-        hidden, tokens.NO_TARGET, shard, sequence_parallel=False, chunk_size=None
-    )
-    assert tokens.whole_row_tiling(found, shard, None).tile_rows == 4096  # of 32 KiB each
+    hidden, weight = torch.zeros(1, 1).expand(40000, 1 << 13), torch.zeros(64, 1 << 13)
+    source = head_logits(hidden, weight).in_whole_rows()
+    assert source.options.tiling.rows == 4096  # of 32 KiB each
 
 
 def test_on_a_cpu_such_chunks_keep_to_the_cache():
-    assert tokens.whole_row_tile(1024, 65536, torch.device("cpu"), least=4096) == 512
+    assert rows_module._whole_row_tile(1024, 65536, torch.device("cpu"), 4096) == 512
 
 
 @pytest.mark.parametrize("rows", [1, 512, 4096])
 def test_one_tiles_dweight_is_multiplied_into_its_own_dtype(rows):
     weight = torch.zeros(96, 40, dtype=torch.bfloat16)
     dlogits, hidden = (torch.randn(rows, n).bfloat16() for n in (96, 40))
-    gradient = WeightGradient(weight, main_grad=None, tiles=1, valid=96)
+    head = head_logits(hidden, weight, chunk_size=rows)
+    gradient = WeightGradient(head, main_grad=None, wide=False, sparse=False)
     with TensorsMade() as made:
         for columns in (slice(0, 64), slice(64, 96)):
             gradient.add(True, columns, dlogits[:, columns], hidden)

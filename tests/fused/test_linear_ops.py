@@ -20,8 +20,7 @@ from mcore_logprobs import (
     linear_topk_distill,
     vocab_parallel_topk,
 )
-from mcore_logprobs.fused import topk
-from mcore_logprobs.fused.head import Head
+from mcore_logprobs.ops.head import HeadLogits, HeadTile
 from tests.fused.common import LAYOUTS, Case, Truth, make_problem, shard_problem
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
@@ -289,15 +288,26 @@ def test_memory_is_a_few_chunks(name):
 )
 def test_a_tile_of_logits_is_gone_before_the_next_is_made(call, monkeypatch):
     made: list[StorageWeakRef] = []
-    original = Head.tile_logits
+    raw_logits, whole_rows = HeadTile.raw_logits, HeadTile.whole_rows
 
-    def tile_logits(self, tile):
+    def noted(logits: Tensor) -> None:
         assert all(ref.expired() for ref in made)
-        logits = original(self, tile)
         made.append(StorageWeakRef(logits.untyped_storage()))
+
+    def noted_raw_logits(self):
+        assert all(ref.expired() for ref in made)
+        logits = raw_logits(self)
+        noted(logits)
         return logits
 
-    monkeypatch.setattr(Head, "tile_logits", tile_logits)
+    def noted_whole_rows(self):
+        for placed in whole_rows(self):
+            noted(placed.chunk.logits)
+            yield placed
+            del placed
+
+    monkeypatch.setattr(HeadTile, "raw_logits", noted_raw_logits)
+    monkeypatch.setattr(HeadTile, "whole_rows", noted_whole_rows)
     hidden = torch.randn(12, 8, requires_grad=True)
     call(hidden, torch.randn(40, 8)).sum().backward()
     assert len(made) >= 3
@@ -390,7 +400,7 @@ def test_mistakes(call, message):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_topk_of_a_tile_in_several_steps(monkeypatch, bias):
-    monkeypatch.setattr(topk, "default_chunk_size", lambda *_: 2)
+    monkeypatch.setattr(HeadLogits, "rows_at_a_time", lambda *_: 2)
     problem = make_problem((7, 1), bias=bias)
     hidden, weight, own = shard_problem(problem, False)
     leaves = [x for x in (hidden, weight, own) if x is not None]

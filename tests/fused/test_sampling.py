@@ -17,10 +17,9 @@ from mcore_logprobs import (
     vocab_parallel_token_stats,
 )
 from mcore_logprobs.bench.counting import CollectivesMade
-from mcore_logprobs.fused import entries
-from mcore_logprobs.fused.sampling import linear_filtered_stats
 from mcore_logprobs.kernels import backend as backends
-from tests.fused.common import LAYOUTS, make_problem, shard_problem
+from mcore_logprobs.ops import head as head_module
+from tests.fused.common import LAYOUTS, linear_filtered_stats, make_problem, shard_problem
 from tests.fused.test_linear_ops import DTYPES, FINISH, OPTIONS, OpCase, _upstream
 from tests.helpers import oracles
 from tests.logits.common import on_ranks, world_group
@@ -270,7 +269,7 @@ def test_replay_of_logits_far_from_zero():
 
 def test_replay_of_entries_in_several_steps(monkeypatch):
     """As with more entries of a tile than are gathered at a time."""
-    monkeypatch.setattr(entries, "_GATHERED_BYTES", {"cpu": 8 * 8 * 3, "other": 0})
+    monkeypatch.setattr(head_module, "_GATHERED_BYTES", {"cpu": 8 * 8 * 3, "other": 0})
     hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
     ids, offsets = torch.randperm(40)[:24], torch.arange(7) * 4
     target = ids.view(6, 4)[:, 2]

@@ -2,6 +2,7 @@
 
     pool = get_pool(2)
     results = pool.run(rank_fn, tensor, option=3)    # rank_fn at module level; one result a rank
+    for answer in pool.run_many(rank_fn, cases):     # one dispatch; the results or a RankError each
 
 The ranks are processes forked from a server that has imported torch, so that a pool starts, and
 after a failure restarts, in a fraction of a second. They run one thread each and with fresh
@@ -24,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -88,13 +89,26 @@ class RankPool:
         Raises: RankError where a rank raised, RankTimeout where one did not answer within
         `timeout` seconds (the ranks are killed then, and started afresh by the next call).
         """
-        answers = self._answers(fn, args, kwargs, timeout)
-        errors = [a.error for a in answers]
-        if any(e is not None for e in errors):
-            raised = any(a.error is not None and not a.hung for a in answers)
-            kind = RankError if raised else RankTimeout
-            raise kind(_describe(answers), errors)
+        (answers,) = self._answers(fn, [(args, kwargs)], timeout)
+        error = _error_of(answers)
+        if error is not None:
+            raise error
         return [a.value for a in answers]
+
+    def run_many(
+        self, fn: Callable[[Any], Any], cases: Iterable[Any], timeout: float = 120
+    ) -> list[list | RankError]:
+        """`fn(case)` for each case on every rank, in one dispatch; `timeout` is a case's.
+
+        Returns, in the order of the cases, what `run` returns or raises. After a case that fails
+        the ranks go on with the next one: as they are where all of them raised alike, else afresh.
+        """
+        jobs: list[tuple[tuple, dict]] = [((case,), {}) for case in cases]
+        found: list[list | RankError] = []
+        while len(found) < len(jobs):
+            for answers in self._answers(fn, jobs[len(found) :], timeout):
+                found.append(_error_of(answers) or [a.value for a in answers])
+        return found
 
     def run_expecting_errors(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
@@ -103,7 +117,7 @@ class RankPool:
 
         Raises: RankTimeout where a rank hung, for instance because another one raised alone.
         """
-        answers = self._answers(fn, args, kwargs, timeout)
+        (answers,) = self._answers(fn, [(args, kwargs)], timeout)
         if any(a.hung for a in answers):
             raise RankTimeout(_describe(answers), [a.error for a in answers])
         return [a.value if a.error is None else a.error for a in answers]
@@ -143,30 +157,37 @@ class RankPool:
             raise RankError(_describe(ready), [a.error for a in ready])
 
     def _answers(
-        self, fn: Callable[..., Any], args: tuple, kwargs: dict, timeout: float
-    ) -> list[_Answer]:
+        self, fn: Callable[..., Any], jobs: list[tuple[tuple, dict]], timeout: float
+    ) -> list[list[_Answer]]:
+        """The ranks' answers to each job, up to and with the first one that any rank fails."""
         if "<locals>" in fn.__qualname__ or fn.__module__ == "__main__":
             raise ValueError(
                 "expected a function at the top level of an importable module, got "
                 f"{fn.__module__}.{fn.__qualname__}"
             )
-        job = pickle.dumps((fn, args, kwargs))
+        packed = pickle.dumps([pickle.dumps((fn, *job)) for job in jobs])
         if not all(worker.is_alive() for worker in self._workers):
             self.close()
         if not self._workers:
             self._start()
+        found: list[list[_Answer]] = []
         try:
             for conn in self._conns:
-                conn.send_bytes(job)
-            answers = self._collect(timeout)
+                conn.send_bytes(packed)
+            while len(found) < len(jobs):
+                answers = self._collect(timeout)
+                found.append(answers)
+                kinds = {type(a.error) for a in answers}
+                # Where only some raised, or in different ways, the ranks' collectives may be out
+                # of step.
+                if len(kinds) > 1 or any(a.hung for a in answers):
+                    self.close()
+                if kinds != {type(None)}:
+                    break
         except BaseException:  # an interrupted job's answers must not meet the next job
             self.close()
             raise
-        kinds = {type(a.error) for a in answers}
-        # Where only some raised, or in different ways, the ranks' collectives may be out of step.
-        if len(kinds) > 1 or any(a.hung for a in answers):
-            self.close()
-        return answers
+        return found
 
     def _collect(self, timeout: float) -> list[_Answer]:
         answers: dict[int, _Answer] = {}
@@ -214,6 +235,14 @@ def _describe(answers: list[_Answer]) -> str:
     if fine:
         parts.append(f"(no error on rank {', '.join(fine)})")
     return "\n".join(["a rank failed", *parts])
+
+
+def _error_of(answers: list[_Answer]) -> RankError | None:
+    errors = [a.error for a in answers]
+    if all(e is None for e in errors):
+        return None
+    raised = any(a.error is not None and not a.hung for a in answers)
+    return (RankError if raised else RankTimeout)(_describe(answers), errors)
 
 
 def _receive(conn: Connection) -> _Answer:
@@ -307,15 +336,16 @@ def _pack(answer: tuple) -> bytes:
     return buffer.getvalue()
 
 
-def _answer_of(do: Callable[[], Any]) -> bytes:
+def _answer_of(do: Callable[[], Any]) -> tuple[bytes, bool]:
+    """(what is sent, whether it went well)."""
     try:
-        return _pack((do(), None, ""))
+        return _pack((do(), None, "")), True
     except BaseException as error:
         text = traceback.format_exc()
         try:
-            return _pack((None, error, text))
+            return _pack((None, error, text)), False
         except Exception:
-            return _pack((None, RuntimeError(f"{type(error).__name__}: {error}"), text))
+            return _pack((None, RuntimeError(f"{type(error).__name__}: {error}"), text)), False
 
 
 def _die_with_parent() -> None:
@@ -344,17 +374,21 @@ def _work(conn: Connection, rank: int, world_size: int, directory: str) -> None:
             timeout=timedelta(minutes=10),
         )
 
-    conn.send_bytes(_answer_of(join))
+    conn.send_bytes(_answer_of(join)[0])
     with poisoned_memory():
         while True:
             try:
-                job = conn.recv_bytes()
+                jobs = pickle.loads(conn.recv_bytes())
             except EOFError:
                 os._exit(0)
+            for job in jobs:
 
-            def do(job: bytes = job) -> Any:
-                fn, args, kwargs = pickle.loads(job)
-                torch.manual_seed(0)
-                return fn(*args, **kwargs)
+                def do(job: bytes = job) -> Any:
+                    fn, args, kwargs = pickle.loads(job)
+                    torch.manual_seed(0)
+                    return fn(*args, **kwargs)
 
-            conn.send_bytes(_answer_of(do))
+                answer, fine = _answer_of(do)
+                conn.send_bytes(answer)
+                if not fine:
+                    break

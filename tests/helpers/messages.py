@@ -17,9 +17,8 @@ PAGE = ROOT / "docs" / "errors.md"
 # Heading: what of the package is under it, by the start of the path.
 AREAS = {
     "Settings, groups and shards": ("checks.", "config.", "groups.", "vocabulary.", "consistency."),
-    "From logits": ("autograd.", "logits/", "kernels/", "collectives."),
-    "From hidden states": ("fused/",),
-    "Losses": ("losses.",),
+    "Operations": ("autograd.", "ops/", "kernels/", "collectives."),
+    "Losses": ("losses/",),
     "Context parallelism": ("context_parallel/",),
     "Patched models": ("megatron/",),
     "Frameworks": ("dropin/",),

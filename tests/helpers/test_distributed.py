@@ -36,6 +36,15 @@ def _one_raises_others_wait() -> None:
     dist.barrier()
 
 
+def _case(case: str) -> tuple[str, int]:
+    """What each of these does alone must not reach the next one's all-reduce."""
+    if case == "alike" or (case == "one" and dist.get_rank() == 1):
+        raise ValueError(case)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return case, int(total)
+
+
 def _sleep_forever() -> None:
     if dist.get_rank() == 1:
         time.sleep(1000)
@@ -126,6 +135,19 @@ def test_a_rank_left_waiting_by_another_s_error_is_a_failure(ranks, monkeypatch)
     with pytest.raises(RankError, match="alone"):
         ranks(2).run(_one_raises_others_wait)
     assert ranks(2).run(_fail_on, ()) == [0, 1]
+
+
+def test_many_cases_in_one_dispatch_each_with_its_answer(ranks, monkeypatch):
+    monkeypatch.setattr("tests.helpers.distributed._GRACE", 1.0)
+    names = ["a", "alike", "b", "one", "c"]
+    found = ranks(2).run_many(_case, names)
+    for name, answer in zip(names, found, strict=True):
+        if name in ("alike", "one"):
+            assert isinstance(answer, RankError)
+            assert f"ValueError: {name}" in str(answer)
+        else:
+            assert answer == [(name, 2)] * 2
+    assert ranks(2).run_many(_case, []) == []
 
 
 def test_a_rank_that_dies_is_reported(ranks):

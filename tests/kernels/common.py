@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.stats import RowResults, RowSpec, finish
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.stats import RowResults, StatsSpec, finalize, merge
 from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EVERYTHING = {"entropy": True, "rank": True, "smoothing": True, "sum_pi_squared": True}
-# The names of RowSpec's options that change z; "bias" stands for a bias vector.
+EVERYTHING = StatsSpec(entropy=True, rank=True, smoothing=True, sum_pi_squared=True)
+# What `make_chunk` takes.
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -79,26 +79,41 @@ def make_target(rows: int, valid: int, logits: Tensor) -> Tensor:
     return target
 
 
-def make_threshold(logits: Tensor, spec: RowSpec, bias: Tensor | None, target: Tensor) -> Tensor:
+def make_threshold(chunk: Chunk, target: Tensor) -> Tensor:
     """What `higher` counts against: the target's value, any of the row's where there is none."""
-    values = logits.float() if bias is None else reference.finished_logits(logits, spec, bias)
+    values = chunk.logits.float() if chunk.bias is None else chunk.processed()
     return values.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
 
-def make_bias(transform: dict[str, Any], width: int) -> Tensor | None:
-    return torch.randn(width, device=DEVICE) if transform.get("bias") else None
+def make_chunk(
+    logits: Tensor, valid: int | None = None, *, bias: bool = False, rows: bool = False, **how: Any
+) -> Chunk:
+    """A chunk, by default all valid; with a bias, with a temperature a row."""
+    width = logits.shape[1]
+    if rows:
+        how["temperature"] = torch.linspace(0.5, 2.0, len(logits), device=DEVICE)
+    offsets = torch.randn(width, device=DEVICE) if bias else None
+    return Chunk(logits, width if valid is None else valid, bias=offsets, **how)
 
 
-def make_spec(valid: int, transform: dict[str, Any], wanted: dict[str, bool]) -> RowSpec:
-    options = {name: value for name, value in transform.items() if name != "bias"}
-    return replace(RowSpec(valid), **options, **wanted)
+def doubled(chunk: Chunk) -> Chunk:
+    """The chunk in float64."""
+    bias = None if chunk.bias is None else chunk.bias.double()
+    return replace(chunk, logits=chunk.logits.double(), bias=bias)
+
+
+def row_stats(
+    backend: Any, chunk: Chunk, target: Tensor, spec: StatsSpec, threshold: Tensor | None = None
+) -> Tensor:
+    """Statistics of whole rows, `[k, n]`."""
+    return merge(backend.stats(chunk, target, spec, threshold=threshold, chunk_size=16), spec)
 
 
 def assert_stats(
-    got: Tensor, plain: Tensor, exact: Tensor, spec: RowSpec, *, ulps: float = 4.0
+    got: Tensor, plain: Tensor, exact: Tensor, spec: StatsSpec, *, ulps: float = 4.0
 ) -> None:
-    """`[k, n]` statistics, finished, are no worse than plain torch's against float64's."""
-    done: list[RowResults] = [finish(stats, spec).results for stats in (got, plain, exact)]
+    """`[k, n]` statistics, finalized, are no worse than plain torch's against float64's."""
+    done: list[RowResults] = [finalize(stats, spec).results for stats in (got, plain, exact)]
     assert_no_worse(*(d.lse for d in done), ulps=ulps, name="lse")
     # A shard of -inf alone has no log-probability, and one without the target gives no meaning to
     # it; both still have to merge, which takes `target` as it is.

@@ -19,15 +19,16 @@ from torch.profiler import ProfilerActivity, profile
 from mcore_logprobs import vocab_parallel_target_rank, vocab_parallel_token_stats
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import inductor, reference
+from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
-from mcore_logprobs.kernels.stats import RowSpec, finish
+from mcore_logprobs.kernels.stats import StatsSpec, finalize
 from tests.helpers.memory import TensorsMade
+from tests.kernels.common import row_stats
 
 BLOCK = 2048
 # rows, width, valid: the last block is not whole, and columns past it are masked.
 ROWS, WIDTH, VALID = 9, 3 * BLOCK + 100, 3 * BLOCK + 37
-PLAIN = RowSpec(VALID, temperature=0.7)
-FULL = RowSpec(VALID, entropy=True, rank=True)
+PLAIN, FULL = StatsSpec(), StatsSpec(entropy=True, rank=True)
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +54,12 @@ def make_rows(dtype: torch.dtype, *, strided: bool) -> tuple[Tensor, Tensor]:
     return y.to(dtype)[:, :WIDTH], target
 
 
-def thresholds(logits: Tensor, target: Tensor) -> Tensor:
-    return reference.gather_target(logits, target, 0.0).float()
+def thresholds(logits: Tensor, target: Tensor, spec: StatsSpec = FULL) -> Tensor | None:
+    return reference.gather_target(logits, target, 0.0).float() if spec.rank else None
+
+
+def chunk_of(logits: Tensor, spec: StatsSpec = FULL) -> Chunk:
+    return Chunk(logits, VALID, temperature=0.7 if spec == PLAIN else 1.0)
 
 
 CASES = pytest.mark.parametrize(
@@ -72,9 +77,8 @@ CASES = pytest.mark.parametrize(
 @CASES
 def test_statistics_are_the_references(dtype, strided, spec):
     logits, target = make_rows(dtype, strided=strided)
-    threshold = thresholds(logits, target) if spec.rank else None
-    want = reference.row_stats(logits, target, spec, threshold=threshold, chunk_size=4)
-    got = inductor.row_stats(logits, target, spec, threshold=threshold, chunk_size=4)
+    given = (chunk_of(logits, spec), target, spec, thresholds(logits, target, spec))
+    want, got = (row_stats(module, *given) for module in (reference, inductor))
     assert got.dtype == torch.float32
     for name, expected, actual in zip(spec.fields, want, got, strict=True):
         exact = name in ("max", "target", "higher")
@@ -85,11 +89,13 @@ def test_statistics_are_the_references(dtype, strided, spec):
 def test_rounding_is_below_the_references():
     logits = 3.0 * torch.randn(16, 32 * BLOCK)
     target = torch.randint(0, 32 * BLOCK, (16,))
-    spec = RowSpec(32 * BLOCK, entropy=True)
-    exact = finish(reference.row_stats(logits.double(), target, spec, chunk_size=4), spec).results
+    spec = StatsSpec(entropy=True)
+    wide = Chunk(logits.double(), 32 * BLOCK)
+    exact = finalize(row_stats(reference, wide, target, spec), spec).results
 
     def error(module) -> tuple[float, float]:
-        done = finish(module.row_stats(logits, target, spec, chunk_size=4), spec).results
+        chunk = Chunk(logits, 32 * BLOCK)
+        done = finalize(row_stats(module, chunk, target, spec), spec).results
         return (
             float((done.logprobs - exact.logprobs).abs().max()),
             float((done.entropy - exact.entropy).abs().max()),
@@ -101,30 +107,21 @@ def test_rounding_is_below_the_references():
     assert logprobs <= error(reference)[0] + 1e-6
 
 
-@CASES
-def test_counts_are_the_references(dtype, strided, spec):
-    logits, target = make_rows(dtype, strided=strided)
-    arguments = (logits, target, thresholds(logits, target))
-    want = reference.count_higher(*arguments, valid=VALID, chunk_size=4)
-    got = inductor.count_higher(*arguments, valid=VALID, chunk_size=4)
-    assert got.dtype == torch.int64
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("inplace", [False, True], ids=["apart", "in place"])
 @CASES
 def test_gradients_are_the_references(dtype, strided, spec, inplace):
     logits, target = make_rows(dtype, strided=strided)
-    shift = logits.float().nan_to_num(neginf=-1e4).amax(-1) / spec.temperature
-    coef = torch.randn(4, ROWS)
-    coef[3] = 0.0
-    coef[1] *= spec.entropy
-    coef[:, 3] = coef[:, 6] = 0.0  # the NaN row and one more are dead
+    chunk = chunk_of(logits, spec)
+    shift = logits.float().nan_to_num(neginf=-1e4).amax(-1) * chunk.multiplier
+    coef, upstream = torch.randn(len(spec.coefficients), ROWS), torch.randn(ROWS, 1)
+    for dead in (3, 6):  # the NaN row and one more
+        coef[:, dead] = upstream[dead] = 0.0
+    given = (target.unsqueeze(1), upstream, shift, coef, spec)
     want = torch.empty_like(logits)
-    reference.grad_logits(logits, target, shift, coef, spec, out=want, chunk_size=4)
+    reference.grad(chunk, *given, out=want, chunk_size=4)
     # A gradient in place is given as another view of the same memory, as operations do.
     out = logits[:] if inplace else torch.empty_like(logits)
-    inductor.grad_logits(logits, target, shift, coef, spec, out=out, chunk_size=4)
+    inductor.grad(chunk, *given, out=out, chunk_size=4)
     rtol = 4.0 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, want, rtol=rtol, atol=1e-7)
     for zero in (out[3], out[6], out[:, VALID:]):
@@ -133,18 +130,11 @@ def test_gradients_are_the_references(dtype, strided, spec, inplace):
 
 def test_one_compilation_serves_every_size():
     def run(rows: int, width: int) -> None:
-        logits, target = torch.randn(rows, width), torch.zeros(rows, dtype=torch.int64)
-        spec, coef = RowSpec(width), torch.ones(4, rows)
-        inductor.row_stats(logits, target, spec, chunk_size=1)
-        inductor.grad_logits(
-            logits,
-            target,
-            torch.zeros(rows),
-            coef,
-            spec,
-            out=torch.empty_like(logits),
-            chunk_size=1,
-        )
+        logits, target = torch.randn(rows, width), torch.zeros(rows, 1, dtype=torch.int64)
+        chunk, ones = Chunk(logits, width), torch.ones(1, rows)
+        inductor.stats(chunk, target[:, 0], PLAIN, chunk_size=1)
+        given = (target, ones.t(), torch.zeros(rows), ones, PLAIN)
+        inductor.grad(chunk, *given, out=torch.empty_like(logits), chunk_size=1)
 
     run(5, 3 * BLOCK)
     graphs = counters["stats"]["unique_graphs"]
@@ -155,13 +145,13 @@ def test_one_compilation_serves_every_size():
 
 def test_nothing_of_the_logits_size_is_made():
     rows, width = 64, 8 * BLOCK
-    logits, target = torch.randn(rows, width).bfloat16(), torch.zeros(rows, dtype=torch.int64)
-    spec, shift, coef = RowSpec(width), torch.zeros(rows), torch.ones(4, rows)
+    logits, target = torch.randn(rows, width).bfloat16(), torch.zeros(rows, 1, dtype=torch.int64)
+    chunk, ones, shift = Chunk(logits, width), torch.ones(2, rows), torch.zeros(rows)
 
     def passes() -> None:
-        inductor.row_stats(logits, target, spec, chunk_size=1)
-        inductor.count_higher(logits, target, shift, valid=width, chunk_size=1)
-        inductor.grad_logits(logits, target, shift, coef, spec, out=logits[:], chunk_size=1)
+        inductor.stats(chunk, target[:, 0], FULL, threshold=shift, chunk_size=1)
+        given = (target, ones[:1].t(), shift, ones, FULL)
+        inductor.grad(chunk, *given, out=logits[:], chunk_size=1)
 
     passes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -190,24 +180,22 @@ def test_public_operations_agree_with_torch():
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [RowSpec(WIDTH, softcap=5.0), RowSpec(WIDTH, smoothing=True), RowSpec(BLOCK)],
+    ("valid", "softcap", "smoothing"),
+    [(WIDTH, 5.0, False), (WIDTH, None, True), (BLOCK, None, False)],
     ids=["softcap", "smoothing", "one block"],
 )
-def test_what_is_rare_is_the_references(spec):
+def test_what_is_rare_is_the_references(valid, softcap, smoothing):
     logits, target = make_rows(torch.float32, strided=False)
+    chunk, spec = Chunk(logits, valid, softcap=softcap), StatsSpec(smoothing=smoothing)
     target = target.clamp(max=BLOCK - 1)
-    results = [
-        module.row_stats(logits, target, spec, chunk_size=4) for module in (inductor, reference)
-    ]
+    results = [row_stats(module, chunk, target, spec) for module in (inductor, reference)]
     torch.testing.assert_close(*results, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def run_both() -> tuple[Tensor, Tensor]:
     logits, target = make_rows(torch.float32, strided=False)
-    a, b = (
-        module.row_stats(logits, target, PLAIN, chunk_size=4) for module in (inductor, reference)
-    )
+    chunk = chunk_of(logits, PLAIN)
+    a, b = (row_stats(module, chunk, target, PLAIN) for module in (inductor, reference))
     return a, b
 
 
@@ -228,7 +216,7 @@ def test_a_failed_compilation_is_said_once_and_leaves_other_kinds_compiled(compi
     real = inductor._compile
 
     def broken_statistics(function: Callable[..., Any]) -> Callable[..., Any]:
-        if function is inductor.stats_kernel:
+        if function is inductor._stats_kernel(BLOCK):
             raise RuntimeError("no such header\nand much more")
         return real(function)
 
@@ -244,9 +232,10 @@ def test_a_failed_compilation_is_said_once_and_leaves_other_kinds_compiled(compi
     assert backends.select("auto", large) is inductor
     # Another kernel is compiled after it.
     logits, target = make_rows(torch.float32, strided=False)
-    arguments = (logits, target, thresholds(logits, target))
-    inductor.count_higher(*arguments, valid=VALID, chunk_size=4)
-    assert [key[0] for key in inductor._kernels] == [inductor._count_kernel]
+    given = (target.unsqueeze(1), torch.ones(ROWS, 1), torch.zeros(ROWS), torch.ones(1, ROWS))
+    out = torch.empty_like(logits)
+    inductor.grad(chunk_of(logits), *given, PLAIN, out=out, chunk_size=4)
+    assert [key[0] for key in inductor._kernels] == [inductor._grad_kernel]
 
 
 def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
@@ -258,7 +247,7 @@ def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert inductor.obstacle() is None
             logits, target = make_rows(dtype, strided=False)
-            inductor.row_stats(logits, target, PLAIN, chunk_size=4)
+            inductor.stats(chunk_of(logits), target, PLAIN, chunk_size=4)
     assert len(caplog.records) == 3
     assert "no such header" in str(inductor.obstacle())
     large = torch.zeros(inductor.MIN_NUMEL // BLOCK, BLOCK)
@@ -271,19 +260,14 @@ def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
 def test_defaults_for_new_tensors_change_nothing(how, monkeypatch):
     logits, target = make_rows(torch.float32, strided=False)
     logits = logits.nan_to_num(nan=0.5)
-    threshold = thresholds(logits, target)
-    shift, coef = logits.nan_to_num(neginf=-1e4).amax(-1), torch.randn(4, ROWS)
-    coef[3] = 0.0
+    threshold, chunk = thresholds(logits, target), chunk_of(logits)
+    shift, coef = logits.nan_to_num(neginf=-1e4).amax(-1), torch.randn(2, ROWS)
+    given = (target.unsqueeze(1), torch.randn(ROWS, 1), shift, coef, FULL)
 
     def passes() -> list[Tensor]:
         out = torch.empty_like(logits)
-        inductor.grad_logits(logits, target, shift, coef, FULL, out=out, chunk_size=4)
-        stats = inductor.row_stats(logits, target, FULL, threshold=threshold, chunk_size=4)
-        return [
-            out,
-            stats,
-            inductor.count_higher(logits, target, threshold, valid=VALID, chunk_size=4),
-        ]
+        inductor.grad(chunk, *given, out=out, chunk_size=4)
+        return [out, inductor.stats(chunk, target, FULL, threshold=threshold, chunk_size=4)]
 
     compiled = []
     real = inductor.call_compiled
@@ -308,7 +292,7 @@ def test_defaults_for_new_tensors_change_nothing(how, monkeypatch):
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    assert len(compiled) == 2 * 4  # none went to the reference
+    assert len(compiled) == 2 * 3  # none went to the reference
     for one, other in zip(got, want, strict=True):
         assert one.device.type == "cpu"
         assert torch.equal(one, other)

@@ -10,56 +10,65 @@ from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_token_stats
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels import inductor, inductor_blocks, reference
+from mcore_logprobs.kernels import inductor, reference
+from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.segments import Segments, segment_stats
-from mcore_logprobs.kernels.stats import RowSpec, merge
+from mcore_logprobs.kernels.stats import StatsSpec, merge
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.helpers.memory import TensorsMade
 from tests.kernels.common import (
     DEVICE,
     EVERYTHING,
     lay_out,
+    make_chunk,
     make_logits,
     make_target,
     make_threshold,
+    row_stats,
 )
 from tests.kernels.interpreter import interpreted
 
+INVARIANT = inductor.INVARIANT
 ROWS, SEGMENTS = 5, 4
 WIDTH = 2048 + 71  # of a segment: one whole block, and an odd one
-OPTIONS = {"softcap": 9.0, "logit_scale": 0.5, **EVERYTHING}
+HOW = {"softcap": 9.0, "logit_scale": 0.5}
 
 
-def shards(x: Tensor, tp: int) -> list[Tensor]:
-    return [part.contiguous() for part in x.chunk(tp, dim=-1)]
+def shards(chunk: Chunk, target: Tensor, tp: int) -> list[tuple[Chunk, Tensor]]:
+    """Each rank's part, in memory of its own, and the targets' columns in it."""
+    width, found = chunk.logits.shape[1] // tp, []
+    for start in range(0, tp * width, width):
+        part, own = chunk.columns(slice(start, start + width)), target - start
+        found.append(
+            (
+                replace(part, logits=part.logits.contiguous()),
+                torch.where((own >= 0) & (own < width), own, -1),
+            )
+        )
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @interpreted
 def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
-    from mcore_logprobs.kernels import triton_backend
+    from mcore_logprobs.kernels import triton as triton_backend
 
     width, valid = SEGMENTS * WIDTH, SEGMENTS * WIDTH - 100
     logits = make_logits(ROWS, width, dtype)
     target = make_target(ROWS, valid, logits)
-    whole = RowSpec(valid, **OPTIONS)
-    threshold = make_threshold(logits, whole, None, target)
-    temperature = torch.linspace(0.5, 2.0, ROWS, device=DEVICE)
-    bias = None
+    whole = make_chunk(logits, valid, rows=True, **HOW)
+    threshold = make_threshold(whole, target)
 
     def stats_on(tp: int, rows: Tensor, module) -> Tensor:
-        parts, columns = [], width // tp
-        for rank, shard in enumerate(shards(logits[rows], tp)):
-            own = target[rows] - rank * columns
-            spec = RowSpec(max(0, min(columns, valid - rank * columns)), **OPTIONS)
-            parts.append(
-                segment_stats(
-                    module, shard, torch.where((own >= 0) & (own < columns), own, -1), spec,
-                    Segments.of(SEGMENTS, width, tp), bias=bias, threshold=threshold[rows],
-                    temperature=temperature[rows], chunk_size=ROWS,
-                )
-            )  # fmt: skip
-        return merge(torch.cat(parts), whole, ordered=True)
+        some = replace(whole, logits=logits[rows], temperature=whole.temperature[rows])
+        parts = [
+            segment_stats(
+                module, shard, own, EVERYTHING, Segments.of(SEGMENTS, width, tp),
+                threshold=threshold[rows], chunk_size=ROWS,
+            )
+            for shard, own in shards(some, target[rows], tp)
+        ]  # fmt: skip
+        return merge(torch.cat(parts), EVERYTHING, ordered=True)
 
     everything = torch.arange(ROWS, device=DEVICE)
     alone = stats_on(1, everything, triton_backend)
@@ -70,25 +79,20 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
     eager = stats_on(1, everything, reference)
     torch.testing.assert_close(alone, eager, rtol=2e-5, atol=2e-4)
     # Split as launches are elsewhere, the order of the sums is another.
-    plain = triton_backend.row_stats(
-        logits, target, whole, threshold=threshold, temperature=temperature
-    )
+    plain = row_stats(triton_backend, whole, target, EVERYTHING, threshold)
     assert not same_bits(plain, alone)
 
     def gradient_on(tp: int) -> Tensor:
-        parts, columns = [], width // tp
-        for rank, shard in enumerate(shards(logits, tp)):
-            own = target - rank * columns
-            spec = RowSpec(max(0, min(columns, valid - rank * columns)), **OPTIONS)
-            parts.append(torch.empty_like(shard))
-            triton_backend.grad_logits(
-                shard, torch.where((own >= 0) & (own < columns), own, -1), top, coef, spec,
-                temperature=temperature, out=parts[-1],
-            )  # fmt: skip
+        parts = []
+        for shard, own in shards(whole, target, tp):
+            parts.append(torch.empty_like(shard.logits))
+            given = (own.unsqueeze(1), upstream, row_max, coef, EVERYTHING)
+            triton_backend.grad(shard, *given, out=parts[-1])
         return torch.cat(parts, -1)
 
-    top = whole.named(alone)["max"].contiguous()
-    coef = torch.randn(len(whole.coefficients), ROWS, device=DEVICE)
+    row_max = EVERYTHING.named(alone)["max"].contiguous()
+    coef = torch.randn(len(EVERYTHING.coefficients), ROWS, device=DEVICE)
+    upstream = torch.randn(ROWS, 1, device=DEVICE)
     for tp in (2, 4):
         assert_same_bits(gradient_on(tp), gradient_on(1), f"gradient, TP {tp}")
 
@@ -124,45 +128,40 @@ class Compiled:
     """
 
     def __init__(self, dtype: torch.dtype, valid: int, **wanted: bool) -> None:
-        self.spec = RowSpec(valid, **wanted)
+        self.spec = StatsSpec(**wanted)
         self.logits = (3.0 * torch.randn(COUNT, COLUMNS)).to(dtype)
         self.logits[1, 5:900] = self.logits[2, : 2 * BLOCK + 9] = -torch.inf
         self.target = torch.randint(valid, (COUNT,))
         self.temperature = 0.5 + torch.rand(COUNT)
         self.threshold = reference.gather_target(self.logits, self.target, 0.0).float()
         self.coef = torch.randn(len(self.spec.coefficients), COUNT)
-        self.coef[:, 4] = 0.0
+        self.upstream = torch.randn(COUNT, 1)
+        self.coef[:, 4] = self.upstream[4] = 0.0
+        self.whole = Chunk(self.logits, valid, temperature=self.temperature)
         self.every = torch.arange(COUNT)
-        self.top = self.spec.named(self.stats(1, self.every))["max"].contiguous()
+        self.row_max = self.spec.named(self.stats(1, self.every))["max"].contiguous()
 
-    def shards(self, tp: int, rows: Tensor) -> list[tuple[Tensor, Tensor, RowSpec]]:
-        width, found = COLUMNS // tp, []
-        for start in range(0, COLUMNS, width):
-            own = self.target[rows] - start
-            own = torch.where((own >= 0) & (own < width), own, -1)
-            valid = max(0, min(width, self.spec.valid - start))
-            shard = self.logits[rows, start : start + width].contiguous()
-            found.append((shard, own, replace(self.spec, valid=valid)))
-        return found
+    def shards(self, tp: int, rows: Tensor) -> list[tuple[Chunk, Tensor]]:
+        some = replace(self.whole, logits=self.logits[rows], temperature=self.temperature[rows])
+        return shards(some, self.target[rows], tp)
 
-    def stats(self, tp: int, rows: Tensor, chunk_size: int = 64, module=inductor_blocks) -> Tensor:
+    def stats(self, tp: int, rows: Tensor, chunk_size: int = 64, module=INVARIANT) -> Tensor:
         parts = [
             segment_stats(
-                module, shard, own, spec, Segments.of(SEGMENTS, COLUMNS, tp),
-                threshold=self.threshold[rows] if spec.rank else None,
-                temperature=self.temperature[rows], chunk_size=chunk_size,
+                module, shard, own, self.spec, Segments.of(SEGMENTS, COLUMNS, tp),
+                threshold=self.threshold[rows] if self.spec.rank else None, chunk_size=chunk_size,
             )
-            for shard, own, spec in self.shards(tp, rows)
+            for shard, own in self.shards(tp, rows)
         ]  # fmt: skip
         return merge(torch.cat(parts), self.spec, ordered=True)
 
     def gradient(self, tp: int, rows: Tensor, *, inplace: bool = False) -> Tensor:
         parts = []
-        for shard, own, spec in self.shards(tp, rows):
-            out = shard if inplace else torch.empty_like(shard)
-            inductor_blocks.grad_logits(
-                shard, own, self.top[rows], self.coef[:, rows], spec,
-                temperature=self.temperature[rows], out=out, chunk_size=64,
+        for shard, own in self.shards(tp, rows):
+            out = shard.logits if inplace else torch.empty_like(shard.logits)
+            INVARIANT.grad(
+                shard, own.unsqueeze(1), self.upstream[rows], self.row_max[rows],
+                self.coef[:, rows], self.spec, out=out, chunk_size=64,
             )  # fmt: skip
             parts.append(out)
         return torch.cat(parts, -1)
@@ -195,10 +194,8 @@ def test_compiled_kernels_give_the_same_bits_at_any_tp_and_number_of_rows(dtype,
     with TensorsMade():  # a mode, in which torch compiles nothing
         assert_same_bits(call.stats(2, call.every), stats, "in a mode")
     # In blocks of another width, as without segments, the order of the sums is another.
-    plain = inductor.row_stats(
-        call.logits, call.target, call.spec, threshold=call.threshold if wanted else None,
-        temperature=call.temperature, chunk_size=64,
-    )  # fmt: skip
+    threshold = call.threshold if wanted else None
+    plain = row_stats(inductor, call.whole, call.target, call.spec, threshold)
     assert not same_bits(plain, stats)
     assert not inductor._failures
 
@@ -221,26 +218,28 @@ def test_compiled_columns_that_do_not_lie_side_by_side():
 
 def test_what_is_rare_is_the_references():
     logits, target = torch.randn(3, COLUMNS), torch.arange(3)
-    for options in ({"softcap": 5.0}, {"smoothing": True}, {"bias": torch.randn(COLUMNS)}):
-        bias = options.pop("bias", None)
-        spec = RowSpec(COLUMNS, **options)
+    plain, smooth = StatsSpec(), StatsSpec(smoothing=True)
+    for how, spec, block in (
+        ({"softcap": 5.0}, plain, BLOCK),
+        ({}, smooth, BLOCK),
+        ({"bias": True}, plain, BLOCK),
+        ({}, plain, 511),  # narrow
+    ):
+        chunk = make_chunk(logits, **how)
         results = [
-            module.block_stats(logits, target, spec, block=BLOCK, bias=bias, chunk_size=2)
-            for module in (inductor_blocks, reference)
+            module.stats(chunk, target, spec, block=block, chunk_size=2)
+            for module in (INVARIANT, reference)
         ]
-        assert_same_bits(*results, str(options))
+        assert_same_bits(*results, f"{how} {spec} {block}")
 
 
-def test_auto_chooses_by_width_and_a_kernel_that_fails_raises():
+def test_auto_chooses_by_dtype_and_a_kernel_that_fails_raises():
     for rows in (1, 300):
         logits = torch.zeros(rows, COLUMNS)
         for tp in (1, 2, 4):
-            segments = Segments.of(SEGMENTS, COLUMNS, tp)
-            chosen = backends.select("auto", logits[:, : COLUMNS // tp], segments=segments)
-            assert chosen is inductor_blocks
-            assert backends.select("auto", logits.double(), segments=segments) is reference
-        narrow = Segments.of(SEGMENTS, SEGMENTS * 1023, 1)
-        assert backends.select("auto", logits, segments=narrow) is reference
+            shard = logits[:, : COLUMNS // tp]
+            assert backends.select("auto", shard, invariant=True) is INVARIANT
+            assert backends.select("auto", shard.double(), invariant=True) is reference
     with (
         torch.compiler.set_stance("force_eager"),
         pytest.raises(RuntimeError, match=r"invariant_segments: .*backend='torch'"),
@@ -254,18 +253,20 @@ def test_auto_chooses_by_width_and_a_kernel_that_fails_raises():
 @interpreted
 def test_a_row_is_split_by_its_width_alone_where_it_must_not_vary(bias):
     # Elsewhere a launch splits few rows over more programs than many, and adds in another order.
-    from mcore_logprobs.kernels import triton_backend, triton_common
+    from mcore_logprobs.kernels import triton as triton_backend
+    from mcore_logprobs.kernels.triton.common import launch_plan
 
-    width = 2 * 4500  # of segments that do not start at multiples of 16 columns
+    width, segments = 2 * 4500, Segments(2, 4500)
     logits = make_logits(16, width, torch.bfloat16)
-    target = make_target(16, width, logits)
-    spec, segments = RowSpec(width - 50, entropy=True, rank=True), Segments(2, 4500)
-    offsets = torch.randn(width, device=DEVICE) if bias else None
-    threshold = make_threshold(logits, spec, offsets, target)
+    target, spec = make_target(16, width, logits), StatsSpec(entropy=True, rank=True)
+    chunk = make_chunk(logits, width - 50, bias=bias)
+    threshold = make_threshold(chunk, target)
 
     def found(rows: Tensor, given: Tensor) -> Tensor:
-        options = {"bias": offsets, "threshold": threshold[rows]}
-        return triton_backend.segment_stats(given, target[rows], spec, segments, **options)
+        return segment_stats(
+            triton_backend, replace(chunk, logits=given), target[rows], spec, segments,
+            threshold=threshold[rows], chunk_size=16,
+        )  # fmt: skip
 
     everything = torch.arange(16, device=DEVICE)
     whole = found(everything, logits)
@@ -273,14 +274,14 @@ def test_a_row_is_split_by_its_width_alone_where_it_must_not_vary(bias):
         assert_same_bits(found(rows, logits[rows]), whole[..., rows], f"{len(rows)} rows")
     assert_same_bits(found(everything, lay_out(logits, "wide")), whole, "other memory")
     # Blocks that a fused chunk has, merged alike, are the same numbers.
-    first = replace(spec, valid=4500)
+    first = chunk.columns(slice(0, 4500))
+    fused = replace(first, logits=first.logits.contiguous())
     own = torch.where(target < 4500, target, -1)
-    blocks = triton_backend.block_stats(
-        logits[:, :4500], own, first, block=segments.block("cuda"), threshold=threshold,
-        bias=None if offsets is None else offsets[:4500],
-    )  # fmt: skip
-    merged = merge(blocks, first, ordered=True)
-    torch.testing.assert_close(merged, whole[0], rtol=2e-6, atol=2e-5)
-    # Here the launch of `row_stats` does depend on the rows.
-    plans = [triton_common.launch_plan(rows, width, logits) for rows in (1, 16)]
+    block = segments.block(DEVICE)
+    blocks = triton_backend.stats(fused, own, spec, threshold=threshold, block=block)
+    merged = spec.named(merge(blocks, spec, ordered=True))
+    for name in ("max", "sum", "entropy"):  # the others may stand in any part
+        assert_same_bits(merged[name], spec.named(whole[0])[name], f"fused {name}")
+    # Here the launch without blocks does depend on the rows.
+    plans = [launch_plan(rows, width, logits) for rows in (1, 16)]
     assert DEVICE == "cuda" or plans[0].splits != plans[1].splits

@@ -71,11 +71,11 @@ def test_what_a_fake_mode_answers_is_not_kept(monkeypatch):
 
 
 def test_operands_are_cast_only_where_there_is_no_matrix_unit_for_them():
-    assert products.operand_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
-    assert products.operand_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
-    assert products.operand_dtype(torch.float64, torch.device("cuda")) == torch.float64
+    assert products.matmul_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    assert products.matmul_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
+    assert products.matmul_dtype(torch.float64, torch.device("cuda")) == torch.float64
     x = torch.randn(2, 2)
-    assert products.operand(x) is x
+    assert products.matmul_input(x) is x
 
 
 def test_a_probe_without_memory_is_no_answer():

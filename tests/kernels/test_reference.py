@@ -5,7 +5,6 @@ Distributions, cuts, permutations and chunks are drawn; expectations come from f
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.stats import RowSpec, finish, merge
+from mcore_logprobs.kernels.chunk import Chunk, processed_logits, row_chunks
+from mcore_logprobs.kernels.stats import StatsSpec, finalize, merge
 from tests.helpers import oracles
 
-EVERYTHING = RowSpec(valid=0, entropy=True, rank=True, smoothing=True, sum_pi_squared=True)
+EVERYTHING = StatsSpec(entropy=True, rank=True, smoothing=True, sum_pi_squared=True)
 
 
 @st.composite
@@ -45,21 +45,21 @@ def _cut(logits: Tensor, target: Tensor, cuts: list[int], chunk_size: int = 3) -
     for start, stop in pairwise(edges):
         here = (target >= start) & (target < stop)
         parts.append(
-            reference.row_stats(
-                logits[:, start:stop],
+            reference.stats(
+                Chunk(logits[:, start:stop], stop - start),
                 torch.where(here, target - start, -1),
-                replace(EVERYTHING, valid=stop - start),
+                EVERYTHING,
                 threshold=own,
                 chunk_size=chunk_size,
             )
         )
-    return torch.stack(parts)
+    return torch.cat(parts)
 
 
 @given(rows(), st.lists(st.integers(0, 40), max_size=4))
 def test_shards_merge_to_the_whole(drawn, cuts):
     logits, target = drawn
-    merged, norms = finish(merge(_cut(logits, target, cuts), EVERYTHING), EVERYTHING)
+    merged, softmax = finalize(merge(_cut(logits, target, cuts), EVERYTHING), EVERYTHING)
     exact = oracles.token_stats(logits, target)
     plain = oracles.token_stats(logits, target, dtype=torch.float32)
     oracles.assert_no_worse(merged.logprobs, plain.logprobs, exact.logprobs, name="logprobs")
@@ -68,7 +68,7 @@ def test_shards_merge_to_the_whole(drawn, cuts):
     squares = (logits.double().log_softmax(-1).exp() ** 2).sum(-1)
     torch.testing.assert_close(merged.sum_pi_squared.double(), squares, rtol=1e-6, atol=1e-9)
     assert torch.equal(merged.target_rank, exact.target_rank)
-    assert torch.equal(norms.finite.long(), logits.isfinite().sum(-1))
+    assert torch.equal(softmax.finite.long(), logits.isfinite().sum(-1))
 
 
 @given(rows(), st.lists(st.integers(0, 40), min_size=2, max_size=5), st.randoms())
@@ -93,8 +93,8 @@ def test_a_shift_of_a_row_changes_only_its_lse(drawn, shift):
     logits = (logits.clamp(-64, 64) * 64).round() / 64
     logits = torch.where(drawn[0].isneginf(), -torch.inf, logits)
     shift = round(shift * 64) / 64
-    plain = finish(merge(_cut(logits, target, [5]), EVERYTHING), EVERYTHING).results
-    moved = finish(merge(_cut(logits + shift, target, [5]), EVERYTHING), EVERYTHING).results
+    plain = finalize(merge(_cut(logits, target, [5]), EVERYTHING), EVERYTHING).results
+    moved = finalize(merge(_cut(logits + shift, target, [5]), EVERYTHING), EVERYTHING).results
     torch.testing.assert_close(moved.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(moved.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(moved.lse, plain.lse + shift, rtol=1e-6, atol=1e-6)
@@ -118,8 +118,8 @@ def test_columns_may_be_permuted(drawn, random):
     random.shuffle(order)
     place = torch.empty(len(order), dtype=torch.int64)
     place[torch.tensor(order)] = torch.arange(len(order))
-    one = finish(merge(_cut(logits, target, []), EVERYTHING), EVERYTHING).results
-    two = finish(merge(_cut(logits[:, order], place[target], []), EVERYTHING), EVERYTHING).results
+    one = finalize(merge(_cut(logits, target, []), EVERYTHING), EVERYTHING).results
+    two = finalize(merge(_cut(logits[:, order], place[target], []), EVERYTHING), EVERYTHING).results
     torch.testing.assert_close(two.logprobs, one.logprobs, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(two.entropy, one.entropy, rtol=2e-6, atol=2e-6)
     assert torch.equal(two.target_rank, one.target_rank)
@@ -128,8 +128,8 @@ def test_columns_may_be_permuted(drawn, random):
 @given(rows(), st.sampled_from([0.0, 0.1, 0.7]))
 def test_bounds(drawn, smoothing):
     logits, target = drawn
-    done, norms = finish(merge(_cut(logits, target, [3]), EVERYTHING), EVERYTHING, smoothing)
-    count = norms.finite
+    done, softmax = finalize(merge(_cut(logits, target, [3]), EVERYTHING), EVERYTHING, smoothing)
+    count = softmax.finite
     assert (done.logprobs <= 0).all()
     assert (done.entropy >= 0).all()
     assert (done.entropy <= count.log() + 1e-5).all()
@@ -141,10 +141,14 @@ def test_bounds(drawn, smoothing):
 # ---- the gradient kernel ------------------------------------------------------------------------
 
 
-def _grad(logits: Tensor, target: Tensor, coef: Tensor, spec: RowSpec, **options) -> Tensor:
-    out = torch.empty_like(logits)
-    shift = torch.where(logits.isnan(), -torch.inf, logits).amax(-1)
-    reference.grad_logits(logits, target, shift, coef, spec, out=out, **options)
+def _grad(
+    chunk: Chunk, target: Tensor, upstream: Tensor, coef: Tensor, spec: StatsSpec, **options
+) -> Tensor:
+    """Of one entry a row."""
+    out = options.pop("out", torch.empty_like(chunk.logits))
+    shift = torch.where(chunk.logits.isnan(), -torch.inf, chunk.logits).amax(-1)
+    entries = target.unsqueeze(-1), upstream.unsqueeze(-1)
+    reference.grad(chunk, *entries, shift, coef, spec, out=out, **options)
     return out
 
 
@@ -154,8 +158,10 @@ def test_the_gradient_is_the_formula(drawn, chunk_size):
     n, v = logits.shape
     generator = torch.Generator().manual_seed(n * 41 + v)
     coef = torch.randn(5, n, generator=generator)
-    spec = RowSpec(valid=v, entropy=True, smoothing=True, sum_pi_squared=True)
-    found = _grad(logits, target, coef, spec, chunk_size=chunk_size)
+    spec = StatsSpec(entropy=True, smoothing=True, sum_pi_squared=True)
+    assert spec.coefficients == ("weight", "moment", "finite", "squares")
+    given = coef[[0, 1, 3, 4]]
+    found = _grad(Chunk(logits, v), target, coef[2], given, spec, chunk_size=chunk_size)
     z = logits.double()
     a, b, c, d, e = coef.double().unsqueeze(-1)
     shifted = z - z.amax(-1, keepdim=True)
@@ -170,11 +176,11 @@ def test_the_gradient_is_the_formula(drawn, chunk_size):
 @given(rows())
 def test_a_row_with_no_coefficient_gets_exactly_nothing(drawn):
     logits, target = drawn
-    coef = torch.randn(4, len(logits))
-    coef[:, 0] = 0.0
+    coef, upstream = torch.randn(3, len(logits)), torch.randn(len(logits))
+    coef[:, 0] = upstream[0] = 0.0
     logits[0] = float("nan")
-    spec = RowSpec(valid=logits.shape[1], entropy=True, smoothing=True)
-    found = _grad(logits, target, coef, spec, chunk_size=4)
+    spec, chunk = StatsSpec(entropy=True, smoothing=True), Chunk(logits, logits.shape[1])
+    found = _grad(chunk, target, upstream, coef, spec, chunk_size=4)
     assert not found[0].any()
     assert found[1:].isfinite().all()
 
@@ -183,22 +189,21 @@ def test_a_row_with_no_coefficient_gets_exactly_nothing(drawn):
 def test_masked_columns_get_exactly_nothing(valid):
     logits = torch.randn(3, 8)
     logits[:, valid:] = float("nan")
-    coef = torch.randn(4, 3)
-    spec = RowSpec(valid=valid, entropy=True, smoothing=True, softcap=3.0)
+    coef, upstream = torch.randn(3, 3), torch.randn(3)
+    spec, chunk = StatsSpec(entropy=True, smoothing=True), Chunk(logits, valid, softcap=3.0)
     target = torch.tensor([-1, 0, 0]) if valid else torch.tensor([-1, -1, -1])
-    found = _grad(logits, target, coef, spec, chunk_size=2)
+    found = _grad(chunk, target, upstream, coef, spec, chunk_size=2)
     assert not found[:, valid:].any()
     assert found.isfinite().all()
 
 
 def test_over_the_logits_themselves():
     logits = torch.randn(5, 8)
-    coef, target = torch.randn(4, 5), torch.tensor([0, 3, -1, 7, 2])
-    spec = RowSpec(valid=6, entropy=True, temperature=0.5, softcap=2.0)
-    target = torch.where(target < 6, target, -1)
-    expected = _grad(logits, target, coef, spec, chunk_size=2)
-    shift = logits.amax(-1)
-    reference.grad_logits(logits, target, shift, coef, spec, out=logits, chunk_size=2)
+    coef, upstream, target = torch.randn(2, 5), torch.randn(5), torch.tensor([0, 3, -1, 7, 2])
+    chunk = Chunk(logits, 6, temperature=0.5, softcap=2.0)
+    given = (torch.where(target < 6, target, -1), upstream, coef, StatsSpec(entropy=True))
+    expected = _grad(chunk, *given, chunk_size=2)
+    _grad(chunk, *given, out=logits, chunk_size=2)
     assert torch.equal(logits, expected)
 
 
@@ -206,28 +211,28 @@ def test_over_the_logits_themselves():
 @pytest.mark.parametrize("softcap", [None, 2.5])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_finished_logits_take_their_steps_in_order(temperature, scale, softcap, bias):
+def test_processed_logits_take_their_steps_in_order(temperature, scale, softcap, bias):
     raw = torch.randn(4, 9) * 4
     kept = raw.clone()
     offsets = torch.randn(9) if bias else None
     options = {"logit_scale": scale, "softcap": softcap, "temperature": temperature}
-    found = reference.finished_logits(raw, RowSpec(valid=9, **options), offsets)
+    found = processed_logits(raw, bias=offsets, **options)
     exact = oracles.finished_logits(raw, bias=offsets, **options)
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
     assert torch.equal(raw, kept)
 
 
-def test_finished_logits_of_every_dtype():
+def test_processed_logits_of_every_dtype():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raw = torch.randn(2, 3).to(dtype)
-        found = reference.finished_logits(raw, RowSpec(valid=3))
+        found = processed_logits(raw)
         assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert torch.equal(found.double(), raw.double())
 
 
 @pytest.mark.parametrize(("rows_", "size"), [(0, 3), (1, 1), (7, 3), (6, 3), (5, 100)])
 def test_chunks_cover_the_rows_once(rows_, size):
-    chunks = list(reference.row_chunks(rows_, size))
+    chunks = list(row_chunks(rows_, size))
     covered = [i for chunk in chunks for i in range(chunk.start, chunk.stop)]
     assert covered == list(range(rows_))
     assert all(chunk.stop - chunk.start <= size for chunk in chunks)

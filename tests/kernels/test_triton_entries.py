@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,68 +14,63 @@ from mcore_logprobs import (
     vocab_parallel_topk,
     vocab_parallel_topk_distill,
 )
-from mcore_logprobs.kernels import reference, triton_backend, triton_entries
-from mcore_logprobs.kernels.operators import flatten
-from mcore_logprobs.kernels.stats import RowSpec
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels import triton as triton_backend
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.triton import gradient
 from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import (
     DEVICE,
     DTYPES,
     TRANSFORMS,
+    doubled,
     lay_out,
-    make_bias,
+    make_chunk,
     make_logits,
-    make_spec,
 )
 from tests.kernels.interpreter import interpreted
 
 
-def _check(logits: Tensor, spec: RowSpec, k: int, **options: Any) -> None:
+def _check(chunk: Chunk, spec: StatsSpec, k: int) -> None:
     """With statistics and without; out is fresh, strided, and the logits themselves."""
-    rows = logits.shape[0]
-    bias, own = make_bias(options, logits.shape[1]), None
-    if options.get("rows"):
-        own = torch.linspace(0.5, 2.0, rows, device=DEVICE)
-    column = torch.randint(spec.valid, (rows, k), device=DEVICE)
+    logits, rows = chunk.logits, len(chunk.logits)
+    column = torch.randint(chunk.valid, (rows, k), device=DEVICE)
     column[:, 1::3] = column[:, :1]  # repeated
     column[:, 2::5] = -1
-    upstream, coef = torch.randn(rows, k, device=DEVICE), torch.randn(4, rows, device=DEVICE)
+    upstream = torch.randn(rows, k, device=DEVICE)
+    coef = torch.randn(len(spec.coefficients), rows, device=DEVICE)
     upstream[1::3] = coef[:, 1::3] = 0.0
-    wide = None if bias is None else bias.double()
-    z = reference.finished_logits(
-        logits[:, : spec.valid].double(), spec, None if wide is None else wide[: spec.valid],
-        None if own is None else own[:, None],
-    )  # fmt: skip
+    z = doubled(chunk).processed()
     shift = z.amax(-1).float()
-    coef[:2] /= (z - shift.unsqueeze(-1)).exp().sum(-1)
-    rest = {"temperature": own, "chunk_size": 4}
+    coef /= (z - shift.unsqueeze(-1)).exp().sum(-1)
     for statistics in ((shift, coef), (None, None)):
         exact = torch.empty(logits.shape, dtype=torch.float64, device=DEVICE)
-        doubled = [None if x is None else x.double() for x in statistics]
-        reference.entries_grad(
-            logits.double(), column, upstream.double(), *doubled, spec, bias=wide, out=exact, **rest
-        )
+        wide = [None if x is None else x.double() for x in (upstream, *statistics)]
+        reference.grad(doubled(chunk), column, *wide, spec, out=exact, chunk_size=4)
         plain = torch.empty_like(logits)
-        arguments = (column, upstream, *statistics, spec)
-        reference.entries_grad(logits, *arguments, bias=bias, out=plain, **rest)
+        given = (column, upstream, *statistics, spec)
+        reference.grad(chunk, *given, out=plain, chunk_size=4)
         copy = logits.clone()
         for source, out in (
             (logits, torch.full_like(logits, torch.nan)),
             (logits, lay_out(torch.zeros_like(logits), "wide")),
             (copy, copy),
         ):
-            triton_backend.entries_grad(source, *arguments, bias=bias, out=out, **rest)
+            triton_backend.grad(replace(chunk, logits=source), *given, out=out)
             assert_no_worse(out, plain, exact, name="gradient")
             assert (out[1::3] == 0).all()
-            assert (out[:, spec.valid :] == 0).all()
+            assert (out[:, chunk.valid :] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @interpreted
 def test_shapes_and_dtypes(dtype):
+    assert gradient._ENTRIES < 130  # more entries than a program writes
     for rows, width, k in ((2, 1152, 7), (2, 33, 1), (1, 300, 130), (2, 40, 0), (0, 40, 3)):
-        _check(make_logits(rows, width, dtype), RowSpec(width - 3, entropy=True), k)
-    _check(make_logits(3, 300, dtype), RowSpec(300), 5)
+        spec = StatsSpec(entropy=True, sum_pi_squared=width == 300)
+        _check(make_chunk(make_logits(rows, width, dtype), width - 3), spec, k)
+    _check(make_chunk(make_logits(3, 300, dtype)), StatsSpec(), 5)
 
 
 @pytest.mark.parametrize("transform", [*TRANSFORMS, "rows", "capped rows"])
@@ -84,9 +79,8 @@ def test_scale_softcap_bias_and_temperature(transform):
     options = dict(TRANSFORMS.get(transform, {"rows": True}))
     if transform == "capped rows":
         options |= {"softcap": 3.0, "bias": True}
-    plain = {name: value for name, value in options.items() if name != "rows"}
     logits = make_logits(3, 700, torch.bfloat16)
-    _check(logits, make_spec(650, plain, {"entropy": True}), 6, **options)
+    _check(make_chunk(logits, 650, **options), StatsSpec(entropy=True), 6)
 
 
 @interpreted
@@ -168,18 +162,3 @@ def test_a_nan_row_without_upstream_has_no_gradient_under_a_softcap():
     assert torch.equal(hidden.grad[1], torch.zeros(16, device=DEVICE))
     assert hidden.grad[::2].isfinite().all()
     assert hidden.grad[::2].any()
-
-
-@interpreted
-def test_the_operator_declares_what_it_does():
-    logits = make_logits(4, 200, torch.bfloat16)
-    column = torch.randint(190, (4, 3), device=DEVICE)
-    shift, coef = torch.ones(4, device=DEVICE), torch.randn(4, 4, device=DEVICE)
-    spec, upstream = RowSpec(190, softcap=3.0), torch.randn(4, 3, device=DEVICE)
-    torch.library.opcheck(
-        triton_backend._entries_grad.overload,
-        (logits, column, upstream, shift, coef, None, None, torch.empty_like(logits),
-         *flatten(spec)),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
-    )  # fmt: skip
-    assert triton_entries._BLOCK < 130  # test_shapes_and_dtypes has more entries than a block

@@ -11,26 +11,29 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_target_rank
 from mcore_logprobs import vocab_parallel_token_stats as token_stats
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels import reference, triton_backend
-from mcore_logprobs.kernels.operators import flatten
-from mcore_logprobs.kernels.stats import RowSpec
-from mcore_logprobs.logits.rows import Rows
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels import triton as triton_backend
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.triton import gradient, pair_gradient, pair_statistics, statistics
+from mcore_logprobs.kernels.triton.operators import arguments
+from mcore_logprobs.ops.source import given_logits
 from tests.kernels.common import DEVICE, make_logits
 from tests.kernels.interpreter import interpreted
 
-SPEC = RowSpec(190, logit_scale=0.5, softcap=4.0, temperature=0.8, entropy=True, smoothing=True)
+SPEC = StatsSpec(entropy=True, smoothing=True)
+HOW = {"logit_scale": 0.5, "softcap": 4.0, "temperature": 0.8}
 
 
 def _inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
     logits = make_logits(6, 200, dtype)
     target = torch.tensor([0, 5, -1, 100, 189, 7], device=DEVICE)
-    return logits, target, torch.full((6,), 9.0, device=DEVICE), torch.randn(4, 6, device=DEVICE)
+    return logits, target, torch.full((6,), 9.0, device=DEVICE), torch.randn(3, 6, device=DEVICE)
 
 
 @interpreted
@@ -74,7 +77,7 @@ def test_operations_on_logits_agree_with_torch(dtype, inplace, blocks):
     for leaf, backend in zip(leaves, ("torch", "triton"), strict=True):
         logits = leaf * 1.0
         logits = (logits.transpose(0, 1) if blocks == 1 else logits.view(3, 4, 300))[:, :-1]
-        assert len(list(Rows(logits).blocks(logits))) == blocks
+        assert len(list(given_logits(logits).chunks())) == blocks
         temperature = 0.9 if blocks == 1 else torch.linspace(0.5, 1.5, 9).view(3, 3).to(DEVICE)
         options = {"temperature": temperature, "vocab_size": 280, "backend": backend}
         rank = vocab_parallel_target_rank(logits, target, **options)
@@ -118,18 +121,6 @@ class _Names(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-class _Functions(TorchFunctionMode):
-    """Functions of torch that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -192,9 +183,9 @@ def test_whoever_looks_sees_the_operators():
     logits, target, *_ = _inputs()
 
     def stats(logits: torch.Tensor) -> torch.Tensor:
-        return triton_backend.row_stats(logits, target, SPEC)
+        return triton_backend.stats(Chunk(logits, 190, **HOW), target, SPEC)
 
-    name = "mcore_logprobs::row_stats"
+    name = "mcore_logprobs::stats"
     with torch.no_grad():
         plain = stats(logits)
         with _Names() as names:
@@ -209,48 +200,44 @@ def test_whoever_looks_sees_the_operators():
         for pre_dispatch in (False, True):
             graph = make_fx(stats, pre_dispatch=pre_dispatch)(logits)
             assert name.replace("::", ".") in str(graph.code)
-        with _Functions() as functions:
-            assert torch.equal(stats(logits), plain)
-        assert any("row_stats" in function for function in functions.seen)
         fake = FakeTensorMode().from_tensor(logits)
-        assert isinstance(triton_backend.row_stats(fake, fake[:, 0].long(), SPEC), FakeTensor)
+        found = triton_backend.stats(Chunk(fake, 190), fake[:, 0].long(), SPEC)
+        assert isinstance(found, FakeTensor)
+        assert found.shape == plain.shape
 
 
 @interpreted
 def test_operators_declare_what_they_do():
     # Schema, fake implementation and what torch.compile sees, by torch's own checker.
     logits, target, shift, coef = _inputs()
-    spec = flatten(SPEC)
-    parts = triton_backend.row_stats(logits, target, SPEC).unsqueeze(0)
-    norms = triton_backend.finish_rows(parts, target, SPEC, 0.1)[1]
-    ids = (0, 200, -1)
-    upstream = (shift, None, shift[:1].expand(6), None)
+    rows = torch.rand(6, device=DEVICE) + 0.5
+    chunk = Chunk(logits, 190, **HOW)
+    other = Chunk(logits.float(), 190, temperature=rows, bias=torch.randn(200, device=DEVICE))
+    out, norm = torch.empty_like(logits), torch.ones(2, 6, device=DEVICE)
+    columns, upstream = target[:, None].expand(6, 3), torch.randn(6, 3, device=DEVICE)
+    ranked = StatsSpec(rank=True)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    for operator, arguments, traced in (
-        (triton_backend._row_stats, (logits, target, None, None, None, *spec), True),
-        (triton_backend._grad_logits,
-         (logits, target, shift, coef, None, None, torch.empty_like(logits), *spec), True),
-        (triton_backend._localize, (target, 3, 100, 190, -1), False),
-        (triton_backend._segment_stats, (logits, target, 2, 100, None, None, None, *spec), False),
-        (triton_backend._own_logits, (logits, target, *ids), False),
-        (triton_backend._located_stats, (logits, target, None, *ids, 0, 0, *spec), False),
-        (triton_backend._located_stats, (logits, None, None, *ids, 2, 100, *spec), False),
-        (triton_backend._finish_rows, (parts, target, 0.1, *spec), False),
-        (triton_backend._finished_stats, (logits, target, None, *ids, 0.1, *spec), False),
-        (triton_backend._results_grad,
-         (logits, target, *upstream, norms, None, torch.empty_like(logits), 0.1, *spec), True),
-    ):  # fmt: skip
-        torch.library.opcheck(operator.overload, arguments, test_utils=checks[: 3 if traced else 2])
+    for operator, given in (
+        (statistics._stats, (chunk, target, None, None, SPEC)),
+        (statistics._stats, (other, target, shift, 64, ranked)),
+        (gradient._grad, (chunk, columns[:, :1], upstream[:, :1], shift, coef, SPEC, out)),
+        (gradient._grad, (other, columns, upstream, None, None, ranked, out)),
+        (pair_statistics._pair_stats, (chunk, other, "reverse", 0.5)),
+        (pair_statistics._pair_sums, (chunk, other, norm, norm, 0.5)),
+        (pair_gradient._pair_grad, (chunk, other, norm, norm, shift, rows, "jsd", 0.5, out)),
+    ):
+        torch.library.opcheck(operator, arguments(*given), test_utils=checks)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 @interpreted
 def test_one_graph_under_torch_compile(inplace):
     def run(logits, target, shift, coef):
-        stats = triton_backend.row_stats(logits * 2, target, SPEC)
+        stats = triton_backend.stats(Chunk(logits * 2, 190, **HOW), target, SPEC)
         out = logits * 2 if inplace else torch.zeros_like(logits)
-        source = out if inplace else logits * 2
-        triton_backend.grad_logits(source, target, shift + stats[0], coef, SPEC, out=out)
+        chunk = Chunk(out if inplace else logits * 2, 190, **HOW)
+        entries = target.unsqueeze(1), shift.unsqueeze(1)
+        triton_backend.grad(chunk, *entries, shift + stats[0, 0], coef, SPEC, out=out)
         return stats, out + 1
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

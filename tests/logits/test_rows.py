@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_logprobs.logits.rows import Rows, joined
+from mcore_logprobs.ops.source import given_logits
 from tests.helpers.memory import TensorsMade
 
 
@@ -28,38 +28,41 @@ def strided(draw) -> Tensor:
     return x[..., first:6]
 
 
-@given(strided(), st.integers(1, 9))
-def test_every_row_comes_once_and_finds_its_way_back(x, chunk_size):
-    rows = Rows(x)
+@given(strided(), st.integers(0, 3), st.integers(1, 4))
+def test_every_row_comes_once_and_finds_its_way_back(x, start, length):
+    source = given_logits(x)
     lead = x.shape[:-1]
-    assert rows.count == lead.numel()
+    assert source.count == lead.numel()
     number = torch.arange(lead.numel()).reshape(lead)
-    flat = rows.walk(number)
-    assert flat.shape == (rows.count,)
-    assert torch.equal(rows.restore(flat), number)
+    flat = source.flatten_rows(number)
+    assert flat.shape == (source.count,)
+    assert torch.equal(source.unflatten(flat), number)
     wide = torch.randn(*lead, 3)
-    assert torch.equal(rows.restore(rows.walk(wide)), wide)
+    assert torch.equal(source.unflatten(source.flatten_rows(wide)), wide)
 
-    by_number = x.reshape(-1, x.shape[-1])
-    for walk in (rows.blocks(x), rows.chunks(chunk_size, x)):
-        at = 0
-        for part, view in walk:
-            assert part.start == at
-            at = part.stop
-            assert torch.equal(view, by_number[flat[part]])
-            assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        assert at == rows.count
-    assert all(len(view) <= chunk_size for _, view in rows.chunks(chunk_size, x))
+    by_number, at = x.reshape(-1, x.shape[-1]), 0
+    for rows, _, chunk in source.chunks():
+        assert rows.start == at
+        at = rows.stop
+        assert torch.equal(chunk.logits, by_number[flat[rows]])
+        assert chunk.logits.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert at == source.count
+    rows = slice(min(start, source.count), min(start + length, source.count))
+    for index in (None, flat):
+        found = source.rectangle(rows, slice(1, 3), index)
+        assert torch.equal(found.logits, by_number[flat[rows], 1:3])
 
 
-@given(strided())
-def test_two_tensors_of_different_strides_are_walked_together(x):
-    rows = Rows(x)
-    other = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    for _, source, out in rows.blocks(x, other):
-        assert source.shape == out.shape
-        out.copy_(source)
-    assert torch.equal(other, x)
+@given(strided(), st.randoms())
+def test_a_backward_walks_as_its_forward_did(x, random):
+    """Whatever strides a saved-tensor hook gives the logits back with."""
+    source = given_logits(x)
+    order = list(range(x.dim()))
+    random.shuffle(order)
+    inverse = sorted(range(x.dim()), key=order.__getitem__)
+    again = source.options.open(x.permute(order).contiguous().permute(inverse))
+    walked = [torch.cat([chunk.logits for *_, chunk in s.chunks()]) for s in (source, again)]
+    assert torch.equal(*walked)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +79,7 @@ def test_two_tensors_of_different_strides_are_walked_together(x):
     ],
 )
 def test_few_blocks_and_no_copy(x, blocks):
-    rows = Rows(x)
+    source = given_logits(x)
     with TensorsMade() as made:
-        assert len(list(rows.blocks(x))) == blocks
+        assert len(list(source.chunks())) == blocks
     assert made.made == []
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_parts_are_joined_along_the_rows(count):
-    parts = list(torch.randn(2, 3 * count).split(3, dim=-1))
-    assert torch.equal(joined(parts), torch.cat(parts, dim=-1))
-    assert (joined(parts) is parts[0]) == (count == 1)

@@ -11,8 +11,9 @@ from torch import Tensor
 from mcore_logprobs import vocab_parallel_logprobs, vocab_parallel_sampling_logprobs
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.logits import sampling_cut
-from mcore_logprobs.logits.sampling import CutGradient, SavedCut
+from mcore_logprobs.ops import sampling_cut
+from mcore_logprobs.ops.sampling import CutGradient, SavedCut
+from mcore_logprobs.ops.source import given_logits
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
 from tests.logits.common import (
@@ -471,9 +472,10 @@ def test_a_target_made_again_below_the_cut_keeps_its_gradient(top_k, top_p):
     logits = torch.tensor([[3.0, 2.0, -4.0, -5.0]])
     column, keep = torch.tensor([1]), torch.tensor([True])
     shard = VocabShard.of(4, None, None)
-    opts = sampling_cut.FilterOptions(shard, 1.0, top_k, top_p, chunk_size=1)
-    cut = sampling_cut.find_cut(logits, column, keep, opts)
-    assert cut.value.item() == 2.0, "the target is the last one kept"
+    opts = sampling_cut.FilterOptions(shard, 1.0, top_k, top_p)
+    values = sampling_cut.Values(list(given_logits(logits).chunks()), 1, torch.float32)
+    cut = sampling_cut.find_cut(values, column, keep, opts)
+    assert cut.limit.item() == -1.0, "the target is the last one kept"
     upstream = torch.tensor([0.7])
     gradient = CutGradient(upstream, keep, column, SavedCut.of(cut), opts)
     again = torch.nextafter(logits, torch.tensor(-torch.inf))

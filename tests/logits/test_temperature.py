@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import mcore_logprobs as ml
-from mcore_logprobs.logits.opening import open_temperature
+from mcore_logprobs.ops.arguments import check_temperature
 from tests.helpers.distributed import grid_groups
 
 # Odd sizes; 2 and 3 divide the vocabulary, whose last column is padding.
@@ -243,5 +243,5 @@ def test_a_cpu_scalar_is_a_number() -> None:
     )
     assert torch.equal(one, other)
     # Of no device, so that it goes with logits of any.
-    found = open_temperature(torch.tensor(0.5), torch.Size((4,)), torch.device("meta"))
-    assert found == (0.5, None)
+    found = check_temperature(torch.tensor(0.5), torch.Size((4,)), torch.device("meta"))
+    assert found == 0.5

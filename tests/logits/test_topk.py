@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_argmax, vocab_parallel_topk
 from mcore_logprobs.bench.counting import CollectivesMade
-from mcore_logprobs.logits import topk
-from mcore_logprobs.logits.topk import stable_topk
+from mcore_logprobs.ops import topk
+from mcore_logprobs.ops.topk import stable_topk
 from tests.helpers.distributed import RankError
 from tests.helpers.memory import TensorsMade
 from tests.logits.common import (

@@ -15,8 +15,8 @@ from torch import Tensor
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
-from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron import patch_gpt_model
+from mcore_logprobs.ops.token_stats import TokenStats
 
 VOCAB = 96
 SEQ = 24
@@ -131,8 +131,8 @@ def patched_errors(
     """Errors of a patched step against the unpatched one, and of its log-probabilities against
     float64 from the model's own gathered logits. The patch must leave no trace."""
     wanted = LogprobConfig(entropy=True, **(settings or {}))
-    modules = [dict(vars(m)) for m in model.modules()]
     expected, expected_grads = step(model, batch)
+    modules = [dict(vars(m)) for m in model.modules()]  # after a step, which adds what it caches
     with torch.no_grad():
         logits = model(**batch["inputs"], runtime_gather_output=True).double()  # [b, s, V]
     logp = logits.log_softmax(-1)

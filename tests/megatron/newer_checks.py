@@ -12,14 +12,15 @@ import torch
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron import (
     has_output_processor,
     logprob_output_processor,
     megatron_features,
     patch_gpt_model,
 )
+from mcore_logprobs.ops.token_stats import TokenStats
 from tests.megatron import test_hybrid as hybrid
+from tests.megatron import test_mtp
 from tests.megatron.common import (
     VOCAB,
     loss_of,
@@ -78,6 +79,55 @@ def through_the_hook(
 def test_output_processor(ranks, tp, sp, tied, settings, config):
     for errors in ranks(tp).run(through_the_hook, tp, sp, tied, settings, config):
         assert max(errors.values()) < 1e-5
+
+
+def general_gemm(
+    weight: torch.Tensor, x: torch.Tensor, *, out_dtype: torch.dtype, layout: str, bias: Any = None
+) -> tuple[torch.Tensor]:
+    """What the layer asks of Transformer Engine's kernel: one product, rounded once."""
+    assert (layout, bias) == ("TN", None)
+    return ((x.float() @ weight.float().t()).to(out_dtype),)
+
+
+def in_another_dtype(tp: int, own: torch.dtype, logit_dtype: torch.dtype) -> dict[str, float]:
+    """The output layer of main takes an output_dtype: values, gradients and MTP's acceptance."""
+    from megatron.core.extensions import transformer_engine
+
+    with megatron(tp=tp) as parallel_state, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer_engine, "te_general_gemm", general_gemm)
+        config = tiny_config(tp, sequence_parallel=tp > 1, dtype=own, mtp_num_layers=1)
+        model = mm.build_gpt_model(
+            config, vocab_size=4096, mtp=True, tied=False, logit_dtype=logit_dtype
+        )
+        batch = make_batch(parallel_state, batch=8)
+        found: list[torch.Tensor] = []
+
+        def copied(_: Any, args: Any, out: Any) -> Any:
+            found.append(out[0])
+            return out[0].clone(), out[1]  # Megatron's loss overwrites it, which autograd refuses
+
+        hook = model.output_layer.register_forward_hook(copied)
+        model(**batch["inputs"], labels=batch["labels"], runtime_gather_output=True)
+        ahead, main = found  # [s, b, V]: the multi-token head, which comes first, and the model's
+        assert main.dtype == logit_dtype
+        # What it predicts. In low precision the largest logits tie, and the first one wins.
+        assert not torch.equal(ahead.bfloat16().argmax(-1), ahead.argmax(-1))
+        batch["labels"][:, 1:] = ahead.argmax(-1)[:-1].t()
+        results: dict[str, Any] = {}
+        plain = test_mtp.logged_metrics(lambda: results.update(plain=step(model, batch)))
+        hook.remove()
+        with patch_gpt_model(model, LogprobConfig(fused="require")):
+            ours = test_mtp.logged_metrics(lambda: results.update(ours=step(model, batch)))
+        (expected, expected_grads), (got, grads) = results["plain"], results["ours"]
+        hits = [name for name in plain if "correct" in name]
+        assert min(plain[name].sum() for name in hits) > 100
+        # Megatron rounds the logits' gradient to the weight's dtype before its products.
+        rounding = torch.finfo(own).eps + torch.finfo(torch.float32).eps
+        return {
+            "loss": relative(loss_of(got), expected),
+            "logged": worst(ours, plain),
+            "grad": max(0.0, worst(grads, expected_grads) - 4.0 * rounding),
+        }
 
 
 def mtp_without_labels(tp: int) -> None:

@@ -149,24 +149,32 @@ def main() -> None:
         pretrain(datasets, provider, kind, forward_step, extra_args_provider=extra)
         return
 
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training import argument_utils, global_vars
 
+    pretrain_cfg_container_from_args = argument_utils.pretrain_cfg_container_from_args
     args = megatron_arguments.parse_and_validate_args(extra_args_provider=extra)
     container = pretrain_cfg_container_from_args(args)
     if takes["model_provider"].default is inspect.Parameter.empty:
         pretrain(container, datasets, provider, kind, forward_step)
         return
+    # From Megatron-LM#7418 on the script builds the tokenizer, after the container.
+    services = getattr(global_vars, "initialize_runtime_services", None)
     if way in ("provider-alone", "other-model"):
+        if services:
+            services(args)
         pretrain(container, datasets, kind, forward_step, model_provider=provider)
         return
 
-    from megatron.training.argument_utils import gpt_config_from_args
-
-    model_config = gpt_config_from_args(args)
+    model_config = argument_utils.gpt_config_from_args(
+        args, **({"vocab_size_from_tokenizer": True} if services else {})
+    )
     model_config.transformer_layer_spec = layer_spec
     if way == "hook":
         model_config.pre_wrap_hooks.append(logprob_model_hook(args))
     container = pretrain_cfg_container_from_args(args, model_config)
+    if services:
+        services(args)
+        argument_utils.resolve_tokenizer_vocab_size(container, args.padded_vocab_size)
     beside = {"model_provider": provider} if way == "provider" else {}
     pretrain(container, datasets, kind, forward_step, **beside)
 

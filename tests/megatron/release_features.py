@@ -13,6 +13,8 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron.versions import has_output_processor, takes
 from tests.helpers.distributed import get_pool
@@ -21,6 +23,7 @@ from tests.megatron import (
     test_expert_parallel,
     test_hybrid,
     test_llava,
+    test_megatron_fsdp,
     test_mtp,
     test_patch,
     test_pipeline,
@@ -123,6 +126,23 @@ def overlapped() -> None:
     agree(2, test_pipeline.compare, {"tp": 2}, ddp={"overlap_grad_reduce": True})
 
 
+@feature("Megatron-FSDP")
+def megatron_fsdp() -> None:
+    agree(2, test_megatron_fsdp.errors, 1, "stats", "wrap")
+    agree(2, test_megatron_fsdp.errors, 1, "policy", "patch")
+
+
+def no_second_version() -> str:
+    adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    found = hasattr(adapter, "FullyShardedDataParallelV2")
+    return "" if found else "there is no FullyShardedDataParallelV2"
+
+
+@feature("Megatron-FSDP v2", no_second_version)
+def second_version() -> None:
+    agree(2, test_megatron_fsdp.version_2)
+
+
 @feature("gradient accumulation fusion")
 def main_grad() -> None:
     agree(2, test_patch.main_grad_fusion, True, False)
@@ -175,6 +195,18 @@ def no_scaling() -> str:
 @feature("scaled logits (MuP)", no_scaling)
 def scaled() -> None:
     agree(2, test_patch.compare, 2, 1, True, {"fused": "require"}, **newer_checks.MUP)
+
+
+def no_output_dtype() -> str:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    found = takes(ColumnParallelLinear.__init__, "output_dtype")
+    return "" if found else "ColumnParallelLinear has no output_dtype"
+
+
+@feature("logits in float32 of a bfloat16 model (`output_dtype`)", no_output_dtype)
+def wider_logits() -> None:
+    agree(2, newer_checks.in_another_dtype, 2, torch.bfloat16, torch.float32)
 
 
 def no_processor() -> str:

@@ -1,14 +1,17 @@
-"""Every feature on every supported Megatron-Core release; writes the table in docs/releases.md.
+"""Every feature on every supported Megatron-Core release; writes the tables in docs/releases.md.
 
     python -m tests.megatron.release_matrix FOLDER...     each with a megatron-core wheel unpacked
+    python -m tests.megatron.release_matrix --main CHECKOUT     Megatron-LM's main, a git checkout
 
-`bash tests/run.sh --matrix` downloads the wheels and runs this. The exit status is 0 only if every
-feature of every release passed or is not there.
+`bash tests/run.sh --matrix` downloads the wheels and runs this, with what follows it. The table of
+main is written where a checkout is given, and otherwise stays as it was made. The exit status is 0
+only if every feature of every release passed or is not there.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -22,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "releases.md"
-BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 PASSED, NOT_THERE, FAILED = "passed", "not there", "FAILED"
 Outcome = tuple[str, str]  # one of the three, and why
 Column = dict[str, Outcome]  # of one release, by feature
@@ -104,30 +107,40 @@ def table(columns: dict[str, Column]) -> str:
     return "\n".join(lines)
 
 
-def write_table(markdown: str, page: Path) -> None:
-    """Put it between the page's marks."""
+def write_table(markdown: str, page: Path, which: str) -> None:
+    """Put it between the page's marks for `which`."""
+    begin, end = BEGIN.format(which), END.format(which)
     text = page.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"expected {BEGIN} and {END} in {page}")
-    page.write_text(f"{before}{BEGIN}\n{markdown}\n{END}{after}")
+        raise ValueError(f"expected {begin} and {end} in {page}")
+    page.write_text(f"{before}{begin}\n{markdown}\n{end}{after}")
+
+
+def name_of_checkout(folder: Path) -> str:
+    """A git checkout's commit and the commit's date."""
+    ask = ["git", "-C", str(folder), "log", "-1", "--format=main %h of %cs"]
+    return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    parser.add_argument("--main", type=Path, metavar="CHECKOUT")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.here:
         run_here(args.here)
         return 0
-    if not args.folders:
-        parser.error("expected at least one folder with a megatron-core wheel unpacked")
+    folders = [*args.folders, *([args.main] if args.main else [])]
+    if not folders:
+        parser.error("expected at least one folder with a megatron-core wheel unpacked, or --main")
     columns: dict[str, Column] = {}
-    for folder in args.folders:
+    for folder in folders:
         start = time.monotonic()
         version, column = run_release(folder)
+        version = name_of_checkout(folder) if folder == args.main else version
         columns[version] = column
         print(f"== {version} ({time.monotonic() - start:.0f} s)")
         for name, (status, why) in column.items():
@@ -138,10 +151,15 @@ def main(arguments: list[str] | None = None) -> int:
         for name, (status, why) in column.items()
         if status == FAILED
     ]
-    if len(columns) != len(args.folders):
-        failed.append(f"expected {len(args.folders)} different releases, got {list(columns)}")
-    write_table(table(columns), PAGE)
+    if len(columns) != len(folders):
+        failed.append(f"expected {len(folders)} different releases, got {list(columns)}")
     print(f"\n{table(columns)}\n")
+    if args.main:
+        version, column = columns.popitem()
+        run = f"\n\nRun on {datetime.date.today()}."
+        write_table(table({version: column}) + run, PAGE, "main")
+    if columns:
+        write_table(table(columns), PAGE, "matrix")
     print("failed:", "none" if not failed else "\n  ".join(["", *failed]))
     return 1 if failed else 0
 

@@ -140,3 +140,38 @@ def test_largest_logits_without_the_logits(monkeypatch, budget, scaled):
         assert torch.equal(handle.max(dim=0).values, expected.max(dim=0).values)
         assert torch.equal(handle.argmax(dim=-1, keepdim=True), expected.argmax(-1, keepdim=True))
     assert handle.max(dim=-1).values.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("own", "output_dtype"),
+    [
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_largest_logits_in_the_logits_dtype(own, output_dtype):
+    """Ties are those of the model's own logits: they decide which token a head predicts."""
+    hidden, weight = torch.randn(64, 2, 16).to(own), torch.randn(2048, 16).to(own)
+    precise = hidden.float() @ weight.float().t()
+    logits = precise.to(output_dtype or own)
+    handle = DeferredLogits(
+        hidden=hidden,
+        weight=weight,
+        bias=None,
+        sequence_parallel=False,
+        output_dtype=output_dtype,
+        compute=lambda: logits,
+    )
+    expected = logits.max(-1)
+    ties = (expected.indices != precise.argmax(-1)).sum()
+    assert (ties > 0) == (logits.dtype != torch.float32)
+    with torch.no_grad():
+        found = handle.max(-1)
+        assert found.values.dtype == logits.dtype
+        assert torch.equal(found.values, expected.values)
+        assert torch.equal(found.indices, expected.indices)
+        assert torch.equal(handle.scaled(2.0, lambda x: x * 2.0).argmax(-1), expected.indices)

@@ -19,7 +19,7 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.groups import resolve_tp_group
-from mcore_logprobs.logits.gather import vocab_parallel_gather
+from mcore_logprobs.ops.gather import vocab_parallel_gather
 from tests.megatron.common import SEQ, VOCAB, megatron, relative, tiny_config, worst
 
 BOUNDS = (0, 8, SEQ)

@@ -158,6 +158,80 @@ def other_reasons() -> None:
         assert "float8" in head_report(model).reason
 
 
+def with_a_loss_of_its_own() -> None:
+    """The output layer of Megatron's dev branch: its forward is the plain one unless asked."""
+    with megatron() as parallel_state:
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        class LinearCrossEntropyModule(ColumnParallelLinear):
+            def forward(
+                self,
+                input_: Any,
+                weight: Any = None,
+                runtime_gather_output: Any = None,
+                output_cross_entropy_loss: bool = False,
+                labels: Any = None,
+            ) -> Any:
+                assert not output_cross_entropy_loss
+                return super().forward(input_, weight, runtime_gather_output)
+
+        class Other(LinearCrossEntropyModule):
+            pass
+
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        batch = make_batch(parallel_state)
+        expected, expected_grads = step(model, batch)
+        model.output_layer.__class__ = LinearCrossEntropyModule
+        model.fuse_linear_cross_entropy = True  # what dev's model looks at before it asks
+        with patch_gpt_model(model, LogprobConfig(fused="require")):
+            assert not model.fuse_linear_cross_entropy
+            got, grads = step(model, batch)
+            real = model.output_layer(torch.ones(3, 1, 32), output_cross_entropy_loss=False)
+            assert real[0].shape == (3, 1, VOCAB)
+        assert model.fuse_linear_cross_entropy
+        assert relative(loss_of(got), expected) < 1e-5
+        assert worst(grads, expected_grads) < 1e-5
+        model.output_layer.__class__ = Other
+        assert "Other overrides ColumnParallelLinear.forward" in head_report(model).reason
+
+
+def test_an_output_layer_with_a_loss_of_its_own(ranks):
+    ranks(1).run(with_a_loss_of_its_own)
+
+
+def output_dtypes() -> None:
+    """What the layer rounds its logits to. A release without the argument rounds nothing itself."""
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+        batch = make_batch(parallel_state)
+        layer, labels = model.output_layer, batch["labels"][..., None]
+        logits = model(**batch["inputs"]).detach()
+        layer.output_dtype = torch.float64
+        assert "float64" in head_report(model).reason
+        for dtype in (torch.bfloat16, torch.float32):
+            layer.output_dtype = dtype
+            logp = logits.to(dtype).double().log_softmax(-1).gather(-1, labels)[..., 0]
+            with patch_gpt_model(model, LogprobConfig(fused="require")) as handle:
+                stats, grads = step(model, batch)
+                with handle.options(top_k=VOCAB - 1, top_p=1.0):
+                    short = model(**batch["inputs"], labels=batch["labels"])
+                with handle.map(lambda z: z):
+                    z = model(**batch["inputs"], labels=batch["labels"])
+            assert relative(stats.logprobs, logp) < 1e-6
+            assert relative(short.lse, stats.lse) < 1e-6
+            assert torch.equal(z, logits.to(dtype).float())
+        _, expected = step(model, batch)
+        assert worst(grads, expected) < 1e-5
+        with pytest.raises(ValueError, match="logits_dtype: expected float32 or the output layer"):
+            patch_gpt_model(model, LogprobConfig(logits_dtype=torch.bfloat16))
+        with patch_gpt_model(model, LogprobConfig(fused=False, logits_dtype=torch.bfloat16)):
+            step(model, batch)
+
+
+def test_output_dtype(ranks):
+    ranks(1).run(output_dtypes)
+
+
 def test_other_reasons(ranks):
     ranks(1).run(other_reasons)
 

@@ -42,8 +42,11 @@ class log_lines:
         logging.getLogger("mcore_logprobs").removeHandler(self.handler)
 
 
+WRITTEN = {"attn_norm_manager", "_input_layernorm_checkpoint_active"}  # by main, in a forward
+
+
 def traces(model: Any) -> list[dict[str, Any]]:
-    return [dict(vars(m)) for m in model.modules()]
+    return [{k: v for k, v in vars(m).items() if k not in WRITTEN} for m in model.modules()]
 
 
 def same_traces(after: list[dict[str, Any]], before: list[dict[str, Any]]) -> bool:
@@ -327,6 +330,46 @@ def own_loss(mtp: bool) -> None:
 @pytest.mark.parametrize("mtp", [False, True])
 def test_a_loss_of_the_models_own(ranks, mtp):
     ranks(1).run(own_loss, mtp)
+
+
+# ---- a loss that goes around the patch ---------------------------------------------------------
+
+
+def around_the_patch() -> None:
+    """As Megatron's LogitsSaverHooks do: a loss put on the model after it was patched."""
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        handle = patch_model(model, LogprobConfig(output="loss"))
+        ours = model.compute_language_model_loss
+        expected, grads = step(model, batch)
+        model.compute_language_model_loss = lambda labels, logits: 2.0 * ours(labels, logits)
+        doubled, _ = step(model, batch)
+        assert torch.equal(doubled, 2.0 * expected)  # ours is called inside: nothing to say
+        model.compute_language_model_loss = lambda labels, logits: (logits * 0).sum(-1).t()
+        with log_lines() as lines:
+            for _ in range(2):
+                nothing, _ = step(model, batch)
+            assert not nothing.any()
+            assert len(lines) == 1
+            assert "without calling the patched compute_language_model_loss" in lines[0]
+        blocks = [handle.options(output="stats"), handle.policy_loss(lambda logp, ent: -logp)]
+        for block in blocks:
+            with block, pytest.raises(RuntimeError, match="without calling the patched"):
+                step(model, batch)
+        with (
+            handle.options(fused="require"),
+            pytest.raises(ValueError, match="without calling the patched"),
+        ):
+            step(model, batch)
+        model.compute_language_model_loss = ours
+        _, again = step(model, batch)
+        assert worst(again, grads) == 0.0
+        handle.remove()
+
+
+def test_a_loss_that_goes_around_the_patch(ranks):
+    ranks(1).run(around_the_patch)
 
 
 # ---- gradient_accumulation_fusion without gradients --------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron import patch_gpt_model
+from mcore_logprobs.ops.token_stats import TokenStats
 from tests.megatron.common import VOCAB, loss_of, megatron, relative, tiny_config, worst
 
 IMAGE, PATCH, TEXT = 8, 4, 10  # an image is 2 x 2 patches and takes one text token's place
@@ -77,8 +77,10 @@ def llava_step(model: Any) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
 def compare(tp: int, tied: bool, settings: dict[str, Any]) -> dict[str, float]:
     with megatron(tp=tp):
         model = build(tp, tied)
-        modules = [dict(vars(m)) for m in model.modules()]
         expected, mask, expected_grads = llava_step(model)
+        modules = [
+            dict(vars(m)) for m in model.modules()
+        ]  # after a step, which adds what it caches
         assert any("vision_model" in name for name in expected_grads)
         with patch_gpt_model(model, LogprobConfig(**settings)):
             got, _, grads = llava_step(model)

@@ -14,8 +14,8 @@ import torch
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron import logprob_output_processor, patch_gpt_model
+from mcore_logprobs.ops.token_stats import TokenStats
 from tests.megatron.common import (
     VOCAB,
     loss_of,

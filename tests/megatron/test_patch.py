@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.logits.token_stats import TokenStats
 from mcore_logprobs.megatron import patch_gpt_model, unpatch_gpt_model
+from mcore_logprobs.ops.token_stats import TokenStats
 from tests.megatron.common import (
     VOCAB,
     loss_of,

@@ -22,6 +22,7 @@ from tests.megatron.common import (
     worst,
 )
 from tests.megatron.test_joints import log_lines, same_traces, traces
+from tests.megatron.test_patch import _copy_without_groups
 from tests.megatron.test_pipeline import train_step, wrapped_chunks
 
 LOSS = ClippedLoss(clip_low=0.2, clip_high=0.3, kl_coef=0.05)
@@ -396,3 +397,54 @@ def options_and_targets(tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_options_and_targets(ranks, tp):
     ranks(tp).run(options_and_targets, tp)
+
+
+def blocks_and_copies(pp: int) -> None:
+    """A deep copy has no open block, and each block takes its own change back, whichever ends."""
+    with megatron(pp=pp) as parallel_state:
+        model = mm.build_gpt_chunks(tiny_config(num_layers=2), vocab_size=VOCAB, tied=False)[0]
+        handle = patch_model(model)
+        batch = make_batch(parallel_state)
+        weights = batch["weights"]
+        twins = []
+
+        def copied() -> None:
+            twins.append(_copy_without_groups(model))
+
+        outer, inner = handle.options(temperature=2.0, entropy=True), handle.options(top_p=0.9)
+        loss = handle.policy_loss(lambda logprobs, entropy, w: -logprobs * w, weights)
+        for block in (outer, inner, loss):
+            block.__enter__()
+        copied()
+        outer.__exit__(None, None, None)
+        copied()
+        if not model.post_process:
+            with pytest.raises(ValueError, match="label_smoothing"):
+                enter(handle.options(label_smoothing=0.1))  # beside the filter that is still on
+            inner.__exit__(None, None, None)
+            enter(handle.options(label_smoothing=0.1))
+            return loss.__exit__(None, None, None)
+
+        def call(model: Any) -> Any:
+            model.set_input_tensor(torch.ones(24, 2, 32)) if pp > 1 else None
+            return model(**batch["inputs"], labels=batch["labels"])
+
+        with handle.options(temperature=1.0):
+            found = [call(model)]
+        inner.__exit__(None, None, None)
+        found.append(call(model))
+        loss.__exit__(None, None, None)
+        plain = call(model)
+        assert [x.policy_loss is None for x in (*found, plain)] == [False, False, True]
+        assert found[0].entropy is found[1].entropy is plain.entropy is None
+        assert found[0].logprobs.isinf().any()  # what the filter leaves out
+        assert torch.equal(found[1].logprobs, plain.logprobs)
+        for twin in twins:
+            assert torch.equal(call(twin).logprobs, plain.logprobs)
+            with patch_model(twin).options(temperature=2.0):
+                assert not torch.equal(call(twin).logprobs, plain.logprobs)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_blocks_and_copies(ranks, pp):
+    ranks(pp).run(blocks_and_copies, pp)

@@ -1,0 +1,138 @@
+"""Put a drop-in's names in place of a framework's own by configuration, its source as it is.
+
+Which setting of a framework calls `switch_on("verl")`, `slime` or `miles` is in its page
+(docs/frameworks). A framework that can only be told what command to run:
+`python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_logprobs.dropin.installed import FRAMEWORKS, carried, misfit, signatures
+from mcore_logprobs.megatron.imports import after_import
+
+__all__ = ["main", "miles", "slime", "switch_off", "switch_on"]
+
+logger = logging.getLogger("mcore_logprobs")
+
+# Called by verl's FSDP models, not by its Megatron engine.
+_LEFT_ALONE = {"verl": {"LinearCrossEntropy"}}
+_on: dict[str, _Switch] = {}
+
+
+def switch_on(framework: str) -> None:
+    """Make the names that `mcore_logprobs.dropin.<framework>` carries the framework's, from now on.
+
+    In this process, in each of the framework's files as it is imported (now where it has been), and
+    in its other modules that have imported the names already. One log line a file, from rank 0. A
+    second call does nothing.
+
+    Raises:
+        ValueError: an unknown framework; here, or where a file is imported, a name whose calls the
+            drop-in's does not take.
+    """
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"framework: expected one of {', '.join(FRAMEWORKS)}, got {framework!r}")
+    if framework not in _on:
+        _on[framework] = _Switch(framework)
+        try:
+            _on[framework].watch()
+        except ValueError:
+            switch_off(framework)
+            raise
+
+
+def switch_off(framework: str) -> None:
+    """Undo `switch_on`: every name is the framework's own again; nothing where it is not on."""
+    if framework in _on:
+        _on.pop(framework).undo.close()
+
+
+class _Switch:
+    def __init__(self, framework: str) -> None:
+        self.undo = contextlib.ExitStack()
+        self._framework = FRAMEWORKS[framework]
+        left_alone = _LEFT_ALONE.get(framework, set())
+        self._missing = {name for name in self._framework.names() if name not in left_alone}
+        self._to_come = set(self._framework.files)
+
+    def watch(self) -> None:
+        for file in self._framework.files:
+            name = self._framework.installed_path(file).removesuffix(".py").replace("/", ".")
+            self.undo.callback(after_import(name, functools.partial(self._replace, file)))
+
+    def _replace(self, file: str, module: Any) -> None:
+        theirs = signatures(Path(module.__file__).read_text(encoding="utf-8"), self._missing)
+        for name, text in theirs.items():
+            if why := misfit(carried(self._framework.module, name), text):
+                raise ValueError(
+                    f"{module.__name__}.{name}: expected a release whose calls "
+                    f"mcore_logprobs.dropin.{self._framework.module} takes, got one that differs: "
+                    f"{why}"
+                )
+        dropin = importlib.import_module(f"mcore_logprobs.dropin.{self._framework.module}")
+        names = sorted({name.partition(".")[0] for name in theirs})
+        for name in names:
+            own, ours = getattr(module, name), getattr(dropin, name)
+            self._put(ours, in_place_of=own)
+            self.undo.callback(self._put, own, in_place_of=ours)
+        if names:
+            _say(f"{module.__name__}: {', '.join(names)}: now those of {dropin.__name__}")
+        self._missing -= theirs.keys()
+        self._to_come.discard(file)
+        if self._missing and not self._to_come:
+            missing = ", ".join(sorted(self._missing))
+            _say(f"{self._framework.repository}: found nowhere, and left as it is: {missing}")
+
+    def _put(self, new: Any, *, in_place_of: Any) -> None:
+        """In the framework's modules and the script, whichever imported it."""
+        packages = {self._framework.installed_path(f).split("/")[0] for f in self._framework.files}
+        for name, module in list(sys.modules.items()):
+            if name == "__main__" or name.partition(".")[0] in packages:
+                for attribute, value in list(vars(module).items()):
+                    if value is in_place_of:
+                        setattr(module, attribute, new)
+
+
+def _say(line: str) -> None:
+    """At the level that frameworks show."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(line)
+
+
+def slime(args: Any = None) -> None:
+    """`switch_on("slime")`, for slime's --custom-megatron-init-path."""
+    switch_on("slime")
+
+
+def miles(args: Any = None) -> None:
+    """`switch_on("miles")`, for miles' --custom-megatron-init-path."""
+    switch_on("miles")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a script or (-m) a module as `__main__` with a framework's drop-in switched on."""
+    framework, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    as_module = arguments[:1] == ["-m"]
+    arguments = arguments[1:] if as_module else arguments
+    if not arguments:
+        print("usage: python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...")
+        return 2
+    switch_on(framework)
+    sys.argv = arguments
+    if as_module:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+    return 0

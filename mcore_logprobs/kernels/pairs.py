@@ -1,0 +1,290 @@
+"""Two distributions over the same columns: divergences in one pass, mergeable over blocks.
+
+With processed student logits s and teacher logits t (`kernels.chunk`), p = softmax(s) and
+q = softmax(t), a chunk of either yields five numbers a row, the *pair statistics*:
+
+    max_s, sum_s    m = max s, sum exp(s - m)         max_t, sum_t    likewise of t
+    cross           forward        sum exp(t - m_t) ((t - m_t) - (s - m_s))
+                    reverse        sum exp(s - m_s) ((s - m_s) - (t - m_t))
+                    cross_entropy  -sum exp(t - m_t) (s - m_s)
+
+from which, over whole rows,
+
+    KL(q || p) = cross / sum_t + log sum_s - log sum_t        KL(p || q): the roles swapped
+    H(q, p)    = cross / sum_t + log sum_s
+
+Taking everything about the maxima keeps the difference of two equal distributions exactly 0.
+
+The other kinds need both log-sum-exps first and a second pass. With M = beta q + (1 - beta) p:
+
+    jsd                beta KL(q || M) + (1 - beta) KL(p || M)
+    skewed_forward     KL(q || M)
+    skewed_reverse     KL(p || M)
+    total_variation    sum |p - q| / 2
+
+It sums each column's share of the divergence, and p times the share's derivative by p, from which
+the gradient follows. log 0 is `LOG_ZERO`, so that a column that one of the two lacks costs much,
+but not infinitely much.
+
+`pair_stats`, `pair_sums` and `pair_grad` are the torch backend's: eager, readable, the ground
+truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import Chunk, acc_dtype, row_chunks
+from mcore_logprobs.kernels.stats import LOG_ZERO
+
+ONE_PASS = ("forward", "reverse", "cross_entropy")
+TWO_PASS = ("jsd", "skewed_forward", "skewed_reverse", "total_variation")
+KINDS = (*ONE_PASS, *TWO_PASS)
+PAIR_STATS = 5  # rows of the tensor of pair statistics
+
+# |log p - log q| beyond which the rarer of the two is 0 to float64's precision.
+_FAR = 60.0
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """What is wanted of the two.
+
+    Attributes:
+        kind: one of KINDS.
+        beta: the teacher's weight in the mixture beta q + (1 - beta) p.
+    """
+
+    kind: str
+    beta: float = 0.5
+
+    @property
+    def two_pass(self) -> bool:
+        return self.kind in TWO_PASS
+
+
+def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
+    """float32, or float64 where either side is."""
+    return torch.promote_types(acc_dtype(student), acc_dtype(teacher))
+
+
+def _log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
+    """`[n, valid]`, new, in the dtype of the normaliser `[2, n]`."""
+    row_max, log_sum = norm.unsqueeze(-1)
+    return (chunk.processed(norm.dtype) - row_max).sub_(log_sum).clamp_(min=LOG_ZERO)
+
+
+def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int) -> Tensor:
+    """The pair statistics, in parts that `merge_pairs` joins; cross is 0 for a kind of two passes.
+
+    Args:
+        student, teacher: of the same columns, with the same `valid`; dtypes may differ.
+        chunk_size: rows at a time, of which two float32 copies of either side are made.
+
+    Returns:
+        `[parts, 5, n]`, at least one part.
+    """
+    rows = student.logits.shape[0]
+    dtype = pair_dtype(student.logits.dtype, teacher.logits.dtype)
+    out = student.logits.new_zeros((1, PAIR_STATS, rows), dtype=dtype)
+    if student.valid == 0:
+        out[:, 0] = out[:, 2] = -torch.inf
+        return out
+    for part in row_chunks(rows, chunk_size):
+        _chunk_stats(student.rows(part), teacher.rows(part), spec, out[0, :, part])
+    return out
+
+
+def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) -> None:
+    s, t = student.processed(out.dtype), teacher.processed(out.dtype)
+    out[0], out[2] = s.amax(-1), t.amax(-1)
+    s, t = _about(s, out[0]), _about(t, out[2])
+    exp_s, exp_t = s.exp(), t.exp()
+    out[1], out[3] = exp_s.sum(-1), exp_t.sum(-1)
+    if spec.kind == "forward":
+        out[4] = exp_t.mul_(t.sub_(s)).sum(-1)
+    elif spec.kind == "reverse":
+        out[4] = exp_s.mul_(s.sub_(t)).sum(-1)
+    elif spec.kind == "cross_entropy":
+        out[4] = exp_t.mul_(s).sum(-1).neg_()
+
+
+def _about(z: Tensor, row_max: Tensor) -> Tensor:
+    """z - row_max, new; 0 in a row of -inf alone, whose weight the merge takes to 0."""
+    row_max = row_max.unsqueeze(-1)
+    empty = row_max.isneginf()
+    shifted = z - torch.where(empty, 0.0, row_max)
+    return shifted.clamp_(min=LOG_ZERO).masked_fill_(empty, 0.0)
+
+
+def merge_pairs(stats: Tensor, spec: PairSpec) -> Tensor:
+    """`[parts, 5, n]`, statistics of blocks or shards of the same rows -> `[5, n]` of their union.
+
+    One part is returned as it is.
+    """
+    if stats.shape[0] == 1:
+        return stats[0]
+    max_s, sum_s, max_t, sum_t, cross = stats.unbind(1)
+    row_max_s, shift_s = _merge_max(max_s)
+    row_max_t, shift_t = _merge_max(max_t)
+    exp_s, exp_t = shift_s.exp(), shift_t.exp()
+    if spec.kind == "forward":
+        cross = exp_t * (cross + (shift_t - shift_s) * sum_t)
+    elif spec.kind == "reverse":
+        cross = exp_s * (cross + (shift_s - shift_t) * sum_s)
+    elif spec.kind == "cross_entropy":
+        cross = exp_t * (cross - shift_s * sum_t)
+    sum_s, sum_t = (sum_s * exp_s).sum(0), (sum_t * exp_t).sum(0)
+    return torch.stack([row_max_s, sum_s, row_max_t, sum_t, cross.sum(0)])
+
+
+def _merge_max(parts: Tensor) -> tuple[Tensor, Tensor]:
+    row_max = parts.amax(0)
+    shift = parts - torch.where(row_max.isneginf(), 0.0, row_max)
+    return row_max, shift.clamp(min=LOG_ZERO)
+
+
+@dataclass(frozen=True)
+class FinalPair:
+    """Of whole rows; `[n]` where nothing else is said.
+
+    Attributes:
+        value: the divergence in nats; 0 for a kind of two passes.
+        usable: bool, False in a row whose logits are all -inf on either side; value is 0 there.
+        norm_s, norm_t: `[2, n]`, either side's m and log sum; 0 in rows of -inf alone. Kept apart,
+            so that log p = (z - m) - log sum takes the difference of large numbers exactly.
+    """
+
+    value: Tensor
+    usable: Tensor
+    norm_s: Tensor
+    norm_t: Tensor
+
+
+def finalize_pair(stats: Tensor, spec: PairSpec) -> FinalPair:
+    """Whole rows' pair statistics `[5, n]` to the divergence and both normalisers."""
+    max_s, sum_s, max_t, sum_t, cross = stats.unbind(0)
+    log_s, log_t = sum_s.log(), sum_t.log()
+    no_s, no_t = max_s.isneginf(), max_t.isneginf()
+    if spec.kind == "forward":
+        value = (cross / sum_t + (log_s - log_t)).clamp(min=0.0)
+    elif spec.kind == "reverse":
+        value = (cross / sum_s + (log_t - log_s)).clamp(min=0.0)
+    elif spec.kind == "cross_entropy":
+        value = cross / sum_t + log_s
+    else:
+        value = torch.zeros_like(cross)
+    return FinalPair(
+        value=torch.where(no_s | no_t, 0.0, value),
+        usable=~(no_s | no_t),
+        norm_s=torch.where(no_s, 0.0, torch.stack([max_s, log_s])),
+        norm_t=torch.where(no_t, 0.0, torch.stack([max_t, log_t])),
+    )
+
+
+def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
+    """log p - log(beta q + (1 - beta) p), exact where p and q are close."""
+    gap = (logq - logp).clamp_(min=-_FAR, max=_FAR)
+    return gap.expm1_().mul_(beta).log1p_().neg_()
+
+
+def pair_sums(
+    student: Chunk,
+    teacher: Chunk,
+    norm_s: Tensor,
+    norm_t: Tensor,
+    spec: PairSpec,
+    *,
+    chunk_size: int,
+) -> Tensor:
+    """A chunk's share of a divergence of two passes, and of sum p d; `[2, n]`.
+
+    d is the derivative of a column's share by p, up to a constant. Both add up over chunks and
+    shards.
+
+    Args:
+        norm_s, norm_t: `[2, n]`, of whole rows; see `FinalPair`.
+        The others as in `pair_stats`.
+    """
+    out = torch.zeros_like(norm_s)
+    if student.valid:
+        for part in row_chunks(out.shape[1], chunk_size):
+            logp = _log_probs(student.rows(part), norm_s[:, part])
+            logq = _log_probs(teacher.rows(part), norm_t[:, part])
+            p, share, derivative = _shares(logp, logq, spec)
+            out[:, part] = torch.stack([share.sum(-1), derivative.mul_(p).sum(-1)])
+    return out
+
+
+def _shares(logp: Tensor, logq: Tensor, spec: PairSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """(p, each column's share of the divergence, its derivative by p up to a constant).
+
+    The constant is such that the derivative is 0 where p and q are equal.
+    """
+    p, q, kept = logp.exp(), logq.exp(), 1.0 - spec.beta
+    if spec.kind == "total_variation":
+        gap = p - q
+        return p, gap.abs().mul_(0.5), gap.sign().mul_(0.5)
+    if spec.kind == "skewed_forward":
+        over = _log_over_mixture(logq, logp, kept)
+        return p, q.mul_(over), over.expm1().mul_(-kept)
+    over = _log_over_mixture(logp, logq, spec.beta)
+    if spec.kind == "skewed_reverse":
+        return p, p * over, over - over.expm1().mul_(kept)
+    share = q.mul_(_log_over_mixture(logq, logp, kept)).mul_(spec.beta)
+    return p, share.add_(p * over, alpha=kept), over.mul_(kept)
+
+
+def pair_grad(
+    student: Chunk,
+    teacher: Chunk,
+    norm_s: Tensor,
+    norm_t: Tensor,
+    inner: Tensor,
+    upstream: Tensor,
+    spec: PairSpec,
+    *,
+    out: Tensor,
+    chunk_size: int,
+) -> None:
+    """Write the gradient with respect to the student's raw logits.
+
+        forward, cross_entropy   ds = g (p - q)
+        reverse                  ds = g p (log p - log q - KL(p || q))
+        others                   ds = g p (d - sum p d), d as in `pair_sums`
+
+    A row whose g is 0 gets exactly 0, whatever its logits hold.
+
+    Args:
+        inner: `[n]`, the divergence or sum at the end of the formula; unused by the first.
+        upstream: `[n]`, g.
+        out: `[n, v]`, any dtype; may be the student's logits. Every entry is written.
+        The others as in `pair_sums`.
+    """
+    valid = student.valid
+    out[:, valid:] = 0
+    if valid == 0:
+        return
+    for part in row_chunks(out.shape[0], chunk_size):
+        own = student.rows(part)
+        logp = _log_probs(own, norm_s[:, part])
+        logq = _log_probs(teacher.rows(part), norm_t[:, part])
+        ds = _distribution_gradient(logp, logq, inner[part], spec)
+        g = upstream[part].to(ds.dtype).unsqueeze(-1)
+        own.to_raw_gradient(ds.mul_(g))
+        out[part, :valid] = ds.masked_fill_(g == 0, 0.0)
+
+
+def _distribution_gradient(logp: Tensor, logq: Tensor, inner: Tensor, spec: PairSpec) -> Tensor:
+    """ds for g = 1; overwrites both."""
+    if spec.kind in ("forward", "cross_entropy"):
+        return logp.exp_().sub_(logq.exp_())
+    if spec.kind == "reverse":
+        p = logp.exp()
+        derivative = logp.sub_(logq)
+    else:
+        p, _, derivative = _shares(logp, logq, spec)
+    return derivative.sub_(inner.unsqueeze(-1)).mul_(p)

@@ -1,0 +1,321 @@
+"""The gradient with respect to raw logits, one read and one write, as Triton kernels.
+
+A row's single target is part of that. Where there are several entries a row, a second, small kernel
+writes them anew, each summed in float32 and rounded once, from raw logits that were picked before.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import Chunk, gather_columns
+from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.triton.common import (
+    clamped,
+    exp,
+    launch,
+    processed,
+    rounded,
+    row_transform,
+    span_plan,
+    transform,
+    with_unit_stride,
+)
+from mcore_logprobs.kernels.triton.operators import (
+    SPEC,
+    arguments,
+    chunk_schema,
+    chunks_of,
+    operator,
+    writes_out,
+)
+
+__all__ = ["entries_kernel", "grad", "grad_kernel"]
+
+_TILE = 4096  # columns of a tile at most
+_ENTRIES = 64  # entries a program
+_OTHERS = 16  # entries that they are compared with at a time
+
+
+@triton.jit
+def _coefficient(coef_ptr, PLACE: tl.constexpr, stride, row):
+    """A row's coefficient; 0 where there is none of this name."""
+    coefficient = 0.0
+    if PLACE >= 0:
+        coefficient = tl.load(coef_ptr + PLACE * stride + row).to(tl.float32)
+    return coefficient
+
+
+@triton.jit
+def _dz(
+    shifted, weight, moment, on_finite, squares,
+    MOMENT: tl.constexpr, FINITE: tl.constexpr, SQUARES: tl.constexpr,
+):  # fmt: skip
+    """dz of `kernels.reference.grad` from z - shift, without single entries."""
+    w = exp(shifted)
+    factor = weight
+    if MOMENT >= 0:
+        factor = weight + moment * clamped(shifted)
+    if SQUARES >= 0:
+        factor += squares * w
+    dz = w * factor
+    if FINITE >= 0:
+        dz += tl.where(shifted > float("-inf"), on_finite, 0.0)
+    return dz
+
+
+@triton.jit
+def _write_tile(
+    row_ptr, out_row_ptr, bias_ptr, start, valid, width, column, shift,
+    weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
+    MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MOMENT: tl.constexpr,
+    FINITE: tl.constexpr,
+    SQUARES: tl.constexpr,
+):  # fmt: skip
+    columns = start + tl.arange(0, TILE)
+    if MASKED:
+        mask = columns < valid
+        y = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    else:
+        mask = None
+        y = tl.load(row_ptr + columns).to(tl.float32)
+    z, capped = processed(y, bias_ptr, columns, mask, scale, softcap, temperature, HAS_SOFTCAP)
+    grad = _dz(z - shift, weight, moment, on_finite, squares, MOMENT, FINITE, SQUARES)
+    grad += tl.where(columns == column, on_target, 0.0)
+    if HAS_SOFTCAP:
+        grad = grad * (1.0 - capped * capped)
+    grad = (grad * slope).to(out_row_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(out_row_ptr + columns, tl.where(mask, grad, 0.0), mask=columns < width)
+    else:
+        tl.store(out_row_ptr + columns, grad)
+
+
+@triton.jit(
+    do_not_specialize=["valid", "width", "splits", "coef_stride"],
+    do_not_specialize_on_alignment=[
+        "column_ptr", "upstream_ptr", "shift_ptr", "coef_ptr", "bias_ptr", "temperature_ptr",
+    ],
+)  # fmt: skip
+def grad_kernel(
+    logits_ptr,  # [n, v]
+    out_ptr,  # [n, v]; may be logits_ptr
+    column_ptr,  # [n] int64, one entry a row; None: no entries here
+    upstream_ptr,  # [n]
+    shift_ptr,  # [n]
+    coef_ptr,  # [k, n]
+    bias_ptr,  # [v], or None
+    temperature_ptr,  # [n], or None
+    valid,
+    width,
+    row_stride,
+    out_row_stride,
+    coef_stride,
+    splits,
+    slope,
+    scale,
+    softcap,
+    temperature,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    TAIL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    FINITE: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
+    """One row's columns `[split * TILES * TILE, ...)`; zeros if nothing is asked of the row.
+
+    WEIGHT to SQUARES are the coefficients' rows in coef (`StatsSpec.coefficients`); -1: not there.
+    """
+    program = tl.program_id(0)
+    row = program // splits
+    start = program % splits * (TILES * TILE)
+    stop = tl.minimum(start + TILES * TILE, width)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    out_row_ptr = out_ptr + row.to(tl.int64) * out_row_stride
+    weight = _coefficient(coef_ptr, WEIGHT, coef_stride, row)
+    moment = _coefficient(coef_ptr, MOMENT, coef_stride, row)
+    on_finite = _coefficient(coef_ptr, FINITE, coef_stride, row)
+    squares = _coefficient(coef_ptr, SQUARES, coef_stride, row)
+    column = -1
+    on_target = 0.0
+    if column_ptr is not None:
+        column = tl.load(column_ptr + row).to(tl.int32)
+        on_target = tl.load(upstream_ptr + row).to(tl.float32)
+    asked = (weight != 0.0) | (moment != 0.0) | (on_finite != 0.0) | (squares != 0.0)
+    if asked | (on_target != 0.0):
+        shift = tl.load(shift_ptr + row).to(tl.float32)
+        scale, softcap, temperature = row_transform(
+            row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
+        )
+        if temperature_ptr is not None:
+            slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
+        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
+        for at in range(start, whole, TILE):
+            _write_tile(
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
+                weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
+                False, TILE, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
+            )  # fmt: skip
+        for at in range(whole, stop, TAIL):
+            _write_tile(
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
+                weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
+                True, TAIL, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
+            )  # fmt: skip
+    else:
+        zeros = tl.zeros([TAIL], out_ptr.dtype.element_ty)
+        for at in range(start, stop, TAIL):
+            columns = at + tl.arange(0, TAIL)
+            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+
+
+@triton.jit(
+    do_not_specialize=["j", "coef_stride"],
+    do_not_specialize_on_alignment=[
+        "own_ptr", "column_ptr", "upstream_ptr", "shift_ptr", "coef_ptr", "bias_ptr",
+        "temperature_ptr",
+    ],
+)  # fmt: skip
+def entries_kernel(
+    own_ptr,  # [n, j], the raw logits at column
+    column_ptr,  # [n, j] int64
+    upstream_ptr,  # [n, j]
+    shift_ptr,  # [n], or None: no statistics
+    coef_ptr,  # [k, n]
+    bias_ptr,  # [v], or None
+    temperature_ptr,  # [n], or None
+    out_ptr,  # [n, v]
+    j,
+    coef_stride,
+    out_stride,
+    splits,
+    slope,
+    scale,
+    softcap,
+    temperature,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    FINITE: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
+    """`kernels.reference.grad` at BLOCK of one row's entries.
+
+    An entry that occurs several times is written as often, each time the same sum.
+    """
+    program = tl.program_id(0)
+    row = (program // splits).to(tl.int64)
+    at = program % splits * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(column_ptr + row * j + at, mask=at < j, other=-1)
+    mine = column >= 0
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, j, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        same = tl.load(column_ptr + row * j + other, mask=other < j, other=-1)
+        given = tl.load(upstream_ptr + row * j + other, mask=other < j, other=0.0).to(tl.float32)
+        total += tl.sum(tl.where(column[:, None] == same[None, :], given[None, :], 0.0), 1)
+
+    scale, softcap, temperature = row_transform(
+        row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
+    )
+    if temperature_ptr is not None:
+        slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
+    y = tl.load(own_ptr + row * j + at, mask=mine, other=0.0).to(tl.float32)
+    z, capped = processed(y, bias_ptr, column, mine, scale, softcap, temperature, HAS_SOFTCAP)
+    if shift_ptr is not None:
+        weight = _coefficient(coef_ptr, WEIGHT, coef_stride, row)
+        moment = _coefficient(coef_ptr, MOMENT, coef_stride, row)
+        on_finite = _coefficient(coef_ptr, FINITE, coef_stride, row)
+        squares = _coefficient(coef_ptr, SQUARES, coef_stride, row)
+        asked = (weight != 0.0) | (moment != 0.0) | (on_finite != 0.0) | (squares != 0.0)
+        shifted = z - tl.load(shift_ptr + row)
+        dz = _dz(shifted, weight, moment, on_finite, squares, MOMENT, FINITE, SQUARES)
+        total += tl.where(asked, dz, 0.0)
+    if HAS_SOFTCAP:
+        total = tl.where(total != 0.0, total * (1.0 - capped * capped), 0.0)
+    total = (total * slope).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * out_stride + column, total, mask=mine)
+
+
+# ---- launches ----------------------------------------------------------------------------------
+
+
+def grad(
+    chunk: Chunk,
+    columns: Tensor,
+    upstream: Tensor,
+    shift: Tensor | None,
+    coef: Tensor | None,
+    spec: StatsSpec,
+    *,
+    out: Tensor,
+    chunk_size: int = 0,
+) -> None:
+    """As `kernels.reference.grad`; dtypes and strides as in `stats`, for out too."""
+    _grad(*arguments(chunk, columns, upstream, shift, coef, spec, out))
+
+
+def _run(*given: Any) -> None:
+    chunk, columns, upstream, shift, coef, *wanted, out = chunks_of(1, given)
+    if out.numel() == 0:
+        return
+    rows, width = out.shape
+    j = columns.shape[1]
+    columns, upstream = columns.contiguous(), upstream.contiguous()
+    shift, coef = with_unit_stride(shift), with_unit_stride(coef)
+    coef_stride = 0 if coef is None else coef.stride(0)
+    per_row = shift, coef, with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature)
+    slope = chunk.logit_scale if chunk.row_temperature is not None else chunk.multiplier
+    numbers = (float(slope), *transform(chunk))
+    constants = {"HAS_SOFTCAP": chunk.softcap is not None} | _places(StatsSpec(*wanted))
+    # Before the gradient, which may go over it.
+    own = gather_columns(chunk.logits, columns) if j > 1 or coef is None else None
+    with rounded(out) as written:
+        if coef is None:
+            written.zero_()
+        else:
+            splits, shape = span_plan(width, _TILE)
+            one = (columns, upstream) if j == 1 else (None, None)
+            launch(
+                grad_kernel, rows * splits,
+                chunk.logits, written, *one, *per_row,
+                chunk.valid, width, chunk.logits.stride(0), written.stride(0), coef_stride, splits,
+                *numbers, **shape, **constants,
+            )  # fmt: skip
+        if own is not None and j:
+            splits = triton.cdiv(j, _ENTRIES)
+            launch(
+                entries_kernel, rows * splits,
+                own, columns, upstream, *per_row, written,
+                j, coef_stride, written.stride(0), splits,
+                *numbers, BLOCK=_ENTRIES, OTHERS=_OTHERS, **constants,
+            )  # fmt: skip
+
+
+_grad = operator(
+    f"grad({chunk_schema()}, Tensor columns, Tensor upstream, Tensor? shift, Tensor? coef, {SPEC}, "
+    "Tensor(a!) out) -> ()",
+    _run,
+    writes_out,
+)
+
+
+def _places(spec: StatsSpec) -> dict[str, int]:
+    """The coefficients' rows: WEIGHT=0, ..."""
+    names = spec.coefficients
+    wanted = ("weight", "moment", "finite", "squares")
+    return {name.upper(): names.index(name) if name in names else -1 for name in wanted}

@@ -1,0 +1,76 @@
+"""The backend's functions as operators of torch, so that torch.compile and profilers see them.
+
+They know no gradient: they are called within autograd functions. A `Chunk` and a `StatsSpec` pass
+as their tensors and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.stats import StatsSpec
+
+__all__ = ["SPEC", "arguments", "chunk_schema", "chunks_of", "operator"]
+
+_CHUNK = 7  # arguments of one chunk
+# The declaration of a StatsSpec's arguments.
+SPEC = ", ".join(f"bool {field.name}" for field in fields(StatsSpec))
+
+
+def chunk_schema(prefix: str = "") -> str:
+    """The declaration of a chunk's arguments."""
+    return (
+        f"Tensor {prefix}logits, int {prefix}valid, float {prefix}logit_scale, "
+        f"float? {prefix}softcap, float {prefix}temperature, Tensor? {prefix}row_temperature, "
+        f"Tensor? {prefix}bias"
+    )
+
+
+def arguments(*given: Any) -> tuple[Any, ...]:
+    """Chunks and specs as the arguments that are declared for them; others as they are."""
+    flat: list[Any] = []
+    for value in given:
+        if isinstance(value, Chunk):
+            own = value.row_temperature
+            flat += [value.logits, value.valid, float(value.logit_scale)]
+            flat += [None if value.softcap is None else float(value.softcap)]
+            flat += [float(value.temperature) if own is None else 1.0, own, value.bias]
+        else:
+            flat += astuple(value) if isinstance(value, StatsSpec) else [value]
+    return tuple(flat)
+
+
+def chunks_of(count: int, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first arguments as `count` chunks, then the others."""
+    chunks = []
+    for start in range(0, count * _CHUNK, _CHUNK):
+        logits, valid, scale, softcap, number, own, bias = given[start : start + _CHUNK]
+        chunks.append(Chunk(logits, valid, scale, softcap, number if own is None else own, bias))
+    return (*chunks, *given[count * _CHUNK :])
+
+
+def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The operator `mcore_logprobs::NAME` of a schema `NAME(...) -> ...`.
+
+    Args:
+        schema: an argument that is written to is called out.
+        run: takes the arguments one by one.
+        fake: takes the same, gives empty tensors of the results' shapes and dtypes.
+    """
+    name, bracket, declared = schema.partition("(")
+    writes = ["out"] if "Tensor(a!) out" in declared else []
+    made = torch.library.custom_op(
+        f"mcore_logprobs::{name}", run, mutates_args=writes, schema=bracket + declared
+    )
+    made.register_fake(fake)
+    return made
+
+
+def writes_out(*_: Tensor) -> None:
+    """The fake of an operator that writes to `out` and returns nothing."""

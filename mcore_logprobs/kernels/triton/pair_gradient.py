@@ -1,0 +1,214 @@
+"""The gradient of divergences between two sides of logits, as a Triton kernel.
+
+`kernels.pairs` has the formulas. One pass reads both sides and writes the student's gradient in its
+dtype: nothing else of the logits' size is made.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.pairs import KINDS, ONE_PASS, TWO_PASS, PairSpec
+from mcore_logprobs.kernels.triton.common import exp, launch, rounded, span_plan, with_unit_stride
+from mcore_logprobs.kernels.triton.operators import (
+    arguments,
+    chunk_schema,
+    chunks_of,
+    operator,
+    writes_out,
+)
+from mcore_logprobs.kernels.triton.sides import (
+    CROSS_ENTROPY,
+    FORWARD,
+    REVERSE,
+    SIDE_POINTERS,
+    load_side,
+    log_probs,
+    shares,
+    side_row,
+    sides_arguments,
+    sides_constants,
+)
+
+__all__ = ["pair_grad", "pair_grad_kernel"]
+
+# Columns of a tile at most, fewer where a column takes more registers.
+_TILE = dict.fromkeys(ONE_PASS, 2048) | dict.fromkeys(TWO_PASS, 1024)
+
+
+@triton.jit
+def _write_tile(
+    student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+    out_row_ptr, start, valid, width,
+    MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """`kernels.pairs.pair_grad` of one tile; `factor` is all of it that the row shares."""
+    columns = start + tl.arange(0, TILE)
+    s, capped = load_side(student, student_bias_ptr, columns, valid, MASKED, STUDENT_SOFTCAP)
+    t, _ = load_side(teacher, teacher_bias_ptr, columns, valid, MASKED, TEACHER_SOFTCAP)
+    max_s, log_s, max_t, log_t = norms
+    if KIND == FORWARD or KIND == CROSS_ENTROPY:  # noqa: SIM109
+        p = exp((s - max_s) - log_s)
+        q = exp((t - max_t) - log_t)
+        ds = p - q
+    else:
+        logp = log_probs(s, max_s, log_s)
+        logq = log_probs(t, max_t, log_t)
+        if KIND == REVERSE:
+            p, derivative = exp(logp), logp - logq
+        else:
+            p, _, derivative = shares(logp, logq, beta, KIND)
+        ds = p * (derivative - inner)  # inner is NaN where either side is
+    grad = ds * factor
+    if STUDENT_SOFTCAP:
+        grad = grad * (1.0 - capped * capped)
+    grad = grad.to(out_row_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(out_row_ptr + columns, tl.where(columns < valid, grad, 0.0), mask=columns < width)
+    else:
+        tl.store(out_row_ptr + columns, grad)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "valid", "width", "splits", "upstream_stride", "student_norm_stride", "teacher_norm_stride"
+    ],
+    do_not_specialize_on_alignment=[
+        *SIDE_POINTERS, "student_norm_ptr", "teacher_norm_ptr", "inner_ptr", "upstream_ptr"
+    ],
+)  # fmt: skip
+def pair_grad_kernel(
+    student_ptr,  # [n, v]
+    teacher_ptr,  # [n, v]
+    student_bias_ptr,  # [v], or None
+    student_temperature_ptr,  # [n], or None
+    teacher_bias_ptr,
+    teacher_temperature_ptr,
+    student_scale,
+    student_softcap,
+    student_temperature,
+    teacher_scale,
+    teacher_softcap,
+    teacher_temperature,
+    student_stride,
+    teacher_stride,
+    student_norm_ptr,  # [2, n]
+    teacher_norm_ptr,  # [2, n]
+    inner_ptr,  # [n]
+    upstream_ptr,  # [n], any stride
+    out_ptr,  # [n, v]; may be student_ptr
+    valid,
+    width,
+    student_norm_stride,
+    teacher_norm_stride,
+    upstream_stride,
+    out_stride,
+    splits,
+    slope,
+    beta,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    TAIL: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """The gradient of one row's columns `[split * TILES * TILE, ...)`."""
+    program = tl.program_id(0)
+    row = program // splits
+    start = (program % splits) * (TILES * TILE)
+    stop = tl.minimum(start + TILES * TILE, width)
+    out_row_ptr = out_ptr + row.to(tl.int64) * out_stride
+    upstream = tl.load(upstream_ptr + row.to(tl.int64) * upstream_stride)
+    if upstream != 0.0:
+        student = side_row(
+            student_ptr, student_bias_ptr, student_temperature_ptr, row, student_stride,
+            student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
+        )  # fmt: skip
+        teacher = side_row(
+            teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
+            teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
+        )  # fmt: skip
+        max_s = tl.load(student_norm_ptr + row)
+        log_s = tl.load(student_norm_ptr + student_norm_stride + row)
+        max_t = tl.load(teacher_norm_ptr + row)
+        log_t = tl.load(teacher_norm_ptr + teacher_norm_stride + row)
+        norms = (max_s, log_s, max_t, log_t)
+        inner = tl.load(inner_ptr + row)
+        factor = upstream * slope
+        if student_temperature_ptr is not None:
+            factor = factor / tl.load(student_temperature_ptr + row).to(tl.float32)
+        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
+        for at in range(start, whole, TILE):
+            _write_tile(
+                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+                out_row_ptr, at, valid, width,
+                False, TILE, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
+            )  # fmt: skip
+        for at in range(whole, stop, TAIL):
+            _write_tile(
+                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+                out_row_ptr, at, valid, width,
+                True, TAIL, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
+            )  # fmt: skip
+    else:
+        # Nothing is asked of the row: exactly 0, whatever its logits hold.
+        zeros = tl.zeros([TAIL], out_ptr.dtype.element_ty)
+        for at in range(start, stop, TAIL):
+            columns = at + tl.arange(0, TAIL)
+            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+
+
+def pair_grad(
+    student: Chunk,
+    teacher: Chunk,
+    norm_s: Tensor,
+    norm_t: Tensor,
+    inner: Tensor,
+    upstream: Tensor,
+    spec: PairSpec,
+    *,
+    out: Tensor,
+    chunk_size: int = 0,
+) -> None:
+    """As `kernels.pairs.pair_grad`; dtypes and strides as in `stats`, for out too."""
+    given = student, teacher, norm_s, norm_t, inner, upstream, spec.kind, float(spec.beta), out
+    _pair_grad(*arguments(*given))
+
+
+def _run(*given: Any) -> None:
+    student, teacher, norm_s, norm_t, inner, upstream, kind, beta, out = chunks_of(2, given)
+    if out.numel() == 0:
+        return
+    rows, width = out.shape
+    splits, shape = span_plan(width, _TILE[kind])
+    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
+    slope = student.multiplier if student.row_temperature is None else student.logit_scale
+    with rounded(out) as written:
+        launch(
+            pair_grad_kernel, rows * splits,
+            *sides_arguments(student, teacher), norm_s, norm_t, with_unit_stride(inner), upstream,
+            written,
+            student.valid, width, norm_s.stride(0), norm_t.stride(0), upstream.stride(0),
+            written.stride(0), splits, float(slope), beta,
+            KIND=KINDS.index(kind), **shape, **sides_constants(student, teacher),
+        )  # fmt: skip
+
+
+_pair_grad = operator(
+    f"pair_grad({chunk_schema('student_')}, {chunk_schema('teacher_')}, Tensor norm_s, "
+    "Tensor norm_t, Tensor inner, Tensor upstream, str kind, float beta, Tensor(a!) out) -> ()",
+    _run,
+    writes_out,
+)

@@ -1,0 +1,368 @@
+"""Statistics of divergences between two sides of logits, each read once a pass, as Triton kernels.
+
+`kernels.pairs` documents the functions and has the formulas. Statistics are one pass over both
+sides, and some kinds take a second one for their sums. Nothing of the logits' size is made.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.pairs import KINDS, PAIR_STATS, PairSpec, merge_pairs
+from mcore_logprobs.kernels.triton.common import LOG_ZERO, Plan, exp, launch, with_unit_stride
+from mcore_logprobs.kernels.triton.operators import arguments, chunk_schema, chunks_of, operator
+from mcore_logprobs.kernels.triton.sides import (
+    CROSS_ENTROPY,
+    FORWARD,
+    REVERSE,
+    SIDE_POINTERS,
+    load_side,
+    log_probs,
+    pair_plan,
+    shares,
+    side_row,
+    sides_arguments,
+    sides_constants,
+)
+
+__all__ = [
+    "launch_pair_stats",
+    "launch_pair_sums",
+    "pair_stats",
+    "pair_stats_kernel",
+    "pair_sums",
+    "pair_sums_kernel",
+]
+
+STATS = tl.constexpr(PAIR_STATS)
+
+
+# ---- statistics --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _base(group_max):
+    """What to subtract from a side's logits, and the least that a difference counts as.
+
+    Where all is -inf so far both are 0: such a side has no log-probability yet to be far from.
+    """
+    empty = group_max == float("-inf")
+    return tl.where(empty, 0.0, group_max), tl.where(empty, 0.0, LOG_ZERO)
+
+
+@triton.jit
+def _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND: tl.constexpr):
+    """`cross` about other maxima: z - m grows by a side's shift, exp(z - m) by its decay."""
+    if KIND == FORWARD:
+        cross = (cross + (shift_t - shift_s) * sum_t) * decay_t
+    elif KIND == REVERSE:
+        cross = (cross + (shift_s - shift_t) * sum_s) * decay_s
+    elif KIND == CROSS_ENTROPY:
+        cross = (cross - shift_s * sum_t) * decay_t
+    return cross
+
+
+@triton.jit
+def _merged(max_s, sum_s, max_t, sum_t, cross, KIND: tl.constexpr):
+    """Statistics of several groups, of which one may be empty, as one."""
+    row_max_s = tl.max(max_s, 0)
+    row_max_t = tl.max(max_t, 0)
+    base_s, floor_s = _base(row_max_s)
+    base_t, floor_t = _base(row_max_t)
+    decay_s = exp(max_s - base_s)
+    decay_t = exp(max_t - base_t)
+    shift_s = tl.maximum(max_s - base_s, floor_s)
+    shift_t = tl.maximum(max_t - base_t, floor_t)
+    cross = tl.sum(_moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND), 0)
+    sum_s = tl.sum(sum_s * decay_s, 0)
+    sum_t = tl.sum(sum_t * decay_t, 0)
+    # A maximum may overlook NaN; a sum never does.
+    row_max_s = tl.where(sum_s == sum_s, row_max_s, sum_s)
+    row_max_t = tl.where(sum_t == sum_t, row_max_t, sum_t)
+    return row_max_s, sum_s, row_max_t, sum_t, cross
+
+
+@triton.jit
+def _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND: tl.constexpr):
+    """Statistics `[groups]` and one tile `[groups, lanes]` more: one exp a side and column."""
+    new_s = tl.maximum(max_s, tl.max(s, 1))
+    new_t = tl.maximum(max_t, tl.max(t, 1))
+    base_s, floor_s = _base(new_s)
+    base_t, floor_t = _base(new_t)
+    decay_s = exp(max_s - base_s)
+    decay_t = exp(max_t - base_t)
+    shift_s = tl.maximum(max_s - base_s, floor_s)
+    shift_t = tl.maximum(max_t - base_t, floor_t)
+    cross = _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND)
+
+    s = s - base_s[:, None]
+    t = t - base_t[:, None]
+    weight_s = exp(s)
+    weight_t = exp(t)
+    # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
+    s = tl.maximum(s, floor_s[:, None])
+    t = tl.maximum(t, floor_t[:, None])
+    if KIND == FORWARD:
+        cross += tl.sum(weight_t * (t - s), 1)
+    elif KIND == REVERSE:
+        cross += tl.sum(weight_s * (s - t), 1)
+    elif KIND == CROSS_ENTROPY:
+        cross -= tl.sum(weight_t * s, 1)
+    sum_s = sum_s * decay_s + tl.sum(weight_s, 1)
+    sum_t = sum_t * decay_t + tl.sum(weight_t, 1)
+    return new_s, sum_s, new_t, sum_t, cross
+
+
+@triton.jit(
+    do_not_specialize=["rows", "valid", "splits"],
+    do_not_specialize_on_alignment=[*SIDE_POINTERS, "out_ptr"],
+)
+def pair_stats_kernel(
+    student_ptr,  # [n, v]
+    teacher_ptr,  # [n, v]
+    student_bias_ptr,  # [v], or None
+    student_temperature_ptr,  # [n], or None
+    teacher_bias_ptr,
+    teacher_temperature_ptr,
+    student_scale,
+    student_softcap,
+    student_temperature,
+    teacher_scale,
+    teacher_softcap,
+    teacher_temperature,
+    student_stride,
+    teacher_stride,
+    out_ptr,  # [splits, 5, n] float32
+    rows,
+    valid,
+    split_columns,
+    splits,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Pair statistics of one row's columns `[split * split_columns, ...)`.
+
+    Every group of columns keeps its sums about its own maxima until the end.
+    """
+    TILE: tl.constexpr = LANES * GROUPS
+    program = tl.program_id(0)
+    row = program // splits
+    split = program % splits
+    start = split * split_columns
+    stop = tl.minimum(start + split_columns, valid)
+    student = side_row(
+        student_ptr, student_bias_ptr, student_temperature_ptr, row, student_stride,
+        student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
+    )  # fmt: skip
+    teacher = side_row(
+        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
+        teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
+    )  # fmt: skip
+
+    offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    max_s = tl.full([GROUPS], float("-inf"), tl.float32)
+    sum_s = tl.zeros([GROUPS], tl.float32)
+    max_t = tl.full([GROUPS], float("-inf"), tl.float32)
+    sum_t = tl.zeros([GROUPS], tl.float32)
+    cross = tl.zeros([GROUPS], tl.float32)
+    whole = start + tl.maximum(stop - start, 0) // TILE * TILE
+    for at in range(start, whole, TILE):
+        s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT_SOFTCAP)
+        t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER_SOFTCAP)
+        max_s, sum_s, max_t, sum_t, cross = _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND)
+    if whole < stop:
+        s, _ = load_side(student, student_bias_ptr, whole + offsets, valid, True, STUDENT_SOFTCAP)
+        t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER_SOFTCAP)
+        max_s, sum_s, max_t, sum_t, cross = _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND)
+
+    row_max_s, row_sum_s, row_max_t, row_sum_t, row_cross = _merged(
+        max_s, sum_s, max_t, sum_t, cross, KIND
+    )
+    out = out_ptr + split.to(tl.int64) * STATS * rows + row
+    tl.store(out, row_max_s)
+    tl.store(out + rows, row_sum_s)
+    tl.store(out + 2 * rows, row_max_t)
+    tl.store(out + 3 * rows, row_sum_t)
+    tl.store(out + 4 * rows, row_cross)
+
+
+# ---- sums of a second pass ---------------------------------------------------------------------
+
+
+@triton.jit
+def _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND: tl.constexpr):
+    """Both sums `[groups]` and one tile more."""
+    logp = log_probs(s, max_s, log_s)
+    logq = log_probs(t, max_t, log_t)
+    p, share, derivative = shares(logp, logq, beta, KIND)
+    return value + tl.sum(share, 1), inner + tl.sum(p * derivative, 1)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "valid", "splits", "student_norm_stride", "teacher_norm_stride"],
+    do_not_specialize_on_alignment=[
+        *SIDE_POINTERS, "student_norm_ptr", "teacher_norm_ptr", "out_ptr"
+    ],
+)  # fmt: skip
+def pair_sums_kernel(
+    student_ptr,  # [n, v]
+    teacher_ptr,  # [n, v]
+    student_bias_ptr,  # [v], or None
+    student_temperature_ptr,  # [n], or None
+    teacher_bias_ptr,
+    teacher_temperature_ptr,
+    student_scale,
+    student_softcap,
+    student_temperature,
+    teacher_scale,
+    teacher_softcap,
+    teacher_temperature,
+    student_stride,
+    teacher_stride,
+    student_norm_ptr,  # [2, n]
+    teacher_norm_ptr,  # [2, n]
+    out_ptr,  # [splits, 2, n] float32
+    rows,
+    valid,
+    student_norm_stride,
+    teacher_norm_stride,
+    split_columns,
+    splits,
+    beta,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """`kernels.pairs.pair_sums` of one row's columns `[split * split_columns, ...)`."""
+    TILE: tl.constexpr = LANES * GROUPS
+    program = tl.program_id(0)
+    row = program // splits
+    split = program % splits
+    start = split * split_columns
+    stop = tl.minimum(start + split_columns, valid)
+    student = side_row(
+        student_ptr, student_bias_ptr, student_temperature_ptr, row, student_stride,
+        student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
+    )  # fmt: skip
+    teacher = side_row(
+        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
+        teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
+    )  # fmt: skip
+    max_s = tl.load(student_norm_ptr + row)
+    log_s = tl.load(student_norm_ptr + student_norm_stride + row)
+    max_t = tl.load(teacher_norm_ptr + row)
+    log_t = tl.load(teacher_norm_ptr + teacher_norm_stride + row)
+
+    offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    value = tl.zeros([GROUPS], tl.float32)
+    inner = tl.zeros([GROUPS], tl.float32)
+    whole = start + tl.maximum(stop - start, 0) // TILE * TILE
+    for at in range(start, whole, TILE):
+        s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT_SOFTCAP)
+        t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER_SOFTCAP)
+        value, inner = _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND)
+    if whole < stop:
+        s, _ = load_side(student, student_bias_ptr, whole + offsets, valid, True, STUDENT_SOFTCAP)
+        t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER_SOFTCAP)
+        value, inner = _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND)
+
+    nan = (max_s + log_s + max_t + log_t) * 0.0  # of a row that holds one, else 0
+    out = out_ptr + split.to(tl.int64) * 2 * rows + row
+    tl.store(out, tl.sum(value, 0) + nan)
+    tl.store(out + rows, tl.sum(inner, 0) + nan)
+
+
+# ---- launches ----------------------------------------------------------------------------------
+
+
+def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int = 0) -> Tensor:
+    """As `kernels.pairs.pair_stats`; dtypes and strides of either side as in `stats`."""
+    return _pair_stats(*arguments(student, teacher, spec.kind, float(spec.beta)))
+
+
+def _run_stats(*given: Any) -> Tensor:
+    student, teacher, *wanted = chunks_of(2, given)
+    spec = PairSpec(*wanted)
+    plan = pair_plan(student.logits, teacher.logits, student.valid)
+    return merge_pairs(launch_pair_stats(student, teacher, spec, plan), spec).unsqueeze(0)
+
+
+_SIDES = f"{chunk_schema('student_')}, {chunk_schema('teacher_')}"
+_pair_stats = operator(
+    f"pair_stats({_SIDES}, str kind, float beta) -> Tensor",
+    _run_stats,
+    lambda student, *_: student.new_empty((1, PAIR_STATS, len(student)), dtype=torch.float32),
+)
+
+
+def launch_pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, plan: Plan) -> Tensor:
+    """The pair statistics of each split of the plan, `[splits, 5, n]`."""
+    rows = student.logits.shape[0]
+    out = student.logits.new_empty((plan.splits, PAIR_STATS, rows), dtype=torch.float32)
+    if rows:
+        launch(
+            pair_stats_kernel, rows * plan.splits,
+            *sides_arguments(student, teacher), out,
+            rows, student.valid, plan.columns, plan.splits,
+            LANES=plan.lanes, GROUPS=plan.groups, KIND=KINDS.index(spec.kind),
+            **sides_constants(student, teacher),
+        )  # fmt: skip
+    return out
+
+
+def pair_sums(
+    student: Chunk,
+    teacher: Chunk,
+    norm_s: Tensor,
+    norm_t: Tensor,
+    spec: PairSpec,
+    *,
+    chunk_size: int = 0,
+) -> Tensor:
+    """As `kernels.pairs.pair_sums`; dtypes and strides as in `pair_stats`."""
+    return _pair_sums(*arguments(student, teacher, norm_s, norm_t, spec.kind, float(spec.beta)))
+
+
+def _run_sums(*given: Any) -> Tensor:
+    student, teacher, norm_s, norm_t, *wanted = chunks_of(2, given)
+    plan = pair_plan(student.logits, teacher.logits, student.valid)
+    return launch_pair_sums(student, teacher, norm_s, norm_t, PairSpec(*wanted), plan).sum(0)
+
+
+_pair_sums = operator(
+    f"pair_sums({_SIDES}, Tensor norm_s, Tensor norm_t, str kind, float beta) -> Tensor",
+    _run_sums,
+    lambda student, *_: student.new_empty((2, len(student)), dtype=torch.float32),
+)
+
+
+def launch_pair_sums(
+    student: Chunk, teacher: Chunk, norm_s: Tensor, norm_t: Tensor, spec: PairSpec, plan: Plan
+) -> Tensor:
+    """The sums of each split of the plan, `[splits, 2, n]`."""
+    rows = student.logits.shape[0]
+    out = student.logits.new_empty((plan.splits, 2, rows), dtype=torch.float32)
+    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
+    if rows:
+        launch(
+            pair_sums_kernel, rows * plan.splits,
+            *sides_arguments(student, teacher), norm_s, norm_t, out,
+            rows, student.valid, norm_s.stride(0), norm_t.stride(0), plan.columns, plan.splits,
+            float(spec.beta),
+            LANES=plan.lanes, GROUPS=plan.groups, KIND=KINDS.index(spec.kind),
+            **sides_constants(student, teacher),
+        )  # fmt: skip
+    return out

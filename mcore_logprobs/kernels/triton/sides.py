@@ -1,0 +1,162 @@
+"""What kernels for two sides of logits share: how a row of either is read, and their mixture."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.pairs import KINDS
+from mcore_logprobs.kernels.triton.common import (
+    Plan,
+    clamped,
+    exp,
+    launch_plan,
+    processed,
+    row_transform,
+    transform,
+    with_unit_stride,
+)
+
+# Which divergence.
+FORWARD = tl.constexpr(KINDS.index("forward"))
+REVERSE = tl.constexpr(KINDS.index("reverse"))
+CROSS_ENTROPY = tl.constexpr(KINDS.index("cross_entropy"))
+JSD = tl.constexpr(KINDS.index("jsd"))
+SKEWED_FORWARD = tl.constexpr(KINDS.index("skewed_forward"))
+TOTAL_VARIATION = tl.constexpr(KINDS.index("total_variation"))
+
+LN2_OF_BITS = tl.constexpr(0.6931471805599453 / 2**23)
+
+
+# ---- in a kernel -------------------------------------------------------------------------------
+
+
+@triton.jit
+def side_row(
+    logits_ptr, bias_ptr, temperature_ptr, row, stride, scale, softcap, temperature,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """What `load_side` needs of one row: its address, its own scale, softcap and temperature."""
+    scale, softcap, temperature = row_transform(
+        row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
+    )
+    return logits_ptr + row.to(tl.int64) * stride, scale, softcap, temperature
+
+
+@triton.jit
+def load_side(side, bias_ptr, columns, valid, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """(processed logits in float32, -inf at and past `valid`; the second of `processed`)."""
+    row_ptr, scale, softcap, temperature = side
+    if MASKED:
+        mask = columns < valid
+        y = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    else:
+        mask = None
+        y = tl.load(row_ptr + columns).to(tl.float32)
+    z, capped = processed(y, bias_ptr, columns, mask, scale, softcap, temperature, HAS_SOFTCAP)
+    if MASKED:
+        z = tl.where(mask, z, float("-inf"))
+    return z, capped
+
+
+@triton.jit
+def log_probs(z, row_max, log_sum):
+    """Log-probabilities, at least LOG_ZERO; a row's NaN is in `row_max` and may be lost here."""
+    return clamped((z - row_max) - log_sum)
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1."""
+    series = 1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720)))))
+    return tl.where(tl.abs(x) < 0.25, x * series, exp(x) - 1.0)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) of x in (-1, 0]; libdevice's logarithm would branch for every column."""
+    # 1 + x = 2^n m with m in [1/sqrt(2), sqrt(2)); n stands where a float has its exponent.
+    bits = (1.0 + x).to(tl.int32, bitcast=True)
+    power = (bits - 0x3F3504F3) & -0x800000
+    m = (bits - power).to(tl.float32, bitcast=True)
+    rest = tl.where(power == 0, x, m - 1.0)  # x itself keeps the digits that 1 + x rounds off
+    half = rest / (2.0 + rest)  # log(1 + rest) = 2 atanh(half)
+    square = half * half
+    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7)))
+    return power.to(tl.float32) * LN2_OF_BITS + 2.0 * half * series
+
+
+@triton.jit
+def over_mixture(logp, logq, beta):
+    """(log p - log M, log q - log M) of M = beta q + (1 - beta) p; exact where p and q are close.
+
+    The larger of p and q, of weight 1 - w in M, is M / (1 + w (smaller / larger - 1)).
+    """
+    gap = logq - logp
+    far = tl.abs(gap)
+    weight = tl.where(gap > 0.0, 1.0 - beta, beta)
+    larger = -_log1p(weight * _expm1(-far))
+    smaller = larger - far
+    return tl.where(gap > 0.0, smaller, larger), tl.where(gap > 0.0, larger, smaller)
+
+
+@triton.jit
+def shares(logp, logq, beta, KIND: tl.constexpr):
+    """(p, a column's share of a divergence of two passes, its derivative by p up to a constant)."""
+    p, q = exp(logp), exp(logq)
+    if KIND == TOTAL_VARIATION:
+        gap = p - q
+        share = tl.abs(gap) * 0.5
+        derivative = tl.where(gap > 0.0, 0.5, tl.where(gap < 0.0, -0.5, 0.0))
+    else:
+        p_over, q_over = over_mixture(logp, logq, beta)
+        if KIND == JSD:
+            derivative = (1.0 - beta) * p_over
+            share = beta * q * q_over + p * derivative
+        elif KIND == SKEWED_FORWARD:
+            share = q * q_over
+            derivative = (beta - 1.0) * _expm1(q_over)
+        else:
+            share = p * p_over
+            derivative = p_over + (beta - 1.0) * _expm1(p_over)
+    return p, share, derivative
+
+
+# ---- its arguments -----------------------------------------------------------------------------
+
+# The kernels' parameters whose alignment compiles no variant.
+SIDE_POINTERS = [
+    f"{side}_{name}_ptr" for side in ("student", "teacher") for name in ("bias", "temperature")
+]
+
+
+def sides_arguments(student: Chunk, teacher: Chunk) -> tuple[Any, ...]:
+    """Both sides' tensors and numbers, the kernels' first arguments."""
+    tensors: list[Tensor | None] = [student.logits, teacher.logits]
+    numbers: list[float] = []
+    for side in (student, teacher):
+        tensors += [with_unit_stride(side.bias), with_unit_stride(side.row_temperature)]
+        numbers += transform(side)
+    return (*tensors, *numbers, student.logits.stride(0), teacher.logits.stride(0))
+
+
+def sides_constants(student: Chunk, teacher: Chunk) -> dict[str, bool]:
+    """Both sides' transformations as the kernels' constants."""
+    return {
+        "STUDENT_SOFTCAP": student.softcap is not None,
+        "TEACHER_SOFTCAP": teacher.softcap is not None,
+    }
+
+
+def pair_plan(student: Tensor, teacher: Tensor, valid: int) -> Plan:
+    """Splits as one side has them, tiles of half the columns: two sides are in flight at a time."""
+    narrower = min(student, teacher, key=Tensor.element_size)
+    plan = launch_plan(student.shape[0], valid, narrower)
+    return replace(plan, groups=max(32, plan.groups // 2))

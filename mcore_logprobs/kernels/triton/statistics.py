@@ -1,0 +1,297 @@
+"""Row statistics in one read of the logits, as a Triton kernel."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.stats import StatsSpec, merge
+from mcore_logprobs.kernels.triton.common import (
+    Plan,
+    block_plan,
+    clamped,
+    exp,
+    launch,
+    launch_plan,
+    processed,
+    row_transform,
+    transform,
+    with_unit_stride,
+)
+from mcore_logprobs.kernels.triton.operators import (
+    SPEC,
+    arguments,
+    chunk_schema,
+    chunks_of,
+    operator,
+)
+
+__all__ = ["launch_stats", "stats", "stats_kernel"]
+
+
+@triton.jit
+def _accumulate(
+    group_max,  # [groups], the running maximum of z
+    total,  # [groups], sum exp(z - group_max)
+    weighted,  # [groups], sum (z - group_max) exp(z - group_max)
+    squares,  # [groups], sum exp(2 (z - group_max))
+    higher,  # [groups] int32
+    zsum,  # [groups]
+    finite,  # [groups] int32
+    y,  # [groups, lanes], raw logits; -inf where masked
+    bias_ptr,
+    limit,
+    start,
+    stop,
+    scale,
+    softcap,
+    temperature,
+    MASKED: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    RANK: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+):
+    """Take in one tile. Every group keeps sums about its own maximum: one exp for each column."""
+    y = y.to(tl.float32)
+    columns = start + tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    mask = None
+    if MASKED:
+        mask = columns < stop
+    z, _ = processed(y, bias_ptr, columns, mask, scale, softcap, temperature, HAS_SOFTCAP)
+    if MASKED:
+        z = tl.where(mask, z, float("-inf"))
+    if RANK:
+        if bias_ptr is None:
+            higher += tl.sum((y > limit).to(tl.int32), 1)
+        else:
+            higher += tl.sum((z > limit).to(tl.int32), 1)
+    if SMOOTHING:
+        is_finite = z != float("-inf")
+        zsum += tl.sum(tl.where(is_finite, z, 0.0), 1)
+        finite += tl.sum(is_finite.to(tl.int32), 1)
+
+    new_max = tl.maximum(group_max, tl.max(z, 1))
+    # Where all is -inf so far, about 0: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    shifted = z - base[:, None]
+    weight = exp(shifted)
+    decay = exp(group_max - base)
+    if ENTROPY:
+        # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
+        moved = clamped(group_max - base)
+        weighted = (weighted + moved * total) * decay
+        weighted += tl.sum(weight * clamped(shifted), 1)
+    if SQUARES:
+        squares = squares * decay * decay + tl.sum(weight * weight, 1)
+    total = total * decay + tl.sum(weight, 1)
+    return new_max, total, weighted, squares, higher, zsum, finite
+
+
+@triton.jit(
+    do_not_specialize=["rows", "valid", "splits"],
+    do_not_specialize_on_alignment=[
+        "target_ptr", "threshold_ptr", "bias_ptr", "temperature_ptr", "out_ptr"
+    ],
+)  # fmt: skip
+def stats_kernel(
+    logits_ptr,  # [n, v], rows any stride apart
+    target_ptr,  # [n] int64
+    threshold_ptr,  # [n] float32, or None: no rank
+    bias_ptr,  # [v], or None
+    temperature_ptr,  # [n], or None
+    out_ptr,  # [splits, fields, n] float32
+    rows,
+    row_stride,
+    valid,
+    split_columns,
+    splits,
+    scale,
+    softcap,
+    temperature,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FIELDS: tl.constexpr,
+    MAX: tl.constexpr,
+    SUM: tl.constexpr,
+    TARGET: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    HIGHER: tl.constexpr,
+    ZSUM: tl.constexpr,
+    FINITE: tl.constexpr,
+):
+    """Statistics of one row's columns `[split * split_columns, ...)`.
+
+    MAX to FINITE are the statistics' places in out (`StatsSpec.fields`), -1 for one not wanted.
+    """
+    TILE: tl.constexpr = LANES * GROUPS
+    program = tl.program_id(0)
+    row = program // splits
+    split = program % splits
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    start = split * split_columns
+    stop = tl.minimum(start + split_columns, valid)
+    scale, softcap, temperature = row_transform(
+        row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
+    )
+    limit = 0.0
+    if HIGHER >= 0:
+        limit = tl.load(threshold_ptr + row).to(tl.float32)
+        if bias_ptr is None:
+            limit = limit.to(logits_ptr.dtype.element_ty).to(tl.float32)
+
+    group_max = tl.full([GROUPS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUPS], tl.float32)
+    weighted = tl.zeros([GROUPS], tl.float32)
+    squares = tl.zeros([GROUPS], tl.float32)
+    higher = tl.zeros([GROUPS], tl.int32)
+    zsum = tl.zeros([GROUPS], tl.float32)
+    finite = tl.zeros([GROUPS], tl.int32)
+    offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    whole = start + tl.maximum(stop - start, 0) // TILE * TILE
+    # Copied ahead through shared memory: plain loads would be waited for half of the time.
+    for at in tl.range(start, whole, TILE, num_stages=3):
+        y = tl.load(row_ptr + at + offsets)
+        group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, at,
+            stop, scale, softcap, temperature, False, LANES, GROUPS,
+            HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
+        )  # fmt: skip
+    if whole < stop:
+        rest = whole + offsets
+        y = tl.load(row_ptr + rest, mask=rest < stop, other=float("-inf"))
+        group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, whole,
+            stop, scale, softcap, temperature, True, LANES, GROUPS,
+            HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
+        )  # fmt: skip
+
+    row_max = tl.max(group_max, 0)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    decay = exp(group_max - base)
+    row_total = tl.sum(total * decay, 0)
+    # A maximum may overlook NaN; the sum never does.
+    row_max = tl.where(row_total == row_total, row_max, row_total)
+
+    # The target's own column: read by the first split, whoever walks over it.
+    column = tl.load(target_ptr + row)
+    own = (column >= 0) & (split == 0)
+    own_y = tl.load(row_ptr + column, mask=own, other=0.0).to(tl.float32)
+    own_z, _ = processed(own_y, bias_ptr, column, own, scale, softcap, temperature, HAS_SOFTCAP)
+
+    out = out_ptr + split.to(tl.int64) * FIELDS * rows + row
+    tl.store(out + MAX * rows, row_max)
+    tl.store(out + SUM * rows, row_total)
+    tl.store(out + TARGET * rows, tl.where(own, own_z, 0.0))
+    if ENTROPY >= 0:
+        moved = clamped(group_max - base)
+        tl.store(out + ENTROPY * rows, tl.sum((weighted + moved * total) * decay, 0))
+    if SQUARES >= 0:
+        tl.store(out + SQUARES * rows, tl.sum(squares * decay * decay, 0))
+    if HIGHER >= 0:
+        # Not counted by name, as its value may differ from the limit by an ulp.
+        own_value = own_y if bias_ptr is None else own_z
+        counted = (own & (own_value > limit)).to(tl.int32)
+        tl.store(out + HIGHER * rows, (tl.sum(higher, 0) - counted).to(tl.float32))
+    if ZSUM >= 0:
+        tl.store(out + ZSUM * rows, tl.sum(zsum, 0))
+        tl.store(out + FINITE * rows, tl.sum(finite, 0).to(tl.float32))
+
+
+# What the kernel stores; its constants have these names in capitals.
+_STORED = ("max", "sum", "target", "entropy", "squares", "higher", "zsum", "finite")
+
+
+def field_constants(spec: StatsSpec) -> dict[str, int]:
+    """The places of the statistics in their tensor: MAX=0, ENTROPY=-1, ..."""
+    fields = spec.fields
+    places = {name.upper(): fields.index(name) if name in fields else -1 for name in _STORED}
+    return {"FIELDS": len(fields), **places}
+
+
+def stats(
+    chunk: Chunk,
+    target: Tensor,
+    spec: StatsSpec,
+    *,
+    threshold: Tensor | None = None,
+    block: int | None = None,
+    chunk_size: int = 0,
+) -> Tensor:
+    """As `kernels.reference.stats`; float16, bfloat16 or float32 with a last stride of 1."""
+    return _stats(*arguments(chunk, target, threshold, block, spec))
+
+
+def _run(*given: Any) -> Tensor:
+    chunk, target, threshold, block, *wanted = chunks_of(1, given)
+    spec, logits = StatsSpec(*wanted), chunk.logits
+    if block is not None:
+        plan = block_plan(chunk.valid, block, logits)
+        return launch_stats(_aligned(chunk), target, spec, threshold, plan)
+    plan = launch_plan(logits.shape[0], chunk.valid, logits)
+    # Merged here, so that how many parts there are does not depend on the rows and the chip.
+    return merge(launch_stats(chunk, target, spec, threshold, plan), spec).unsqueeze(0)
+
+
+def _fake(*given: Any) -> Tensor:
+    chunk, _, _, block, *wanted = chunks_of(1, given)
+    parts = 1 if block is None else max(1, -(-chunk.valid // block))
+    shape = (parts, len(StatsSpec(*wanted).fields), chunk.logits.shape[0])
+    return chunk.logits.new_empty(shape, dtype=torch.float32)
+
+
+_stats = operator(
+    f"stats({chunk_schema()}, Tensor target, Tensor? threshold, int? block, {SPEC}) -> Tensor",
+    _run,
+    _fake,
+)
+
+
+def launch_stats(
+    chunk: Chunk, target: Tensor, spec: StatsSpec, threshold: Tensor | None, plan: Plan
+) -> Tensor:
+    """The statistics of each split of the plan, `[splits, k, n]`."""
+    logits, rows = chunk.logits, chunk.logits.shape[0]
+    out = logits.new_empty((plan.splits, len(spec.fields), rows), dtype=torch.float32)
+    assert threshold is not None or not spec.rank
+    if rows:
+        launch(
+            stats_kernel, rows * plan.splits,
+            logits, with_unit_stride(target), with_unit_stride(threshold if spec.rank else None),
+            with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature), out,
+            rows, logits.stride(0) if rows > 1 else 0,  # of one row it may be any number
+            chunk.valid, plan.columns, plan.splits, *transform(chunk),
+            LANES=plan.lanes, GROUPS=plan.groups, HAS_SOFTCAP=chunk.softcap is not None,
+            **field_constants(spec),
+        )  # fmt: skip
+    return out
+
+
+# Numbers that strides and pointers are divisible by where Triton reads 16 bytes at a time.
+_UNIT = 16
+
+
+def _aligned(chunk: Chunk) -> Chunk:
+    """The chunk, or a copy of its valid columns, whose rows all start at multiples of `_UNIT`.
+
+    Where they do not, Triton compiles another kernel, which may add in another order.
+    """
+    logits, rows = chunk.logits, chunk.logits.shape[0]
+    if logits.data_ptr() % _UNIT == 0 and (rows <= 1 or logits.stride(0) % _UNIT == 0):
+        return chunk
+    copy = logits.new_empty(rows, triton.cdiv(chunk.valid, _UNIT) * _UNIT)
+    copy[:, : chunk.valid] = logits[:, : chunk.valid]
+    return replace(chunk, logits=copy)

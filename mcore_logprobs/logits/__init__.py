@@ -1,1 +1,0 @@
-"""Public operations on vocab-parallel logits. They know process groups, but not Megatron."""

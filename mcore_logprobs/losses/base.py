@@ -1,0 +1,460 @@
+"""What objectives share: their call, masks, ratios that stay finite, KL, sums of sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.checks import (
+    check_choice,
+    check_flag,
+    check_fraction,
+    check_integer,
+    check_not_negative,
+    check_positive,
+    one_of,
+)
+
+__all__ = [
+    "KL",
+    "RegularizedLoss",
+    "TokenLoss",
+    "WeightedLoss",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_unbiased",
+    "sequence_mean",
+    "sequence_sum",
+]
+
+
+def largest_exponent(dtype: torch.dtype) -> float:
+    """What exp is bounded to, so that it stays finite times an advantage: 70 in float32."""
+    return 0.8 * math.log(torch.finfo(dtype).max)
+
+
+def exp_within(
+    log_ratio: Tensor, bound: Callable[[Tensor], Tensor] = lambda ratio: ratio
+) -> Tensor:
+    """exp(log_ratio) where `bound` leaves it as it is; elsewhere `bound` of it, and no gradient.
+
+    No gradient is not 0 times exp's, which is inf where exp overflows. No result is past exp of
+    `largest_exponent`.
+    """
+    ratio = log_ratio.detach().exp()
+    bounded = bound(ratio).clamp(max=math.exp(largest_exponent(log_ratio.dtype)))
+    clipped = (ratio != bounded) & ~ratio.isnan()
+    return torch.where(clipped, bounded, log_ratio.masked_fill(clipped, 0.0).exp())
+
+
+def clipped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """-min(r A, clip(r) A), r = exp(log_ratio), and no more than -dual_clip A where A < 0.
+
+    That is -r A with r at most 1 + clip_high where A > 0, and from 1 - clip_low to dual_clip where
+    A < 0.
+    """
+
+    def bound(ratio: Tensor) -> Tensor:
+        falls = ratio.clamp(1.0 - clip_low, dual_clip)
+        return torch.where(advantages > 0.0, ratio.clamp(max=1.0 + clip_high), falls)
+
+    return -advantages * exp_within(log_ratio, bound)
+
+
+def times(weight: Tensor, value: Tensor) -> Tensor:
+    """weight * value, and 0 with a gradient of 0 for value where weight is 0, whatever value is."""
+    return weight * value.masked_fill(weight == 0.0, 0.0)
+
+
+def log_ratio_of(logprobs: Tensor, other: Tensor) -> Tensor:
+    """log p / q of log-probabilities of one shape, without gradient."""
+    check_shape("logprobs", other, logprobs)
+    return logprobs.detach() - other.detach()
+
+
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log p/q per token, x ~ p: unbiased for KL(p, q), may be negative.
+
+    As a loss it does nothing: on policy its expected gradient, that of E[log p], is 0. Use it as a
+    number to log, or in the reward (subtracted from the advantage, with `ReinforceLoss`), where it
+    does give KL(p, q)'s gradient.
+
+    The three estimators are J. Schulman's (Approximating KL Divergence, 2020), from samples of p.
+
+    Shape:
+        `[...]`, `[...]` -> `[...]`.
+    """
+    return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log p/q)^2 / 2: biased, low variance.
+
+    As a loss its expected gradient on policy, E[log(p/q) grad log p], is exactly that of the
+    reverse KL(p, q). Where one of the two is -inf it is inf, where both are, it is NaN, without a
+    gradient.
+
+    Shape:
+        `[...]`, `[...]` -> `[...]`.
+    """
+    infinite = logprobs.isinf() | ref_logprobs.isinf()
+    log_ratio = (logprobs - ref_logprobs).masked_fill(infinite, 0.0)
+    return _or_infinite(0.5 * log_ratio.square(), infinite, logprobs, ref_logprobs)
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """q/p - 1 - log q/p: unbiased and never negative; the KL term of GRPO.
+
+    As a loss its expected gradient on policy, E[(1 - q/p) grad log p], is that of the forward
+    KL(q, p), not of the KL(p, q) that its value estimates. The two agree to first order near p = q.
+    Where one of the two is -inf it is inf, where both are NaN, without a gradient.
+
+    Shape:
+        `[...]`, `[...]` -> `[...]`.
+    """
+    infinite = logprobs.isinf() | ref_logprobs.isinf()
+    log_ratio = (ref_logprobs - logprobs).masked_fill(infinite, 0.0)
+    # expm1: near q = p the value is log_ratio^2 / 2, which exp(x) - 1 - x would lose in float32.
+    ratio_less_1 = torch.expm1(log_ratio.clamp(max=largest_exponent(log_ratio.dtype)))
+    return _or_infinite(ratio_less_1 - log_ratio, infinite, logprobs, ref_logprobs)
+
+
+def _or_infinite(value: Tensor, infinite: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    return torch.where(infinite, (logprobs - ref_logprobs).detach().abs(), value)
+
+
+KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def kl_unbiased(
+    logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, *, kl: str = "k3"
+) -> Tensor:
+    """r KL, r = p / p_old: the estimator under tokens sampled from p_old (DeepSeek-V3.2, 2025).
+
+    The gradient goes through r too: its expectation over p_old is the gradient of KL(p, q) itself,
+    for k1 and k3 alike, which neither has without r. Finite at a log-probability of -inf for k3:
+    there it is q / p_old.
+
+    Shape:
+        `[...]` each -> `[...]`. old_logprobs are of the policy that sampled.
+    """
+    check_choice("kl", kl, tuple(KL))
+    ratio = exp_within(logprobs - old_logprobs)
+    if kl != "k3":
+        return times(ratio, KL[kl](logprobs, ref_logprobs))
+    log_ratio = ref_logprobs - logprobs
+    near = log_ratio.abs() < 1.0
+    # r (q/p - 1 - log q/p) loses its digits near p = q in one form and overflows far in the other.
+    small = log_ratio.masked_fill(~near, 0.0)
+    log_ratio = log_ratio.masked_fill((ratio == 0.0) | log_ratio.isinf(), 0.0)
+    far = exp_within(ref_logprobs - old_logprobs) - ratio - ratio * log_ratio
+    found = torch.where(near, ratio * (torch.expm1(small) - small), far)
+    return found.masked_fill(ref_logprobs.isinf(), torch.inf)
+
+
+def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
+    """KL between two Bernoulli variables: this token against all others. Without gradient.
+
+        p log p/q + (1 - p) log (1 - p)/(1 - q)
+
+    inf where q is 0 or 1 and p is not; no epsilon.
+    """
+    log_p, log_q = (x.detach().clamp(max=0.0) for x in (logprobs, other))
+    p, rest_p, rest_q = log_p.exp(), -log_p.expm1(), -log_q.expm1()
+    token = (p * (log_p - log_q)).masked_fill(p == 0.0, 0.0)
+    return token + (rest_p * (rest_p.log() - rest_q.log())).masked_fill(rest_p == 0.0, 0.0)
+
+
+# A call's per-token tensors, by name.
+Given = dict[str, Any]
+# Which check each setting has to pass.
+Checks = tuple[tuple[str, Callable[[str, Any], None]], ...]
+
+
+def each(check: Callable[[str, Any], None], *names: str) -> Checks:
+    return tuple((name, check) for name in names)
+
+
+CLIP: Checks = (("clip_low", check_fraction), ("clip_high", check_not_negative))
+TERMS: Checks = (("kl", one_of(KL)), *each(check_not_negative, "kl_coef", "entropy_coef"))
+
+
+class TokenLoss:
+    """A loss of each token; every objective is a frozen dataclass of its settings.
+
+    `loss(logprobs, entropy or None, *per-token tensors)`, all `[...]` of one shape, gives a loss
+    for each token, `[...]`. Only logprobs and entropy carry a gradient. A token whose advantage is
+    exactly 0 has a policy term of 0 and no gradient of it, whatever its log-probability is.
+
+    Attributes:
+        tensors: names of the per-token tensors, in the order of the call: old_logprobs and
+            advantages where an objective does not say otherwise.
+        passes: 1; or 2, where a sequence's or a batch's numbers are needed: `second_pass` makes
+            them from the log-probabilities of a pass without gradient.
+    """
+
+    _tensors: ClassVar[tuple[str, ...]] = ("old_logprobs", "advantages")
+    _passes: ClassVar[int] = 1
+    _checks: ClassVar[Checks] = ()
+
+    def __post_init__(self) -> None:
+        for name, check in self._checks:
+            check(name, getattr(self, name))
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return self._tensors
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    def second_pass(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        seq_dim: int = 1,
+        group: ProcessGroup | None = None,
+    ) -> dict[str, Tensor]:
+        """Tensors of the second call by name, from a first pass without gradient.
+
+        Those that are not made here (ref_logprobs, weights) the caller adds.
+
+        Shape:
+            logprobs, old_logprobs, mask (bool or 0/1): whole sequences `[b, s]` (`[s, b]` with
+                seq_dim=0), gathered under context parallelism (`context_parallel_gather`; shard
+                what comes back); advantages broadcasts to them -> `[b, s]` each.
+
+        Args:
+            group: for objectives of a batch (`M2POLoss`, `ClipCovLoss`, `KLCovLoss`) the ranks
+                whose tokens make up the batch; None: this process's. Two collectives over it, see
+                `top_entropy_mask`; the others make none.
+        """
+        if self.passes == 1:
+            raise ValueError(f"second_pass: expected an objective of two passes, got {self}")
+        given: Given = {
+            "logprobs": logprobs.detach(),
+            "old_logprobs": old_logprobs.detach(),
+            "log_ratio": log_ratio_of(logprobs, old_logprobs),
+            "advantages": advantages.detach().to(logprobs.dtype).expand_as(logprobs),
+            "mask": mask,
+            "seq_dim": seq_dim,
+            "group": group,
+        }
+        found = given | self.numbers(given)
+        names = (name for name in self.tensors if name in found)
+        return {name: found[name].expand_as(logprobs) for name in names}
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
+        names = list(self.tensors)
+        if len(names) != len(tensors):
+            raise ValueError(f"loss: expected the per-token tensors {names}, got {len(tensors)}")
+        for name, tensor in zip(names, tensors, strict=True):
+            check_shape(name, tensor, logprobs)
+        given = {name: tensor.detach() for name, tensor in zip(names, tensors, strict=True)}
+        return self.of_token(logprobs, entropy, given)
+
+    def of_token(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor:
+        """The checked call: the policy term where the advantage is not 0, and the penalty."""
+        advantages = self.weighted_advantages(given)
+        used = {**given, "advantages": advantages}
+        loss = _zero_where(advantages == 0.0, logprobs, lambda x: self.policy(x, used))
+        penalty = self.penalty(logprobs, entropy, given)
+        return loss if penalty is None else loss + penalty
+
+    def numbers(self, given: Given) -> dict[str, Tensor]:
+        """What `second_pass`, whose arguments are given, adds or changes."""
+        raise NotImplementedError
+
+    def weighted_advantages(self, given: Given) -> Tensor:
+        """The advantages, times importance weights at least 0 where the objective takes some."""
+        if "importance_weights" not in self.tensors:
+            return given["advantages"]
+        return times(given["advantages"], given["importance_weights"])
+
+    def policy(self, logprobs: Tensor, given: Given) -> Tensor:
+        """The term that an advantage of 0 masks; those given are the weighted ones."""
+        raise NotImplementedError
+
+    def penalty(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor | None:
+        """The term that it does not mask."""
+        return None
+
+
+class _Wrapped(TokenLoss):
+    """An objective around another, `loss`."""
+
+    loss: TokenLoss
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, TokenLoss):
+            got = type(self.loss).__name__
+            raise ValueError(f"loss: expected an objective (a TokenLoss), got {got}")
+        super().__post_init__()
+        twice = [name for name in self.tensors if self.tensors.count(name) > 1]
+        if twice:
+            raise ValueError(f"loss: expected an objective without {twice[0]}, got {self.loss}")
+
+    @property
+    def passes(self) -> int:
+        return self.loss.passes
+
+    def second_pass(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Those of the wrapped objective."""
+        return self.loss.second_pass(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class RegularizedLoss(_Wrapped):
+    """Any objective with a KL and an entropy term: loss [+ kl_coef KL] [- entropy_coef H].
+
+    Called as `loss`, then with ref_logprobs if kl_coef > 0, then with old_logprobs if kl_ratio and
+    `loss` has none.
+
+    Attributes:
+        loss: the objective.
+        kl: "k1", "k2" or "k3".
+        kl_ratio: multiply KL by p / p_old, its gradient included: `kl_unbiased`.
+    """
+
+    loss: TokenLoss
+    kl_coef: float = 0.0
+    kl: str = "k3"
+    kl_ratio: bool = False
+    entropy_coef: float = 0.0
+
+    _checks = (*TERMS, ("kl_ratio", check_flag))
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        names = self.loss.tensors + (("ref_logprobs",) if self.kl_coef > 0.0 else ())
+        own = self.kl_coef > 0.0 and self.kl_ratio and "old_logprobs" not in names
+        return names + (("old_logprobs",) if own else ())
+
+    def of_token(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor:
+        terms = kl_and_entropy(self, logprobs, entropy, given)
+        loss = self.loss.of_token(logprobs, entropy, given)
+        return loss if terms is None else loss + terms
+
+
+@dataclass(frozen=True)
+class WeightedLoss(_Wrapped):
+    """weight * loss of each token, KL and entropy terms included; a weight of 0 masks all of it.
+
+    For `aggregation`'s weights, or for the weights and masks of a correction. Called as `loss`,
+    then with the weights.
+    """
+
+    loss: TokenLoss
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (*self.loss.tensors, "weights")
+
+    def of_token(self, logprobs: Tensor, entropy: Tensor | None, given: Given) -> Tensor:
+        weights = given["weights"].to(logprobs.dtype)
+        return weights * _zero_where(
+            weights == 0.0, logprobs, lambda x: self.loss.of_token(x, entropy, given)
+        )
+
+
+def _zero_where(silent: Tensor, logprobs: Tensor, formula: Callable[[Tensor], Tensor]) -> Tensor:
+    """The formula, and exactly 0 with a gradient of 0 where silent.
+
+    Masked on the way in and on the way out: what the formula does there, inf and NaN in value and
+    gradient included, reaches nothing.
+    """
+    return formula(logprobs.masked_fill(silent, 0.0)).masked_fill(silent, 0.0)
+
+
+def kl_and_entropy(
+    settings: Any, logprobs: Tensor, entropy: Tensor | None, given: Given
+) -> Tensor | None:
+    """kl_coef KL - entropy_coef H by an objective's settings; None where it has neither."""
+    terms = []
+    if settings.kl_coef > 0.0:
+        ref = given["ref_logprobs"]
+        if getattr(settings, "kl_ratio", False):
+            divergence = kl_unbiased(logprobs, ref, given["old_logprobs"], kl=settings.kl)
+        else:
+            divergence = KL[settings.kl](logprobs, ref)
+        terms.append(settings.kl_coef * divergence)
+    if settings.entropy_coef > 0.0:
+        if entropy is None:
+            raise ValueError("entropy_coef > 0: pass entropy=True, got no entropy")
+        check_shape("entropy", entropy, logprobs)
+        terms.append(-settings.entropy_coef * entropy)
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def sequence_sum(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
+    """Each sequence's sum over its unmasked tokens, kept in shape to broadcast back.
+
+    Under context parallelism gather the values first (`context_parallel_gather`).
+
+    Shape:
+        values, mask (bool or 0/1): `[b, s]` (or `[s, b]` with seq_dim=0) -> `[b, 1]` (`[1, b]`).
+
+    Raises:
+        ValueError: a mask of another shape or (on a CPU; elsewhere a device-side assert) that holds
+            anything but 0 and 1; a seq_dim that is no dimension.
+    """
+    return torch.where(counted(mask, values, seq_dim), values, 0.0).sum(seq_dim, keepdim=True)
+
+
+def sequence_mean(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
+    """As `sequence_sum`, divided by the number of unmasked tokens (by 1 where there is none).
+
+    Shape:
+        values, mask: `[b, s]` (or `[s, b]` with seq_dim=0) -> `[b, 1]` (`[1, b]`).
+    """
+    keep = counted(mask, values, seq_dim)
+    tokens = keep.sum(seq_dim, keepdim=True).clamp(min=1)
+    return torch.where(keep, values, 0.0).sum(seq_dim, keepdim=True) / tokens
+
+
+def counted(mask: Tensor, values: Tensor, seq_dim: int = 1) -> Tensor:
+    """The mask as bool, of the values' shape."""
+    check_shape("mask", mask, values)
+    check_integer("seq_dim", seq_dim)
+    if not -values.dim() <= seq_dim < values.dim():
+        raise ValueError(f"seq_dim: out of range for shape {tuple(values.shape)}, got {seq_dim}")
+    if mask.dtype is torch.bool:
+        return mask
+    fits = ((mask == 0) | (mask == 1)).all()
+    if mask.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(fits, "mask: expected 0 and 1 alone")
+    elif not fits:
+        raise ValueError("mask: expected 0 (not counted) and 1 (counted) alone, got other numbers")
+    return mask != 0
+
+
+def check_bounds(low_name: str, low: float, high_name: str, high: float) -> None:
+    check_positive(high_name, high)
+    check_not_negative(low_name, low)
+    if low > high:
+        raise ValueError(
+            f"{low_name}: expected a number >= 0 and at most {high_name} {high!r}, got {low!r}"
+        )
+
+
+def check_shape(name: str, tensor: Any, like: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
+        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{name}: expected the shape {tuple(like.shape)} of the others, got {got}")

@@ -1,0 +1,232 @@
+"""What is of a whole batch, over its ranks: denominators, choices of tokens, the entropy's mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.checks import (
+    check_choice,
+    check_count,
+    check_not_negative,
+    check_optional_count,
+    check_positive,
+    check_top_p,
+)
+from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
+from mcore_logprobs.groups import group_rank
+from mcore_logprobs.losses.base import check_shape, counted
+
+__all__ = ["AdaptiveEntropy", "Aggregation", "aggregation", "top_entropy_mask"]
+
+
+def top_entropy_mask(
+    entropy: Tensor, mask: Tensor, *, share: float = 0.2, group: ProcessGroup | None = None
+) -> Tensor:
+    """1.0 at the tokens of highest entropy in the batch, else 0.0; without gradient.
+
+    The 80/20 rule (Wang et al., 2506.01939): only the top share of tokens learns. Those are the
+    tokens at or above the entropy's (1 - share) quantile. As weights of `WeightedLoss`.
+
+    Shape:
+        entropy, mask (bool or 0/1): `[...]` -> `[...]`; NaN everywhere if a counted entropy is.
+
+    Args:
+        share: in (0, 1].
+        group: the ranks whose tokens make up the batch (data and context parallel); None: this
+            process alone.
+
+    Collectives: over the group an all-gather of one count, and one of the counted tokens' values.
+    One host sync.
+    """
+    check_top_p("share", share)
+
+    def choose(values: Tensor) -> Tensor:
+        place = math.ceil((1.0 - share) * (len(values) - 1) - 1e-9)
+        return values >= values.sort().values[place]
+
+    return choose_in_batch(choose, mask, group, entropy)
+
+
+def choose_in_batch(
+    choose: Callable[..., Tensor], mask: Tensor, group: ProcessGroup | None, *values: Tensor
+) -> Tensor:
+    """`choose` for the counted tokens of all ranks: this rank's part, 1.0 or 0.0; 0.0 elsewhere.
+
+    It is called with one tensor `[n]` for each of the values, the same on every rank, and gives a
+    bool `[n]`. NaN among the values gives NaN everywhere.
+    """
+    for value in values:
+        check_shape("mask", mask, value)
+    keep = counted(mask, values[0], 0)
+    mine = torch.stack([value.detach()[keep] for value in values])
+    count = torch.tensor([mine.shape[1]], device=mine.device)
+    counts = all_gather_stack(count, group).flatten().tolist()
+    padded = F.pad(mine, (0, max(counts) - mine.shape[1]))
+    parts = all_gather_dim0(padded.unsqueeze(0), group)
+    everyone = torch.cat([part[:, :n] for part, n in zip(parts, counts, strict=True)], 1)
+    found = torch.zeros(mask.shape, dtype=values[0].dtype, device=mine.device)
+    if everyone.shape[1]:
+        start = sum(counts[: group_rank(group)])
+        chosen = choose(*everyone)[start : start + mine.shape[1]]
+        found[keep] = torch.where(everyone.isnan().any(), torch.nan, chosen.to(found.dtype))
+    return found
+
+
+@dataclass(frozen=True)
+class AdaptiveEntropy:
+    """A coefficient of the entropy bonus that keeps the entropy up (Skywork-OR1, 2505.22312).
+
+        c rises by `step` after a batch whose entropy is at most the target, falls by it otherwise;
+        coef = c while the last batch's entropy was at most the target, else 0
+
+    One for each run; `after` gives the next step's:
+
+        control = AdaptiveEntropy(target=0.5)
+        objective = RegularizedLoss(ClippedLoss(), entropy_coef=control.coef)
+        control = control.after(vocab_parallel_entropy(logits), answer_mask)
+
+    Attributes:
+        target, entropy: mean entropy of a token, in nats; entropy is the last batch's.
+        value: c, kept within low and high.
+    """
+
+    target: float = 0.2
+    step: float = 0.005
+    low: float = 0.0
+    high: float = 1.0
+    value: float = 0.0
+    entropy: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("step", self.step)
+        for name in ("target", "low", "high", "value"):
+            check_not_negative(name, getattr(self, name))
+        if not self.low <= self.value <= self.high:
+            bounds = f"at least low {self.low!r}, at most high {self.high!r}"
+            raise ValueError(f"value: expected a number {bounds}, got {self.value!r}")
+
+    @property
+    def coef(self) -> float:
+        return self.value if self.entropy is not None and self.entropy <= self.target else 0.0
+
+    def after(
+        self, entropy: Tensor, mask: Tensor, *, group: ProcessGroup | None = None
+    ) -> AdaptiveEntropy:
+        """The control after a batch; unchanged where no token counts.
+
+        Shape:
+            entropy, mask (bool or 0/1): `[...]`.
+
+        Collectives: one all-reduce of `[2]` over the group (data and context parallel; None: this
+        process alone). One host sync.
+        """
+        keep = counted(mask, entropy, 0)
+        total = torch.where(keep, entropy.detach(), 0.0).sum(dtype=torch.float64)
+        total, tokens = all_reduce_sum(torch.stack([total, keep.sum().double()]), group).tolist()
+        if not tokens:
+            return self
+        mean = total / tokens
+        if not math.isfinite(mean):
+            raise ValueError(f"entropy: expected finite numbers, got a mean of {mean}")
+        value = self.value + (self.step if mean <= self.target else -self.step)
+        return replace(self, value=min(max(value, self.low), self.high), entropy=mean)
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """sum over tokens of weights * loss, over denominator.
+
+    Attributes:
+        denominator: a float64 scalar, the same on every rank; `denominator=` of
+            `linear_policy_loss` and `PatchHandle.policy_loss`, for every micro-batch alike.
+        weights: float64 `[b, s]`, for `WeightedLoss`; None where all are 1.
+    """
+
+    denominator: Tensor
+    weights: Tensor | None = None
+
+
+def aggregation(
+    mask: Tensor,
+    *,
+    mode: str = "token",
+    length: int | None = None,
+    answers: int | None = None,
+    averaged_ranks: int = 1,
+    micro_batches: int = 1,
+    seq_dim: int = 1,
+    group: ProcessGroup | None = None,
+) -> Aggregation:
+    """The denominator, and where needed the tokens' weights, of a step's loss.
+
+        mode         the loss                                           D
+        "token"      mean over all tokens (PPO, DAPO as implemented)    tokens
+        "sequence"   mean over sequences of their tokens' mean (GRPO)   sequences
+        "constant"   sum over tokens, a constant a sequence (Dr. GRPO)  sequences * length
+        "prompt"     mean over prompts of the mean over the tokens of   prompts
+                     all their answers (DAPO's eq. 8)
+
+    length=1 of "constant" is the mean over sequences of their tokens' sums. Sequences and prompts
+    without a token are not counted.
+
+    The trainer divides too; the denominator is D / (averaged_ranks * micro_batches), so that what
+    is left is the gradient of the sum over all ranks and micro-batches over D:
+
+        what the trainer does                                averaged_ranks  micro_batches
+        adds up gradients of ranks and micro-batches         1               1
+        DDP, FSDP: averages them over ranks                  its ranks       1, or the steps of
+                                                                             accumulation by which
+                                                                             it divides
+        Megatron, of (loss, report)                          DP              num_microbatches
+        Megatron, of (loss, tokens, report) with tokens = 1  DP * CP         num_microbatches
+
+    Megatron itself multiplies a two-output loss by CP. Each CP rank's loss is of its own tokens.
+
+    Shape:
+        mask (bool or 0/1): `[b, s]` (`[s, b]` with seq_dim=0), all sequences of this data-parallel
+        rank in this step, all micro-batches; whole sequences under context parallelism. The weights
+        are `[b, s]` too: shard them like the losses (`context_parallel_shard`).
+
+    Args:
+        length: of "constant": Dr. GRPO's is the longest answer allowed.
+        answers: of "prompt": answers to a prompt, one after the other.
+        group: the data-parallel ranks, without context parallelism; None: this process alone.
+
+    Collectives: one all-reduce of one number over the group. No host sync.
+    """
+    check_choice("mode", mode, ("token", "sequence", "constant", "prompt"))
+    for name, value, needed in (("length", length, "constant"), ("answers", answers, "prompt")):
+        check_optional_count(name, value)
+        if (value is not None) != (mode == needed):
+            state = "a number with" if mode == needed else "None without"
+            raise ValueError(f"{name}: expected {state} mode={needed!r}, got {value!r}")
+    check_count("averaged_ranks", averaged_ranks)
+    check_count("micro_batches", micro_batches)
+    tokens = counted(mask, mask, seq_dim).sum(seq_dim, keepdim=True)
+    if mode == "prompt":
+        tokens = _of_prompts(tokens, answers or 1)
+    counts = tokens if mode == "token" else tokens > 0
+    total = counts.sum(dtype=torch.float64).reshape(1) / (answers or 1)
+    total = all_reduce_sum(total, group).squeeze(0) * (length or 1)
+    weights = None
+    if mode in ("sequence", "prompt"):
+        weights = tokens.clamp(min=1).double().reciprocal().expand(mask.shape)
+    # A step without a token: its loss is 0 whatever it is divided by.
+    return Aggregation(total.clamp(min=1.0) / (averaged_ranks * micro_batches), weights)
+
+
+def _of_prompts(tokens: Tensor, answers: int) -> Tensor:
+    """Tokens of each sequence's prompt, of the sequences' shape."""
+    if tokens.numel() % answers:
+        raise ValueError(
+            f"answers: expected a divisor of the {tokens.numel()} sequences, got {answers}"
+        )
+    sums = tokens.reshape(-1, answers).sum(1, keepdim=True)
+    return sums.expand(-1, answers).reshape(tokens.shape)

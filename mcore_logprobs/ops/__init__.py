@@ -1,0 +1,1 @@
+"""Every operation, written once over a source of logits: given (`source`) or a head's (`head`)."""

@@ -1,0 +1,306 @@
+"""The one autograd function of operations on a source of logits, and their common steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.autograd import once_differentiable
+from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack
+from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.kernels.stats import FinalStats, StatsSpec, finalize, merge, no_columns
+from mcore_logprobs.ops.source import Entries, Gradient, Placed, Source, Tile
+
+Tensors = tuple[Any, ...]
+
+
+class Operation:
+    """An operation on a source; a frozen dataclass of its options, without tensors.
+
+    Per-row tensors are `[n, ...]` as the source walks its rows.
+
+    Attributes:
+        linear: results are linear in processed logits.
+    """
+
+    linear = False
+
+    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """(results, what the backward needs besides source and tensors), `[n, ...]` each."""
+        raise NotImplementedError
+
+    def fill(self, place: int) -> float:
+        """What a token gets in this result that the source leaves out."""
+        return 0.0
+
+    def non_differentiable(self, place: int) -> bool:
+        """Of a floating-point result."""
+        return False
+
+    def write_dlogits(
+        self, source: Any, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Any:
+        """`write(placed, out)`, which writes the gradient of a chunk's raw logits into out."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        source: Any,
+        needs: Sequence[bool],
+        upstream: Tensors,
+        tensors: Tensors,
+        saved: Tensors,
+    ) -> Tensors:
+        """Gradients of the source's tensors from those of the results; None: 0."""
+        write = self.write_dlogits(source, upstream, tensors, saved)
+        gradient: Gradient = source.gradient(needs)
+        for tile in source.tiles():
+            for placed in tile.chunks():
+                gradient.collect(tile, placed, write)
+            gradient.end_tile(tile)
+        return gradient.finish()
+
+
+def apply(
+    operation: Operation, source: Source, *per_token: Tensor, constants: Tensors = ()
+) -> Tensors:
+    """The operation's results, `[*lead, ...]` each; differentiable by the source's tensors.
+
+    Args:
+        per_token: tensors `[*lead, ...]` that the operation takes as `[n, ...]`.
+        constants: other tensors, or None; they follow.
+
+    No gradient flows to either. They are saved for the backward as they are, so that autograd sees
+    it if they change before, and so that it does not matter how the logits lie in memory then.
+    """
+    counts = len(source.tensors), len(per_token)
+    return _Apply.apply(operation, source.options, counts, *source.tensors, *per_token, *constants)
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, operation: Operation, options: Any, counts: tuple[int, int], *tensors: Any
+    ) -> Tensors:
+        with without_autocast(tensors[0]):
+            source, given = _opened(options, counts, tensors)
+            results, saved = operation.forward(source, given)
+            saved = tuple(None if x is None else source.pack(x) for x in saved)
+            results = tuple(
+                None if x is None else source.unflatten(x, operation.fill(place))
+                for place, x in enumerate(results)
+            )
+        ctx.operation, ctx.options, ctx.counts = operation, options, (*counts, len(tensors))
+        ctx.linear = operation.linear and source.linear
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(
+                x
+                for place, x in enumerate(results)
+                if x is not None
+                and (not x.is_floating_point() or operation.non_differentiable(place))
+            )
+        )
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        *counts, end = ctx.counts
+        tensors, saved = unpacked[:end], unpacked[end:]
+        with without_autocast(tensors[0]):
+            source, given = _opened(ctx.options, counts, tensors)
+            upstream = tuple(
+                None if grad is None else source.flatten_rows(grad, fill=0.0) for grad in grads
+            )
+            saved = tuple(None if x is None else source.unpack(x) for x in saved)
+            needs = ctx.needs_input_grad[3 : 3 + counts[0]]
+            found = ctx.operation.backward(source, needs, upstream, given, saved)
+        return (None, None, None, *found, *(None for _ in tensors[len(found) :]))
+
+
+def _opened(options: Any, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
+    """The source, and what the operation takes besides."""
+    own, per_token = counts
+    source = options.open(*tensors[:own])
+    rows = (source.flatten_rows(x) for x in tensors[own : own + per_token])
+    return source, (*rows, *tensors[own + per_token :])
+
+
+# ---- single entries ----------------------------------------------------------------------------
+
+
+def grid_entries(local_ids: Tensor, tile: Tile) -> Entries:
+    """Of `[n, k]` columns, k entries a row: those of a tile."""
+    own = local_ids[tile.rows]
+    row = torch.arange(tile.rows.start, tile.rows.stop, device=own.device)
+    return Entries(row.repeat_interleave(own.shape[1]), own.reshape(-1))
+
+
+def entries_backward(
+    source: Any, needs: Sequence[bool], local_ids: Tensor, upstream: Tensor
+) -> Tensors:
+    """Where processed logits at `[n, k]` columns have gradients, and all others none."""
+    gradient: Gradient = source.gradient(needs, sparse=source.recomputed)
+    write = write_entries(source, local_ids, upstream)
+    for tile in source.tiles():
+        if source.recomputed:
+            own = upstream[tile.rows].reshape(-1)
+            gradient.collect_entries(tile, grid_entries(local_ids, tile), own)
+        else:
+            for placed in tile.chunks():
+                gradient.collect(tile, placed, write)
+        gradient.end_tile(tile)
+    return gradient.finish()
+
+
+def write_entries(
+    source: Source,
+    local_ids: Tensor,
+    upstream: Tensor,
+    row_max: Tensor | None = None,
+    coef: Tensor | None = None,
+    spec: StatsSpec | None = None,
+) -> Any:
+    """`Operation.write_dlogits` of entries `[n, k]`, and of statistics with these coefficients."""
+
+    def write(placed: Placed, out: Tensor) -> None:
+        rows, chunk = placed.rows, placed.chunk
+        source.backend(chunk).grad(
+            chunk,
+            placed.local(local_ids[rows]),
+            upstream[rows],
+            None if row_max is None else row_max[rows],
+            None if coef is None else coef[:, rows],
+            spec or StatsSpec(),
+            out=out,
+            chunk_size=source.rows_at_a_time(chunk.logits.shape[1]),
+        )
+
+    return write
+
+
+def without_autocast(like: Tensor | None) -> AbstractContextManager[Any]:
+    """Products within it have the dtypes that they are told, in a backward as in its forward."""
+    assert like is not None
+    device_type = like.device.type
+    if not autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for this type of device, which may know none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+# ---- statistics --------------------------------------------------------------------------------
+
+
+def local_row_stats(
+    source: Source,
+    chunks: Iterable[Placed],
+    column: Tensor,
+    spec: StatsSpec,
+    threshold: Tensor | None = None,
+) -> Tensor:
+    """Row statistics over this rank's columns, `[k, n]`; with segments `[g/TP, k, n]`.
+
+    Merged once for all chunks: a merge is a dozen small launches for a few numbers a row and chunk.
+
+    Args:
+        chunks: what covers n rows, whose first is the first of the n.
+        column: `[n]`, the target's column in the shard or -1.
+        threshold: `[n]`, with `spec.rank` only: as in `kernels.reference.stats`.
+    """
+    segments: Segments | None = source.options.segments
+    found: dict[int, _Parts] = {}
+    first = None
+    for placed in chunks:
+        rows = placed.rows
+        first = rows.start if first is None else first
+        own = slice(rows.start - first, rows.stop - first)
+        parts = found.setdefault(rows.start, [[] for _ in range(segments.local if segments else 1)])
+        for number, some in _by_segment(placed, segments):
+            stats = source.backend(some.chunk).stats(
+                some.chunk,
+                some.local(column[own]),
+                spec,
+                threshold=None if threshold is None else threshold[own],
+                block=None if segments is None else segments.block(source.device.type),
+                chunk_size=source.rows_at_a_time(some.chunk.logits.shape[1]),
+            )
+            parts[number].append(stats)
+    if not found:  # no rows, or no true vocabulary on this rank
+        like = column.new_empty(0, dtype=source.acc_dtype)
+        none = no_columns(spec, column.shape[0], like=like)
+        return none if segments is None else none.repeat(segments.local, 1, 1)
+    merged = [_merged(parts, spec, ordered=segments is not None) for parts in found.values()]
+    return merged[0] if len(merged) == 1 else torch.cat(merged, -1)
+
+
+_Parts = list[list[Tensor]]  # by segment, in the order of their columns: `[parts, k, rows]` each
+
+
+def _by_segment(placed: Placed, segments: Segments | None) -> Iterator[tuple[int, Placed]]:
+    """(number of the segment, the chunk's columns in it)."""
+    rows, columns, chunk = placed
+    if segments is None:
+        yield 0, placed
+        return
+    for number in range(columns.start // segments.width, -(-columns.stop // segments.width)):
+        start = max(columns.start, number * segments.width)
+        stop = min(columns.stop, (number + 1) * segments.width)
+        part = slice(start - columns.start, stop - columns.start)
+        yield number, Placed(rows, slice(start, stop), chunk.columns(part))
+
+
+def _merged(parts: _Parts, spec: StatsSpec, *, ordered: bool) -> Tensor:
+    """`[k, rows]`; `[g/TP, k, rows]` where ordered: all segments at once, as rows of their own."""
+    if not ordered:
+        return merge(torch.cat(parts[0]) if len(parts[0]) > 1 else parts[0][0], spec)
+    count = max(sum(x.shape[0] for x in segment) for segment in parts)
+    like = next(x for segment in parts for x in segment)
+    none = no_columns(spec, like.shape[-1], like=like).unsqueeze(0)
+    full = [
+        torch.cat([*segment, *[none] * (count - sum(x.shape[0] for x in segment))])
+        for segment in parts
+    ]
+    every = torch.stack(full, -2)  # [count, k, g/TP, rows]
+    merged = merge(every.flatten(-2), spec, ordered=True)
+    return merged.unflatten(-1, every.shape[-2:]).transpose(0, 1).contiguous()
+
+
+def finalize_shards(
+    stats: Tensor, spec: StatsSpec, group: ProcessGroup | None, *, label_smoothing: float = 0.0
+) -> FinalStats:
+    """Whole rows' statistics from this rank's `local_row_stats`: one all-gather over TP."""
+    ordered = stats.dim() == 3
+    parts = all_gather_dim0(stats if ordered else stats.unsqueeze(0), group)
+    return finalize(merge(parts, spec, ordered=ordered), spec, label_smoothing)
+
+
+def finalize_shards_with(
+    stats: Tensor, numbers: Tensor, spec: StatsSpec, group: ProcessGroup | None
+) -> tuple[FinalStats, Tensor]:
+    """The same, and numbers `[n, j]` summed over the ranks, which are sent along.
+
+    j is small, and a second collective costs more than the bytes.
+    """
+    fields = stats.shape[0]
+    shards = all_gather_stack(torch.cat([stats, numbers.t()]), group)
+    whole = merge(shards[:, :fields].contiguous(), spec)
+    return finalize(whole, spec), shards[:, fields:].sum(0).t()
+
+
+def no_targets(source: Source, rows: int) -> Tensor:
+    """-1 for each of some rows: none has a target."""
+    return torch.full((rows,), -1, dtype=torch.int64, device=source.device)

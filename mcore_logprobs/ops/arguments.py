@@ -1,0 +1,206 @@
+"""Checks of tensors that operations take, before any collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.checks import check_integer, check_optional_integer, check_positive
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels.stats import acc_dtype
+from mcore_logprobs.ops.dtensor import unwrap_rows
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
+    """A floating-point torch tensor with at least `min_dim` dimensions, or a ValueError."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in _FLOATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+        raise ValueError(f"{name}: expected dtype in {names}, got {tensor.dtype}")
+    if tensor.dim() < min_dim:
+        raise ValueError(
+            f"{name}: expected at least {min_dim} dimension(s), got shape {tuple(tensor.shape)}"
+        )
+
+
+def check_shape(name: str, got: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Exactly this shape and device, or a ValueError."""
+    if got.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(got.shape)}")
+    if got.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {got.device}")
+
+
+def check_target(
+    target: Tensor, shape: torch.Size, device: torch.device, *, name: str = "target"
+) -> Tensor:
+    """Integer ids of exactly this shape and device, as int64; a DTensor gives its local part.
+
+    Raises:
+        ValueError: no tensor, no integers, another shape or device.
+    """
+    target = unwrap_rows(target, name)
+    if not isinstance(target, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(target).__name__}")
+    if target.dtype not in _INTS:
+        raise ValueError(f"{name}: expected an integer dtype, got {target.dtype}")
+    check_shape(name, target, shape, device)
+    return target.long()
+
+
+def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """None, or bool of exactly this shape and device, or a ValueError; a DTensor's local part."""
+    if mask is None:
+        return None
+    mask = unwrap_rows(mask, "mask")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask: expected a bool tensor or None, got {got}")
+    check_shape("mask", mask, shape, device)
+    return mask
+
+
+def check_per_token(place: int, tensor: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
+    """A tensor `[*lead, ...]` without gradient, detached, or a ValueError that says its place."""
+    name = f"per_token_tensors[{place}]"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.shape[: len(lead)] != lead:
+        raise ValueError(
+            f"{name}: expected a shape that starts with target's {tuple(lead)}, got "
+            f"{tuple(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
+    return tensor.detach()
+
+
+def check_broadcasts(name: str, tensor: Tensor, lead: torch.Size, device: torch.device) -> None:
+    """A tensor on this device that broadcasts to the tokens' shape, or a ValueError."""
+    shape = tensor.shape
+    fits = len(shape) <= len(lead) and all(
+        own in (1, size) for own, size in zip(reversed(shape), reversed(lead), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: expected a number or a tensor that broadcasts to {tuple(lead)}, got shape "
+            f"{tuple(shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+
+
+def check_seed(seed: int | Tensor, lead: torch.Size, device: torch.device) -> Tensor:
+    """A seed for each token, int64 `[*lead]`.
+
+    Args:
+        seed: an int of 64 bits, or a tensor of integers that broadcasts to `lead`.
+
+    Raises:
+        ValueError: another type, another shape or device, an int of more bits.
+    """
+    if not isinstance(seed, Tensor):
+        check_integer("seed", seed)
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed: expected an int of 64 bits, got {seed}")
+        return torch.full((), seed, dtype=torch.int64, device=device).expand(lead)
+    seed = unwrap_rows(seed, "seed")
+    if seed.dtype not in _INTS:
+        raise ValueError(f"seed: expected an integer dtype, got {seed.dtype}")
+    check_broadcasts("seed", seed, lead, device)
+    return seed.long().expand(lead)
+
+
+def check_temperature(
+    temperature: float | Tensor,
+    lead: torch.Size,
+    device: torch.device,
+    *,
+    name: str = "temperature",
+) -> float | Tensor:
+    """A number, or one for each token, `[*lead]` float32 or float64: a copy.
+
+    Args:
+        temperature: a number, or a tensor that broadcasts to `lead`. A CPU tensor of no dimension
+            is a number.
+
+    Raises:
+        ValueError: a number that is not finite and above 0; a tensor of another shape or device, no
+            numbers, one that requires a gradient, and on CPU values that are not finite and above 0
+            (on CUDA a device-side assert).
+    """
+    temperature = unwrap_rows(temperature, name) if isinstance(temperature, Tensor) else temperature
+    if not isinstance(temperature, Tensor):
+        check_positive(name, temperature)
+        return temperature
+    if temperature.requires_grad:
+        raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
+    if temperature.dtype not in (*_FLOATS, *_INTS):
+        raise ValueError(f"{name}: expected real numbers, got {temperature.dtype}")
+    if temperature.dim() == 0 and temperature.device.type == "cpu":
+        check_positive(name, float(temperature))
+        return float(temperature)
+    check_broadcasts(name, temperature, lead, device)
+    # A copy: the backward reads it, and autograd does not see changes of the caller's own.
+    temperature = temperature.to(acc_dtype(temperature.dtype), copy=True)
+    positive = (temperature > 0) & temperature.isfinite()
+    if device.type != "cpu":
+        torch._assert_async(positive.all(), f"{name}: not a finite number > 0")
+    elif not bool(positive.all()):
+        bad = temperature[~positive][:8].tolist()
+        raise ValueError(f"{name}: expected finite numbers > 0, got {bad}")
+    return temperature.expand(lead)
+
+
+def global_to_local(
+    target: Tensor, shard: VocabShard, ignore_index: int | None, *, name: str = "target"
+) -> tuple[Tensor, Tensor]:
+    """Global ids to this shard's columns.
+
+    On CPU an id outside [0, vocab_size) is a ValueError; on CUDA it fails a device-side assert,
+    without a sync.
+
+    Args:
+        target: int64 of any shape; global ids or ignore_index.
+
+    Returns:
+        (local targets, int64: -1 where another rank owns the column or it is ignored; valid mask,
+        bool: False where the target is ignore_index), both of the target's shape.
+    """
+    check_optional_integer("ignore_index", ignore_index)
+    valid_mask = torch.ones_like(target, dtype=torch.bool)
+    if ignore_index is not None:
+        valid_mask = target != ignore_index
+    _check_inside(target, valid_mask, shard, ignore_index, name)
+    local = target - shard.start
+    here = valid_mask & (local >= 0) & (local < shard.width)
+    return torch.where(here, local, -1), valid_mask
+
+
+def _check_inside(
+    target: Tensor, valid_mask: Tensor, shard: VocabShard, ignore_index: int | None, name: str
+) -> None:
+    inside = ((target >= 0) & (target < shard.vocab_size)) | ~valid_mask
+    if target.device.type != "cpu":
+        torch._assert_async(inside.all(), f"{name}: id outside [0, {shard.vocab_size})")
+    elif not bool(inside.all()):
+        bad = target[~inside]
+        raise ValueError(
+            f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index "
+            f"{ignore_index}, got {bad[:8].tolist()}{'...' if bad.numel() > 8 else ''}"
+        )
+
+
+def check_ids(ids: Any, lead: torch.Size, device: torch.device, *, name: str = "ids") -> Tensor:
+    """Integer ids `[*lead, k]` for any k, as int64, or a ValueError."""
+    ids = unwrap_rows(ids, name)
+    k = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 1
+    return check_target(ids, torch.Size((*lead, k)), device, name=name)

@@ -1,0 +1,503 @@
+"""Divergences from a teacher's whole distribution, token by token.
+
+Two sources side by side: a chunk of either side's logits at a time, of the same rows and columns.
+The teacher is given logits or hidden states with a head of its own, whatever the student is.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.pairs import (
+    PAIR_STATS,
+    TWO_PASS,
+    PairSpec,
+    finalize_pair,
+    merge_pairs,
+    pair_dtype,
+)
+from mcore_logprobs.ops.apply import Operation, Tensors, apply
+from mcore_logprobs.ops.arguments import check_mask, check_shape
+from mcore_logprobs.ops.dtensor import unwrap_logits
+from mcore_logprobs.ops.gather import masked_source
+from mcore_logprobs.ops.head import HeadLogits, head_logits
+from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.lora import LoRAInput
+from mcore_logprobs.ops.source import GivenLogits, Placed, Source, given_logits
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+KL_KINDS = ("forward", "reverse", *TWO_PASS)
+
+
+@dataclass(frozen=True)
+class Divergence(Operation):
+    """Divergences `[n]`; 0 in rows that the valid mask leaves out.
+
+    Tensors: the valid mask `[n]`; which token of the teacher stands at each row of the walk, `[n]`
+    int64, or None; the teacher's own.
+
+    Attributes:
+        teacher: the options of the teacher's source.
+        backend: as the caller named it.
+    """
+
+    spec: PairSpec
+    teacher: Any
+    backend: str
+
+    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        valid_mask, index, *teacher = tensors
+        other, group, spec = self.teacher.open(*teacher), source.shard.group, self.spec
+        dtype = pair_dtype(source.acc_dtype, other.acc_dtype)
+        stats = torch.zeros(PAIR_STATS, source.count, dtype=dtype, device=source.device)
+        stats[0] = stats[2] = -torch.inf  # what a rank without true vocabulary says
+        pairs = _Pairs(source, other, index, self.backend)
+        for tile in source.tiles():
+            for placed, chunk in pairs.of(tile):
+                kernels, size = pairs.kernels(placed, chunk)
+                found = kernels.pair_stats(placed.chunk, chunk, spec, chunk_size=size)
+                before = stats[:, placed.rows]
+                before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec))
+        done = finalize_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
+        value, inner = done.value, done.value
+        if spec.two_pass:
+            sums = stats.new_zeros(2, source.count)
+            pairs = _Pairs(source, other, index, self.backend)
+            for tile in source.tiles():
+                for placed, chunk in pairs.of(tile):
+                    rows = placed.rows
+                    kernels, size = pairs.kernels(placed, chunk)
+                    norms = (done.norm_s[:, rows], done.norm_t[:, rows])
+                    found = kernels.pair_sums(placed.chunk, chunk, *norms, spec, chunk_size=size)
+                    sums[:, rows] += found
+            value, inner = all_reduce_sum(sums, group)
+            value = value.clamp(min=0.0)
+        usable = done.usable & valid_mask
+        return (torch.where(usable, value, 0.0),), (usable, done.norm_s.t(), done.norm_t.t(), inner)
+
+    def backward(
+        self,
+        source: Any,
+        needs: Sequence[bool],
+        upstream: Tensors,
+        tensors: Tensors,
+        saved: Tensors,
+    ) -> Tensors:
+        _, index, *teacher = tensors
+        usable, norm_s, norm_t, inner = saved
+        norm_s, norm_t = norm_s.t(), norm_t.t()
+        g = torch.where(usable, upstream[0], 0.0)
+        pairs = _Pairs(source, self.teacher.open(*teacher), index, self.backend)
+
+        def write(placed: Placed, out: Tensor, *, chunk: Chunk) -> None:
+            rows = placed.rows
+            kernels, size = pairs.kernels(placed, chunk)
+            kernels.pair_grad(
+                placed.chunk,
+                chunk,
+                norm_s[:, rows],
+                norm_t[:, rows],
+                inner[rows],
+                g[rows],
+                self.spec,
+                out=out,
+                chunk_size=size,
+            )
+
+        gradient = source.gradient(needs)
+        for tile in source.tiles():
+            for placed, chunk in pairs.of(tile):
+                gradient.collect(tile, placed, partial(write, chunk=chunk))
+            gradient.end_tile(tile)
+        return gradient.finish()
+
+
+class _Pairs:
+    """The student's chunks, and the teacher's of the same rows and columns."""
+
+    def __init__(
+        self,
+        student: GivenLogits | HeadLogits,
+        teacher: GivenLogits | HeadLogits,
+        index: Tensor | None,
+        backend: str,
+    ) -> None:
+        self._student, self._teacher, self._index = student, teacher, index
+        self._backend = backend
+        self._tiles = iter(teacher.tiles()) if isinstance(teacher, HeadLogits) else None
+
+    def of(self, tile: Any) -> Iterator[tuple[Placed, Chunk]]:
+        """Of a tile of the student's, one after the other."""
+        student = self._student
+        if isinstance(student, GivenLogits):
+            for rows, blocks, chunk_of in self._beside_given(student):
+                for columns in blocks:
+                    placed = Placed(rows, columns, student.rectangle(rows, columns))
+                    yield placed, chunk_of(columns)
+            return
+        # A teacher's tile is gathered on every rank, also where the rank has no true vocabulary.
+        chunk_of = self._chunk_of(next(self._tiles) if self._tiles else tile)
+        for placed in tile.chunks():
+            yield placed, chunk_of(placed.columns)
+
+    def _beside_given(self, student: GivenLogits) -> Iterator[tuple[slice, Any, Any]]:
+        """(rows, blocks of columns, the teacher's chunk by block)."""
+        width = student.shard.width
+        if self._tiles is not None:
+            for tile in self._tiles:
+                step = tile.head.options.tiling.columns
+                yield tile.rows, row_chunks(width, step), self._chunk_of(tile)
+            return
+        assert isinstance(self._teacher, GivenLogits)
+        step = max(1, student.count)
+        if not (student.is_one_view and self._teacher.is_one_view):
+            step = student.rows_at_a_time(width, copies=2)  # some rows are copied
+        for rows in row_chunks(student.count, step):
+            yield rows, (slice(0, width),), partial(self._teacher.rectangle, rows)
+
+    def _chunk_of(self, tile: Any) -> Any:
+        """The teacher's chunk of a tile's rows, by columns."""
+        teacher = self._teacher
+        if isinstance(teacher, GivenLogits):
+            return partial(teacher.rectangle, tile.rows, index=self._index)
+        return lambda columns: teacher.chunk(
+            teacher.product(tile.hidden, columns), tile.rows, columns
+        )
+
+    def kernels(self, placed: Placed, chunk: Chunk) -> tuple[backends.Backend, int]:
+        """What computes a pair, and rows of which two float32 copies of either side are made."""
+        kernels = backends.select(self._backend, placed.chunk.logits, chunk.logits)
+        return kernels, self._student.rows_at_a_time(chunk.logits.shape[1], copies=2)
+
+
+def kl_div(
+    student: Any,
+    teacher: Any,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`vocab_parallel_kl_div` of two sources of the same tokens; kind may be "cross_entropy"."""
+    if kind != "cross_entropy":
+        check_kind(kind, beta)
+    mask = check_mask(mask, student.lead, student.device)
+    student = masked_source(student, mask)
+    if mask is None:
+        mask = torch.ones(student.lead, dtype=torch.bool, device=student.device)
+    index, options = None, teacher.options
+    if isinstance(student, GivenLogits):
+        if isinstance(teacher, GivenLogits):
+            # Both are walked in the student's order.
+            teacher = replace(options, order=student.options.order).open(*teacher.tensors)
+        else:
+            student, teacher = student.in_token_order(), _whole(teacher)
+    elif isinstance(teacher, HeadLogits):
+        own = student.options
+        options = replace(options, tiling=own.tiling, selection=own.selection)
+        teacher = options.open(*teacher.tensors)
+    else:
+        teacher = teacher.in_token_order()
+        if student.options.selection is not None or student.options.sequence_parallel:
+            tokens = torch.arange(student.lead.numel(), device=student.device)
+            index = student.flatten_rows(tokens.view(student.lead))
+    # A backend asked for by name that cannot serve both sides is refused before any collective.
+    sides = (
+        x.logits if isinstance(x, GivenLogits) else x.weight[:0, :1] for x in (student, teacher)
+    )
+    backends.select(backend, *sides)
+    operation = Divergence(PairSpec(kind, float(beta)), teacher.options, backend)
+    own = (x if x is None else x.detach() for x in teacher.tensors)
+    return apply(operation, student, mask, constants=(index, *own))[0]
+
+
+def _whole(teacher: HeadLogits) -> HeadLogits:
+    """A head with the hidden states of the whole sequence on every rank."""
+    if not teacher.options.sequence_parallel:
+        return teacher
+    hidden = all_gather_dim0(teacher.tensors.hidden.detach(), teacher.shard.group)
+    return replace(teacher.options, sequence_parallel=False).open(hidden, *teacher.tensors[1:])
+
+
+def check_kind(kind: str, beta: float) -> None:
+    """One of KL_KINDS and a beta in (0, 1), or a ValueError."""
+    if kind not in KL_KINDS:
+        raise ValueError(f"kind: expected one of {KL_KINDS}, got {kind!r}")
+    if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 < beta < 1.0:
+        raise ValueError(
+            f"beta: expected a number in (0, 1), got {beta!r} (towards 0 the divergence tends to "
+            "kind='forward', towards 1 to 'reverse', both scaled)"
+        )
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_kl_div(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    mask: Tensor | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    teacher_softcap: float | None = None,
+    **shared: Unpack[LogitsKeywords],
+) -> Tensor:
+    """Divergence of the student's distribution p from the teacher's q, token by token, in nats.
+
+        "forward"          KL(q || p) = sum q (log q - log p)      covers the teacher's modes
+        "reverse"          KL(p || q) = sum p (log p - log q)      seeks one of them
+        "jsd"              beta KL(q || M) + (1 - beta) KL(p || M), M = beta q + (1 - beta) p
+                           (generalised Jensen-Shannon, Agarwal et al. 2024, arXiv:2306.13649)
+        "skewed_forward"   KL(q || M)      (Ko et al. 2024, arXiv:2402.03898, whose skew is beta
+        "skewed_reverse"   KL(p || M)       of the first and 1 - beta of the second)
+        "total_variation"  sum |p - q| / 2
+
+    Shape:
+        student_logits, teacher_logits: `[..., V/TP]`, any float dtypes, each this rank's columns,
+            or DTensors sharded on the last dimension. Any strides of the leading dimensions. Not
+            modified. Returns float32 `[...]` (float64 where either is), the same on every TP rank.
+
+    Args:
+        kind, beta: see above; beta in (0, 1).
+        mask: bool `[...]`; False rows give 0 and exactly no gradient, whatever their logits hold.
+        teacher_temperature, teacher_softcap: of the teacher's logits; None: the same temperature,
+            and no softcap. No factor of temperature**2 is applied.
+        {shared}
+
+    backend is one of "auto", "torch" and "triton" here. The gradient goes to the student alone. A
+    column at which one side is -inf has log-probability -1e4 there: divergences and gradients stay
+    finite.
+
+    Collectives: forward one all-gather of `[5, n]` float32 over TP; for all kinds but "forward" and
+    "reverse" one all-reduce of `[2, n]` more, since they need both normalizers first. Backward
+    none.
+
+    Memory: backward keeps both logits and a few float32 numbers a row; the student's gradient, in
+    its logits' dtype, is the only `[..., V/TP]` tensor made.
+
+    Raises:
+        ValueError: before any collective, for shapes, dtypes, devices, option ranges, an
+            unresolvable group, or DTensors on different groups.
+    """
+    check_kind(kind, beta)
+    student, teacher = _both_given(
+        student_logits, teacher_logits, teacher_temperature, teacher_softcap, shared
+    )
+    backend = shared.get("backend", "auto")
+    return kl_div(student, teacher, kind=kind, beta=beta, mask=mask, backend=backend)
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_soft_cross_entropy(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    teacher_softcap: float | None = None,
+    **shared: Unpack[LogitsKeywords],
+) -> Tensor:
+    """H(q, p) = -sum q log p of the teacher's distribution q under the student's p, in nats.
+
+    KL(q || p) plus the teacher's entropy: the same gradient, `p - q`, to the student alone.
+
+    Shape:
+        student_logits, teacher_logits `[..., V/TP]` -> float32 `[...]`.
+
+    Collectives: forward one all-gather of `[5, n]` float32 over TP, backward none.
+
+    Keywords, memory and errors are `vocab_parallel_kl_div`'s.
+    """
+    student, teacher = _both_given(
+        student_logits, teacher_logits, teacher_temperature, teacher_softcap, shared
+    )
+    backend = shared.get("backend", "auto")
+    return kl_div(student, teacher, kind="cross_entropy", mask=mask, backend=backend)
+
+
+def _both_given(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    teacher_temperature: float | Tensor | None,
+    teacher_softcap: float | None,
+    shared: LogitsKeywords,
+) -> tuple[GivenLogits, GivenLogits]:
+    student = given_logits(student_logits, name="student_logits", **shared)
+    if teacher_temperature is None:
+        teacher_temperature = shared.get("temperature", 1.0)
+    teacher = given_teacher(
+        student,
+        teacher_logits,
+        temperature=teacher_temperature,
+        softcap=teacher_softcap,
+        vocab_size=shared.get("vocab_size"),
+    )
+    return student, teacher
+
+
+def given_teacher(student: Source, teacher_logits: Tensor, **options: Any) -> GivenLogits:
+    """A teacher's logits, checked against the student's source."""
+    teacher = given_logits(
+        teacher_logits,
+        tp_group=student.shard.group,
+        name="teacher_logits",
+        prefix="teacher_",
+        **options,
+    )
+    shape = torch.Size((*student.lead, student.shard.width))
+    check_shape("teacher_logits", teacher.logits, shape, student.device)
+    return teacher
+
+
+@shared_keywords(HeadKeywords, head_logits)
+def linear_kl_div(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    teacher_hidden: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    teacher_lora: LoRAInput | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    kind: str = "forward",
+    beta: float = 0.5,
+    mask: Tensor | None = None,
+    **shared: Unpack[HeadKeywords],
+) -> Tensor:
+    """`vocab_parallel_kl_div` of a head's logits without ever holding them.
+
+    The teacher is either its logits, or its hidden states and its head's weight: then its logits
+    are never held either. Equal to the unfused operation on float32 logits up to rounding.
+
+    Shape:
+        hidden: `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism) or `[n, h]` (`[n/TP, h]`).
+        weight: `[V/TP, h]`, this rank's rows of the student's output layer, in hidden's dtype.
+        teacher_logits: `[s, b, V/TP]` or `[n, V/TP]`, the whole sequence on every TP rank, of
+            any float dtype; or a DTensor sharded on its last dimension. `[m, V/TP]` with rows.
+        teacher_hidden, teacher_weight, teacher_bias, teacher_lora: as hidden, weight, bias and
+            lora, of any hidden size; teacher_hidden is split over TP if hidden is. With rows it is
+            that of the whole sequence too.
+        mask: bool `[s, b]` or `[n]`, the whole sequence (`[m]` with rows); False rows give 0 and no
+            gradient.
+        Returns float32 `[s, b]` or `[n]` (float64 where either side is).
+
+    Args:
+        kind, beta: as in `vocab_parallel_kl_div`.
+        teacher_logit_scale, teacher_softcap: of the teacher's own head; with teacher_logits too.
+        teacher_temperature: None: the student's.
+        {shared}
+
+    backend is one of "auto", "torch" and "triton" here. The gradient goes to hidden, weight, bias
+    and lora of the student, accumulated in float32; the teacher is a constant. A teacher that is
+    the student's base model without its LoRA has the same head: `teacher_weight=weight`, and no
+    teacher_lora.
+
+    Collectives: forward one all-gather of `[5, n]` float32 over TP, for all kinds but "forward" and
+    "reverse" one all-reduce of `[2, n]` more; backward those of `linear_token_stats`. Sequence
+    parallelism gathers each tile of both hidden states, forward (twice for those kinds) and
+    backward.
+
+    Memory: a chunk of either side's logits and where operands are bfloat16 its gradient; the
+    gradients. Saved for backward: the inputs and a few numbers a row.
+
+    Raises:
+        ValueError: before any collective; neither or both kinds of teacher; else as in
+            `vocab_parallel_kl_div` and `linear_token_stats`.
+    """
+    check_kind(kind, beta)
+    if teacher_logits is not None:
+        teacher_logits, shared["tp_group"] = unwrap_logits(
+            teacher_logits, shared.get("tp_group"), "teacher_logits"
+        )
+    student = head_logits(hidden, weight, **shared)
+    if teacher_temperature is None:
+        teacher_temperature = shared.get("temperature", 1.0)
+    teacher = any_teacher(
+        student,
+        logits=teacher_logits,
+        hidden=teacher_hidden,
+        weight=teacher_weight,
+        bias=teacher_bias,
+        lora=teacher_lora,
+        rows=shared.get("rows"),
+        logit_scale=teacher_logit_scale,
+        softcap=teacher_softcap,
+        temperature=teacher_temperature,
+        vocab_size=shared.get("vocab_size"),
+    )
+    backend = shared.get("backend", "auto")
+    return kl_div(student, teacher, kind=kind, beta=beta, mask=mask, backend=backend)
+
+
+def any_teacher(
+    student: Source,
+    *,
+    logits: Tensor | None,
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
+    rows: Tensor | None = None,
+    sequence_parallel: bool | None = None,
+    **options: Any,
+) -> GivenLogits | HeadLogits:
+    """A teacher's source, of its logits or of its hidden states and head.
+
+    Raises:
+        ValueError: neither or both; what does not fit the student.
+    """
+    given = logits is not None
+    if given == (hidden is not None or weight is not None):
+        raise ValueError(
+            "teacher: expected either teacher_logits or teacher_hidden with teacher_weight"
+        )
+    if logits is not None:
+        if bias is not None:
+            raise ValueError("teacher_bias: expected None with teacher_logits")
+        if lora is not None:
+            raise ValueError("teacher_lora: expected None with teacher_logits")
+        return given_teacher(student, logits, **options)
+    if sequence_parallel is None:
+        sequence_parallel = getattr(student.options, "sequence_parallel", False)
+    logits_dtype = getattr(student.options, "logits_dtype", torch.float32)
+    teacher = head_logits(
+        hidden,  # type: ignore[arg-type]
+        weight,  # type: ignore[arg-type]
+        bias=bias,
+        lora=lora,
+        rows=rows,
+        sequence_parallel=sequence_parallel,
+        logits_dtype=torch.float32 if logits_dtype == torch.float64 else logits_dtype,
+        tp_group=student.shard.group,
+        prefix="teacher_",
+        **options,
+    )
+    if teacher.device != student.device:
+        raise ValueError(f"teacher_hidden: expected device {student.device}, got {teacher.device}")
+    if teacher.shard.width != student.shard.width:
+        raise ValueError(
+            f"teacher_weight: expected the student's V/TP = {student.shard.width} rows, got shape "
+            f"{tuple(teacher.weight.shape)}"
+        )
+    if teacher.lead != student.lead:
+        raise ValueError(
+            f"teacher_hidden: expected hidden's leading shape {tuple(student.lead)}, got "
+            f"{tuple(teacher.lead)}"
+        )
+    return teacher

@@ -1,0 +1,400 @@
+"""A few given ids of each row: their logits or log-probabilities, and distillation on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.checks import check_choice, check_flag
+from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.kernels.chunk import acc_dtype
+from mcore_logprobs.kernels.stats import (
+    RowResults,
+    SoftmaxStats,
+    StatsSpec,
+    gradient_coefficients,
+    gradient_spec,
+)
+from mcore_logprobs.ops.apply import (
+    Operation,
+    Tensors,
+    apply,
+    entries_backward,
+    finalize_shards_with,
+    grid_entries,
+    local_row_stats,
+    no_targets,
+    write_entries,
+)
+from mcore_logprobs.ops.arguments import (
+    check_float_tensor,
+    check_ids,
+    check_mask,
+    check_shape,
+    check_target,
+    check_temperature,
+    global_to_local,
+)
+from mcore_logprobs.ops.dtensor import unwrap_rows
+from mcore_logprobs.ops.head import head_logits
+from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+NORMALIZATIONS = ("vocab", "topk")
+
+
+@dataclass(frozen=True)
+class EntryLogits(Operation):
+    """Processed logits `[n, k]` at local ids `[n, k]`, 0 where no rank owns one."""
+
+    linear = True
+
+    def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        (local_ids,) = tensors
+        values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
+        for tile in source.tiles():
+            found = tile.processed_logits(grid_entries(local_ids, tile))
+            values[tile.rows] = found.view(-1, local_ids.shape[1])
+        return (all_reduce_sum(values, source.shard.group),), ()
+
+    def backward(
+        self,
+        source: Source,
+        needs: Sequence[bool],
+        upstream: Tensors,
+        tensors: Tensors,
+        saved: Tensors,
+    ) -> Tensors:
+        return entries_backward(source, needs, tensors[0], upstream[0])
+
+
+@dataclass(frozen=True)
+class EntryLogprobs(Operation):
+    """(log-probabilities, or logits, `[n, k]`; entropy `[n]` or None), of local ids and valid mask.
+
+    Attributes:
+        log_softmax: normalized over the whole vocabulary.
+    """
+
+    log_softmax: bool
+    entropy: bool
+
+    def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        local_ids, valid_mask = tensors
+        spec = StatsSpec(entropy=self.entropy)
+        values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
+        parts = [local_row_stats(source, (), no_targets(source, 0), spec)]
+
+        def with_entries(tile: Tile) -> Iterator[Placed]:
+            for placed in tile.chunks():
+                local = placed.local(local_ids[placed.rows])
+                values[placed.rows] += placed.chunk.processed_at(local)
+                yield placed
+
+        for tile in source.tiles():
+            none = no_targets(source, tile.rows.stop - tile.rows.start)
+            parts.append(local_row_stats(source, with_entries(tile), none, spec))
+        done, values = finalize_shards_with(torch.cat(parts, -1), values, spec, source.shard.group)
+        if self.log_softmax:
+            # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
+            row_max, log_sum = done.softmax.row_max, done.softmax.log_sum
+            values = (values - row_max.unsqueeze(-1)) - log_sum.unsqueeze(-1)
+        return (torch.where(valid_mask, values, 0.0), done.results.entropy), done.softmax
+
+    def write_dlogits(
+        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Any:
+        local_ids, valid_mask = tensors
+        on_values, on_entropy = upstream
+        softmax = SoftmaxStats(*saved)
+        if on_values is None:
+            on_values = torch.zeros_like(local_ids, dtype=softmax.row_max.dtype)
+        on_values = torch.where(valid_mask, on_values, 0.0)
+        asked = (on_values != 0).any(-1)
+        if on_entropy is not None:
+            asked |= on_entropy != 0
+        results = RowResults(on_values.sum(-1) if self.log_softmax else None, on_entropy)
+        spec = gradient_spec(StatsSpec(entropy=self.entropy), results)
+        coef, _ = gradient_coefficients(results, softmax, spec, valid_mask=asked)
+        # Entries that cancel leave coefficients of 0, but a row that holds a NaN is NaN throughout.
+        coef = coef + torch.where(asked, 0.0 * softmax.log_sum, 0.0)
+        return write_entries(source, local_ids, on_values, softmax.row_max, coef, spec)
+
+
+def gather(
+    source: Source, ids: Tensor, *, log_softmax: bool = False, ignore_index: int | None = -100
+) -> Tensor:
+    """`vocab_parallel_gather` of any source."""
+    check_flag("log_softmax", log_softmax)
+    ids = check_ids(ids, source.lead, source.device)
+    local_ids, valid_mask = global_to_local(ids, source.shard, ignore_index, name="ids")
+    source = source.compacted(valid_mask.any(-1))
+    return _entries(source, local_ids, valid_mask, log_softmax=log_softmax)[0]
+
+
+def _entries(
+    source: Source,
+    local_ids: Tensor,
+    valid_mask: Tensor,
+    *,
+    log_softmax: bool,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    if log_softmax or entropy:
+        operation = EntryLogprobs(log_softmax, entropy)
+        return apply(operation, source, local_ids, valid_mask)  # type: ignore[return-value]
+    return apply(EntryLogits(), source, local_ids)[0], None
+
+
+def topk_distill(
+    source: Source,
+    teacher_topk_logits: Tensor,
+    teacher_topk_ids: Tensor,
+    *,
+    normalize: str = "vocab",
+    entropy: bool = False,
+    mask: Tensor | None = None,
+    teacher_temperature: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`vocab_parallel_topk_distill` of any source."""
+    check_choice("normalize", normalize, NORMALIZATIONS)
+    check_flag("entropy", entropy)
+    lead, device = source.lead, source.device
+    own = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")
+    teacher = unwrap_rows(teacher_topk_logits, "teacher_topk_logits")
+    check_float_tensor("teacher_topk_logits", teacher, min_dim=1)
+    k = teacher.shape[-1]
+    if k < 1:
+        raise ValueError(f"teacher_topk_logits: expected [..., k] with k >= 1, got k = {k}")
+    shape = torch.Size((*lead, k))
+    check_shape("teacher_topk_logits", teacher, shape, device)
+    ids = check_target(teacher_topk_ids, shape, device, name="teacher_topk_ids")
+    local_ids, _ = global_to_local(ids, source.shard, None, name="teacher_topk_ids")
+    mask = check_mask(mask, lead, device)
+    source = masked_source(source, mask)
+    valid_mask = torch.ones(lead, dtype=torch.bool, device=device) if mask is None else mask
+    valid_mask = valid_mask.unsqueeze(-1).expand(shape)
+    student, found = _entries(
+        source,
+        local_ids,
+        valid_mask,
+        log_softmax=normalize == "vocab",
+        entropy=entropy,
+    )
+    if mask is not None:  # a masked row may hold NaN
+        student = torch.where(mask.unsqueeze(-1), student, 0.0)
+        found = None if found is None else torch.where(mask, found, 0.0)
+    if normalize == "topk":
+        student = torch.log_softmax(student, dim=-1)
+        if mask is not None:
+            student = torch.where(mask.unsqueeze(-1), student, 0.0)
+    teacher = teacher.detach().to(acc_dtype(teacher.dtype))
+    teacher = teacher / (own.unsqueeze(-1) if isinstance(own, Tensor) else own)
+    return student, torch.log_softmax(teacher, dim=-1), found
+
+
+def masked_source(source: Source, mask: Tensor | None) -> Source:
+    """The source of the tokens that a mask keeps, if it was asked to be compact.
+
+    Raises:
+        ValueError: compact without a mask.
+    """
+    if mask is None:
+        if getattr(source.options, "compact", False):
+            raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
+        return source
+    return source.compacted(mask)
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_gather(
+    vocab_parallel_logits: Tensor,
+    ids: Tensor,
+    *,
+    log_softmax: bool = False,
+    ignore_index: int | None = -100,
+    **shared: Unpack[LogitsKeywords],
+) -> Tensor:
+    """Logits (over the temperature), or log-probabilities, at k given ids of each row.
+
+    Shape:
+        vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
+        ids: `[..., k]`, integers, global ids or ignore_index; the same on every TP rank. An id may
+            be repeated: gradients add up.
+        Returns float32 `[..., k]` (float64 for float64 logits), the same on every TP rank; 0,
+        without a gradient, where the id is ignore_index. Differentiable.
+
+    Args:
+        log_softmax: normalized over the whole vocabulary, instead of the logits themselves.
+        ignore_index: an id that asks for nothing. None: no such id.
+        {shared}
+
+    Collectives: forward one over TP: an all-reduce of `[n, k]`; with log_softmax an all-gather of
+    `[3 + k, n]`. Backward none: with g upstream, dz = scatter_add(g) - p * sum_k g.
+
+    Memory: backward keeps the logits and a few numbers a row and id; the gradient, in the logits'
+    dtype, is the only `[..., V/TP]` tensor made.
+
+    Raises:
+        ValueError: ids that are not `[..., k]` integers; on CPU ids outside [0, vocab_size); as
+            in `vocab_parallel_token_stats` otherwise.
+    """
+    source = given_logits(vocab_parallel_logits, **shared)
+    return gather(source, ids, log_softmax=log_softmax, ignore_index=ignore_index)
+
+
+@shared_keywords(HeadKeywords, head_logits)
+def linear_gather(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    log_softmax: bool = False,
+    ignore_index: int | None = -100,
+    **shared: Unpack[HeadKeywords],
+) -> Tensor:
+    """`vocab_parallel_gather` of a head's logits without ever holding them.
+
+    Shape:
+        hidden, weight: as in `linear_token_stats`.
+        ids: `[s, b, k]` or `[n, k]`, integers, global ids or ignore_index; the whole sequence on
+            every TP rank also under sequence parallelism; `[m, k]` with rows. An id may be
+            repeated.
+        Returns float32 `[s, b, k]` or `[n, k]` (float64 for float64 operands), the same on every TP
+        rank; 0, without a gradient, where the id is ignore_index. Differentiable.
+
+    Args:
+        log_softmax: normalized over the whole vocabulary, instead of the logits themselves.
+        ignore_index: an id that asks for nothing; compact leaves out rows that have no other.
+        {shared}
+
+    Cost: without log_softmax a dot product an id, forward and twice backward, and no matrix
+    product; with it, those of `linear_token_stats`. On CUDA, where the dot products add to dWeight
+    and dHidden by atomics, gradients of logits differ in their last bits from run to run.
+
+    Collectives: forward an all-reduce of `[n k]` over TP; with log_softmax an all-gather of
+    `[3 + k, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
+
+    Memory: as `linear_token_stats`; without log_softmax, in place of the chunk, 8 MiB of gathered
+    operands (64 MiB on a GPU) and their products, and dWeight in float32. Saved for backward: the
+    inputs and a few numbers a row and id.
+
+    Raises:
+        ValueError: before any collective; see `vocab_parallel_gather` and `linear_token_stats`.
+    """
+    source = head_logits(hidden, weight, **shared)
+    return gather(source, ids, log_softmax=log_softmax, ignore_index=ignore_index)
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_topk_distill(
+    student_logits: Tensor,
+    teacher_topk_logits: Tensor,
+    teacher_topk_ids: Tensor,
+    *,
+    normalize: str = "vocab",
+    entropy: bool = False,
+    mask: Tensor | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    **shared: Unpack[LogitsKeywords],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Student's and teacher's log-probabilities at the teacher's k largest logits.
+
+    Shape:
+        student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension. Not modified.
+        teacher_topk_logits: `[..., k]`, any float dtype, the same on every TP rank.
+        teacher_topk_ids: `[..., k]` integers, global ids, likewise. Ids may repeat.
+        mask: bool `[...]`; the student's results of False rows are 0, without a gradient.
+        Returns (student log-probabilities `[..., k]`, the teacher's `[..., k]`, the student's
+        entropy `[...]` or None), float32, the same on every TP rank.
+
+    Args:
+        normalize: what the student's log-probabilities are normalized over: "vocab", all V columns;
+            "topk", the k ids alone. The teacher's are normalized over the k ids either way, for
+            nothing else is known of it.
+        entropy: also -sum p log p of the student over all V columns, in nats.
+        teacher_temperature: the teacher's logits are divided by it. None: the student's.
+        {shared}
+
+    The gradient goes to the student alone, from both results in one pass. A student logit of -inf
+    at one of the ids gives -inf there.
+
+    Collectives: forward one over TP: an all-gather of `[3 + k, n]` float32 (`[4 + k, n]` with
+    entropy), or an all-reduce of `[n, k]` for "topk" without entropy; backward none.
+
+    Memory: backward keeps the logits and k + 2 numbers a row; the gradient, in the logits' dtype,
+    is the only `[..., V/TP]` tensor made.
+
+    Raises:
+        ValueError: before any collective, for shapes, dtypes, option ranges, an unresolvable group,
+            and on CPU ids outside [0, vocab_size) (on CUDA a device-side assert).
+    """
+    source = given_logits(student_logits, name="student_logits", **shared)
+    if teacher_temperature is None:
+        teacher_temperature = shared.get("temperature", 1.0)
+    return topk_distill(
+        source,
+        teacher_topk_logits,
+        teacher_topk_ids,
+        normalize=normalize,
+        entropy=entropy,
+        mask=mask,
+        teacher_temperature=teacher_temperature,
+    )
+
+
+@shared_keywords(HeadKeywords, head_logits)
+def linear_topk_distill(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_topk_logits: Tensor,
+    teacher_topk_ids: Tensor,
+    *,
+    normalize: str = "vocab",
+    entropy: bool = False,
+    mask: Tensor | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    **shared: Unpack[HeadKeywords],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`vocab_parallel_topk_distill` of a head's logits without ever holding them.
+
+    Shape:
+        hidden, weight: as in `linear_token_stats`; the student's.
+        teacher_topk_logits, teacher_topk_ids: `[s, b, k]` or `[n, k]`, any float dtype and integer
+            global ids; the whole sequence on every TP rank also under sequence parallelism;
+            `[m, k]` with rows.
+        mask: bool `[s, b]` or `[n]` (`[m]`); the student's results of False rows are 0, without a
+            gradient.
+        Returns (student log-probabilities `[..., k]`, the teacher's `[..., k]`, the student's
+        entropy `[...]` or None), float32, the same on every TP rank.
+
+    Args:
+        normalize, entropy, teacher_temperature: as in `vocab_parallel_topk_distill`.
+        {shared}
+
+    Cost: the products of `linear_token_stats`; "topk" without entropy: dot products, see
+    `linear_gather`, whose collectives and memory these are too.
+
+    Raises:
+        ValueError: before any collective; see `vocab_parallel_topk_distill` and
+            `linear_token_stats`.
+    """
+    source = head_logits(hidden, weight, **shared)
+    if teacher_temperature is None:
+        teacher_temperature = shared.get("temperature", 1.0)
+    return topk_distill(
+        source,
+        teacher_topk_logits,
+        teacher_topk_ids,
+        normalize=normalize,
+        entropy=entropy,
+        mask=mask,
+        teacher_temperature=teacher_temperature,
+    )

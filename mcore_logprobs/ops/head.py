@@ -1,0 +1,534 @@
+"""The output layer as a source of logits: hidden states times its weight, a chunk at a time.
+
+    for each tile of rows, for each block of columns:
+        forward    chunk = tile @ weight[block]^T          -> what the operation takes of it
+        backward   chunk again -> dLogits, in its place    -> dWeight[block], dHidden[tile]
+
+Only one chunk of logits exists at a time, forward and backward. Under sequence parallelism a tile
+is gathered from all ranks when it is needed (the next one while this one is worked on), so that
+the whole sequence is never held either; its gradient is reduce-scattered the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.checks import (
+    check_choice,
+    check_flag,
+    check_logits_dtype,
+    check_optional_count,
+    check_optional_positive,
+    check_positive,
+)
+from mcore_logprobs.consistency import check_call
+from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.chunk import Chunk, acc_dtype, per_row, processed_logits, row_chunks
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.products import (
+    aligned,
+    batch_invariant_matmul,
+    matmul_dtype,
+    product,
+)
+from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.ops.apply import autocast_enabled
+from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature
+from mcore_logprobs.ops.head_gradients import HeadGradient
+from mcore_logprobs.ops.lora import LoRA, LoRAInput, LowRank, check_lora
+from mcore_logprobs.ops.rows import HiddenRows, RowSelection, Tiling, check_rows
+from mcore_logprobs.ops.source import Entries, Placed, check_segments
+
+# Columns a product under invariant_segments, at most and in whole blocks, whatever the tile: the
+# shape decides the bits.
+_FIXED_COLUMNS = {"cpu": 4096, "other": 8192}
+# Bytes of the two operands gathered at a time for dot products of single entries.
+_GATHERED_BYTES = {"cpu": 8 << 20, "other": 64 << 20}
+
+
+class HeadTensors(NamedTuple):
+    """What a head's gradients are of.
+
+    Attributes:
+        hidden: `[n_local, h]`; weight `[v, h]`, bias `[v]`; a LoRA's A `[r, h]` and B `[v, r]`.
+        temperature: `[*lead]` where each token has its own; without a gradient.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    temperature: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """Megatron's gradient buffer of a weight, apart from the weight's values.
+
+    What is saved for a backward may come back as another tensor, without the parameter's
+    attributes.
+    """
+
+    parameter: Any
+
+    @property
+    def buffer(self) -> Tensor:
+        return self.parameter.main_grad
+
+    def stand_in(self) -> Tensor | None:
+        """What autograd gets for a weight whose gradient went into the buffer.
+
+        Megatron's convention: a parameter with the attribute `grad_added_to_main_grad` has it set,
+        and gets a tensor of the right shape whose values are not read (zeros if `zero_out_wgrad`),
+        so that the data-parallel hooks fire; any other gets None.
+        """
+        if not hasattr(self.parameter, "grad_added_to_main_grad"):
+            return None
+        self.parameter.grad_added_to_main_grad = True
+        if getattr(self.parameter, "zero_out_wgrad", False):
+            return torch.zeros_like(self.parameter)
+        return torch.empty_like(self.parameter)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """A head's options, checked; holds no tensor of the caller's.
+
+    Attributes:
+        lead: the shape of the tokens: hidden's leading shape over all ranks, or `[m]` of m rows.
+        temperature: a number, where tokens do not have their own.
+        logits_dtype: what products are rounded to; float64 for float64 operands.
+        compute_dtype: what the operands are rounded to: their own, or autocast's.
+        rounded: products may be made in compute_dtype throughout: logits_dtype is that.
+        chunk_size: as the caller gave it.
+        segments: the segments that statistics are taken by, or None.
+        main_grad: where the weight's gradient goes, or None.
+    """
+
+    shard: VocabShard
+    lead: torch.Size
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+    logits_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    rounded: bool
+    backend: str
+    sequence_parallel: bool
+    chunk_size: int | None
+    tiling: Tiling
+    selection: RowSelection | None
+    compact: bool
+    segments: Segments | None
+    lora_scale: float
+    main_grad: MainGrad | None
+
+    def open(self, *tensors: Any) -> HeadLogits:
+        return HeadLogits(self, HeadTensors(*tensors))
+
+
+class HeadLogits:
+    """Hidden states and an output layer as a `Source`; makes chunks in a buffer of its own."""
+
+    recomputed, linear = True, False
+
+    def __init__(self, options: HeadOptions, tensors: HeadTensors) -> None:
+        self.options, self.tensors = options, tensors
+        self.shard, self.lead = options.shard, options.lead
+        self.weight, self.bias = tensors.weight.detach(), tensors.bias
+        self.device, self.acc_dtype = self.weight.device, acc_dtype(options.compute_dtype)
+        group = self.shard.group if options.sequence_parallel else None
+        self.hidden = HiddenRows(
+            tensors.hidden.detach(), group, options.tiling.rows, options.selection
+        )
+        self.count = self.hidden.count
+        # What operands are multiplied in: a CPU may multiply low precision in float32.
+        self.matmul_dtype = matmul_dtype(
+            options.compute_dtype, self.device, rounded=options.rounded
+        )
+        # No method: what holds it would hold the head, in a cycle that outlives the call.
+        self.matmul_input = partial(_matmul_input, options.compute_dtype, self.matmul_dtype)
+        self.lora = self.low_rank = None
+        if tensors.lora_a is not None and tensors.lora_b is not None:
+            a, b = tensors.lora_a.detach(), tensors.lora_b.detach()
+            self.lora = LoRA(a, b, options.lora_scale)
+            self.low_rank = LowRank(self.lora, self.acc_dtype, self.matmul_input)
+        self.temperature: float | Tensor = options.temperature
+        if tensors.temperature is not None:
+            self.temperature = self.flatten_rows(tensors.temperature)
+        self._buffer: Tensor | None = None
+        self._block: tuple[slice, Tensor] | None = None
+
+    # ---- the order of rows ----
+
+    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        flat = per_token.reshape(self.lead.numel(), *per_token.shape[len(self.lead) :])
+        if self.options.selection is not None:
+            flat = self.options.selection.select(flat, fill)
+        return self.hidden.walk(flat)
+
+    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        per_row = self.hidden.unwalk(per_row)
+        if self.options.selection is not None:
+            per_row = self.options.selection.restore(per_row, fill)
+        return per_row.reshape(*self.lead, *per_row.shape[1:])
+
+    def pack(self, per_row: Tensor) -> Tensor:
+        return per_row
+
+    def unpack(self, saved: Tensor) -> Tensor:
+        return saved
+
+    def compacted(self, valid_mask: Tensor) -> HeadLogits:
+        options = self.options
+        if not options.compact:
+            return self
+        rows = valid_mask.reshape(-1).cpu().nonzero().squeeze(1)  # the host sync
+        count = self.lead.numel()
+        selection = RowSelection(rows, count, self.hidden.group, self.device, tokens=True)
+        return replace(options, selection=selection).open(*self.tensors)
+
+    # ---- as a source ----
+
+    def in_whole_rows(self, *, least: int = 0, any_tp: bool = False) -> HeadLogits:
+        """The same in tiles whose logits are held over all of a rank's columns.
+
+        Args:
+            least: as in `Tiling.of_whole_rows`.
+            any_tp: the same rows a tile whatever the tensor-parallel size is.
+        """
+        options, shard = self.options, self.shard
+        # dHidden of a tile is float32 too.
+        width = max(shard.padded_size if any_tp else shard.width, self.weight.shape[1])
+        tiling = Tiling.of_whole_rows(
+            self.lead.numel(),
+            shard.width,
+            options.chunk_size,
+            self.device,
+            width=width,
+            least=least,
+        )
+        return replace(options, tiling=tiling).open(*self.tensors)
+
+    def tiles(self) -> Iterator[HeadTile]:
+        for number, (rows, tile) in enumerate(self.hidden):
+            yield HeadTile(self, number, rows, self.matmul_input(tile))
+
+    def tile_ends(self) -> list[int]:
+        return [part.stop * self.hidden.ranks for part in self.hidden.local]
+
+    def gradient(
+        self, needs: Sequence[bool], *, sparse: bool = False, wide: bool = False
+    ) -> HeadGradient:
+        return HeadGradient(self, needs, wide=wide, sparse=sparse)
+
+    def backend(self, chunk: Chunk) -> backends.Backend:
+        invariant = self.options.segments is not None
+        return backends.select(self.options.backend, chunk.logits, invariant=invariant)
+
+    def rows_at_a_time(self, width: int, copies: int = 1) -> int:
+        return backends.default_chunk_size(copies * width, self.device)
+
+    # ---- operands and products ----
+
+    def weight_block(self, columns: slice) -> Tensor:
+        """`[columns, h]` of the weight as it is multiplied; the latest block is kept."""
+        if self._block is None or self._block[0] != columns:
+            self._block = None  # a cast block's memory can serve the next
+            block = self.matmul_input(self.weight[columns])
+            self._block = (columns, block if self.options.segments is None else aligned(block))
+        return self._block[1]
+
+    def blocks(self) -> Iterator[slice]:
+        """The columns of true vocabulary, block by block."""
+        valid, segments = self.shard.valid_width, self.options.segments
+        if segments is None:
+            return row_chunks(valid, self.options.tiling.columns)
+        most = _FIXED_COLUMNS["cpu" if self.device.type == "cpu" else "other"]
+        block = segments.block(self.device.type)
+        return segments.columns(valid, most // block * block)
+
+    def product(self, tile: Tensor, columns: slice, *, start: int = 0) -> Tensor:
+        """Raw logits `[rows, columns]` in logits_dtype, in the buffer from element `start`."""
+        weight, options = self.weight_block(columns), self.options
+        fixed = options.segments is not None
+        low = options.logits_dtype == tile.dtype != self.acc_dtype
+        # Tensor cores, low-precision result.
+        if low and self.low_rank is None and not fixed:
+            return tile @ weight.t()  # pragma: no cover (CUDA, or a CPU with bfloat16 products)
+        shape = (tile.shape[0], weight.shape[0])
+        size = shape[0] * shape[1]
+        out = self._reserve(start + size)[start : start + size].view(shape)
+        (batch_invariant_matmul if fixed else product)(tile, weight.t(), out)
+        if self.low_rank is not None:
+            self.low_rank.add_logits(tile, columns, out)
+        # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
+        return out.to(options.logits_dtype)
+
+    def _reserve(self, size: int) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = None
+            self._buffer = prefer_huge_pages(self.weight.new_empty(size, dtype=self.acc_dtype))
+        return self._buffer
+
+    def chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
+        """Raw logits of some rows and columns, and how they are processed."""
+        return Chunk(
+            logits=logits,
+            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
+            logit_scale=self.options.logit_scale,
+            softcap=self.options.softcap,
+            temperature=per_row(self.temperature, rows),
+            bias=None if self.bias is None else self.bias[columns],
+        )
+
+
+def _matmul_input(compute_dtype: torch.dtype, matmul_dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x as it is multiplied; x itself where it is that already."""
+    return x.to(compute_dtype).to(matmul_dtype)
+
+
+class HeadTile:
+    """Some rows of a head.
+
+    Attributes:
+        number: which tile.
+        rows: as they are walked.
+        hidden: `[rows, h]`, as it is multiplied.
+    """
+
+    def __init__(self, head: HeadLogits, number: int, rows: slice, hidden: Tensor) -> None:
+        self.head, self.number, self.rows, self.hidden = head, number, rows, hidden
+
+    def chunks(self, *, hold: bool = False) -> Iterator[Placed]:
+        """Block by block; each in a buffer that the next one overwrites.
+
+        Args:
+            hold: give each block a place of its own, so that all last until the next call.
+        """
+        head, rows = self.head, self.hidden.shape[0]
+        if hold:
+            head._reserve(rows * head.shard.valid_width)
+        for columns in head.blocks():
+            start = rows * columns.start if hold else 0
+            logits = head.product(self.hidden, columns, start=start)
+            yield Placed(self.rows, columns, head.chunk(logits, self.rows, columns))
+
+    def whole_rows(self) -> Iterator[Placed]:
+        """All columns of true vocabulary at once, in new memory; the same bits as the chunks'."""
+        head, columns = self.head, slice(0, self.head.shard.valid_width)
+        shape = (self.hidden.shape[0], columns.stop)
+        logits = prefer_huge_pages(head.weight.new_empty(shape, dtype=head.acc_dtype))
+        for placed in self.chunks():
+            logits[:, placed.columns] = placed.chunk.logits
+        yield Placed(self.rows, columns, self.head.chunk(logits, self.rows, columns))
+
+    def raw_logits(self) -> Tensor:
+        """Raw logits `[rows, V/TP]` in the accumulation dtype, rounded to logits_dtype; new.
+
+        -inf past the true vocabulary.
+        """
+        head, valid = self.head, self.head.shard.valid_width
+        shape = (self.hidden.shape[0], head.shard.width)
+        out = prefer_huge_pages(head.weight.new_empty(shape, dtype=head.acc_dtype))
+        for columns in row_chunks(valid, head.options.tiling.columns):
+            if head.options.logits_dtype == head.acc_dtype:
+                product(self.hidden, head.weight_block(columns).t(), out[:, columns])
+                if head.low_rank is not None:
+                    head.low_rank.add_logits(self.hidden, columns, out[:, columns])
+            else:
+                out[:, columns] = head.product(self.hidden, columns)
+        out[:, valid:] = -torch.inf
+        return out
+
+    def target_logits(self, local_target: Tensor) -> Tensor:
+        """By one dot product a row."""
+        row = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
+        entries = Entries(row, local_target)
+        if self.head.bias is not None:
+            return self.processed_logits(entries)
+        return torch.where(local_target >= 0, self.raw_entries(entries), 0.0)
+
+    def processed_logits(self, entries: Entries) -> Tensor:
+        head, bias = self.head, self.head.bias
+        z = processed_logits(
+            self.raw_entries(entries),
+            logit_scale=head.options.logit_scale,
+            softcap=head.options.softcap,
+            bias=None if bias is None else bias[entries.column.clamp(min=0)].to(head.acc_dtype),
+            temperature=per_row(head.temperature, entries.row),
+        )
+        return torch.where(entries.column >= 0, z, 0.0)
+
+    def raw_entries(self, entries: Entries) -> Tensor:
+        """By dot products, `[e]` in the accumulation dtype; any value where the column is -1."""
+        rows, column = entries.row - self.rows.start, entries.column.clamp(min=0)
+        head = self.head
+        out = head.weight.new_empty(rows.shape, dtype=head.acc_dtype)
+        for part in self.parts(entries):
+            own = head.matmul_input(head.weight.index_select(0, column[part]))
+            tile = self.hidden.index_select(0, rows[part])
+            raw = (tile.to(head.acc_dtype) * own.to(head.acc_dtype)).sum(-1)
+            if head.low_rank is not None:
+                raw += head.low_rank.entries(self.hidden, column[part], rows[part])
+            out[part] = raw.to(head.options.logits_dtype)
+        return out
+
+    def parts(self, entries: Entries) -> Iterator[slice]:
+        """Entries a few at a time, so that their operands stay as small as a chunk."""
+        budget = _GATHERED_BYTES["cpu" if self.head.device.type == "cpu" else "other"]
+        return row_chunks(entries.row.shape[0], max(1, budget // (8 * self.hidden.shape[1])))
+
+
+def head_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    lora: LoRAInput | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    sequence_parallel: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    rows: Tensor | None = None,
+    compact: bool = False,
+    gradient_accumulation_fusion: bool = False,
+    tp_group: ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+    invariant_segments: int | None = None,
+    may_round: bool = False,
+    prefix: str = "",
+) -> HeadLogits:
+    """Check an output layer and the hidden states that it is given, and resolve the group.
+
+    Under autocast hidden states may be of another dtype than the weight: both are rounded to the
+    narrower one, as a linear layer rounds them.
+
+    Args:
+        may_round: whether the operation may make all of its products in a low-precision
+            logits_dtype.
+        prefix: goes before the arguments' names in errors.
+
+    Raises:
+        ValueError: with the argument's name, what was expected and what was given.
+    """
+    compute_dtype = _check_layer(hidden, weight, bias, lora, prefix)
+    check_flag("sequence_parallel", sequence_parallel)
+    check_flag("compact", compact)
+    check_flag("gradient_accumulation_fusion", gradient_accumulation_fusion)
+    check_choice("backend", backend, backends.BACKENDS)
+    check_logits_dtype("logits_dtype", logits_dtype)
+    check_optional_count("chunk_size", chunk_size)
+    check_positive(f"{prefix}logit_scale", logit_scale)
+    check_optional_positive(f"{prefix}softcap", softcap)
+    main_grad = _checked_main_grad(weight) if gradient_accumulation_fusion else None
+    group = resolve_tp_group(tp_group)
+    device = hidden.device
+    check_call(weight.shape[0], group, device)
+    shard = VocabShard.of(weight.shape[0], group, vocab_size)
+    segments = check_segments(shard, invariant_segments)
+    if segments is not None and lora is not None:
+        raise ValueError(
+            f"invariant_segments: expected None with a LoRA, got {invariant_segments!r}: its thin "
+            "products make no such promise"
+        )
+    ranks = group_size(group) if sequence_parallel else 1
+    lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))
+    selection = None
+    if rows is not None:
+        if compact:
+            raise ValueError("compact: expected False with rows, which name the rows already")
+        rows = check_rows(rows, math.prod(lead))
+        selection = RowSelection(
+            rows, math.prod(lead), group if ranks > 1 else None, device, tokens=False
+        )
+        lead = rows.shape
+    temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
+    wide = acc_dtype(compute_dtype)
+    options = HeadOptions(
+        shard=shard,
+        lead=lead,
+        logit_scale=float(logit_scale),
+        softcap=softcap,
+        temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
+        logits_dtype=torch.float64 if wide == torch.float64 else logits_dtype,
+        compute_dtype=compute_dtype,
+        rounded=may_round and logits_dtype == compute_dtype and lora is None and segments is None,
+        backend=backend,
+        sequence_parallel=sequence_parallel,
+        chunk_size=chunk_size,
+        tiling=Tiling.of(math.prod(lead), shard.width, chunk_size, device),
+        selection=selection,
+        compact=compact,
+        segments=segments,
+        lora_scale=1.0 if lora is None else float(lora[2]),
+        main_grad=main_grad,
+    )
+    # A backend that is unavailable is refused here, before any collective.
+    backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)
+    a, b = (None, None) if lora is None else lora[:2]
+    own = temperature if isinstance(temperature, Tensor) else None
+    return options.open(hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, own)
+
+
+def _check_layer(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRAInput | None, prefix: str
+) -> torch.dtype:
+    """The dtype that operands are rounded to."""
+    hidden_name, weight_name = f"{prefix}hidden", f"{prefix}weight"
+    check_float_tensor(hidden_name, hidden, min_dim=2)
+    check_float_tensor(weight_name, weight, min_dim=2)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{weight_name}: expected shape [V/TP, {hidden.shape[-1]}] for {hidden_name} of shape "
+            f"{tuple(hidden.shape)}, got {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        check_float_tensor(f"{prefix}bias", bias, min_dim=1)
+    device_type, dtype = hidden.device.type, hidden.dtype
+    autocast = dtype != torch.float64 and autocast_enabled(device_type)
+    if autocast and weight.dtype != dtype:
+        dtype = min(dtype, weight.dtype, key=lambda each: each.itemsize)
+    for name, tensor in ((weight_name, weight), (f"{prefix}bias", bias)):
+        if tensor is None:
+            continue
+        fits = tensor.dtype == hidden.dtype or (autocast and tensor.dtype != torch.float64)
+        if not fits or tensor.device != hidden.device:
+            raise ValueError(
+                f"{name}: expected {hidden_name}'s dtype and device, {hidden.dtype} on "
+                f"{hidden.device}, got {tensor.dtype} on {tensor.device}"
+            )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{prefix}bias: expected shape [{weight.shape[0]}], got {tuple(bias.shape)}"
+        )
+    if lora is not None:
+        check_lora(lora, hidden, weight, prefix, autocast=autocast)
+    return dtype
+
+
+def _checked_main_grad(weight: Any) -> MainGrad | None:
+    # Without gradients nothing goes there: a reference model has no buffers.
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    if not isinstance(main_grad, Tensor) or main_grad.shape != weight.shape:
+        got = None if main_grad is None else tuple(getattr(main_grad, "shape", ()))
+        raise ValueError(
+            "gradient_accumulation_fusion=True: expected weight.main_grad of shape "
+            f"{tuple(weight.shape)}, got {got}"
+        )
+    return MainGrad(weight)

@@ -1,0 +1,338 @@
+"""The output layer's gradients, as dLogits come chunk by chunk.
+
+for each tile of rows:
+    for each block of columns:          chunk = tile @ weight[block]^T, and from it dLogits
+        dTile          += dLogits @ weight[block]
+        after the last block: dHidden[tile] = dTile summed over TP, while work goes on
+        dWeight[block] += dLogits^T @ tile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.collectives import (
+    all_reduce_sum_async,
+    ordered_sum_dim0,
+    reduce_scatter_dim0_async,
+    wait_for,
+)
+from mcore_logprobs.kernels.chunk import acc_dtype, softcap_slope
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.products import (
+    add_product,
+    aligned,
+    batch_invariant_matmul,
+    product,
+    rounded_product,
+)
+from mcore_logprobs.ops.lora import LoRAGradient
+from mcore_logprobs.ops.source import Entries, Placed, Write, entry_gradients
+
+if TYPE_CHECKING:
+    from mcore_logprobs.ops.head import HeadLogits, HeadTile, MainGrad
+
+
+class HeadGradient:
+    """The gradients of a head's tensors.
+
+    Args:
+        needs: which of them are wanted; an unwanted one costs no product.
+        wide: leave the gradients in float32 (float64 for float64), dWeight out of main_grad too.
+        sparse: dLogits come by `collect_entries` instead of chunk by chunk.
+    """
+
+    def __init__(
+        self, head: HeadLogits, needs: Sequence[bool], *, wide: bool = False, sparse: bool = False
+    ) -> None:
+        for_hidden, for_weight, for_bias, *for_lora = needs[:5]
+        options, bias = head.options, head.bias
+        self._head, self._wide = head, wide
+        self.hidden = HiddenGradient(head, wide=wide) if for_hidden else None
+        self.weight = self._bias = self._lora = None
+        if for_weight:
+            self.weight = WeightGradient(
+                head, main_grad=None if wide else options.main_grad, wide=wide, sparse=sparse
+            )
+        if for_bias and bias is not None:
+            self._bias = torch.zeros_like(bias, dtype=head.acc_dtype)
+        if head.lora is not None and (for_hidden or any(for_lora)):
+            lora_needs = (for_hidden, *for_lora)
+            self._lora = LoRAGradient(head, lora_needs, wide=wide, sparse=sparse)
+        self._tile: Tensor | None = None
+        self._reduced = -1  # the latest tile whose reduction was started
+        self._parts: list[Tensor | None] = []
+
+    def collect(self, tile: HeadTile, placed: Placed, write: Write) -> None:
+        """dLogits of a chunk, over the logits where they fit there, and from it the products.
+
+        After dHidden's product of a tile's last chunk its sum over TP starts, so that it runs while
+        that chunk's dWeight is multiplied: there is always a product to hide it behind.
+        """
+        head, columns = self._head, placed.columns
+        dlogits = self._dlogits(placed, write)
+        if self._lora is not None:
+            assert head.low_rank is not None
+            self._lora.add_chunk(columns, dlogits, head.low_rank.inner(tile.hidden))
+        if self.hidden is not None and head.options.segments is not None:
+            self._add_segment(columns, dlogits, tile)
+        elif self.hidden is not None:
+            block, rounded = head.weight_block(columns), head.options.rounded
+            if self._tile is None:
+                self._tile = torch.empty_like(tile.hidden, dtype=head.acc_dtype)
+                product(dlogits, block, self._tile, rounded=rounded)
+            else:
+                add_product(dlogits, block, self._tile, rounded=rounded)
+        if columns.stop == head.shard.valid_width:
+            self._reduce(tile)
+        if self.weight is not None:
+            self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
+
+    def _dlogits(self, placed: Placed, write: Write) -> Tensor:
+        """`[rows, columns]` as it is multiplied; and dBias.
+
+        With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on
+        top. A head with both a softcap and a bias takes the two steps apart.
+        """
+        head, chunk = self._head, placed.chunk
+        raw, dtype = chunk.logits, head.matmul_dtype
+        if self._bias is None or chunk.softcap is None:
+            out = raw if raw.dtype == dtype else torch.empty_like(raw, dtype=dtype)
+            write(placed, out)
+            self._add_bias(placed.columns, out, 1.0 / chunk.logit_scale)
+            return out
+        slope = softcap_slope(raw, chunk.logit_scale, chunk.softcap, head.acc_dtype)
+        slope.mul_(chunk.logit_scale)
+        capped = replace(chunk, bias=None, temperature=1.0).processed()
+        dz = torch.empty_like(raw, dtype=dtype)
+        after = replace(chunk, logits=capped, logit_scale=1.0, softcap=None)
+        write(placed._replace(chunk=after), dz)
+        self._add_bias(placed.columns, dz, 1.0)
+        return (dz * slope.masked_fill_(dz == 0, 0.0)).to(dtype)
+
+    def _add_bias(self, columns: slice, dz: Tensor, factor: float) -> None:
+        """Add `factor * sum over rows of dz`."""
+        if self._bias is not None:
+            self._bias[columns] += dz.sum(0, dtype=self._bias.dtype) * factor
+
+    def _add_segment(self, columns: slice, dlogits: Tensor, tile: HeadTile) -> None:
+        """Add a chunk's part of dTile to its segment's sum."""
+        head = self._head
+        segments = head.options.segments
+        assert segments is not None
+        part = torch.empty_like(
+            tile.hidden, dtype=head.acc_dtype, memory_format=torch.contiguous_format
+        )
+        batch_invariant_matmul(dlogits, head.weight_block(columns), part)
+        self._parts = self._parts or [None] * segments.local
+        number = columns.start // segments.width
+        before = self._parts[number]
+        self._parts[number] = part if before is None else before.add_(part)
+
+    def collect_entries(self, tile: HeadTile, entries: Entries, upstream: Tensor) -> None:
+        head, options = self._head, self._head.options
+        for part in tile.parts(entries):
+            some = Entries(*(x[part] for x in entries))
+            dz, dy = entry_gradients(
+                upstream[part].to(head.acc_dtype),
+                some,
+                partial(tile.raw_entries, some),
+                logit_scale=options.logit_scale,
+                softcap=options.softcap,
+                temperature=head.temperature,
+            )
+            rows, columns = some.row - tile.rows.start, some.column.clamp(min=0)
+            if self._bias is not None:
+                self._bias.index_add_(0, columns, dz)
+            factor = dy.unsqueeze(-1)
+            # An entry of 0 adds nothing, whatever the operands hold.
+            none = factor == 0
+            if self.weight is not None:
+                added = tile.hidden[rows].to(head.acc_dtype) * factor
+                self.weight.add_rows(columns, added.masked_fill_(none, 0.0))
+            if self.hidden is not None:
+                if self._tile is None:
+                    self._tile = torch.zeros_like(tile.hidden, dtype=head.acc_dtype)
+                added = head.matmul_input(head.weight[columns]).to(head.acc_dtype) * factor
+                self._tile.index_add_(0, rows, added.masked_fill_(none, 0.0))
+            if self._lora is not None:
+                assert head.low_rank is not None
+                self._lora.add_entries(rows, columns, factor, head.low_rank.inner(tile.hidden))
+
+    def end_tile(self, tile: HeadTile) -> None:
+        if self._reduced != tile.number:  # entries, or no true vocabulary on this rank
+            self._reduce(tile)
+
+    def _reduce(self, tile: HeadTile) -> None:
+        """The tile's dHidden is complete: start its sum over TP."""
+        self._reduced = tile.number
+        if self._lora is not None:
+            self._lora.end_tile(tile.hidden, self._tile)
+        if self.hidden is None:
+            return
+        segments = self._head.options.segments
+        zeros = partial(torch.zeros_like, tile.hidden, dtype=self._head.acc_dtype)
+        if segments is not None:
+            parts, self._parts = self._parts or [None] * segments.local, []
+            self.hidden.put_segments(
+                tile.number,
+                [zeros() if part is None else part for part in parts],
+            )
+            return
+        if self._tile is None:  # no true vocabulary on this rank
+            self._tile = zeros()
+        self.hidden.put(tile.number, self._tile)
+        self._tile = None
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Of each of HeadTensors, None where unwanted or gone into main_grad.
+
+        Where a LoRA's A is wanted, one all-reduce of `[r, h]` float32 over TP.
+        """
+        bias = self._bias
+        if bias is not None and not self._wide:
+            bias = bias.to(self._head.tensors.bias.dtype)  # type: ignore[union-attr]
+        return (
+            None if self.hidden is None else self.hidden.finish(),
+            None if self.weight is None else self.weight.finish(),
+            bias,
+            *((None, None) if self._lora is None else self._lora.finish()),
+        )
+
+
+class HiddenGradient:
+    """Collects dHidden tile by tile: float32 within a tile, summed over TP while the next is made.
+
+    The sum over TP is an all-reduce, or a reduce-scatter under sequence parallelism, in float32,
+    rounded to the hidden states' dtype once (not at all if `wide`).
+    """
+
+    def __init__(self, head: HeadLogits, *, wide: bool) -> None:
+        hidden, self._selection = head.tensors.hidden, head.options.selection
+        self._group, self._scatter = head.shard.group, head.options.sequence_parallel
+        self._parts = head.hidden.local
+        self._dtype = acc_dtype(hidden.dtype) if wide else hidden.dtype
+        self._pending: tuple[int, Tensor, Any | None] | None = None
+        if self._selection is None:
+            self._grad = torch.empty_like(hidden, dtype=self._dtype)
+        else:  # rows that are named twice are added up in float32
+            exact = self._selection.exact
+            dtype = self._dtype if exact else acc_dtype(hidden.dtype)
+            self._grad = torch.zeros_like(hidden, dtype=dtype)
+
+    def put(self, number: int, tile: Tensor) -> None:
+        """Take over the finished `[rows, h]` gradient of tile `number`; start its reduction."""
+        self._settle()
+        if self._scatter:
+            out, work = reduce_scatter_dim0_async(tile, self._group)
+        else:
+            out, work = tile, all_reduce_sum_async(tile, self._group)
+        self._pending = (number, out, work)
+
+    def put_segments(self, number: int, parts: list[Tensor]) -> None:
+        """As `put`, of this rank's segments' `[rows, h]`: added in vocabulary order."""
+        self._write(number, ordered_sum_dim0(parts, self._group, scatter=self._scatter))
+
+    def finish(self) -> Tensor:
+        """`[n_local, h]` in the hidden states' dtype, or float32."""
+        self._settle()
+        return self._grad.to(self._dtype)
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        number, out, work = self._pending
+        wait_for(work, self._group)
+        self._write(number, out)
+        self._pending = None
+
+    def _write(self, number: int, rows: Tensor) -> None:
+        part = self._parts[number]
+        if self._selection is None:
+            self._grad[part] = rows
+        elif self._selection.exact:
+            self._grad.index_copy_(0, self._selection.local[part], rows.to(self._grad.dtype))
+        else:
+            self._grad.index_add_(0, self._selection.local[part], rows)
+
+
+class WeightGradient:
+    """Collects dWeight block by block, accumulated in float32 whatever the weight's dtype.
+
+    With one tile a block is multiplied once and written once, straight into the gradient where its
+    dtype is the operands'. With several, the float32 sum lives in `main_grad` if it is given, else
+    in the gradient itself if that is float32, else in a float32 tensor of the gradient's size.
+    Under invariant_segments products are made from and into memory of their own, so that a block's
+    place in the weight does not change its bits.
+
+    Args:
+        main_grad: None, or the buffer to which the gradient is added.
+        wide: leave the gradient in float32.
+        sparse: the gradient comes by `add_rows`; the float32 sum starts at 0.
+    """
+
+    def __init__(
+        self, head: HeadLogits, *, main_grad: MainGrad | None, wide: bool, sparse: bool
+    ) -> None:
+        weight, tiles, options = head.weight, len(head.hidden.local), head.options
+        self._main_grad = main_grad
+        self._fixed, self._rounded = options.segments is not None, options.rounded
+        self._wide = head.acc_dtype
+        self._dtype = self._wide if wide else weight.dtype
+        self._fresh = main_grad is None
+        self._sum: Tensor | None = None
+        buffer = None if main_grad is None else main_grad.buffer
+        if sparse and (buffer is None or buffer.dtype != self._wide):
+            self._sum = torch.zeros_like(weight, dtype=self._wide)
+        elif buffer is None:
+            dtype = self._dtype if tiles <= 1 else self._wide
+            self._sum = prefer_huge_pages(torch.empty_like(weight, dtype=dtype))
+            self._sum[head.shard.valid_width if tiles else 0 :] = 0
+        elif buffer.dtype == self._wide:
+            self._sum = buffer
+
+    def add(self, first: bool, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
+        """Add `dlogits^T @ hidden`, `[columns, h]`; `first` for the first tile of the block.
+
+        Args:
+            dlogits: `[rows, columns]`, hidden: `[rows, h]`; of one dtype.
+        """
+        block = None if self._sum is None else self._sum[columns]
+        if self._fixed:
+            dlogits, hidden = aligned(dlogits), aligned(hidden)
+        elif block is not None and block.dtype == self._wide:
+            # product writes where there is nothing yet, so that no zero fill is needed.
+            multiply = product if first and self._fresh else add_product
+            multiply(dlogits.t(), hidden, block, rounded=self._rounded)
+            return
+        elif block is not None and first and self._fresh and block.dtype == dlogits.dtype:
+            rounded_product(dlogits.t(), hidden, block)
+            return
+        shape = (dlogits.shape[1], hidden.shape[1])
+        part = hidden.new_empty(shape, dtype=self._wide)
+        product(dlogits.t(), hidden, part, rounded=self._rounded)
+        if block is not None:  # fixed; or one tile, float32 operands of a low-precision weight
+            block.copy_(part) if first and self._fresh else block.add_(part)
+        else:  # a low-precision main_grad: rounded once a tile, as Megatron's own does
+            assert self._main_grad is not None
+            self._main_grad.buffer[columns].add_(part)
+
+    def add_rows(self, columns: Tensor, rows: Tensor) -> None:
+        """Add `rows[i]` to the gradient's row `columns[i]`; `[e]`, `[e, h]` float32 or float64."""
+        assert self._sum is not None
+        self._sum.index_add_(0, columns, rows)
+
+    def finish(self) -> Tensor | None:
+        """The weight's gradient, or what stands for it when main_grad has it."""
+        if self._main_grad is None:
+            assert self._sum is not None
+            return self._sum.to(self._dtype)
+        if self._sum is not None and self._sum is not self._main_grad.buffer:
+            self._main_grad.buffer.add_(self._sum)
+        return self._main_grad.stand_in()

@@ -1,0 +1,150 @@
+"""The keywords that operations share: declared, documented and checked here, and nowhere else.
+
+A public operation takes its own arguments by name and the rest as `**shared: Unpack[...]`, which
+type checkers and editors resolve. `shared_keywords` gives it the explicit signature and docstring
+that `help`, `inspect` and the documentation show. Defaults are those of `given_logits` and
+`head_logits`, which check the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+import torch
+
+from mcore_logprobs.consistency import VARIABLE, comparing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from mcore_logprobs.ops.lora import LoRAInput
+
+
+class LogitsKeywords(TypedDict, total=False):
+    """Of an operation on vocab-parallel logits."""
+
+    tp_group: ProcessGroup | None
+    temperature: float | Tensor
+    vocab_size: int | None
+    softcap: float | None
+    chunk_size: int | None
+    backend: str
+
+
+class LayerKeywords(TypedDict, total=False):
+    """Of an operation on hidden states: the output layer and the rows."""
+
+    bias: Tensor | None
+    lora: LoRAInput | None
+    logit_scale: float
+    softcap: float | None
+    sequence_parallel: bool
+    logits_dtype: torch.dtype
+    rows: Tensor | None
+    compact: bool
+    gradient_accumulation_fusion: bool
+    tp_group: ProcessGroup | None
+    chunk_size: int | None
+
+
+class HeadKeywords(LayerKeywords, total=False):
+    """The same, and what processes the logits."""
+
+    temperature: float | Tensor
+    vocab_size: int | None
+    backend: str
+
+
+DOCS = {
+    "tp_group": "ranks that share the vocabulary. None: Megatron's own group, or one process; see "
+    "`mcore_logprobs.groups`.",
+    "temperature": "logits are divided by it: a number, or a tensor without gradient that "
+    "broadcasts to the tokens' shape, a temperature per token.",
+    "vocab_size": "true vocabulary; columns at or past it count as -inf. None: all V.",
+    "softcap": "z = softcap * tanh(logits / softcap) before bias and temperature, as Gemma does.",
+    "chunk_size": "rows at a time; None: from a memory budget.",
+    "backend": '"auto", "torch", "triton" (CUDA) or "inductor" (CPU; compiles at its first use); '
+    "see `mcore_logprobs.kernels.backend`.",
+    "bias": "`[V/TP]`, added after scale and softcap, or None.",
+    "lora": "None, or (A `[r, h]`, B `[V/TP, r]`, scale) in hidden's dtype: `scale * (hidden @ "
+    "A^T) @ B^T` is added to the product before logit_scale. A is whole and the same on every TP "
+    "rank, B is this rank's rows, as the weight's are.",
+    "logit_scale": "the product is multiplied by it (MuP).",
+    "sequence_parallel": "hidden is split over TP along its first dimension.",
+    "logits_dtype": "what the products are rounded to. float32 (the default) also for bfloat16 "
+    "operands: the rounding of logits is the main source of mismatch between trainer and rollout "
+    "engine. torch.bfloat16 gives what a bfloat16 head gives.",
+    "rows": "None, or int64 `[m]`: flat indices into hidden's leading shape (of the whole sequence "
+    "under sequence parallelism, the same on every TP rank), in any order, repeated or not. "
+    "Targets, masks, per-token tensors and results are then `[m]`; other rows cost no product. "
+    "On the CPU no host sync, on a GPU one.",
+    "compact": "compute only rows that count (target not ignore_index, or mask True); the same "
+    "results. One host sync. Not with rows.",
+    "gradient_accumulation_fusion": "add the weight's gradient to `weight.main_grad` in place, as "
+    "Megatron's linear layers do (`grad_added_to_main_grad` and `zero_out_wgrad` honoured).",
+}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def shared_keywords(
+    keywords: type, declared_by: Callable[..., Any]
+) -> Callable[[Function], Function]:
+    """Makes the last parameter, `**shared: Unpack[keywords]`, explicit.
+
+    In the docstring `{shared}` becomes the keywords' texts. A keyword that is none is a TypeError.
+
+    Args:
+        declared_by: the function whose defaults they have.
+    """
+    defaults = inspect.signature(declared_by).parameters
+    names = tuple(keywords.__annotations__)
+
+    def decorate(function: Function) -> Function:
+        *own, _ = inspect.signature(function).parameters.values()
+        shared = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults[name].default,
+                annotation=defaults[name].annotation,
+            )
+            for name in names
+        ]
+        signature = inspect.signature(function).replace(parameters=[*own, *shared])
+        known = frozenset(signature.parameters)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not known.issuperset(kwargs):
+                unknown = next(name for name in kwargs if name not in known)
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword argument {unknown!r}"
+                )
+            if not torch.compiler.is_compiling() and os.environ.get(VARIABLE) == "1":
+                with comparing(function.__name__, signature.bind(*args, **kwargs)):
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        if call.__doc__:  # None under python -OO
+            call.__doc__ = call.__doc__.replace("{shared}", _texts(names))
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _texts(names: tuple[str, ...]) -> str:
+    lines = [
+        textwrap.fill(
+            f"{name}: {DOCS[name]}", 96, initial_indent=" " * 8, subsequent_indent=" " * 12
+        )
+        for name in names
+    ]
+    return "\n".join(lines).lstrip()

@@ -1,0 +1,330 @@
+"""Any operation on logits, from hidden states: a tile of rows at a time, recomputed in backward.
+
+for each tile of rows:
+    forward    z = processed(tile @ weight^T)    -> fn(z)
+    backward   z again -> fn(z) -> autograd's dz -> block by block dWeight, dHidden[tile]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from mcore_logprobs.kernels.chunk import Chunk, processed_logits, row_chunks
+from mcore_logprobs.ops.apply import Operation, Tensors, apply, autocast_enabled
+from mcore_logprobs.ops.arguments import check_mask, check_per_token
+from mcore_logprobs.ops.captured import name_of, walk_graph
+from mcore_logprobs.ops.gather import masked_source
+from mcore_logprobs.ops.head import HeadLogits, HeadTile, head_logits
+from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
+from mcore_logprobs.ops.source import GivenLogits, Placed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+MapFn = Callable[..., Any]
+
+
+@dataclass
+class _Structure:
+    """How fn's result is built; known once fn has been called.
+
+    Attributes:
+        spec: of the flat results.
+        dtypes: of each flat result, None for a None.
+        differentiable: which flat results depend on the logits.
+    """
+
+    spec: Any = None
+    dtypes: list[torch.dtype | None] = field(default_factory=list)
+    differentiable: list[bool] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Map(Operation):
+    """fn's flat results, `[n, ...]` each. Tensors: the valid mask `[n]`, per-token tensors.
+
+    Attributes:
+        masked: whether some rows do not count.
+        grad_enabled: whether autograd was on where the operation was called.
+        autocast: the caller's, for fn alone.
+    """
+
+    fn: MapFn
+    masked: bool
+    grad_enabled: bool
+    autocast: tuple[Any, ...] | None
+    structure: _Structure
+
+    def _results(self, z: Tensor, per_token: Sequence[Tensor], rows: slice) -> list[Tensor | None]:
+        """fn of one tile, flat and checked; the first call settles the structure."""
+        with _autocast(self.autocast):
+            flat, spec = flat_results(self.fn(z, *(t[rows] for t in per_token)), z.shape[0])
+        known, dtypes = self.structure, [None if x is None else x.dtype for x in flat]
+        if known.spec is None:
+            known.spec, known.dtypes = spec, dtypes
+        if (known.spec, known.dtypes) != (spec, dtypes):
+            raise ValueError(
+                f"fn: expected the structure and dtypes that its first call gave, {known.spec} of "
+                f"{known.dtypes}, got {spec} of {dtypes}"
+            )
+        return flat
+
+    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        valid_mask, *per_token = tensors
+        parts: list[list[Tensor | None]] = []
+        for rows, z in _processed_tiles(source):
+            # Once with autograd, to see what depends on the logits, and on what else.
+            tried = self.grad_enabled and not parts
+            with torch.set_grad_enabled(tried):
+                found = self._results(z.requires_grad_(tried), per_token, rows)
+            if tried:
+                _refuse_captured(found, z, self.fn)
+                self.structure.differentiable = [x is not None and x.requires_grad for x in found]
+            parts.append([None if x is None else x.detach() for x in found])
+            del z, found
+        results: list[Tensor | None] = []
+        for pieces in zip(*parts, strict=True):
+            whole = None if pieces[0] is None else torch.cat(pieces)
+            if whole is not None and self.masked:
+                whole = torch.where(_like(valid_mask, whole), whole, torch.zeros_like(whole[:1]))
+            results.append(whole)
+        return tuple(results), ()
+
+    def non_differentiable(self, place: int) -> bool:
+        flags = self.structure.differentiable
+        return not (flags and flags[place])
+
+    def backward(
+        self,
+        source: HeadLogits,
+        needs: Sequence[bool],
+        upstream: Tensors,
+        tensors: Tensors,
+        saved: Tensors,
+    ) -> Tensors:
+        valid_mask, *per_token = tensors
+        asked = torch.zeros_like(valid_mask)
+        grads: list[Tensor | None] = []
+        for g in upstream:
+            if g is not None:
+                g = torch.where(_like(valid_mask, g), g, 0.0) if self.masked else g
+                asked |= (g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0
+            grads.append(g)
+        gradient = source.gradient(needs)
+        for tile in source.tiles():
+            raw, z = _processed(tile)
+            with torch.enable_grad():
+                found = self._results(z.requires_grad_(), per_token, tile.rows)
+            pairs = [
+                (x, g[tile.rows])
+                for x, g in zip(found, grads, strict=True)
+                if x is not None and g is not None and x.requires_grad
+            ]
+            dz = None
+            if pairs:
+                outputs, incoming = zip(*pairs, strict=True)
+                (dz,) = torch.autograd.grad(outputs, z, incoming, allow_unused=True)
+                del outputs, incoming
+            del found, pairs
+            dz = torch.zeros_like(raw) if dz is None else dz
+
+            def write(
+                placed: Placed, out: Tensor, dz: Tensor = dz, rows: slice = tile.rows
+            ) -> None:
+                grad = torch.where(asked[rows].unsqueeze(-1), dz[:, placed.columns], 0.0)
+                placed.chunk.to_raw_gradient(grad)
+                out.copy_(grad)
+
+            for columns in row_chunks(source.shard.valid_width, source.options.tiling.columns):
+                chunk = source.chunk(raw[:, columns], tile.rows, columns)
+                gradient.collect(tile, Placed(tile.rows, columns, chunk), write)
+            gradient.end_tile(tile)
+            del raw, z, dz, write, chunk
+        return gradient.finish()
+
+
+def _processed_tiles(source: HeadLogits) -> Iterator[tuple[slice, Tensor]]:
+    """Each tile's rows and logits; those of no rows where there are none, to know the shapes."""
+    for tile in source.tiles():
+        yield tile.rows, _processed(tile)[1]
+    if source.count == 0:
+        yield slice(None), source.weight.new_empty(0, source.shard.width, dtype=source.acc_dtype)
+
+
+def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
+    """(raw, processed) logits of a tile, `[rows, V/TP]`; the same memory without a softcap."""
+    raw = tile.raw_logits()
+    chunk: Chunk = tile.head.chunk(raw, tile.rows, slice(0, raw.shape[1]))
+    if chunk.softcap is not None:
+        return raw, chunk.processed()
+    if chunk.logit_scale != 1.0:
+        raw.mul_(chunk.logit_scale)
+    if chunk.bias is not None:
+        raw.add_(chunk.bias)
+    return raw.detach(), raw
+
+
+def flat_results(found: Any, rows: int) -> tuple[list[Tensor | None], Any]:
+    """What a function of `rows` logits gave, flat, and its structure.
+
+    Raises:
+        ValueError: something else than tensors `[rows, ...]` and None.
+    """
+    flat, spec = pytree.tree_flatten(found)
+    for place, x in enumerate(flat):
+        if x is not None and (not isinstance(x, Tensor) or x.shape[:1] != (rows,)):
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                "fn: expected a tensor or a tuple of tensors of shape "
+                f"[{rows}, ...], got {got} as result {place}"
+            )
+    return flat, spec
+
+
+def _like(valid_mask: Tensor, x: Tensor) -> Tensor:
+    """`[n]` as `[n, 1, ...]` of x's dimensions."""
+    return valid_mask.view(-1, *(1,) * (x.dim() - 1))
+
+
+def _autocast_state(device_type: str) -> tuple[Any, ...] | None:
+    """(device type, dtype, whether casts are kept) of the caller's autocast; None: it is off."""
+    if not autocast_enabled(device_type):
+        return None
+    dtype = torch.get_autocast_dtype(device_type)
+    return device_type, dtype, torch.is_autocast_cache_enabled()
+
+
+def _autocast(state: tuple[Any, ...] | None) -> AbstractContextManager[Any]:
+    if state is None:
+        return nullcontext()
+    device_type, dtype, cache_enabled = state
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=cache_enabled)
+
+
+def _refuse_captured(found: list[Tensor | None], z: Tensor, fn: MapFn) -> None:
+    """A ValueError if a result depends on a leaf that requires a gradient, other than z."""
+    roots = [get_gradient_edge(z).node]
+    for x in found:
+        if x is None or x is z or not x.requires_grad:
+            continue
+        _, captured = walk_graph(x, roots)
+        if captured:
+            raise ValueError(
+                f"fn: uses {name_of(captured, fn)}, which requires a gradient, but gradients flow "
+                "to hidden, weight, bias and lora alone; detach it"
+            )
+
+
+def map_logits(
+    source: Any, fn: MapFn, *per_token_tensors: Tensor, mask: Tensor | None = None
+) -> Any:
+    """`linear_map` of any source; of given logits fn is called once, with all rows."""
+    if not callable(fn):
+        raise ValueError(f"fn: expected a callable, got {type(fn).__name__}")
+    lead, device = source.lead, source.device
+    tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
+    mask = check_mask(mask, lead, device)
+    if isinstance(source, GivenLogits):
+        z = processed_logits(
+            source.logits, logit_scale=source.options.logit_scale, softcap=source.options.softcap
+        )
+        rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
+        flat, spec = flat_results(fn(z.reshape(-1, z.shape[-1]), *rows), source.count)
+        found = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
+        if mask is not None:
+            found = [None if x is None else _masked(x, mask) for x in found]
+        return pytree.tree_unflatten(found, spec)
+    source = masked_source(source, mask)
+    assert isinstance(source, HeadLogits)
+    source = source.in_whole_rows()
+    operation = Map(
+        fn=fn,
+        masked=mask is not None,
+        grad_enabled=torch.is_grad_enabled(),
+        autocast=_autocast_state(device.type),
+        structure=_Structure(),
+    )
+    if mask is None:
+        mask = torch.ones(lead, dtype=torch.bool, device=device)
+    results = apply(operation, source, mask, *tensors)
+    return pytree.tree_unflatten(list(results), operation.structure.spec)
+
+
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
+    # Not 0, with which a bool would become an integer.
+    return torch.where(
+        mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim())), x, torch.zeros_like(x)
+    )
+
+
+@shared_keywords(LayerKeywords, head_logits)
+def linear_map(
+    hidden: Tensor,
+    weight: Tensor,
+    fn: MapFn,
+    *per_token_tensors: Tensor,
+    mask: Tensor | None = None,
+    **shared: Unpack[LayerKeywords],
+) -> Any:
+    """Any operation on a head's logits, without ever holding more than a tile of them.
+
+        linear_map(hidden, weight, lambda z, t: vocab_parallel_logprobs(z, t, tp_group=tp), target)
+
+    `fn(logits, *rows of per_token_tensors)` is called for some rows at a time with the processed
+    logits `[rows, V/TP]` of this rank, and once more a tile in the backward. It is given no
+    temperature and no true vocabulary: what fn calls applies them.
+
+    Shape:
+        hidden, weight: as in `linear_token_stats`.
+        per_token_tensors: `[s, b, ...]` or `[n, ...]`, the whole sequence on every TP rank also
+            under sequence parallelism; `[m, ...]` with rows. No gradient flows to them.
+        logits: what fn gets, `[rows, V/TP]` float32 (float64 for float64 operands); fn must not
+            modify it. Rows come in no particular order.
+        fn returns a tensor `[rows, ...]`, or a (named) tuple, list, dict or TokenStats of such;
+            None stays None. The same structure and dtypes at every call.
+        mask: bool `[s, b]` or `[n]`, the whole sequence (`[m]` with rows); False rows give 0 and no
+            gradient.
+        Returns what fn returns, each tensor `[s, b, ...]` or `[n, ...]`.
+
+    Args:
+        fn: deterministic, for the backward differentiates its second call, under the autocast of
+            the first. What it takes from around it (a variable of an enclosing loop) is read at
+            both calls: bind such a value when the function is made, as a default or by
+            functools.partial. Its side effects happen once a tile in the forward and once in the
+            backward. A row's result depends on that row alone. Collectives in it are fine where
+            every rank of tp_group makes the same ones, as the operations of this package do. For
+            rows without any it is called on none.
+        {shared}
+
+    chunk_size is rows a tile. A tile spans all of a rank's columns; None: as many rows as fit 128
+    MiB on a CPU, 1 GiB on a GPU, in float32.
+
+    A result has a gradient if fn's depends on the logits; a result that fn detached has none. On
+    a rank, a gradient of a result is the gradient of fn's result on that rank: as with the
+    operations on logits, each rank differentiates its own, equal or not.
+
+    Cost: four matrix products with a backward, and twice the forward of fn. Each tile reads and
+    writes dWeight in float32 once.
+
+    Collectives: those of fn a tile, forward and backward; backward one all-reduce of dHidden a
+    tile, or a reduce-scatter under sequence parallelism, which also gathers each tile of hidden.
+
+    Memory: a tile of logits, in the backward another of their gradient, with a softcap one more;
+    and what fn makes of one tile. Saved for backward: the inputs.
+
+    Raises:
+        ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors
+            that require a gradient; compact without a mask; a parameter captured in fn (in its
+            closure or its module), by name, as its gradient would be lost; a result of another
+            shape.
+    """
+    source = head_logits(hidden, weight, **shared)
+    return map_logits(source, fn, *per_token_tensors, mask=mask)

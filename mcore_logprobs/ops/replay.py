@@ -1,0 +1,159 @@
+"""Log-probabilities over the ids that a sampler recorded, in place of its filters.
+
+A softmax over each row's kept ids alone, in plain torch on their logits: a dot product an id from
+hidden states, no matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.collectives import all_gather_stack
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels.stats import StatsSpec, finalize, merge
+from mcore_logprobs.ops.apply import Operation, Tensors, apply
+from mcore_logprobs.ops.arguments import check_target, global_to_local
+from mcore_logprobs.ops.source import Entries, GivenLogits
+
+
+@dataclass(frozen=True)
+class Replay(Operation):
+    """Log-probabilities `[n]`.
+
+    Tensors: the valid mask `[n]`; of each entry `[e]` its row, ascending, its local id and whether
+    it is the target.
+
+    Attributes:
+        bounds: where each tile's entries begin, and the end.
+    """
+
+    bounds: tuple[int, ...]
+
+    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        valid_mask, row, local_ids, hit = tensors
+        z = torch.zeros(row.shape, dtype=source.acc_dtype, device=source.device)
+        for part, tile in zip(self._parts(), source.tiles(), strict=True):
+            z[part] = tile.processed_logits(Entries(row[part], local_ids[part]))
+        own, spec = local_ids >= 0, StatsSpec()
+        stats = z.new_zeros(len(spec.fields), source.count)
+        local = spec.named(stats)
+        local["max"].fill_(-torch.inf)
+        local["max"].scatter_reduce_(0, row, torch.where(own, z, -torch.inf), "amax")
+        shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
+        local["sum"].index_add_(0, row, torch.where(own, (z - shift[row]).exp(), 0.0))
+        local["target"].index_add_(0, row, torch.where(own & hit, z, 0.0))
+        merged = merge(all_gather_stack(stats, source.shard.group), spec)
+        results, softmax = finalize(merged, spec)
+        # -inf where the target is not among the kept ids, or all of them are -inf.
+        kept = z.new_zeros(source.count).index_add_(0, row, hit.to(z.dtype)) > 0
+        finite = ~spec.named(merged)["max"].isneginf()
+        logprobs = torch.where(kept & finite, results.logprobs, -torch.inf)
+        logprobs = torch.where(softmax.row_max.isnan(), torch.nan, logprobs)
+        row_max, log_sum, *_ = softmax
+        return (torch.where(valid_mask, logprobs, 0.0),), (row_max, log_sum, finite)
+
+    def _parts(self) -> list[slice]:
+        return [slice(*pair) for pair in zip(self.bounds[:-1], self.bounds[1:], strict=True)]
+
+    def backward(
+        self,
+        source: Any,
+        needs: Sequence[bool],
+        upstream: Tensors,
+        tensors: Tensors,
+        saved: Tensors,
+    ) -> Tensors:
+        valid_mask, row, local_ids, hit = tensors
+        row_max, log_sum, finite = saved
+        on_row = torch.where(valid_mask & finite, upstream[0], 0.0).to(row_max.dtype)
+        gradient = source.gradient(needs, sparse=True)
+        for part, tile in zip(self._parts(), source.tiles(), strict=True):
+            entries, g = Entries(row[part], local_ids[part]), on_row[row[part]]
+            z = tile.processed_logits(entries)
+            p = ((z - row_max[entries.row]) - log_sum[entries.row]).exp()
+            # A target that was not kept gets nothing, the kept ids what plain torch gives.
+            dz = torch.where(g != 0, g * (hit[part].to(g.dtype) - p), 0.0)
+            gradient.collect_entries(tile, entries, dz)
+            gradient.end_tile(tile)
+        return gradient.finish()
+
+
+def replay(
+    source: Any,
+    target: Tensor,
+    kept_ids: tuple[Tensor, Tensor],
+    *,
+    ignore_index: int | None = -100,
+) -> Tensor:
+    """As `vocab_parallel_sampling_logprobs` says of `kept_ids`, of any source.
+
+    Collectives: one all-gather of `[3, n]`. A host sync where rows are left out, and one where
+    there are several tiles.
+    """
+    target = check_target(target, source.lead, source.device)
+    ids, offsets = check_kept_ids(kept_ids, target.numel(), source.shard, source.device)
+    _, valid_mask = global_to_local(target, source.shard, ignore_index)
+    local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
+    source = source.compacted(valid_mask)
+    if isinstance(source, GivenLogits):
+        source = source.in_token_order()
+    # The record in the order of the rows of the walk: of each entry where it stands.
+    tokens = torch.arange(target.numel(), device=source.device).view(source.lead)
+    walk = source.flatten_rows(tokens)
+    computed = source.flatten_rows(torch.ones_like(tokens), fill=0)
+    lengths = offsets.diff()[walk] * computed
+    ends = lengths.cumsum(0)
+    is_whole = getattr(source.options, "selection", None) is None
+    count = ids.numel() if is_whole else int(lengths.sum())  # a host sync
+    row = torch.arange(source.count, device=source.device)
+    row = row.repeat_interleave(lengths, output_size=count)
+    place = torch.arange(count, device=source.device) + (offsets[:-1][walk] - ends + lengths)[row]
+    tile_ends, bounds = source.tile_ends(), (0, count)
+    if len(tile_ends) != 1:
+        bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
+    hit = ids[place] == source.flatten_rows(target)[row]
+    entries = (row, local_ids[place], hit)
+    return apply(Replay(bounds), source, valid_mask, constants=entries)[0]
+
+
+def check_kept_ids(
+    kept_ids: Any, rows: int, shard: VocabShard, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(flat ids `[e]`, offsets `[rows + 1]`), int64 copies; no sync on CUDA.
+
+    Raises:
+        ValueError: no pair of 1-D integer tensors, offsets that are not `[rows + 1]`; on CPU (on
+            CUDA a device-side assert) offsets that do not rise from 0 to the number of ids, ids
+            outside [0, vocab_size), or an id twice in one row.
+    """
+    if not isinstance(kept_ids, tuple | list) or len(kept_ids) != 2:
+        raise ValueError(f"kept_ids: expected (flat_ids, offsets), got {type(kept_ids).__name__}")
+    ids, offsets = kept_ids
+    entries = ids.numel() if isinstance(ids, Tensor) else 0
+    # Copies: the backward reads them, and autograd does not see changes of the caller's own.
+    ids = check_target(ids, torch.Size((entries,)), device, name="kept_ids[0]").clone()
+    offsets = check_target(offsets, torch.Size((rows + 1,)), device, name="kept_ids[1]").clone()
+    lengths = offsets.diff()
+    fits = (lengths >= 0).all() & (offsets[0] == 0) & (offsets[-1] == entries)
+    inside = ((ids >= 0) & (ids < shard.vocab_size)).all()
+    expected = f"kept_ids: expected offsets that rise from 0 to {entries}"
+    if device.type != "cpu":
+        torch._assert_async(fits, expected)
+        torch._assert_async(inside, f"kept_ids: id outside [0, {shard.vocab_size})")
+    elif not fits:
+        raise ValueError(f"{expected}, got {offsets[:8].tolist()} to {int(offsets[-1])}")
+    elif not inside:
+        raise ValueError(f"kept_ids: expected ids in [0, {shard.vocab_size})")
+    row = torch.arange(rows, device=device).repeat_interleave(lengths, output_size=entries)
+    keys = (row * shard.padded_size + ids).sort().values
+    single = (keys.diff() > 0).all()
+    if device.type != "cpu":
+        torch._assert_async(single, "kept_ids: an id twice in one row")
+    elif not single:
+        raise ValueError("kept_ids: expected each id at most once a row")
+    return ids, offsets

@@ -1,0 +1,227 @@
+"""`TokenStats`: what an operation on logits gives for each token."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+
+from mcore_logprobs.checks import check_integer
+from mcore_logprobs.context_parallel import context_parallel_gather
+
+__all__ = ["TokenStats"]
+
+
+@dataclass
+class TokenStats:
+    """What is known of each token. Every tensor but policy_loss has the target's shape `[...]`.
+
+    Attributes:
+        logprobs: float32, log p[target] in nats; 0 where the target is ignore_index. With label
+            smoothing, minus the smoothed cross entropy. Differentiable.
+        entropy: float32, -sum p log p in nats, or None if not asked for; 0 where ignored.
+            Differentiable.
+        target_rank: int64, how many columns have a larger logit than the target's (0: the target
+            is the argmax; ties count as not higher), or None; -1 where ignored.
+        lse: float32, log-sum-exp of the finished logits; 0 where ignored. Differentiable, so that a
+            z-loss costs no second pass.
+        sum_pi_squared: float32, sum p^2, or None if not asked for. Differentiable.
+        policy_loss: scalar, the loss of a policy formed with the statistics, or None. Where it is
+            there, it alone is differentiable.
+
+    Tensors are float64 where the logits are.
+
+    A pytree, and handled like one tensor `[...]` where callers slice or move model outputs:
+    `stats[index]`, `.shape`, `.device`, `.requires_grad`, `.detach()`, `.to(...)`. policy_loss is
+    no per-token tensor: `.requires_grad` is not about it, and an index leaves it out.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    target_rank: Tensor | None
+    lse: Tensor
+    sum_pi_squared: Tensor | None = None
+    policy_loss: Tensor | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """Cross entropy for each token, `-logprobs`."""
+        return -self.logprobs
+
+    @property
+    def shape(self) -> torch.Size:
+        """The per-token tensors' shape `[...]`."""
+        return self.logprobs.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.logprobs.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a per-token tensor requires a gradient."""
+        return any(x.requires_grad for x in self._per_token().values())
+
+    def __getitem__(self, index: Any) -> TokenStats:
+        """Every per-token tensor at `index`, as `logprobs[index]`; without policy_loss."""
+        return self._per_token_only(lambda x: x[index])
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
+        """`fn` of every per-token tensor there is; policy_loss stays as it is."""
+        return replace(self, **{name: fn(x) for name, x in self._per_token().items()})
+
+    def detach(self) -> TokenStats:
+        """Without gradients, policy_loss too."""
+        return self._all(lambda x: x.detach())
+
+    def to(self, *args: Any, **kwargs: Any) -> TokenStats:
+        """`Tensor.to` of every tensor; a dtype converts the floating-point ones alone.
+
+        Raises:
+            ValueError: a dtype of integers, or a tensor of one.
+        """
+        for value in (*args, *kwargs.values()):
+            dtype = value.dtype if isinstance(value, Tensor) else value
+            if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+                raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
+
+        def move(x: Tensor) -> Tensor:
+            if x.is_floating_point():
+                return x.to(*args, **kwargs)
+
+            def kept(value: Any) -> Any:
+                if isinstance(value, torch.dtype):
+                    return x.dtype
+                like = isinstance(value, Tensor)
+                return value.new_empty(0, dtype=x.dtype) if like else value
+
+            return x.to(*map(kept, args), **{name: kept(v) for name, v in kwargs.items()})
+
+        return self._all(move)
+
+    def gather_cp(
+        self,
+        cp_group: ProcessGroup | None = None,
+        seq_dim: int = 1,
+        layout: str = "zigzag",
+        cu_seqlens: Tensor | None = None,
+        grad: str = "sum",
+    ) -> TokenStats:
+        """The statistics of whole sequences from the context-parallel ranks' parts.
+
+        Shape: `[..., S/CP, ...]` in, `[..., S, ...]` out, in the sequence's order, on every rank;
+            without policy_loss, which is of this rank's tokens.
+
+        Args: those of `context_parallel_gather`, whose docstring says which `grad` goes with which
+            loss.
+
+        Collectives: one all-gather over CP for each tensor there is; backward, for grad="sum", one
+            reduce-scatter for each that the loss uses.
+
+        Raises:
+            ValueError: as `context_parallel_gather`, before any collective.
+        """
+        return self._per_token_only(
+            lambda x: context_parallel_gather(
+                x,
+                cp_group=cp_group,
+                seq_dim=seq_dim,
+                layout=layout,
+                cu_seqlens=cu_seqlens,
+                grad=grad,
+            )
+        )
+
+    def unpack(
+        self,
+        cu_seqlens: Tensor | Sequence[int],
+        lengths: Tensor | Sequence[int] | None = None,
+        seq_dim: int = 1,
+    ) -> list[TokenStats]:
+        """One TokenStats for each packed sequence; views, without policy_loss.
+
+        Shape: `[..., T, ...]` with T tokens at seq_dim; item i is `[..., n_i, ...]`.
+
+        Args:
+            cu_seqlens: padded cumulative lengths `[0, ..., <= T]`, one more than sequences.
+            lengths: each sequence's true length, which cuts the padding off at its end; None keeps
+                the padding.
+
+        Under context parallelism gather first (`gather_cp`). One host sync for each argument that
+        is a tensor on a GPU, as the results' shapes depend on them.
+
+        Raises:
+            ValueError: bounds that do not ascend within `[0, T]`; lengths of another count, or past
+                their sequence's end.
+        """
+        check_integer("seq_dim", seq_dim)
+        if not -len(self.shape) <= seq_dim < len(self.shape):
+            raise ValueError(f"seq_dim: out of range for shape {tuple(self.shape)}, got {seq_dim}")
+        bounds = _integers(cu_seqlens, "cu_seqlens")
+        size = self.shape[seq_dim]
+        if len(bounds) < 1 or bounds[0] < 0 or bounds[-1] > size or bounds != sorted(bounds):
+            raise ValueError(
+                f"cu_seqlens: expected ascending bounds within [0, {size}], got {bounds}"
+            )
+        parts = list(itertools.pairwise(bounds))
+        widths = [end - start for start, end in parts]
+        kept = widths if lengths is None else _integers(lengths, "lengths")
+        if len(kept) != len(parts) or any(
+            not 0 <= n <= width for n, width in zip(kept, widths, strict=True)
+        ):
+            raise ValueError(
+                f"lengths: expected {len(parts)} lengths of at most {widths}, got {kept}"
+            )
+
+        def piece(start: int, n: int) -> TokenStats:
+            return self._per_token_only(lambda x: x.narrow(seq_dim, start, n))
+
+        return [piece(start, n) for (start, _), n in zip(parts, kept, strict=True)]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def _per_token(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self._tensors().items() if name != "policy_loss"}
+
+    def _all(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
+        return replace(self, **{name: fn(x) for name, x in self._tensors().items()})
+
+    def _per_token_only(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
+        return replace(self.map(fn), policy_loss=None)
+
+
+def _integers(values: Tensor | Sequence[int], name: str) -> list[int]:
+    if isinstance(values, Tensor):
+        if values.dim() != 1 or values.is_floating_point() or values.is_complex():
+            raise ValueError(
+                f"{name}: expected a tensor of integers of one dimension, got {values.dtype} of "
+                f"shape {tuple(values.shape)}"
+            )
+        values = values.tolist()
+    if not isinstance(values, Sequence) or not all(
+        isinstance(v, numbers.Integral) and not isinstance(v, bool) for v in values
+    ):
+        raise ValueError(f"{name}: expected a tensor or a list of ints, got {values!r}")
+    return [int(v) for v in values]
+
+
+def _flatten(stats: TokenStats) -> tuple[list[Any], None]:
+    return [getattr(stats, f.name) for f in fields(stats)], None
+
+
+def _unflatten(values: Any, context: None) -> TokenStats:
+    return TokenStats(*values)
+
+
+pytree.register_pytree_node(
+    TokenStats, _flatten, _unflatten, serialized_type_name="mcore_logprobs.TokenStats"
+)

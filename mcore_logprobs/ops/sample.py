@@ -1,0 +1,327 @@
+"""A token drawn for each row, on a sharded vocabulary, from noise that any rank can compute.
+
+By the Gumbel-max trick: with independent standard Gumbel noise G the column of the largest z + G
+is distributed as softmax(z). The noise of a column is a function of (seed, row, global id) alone,
+by a counter-based generator, so that each rank makes the noise of its own columns, and the ranks
+compare one score a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.collectives import all_gather_stack
+from mcore_logprobs.kernels.chunk import per_row, row_chunks
+from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.ops.apply import (
+    Operation,
+    Tensors,
+    apply,
+    finalize_shards,
+    local_row_stats,
+    no_targets,
+)
+from mcore_logprobs.ops.arguments import check_mask, check_seed
+from mcore_logprobs.ops.gather import masked_source
+from mcore_logprobs.ops.head import HeadLogits, head_logits
+from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.sampling import Filters
+from mcore_logprobs.ops.sampling_cut import (
+    Cut,
+    FilterOptions,
+    Values,
+    find_cut,
+    kept_columns,
+    multiplier_column,
+)
+from mcore_logprobs.ops.source import Placed, given_logits
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
+# signed integers of torch, which wrap.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+_COPIES = 8  # of a float32 chunk: float64 scores, int64 bits, and one of either on the way
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """SplitMix64's output function, int64 in place."""
+    for distance, factor in _MIX:
+        bits.bitwise_xor_(_shifted(bits, distance)).mul_(factor)
+    return bits.bitwise_xor_(_shifted(bits, 31))
+
+
+def _shifted(bits: Tensor, distance: int) -> Tensor:
+    """Shifted right, without its sign."""
+    return (bits >> distance).bitwise_and_((1 << (64 - distance)) - 1)
+
+
+def streams(seed: Tensor, row: Tensor) -> Tensor:
+    """The generator's state of each row, int64; seed broadcasts to row."""
+    return _mixed(_mixed(seed + _GAMMA) + (row + 1) * _GAMMA)
+
+
+def gumbel_noise(stream: Tensor, first: int, width: int) -> Tensor:
+    """Standard Gumbel noise of `width` ids from `first` on, `[c, width]` float64; stream `[c]`."""
+    counter = torch.arange(first + 1, first + width + 1, device=stream.device)
+    bits = _mixed(stream.unsqueeze(-1) + counter * _GAMMA)
+    # 52 bits and a half: exact in float64, and neither 0 nor 1.
+    uniform = _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()
+
+
+@dataclass(frozen=True)
+class Sample(Operation):
+    """(ids, logprobs), each `[n]`; 0 in rows that the valid mask leaves out.
+
+    Tensors: the valid mask `[n]`; each row's stream, int64; whether it takes its largest logit.
+    """
+
+    filters: Filters
+
+    def non_differentiable(self, place: int) -> bool:
+        return True
+
+    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        valid_mask, stream, greedy = tensors
+        best = _Best(source, stream, greedy)
+        if self.filters.off:
+            spec = StatsSpec()
+            none = no_targets(source, source.count)
+            stats = local_row_stats(source, best.watch(source), none, spec)
+            row_max, log_sum, *_ = finalize_shards(stats, spec, source.shard.group).softmax
+            ids, z = best.of_all_ranks()
+            logprobs = (z - row_max) - log_sum
+        else:
+            cuts = [Cut.of_no_rows(source.acc_dtype, source.device)]
+            for tile in source.tiles():
+                cuts.append(self._filtered_tile(source, tile, valid_mask[tile.rows], best))
+            cut = Cut(*(torch.cat(parts) for parts in zip(*cuts, strict=True)))
+            ids, x = best.of_all_ranks()
+            multiplier = self.filters.options(source.shard, source.temperature).multiplier
+            logprobs = (x - cut.top) * multiplier - cut.log_sum
+        logprobs = torch.where(greedy & logprobs.isfinite(), 0.0, logprobs).to(source.acc_dtype)
+        return (torch.where(valid_mask, ids, 0), torch.where(valid_mask, logprobs, 0.0)), ()
+
+    def _filtered_tile(self, source: Any, tile: Any, valid_mask: Tensor, best: _Best) -> Cut:
+        chunks = list(tile.whole_rows())
+        opts = self.filters.options(source.shard, per_row(source.temperature, tile.rows))
+        values = Values(chunks, source.rows_at_a_time(source.shard.width), source.acc_dtype)
+        cut = find_cut(values, no_targets(source, len(valid_mask)), valid_mask, opts)
+        for placed in chunks:
+            best.see(placed, _Kept(tile.rows.start, cut, opts))
+        return cut
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the filters keep of the rows from `start` on."""
+
+    start: int
+    cut: Cut
+    opts: FilterOptions
+
+    def score(self, score: Tensor, x: Tensor, rows: slice, first: int) -> Tensor:
+        """Noise plus the tempered logit, -inf where a filter drops it; x before temperature."""
+        own = slice(rows.start - self.start, rows.stop - self.start)
+        score += x * multiplier_column(self.opts.multiplier, own, x.dtype)
+        limit, last = self.cut.limit[own].unsqueeze(-1), self.cut.last[own].unsqueeze(-1)
+        return score.masked_fill_(~kept_columns(x, limit, last, first, self.opts), -torch.inf)
+
+
+class _Best:
+    """Of each row the largest score on this rank, its global id and its logit."""
+
+    def __init__(self, source: Any, stream: Tensor, greedy: Tensor) -> None:
+        self._source, self._stream, self._greedy = source, stream, greedy
+        # Score, id and logit, float64: ids are exact in it. All -inf: the first id of all.
+        self._found = stream.new_zeros(3, source.count, dtype=torch.float64)
+        self._found[0] = self._found[2] = -torch.inf
+
+    def watch(self, source: Any) -> Iterator[Placed]:
+        """All chunks of a source, each looked at."""
+        for tile in source.tiles():
+            for placed in tile.chunks():
+                self.see(placed)
+                yield placed
+
+    def see(self, placed: Placed, kept: _Kept | None = None) -> None:
+        chunk, shard = placed.chunk, self._source.shard
+        if chunk.valid == 0:
+            return
+        first = shard.start + placed.columns.start
+        step = self._source.rows_at_a_time(chunk.valid, _COPIES)
+        for part in row_chunks(chunk.logits.shape[0], step):
+            rows = slice(placed.rows.start + part.start, placed.rows.start + part.stop)
+            some = chunk.rows(part)
+            score = gumbel_noise(self._stream[rows], first, chunk.valid)
+            score.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
+            if kept is None:
+                z = some.processed()
+                score += z
+            else:
+                z = replace(some, temperature=1.0).processed().to(self._source.acc_dtype)
+                kept.score(score, z, rows, placed.columns.start)
+            # A row with NaN or +inf has no distribution: the first of them, whose logprob is NaN.
+            score.masked_fill_(~(z < torch.inf), torch.inf)
+            largest, column = score.max(-1)
+            own = z.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+            new = torch.stack([largest, (first + column).double(), own.double()])
+            before = self._found[:, rows]
+            before.copy_(torch.where(largest > before[0], new, before))
+
+    def of_all_ranks(self) -> tuple[Tensor, Tensor]:
+        """(global id, int64; its logit, float64) of each row's largest score. One all-gather."""
+        everyone = all_gather_stack(self._found, self._source.shard.group)  # [ranks, 3, n]
+        winner = everyone[:, 0].argmax(0, keepdim=True)
+        return everyone[:, 1].gather(0, winner)[0].long(), everyone[:, 2].gather(0, winner)[0]
+
+
+def sample(
+    source: Any,
+    *,
+    seed: int | Tensor,
+    greedy: Tensor | None = None,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`vocab_parallel_sample` of any source.
+
+    Args:
+        greedy: bool that broadcasts to the tokens' shape; True: the temperature is 0.
+    """
+    lead, device = source.lead, source.device
+    mask = check_mask(mask, lead, device)
+    filters = Filters.of(top_k, top_p, source.shard)
+    row = torch.arange(lead.numel(), device=device).view(lead)
+    stream = streams(check_seed(seed, lead, device), row)
+    taken = torch.zeros(lead, dtype=torch.bool, device=device)
+    if greedy is not None:
+        taken |= greedy
+    source = masked_source(source, mask)
+    if mask is None:
+        mask = torch.ones(lead, dtype=torch.bool, device=device)
+    if isinstance(source, HeadLogits) and not filters.off:
+        source = source.in_whole_rows()
+    with torch.no_grad():
+        ids, logprobs = apply(Sample(filters), source, mask, stream, taken)
+    return ids, logprobs
+
+
+def without_zeros(
+    temperature: float | Tensor, device: torch.device
+) -> tuple[float | Tensor, Tensor | None]:
+    """A temperature whose zeros are ones, and where they were; None: nowhere."""
+    if isinstance(temperature, Tensor):
+        zero = temperature == 0
+        return torch.where(zero, torch.ones_like(temperature), temperature), zero.to(device)
+    if not isinstance(temperature, bool) and temperature == 0:
+        return 1.0, torch.ones((), dtype=torch.bool, device=device)
+    return temperature, None
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_sample(
+    vocab_parallel_logits: Tensor,
+    *,
+    seed: int | Tensor,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    mask: Tensor | None = None,
+    **shared: Unpack[LogitsKeywords],
+) -> tuple[Tensor, Tensor]:
+    """A token drawn for each row, and its log-probability under what it was drawn from.
+
+    From softmax(z) with temperature, top_k and top_p as in `vocab_parallel_sampling_logprobs`, by
+    the Gumbel-max trick. The noise is a function of (seed, row, global id) alone, where row is the
+    flat index in the results: the same logits give the same ids at every tensor-parallel size and
+    every chunk_size.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]`, or a DTensor sharded on its last dimension -> (ids
+        int64 `[...]`, global; logprobs float32 `[...]`, float64 for float64 logits), the same on
+        every TP rank. Neither has a gradient: score the ids for one
+        (`vocab_parallel_sampling_logprobs`).
+
+    Args:
+        seed: an int of 64 bits, or a tensor of such that broadcasts to `[...]`, as a seed per
+            request. Ranks of one tensor-parallel group pass the same; of other groups (data or
+            context parallelism, whose rows are other tokens) a seed of their own. A new one for
+            every call, as every position of a sequence.
+        top_k, top_p: as in `vocab_parallel_sampling_logprobs`.
+        mask: bool `[...]`; False rows give id 0 and logprob 0, whatever their logits hold.
+        {shared}
+
+    temperature may be 0 here, also per token: then the id is that of the largest logit, the
+    smallest id where several tie, and its logprob 0.
+
+    A row with NaN or +inf gives the first such id and a logprob of NaN, a row of -inf alone id 0
+    and -inf. Noise and scores are float64. The work is torch's on every backend.
+
+    Collectives: over TP one all-gather of `[3, n]` float32 and one of `[3, n]` float64; with
+    filters in place of the first those of `vocab_parallel_sampling_logprobs`, and its host syncs.
+
+    Memory: a chunk of logits in float64, twice.
+
+    Raises:
+        ValueError: before any collective; see `vocab_parallel_sampling_logprobs`.
+    """
+    temperature, greedy = _split(shared, vocab_parallel_logits)
+    source = given_logits(vocab_parallel_logits, **shared | {"temperature": temperature})
+    return sample(source, seed=seed, greedy=greedy, top_k=top_k, top_p=top_p, mask=mask)
+
+
+@shared_keywords(HeadKeywords, head_logits)
+def linear_sample(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    seed: int | Tensor,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    mask: Tensor | None = None,
+    **shared: Unpack[HeadKeywords],
+) -> tuple[Tensor, Tensor]:
+    """`vocab_parallel_sample` of a head's logits without ever holding them.
+
+    Shape:
+        hidden, weight: as in `linear_token_stats`.
+        Returns (ids int64 `[s, b]` or `[n]`, global; logprobs float32), the same on every TP rank;
+        `[m]` with rows, where row is the place among the m. Neither has a gradient.
+
+    Args:
+        seed, top_k, top_p: as in `vocab_parallel_sample`.
+        mask: bool `[s, b]` or `[n]`, the whole sequence (`[m]` with rows); False rows give id 0 and
+            logprob 0.
+        {shared}
+
+    temperature may be 0 here. Products may round otherwise at another tensor-parallel size, which
+    changes an id only where two scores are as close as that rounding.
+
+    Cost: one matrix product, and the noise of every logit.
+
+    Collectives: those of `vocab_parallel_sample`, with filters a tile; under sequence parallelism
+    each tile of hidden is gathered.
+
+    Memory: a chunk of logits, and in float64 some rows of it; with filters a tile.
+
+    Raises:
+        ValueError: before any collective; compact without a mask; see `vocab_parallel_sample` and
+            `linear_token_stats`.
+    """
+    temperature, greedy = _split(shared, hidden)
+    source = head_logits(hidden, weight, **shared | {"temperature": temperature})
+    return sample(source, seed=seed, greedy=greedy, top_k=top_k, top_p=top_p, mask=mask)
+
+
+def _split(shared: Any, like: Any) -> tuple[float | Tensor, Tensor | None]:
+    device = like.device if isinstance(like, Tensor) else torch.device("cpu")
+    return without_zeros(shared.get("temperature", 1.0), device)

@@ -1,0 +1,547 @@
+"""Which tokens top-k and top-p keep, on a sharded vocabulary, without re-sharding it.
+
+A row's tokens stand in order: by logit before the temperature, descending, then by id, ascending.
+Both filters keep a first part of that order, so that a row's kept set is a *cut*: the smallest
+logit kept, and among the tokens equal to it the last one kept. Dividing by a temperature keeps the
+order, but may make equals of what is none.
+
+1. Each rank's few largest logits (its candidates) go round in one all-gather, with its part of the
+   softmax's sum and of the target's logit. Every rank then knows each row's list of candidates,
+   complete above the *edge*, the largest of the ranks' smallest candidates.
+2. A cut above the edge is found from the list, on every rank alike.
+3. The other rows (flat ones, and many ties at the edge) are searched for.
+
+Masses are sums of exp(z - max z), never normalised, in float64 over the candidates.
+
+The search is over the values that a logit can have. Floating-point numbers, read as integers the
+right way, keep their order. On these keys the search narrows an interval (lo, hi] eightfold a round
+until it holds one value: 15 rounds for float32, fewer for 16-bit logits. A round is one pass over
+the rows and one all-reduce of `[7, rows]`, whatever the vocabulary. The first rounds cut the
+interval into equal parts by value, after which each rank's largest logits within it mostly hold the
+cut, and are looked at once. Let A(t) be the mass (or number) of tokens above t. The cut is the
+smallest t with
+
+    A(t) < top_p * total      (top-p)            A(t) < k      (top-k, A counts)
+
+and is a logit of the row, since A changes only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels.chunk import Chunk, acc_dtype, row_chunks
+from mcore_logprobs.kernels.reference import gather_target
+from mcore_logprobs.ops.source import Placed
+
+# Candidates a rank for top-p alone, and the largest top_k served by candidates.
+_TOP_P_CANDIDATES = 128
+_MAX_CANDIDATES = 1024
+
+# The search.
+_WAYS = 8
+_BY_VALUE = 4  # rounds before the look at the logits within
+_WITHIN = 128  # logits of each rank looked at
+_ROUNDS = 40  # float64's 64 bits in threes, and some rounds for the last few values
+
+
+@dataclass(frozen=True)
+class FilterOptions:
+    """What to keep.
+
+    Attributes:
+        multiplier: one over the temperature: a number, or float64 `[n]`, one a row.
+        top_k: 1 to vocab_size - 1, or None for off.
+        top_p: in (0, 1), or None for off.
+    """
+
+    shard: VocabShard
+    multiplier: float | Tensor
+    top_k: int | None
+    top_p: float | None
+
+
+def multiplier_column(
+    multiplier: float | Tensor, part: slice, dtype: torch.dtype
+) -> float | Tensor:
+    """The multiplier of some rows, to multiply `[c, v]` by: the number, or `[c, 1]`."""
+    if not isinstance(multiplier, Tensor):
+        return multiplier
+    return multiplier[part].unsqueeze(-1).to(dtype)
+
+
+def kept_columns(x: Tensor, limit: Tensor, last: Tensor, first: int, opts: FilterOptions) -> Tensor:
+    """bool `[c, v]`: what a cut keeps of logits before the temperature.
+
+    Args:
+        x: `[c, v]`, columns from `first` on.
+        limit, last: `[c, 1]`, as in `Cut`.
+    """
+    kept = x > limit
+    if opts.top_p is not None:
+        columns = torch.arange(first, first + x.shape[1], device=x.device)
+        kept |= (x == limit) & (columns <= last)
+    return kept
+
+
+class Cut(NamedTuple):
+    """The kept set of each row, and the target's place in it. All `[n]`, float32 or float64.
+
+    Attributes:
+        logprobs: of the target under the kept set; -inf where it is not in it, NaN in a row with
+            NaN or +inf.
+        kept: bool, whether the target is in the kept set; of no meaning where logprobs is NaN.
+        limit: logits above it are kept. It lies between the smallest logit kept and the largest
+            that is not, so that logits which are computed again, and round otherwise, stay where
+            they were; where these two are equal it is both.
+        last: int64, of logits equal to the limit the last of this rank's columns that is kept; -1
+            for none.
+        top: the row's largest logit, NaN where any is; 0 where every logit is -inf.
+        log_sum: log of the sum over the kept set of exp(z - max z); 0 where every logit is -inf.
+    """
+
+    logprobs: Tensor
+    kept: Tensor
+    limit: Tensor
+    last: Tensor
+    top: Tensor
+    log_sum: Tensor
+
+    @classmethod
+    def of_no_rows(cls, dtype: torch.dtype, device: torch.device) -> Cut:
+        """An empty one, to join others to."""
+        dtypes = (dtype, torch.bool, dtype, torch.int64, dtype, dtype)
+        return cls(*(torch.empty(0, dtype=each, device=device) for each in dtypes))
+
+
+class Values:
+    """Logits before the temperature, a few rows at a time.
+
+    Args:
+        chunks: of whole rows; the first row is the first of the n.
+        rows_at_a_time: of which float32 copies are made.
+    """
+
+    def __init__(self, chunks: list[Placed], rows_at_a_time: int, dtype: torch.dtype) -> None:
+        first = chunks[0].rows.start if chunks else 0
+        self._chunks = [
+            (slice(rows.start - first, rows.stop - first), replace(chunk, temperature=1.0))
+            for rows, _, chunk in chunks
+        ]
+        self._rows_at_a_time = rows_at_a_time
+        self.dtype = self.raw_dtype = dtype
+        if all(chunk.is_plain for _, chunk in self._chunks) and chunks:
+            self.raw_dtype = chunks[0].chunk.logits.dtype
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """(slice of the n rows, `[c, valid]` in the logits' own dtype where they are plain)."""
+        for rows, chunk in self._chunks:
+            for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time):
+                where = slice(rows.start + part.start, rows.start + part.stop)
+                yield where, _values(chunk.rows(part))
+
+    def of_rows(self, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(slice of the index, `[c, valid]` new, float32 or float64) of rows `[r]`, ascending."""
+        start = 0
+        for rows, chunk in self._chunks:
+            mine = index[(index >= rows.start) & (index < rows.stop)] - rows.start
+            for part in row_chunks(mine.shape[0], self._rows_at_a_time):
+                picked = replace(chunk, logits=chunk.logits[mine[part]])
+                stop = start + part.stop - part.start
+                yield slice(start, stop), _values(picked).to(self.dtype)
+                start = stop
+
+
+def _values(chunk: Chunk) -> Tensor:
+    return chunk.logits[:, : chunk.valid] if chunk.is_plain else chunk.processed()
+
+
+def find_cut(values: Values, local_target: Tensor, valid_mask: Tensor, opts: FilterOptions) -> Cut:
+    """Both filters for every row.
+
+    Collectives: one all-gather of `[2 + candidates, n]`; with top-p an all-reduce of `[n]`; more
+    only for rows that need a search. One host sync: whether any row does.
+
+    Args:
+        local_target: `[n]` int64, the target as this rank's column, or -1.
+        valid_mask: `[n]` bool, False for rows that do not count.
+    """
+    shard = opts.shard
+    wanted = _TOP_P_CANDIDATES if opts.top_k is None else opts.top_k + 1
+    if wanted > _MAX_CANDIDATES:
+        wanted = _TOP_P_CANDIDATES
+    survey = _Survey(values, local_target, min(wanted, shard.width), opts)
+    found = survey.cut()
+    hard = found.hard & valid_mask & survey.top.isfinite()
+    index = hard.nonzero().squeeze(-1)  # a host sync
+    if index.numel():
+        subset = _HardRows(values, index, survey.top[index], opts)
+        solved = _search_cut(subset, survey.total[index])
+        for known, exact in zip(found[:4], solved, strict=True):
+            known[index] = exact
+
+    own = local_target >= 0
+    if opts.top_p is None:
+        kept = survey.target >= found.value
+    else:
+        above = (survey.own_target > found.value) | (
+            (survey.own_target == found.value) & (local_target <= found.last)
+        )
+        kept = all_reduce_sum((own & above).to(survey.target.dtype), shard.group) > 0
+    empty = found.mass == 0  # every logit is -inf
+    log_sum = torch.where(empty, 0.0, found.mass.log())
+    logprobs = (survey.target.double() - survey.top) * opts.multiplier - log_sum
+    logprobs = torch.where(kept & ~empty, logprobs, -torch.inf)
+    return Cut(
+        logprobs=logprobs.masked_fill(~survey.top.isfinite(), torch.nan).to(values.dtype),
+        kept=kept,
+        limit=torch.where(found.next == found.value, found.value, _between(found)),
+        last=torch.where(found.next == found.value, found.last, -1),
+        top=survey.top,
+        log_sum=log_sum.to(values.dtype),
+    )
+
+
+def _between(found: _Found) -> Tensor:
+    """Numbers below the value and not below the next one."""
+    middle = found.next + (found.value - found.next) / 2
+    return torch.where((middle < found.value) & (middle > found.next), middle, found.next)
+
+
+class _Found(NamedTuple):
+    """`[n]` each.
+
+    Attributes:
+        value: the smallest logit kept.
+        next: at least the largest logit that is not kept; the value itself where only some of those
+            equal to it are.
+        mass: float64, of the kept set.
+        last: int64, the last of this rank's columns equal to the value that is kept; -1 for none.
+        hard: bool, whether the list of candidates does not tell.
+    """
+
+    value: Tensor
+    next: Tensor
+    mass: Tensor
+    last: Tensor
+    hard: Tensor
+
+
+class _Survey:
+    """Step 1: what every rank knows of each row after the one all-gather.
+
+    Attributes:
+        top: `[n]` largest logit, NaN where any is (top-k takes it for the largest); 0 where all
+            are -inf.
+        total: `[n]` float64, the whole softmax's mass; NaN with top-k, which has no use for it.
+        target, own_target: `[n]` the target's logit; own_target is 0 on ranks that lack it.
+        listed: `[n, ranks*c]` the candidates, descending.
+        edge: `[n]`, above which the list is complete; -inf where it is complete altogether.
+    """
+
+    def __init__(self, values: Values, local_target: Tensor, c: int, opts: FilterOptions) -> None:
+        self._opts, shard = opts, opts.shard
+        dtype, device, n = values.dtype, local_target.device, local_target.shape[0]
+        packed = torch.zeros(2 + c, n, dtype=dtype, device=device)
+        packed[2:] = -torch.inf
+        self._columns = torch.zeros(n, c, dtype=torch.int64, device=device)
+        found = min(c, shard.valid_width)
+        for part, x in values.parts() if found else ():
+            best = x.topk(found, dim=-1)
+            packed[0, part] = gather_target(x, local_target[part], 0.0).to(dtype)
+            packed[2 : 2 + found, part] = best.values.t().to(dtype)
+            self._columns[part, :found] = best.indices
+            if opts.top_k is None:
+                multiplier = multiplier_column(opts.multiplier, part, dtype)
+                packed[1, part] = _mass(x, best.values[:, :1], multiplier)
+        everyone = all_gather_stack(packed, shard.group)  # [ranks, 2 + c, n]
+        self.own_target, self.target = packed[0], everyone[:, 0].sum(0)
+        self._candidates = everyone[:, 2:]
+        self.listed = self._candidates.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
+        top = self.listed[:, 0]
+        self.top = torch.where(top.isneginf(), 0.0, top)
+        self.total = (everyone[:, 1].double() * self._weight(everyone[:, 2])).sum(0)
+        if opts.top_k is not None:
+            self.total.fill_(torch.nan)
+        # A rank whose whole vocabulary is on the list sets no edge.
+        partial = [shard.vocab_size - rank * shard.width > c for rank in range(shard.tp_size)]
+        smallest = everyone[:, -1].clone()
+        for rank in [rank for rank, is_partial in enumerate(partial) if not is_partial]:
+            smallest[rank] = -torch.inf
+        self.edge = smallest.amax(0)
+
+    def _weight(self, raw: Tensor) -> Tensor:
+        """exp(z - max z), float64; raw `[..., n]`."""
+        return ((raw.double() - self.top) * self._opts.multiplier).exp()
+
+    def cut(self) -> _Found:
+        """Step 2: the cut as the list tells it; `hard` where it does not."""
+        opts, listed = self._opts, self.listed
+        n, length = listed.shape
+        weight = self._weight(listed.t()).t()
+        before = weight.cumsum(-1) - weight
+        kept = torch.ones_like(listed, dtype=torch.bool)
+        hard = torch.zeros(n, dtype=torch.bool, device=listed.device)
+        total = self.total
+        if opts.top_k is not None:
+            if opts.top_k > length:
+                hard = ~hard
+            else:
+                kth = listed[:, opts.top_k - 1]
+                hard = (kth <= self.edge) & ~self.edge.isneginf()
+                kept = listed >= kth.unsqueeze(-1)
+            total = (weight * kept).sum(-1)
+        if opts.top_p is not None:
+            kept = kept & (before < (opts.top_p * total).unsqueeze(-1))
+        count = kept.sum(-1, keepdim=True).clamp(min=1)
+        value = listed.gather(-1, count - 1).squeeze(-1)
+        behind = torch.nn.functional.pad(listed, (0, 1), value=-torch.inf).gather(-1, count)
+        hard = hard | ((value <= self.edge) & ~self.edge.isneginf())
+        mass = (before + weight).gather(-1, count - 1).squeeze(-1)
+        whole = torch.full_like(count.squeeze(-1), opts.shard.width)
+        last = whole
+        if opts.top_p is not None:
+            last = torch.where(value.isneginf(), whole, self._last_tie(value, count.squeeze(-1)))
+        following = torch.maximum(behind.squeeze(-1), self.edge)  # no other is above the edge
+        return _Found(value, following, mass, last, hard)
+
+    def _last_tie(self, value: Tensor, count: Tensor) -> Tensor:
+        """This rank's last kept column among those equal to `value`, of `count` kept in all."""
+        ties = (self._candidates == value).sum(1)  # [ranks, n]
+        kept = count - (self.listed > value.unsqueeze(-1)).sum(-1)
+        mine = _kept_on_rank(kept, ties, self._opts.shard.rank)
+        own = self._candidates[self._opts.shard.rank].t()
+        columns = torch.where(own == value.unsqueeze(-1), self._columns, self._opts.shard.width)
+        last = columns.sort(-1).values.gather(-1, (mine - 1).clamp(min=0).unsqueeze(-1))
+        return torch.where(mine > 0, last.squeeze(-1), -1)
+
+
+def _mass(x: Tensor, top: Tensor, multiplier: float | Tensor) -> Tensor:
+    """sum exp(z - max z) of logits `[c, v]` with maximum `[c, 1]`; 0 for a row of -inf."""
+    dtype = acc_dtype(x.dtype)
+    top = top.to(dtype)
+    shifted = x.to(dtype) - torch.where(top.isneginf(), 0.0, top)
+    return shifted.mul_(multiplier).exp_().sum(-1)
+
+
+# ---- the search ----------------------------------------------------------------------------------
+
+
+class _HardRows:
+    """Some rows of the logits, in chunks of float32 (or float64) copies.
+
+    Args:
+        index: `[r]` int64, ascending.
+        top: `[r]` largest logit, finite.
+    """
+
+    def __init__(self, values: Values, index: Tensor, top: Tensor, opts: FilterOptions) -> None:
+        self.top, self.shard, self.opts = top, opts.shard, opts
+        self.dtype, self.raw_dtype = values.dtype, values.raw_dtype
+        self.multiplier = opts.multiplier
+        if isinstance(self.multiplier, Tensor):
+            self.multiplier = self.multiplier[index]
+        self._values, self._index = values, index
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(slice of the `r` rows, `[c, valid]` logits, new)."""
+        return self._values.of_rows(self._index)
+
+    def above(self, pivots: Tensor, *, count: bool) -> Tensor:
+        """Mass, or number, of tokens above each pivot: `[w, r]` -> `[w, r]` float64.
+
+        One all-reduce.
+        """
+        out = torch.zeros(pivots.shape, dtype=torch.float64, device=pivots.device)
+        for part, x in self.chunks():
+            weight = None if count else self._weight(x, part)
+            buffer = torch.empty_like(x)
+            for pivot, total in zip(pivots[:, part], out[:, part], strict=True):
+                torch.gt(x, pivot.unsqueeze(-1), out=buffer)
+                if weight is not None:
+                    buffer.mul_(weight)
+                total.copy_(buffer.sum(-1))
+        return all_reduce_sum(out, self.shard.group)
+
+    def around(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(mass above `value`, `[r]` float64; tokens equal to it on each rank, `[ranks, r]` int64).
+
+        One all-gather.
+        """
+        out = torch.zeros(2, value.shape[0], dtype=torch.float64, device=value.device)
+        for part, x in self.chunks():
+            limit = value[part].unsqueeze(-1)
+            out[1, part] = (x == limit).sum(-1).double()
+            out[0, part] = self._weight(x, part).mul_(x > limit).sum(-1).double()
+        everyone = all_gather_stack(out, self.shard.group)
+        return everyone[:, 0].sum(0), everyone[:, 1].long()
+
+    def largest_up_to(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logits of each row that are at most `value`, descending, `[r, m]`; and
+        `[r]` the edge above which none is missing. One all-gather.
+        """
+        c = min(_WITHIN, self.shard.width)
+        out = torch.full((c, value.shape[0]), -torch.inf, dtype=self.dtype, device=value.device)
+        for part, x in self.chunks():
+            x.masked_fill_(x > value[part].unsqueeze(-1), -torch.inf)
+            found = x.topk(min(c, x.shape[-1]), dim=-1).values
+            out[: found.shape[-1], part] = found.t()
+        everyone = all_gather_stack(out, self.shard.group)  # [ranks, c, r]
+        listed = everyone.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
+        return listed, everyone[:, -1].amax(0)
+
+    def largest_below(self, value: Tensor) -> Tensor:
+        """The largest logit under `value`, `[r]`. One all-gather."""
+        out = torch.full_like(value, -torch.inf)
+        for part, x in self.chunks():
+            x.masked_fill_(x >= value[part].unsqueeze(-1), -torch.inf)
+            out[part] = x.amax(-1) if x.shape[-1] else -torch.inf
+        return all_gather_stack(out, self.shard.group).amax(0)
+
+    def nth_tie(self, value: Tensor, nth: Tensor) -> Tensor:
+        """This rank's column of the `nth` token (from 1) equal to `value`; -1 where nth is 0."""
+        out = torch.full_like(nth, -1)
+        for part, x in self.chunks():
+            seen = (x == value[part].unsqueeze(-1)).cumsum(-1, dtype=torch.int32)
+            out[part] = (seen < nth[part].unsqueeze(-1)).sum(-1)
+        return torch.where(nth > 0, out, -1)
+
+    def weight_of(self, raw: Tensor) -> Tensor:
+        """exp(z - max z), `[r]` float64."""
+        return ((raw.double() - self.top) * self.multiplier).exp()
+
+    def _weight(self, x: Tensor, part: slice) -> Tensor:
+        multiplier = multiplier_column(self.multiplier, part, x.dtype)
+        return (x - self.top[part].unsqueeze(-1)).mul_(multiplier).exp_()
+
+
+def _search_cut(rows: _HardRows, total: Tensor) -> tuple[Tensor, ...]:
+    """(value, next, mass, last) as in `_Found`, `[r]` each.
+
+    Args:
+        total: `[r]` float64, the whole softmax's mass; not read with top-k.
+    """
+    opts = rows.opts
+    keys = _Keys(rows.raw_dtype, rows.dtype)
+    high = keys.of(rows.top)
+    low = keys.of(torch.full_like(rows.top, -torch.inf)) - 1
+    if opts.top_k is not None:
+        limit = torch.full_like(total, float(opts.top_k))
+        kth = _smallest_below(rows, keys, low, high, limit, count=True)
+        mass, ties = rows.around(kth)
+        total = mass + _times(ties.sum(0), rows.weight_of(kth))
+        if opts.top_p is None:
+            whole = torch.full_like(high, rows.shard.width)
+            return kth, rows.largest_below(kth), total, whole
+        low = keys.of(kth) - 1
+    else:
+        # V tokens below this logit have less mass than top_p leaves out: the cut is not there.
+        assert opts.top_p is not None
+        least = 0.99 * (1.0 - opts.top_p) * total / rows.shard.padded_size
+        lowest = (rows.top + least.log() / rows.multiplier).to(rows.dtype)
+        low = torch.maximum(low, keys.of(lowest) - 1)
+    limit = opts.top_p * total
+    value = _smallest_below(rows, keys, low, high, limit, count=False)
+    mass, ties = rows.around(value)
+    weight = rows.weight_of(value)
+    # Of the equal ones the first j stay, as long as mass + j * weight < limit for the next.
+    kept = ((limit - mass) / weight).ceil().nan_to_num(nan=1.0).clamp(min=1.0)
+    kept = torch.minimum(kept, ties.sum(0).double()).long()
+    mine = _kept_on_rank(kept, ties, rows.shard.rank)
+    following = torch.where(kept < ties.sum(0), value, rows.largest_below(value))
+    return value, following, mass + _times(kept, weight), rows.nth_tie(value, mine)
+
+
+def _kept_on_rank(kept: Tensor, ties: Tensor, rank: int) -> Tensor:
+    """How many of a rank's ties are among the first `kept` of all. `[n]`, `[ranks, n]` -> `[n]`."""
+    return torch.minimum((kept - ties[:rank].sum(0)).clamp(min=0), ties[rank])
+
+
+def _times(count: Tensor, weight: Tensor) -> Tensor:
+    return count.double() * weight
+
+
+def _smallest_below(
+    rows: _HardRows, keys: _Keys, low: Tensor, high: Tensor, limit: Tensor, *, count: bool
+) -> Tensor:
+    """The smallest value whose A is under `limit`, `[r]`.
+
+    Args:
+        low, high: `[r]` int64 keys; A(low) is at least the limit, A(high) under it.
+    """
+    ways = torch.arange(1, _WAYS, device=low.device).unsqueeze(-1)
+    above_high = torch.zeros_like(limit)
+    for done in range(_ROUNDS):
+        if bool((high - low == 1).all()):  # a host sync a round
+            break
+        if done == _BY_VALUE:
+            found = _look_within(rows, keys.value(high), above_high, limit, count=count)
+            settled = found.isfinite()
+            high = torch.where(settled, keys.of(found), high)
+            low = torch.where(settled, high - 1, low)
+            continue
+        # high - low may overflow; the pivots cannot, and int64 wraps.
+        pivots = low + ways * ((high >> 3) - (low >> 3)).clamp(min=1)
+        if done < _BY_VALUE:
+            bottom, span = keys.value(low), keys.value(high) - keys.value(low)
+            by_value = keys.of(bottom + span * (ways / _WAYS).to(span.dtype))
+            pivots = torch.where(span.isfinite(), by_value, pivots)
+        # Between the bounds, and in order even where two of them are the same.
+        pivots = torch.minimum(pivots, high - 1).clamp(min=low + 1)
+        totals = rows.above(keys.value(pivots), count=count)
+        # A falls, so that the pivots under the limit are the last ones.
+        first = (totals >= limit).sum(0, keepdim=True)
+        bounds = torch.cat([low.unsqueeze(0), pivots, high.unsqueeze(0)])
+        low = bounds.gather(0, first).squeeze(0)
+        high = torch.maximum(bounds.gather(0, first + 1).squeeze(0), low + 1)
+        totals = torch.cat([totals, above_high.unsqueeze(0)])
+        above_high = totals.gather(0, first).squeeze(0)
+    return keys.value(high)
+
+
+def _look_within(
+    rows: _HardRows, value: Tensor, above: Tensor, limit: Tensor, *, count: bool
+) -> Tensor:
+    """The cut where the largest logits up to `value`, whose A is `above`, show it; else NaN."""
+    listed, edge = rows.largest_up_to(value)
+    weight = torch.ones_like(listed, dtype=torch.float64)
+    if not count:
+        weight = rows.weight_of(listed.t()).t()
+    before = above.unsqueeze(-1) + weight.cumsum(-1) - weight
+    kept = (before < limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
+    found = listed.gather(-1, kept - 1).squeeze(-1)
+    return torch.where(found > edge, found, torch.nan)
+
+
+class _Keys:
+    """Integers in the order of the values of a floating-point type.
+
+    16-bit logits have 16-bit keys (float16: 19), so that the search is as short as it can be: the
+    low bits of their float32 forms are all 0.
+    """
+
+    def __init__(self, raw: torch.dtype, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._integer = torch.int64 if dtype == torch.float64 else torch.int32
+        self._shift = {torch.bfloat16: 16, torch.float16: 13}.get(raw, 0)
+        self._mask = torch.iinfo(self._integer).max
+
+    def _flip(self, bits: Tensor) -> Tensor:
+        """Its own inverse: negative numbers' bits grow with their magnitude."""
+        return bits ^ torch.where(bits < 0, self._mask, 0).to(self._integer)
+
+    def of(self, value: Tensor) -> Tensor:
+        return (self._flip((value + 0.0).view(self._integer)) >> self._shift).long()
+
+    def value(self, key: Tensor) -> Tensor:
+        bits = key << self._shift
+        # The low bits of a negative number's flipped bits are ones.
+        bits = torch.where(key < 0, bits | ((1 << self._shift) - 1), bits)
+        return self._flip(bits.to(self._integer)).view(self._dtype)

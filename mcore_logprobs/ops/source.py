@@ -1,0 +1,536 @@
+"""Where an operation's logits come from: a `Source`; and the one whose logits are given.
+
+An operation walks over the rows of its source tile by tile and within a tile chunk by chunk, and
+hands each chunk's gradient back. It does not know whether the logits exist as a tensor
+(`GivenLogits`) or are multiplied anew for each chunk (`head.HeadLogits`).
+
+A *row* is a token, a *tile* some rows, a *block* some columns, a *chunk* a tile by a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.checks import (
+    check_flag,
+    check_optional_count,
+    check_optional_positive,
+    check_positive,
+)
+from mcore_logprobs.consistency import check_call
+from mcore_logprobs.groups import VocabShard, resolve_tp_group
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.chunk import (
+    Chunk,
+    acc_dtype,
+    per_row,
+    processed_logits,
+    softcap_slope,
+)
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.reference import gather_target
+from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature
+from mcore_logprobs.ops.dtensor import unwrap_logits
+
+
+class Placed(NamedTuple):
+    """A chunk and where it lies: rows of the walk, columns of this rank's shard."""
+
+    rows: slice
+    columns: slice
+    chunk: Chunk
+
+    def local(self, column: Tensor) -> Tensor:
+        """The shard's columns of its rows as the chunk's own, -1 where they are not in it."""
+        own = column - self.columns.start
+        return torch.where((own >= 0) & (column < self.columns.stop), own, -1)
+
+
+Write = Callable[
+    [Placed, Tensor], None
+]  # writes the gradient of a chunk's raw logits into a tensor
+
+
+class Entries(NamedTuple):
+    """Single logits of a tile's rows, `[e]` each: the row of the walk, and this rank's column.
+
+    A column of -1 is another rank's, or none.
+    """
+
+    row: Tensor
+    column: Tensor
+
+
+class Tile(Protocol):
+    """Some rows of a source."""
+
+    rows: slice
+
+    def chunks(self) -> Iterator[Placed]:
+        """Chunks that cover the rows and all of this rank's true vocabulary."""
+
+    def whole_rows(self) -> Iterator[Placed]:
+        """Chunks of whole rows, all of this rank's columns: without bias and softcap left to do."""
+
+    def target_logits(self, local_target: Tensor) -> Tensor:
+        """What ranks are counted against: the logit of each row's target, `[rows]`; 0 where -1.
+
+        Raw; processed where there is a bias, for then raw logits do not say which one is higher.
+        """
+
+    def processed_logits(self, entries: Entries) -> Tensor:
+        """Processed logits at entries, `[e]`; 0 where the column is -1."""
+
+
+class Gradient(Protocol):
+    """Collects the gradients of a source's tensors, tile by tile."""
+
+    def collect(self, tile: Any, placed: Placed, write: Write) -> None:
+        """Take the gradient of a chunk's raw logits, which `write` writes where it is told to."""
+
+    def collect_entries(self, tile: Any, entries: Entries, upstream: Tensor) -> None:
+        """Take the gradient of processed logits at entries `[e]`, all others being 0."""
+
+    def end_tile(self, tile: Any) -> None:
+        """All chunks of the tile were collected."""
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """The gradients, in the order of the source's tensors; None where none is wanted."""
+
+
+class Source(Protocol):
+    """Logits, a chunk at a time, and where their gradient goes.
+
+    Attributes:
+        temperature: a number, or `[n]` as the rows are walked.
+        recomputed: whether a chunk costs a product; then single entries cost less than a chunk.
+        linear: whether processed logits are linear in the tensors.
+        options: all that is not a tensor of autograd's: `options.open(*tensors)` is the source.
+        tensors: what gradients may be wanted of.
+        shard: this rank's columns of the vocabulary.
+        lead: the shape of the tokens: of targets, masks and results.
+        device: of everything.
+        acc_dtype: of statistics and results, float32 or float64.
+        count: rows of the walk, n.
+    """
+
+    options: Any
+    shard: VocabShard
+    lead: torch.Size
+    device: torch.device
+    acc_dtype: torch.dtype
+    count: int
+    temperature: float | Tensor
+    recomputed: bool
+    linear: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]: ...
+
+    def tiles(self) -> Iterator[Tile]: ...
+
+    def tile_ends(self) -> list[int]:
+        """The row behind each tile's last."""
+
+    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> Gradient:
+        """Collects gradients.
+
+        Args:
+            needs: of which tensors.
+            sparse: they come by `collect_entries`, not by chunks.
+        """
+
+    def backend(self, chunk: Chunk) -> backends.Backend:
+        """What computes a chunk."""
+
+    def rows_at_a_time(self, width: int, copies: int = 1) -> int:
+        """Rows of which so many float32 copies of `width` columns are made at a time."""
+
+    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        """`[*lead, ...]` -> `[n, ...]` as the rows are walked.
+
+        Args:
+            fill: what rows of no token get; None: a mask gets False, other tensors a value of
+                theirs.
+        """
+
+    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        """The inverse, contiguous; `fill` at tokens that are not walked over."""
+
+    def pack(self, per_row: Tensor) -> Tensor:
+        """`[n, ...]` as it is saved for the backward, however the tensors lie in memory then."""
+
+    def unpack(self, saved: Tensor) -> Tensor:
+        """The inverse of `pack`."""
+
+    def compacted(self, valid_mask: Tensor) -> Source:
+        """The source of the tokens that count alone, if it was asked to be compact.
+
+        Args:
+            valid_mask: bool `[*lead]`.
+        """
+
+
+# ---- given logits ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GivenOptions:
+    """Of a tensor of logits `[..., V/TP]`; holds no tensor.
+
+    Attributes:
+        order: the leading dimensions as they lie in memory, outermost first: the order of the walk.
+            A saved-tensor hook may give the logits back with other strides.
+        logit_scale, softcap: how logits are processed.
+        temperature: a number, where tokens do not have their own.
+        chunk_size: rows at a time where a backend makes float32 copies; None: from a budget.
+        segments: the segments that statistics are taken by, or None.
+        inplace_backward: the gradient is written over the logits.
+    """
+
+    shard: VocabShard
+    lead: torch.Size
+    order: tuple[int, ...]
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+    chunk_size: int | None
+    backend: backends.Backend
+    segments: Segments | None
+    inplace_backward: bool
+
+    def open(self, logits: Tensor, temperature: Tensor | None = None) -> GivenLogits:
+        return GivenLogits(self, logits, temperature)
+
+
+class GivenLogits:
+    """A tensor of logits as a `Source`, and as its only `Tile`. It is never copied.
+
+    Rows are walked as they lie in memory: `[b, s]` and `[s, b]`, transposed views and slices such
+    as `logits[:, :-1]` all become a few 2-D views with one row stride each.
+    """
+
+    recomputed = False
+
+    def __init__(
+        self, options: GivenOptions, logits: Tensor, temperature: Tensor | None = None
+    ) -> None:
+        self.options, self.tensors = options, (logits, temperature)
+        self.shard, self.lead = options.shard, options.lead
+        self.device, self.acc_dtype = logits.device, acc_dtype(logits.dtype)
+        self.count, self.linear = self.lead.numel(), options.softcap is None
+        self.rows = slice(0, self.count)
+        self._in_order = options.order == tuple(range(len(options.order)))
+        self.temperature: float | Tensor = options.temperature
+        if temperature is not None:
+            self.temperature = self.flatten_rows(temperature)
+        if logits.stride(-1) != 1 and options.backend is not reference:
+            logits = logits.contiguous()  # as a saved-tensor hook gave it back
+        self.logits = logits
+
+    # ---- the order of rows ----
+
+    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        dims = len(self.lead)
+        if dims == 1:
+            return per_token
+        return self._ordered(per_token).reshape((self.count, *per_token.shape[dims:]))
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        if self._in_order:
+            return x
+        return x.permute((*self.options.order, *range(len(self.lead), x.dim())))
+
+    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        return self._unflattened(per_row).contiguous()
+
+    def _unflattened(self, per_row: Tensor) -> Tensor:
+        if len(self.lead) == 1:
+            return per_row
+        order = self.options.order
+        walked = per_row.reshape((*(self.lead[dim] for dim in order), *per_row.shape[1:]))
+        if self._in_order:
+            return walked
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return walked.permute((*inverse, *range(len(order), walked.dim())))
+
+    def in_token_order(self) -> GivenLogits:
+        """The same, walked in the order of the tokens."""
+        order = tuple(range(len(self.lead)))
+        return replace(self.options, order=order).open(*self.tensors)
+
+    def pack(self, per_row: Tensor) -> Tensor:
+        return self.unflatten(per_row)
+
+    def unpack(self, saved: Tensor) -> Tensor:
+        return self.flatten_rows(saved)
+
+    def compacted(self, valid_mask: Tensor) -> GivenLogits:
+        return self
+
+    # ---- as a source and a tile ----
+
+    def backend(self, chunk: Chunk) -> backends.Backend:
+        return self.options.backend
+
+    def rows_at_a_time(self, width: int, copies: int = 1) -> int:
+        return self.options.chunk_size or backends.default_chunk_size(copies * width, self.device)
+
+    def tiles(self) -> Iterator[GivenLogits]:
+        return iter((self,))
+
+    def tile_ends(self) -> list[int]:
+        return [self.count]
+
+    def chunks(self) -> Iterator[Placed]:
+        """All columns of as many rows as one stride covers."""
+        start, columns = 0, slice(0, self.shard.width)
+        for view in self._views():
+            rows = slice(start, start + view.shape[0])
+            yield Placed(rows, columns, self._chunk(view, rows, columns))
+            start = rows.stop
+
+    whole_rows = chunks
+
+    @property
+    def is_one_view(self) -> bool:
+        """Whether one stride covers all rows."""
+        return len(self._views()) == 1
+
+    def _views(self) -> list[Tensor]:
+        """2-D views that cover the rows as they are walked."""
+        if len(self.lead) == 1:
+            return [self.logits]
+        return _collapse(self._ordered(self.logits))
+
+    def rectangle(self, rows: slice, columns: slice, index: Tensor | None = None) -> Chunk:
+        """Any rows and columns; a copy where one stride does not cover them.
+
+        Args:
+            index: `[n]`, which token stands at each row in place of the walk's.
+        """
+        if index is None and self.is_one_view:
+            return self._chunk(self._views()[0][rows, columns], rows, columns)
+        row = torch.arange(rows.start, rows.stop, device=self.device)
+        base = self.logits if self.lead else self.logits.unsqueeze(0)
+        at = torch.unravel_index(
+            self._token(row) if index is None else index[rows], base.shape[:-1]
+        )
+        where: Any = (*at, columns)
+        copy = base[where]
+        chunk = self._chunk(copy, rows, columns)
+        if index is None or self.tensors[1] is None:
+            return chunk
+        return replace(chunk, temperature=self.tensors[1][at])
+
+    def _chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
+        return Chunk(
+            logits=logits,
+            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
+            logit_scale=self.options.logit_scale,
+            softcap=self.options.softcap,
+            temperature=per_row(self.temperature, rows),
+        )
+
+    def target_logits(self, local_target: Tensor) -> Tensor:
+        found = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
+        return torch.cat(found).to(self.acc_dtype)
+
+    def processed_logits(self, entries: Entries) -> Tensor:
+        z = processed_logits(
+            self._raw_logits(entries),
+            logit_scale=self.options.logit_scale,
+            softcap=self.options.softcap,
+            temperature=per_row(self.temperature, entries.row),
+        )
+        return torch.where(entries.column >= 0, z, 0.0)
+
+    def _raw_logits(self, entries: Entries) -> Tensor:
+        """`[e]` in the accumulation dtype; any value where the column is -1."""
+        at = torch.unravel_index(self._token(entries.row), self.lead) if self.lead else ()
+        where: Any = (*at, entries.column.clamp(min=0))
+        return self.logits[where].to(self.acc_dtype)
+
+    def _token(self, row: Tensor) -> Tensor:
+        """The flat token that stands at each row of the walk."""
+        if self._in_order or len(self.lead) < 2:
+            return row
+        tokens = torch.arange(self.count, device=self.device).view(self.lead)
+        return self.flatten_rows(tokens)[row]
+
+    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> GivenGradient:
+        return GivenGradient(self)
+
+
+def given_logits(
+    vocab_parallel_logits: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+    invariant_segments: int | None = None,
+    inplace_backward: bool = False,
+    name: str = "vocab_parallel_logits",
+    prefix: str = "",
+) -> GivenLogits:
+    """Check the arguments that operations on logits share, and resolve the group.
+
+    A DTensor sharded on its last dimension brings its own group.
+
+    Args:
+        name, prefix: of the logits, and before the names of options, in errors.
+
+    Raises:
+        ValueError: with the argument's name, what was expected and what was given.
+    """
+    logits, tp_group = unwrap_logits(vocab_parallel_logits, tp_group, name)
+    check_float_tensor(name, logits, min_dim=1)
+    group = resolve_tp_group(tp_group)
+    lead, width, device = logits.shape[:-1], logits.shape[-1], logits.device
+    check_call(width, group, device)
+    check_optional_count("chunk_size", chunk_size)
+    check_flag("inplace_backward", inplace_backward)
+    check_positive(f"{prefix}logit_scale", logit_scale)
+    check_optional_positive(f"{prefix}softcap", softcap)
+    temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
+    shard = VocabShard.of(width, group, vocab_size)
+    segments = check_segments(shard, invariant_segments)
+    if inplace_backward:
+        _check_inplace_backward(logits)
+    dims, strides = tuple(range(len(lead))), logits.stride()
+    in_order = all(strides[dim] >= strides[dim + 1] for dim in dims[:-1])
+    options = GivenOptions(
+        shard=shard,
+        lead=lead,
+        order=dims if in_order else tuple(sorted(dims, key=lambda dim: -strides[dim])),
+        logit_scale=float(logit_scale),
+        softcap=softcap,
+        temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
+        chunk_size=chunk_size,
+        backend=backends.select(backend, logits, invariant=segments is not None),
+        segments=segments,
+        inplace_backward=inplace_backward,
+    )
+    return options.open(logits, temperature if isinstance(temperature, Tensor) else None)
+
+
+def check_segments(shard: VocabShard, invariant_segments: int | None) -> Segments | None:
+    """The segments that a call asks for, checked against its shard; see `Segments.of`."""
+    check_optional_count("invariant_segments", invariant_segments)
+    if invariant_segments is None:
+        return None
+    return Segments.of(invariant_segments, shard.padded_size, shard.tp_size)
+
+
+def _check_inplace_backward(logits: Tensor) -> None:
+    """Refuse `inplace_backward=True` where the logits are needed elsewhere, as far as can be seen.
+
+    Seen are: a leaf, retained gradients, overlapping memory (an expanded tensor), and an operation
+    that saved its own output for its backward (softmax, tanh, exp, ...). Not seen are other
+    consumers that come later.
+
+    Raises:
+        ValueError: says which.
+    """
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        return
+    if logits.is_leaf:
+        raise ValueError("inplace_backward=True: expected the output of an operation, got a leaf")
+    if logits.retains_grad:
+        raise ValueError("inplace_backward=True: the logits retain their gradient (retain_grad())")
+    if any(
+        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    ):
+        raise ValueError("inplace_backward=True: the logits are an expanded tensor")
+    node = logits.grad_fn
+    if hasattr(node, "_saved_result") or hasattr(node, "_saved_output"):
+        raise ValueError(
+            f"inplace_backward=True: {type(node).__name__} needs the logits for its own backward"
+        )
+
+
+class GivenGradient:
+    """The gradient of given logits, in their dtype; written once, over them if so asked."""
+
+    def __init__(self, source: GivenLogits) -> None:
+        self._source = source
+        self._over = source.options.inplace_backward
+        self._flat = source.logits
+        if not self._over:
+            shape = (source.count, source.logits.shape[-1])
+            self._flat = prefer_huge_pages(source.logits.new_empty(shape))
+
+    def collect(self, tile: GivenLogits, placed: Placed, write: Write) -> None:
+        rows, columns, chunk = placed
+        write(placed, chunk.logits if self._over else self._flat[rows, columns])
+
+    def collect_entries(self, tile: GivenLogits, entries: Entries, upstream: Tensor) -> None:
+        assert not self._over
+        source, (row, column) = self._source, entries
+        _, on_raw = entry_gradients(
+            upstream,
+            entries,
+            partial(source._raw_logits, entries),
+            logit_scale=source.options.logit_scale,
+            softcap=source.options.softcap,
+            temperature=source.temperature,
+        )
+        self._flat.zero_()
+        at = (row, column.clamp(min=0))
+        self._flat.index_put_(at, on_raw.to(self._flat.dtype), accumulate=True)
+
+    def end_tile(self, tile: GivenLogits) -> None:
+        pass
+
+    def finish(self) -> tuple[Tensor]:
+        return (self._flat if self._over else self._source._unflattened(self._flat),)
+
+
+def entry_gradients(
+    upstream: Tensor,
+    entries: Entries,
+    raw_logits: Callable[[], Tensor],
+    *,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of processed logits at entries `[e]` to those of the biases and raw logits there.
+
+    Both are 0 where the column is -1, and exactly 0 where the upstream is, whatever the logits.
+
+    Args:
+        raw_logits: gives them, `[e]`; called where there is a softcap.
+        temperature: a number, or one for each row.
+    """
+    own = per_row(temperature, entries.row)
+    on_bias = torch.where(entries.column >= 0, upstream, 0.0)
+    on_bias = (on_bias / own).to(upstream.dtype)
+    on_raw = on_bias * logit_scale
+    if softcap is not None:
+        slope = softcap_slope(raw_logits(), logit_scale, softcap, on_raw.dtype)
+        on_raw = torch.where(on_raw != 0, on_raw * slope, 0.0)
+    return on_bias, on_raw
+
+
+def _collapse(x: Tensor) -> list[Tensor]:
+    """2-D views that cover `[..., v]` in its order."""
+    if x.dim() == 2:
+        return [x]
+    try:
+        return [x.view(x.shape[:-1].numel(), x.shape[-1])]
+    except RuntimeError:  # the leading dimensions have no common stride
+        return [view for part in x.unbind(0) for view in _collapse(part)]

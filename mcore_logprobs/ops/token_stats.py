@@ -1,0 +1,351 @@
+"""Per-token statistics: log-probability, entropy, rank; one pass, one collective, one gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.checks import check_flag, check_fraction
+from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.kernels.stats import (
+    IGNORED,
+    RowResults,
+    SoftmaxStats,
+    StatsSpec,
+    gradient_coefficients,
+    gradient_spec,
+)
+from mcore_logprobs.ops.apply import (
+    Operation,
+    Tensors,
+    apply,
+    finalize_shards,
+    local_row_stats,
+    write_entries,
+)
+from mcore_logprobs.ops.arguments import check_target, global_to_local
+from mcore_logprobs.ops.head import head_logits
+from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.source import Source, given_logits
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class Statistics(Operation):
+    """A RowResults of each row, of local targets and a valid mask `[n]`."""
+
+    spec: StatsSpec
+    label_smoothing: float = 0.0
+
+    def fill(self, place: int) -> float:
+        return IGNORED[place]
+
+    def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        local_target, valid_mask = tensors
+        group, parts = source.shard.group, []
+        for tile in source.tiles():
+            own, threshold = local_target[tile.rows], None
+            if self.spec.rank:
+                threshold = all_reduce_sum(tile.target_logits(own), group)
+            parts.append(local_row_stats(source, tile.chunks(), own, self.spec, threshold))
+        if not parts:
+            parts = [local_row_stats(source, (), local_target, self.spec)]
+        stats = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        done = finalize_shards(stats, self.spec, group, label_smoothing=self.label_smoothing)
+        return done.mask_ignored(valid_mask), done.softmax
+
+    def write_dlogits(
+        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Any:
+        local_target, valid_mask = tensors
+        results, softmax = RowResults(*upstream), SoftmaxStats(*saved)
+        spec = gradient_spec(self.spec, results)
+        coef, on_target = gradient_coefficients(
+            results, softmax, spec, valid_mask=valid_mask, label_smoothing=self.label_smoothing
+        )
+
+        return write_entries(
+            source,
+            local_target.unsqueeze(-1),
+            on_target.unsqueeze(-1),
+            softmax.row_max,
+            coef,
+            spec,
+        )
+
+
+def token_stats(
+    source: Source,
+    target: Tensor,
+    *,
+    entropy: bool = False,
+    target_rank: bool = False,
+    sum_pi_squared: bool = False,
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+) -> TokenStats:
+    """`vocab_parallel_token_stats` of any source."""
+    check_fraction("label_smoothing", label_smoothing)
+    spec = stats_spec(entropy, target_rank, sum_pi_squared, label_smoothing)
+    target = check_target(target, source.lead, source.device)
+    local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
+    source = source.compacted(valid_mask)
+    results = apply(Statistics(spec, label_smoothing), source, local_target, valid_mask)
+    return TokenStats(**RowResults(*results)._asdict())
+
+
+def stats_spec(
+    entropy: bool, target_rank: bool, sum_pi_squared: bool, label_smoothing: float
+) -> StatsSpec:
+    """The statistics that a caller's flags ask for, checked."""
+    check_flag("entropy", entropy)
+    check_flag("target_rank", target_rank)
+    check_flag("sum_pi_squared", sum_pi_squared)
+    return StatsSpec(entropy, target_rank, label_smoothing > 0.0, sum_pi_squared)
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_token_stats(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    entropy: bool = False,
+    target_rank: bool = False,
+    sum_pi_squared: bool = False,
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    inplace_backward: bool = False,
+    invariant_segments: int | None = None,
+    **shared: Unpack[LogitsKeywords],
+) -> TokenStats:
+    """Log-probability of each target and, if asked for, entropy and rank, in one pass.
+
+    Shape:
+        vocab_parallel_logits: `[..., V/TP]`, float16, bfloat16, float32 or float64; this rank's
+            columns `[r*V/TP, (r+1)*V/TP)`, or a DTensor `[..., V]` sharded on its last dimension.
+            Any strides of the leading dimensions. Not modified.
+        target: `[...]`, integers, global ids or ignore_index; the same on every TP rank.
+        Returns TokenStats of `[...]` tensors, the same on every TP rank.
+
+    Args:
+        entropy: also the entropy of the whole distribution.
+        target_rank: also the target's rank.
+        sum_pi_squared: also the sum of the squared probabilities.
+        ignore_index: a target that asks for nothing: logprob 0, entropy 0, rank -1, lse 0, no
+            gradient, whatever its logits hold. None: no such target.
+        label_smoothing: a in [0, 1): the target distribution has 1 - a on the target and
+            a / (K - 1) on each of the K - 1 others (Megatron's convention, over the whole true
+            vocabulary).
+        inplace_backward: write the gradient over the logits. Saves the only large tensor made; the
+            logits must not be used after the backward.
+        invariant_segments: g: values and the logits' gradient are the same bits for every TP size
+            that divides g, every chunk_size and whatever other rows are in the call, on one kind of
+            machine, with one backend, dtype and number of threads. V must be divisible by g. None:
+            no such promise.
+        {shared}
+
+    Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one more for each
+    of entropy, sum_pi_squared and rank, two for label smoothing); with the rank, one all-reduce of
+    `[n]` more. Backward none. None at all on one rank. With invariant_segments the all-gather is
+    of `[g/TP, k, n]`.
+
+    Memory: backward keeps the logits themselves and a few float32 numbers a row; the gradient, in
+    the logits' dtype, is the only `[..., V/TP]` tensor made.
+
+    Raises:
+        ValueError: before any collective, for shapes, dtypes, option ranges, an unresolvable group,
+            and on CPU targets outside [0, vocab_size) (on CUDA a device-side assert).
+        RuntimeError: with invariant_segments, where the backend's kernels do not compile.
+    """
+    source = given_logits(
+        vocab_parallel_logits,
+        inplace_backward=inplace_backward,
+        invariant_segments=invariant_segments,
+        **shared,
+    )
+    return token_stats(
+        source,
+        target,
+        entropy=entropy,
+        target_rank=target_rank,
+        sum_pi_squared=sum_pi_squared,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    inplace_backward: bool = False,
+    invariant_segments: int | None = None,
+    **shared: Unpack[LogitsKeywords],
+) -> Tensor:
+    """log p[target] in nats, differentiable; minus Megatron's `vocab_parallel_cross_entropy`.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> float32 `[...]`.
+
+    Collectives: one all-gather of `[3, n]` float32 over TP forward, none backward.
+
+    Keywords, memory and errors are `vocab_parallel_token_stats`'s.
+    """
+    source = given_logits(
+        vocab_parallel_logits,
+        inplace_backward=inplace_backward,
+        invariant_segments=invariant_segments,
+        **shared,
+    )
+    stats = token_stats(source, target, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return stats.logprobs
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_entropy(
+    vocab_parallel_logits: Tensor,
+    *,
+    inplace_backward: bool = False,
+    invariant_segments: int | None = None,
+    **shared: Unpack[LogitsKeywords],
+) -> Tensor:
+    """-sum p log p over the whole vocabulary, in nats, differentiable.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]` -> float32 `[...]`.
+
+    Collectives: one all-gather of `[4, n]` float32 over TP forward, none backward.
+
+    Keywords, memory and errors are `vocab_parallel_token_stats`'s.
+    """
+    source = given_logits(
+        vocab_parallel_logits,
+        inplace_backward=inplace_backward,
+        invariant_segments=invariant_segments,
+        **shared,
+    )
+    local_target = torch.full(source.lead, -1, dtype=torch.int64, device=source.device)
+    valid_mask = torch.ones_like(local_target, dtype=torch.bool)
+    results = apply(Statistics(StatsSpec(entropy=True)), source, local_target, valid_mask)
+    entropy = RowResults(*results).entropy
+    assert entropy is not None
+    return entropy
+
+
+@torch.no_grad()
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_target_rank(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int | None = -100,
+    **shared: Unpack[LogitsKeywords],
+) -> Tensor:
+    """How many columns have a larger logit than the target's: 0 is the argmax.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> int64 `[...]`; -1 where
+        the target is ignore_index, or its logit is NaN. Ties count as not higher.
+
+    Collectives: one all-reduce of `[n]` over TP and one all-gather of `[4, n]`. The logits are read
+    once.
+
+    Keywords and errors are `vocab_parallel_token_stats`'s; a temperature cannot change a rank.
+    """
+    source = given_logits(vocab_parallel_logits, **shared)
+    ranks = token_stats(source, target, target_rank=True, ignore_index=ignore_index).target_rank
+    assert ranks is not None
+    return ranks
+
+
+@shared_keywords(HeadKeywords, head_logits)
+def linear_token_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    entropy: bool = False,
+    target_rank: bool = False,
+    sum_pi_squared: bool = False,
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    invariant_segments: int | None = None,
+    **shared: Unpack[HeadKeywords],
+) -> TokenStats:
+    """Log-probabilities, entropy and rank of a head's targets without ever holding its logits.
+
+    The logits are `hidden @ weight^T`, plus a LoRA's part, times logit_scale, through the softcap,
+    plus bias, over the temperature, and masked past vocab_size: in this order.
+
+    Shape:
+        hidden: `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism) or `[n, h]` (`[n/TP, h]`);
+            float16, bfloat16, float32 or float64. The same on every TP rank without sequence
+            parallelism.
+        weight: `[V/TP, h]`, this rank's rows of the output layer, in hidden's dtype; under autocast
+            in any.
+        target: `[s, b]` or `[n]`, integers, global ids or ignore_index; the whole sequence on every
+            TP rank also under sequence parallelism. `[m]` with rows.
+        Returns TokenStats of `[s, b]` or `[n]` (`[m]`) tensors, the same on every TP rank.
+
+    Args:
+        entropy, target_rank, sum_pi_squared, ignore_index, label_smoothing: as in
+            `vocab_parallel_token_stats`. The rank's threshold is a dot product: columns within its
+            rounding of the target count either way.
+        invariant_segments: g: values are the same bits for every TP size that divides g, every
+            chunk_size and whatever other rows are in the call, as in `vocab_parallel_token_stats`;
+            products are made in tiles of one fixed shape. The gradients of weight, bias and hidden
+            are the same bits at every such TP size for the same rows in the same order and the same
+            chunk_size (under sequence parallelism with one tile). dHidden then is not reduced as it
+            comes: each rank sends g/TP times what a reduce-scatter does, keeps g/TP float32 copies
+            of a tile of it, and waits.
+        {shared}
+
+    With logits_dtype bfloat16 on a CPU with instructions for them all products of a bfloat16 head
+    are bfloat16 ones, and each chunk's part of a gradient is rounded once before it is added in
+    float32. chunk_size is rows a tile; None: 2048 on a CPU and 8192 on a GPU. The block of columns
+    follows from the budget of a chunk of logits, 32 MiB on a CPU and 256 MiB on a GPU.
+
+    Which way the work is cut: tiles of rows outside, blocks of columns inside. Up to one tile of
+    rows each block of dWeight is one product, written once, and dHidden is added up in float32 over
+    the blocks; each further tile reads and writes dWeight in float32 once more, which 2048 (8192)
+    rows of products outweigh.
+
+    Gradients: hidden's and weight's (and bias's), each in its own dtype, accumulated in float32;
+    an input that does not require one skips its product (a frozen weight under a LoRA: no dWeight).
+    dHidden is summed over TP, and so is the gradient of a LoRA's A: every rank gets the whole of
+    it. That of B is of this rank's rows.
+
+    Collectives: forward one all-gather of `[k, n]` float32 over TP, with the rank one all-reduce of
+    `[rows]` a tile more; backward one all-reduce of dHidden a tile (in float32, while the next tile
+    is computed), with sequence parallelism one reduce-scatter; sequence parallelism gathers each
+    tile of hidden, forward and backward, one ahead of the products. Where a LoRA's A requires a
+    gradient, one all-reduce of `[r, h]` float32 at the end of the backward.
+
+    Memory: a chunk of logits and, where operands are bfloat16, its gradient; the gradients; for a
+    bfloat16 weight without main_grad and more than one tile, dWeight in float32. Saved for
+    backward: the inputs and a few numbers a row.
+
+    Raises:
+        ValueError: before any collective; see `vocab_parallel_token_stats`.
+    """
+    source = head_logits(
+        hidden, weight, invariant_segments=invariant_segments, may_round=True, **shared
+    )
+    return token_stats(
+        source,
+        target,
+        entropy=entropy,
+        target_rank=target_rank,
+        sum_pi_squared=sum_pi_squared,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )

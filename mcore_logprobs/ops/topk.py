@@ -1,0 +1,238 @@
+"""The largest logits of a sharded vocabulary, in an order that does not depend on the sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.collectives import all_gather_stack
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels.chunk import row_chunks
+from mcore_logprobs.ops.apply import Operation, Tensors, apply, entries_backward
+from mcore_logprobs.ops.arguments import check_mask
+from mcore_logprobs.ops.gather import masked_source
+from mcore_logprobs.ops.head import head_logits
+from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.source import Source, given_logits
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_COPIES = 2  # of a chunk: an int64 key and its parts
+
+
+@dataclass(frozen=True)
+class TopK(Operation):
+    """(values, global ids), each `[n, k]`."""
+
+    linear = True
+    k: int
+
+    def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        shard = source.shard
+        width = min(self.k, shard.width)
+        # A rank with less true vocabulary than that pads with -inf. Such ranks come last, so that
+        # in the stable sort below the padding comes after every true column.
+        found = min(width, shard.valid_width)
+        shape, device = (source.count, width), source.device
+        values = torch.full(shape, -torch.inf, dtype=source.acc_dtype, device=device)
+        columns = torch.zeros(shape, dtype=torch.int64, device=device)
+        for tile in source.tiles():  # gathered on every rank, also where there is nothing to find
+            for placed in tile.whole_rows() if found else ():
+                # The order is that of logits before the temperature, which changes no order.
+                chunk = replace(placed.chunk, temperature=1.0)
+                step = source.rows_at_a_time(chunk.logits.shape[1], _COPIES)
+                for part in row_chunks(chunk.logits.shape[0], step):
+                    rows = slice(placed.rows.start + part.start, placed.rows.start + part.stop)
+                    some = chunk.rows(part)
+                    z = some.logits[:, : some.valid] if some.is_plain else some.processed()
+                    # By column, hence by global id after the gather: the sort by value is stable.
+                    columns[rows, :found] = stable_topk(z, found).sort(-1).values
+                    values[rows, :found] = z.gather(-1, columns[rows, :found]).to(values.dtype)
+                    del some, z
+                del placed, chunk  # a tile's logits, before the next is made
+        values, ids = gather_pairs(values, columns + shard.start, shard.group)
+        order = values.sort(dim=-1, descending=True, stable=True).indices[:, : self.k]
+        values, ids = values.gather(-1, order), ids.gather(-1, order)
+        own = source.temperature
+        values /= own.unsqueeze(-1) if isinstance(own, Tensor) else own
+        local = (ids >= shard.start) & (ids < shard.end)
+        return (values, ids), (torch.where(local, ids - shard.start, -1),)
+
+    def backward(
+        self,
+        source: Source,
+        needs: Sequence[bool],
+        upstream: Tensors,
+        tensors: Tensors,
+        saved: Tensors,
+    ) -> Tensors:
+        return entries_backward(source, needs, saved[0], upstream[0])
+
+
+def stable_topk(x: Tensor, k: int) -> Tensor:
+    """Columns of the k largest in each row, smaller columns first among equals; in any order.
+
+    NaN is the largest of all. torch.topk takes any of the values that tie at the k-th place: on a
+    CPU rows where some do are looked at again, elsewhere, without a host sync, all are.
+
+    Args:
+        x: `[c, v]`, not modified; k is at most v.
+
+    Returns:
+        `[c, k]` int64.
+    """
+    if k == x.shape[-1]:
+        return torch.arange(k, device=x.device).repeat(x.shape[0], 1)
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return _topk_of_keys(x, k)
+    best = x.topk(k + 1, dim=-1)
+    columns = best.indices[:, :k]
+    tied = ~(best.values[:, k - 1] > best.values[:, k])  # NaN too
+    again = tied.nonzero().squeeze(-1)
+    if again.numel():
+        picked = x[again]
+        columns[again] = _topk_of_keys(picked, k)
+    return columns
+
+
+def _topk_of_keys(x: Tensor, k: int) -> Tensor:
+    """As `stable_topk`: each value's bits, made to increase with the value, and its column share
+    one int64 that cannot tie.
+    """
+    if x.dtype == torch.float64:  # no room for the column
+        return x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    exact = x.to(torch.float32, copy=True).add_(0.0)  # + 0.0: no minus zero
+    bits = exact.masked_fill_(exact.isnan(), torch.nan).view(torch.int32)  # nor a negative NaN
+    key = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()
+    del bits, exact
+    last = x.shape[-1] - 1
+    key.mul_(2**32).add_(torch.arange(last, -1, -1, device=x.device))
+    return last - (key.topk(k, dim=-1, sorted=False).values & 0xFFFFFFFF)
+
+
+def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Each rank's `[n, k]` values and ids -> all of them, `[n, size*k]`, rank by rank.
+
+    One all-gather: the ids, cut to the values' width in bits, travel beside the values' bits.
+    """
+    if group is None:
+        return values, ids
+    integer = torch.int64 if values.dtype == torch.float64 else torch.int32
+    packed = torch.stack([values.view(integer), ids.to(integer)])
+    everyone = all_gather_stack(packed, group)  # [size, 2, n, k]
+    size, _, rows, k = everyone.shape
+    both = everyone.permute(1, 2, 0, 3).reshape(2, rows, size * k)
+    return both[0].view(values.dtype), both[1].long()
+
+
+def topk(source: Source, k: int, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`vocab_parallel_topk` of any source."""
+    check_k(k, source.shard)
+    mask = check_mask(mask, source.lead, source.device)
+    values, ids = apply(TopK(k), masked_source(source, mask))
+    if mask is not None:
+        values = torch.where(mask.unsqueeze(-1), values, 0.0)
+        ids = torch.where(mask.unsqueeze(-1), ids, 0)
+    return values, ids
+
+
+def check_k(k: int, shard: VocabShard) -> None:
+    """An int from 1 to vocab_size, or a ValueError."""
+    most = shard.vocab_size
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        raise ValueError(f"k: expected an int from 1 to vocab_size {most}, got {k!r}")
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_topk(
+    vocab_parallel_logits: Tensor,
+    k: int,
+    *,
+    mask: Tensor | None = None,
+    **shared: Unpack[LogitsKeywords],
+) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row over the whole vocabulary, and their global ids.
+
+    The order is by value before the temperature, descending, then by id, ascending, also where
+    values tie at the k-th place: results do not depend on TP. NaN counts as larger than any number.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]` -> values float32 `[..., k]` (float64 for float64
+        logits), which are logits / temperature; ids int64 `[..., k]`, global. Both are the same on
+        every TP rank. Values are differentiable: backward scatters into the logits' shard.
+
+    Args:
+        k: 1 to vocab_size; columns at or past vocab_size are never chosen.
+        mask: bool `[...]`; False rows give value 0 and id 0, and no gradient.
+        {shared}
+
+    Collectives: one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward none.
+    Ranks' contributions are found a chunk of rows at a time, without a host sync.
+
+    Raises:
+        ValueError: k out of range; else as in `vocab_parallel_token_stats`.
+    """
+    return topk(given_logits(vocab_parallel_logits, **shared), k, mask=mask)
+
+
+@torch.no_grad()
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_argmax(
+    vocab_parallel_logits: Tensor, **shared: Unpack[LogitsKeywords]
+) -> Tensor:
+    """The global id of each row's largest logit; the smallest id where several tie.
+
+    Shape:
+        vocab_parallel_logits `[..., V/TP]` -> int64 `[...]`, the same on every TP rank.
+
+    Collectives: one all-gather over TP of one pair (value, id) a row.
+
+    Keywords and errors are `vocab_parallel_token_stats`'s.
+    """
+    return topk(given_logits(vocab_parallel_logits, **shared), 1)[1].squeeze(-1)
+
+
+@shared_keywords(HeadKeywords, head_logits)
+def linear_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    mask: Tensor | None = None,
+    **shared: Unpack[HeadKeywords],
+) -> tuple[Tensor, Tensor]:
+    """`vocab_parallel_topk` of a head's logits without ever holding them.
+
+    Shape:
+        hidden, weight: as in `linear_token_stats`.
+        mask: bool `[s, b]` or `[n]`, the whole sequence (`[m]` with rows); False rows give value 0
+            and id 0, and no gradient.
+        Returns values float32 `[s, b, k]` or `[n, k]` (float64 for float64 operands) and ids int64,
+        global; the same on every TP rank. Values are differentiable.
+
+    Args:
+        k: 1 to vocab_size; columns at or past vocab_size are never chosen.
+        {shared}
+
+    chunk_size is rows a tile, which spans all of a rank's columns, as in `linear_map`.
+
+    Cost: one matrix product, and a top-k of each tile; backward a dot product an entry, see
+    `linear_gather`.
+
+    Collectives: forward one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward,
+    and under sequence parallelism, those of `linear_token_stats`.
+
+    Memory: a tile of logits and some rows' copies; k pairs a row are all that is kept of it. Saved
+    for backward: the inputs and the ids.
+
+    Raises:
+        ValueError: before any collective; k out of range, compact without a mask; else as in
+            `linear_token_stats`.
+    """
+    return topk(head_logits(hidden, weight, **shared).in_whole_rows(), k, mask=mask)

@@ -1,0 +1,232 @@
+"""Divergence from a teacher known at a few ids of each row, with what to make of all other ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.checks import check_choice, check_flag
+from mcore_logprobs.kernels.chunk import acc_dtype
+from mcore_logprobs.kernels.stats import LOG_ZERO
+from mcore_logprobs.ops.arguments import check_float_tensor, check_shape, check_target
+from mcore_logprobs.ops.divergence import check_kind
+from mcore_logprobs.ops.dtensor import unwrap_rows
+from mcore_logprobs.ops.gather import gather
+from mcore_logprobs.ops.head import head_logits
+from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.source import Source, given_logits
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+TAILS = ("renormalize", "bin", "ignore")
+
+# The least probability of all other ids together: below it, float32's rounding of the k ids' sum is
+# all that is left.
+_REST = 1e-6
+
+
+@dataclass(frozen=True)
+class TopKDivergence:
+    """Checked options of a divergence over k ids, as `vocab_parallel_topk_kl_div` explains them."""
+
+    kind: str
+    beta: float
+    tail: str
+    generalized: bool
+
+    @classmethod
+    def of(cls, kind: str, beta: float, tail: str | None, generalized: bool) -> TopKDivergence:
+        check_kind(kind, beta)
+        check_flag("generalized", generalized)
+        if tail is not None:
+            check_choice("tail", tail, TAILS)
+        if generalized and tail not in ("ignore", None):
+            raise ValueError(
+                f"generalized=True: expected tail='ignore' or None, got {tail!r}, under which the "
+                "probabilities of either side add up to 1"
+            )
+        default = "ignore" if generalized else "bin"
+        return cls(kind, float(beta), tail or default, generalized)
+
+    def value(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """`[..., k]` log-probabilities of both sides -> `[...]`; differentiable by the student.
+
+        A probability of 0 counts as exp(-1e4).
+        """
+        teacher = teacher.to(student.dtype).clamp(min=LOG_ZERO)
+        student = student.clamp(min=LOG_ZERO)
+        if self.tail == "renormalize":
+            student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+        elif self.tail == "bin":
+            student, teacher = _with_rest(student), _with_rest(teacher)
+        p, q = student.exp(), teacher.exp()
+        found = self._shares(student, teacher, p, q)
+        if self.generalized:
+            # What is left of sum a log(a / b) - a + b for masses a and b that are not 1.
+            weight = {
+                "forward": 1.0,
+                "reverse": -1.0,
+                "skewed_forward": 1.0 - self.beta,
+                "skewed_reverse": -self.beta,
+            }.get(self.kind, 0.0)
+            found = found + weight * (p - q)
+        return found.sum(-1)
+
+    def _shares(self, student: Tensor, teacher: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        if self.kind == "forward":
+            return q * (teacher - student)
+        if self.kind == "reverse":
+            return p * (student - teacher)
+        if self.kind == "total_variation":
+            return 0.5 * (p - q).abs()
+        weights = student.new_tensor([self.beta, 1.0 - self.beta]).log()
+        mixture = torch.logaddexp(teacher + weights[0], student + weights[1])
+        if self.kind == "skewed_forward":
+            return q * (teacher - mixture)
+        if self.kind == "skewed_reverse":
+            return p * (student - mixture)
+        return self.beta * q * (teacher - mixture) + (1.0 - self.beta) * p * (student - mixture)
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """`[..., k]` -> `[..., k + 1]`: also the log of what probability is left, at least _REST."""
+    left = -torch.expm1(logprobs.logsumexp(-1, keepdim=True))
+    return torch.cat([logprobs, left.clamp(min=_REST).log()], -1)
+
+
+def topk_kl_div(
+    source: Source,
+    teacher_logprobs: Tensor,
+    ids: Tensor,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    tail: str | None = None,
+    generalized: bool = False,
+    ignore_index: int | None = -100,
+) -> Tensor:
+    """`vocab_parallel_topk_kl_div` of any source."""
+    divergence = TopKDivergence.of(kind, beta, tail, generalized)
+    name = "teacher_logprobs"
+    teacher = unwrap_rows(teacher_logprobs, name)
+    check_float_tensor(name, teacher, min_dim=1)
+    if teacher.shape[-1] < 1:
+        raise ValueError(f"{name}: expected [..., k] with k >= 1, got k = 0")
+    shape = torch.Size((*source.lead, teacher.shape[-1]))
+    check_shape(name, teacher, shape, source.device)
+    teacher = teacher.detach().to(acc_dtype(teacher.dtype))
+    ids = check_target(ids, shape, source.device, name="ids")
+    student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)
+    if ignore_index is None:
+        return divergence.value(student, teacher)
+    valid_mask = ids != ignore_index
+    # An ignored id has probability 0 on both sides.
+    student, teacher = (torch.where(valid_mask, x, LOG_ZERO) for x in (student, teacher))
+    return torch.where(valid_mask.any(-1), divergence.value(student, teacher), 0.0)
+
+
+@shared_keywords(LogitsKeywords, given_logits)
+def vocab_parallel_topk_kl_div(
+    student_logits: Tensor,
+    teacher_logprobs: Tensor,
+    ids: Tensor,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    tail: str | None = None,
+    generalized: bool = False,
+    ignore_index: int | None = -100,
+    **shared: Unpack[LogitsKeywords],
+) -> Tensor:
+    """Divergence of the student from a teacher that is known at k ids of each row, in nats.
+
+    `vocab_parallel_topk_distill` renormalizes the teacher over the k ids; here its
+    log-probabilities are those of its whole distribution. The ids are the teacher's largest (kind
+    "forward"), or the student's own (`vocab_parallel_topk` of detached logits, for "reverse" and
+    "jsd"), at which the teacher's come from `vocab_parallel_gather(..., log_softmax=True)`.
+
+    Shape:
+        student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension.
+        teacher_logprobs: `[..., k]`, any float dtype, the same on every TP rank; no gradient.
+        ids: `[..., k]` integers, global ids, each at most once a row; likewise. A row of
+            ignore_index alone gives 0 and no gradient.
+        Returns float32 `[...]` (float64 for float64 logits), the same on every TP rank.
+
+    Args:
+        kind, beta: as in `vocab_parallel_kl_div`.
+        tail: what becomes of the probability that either side gives to the other V - k ids.
+            "bin" (None): it counts as one more id, of at least 1e-6. A lower bound of the whole
+            divergence, exact where the two agree on the rest up to a factor. "ignore": left out;
+            the sum over the k ids alone, which may be negative and has no minimum at p = q.
+            "renormalize": both sides are normalized over the k ids, as SFT on cached top-k does.
+        generalized: a log(a / b) - a + b at each id in place of a log(a / b): never negative, and
+            0 only where both sides are equal. With tail None or "ignore", which None is then.
+        ignore_index: as in `vocab_parallel_gather`.
+        {shared}
+
+    Collectives: those of `vocab_parallel_gather` with log_softmax.
+
+    Raises:
+        ValueError: before any collective; see `vocab_parallel_gather`.
+    """
+    source = given_logits(student_logits, name="student_logits", **shared)
+    return topk_kl_div(
+        source,
+        teacher_logprobs,
+        ids,
+        kind=kind,
+        beta=beta,
+        tail=tail,
+        generalized=generalized,
+        ignore_index=ignore_index,
+    )
+
+
+@shared_keywords(HeadKeywords, head_logits)
+def linear_topk_kl_div(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_logprobs: Tensor,
+    ids: Tensor,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    tail: str | None = None,
+    generalized: bool = False,
+    ignore_index: int | None = -100,
+    **shared: Unpack[HeadKeywords],
+) -> Tensor:
+    """`vocab_parallel_topk_kl_div` of a head's logits without ever holding them.
+
+    Shape:
+        hidden, weight: as in `linear_token_stats`; the student's.
+        teacher_logprobs, ids: `[s, b, k]` or `[n, k]`, the whole sequence on every TP rank also
+            under sequence parallelism; `[m, k]` with rows. For "reverse" and "jsd" the student's
+            own ids come from `linear_topk` of detached operands, the teacher's log-probabilities
+            there from `linear_gather(..., log_softmax=True)` of its own hidden states, of any size.
+        Returns float32 `[s, b]` or `[n]` (float64 for float64 operands), the same on every TP rank.
+
+    Args:
+        kind, beta, tail, generalized, ignore_index: as in `vocab_parallel_topk_kl_div`.
+        {shared}
+
+    Cost, collectives and memory: those of `linear_gather` with log_softmax.
+
+    Raises:
+        ValueError: before any collective; see `linear_gather`.
+    """
+    source = head_logits(hidden, weight, **shared)
+    return topk_kl_div(
+        source,
+        teacher_logprobs,
+        ids,
+        kind=kind,
+        beta=beta,
+        tail=tail,
+        generalized=generalized,
+        ignore_index=ignore_index,
+    )

@@ -1,0 +1,388 @@
+"""Drop-ins switched on by configuration: by the frameworks' own loaders, in their own modules.
+
+Each case is a process of its own, in which nothing of a framework has been imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from mcore_logprobs.dropin import switch
+from mcore_logprobs.dropin.installed import FRAMEWORKS
+from tests.dropin.frameworks import MAIN, REPO, checkout, source_root, versions
+from tests.dropin.test_upstream import RECORDED
+
+HELPERS = """
+import ast, importlib, sys, types
+
+def package(name, folder=None):
+    '''A package whose own __init__ is not run; its modules are the real ones of a folder.'''
+    module = types.ModuleType(name)
+    module.__path__ = [folder] if folder else []
+    sys.modules[name] = module
+    return module
+
+def part_of(path, wanted):
+    '''The statements of a file that `wanted` picks, compiled as they are.'''
+    tree = ast.parse(open(path).read())
+    tree.body = [node for node in ast.walk(tree) if wanted(node)]
+    return compile(tree, path, "exec")
+"""
+
+
+def fresh(script: str, *paths: Path | str, **environment: str) -> str:
+    """What a new process prints, standard error included."""
+    python_path = os.pathsep.join([str(REPO), *map(str, paths)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HELPERS + textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": python_path, **environment},
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+# ---- every framework, as its main branch defines its names ---------------------------------------
+
+
+def written(framework: str, folder: Path) -> Path:
+    """The framework's files with the signatures that are recorded of its main branch."""
+    described = FRAMEWORKS[framework]
+    theirs = RECORDED[framework][-1]["signatures"]
+    plain = {n: text for n, text in theirs.items() if "." not in n}
+    methods = {n.partition(".")[2]: text for n, text in theirs.items() if "." in n}
+    for i, file in enumerate(described.files):
+        path = folder / described.installed_path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        names = sorted(plain)[i :: len(described.files)]
+        lines = [f"def {name}{plain[name]}: ..." for name in names]
+        if i == 0 and methods:
+            lines += ["class VocabUtility:"]
+            lines += [f"    @staticmethod\n    def {n}{text}: ..." for n, text in methods.items()]
+        path.write_text("\n".join(lines) + "\n")
+        own = path.with_name(f"caller_{path.name}")
+        own.write_text(f"from .{path.stem} import {', '.join(names)}\n")
+    return folder
+
+
+def test_names_are_replaced_and_put_back(tmp_path: Path) -> None:
+    """In modules that were imported before, that are imported later, and in their importers."""
+    modules = {}
+    for name, described in FRAMEWORKS.items():
+        written(name, tmp_path)
+        files = [described.installed_path(f).removesuffix(".py") for f in described.files]
+        modules[name] = [file.replace("/", ".") for file in files]
+    script = f"""
+    from mcore_logprobs.dropin.switch import switch_off, switch_on
+    def load(file):
+        folder, _, stem = file.rpartition(".")
+        return importlib.import_module(file), importlib.import_module(f"{{folder}}.caller_{{stem}}")
+    for framework, files in {modules!r}.items():
+        ours = importlib.import_module("mcore_logprobs.dropin." + framework)
+        before = [vars(m).copy() for m in load(files[0])]
+        switch_on(framework)
+        switch_on(framework)
+        modules = [m for file in files for m in load(file)]
+        replaced = [
+            value is getattr(ours, name)
+            for module in modules
+            for name, value in vars(module).items()
+            if name in ours.__all__ and name != "LinearCrossEntropy"
+        ]
+        assert all(replaced)
+        print(framework, "replaced", len(replaced))
+        switch_off(framework)
+        switch_off(framework)
+        assert [dict(vars(m)) for m in modules[:2]] == before
+        assert not any(vars(m).get(n) is getattr(ours, n) for m in modules for n in ours.__all__)
+    """
+    printed = fresh(script, tmp_path).splitlines()
+    for name, described in FRAMEWORKS.items():
+        names = {n.partition(".")[0] for n in described.names()} - {"LinearCrossEntropy"}
+        alone = {"VocabUtility"} & names  # of which there is no importer here
+        assert f"{name} replaced {2 * len(names) - len(alone)}" in printed
+        for module in modules[name]:
+            (line,) = [line for line in printed if line.startswith(f"{module}: ")]
+            assert line.endswith(f": now those of mcore_logprobs.dropin.{name}")
+    assert not any("found nowhere" in line for line in printed)
+
+
+def test_a_release_that_does_not_fit(tmp_path: Path) -> None:
+    root = written("areal", tmp_path)
+    file = root / FRAMEWORKS["areal"].files[0]
+    before = file.read_text()
+    file.write_text(before.replace("temperature=1.0", "scale", 1))
+    script = """
+    from mcore_logprobs.dropin.switch import switch_on
+    switch_on("areal")
+    import areal.engine.megatron_utils.packed_context_parallel as fits
+    assert fits.split_packed_seqs_for_context_parallel.__module__ == "mcore_logprobs.dropin.areal"
+    try:
+        import areal.utils.functional.vocab_parallel
+    except ValueError as error:
+        print(error)
+    """
+    printed = fresh(script, root, RANK="3")
+    assert "expected 'scale' at position 2, got ['temperature']" in printed
+    assert "now those" not in printed  # said by rank 0
+    file.write_text(before.replace("def gather_logprobs(", "def renamed("))
+    script = """
+    from mcore_logprobs.dropin.switch import switch_on
+    switch_on("areal")
+    import areal.utils.functional.vocab_parallel
+    import areal.engine.megatron_utils.packed_context_parallel
+    try:
+        switch_on("vllm")
+    except ValueError as error:
+        print(error)
+    """
+    printed = fresh(script, root)
+    assert "areal-project/AReaL: found nowhere, and left as it is: gather_logprobs\n" in printed
+    assert "framework: expected one of nemo_rl, roll, " in printed
+
+
+# ---- the frameworks' own loaders -----------------------------------------------------------------
+
+TENSOR_PARALLEL = """
+    import verl.utils.megatron.tensor_parallel as theirs
+    from mcore_logprobs.dropin import verl as ours
+    assert theirs.vocab_parallel_entropy is ours.vocab_parallel_entropy
+"""
+
+
+@pytest.mark.parametrize(("distribution", "version"), versions("verl"))
+def test_verl_loads_its_plugin(distribution: str, version: str) -> None:
+    """By VERL_USE_EXTERNAL_MODULES, in verl's own __init__; by external_lib, as its config does."""
+    root = source_root(distribution, version)
+    packages = f"""
+    for name in ("verl", "verl.utils", "verl.utils.megatron"):
+        package(name, {str(root)!r} + "/" + name.replace(".", "/"))
+    """
+    script = f"""
+    {packages}
+    # What stands in verl/__init__.py from the variable's name on to its use.
+    def wanted(node):
+        text = ast.unparse(node) if isinstance(node, (ast.Assign, ast.If)) else ""
+        return text.startswith(("modules = os.getenv('VERL_USE", "if modules:"))
+    import os
+    from verl.utils.import_utils import import_external_libs
+    exec(part_of({str(root / "verl/__init__.py")!r}, wanted))
+    {TENSOR_PARALLEL}
+    """
+    plugin = "mcore_logprobs.dropin.verl_plugin"
+    line = "verl.utils.megatron.tensor_parallel: vocab_parallel_entropy, "
+    assert line in fresh(script, VERL_USE_EXTERNAL_MODULES=plugin)
+    script = f"""
+    {packages}
+    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy as own
+    assert own.__module__ == "verl.utils.megatron.tensor_parallel"
+    from verl.utils.import_utils import import_external_libs
+    # HFModelConfig.__post_init__: its first statement.
+    tree = ast.parse(open({str(root / "verl/workers/config/model.py")!r}).read())
+    (config,) = [n for n in tree.body if getattr(n, "name", "") == "HFModelConfig"]
+    (init,) = [n for n in config.body if getattr(n, "name", "") == "__post_init__"]
+    self = types.SimpleNamespace(external_lib={plugin!r})
+    exec(ast.unparse(init.body[0]))
+    {TENSOR_PARALLEL}
+    assert own is ours.vocab_parallel_entropy  # in the script too
+    """
+    assert line in fresh(script)
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_slime_and_miles_load_a_function(tmp_path: Path, framework: str) -> None:
+    """By --custom-megatron-init-path, at the end of their Megatron initialisation."""
+    root = checkout(framework)
+    if root is None:
+        # As both define it: a dotted path, split at its last dot.
+        loader = "load = lambda path: getattr(importlib.import_module(path[:path.rfind('.')]), "
+        loader += "path[path.rfind('.') + 1:]); load(args.custom_megatron_init_path)(args)"
+    else:
+        initialize = root / framework / "backends/megatron_utils/initialize.py"
+        misc = root / framework / "utils/misc.py"
+        loader = f"""
+    package("ray")
+    package("{framework}.utils.http_utils").is_port_available = None
+    import importlib.util
+    spec = importlib.util.spec_from_file_location("{framework}.utils.misc", {str(misc)!r})
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+    def wanted(node):
+        test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
+        return "custom_megatron_init_path" in test
+    exec(part_of({str(initialize)!r}, wanted))
+    """
+    files = [f.removesuffix(".py").replace("/", ".") for f in FRAMEWORKS[framework].files]
+    script = f"""
+    import {framework}, {files[0]} as theirs
+    args = types.SimpleNamespace(
+        custom_megatron_init_path="mcore_logprobs.dropin.switch.{framework}"
+    )
+    {loader}
+    from mcore_logprobs.dropin import {framework} as ours
+    names = set(vars(theirs)) & set(ours.__all__)
+    assert names and all(getattr(theirs, n) is getattr(ours, n) for n in names)
+    """
+    assert f"now those of mcore_logprobs.dropin.{framework}" in fresh(
+        script, written(framework, tmp_path)
+    )
+
+
+@pytest.mark.parametrize(("distribution", "version"), versions("ms-swift"))
+def test_ms_swift_imports_a_file(tmp_path: Path, distribution: str, version: str) -> None:
+    """By --external_plugins, which imports a file from its folder."""
+    root = source_root(distribution, version)
+    plugin = tmp_path / "switch_logprobs.py"
+    plugin.write_text("from mcore_logprobs.dropin.switch import switch_on\nswitch_on('ms_swift')\n")
+    script = f"""
+    import hashlib, importlib.util, os
+    from typing import List
+    for name in ("swift", "swift.megatron", "swift.megatron.trainers"):
+        package(name, {str(root)!r} + "/" + name.replace(".", "/"))
+    utils = {str(root / "swift/utils/utils.py")!r}
+    def wanted(node):
+        is_list = isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_external_files"
+        return is_list or getattr(node, "name", "") == "import_external_file"
+    exec(part_of(utils, wanted))
+    import_external_file({str(plugin)!r})
+    import swift.megatron.trainers.vocab_parallel_utils as theirs
+    from mcore_logprobs.dropin import ms_swift as ours
+    assert theirs.vocab_parallel_gather_logps is ours.vocab_parallel_gather_logps
+    """
+    assert "swift.megatron.trainers.vocab_parallel_utils: compute_logps_" in fresh(script)
+
+
+@pytest.mark.parametrize(("distribution", "version"), versions("areal"))
+def test_areal_s_command(tmp_path: Path, distribution: str, version: str) -> None:
+    """`scheduling_spec.cmd` runs the module that it names with the drop-in on."""
+    root = source_root(distribution, version)
+    (tmp_path / "server.py").write_text(
+        textwrap.dedent(
+            f"""
+            import sys, types
+            for name in ("areal", "areal.utils", "areal.utils.functional", "areal.infra"):
+                module = sys.modules[name] = types.ModuleType(name)
+                module.__path__ = [{str(root)!r} + "/" + name.replace(".", "/")]
+            platforms = sys.modules["areal.infra.platforms"] = types.ModuleType("platforms")
+            platforms.is_npu_available = True
+            from areal.utils.functional.vocab_parallel import gather_logprobs
+            print(__name__, gather_logprobs.__module__, sys.argv[1:])
+            """
+        )
+    )
+    for how in (["-m", "server"], [str(tmp_path / "server.py")]):
+        command = [sys.executable, "-m", "mcore_logprobs.dropin", "areal", *how, "--role", "actor"]
+        path = os.pathsep.join([str(REPO), str(tmp_path)])
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        )
+        printed = json.dumps(["--role", "actor"]).replace('"', "'")
+        assert done.stdout == f"__main__ mcore_logprobs.dropin.areal {printed}\n", done.stderr
+        assert "areal.utils.functional.vocab_parallel: gather_logprobs, " in done.stderr
+    assert [switch.main([]), switch.main(["areal"]), switch.main(["areal", "-m"])] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("framework", ["roll", "nemo_rl"])
+def test_a_worker_class_by_its_path(tmp_path: Path, framework: str) -> None:
+    """Ray imports the class's module in the worker: ROLL's worker_cls, NeMo-RL's extension."""
+    (tmp_path / "your_workers.py").write_text(
+        f"from mcore_logprobs.dropin.switch import switch_on\nswitch_on({framework!r})\n"
+        "class Worker: ...\n"
+    )
+    load = "module, _, name = path.rpartition('.'); getattr(importlib.import_module(module), name)"
+    root = checkout({"roll": "roll", "nemo_rl": "nemo-rl"}[framework])
+    if root and framework == "roll":
+        load = f"""
+    import logging
+    from typing import Any, Optional
+    logger = logging.getLogger("roll")
+    own = {str(root / "roll/utils/import_utils.py")!r}
+    names = ("safe_import_class", "can_import_class")
+    exec(part_of(own, lambda n: getattr(n, "name", "") in names))
+    safe_import_class(path)
+    """
+    if root and framework == "nemo_rl":
+        load = f"""
+    # In RayWorkerBuilder.create_worker.
+    own = {str(root / "nemo_rl/distributed/worker_groups.py")!r}
+    def wanted(node):
+        text = ast.unparse(node) if isinstance(node, ast.Assign) else ""
+        return "ray_actor_class_fqn.rsplit" in text or text.startswith("module = importlib.")
+    self = types.SimpleNamespace(ray_actor_class_fqn=path)
+    exec(part_of(own, wanted))
+    """
+    described = FRAMEWORKS[framework]
+    file = described.installed_path(described.files[-1]).removesuffix(".py").replace("/", ".")
+    script = f"""
+    path = "your_workers.Worker"
+    {load}
+    import {file}
+    """
+    line = (
+        f"{file}: vocab_parallel_entropy" if framework == "roll" else f"{file}: AllGatherCPTensor"
+    )
+    assert line in fresh(script, written(framework, tmp_path))
+
+
+# ---- Megatron-Bridge -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("distribution", "version"), versions("megatron-bridge"))
+def test_megatron_bridge_s_pre_wrap_hook(distribution: str, version: str) -> None:
+    """Bridge's own provider builds and wraps a real model; the hook has patched it."""
+    source = source_root(distribution, version) / ("src" if version == MAIN else "")
+    script = f"""
+    import torch
+    import mcore_logprobs as ml
+    from mcore_logprobs.cpu_megatron import models as mm
+    from mcore_logprobs.cpu_megatron.training import cpu_training
+    from tests.megatron.common import VOCAB, make_batch, relative, tiny_config
+
+    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.training"):
+        package(name, {str(source)!r} + "/" + name.replace(".", "/"))
+    package("megatron.bridge.training.utils", {str(source)!r} + "/megatron/bridge/training/utils")
+    vars(package("omegaconf")).update(OmegaConf=None, DictConfig=None)  # for configuration files
+    with cpu_training():
+        mm.init_model_parallel(tp=1)
+        from megatron.bridge.models.model_provider import ModelProviderMixin
+        from megatron.core import parallel_state
+
+        class Provider(ModelProviderMixin):
+            def __init__(self, config):
+                vars(self).update(vars(config), config=config)
+
+            def provide(self, pre_process=None, post_process=None, vp_stage=None):
+                return mm.build_gpt_model(self.config, vocab_size=VOCAB)
+
+            def finalize(self): ...
+
+        def build(**settings):
+            provider = Provider(tiny_config(dtype=torch.bfloat16))
+            if settings:
+                provider.register_pre_wrap_hook(ml.logprob_model_hook(ml.LogprobConfig(**settings)))
+            torch.manual_seed(0)
+            return provider.provide_distributed_model(
+                wrap_with_ddp=False, use_cpu_initialization=True, bf16=True
+            )[0]
+
+        batch = make_batch(parallel_state)
+        call = {{**batch["inputs"], "labels": batch["labels"]}}
+        patched, plain = build(entropy=True, fused="require"), build()
+        assert type(patched).__name__ == "Float16Module"
+        patched.load_state_dict(plain.state_dict())
+        stats = patched(**call)
+        print(type(stats).__name__, stats.entropy.shape, relative(stats.loss, plain(**call)) < 1e-2)
+    """
+    megatron = os.environ["MCORE_LOGPROBS_MEGATRON_019"]
+    assert "TokenStats torch.Size([2, 24]) True\n" in fresh(script, megatron)

@@ -1,0 +1,252 @@
+"""What the engine runs: axes of settings, cases drawn from them, and a case's tensors."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import random
+import shlex
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.covering import covering
+from tests.ops import OPERATIONS, VOCAB, Draw, Operation
+
+WIDTH, LORA_RANK = 8, 3
+LEADS = {"[s, b]": (6, 2), "[n]": (12,), "[a, b, c]": (2, 3, 2)}
+Setting = dict[str, Any]
+
+# ---- axes: the first value is the default -------------------------------------------------------
+
+AXES: dict[str, Sequence[Any]] = {
+    "tp": (1, 2, 3),
+    "lead": ("[s, b]", "[n]"),
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "layout": ("contiguous", "transposed", "wider rows", "every second row", "vocabulary first"),
+    "hooks": ("none", "row-major", "column-major", "clone"),
+    "checkpoint": ("none", "reentrant", "non-reentrant"),
+    "autocast": (False, True),
+    "temperature": ("one", "number", "token", "sequence"),
+    "vocab_size": (None, 19, 11),  # 11: nothing is left for the last of three shards
+    "chunk_size": (None, 1, 3, 7),
+    "ignored": (False, True),
+    "upstream": ("all", "one output", "some rows"),
+}
+LOGITS_AXES: dict[str, Sequence[Any]] = {
+    "lead": tuple(LEADS),
+    "garbage": (False, True),  # in rows and columns that do not count
+}
+HIDDEN_AXES: dict[str, Sequence[Any]] = {
+    "sequence_parallel": (False, True),
+    "bias": (False, True),
+    "lora": (False, True),
+    "softcap": (None, 8.0),
+    "logit_scale": (1.0, 0.5),
+    "logits_dtype": ("float32", "bfloat16"),
+    "compact": (False, True),
+    "rows": (None, "some", "repeated", "one"),
+    "gradient_accumulation_fusion": (False, True),
+    "frozen": ("nothing", "weight", "hidden"),
+}
+# Keywords of a call whose value is the setting itself. The default is left to the operation.
+KEYWORDS = ("vocab_size", "chunk_size", "softcap", "logit_scale", "compact", "sequence_parallel")
+KEYWORDS += ("gradient_accumulation_fusion",)
+MEMORY = ("layout", "hooks", "checkpoint")  # covered in threes
+
+
+def axes_of(op: Operation, source: str) -> dict[str, Sequence[Any]]:
+    axes = AXES | (HIDDEN_AXES if source == "hidden" else LOGITS_AXES) | op.axes | op.options
+    without = op.without if op.differentiable else (*op.without, "hooks", "checkpoint", "upstream")
+    return {"source": (source,)} | {n: values for n, values in axes.items() if n not in without}
+
+
+def allowed(op: Operation, setting: Setting) -> bool:
+    """Whether settings, some of which may be missing, go together."""
+    s = setting.get
+    return op.allowed(setting) and not (
+        (s("lead") == "[n]" and (s("layout") == "transposed" or s("temperature") == "sequence"))
+        or (s("sequence_parallel") and s("tp") == 1)
+        or (s("dtype") == "float64" and s("logits_dtype", "float32") != "float32")
+        or (s("gradient_accumulation_fusion") and s("frozen") == "weight")
+        or (s("rows") and (s("compact") or s("temperature") == "sequence"))
+        or (s("frozen") == "hidden" and s("checkpoint") == "reentrant")  # torch gives no gradient
+        or (s("tampered") and s("checkpoint", "none") != "none")  # recomputed from the new values
+    )
+
+
+# ---- a case -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    setting: Setting
+    seed: int = 0
+
+    @property
+    def source(self) -> str:
+        return self.setting["source"]
+
+    @property
+    def operation(self) -> Operation:
+        return OPERATIONS[self.op]
+
+    def __str__(self) -> str:
+        """The line that reruns it: settings that are not the default."""
+        axes = axes_of(self.operation, self.source)
+        told = {
+            name: self.setting[name]
+            for name in (*axes, *sorted(self.setting.keys() - axes))
+            if name not in axes or self.setting[name] != axes[name][0]
+        }
+        if self.seed:
+            told["seed"] = self.seed
+        words = [shlex.quote(f"{name}={value}") for name, value in told.items()]
+        return " ".join(["python -m tests.engine", self.op, self.source, *words])
+
+    def generator(self, what: str) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(f"{self} {what}".encode()))
+
+
+def cases_of(op: Operation, source: str) -> list[Case]:
+    """Every pair of settings, and every three of those about memory."""
+    axes = axes_of(op, source)
+    together = [MEMORY] if op.differentiable else []
+    rows = covering(axes, lambda s: allowed(op, {"source": source} | s), together)
+    return [Case(op.name, row) for row in rows]
+
+
+def random_cases(op: Operation, source: str, rng: random.Random, **fixed: Any) -> Iterator[Case]:
+    axes = axes_of(op, source)
+    while True:
+        row = {name: rng.choice(values) for name, values in axes.items()} | fixed
+        if allowed(op, row):
+            yield Case(op.name, row, rng.randrange(1, 2**31))
+
+
+def tampered_cases(op: Operation, source: str) -> list[Case]:
+    """Each tensor that a call takes changed in place between forward and backward, by hooks."""
+    own = axes_of(op, source)
+    names = dict.fromkeys(n for case in cases_of(op, source) for n in Problem(case).tensors())
+    found, rng = [], random.Random(0)
+    for name, hooks in itertools.product(names, own["hooks"]):
+        drawn = random_cases(op, source, rng, tampered=name, hooks=hooks, checkpoint="none")
+        found.append(next(case for case in drawn if name in Problem(case).tensors()))
+    return found
+
+
+def wide_cases(op: Operation) -> list[Case]:
+    """From hidden states, several blocks of columns on each rank; in float64, where little ties."""
+    found, rng = [], random.Random(0)
+    for vocab_size in (None, 3 * 4200 - 5) * 2:
+        fixed = {"vocab": 3 * 4200, "vocab_size": vocab_size, "chunk_size": None}
+        found.append(next(random_cases(op, "hidden", rng, dtype="float64", **fixed)))
+    return found
+
+
+class Problem:
+    """The whole tensors of a case, the same in every process.
+
+    Attributes:
+        lead: the shape of targets and results.
+        rows: the keyword `rows`, or None.
+        head: what has a gradient: logits, or hidden, weight, bias, A and B.
+        side: the arguments that are not options.
+        temperature: a number or a tensor.
+        unread: the logits that do not count, and may hold anything.
+    """
+
+    def __init__(self, case: Case) -> None:
+        s, op = case.setting, case.operation
+        lead, dtype = LEADS[s["lead"]], getattr(torch, s["dtype"])
+        columns = s.get("vocab", VOCAB)
+        true, ignored = s.get("vocab_size") or columns, s.get("ignored", False)
+        generator = case.generator("tensors")
+        self.rows = named_rows(s.get("rows"), math.prod(lead), generator)
+        self.lead = lead if self.rows is None else (len(self.rows),)
+        draw = Draw(self.lead, lead, columns, true, dtype, ignored, case.source, s, generator)
+        if case.source == "logits":
+            self.head = {"logits": 3.0 * draw.randn(columns)}
+        else:
+            self.head = {"hidden": draw.spread(*lead, WIDTH), "weight": draw.spread(columns, WIDTH)}
+        if s.get("bias"):
+            self.head["bias"] = draw.spread(columns)
+        if s.get("lora"):
+            self.head["A"] = draw.spread(LORA_RANK, WIDTH, step=1 / 4)
+            self.head["B"] = draw.spread(columns, LORA_RANK, step=1 / 4)
+        self.side = op.side(draw)
+        kind = s.get("temperature", "one")
+        self.temperature: float | Tensor = {"one": 1.0, "number": 0.7}.get(kind, 0.0)
+        if not self.temperature:
+            shape = self.lead if kind == "token" else (1, *lead[1:])
+            self.temperature = 0.5 + torch.rand(
+                shape, generator=draw.generator, dtype=torch.float32
+            )
+
+        first, keep = next(iter(self.head)), kept_rows(self.side)
+        self.unread = torch.zeros(self.head[first].shape, dtype=torch.bool)
+        if s.get("garbage"):
+            self.unread |= torch.arange(columns) >= true
+            self.unread |= False if keep is None else ~keep.unsqueeze(-1)
+            junk = torch.tensor([torch.nan, torch.inf, -torch.inf]).to(dtype)
+            self.head[first][self.unread] = junk.repeat(self.unread.numel())[: self.unread.sum()]
+            if "teacher_logits" in self.side:
+                self.side["teacher_logits"].masked_fill_(self.unread, torch.nan)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the call by name."""
+        return self.head | tensors_of(
+            self.side | {"temperature": self.temperature, "rows": self.rows}
+        )
+
+
+def named_rows(kind: str | None, count: int, generator: torch.Generator) -> Tensor | None:
+    """int64 `[m]` in [0, count): some in any order; more than there are; or the last alone."""
+    if kind is None:
+        return None
+    if kind == "one":
+        return torch.tensor([count - 1])
+    if kind == "some":
+        return torch.randperm(count, generator=generator)[: count // 2 + 1]
+    return torch.randint(0, count, (count + 3,), generator=generator)
+
+
+def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors among them, those of a tuple each by its own."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            parts = {f"{name}[{i}]": part for i, part in enumerate(value)}
+            found |= tensors_of(parts)
+        elif isinstance(value, Tensor):
+            found[name] = value
+    return found
+
+
+def kept_rows(side: dict[str, Any]) -> Tensor | None:
+    """bool `[...]`: the rows that count."""
+    if "mask" in side:
+        return side["mask"]
+    if "target" in side:
+        return side["target"] >= 0
+    return side["ids"][..., 0] >= 0 if "ids" in side else None
+
+
+def parse(words: Sequence[str]) -> Case:
+    """The case of a line: an operation, a source, and settings that are not the default."""
+    op, source, *told = words
+    setting = {name: values[0] for name, values in axes_of(OPERATIONS[op], source).items()}
+    for word in told:
+        name, _, value = word.partition("=")
+        try:
+            setting[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            setting[name] = value
+    seed = setting.pop("seed", 0)
+    return Case(op, setting, seed)

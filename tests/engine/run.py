@@ -1,0 +1,382 @@
+"""Runs cases on their ranks, and holds what they find to the truth in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from mcore_logprobs.bench.counting import CollectivesMade
+from tests.engine.cases import KEYWORDS, Case, Problem, axes_of, kept_rows, tensors_of
+from tests.helpers.distributed import RankError, get_pool
+from tests.helpers.oracles import assert_no_worse, finished_logits
+from tests.ops import MISTAKES, MISTAKES_TOGETHER, SHARDED
+
+# ---- one rank -----------------------------------------------------------------------------------
+
+# How a tensor lies in memory: (the leaf that holds it, the view of the leaf that is passed).
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "contiguous": (Tensor.clone, lambda x: x),
+    "transposed": (lambda x: x.transpose(0, 1).contiguous(), lambda x: x.transpose(0, 1)),
+    "wider rows": (lambda x: torch.nn.functional.pad(x, (1, 2), value=7.0), lambda x: x[..., 1:-2]),
+    "every second row": (lambda x: x.repeat_interleave(2, 0), lambda x: x[::2]),
+    "vocabulary first": (lambda x: x.movedim(-1, 0).contiguous(), lambda x: x.movedim(0, -1)),
+    "negative bit": (Tensor.neg, torch._neg_view),
+}
+
+
+def _column_major(x: Tensor) -> Tensor:
+    order = tuple(reversed(range(x.dim())))
+    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
+
+
+HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "row-major": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "column-major": _column_major,
+    "clone": Tensor.clone,
+}
+
+
+@dataclass
+class Found:
+    """What a rank found: outputs and gradients by name, or that the backward refused."""
+
+    outputs: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    refused: bool = False
+
+
+@dataclass
+class Placed:
+    """A rank's share of a problem: the leaves that hold its tensors, and the arguments of the call.
+
+    Attributes:
+        leaves: by name, those of `Problem.head`.
+        of_leaf: a leaf's view that is passed; the same of its gradient.
+        head: (logits,) or (hidden, weight).
+    """
+
+    leaves: dict[str, Tensor]
+    of_leaf: dict[str, Callable[[Tensor], Tensor]]
+    head: tuple[Tensor, ...]
+    side: dict[str, Any]
+    keywords: dict[str, Any]
+
+
+def place(case: Case, problem: Problem) -> Placed:
+    s, op = case.setting, case.operation
+    sequence = 0 if s.get("sequence_parallel") else None
+    dims = {"logits": op.input_dim, "hidden": sequence, "weight": 0, "bias": 0, "A": None, "B": 0}
+    leaves, of_leaf = {}, {}
+    for name, x in problem.head.items():
+        layout = s["layout"] if name in ("logits", "hidden") else "contiguous"
+        if case.source == "hidden" and s["layout"] == "vocabulary first":  # the weight's, then
+            layout = "contiguous"
+        store, of_leaf[name] = LAYOUTS[layout]
+        leaf = store(cut(x, dims[name], s["tp"]))
+        if name == "weight" and s["layout"] == "vocabulary first":
+            leaf = leaf.t().contiguous().t()
+        leaves[name] = leaf.detach().requires_grad_(s.get("frozen") != name)
+    if s.get("gradient_accumulation_fusion"):
+        leaves["weight"].main_grad = torch.ones_like(leaves["weight"]).to(wide(case))
+        leaves["weight"].grad_added_to_main_grad = False
+    views = {name: of_leaf[name](leaf) for name, leaf in leaves.items()}
+
+    by_kind = {"columns": -1, "rows": 0, "sequence": sequence}
+    side = dict(problem.side)
+    for name in side.keys() & SHARDED.keys():
+        side[name] = cut(side[name], by_kind[SHARDED[name]], s["tp"]).clone()
+    if "teacher_lora" in side:
+        a, b, scale = side["teacher_lora"]
+        side["teacher_lora"] = (a, cut(b, 0, s["tp"]).clone(), scale)
+
+    axes = axes_of(op, case.source)
+    told = {name for name in s.keys() & axes.keys() if s[name] != axes[name][0]}
+    keywords = {name: s[name] for name in (*KEYWORDS, *op.options) if name in told}
+    if "tp" in told:
+        keywords["tp_group"] = dist.group.WORLD
+    if "temperature" in told:
+        keywords["temperature"] = problem.temperature
+    if problem.rows is not None:
+        keywords["rows"] = problem.rows
+    if "logits_dtype" in told:
+        keywords["logits_dtype"] = getattr(torch, s["logits_dtype"])
+    if "bias" in views:
+        keywords["bias"] = views["bias"]
+    if "A" in views:
+        keywords["lora"] = (views["A"], views["B"], 0.5)
+    head = tuple(views[name] for name in ("logits", "hidden", "weight") if name in views)
+    return Placed(leaves, of_leaf, head, side, keywords)
+
+
+def cut(x: Tensor, dim: int | None, tp: int) -> Tensor:
+    """This rank's part."""
+    return x if dim is None or tp == 1 else x.tensor_split(tp, dim)[dist.get_rank()]
+
+
+def on_rank(case: Case) -> Found:
+    """The case on this rank; inputs must come out untouched."""
+    s, op, problem = case.setting, case.operation, Problem(case)
+    mine = place(case, problem)
+    tensors = problem.tensors() | tensors_of(mine.side) | mine.leaves
+    kept = {name: (x.detach().clone(), x._version) for name, x in tensors.items()}
+    first, *rest = mine.head
+    names: list[str] = []
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        outputs = op(case.source, (x, *rest), mine.side, mine.keywords)
+        names[:] = outputs
+        return tuple(outputs.values())
+
+    with ExitStack() as around:
+        if s.get("hooks", "none") != "none":
+            around.enter_context(saved_tensors_hooks(HOOKS[s["hooks"]], lambda x: x))
+        if s["autocast"]:
+            around.enter_context(torch.autocast("cpu", torch.bfloat16))
+        if s.get("checkpoint", "none") == "none":
+            results = call(first)
+        else:
+            results = checkpoint(call, first, use_reentrant=s["checkpoint"] == "reentrant")
+    outputs = dict(zip(names, results, strict=True))
+    found = {name: x.detach().clone() for name, x in outputs.items()}
+
+    changed = s.get("tampered")
+    if changed:
+        tamper(tensors[changed])
+    assert all(outputs[name].requires_grad for name in op.differentiable if name in outputs)
+    roots, incoming = [], []
+    for x, g in upstreams(case, outputs, s["tp"]):
+        roots.append(x)
+        lies_by_column = s["layout"] == "transposed" and g.dim() == 2
+        incoming.append(g.t().contiguous().t() if lies_by_column else g)
+    before = [g.clone() for g in incoming]
+    try:
+        if roots:
+            torch.autograd.backward(roots, incoming)
+    except RuntimeError as error:
+        if changed and "modified by an inplace operation" in str(error):
+            return Found(found, {}, refused=True)
+        raise
+    assert all(map(torch.equal, incoming, before)), "an upstream gradient was modified"
+    for name, x in tensors.items():
+        same = torch.equal(*(y.detach().nan_to_num(99) for y in (x, kept[name][0])))
+        assert (same and x._version == kept[name][1]) or name == changed, f"{name} was modified"
+
+    grads = {}
+    for name, leaf in mine.leaves.items() if roots else ():
+        if not leaf.requires_grad:
+            assert leaf.grad is None
+            continue
+        assert leaf.grad is not None, f"{name}: no gradient"
+        assert leaf.grad.dtype == leaf.dtype
+        whole = leaf.grad.clone()
+        grads[name] = mine.of_leaf[name](whole).clone()
+        mine.of_leaf[name](whole).zero_()
+        assert not whole.any(), f"{name}: a gradient outside of the view"
+        if name == "weight" and s.get("gradient_accumulation_fusion"):
+            assert leaf.grad_added_to_main_grad
+            grads[name] = leaf.main_grad
+    return Found(found, grads)
+
+
+def tamper(x: Tensor) -> None:
+    """Change the values in place, to others that are possible."""
+    with torch.no_grad():
+        if x.dtype == torch.bool:
+            x.logical_not_()
+        elif x.is_floating_point():
+            x.mul_(1.5).add_(0.25)
+        else:
+            x.zero_()
+
+
+def refusals(case: Case) -> list[tuple[str, str, list[str]]]:
+    """What this rank says to each mistake: (words that are expected, message, what was sent)."""
+    op, found = case.operation, []
+    names = (op.argument,) if case.source == "logits" else ("hidden", "weight")
+    taken = {
+        *names,
+        *axes_of(op, case.source),
+        *Problem(case).side,
+        "tp_group",
+        "bias",
+        "lora",
+        "backend",
+    }
+    taken -= {*op.without, *op.passed_on} | ({"bias", "lora"} if case.source == "logits" else set())
+    shared = [({n: bad}, words) for n in MISTAKES if n in taken for bad, words in MISTAKES[n]]
+    together = [(bad, words) for bad, words in MISTAKES_TOGETHER if taken.issuperset(bad)]
+    for changes, words in (*shared, *together, *op.mistakes):
+        mine = place(case, Problem(case))
+        call = {**dict(zip(names, mine.head, strict=True)), **mine.side, **mine.keywords}
+        for name, bad in changes.items():
+            call[name] = bad(call[name]) if callable(bad) else bad
+        head = tuple(call.pop(name) for name in names)
+        side = {name: call.pop(name) for name in mine.side}
+        with CollectivesMade() as made:
+            try:
+                op(case.source, head, side, call)
+                message = "nothing was raised"
+            except ValueError as error:
+                message = str(error)
+        found.append((words, message, made.names))
+    return found
+
+
+# ---- the truth ----------------------------------------------------------------------------------
+
+
+def upstreams(case: Case, outputs: dict[str, Tensor], ranks: int = 1) -> list[tuple[Tensor, ...]]:
+    """The outputs that are differentiated, each with a gradient of its own for every entry."""
+    s, op, generator = case.setting, case.operation, case.generator("upstream")
+    names = [name for name in op.differentiable if name in outputs]
+    if s.get("upstream") == "one output":
+        names = [names[int(torch.randint(len(names), (), generator=generator))]]
+    found = []
+    for name in names:
+        shape = list(outputs[name].shape)
+        if op.output_dim is not None:
+            shape[op.output_dim] *= ranks
+        g = torch.randn(shape, generator=generator, dtype=torch.float64).to(outputs[name].dtype)
+        if s.get("upstream") == "some rows" and shape:
+            g[torch.rand(shape[0], generator=generator) < 0.5] = 0.0
+        g = cut(g, op.output_dim, ranks)
+        found.append(
+            (outputs[name], g.masked_fill(outputs[name].isneginf() & (not op.infinite), 0))
+        )
+    return found
+
+
+def wide(case: Case) -> torch.dtype:
+    return torch.float64 if case.setting["dtype"] == "float64" else torch.float32
+
+
+def reference(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(outputs, gradients) in plain torch on one process, computed in the dtype.
+
+    Float64 is the truth: there inputs are taken as they are, and gradients are not rounded.
+    """
+    s, op = case.setting, case.operation
+    problem, exact = Problem(case), dtype == torch.float64
+    leaves = {n: (x.double() if exact else x).requires_grad_() for n, x in problem.head.items()}
+    x = {name: leaf.to(dtype) for name, leaf in leaves.items()}
+    first = next(iter(x))
+    x[first] = x[first].masked_fill(problem.unread, 0.0)
+    side = {n: v.nan_to_num(0.0) if isinstance(v, Tensor) else v for n, v in problem.side.items()}
+    rounding = None
+    if s.get("logits_dtype", "float32") != "float32":
+        rounding = getattr(torch, s["logits_dtype"])
+    if case.source == "logits":
+        raw = x["logits"]
+    else:
+        if problem.rows is not None:
+            x["hidden"] = x["hidden"].flatten(0, -2)[problem.rows]
+        raw = x["hidden"] @ x["weight"].t()
+        if "A" in x:
+            raw = raw + 0.5 * (x["hidden"] @ x["A"].t()) @ x["B"].t()
+        if rounding is not None:
+            rounded = raw.to(rounding).to(dtype)
+            raw = raw + (rounded - raw).detach() if exact else rounded
+    own = problem.temperature
+    if isinstance(own, Tensor):
+        own = own.expand(problem.lead).unsqueeze(-1).to(dtype)
+    z = finished_logits(
+        raw,
+        bias=x.get("bias"),
+        logit_scale=s.get("logit_scale", 1.0),
+        softcap=s.get("softcap"),
+        temperature=own,  # type: ignore[arg-type]
+        vocab_size=s.get("vocab_size"),
+        dtype=dtype,
+    )
+    options = {name: s[name] for name in op.options}
+    numbers = {name: v for name, v in side.items() if not isinstance(v, Tensor | tuple)}
+    told = {"temperature": own, "vocab_size": s.get("vocab_size"), "logits_dtype": rounding}
+    told["rows"] = problem.rows
+    outputs = op.truth(z, side, options | numbers | told)
+    keep = kept_rows(side)
+    for name, value in outputs.items():
+        fill = op.left_out.get(name, 0)
+        if keep is not None and fill is not None:
+            left_out = ~keep.view(*keep.shape, *[1] * (value.dim() - keep.dim()))
+            outputs[name] = value.masked_fill(left_out, fill)
+    roots = upstreams(case, outputs)
+    if roots:
+        torch.autograd.backward(*map(list, zip(*roots, strict=True)))
+    grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    if s.get("gradient_accumulation_fusion") and roots:
+        grads["weight"] = grads["weight"].to(dtype) + 1.0
+    grads.pop(s.get("frozen"), None)
+    return {name: value.detach() for name, value in outputs.items()}, grads
+
+
+def check(case: Case, runs: list[Found]) -> None:
+    """Raise an AssertionError where the ranks' results or gradients are off."""
+    s, op = case.setting, case.operation
+    ulps = 8.0 * op.factor
+    if s.get("logits_dtype", "float32") != "float32":  # one rounding of the products more
+        ulps += 2.0**15
+    exact, exact_grads = reference(case, torch.float64)
+    plain, plain_grads = reference(case, wide(case))
+    assert len({run.refused for run in runs}) == 1, (
+        "some ranks refused the backward, others did not"
+    )
+
+    def joined(parts: list[Tensor], name: str, dim: int | None) -> Tensor:
+        if dim is not None:
+            return torch.cat(parts, dim)
+        assert all(torch.equal(part, parts[0]) for part in parts), f"{name}: ranks differ"
+        return parts[0]
+
+    assert set(runs[0].outputs) == set(exact)
+    for name, want in exact.items():
+        got = joined([run.outputs[name] for run in runs], name, op.output_dim)
+        if want.is_floating_point():
+            assert got.dtype == (getattr(torch, s["dtype"]) if op.same_dtype else wide(case)), (
+                f"{name}: {got.dtype}"
+            )
+            assert_no_worse(got, plain[name], want, name=name, ulps=ulps, factor=op.factor)
+        else:
+            assert torch.equal(got, want), f"{name}: {got} where {want} is expected"
+    if runs[0].refused:
+        return
+    sequence = 0 if s.get("sequence_parallel") else None
+    dims = {"logits": op.input_dim, "hidden": sequence, "A": None}
+    assert set(runs[0].grads) == set(exact_grads)
+    for name, want in exact_grads.items():
+        got = joined([run.grads[name] for run in runs], f"d{name}", dims.get(name, 0))
+        assert_no_worse(got, plain_grads[name], want, name=f"d{name}", ulps=ulps, factor=op.factor)
+
+
+def failures(cases: Sequence[Case]) -> list[str]:
+    """Run the cases, one dispatch a world size; for each that fails, how to rerun it and why."""
+    found = []
+    for tp in (1, 2, 3):
+        some = [case for case in cases if case.setting["tp"] == tp]
+        answers = get_pool(tp).run_many(on_rank, some) if tp > 1 else map(_here, some)
+        for case, answer in zip(some, answers, strict=True):
+            try:
+                if isinstance(answer, RankError):
+                    raise next(e for e in answer.errors if e is not None)
+                if isinstance(answer, Exception):
+                    raise answer
+                check(case, answer)
+            except Exception as error:
+                reason = (str(error).strip() or "?").splitlines()[0]
+                found.append(f"{case}\n    {type(error).__name__}: {reason}")
+    return found
+
+
+def _here(case: Case) -> Any:
+    try:
+        return [on_rank(case)]
+    except Exception as error:
+        return error

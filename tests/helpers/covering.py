@@ -1,0 +1,49 @@
+"""A covering array: few settings that hold every pair of values."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+
+def covering(
+    axes: dict[str, Sequence[Any]],
+    fits: Callable[[dict[str, Any]], bool],
+    together: Iterable[tuple[str, ...]] = (),
+) -> list[dict[str, Any]]:
+    """Settings, one value of every axis each, found greedily.
+
+    Args:
+        axes: the values of each.
+        fits: whether some values go together; given a whole setting or a part of one.
+        together: axes all of whose combinations are wanted, in addition to every pair of values.
+    """
+    rng = random.Random(0)
+    groups = [*itertools.combinations(axes, 2), *together]
+    wanted = dict.fromkeys(
+        frozenset(zip(group, values, strict=True))
+        for group in groups
+        for values in itertools.product(*(axes[name] for name in group))
+    )
+    found = []
+
+    def new_pairs(row: dict[str, Any], name: str, value: Any) -> int:
+        return sum(frozenset({(name, value), other}) in wanted for other in row.items())
+
+    while wanted:
+        combination, _ = wanted.popitem()
+        row = dict(combination)
+        for name in rng.sample(list(axes), len(axes)):
+            if name not in row:
+                choices = [v for v in axes[name] if fits(row | {name: v})]
+                if not choices:  # no setting holds the combination
+                    break
+                most = max(new_pairs(row, name, v) for v in choices)
+                row[name] = rng.choice([v for v in choices if new_pairs(row, name, v) == most])
+        if len(row) == len(axes) and fits(row):
+            found.append(row)
+            for group in groups:
+                wanted.pop(frozenset((name, row[name]) for name in group), None)
+    return found

@@ -1,0 +1,444 @@
+"""Of whole sequences and batches: rejection, choices over ranks, denominators, preferences."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_logprobs import context_parallel_gather, context_parallel_shard, losses
+from tests.logits.common import on_ranks, world_group, world_rank, world_size
+
+F64 = torch.float64
+
+
+def _batch(rows: int = 6, length: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randn(rows, length, generator=generator, dtype=F64)
+    old = -torch.rand(rows, length, generator=generator, dtype=F64) * 3 - 0.05
+    spread = torch.linspace(0.02, 0.8, rows, dtype=F64).unsqueeze(1)
+    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
+    lengths[0], lengths[-1] = length, 0
+    return {
+        "old": old,
+        "new": torch.minimum(old + noise * spread, torch.tensor(-1e-3, dtype=F64)),
+        "a": torch.randn(rows, 1, generator=generator, dtype=F64).expand(rows, length),
+        "entropy": torch.rand(rows, length, generator=generator, dtype=F64) * 3,
+        "mask": torch.arange(length) < lengths.unsqueeze(1),
+    }
+
+
+# ---- corrections ---------------------------------------------------------------------------------
+
+
+def _bernoulli(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+ESTIMATORS = {
+    "k1": lambda p, q: math.log(q / p),
+    "k2": lambda p, q: math.log(q / p) ** 2 / 2,
+    "k3": lambda p, q: p / q - 1 - math.log(p / q),
+    "binary": lambda p, q: max(_bernoulli(p, q), _bernoulli(q, p)),
+}
+LEVELS = {"token": None, "sum": sum, "mean": lambda x: sum(x) / len(x), "max": max}
+
+
+@pytest.mark.parametrize("seq_dim", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rejection(estimator, level, seq_dim):
+    """p is the trainer's, q the rollout engine's."""
+    x, reduce = _batch(), LEVELS[level]
+    low, high = (-0.2, 0.15) if estimator == "k1" else (-math.inf, 0.02)
+    train, rollout, mask = x["new"], torch.where(x["mask"], x["old"], torch.nan), x["mask"]
+    arguments = [t if seq_dim else t.t() for t in (train, rollout, mask)]
+    found = losses.rejection_mask(
+        *arguments, low=low, high=high, estimator=estimator, level=level, seq_dim=seq_dim
+    )
+    found = found if seq_dim else found.t()
+    kept = 0.0
+    for i in range(len(train)):
+        values = [
+            ESTIMATORS[estimator](train[i, t].exp().item(), rollout[i, t].exp().item())
+            for t in range(8)
+            if mask[i, t]
+        ]
+        if reduce and values:
+            values = [reduce(values)] * len(values)
+        assert not found[i, len(values) :].any()
+        for t, value in enumerate(values):
+            assert found[i, t] == float(low <= value <= high), (i, t)
+            kept += found[i, t].item()
+    assert 0 < kept < mask.sum()
+
+
+def test_rejection_at_the_edge_of_certainty():
+    """p of 1 and of 0 in the dtype: far where the other is not."""
+    train = torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf, torch.nan, -1e-9, 1e-8]])
+    rollout = torch.tensor([[0.0, -0.5, -torch.inf, -0.5, -0.5, -1e-9, 0.0]])
+    mask = torch.ones(1, 7)
+    found = losses.rejection_mask(train, rollout, mask, estimator="binary", high=0.1)
+    assert found.isnan().tolist() == [[False, False, False, False, True, False, False]]
+    assert found.nan_to_num().tolist() == [[1, 0, 1, 0, 0, 1, 1]]
+    for level in ("sum", "mean", "max"):
+        found = losses.rejection_mask(
+            train[:, 3:], rollout[:, 3:], mask[:, 3:], high=1, level=level
+        )
+        assert found.isnan().all()
+
+
+@pytest.mark.parametrize("seq_dim", [0, 1])
+@pytest.mark.parametrize("veto", [None, 0.6, 0.9])
+@pytest.mark.parametrize("ratio", ["product", "mean"])
+def test_sequence_weights(ratio, veto, seq_dim):
+    x = _batch()
+    rollout = torch.where(x["mask"], x["old"], torch.nan)
+    arguments = [t if seq_dim else t.t() for t in (x["new"], rollout, x["mask"])]
+    found = losses.truncated_sequence_weights(
+        *arguments, cap=1.05, ratio=ratio, veto=veto, seq_dim=seq_dim
+    )
+    by_token = losses.sequence_masked_importance_weights(
+        *arguments, low=0.9, high=1.02, seq_dim=seq_dim
+    )
+    by_token = by_token if seq_dim else by_token.t()
+    vetoed = 0
+    for i in range(6):
+        ratios = [
+            (x["new"][i, t] - x["old"][i, t]).exp().item() for t in range(8) if x["mask"][i, t]
+        ]
+        product = math.prod(ratios)
+        mean = product ** (1 / max(len(ratios), 1))
+        expected = min(product if ratio == "product" else mean, 1.05)
+        if veto is not None and ratios and min(ratios) < veto:
+            expected, vetoed = 0.0, vetoed + 1
+        assert found.flatten()[i].item() == pytest.approx(expected, abs=1e-12)
+        assert not by_token[i, len(ratios) :].any()
+        for t, r in enumerate(ratios):
+            kept = r if 0.9 <= mean <= 1.02 else 0.0
+            assert by_token[i, t].item() == pytest.approx(kept, abs=1e-12)
+    assert (vetoed > 0) == (veto is not None)
+    assert (by_token == 0).any()
+    assert (by_token[x["mask"]] > 0).any()
+    spoilt = x["new"].clone()
+    spoilt[0, 0] = torch.nan
+    weights = losses.truncated_sequence_weights(spoilt, x["old"], x["mask"], veto=0.9)
+    assert weights.isnan().flatten().tolist() == [True] + [False] * 5
+
+
+# ---- choices among all tokens, on several ranks --------------------------------------------------
+
+
+def _rows_of_rank(tensor: Tensor) -> Tensor:
+    """Unequal parts: rank 0 has one row, the last the rest."""
+    start, end = world_rank(), world_rank() + 1
+    return tensor[start : end if end < world_size() else None]
+
+
+def _chosen(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    part = {name: _rows_of_rank(tensor) for name, tensor in x.items()}
+    arguments = [part[name] for name in ("new", "old", "a", "mask")]
+    group = world_group()
+    return {
+        "entropy": losses.top_entropy_mask(part["entropy"], part["mask"], share=0.3, group=group),
+        "m2po": losses.M2POLoss().second_pass(*arguments, group=group)["advantages"],
+        "clip-cov": losses.ClipCovLoss(share=0.2, low=-1.0, seed=3).second_pass(
+            *arguments, group=group
+        )["advantages"],
+        "kl-cov": losses.KLCovLoss(share=0.2).second_pass(*arguments, group=group)["chosen"],
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_choices_do_not_depend_on_the_ranks(ranks, world):
+    x = _batch()
+    whole = _chosen(x)
+    found = on_ranks(ranks, world, _chosen, x)
+    for name, expected in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in found]), expected), name
+        assert expected[x["mask"]].count_nonzero() not in (0, x["mask"].sum())
+
+
+def test_the_top_of_the_entropy():
+    """As a quantile, ties included; masked tokens take no part."""
+    entropy = torch.tensor([[0.1, 0.9, 0.5, 0.5], [2.0, 9.0, 0.3, torch.nan]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0]])
+    counted = entropy[mask.bool()]
+    for share in (0.01, 0.2, 0.4, 0.5, 0.8, 1.0):
+        found = losses.top_entropy_mask(entropy, mask, share=share)
+        bound = torch.quantile(counted.double(), 1.0 - share)
+        assert torch.equal(found, ((entropy >= bound - 1e-9) & mask.bool()).float()), share
+    assert losses.top_entropy_mask(entropy, mask * 0).tolist() == [[0.0] * 4] * 2
+    entropy[0, 0] = torch.nan
+    assert losses.top_entropy_mask(entropy, mask)[mask.bool()].isnan().all()
+
+
+def test_a_batch_without_a_token_and_one_with_a_nan():
+    x = _batch()
+    nothing = torch.zeros_like(x["mask"])
+    for loss in (losses.M2POLoss(), losses.ClipCovLoss(), losses.KLCovLoss()):
+        found = loss.second_pass(x["new"], x["old"], x["a"], nothing)
+        assert not any(found[name].any() for name in found if name in ("chosen", "m2po"))
+        spoilt = torch.where(torch.arange(48).view(6, 8) == 0, torch.nan, x["new"])
+        found = loss.second_pass(spoilt, x["old"], x["a"], x["mask"])
+        decided = found["chosen" if "chosen" in found else "advantages"]
+        assert decided[x["mask"]].isnan().all()
+        # An impossible token is one token.
+        never = torch.where(spoilt.isnan(), -torch.inf, x["new"])
+        found = loss.second_pass(never, x["old"], x["a"], x["mask"])
+        assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+def _after(entropy: Tensor, mask: Tensor) -> losses.AdaptiveEntropy:
+    control = losses.AdaptiveEntropy(target=0.5, step=0.1, value=0.15, high=0.3)
+    return control.after(_rows_of_rank(entropy), _rows_of_rank(mask), group=world_group())
+
+
+def test_adaptive_entropy(ranks):
+    control = losses.AdaptiveEntropy(target=0.5, step=0.1, high=0.2)
+    mask, seen = torch.tensor([1, 1, 0]), []
+    assert control.coef == 0.0
+    for mean in (0.3, 0.5, 0.4, 0.6, 0.6, 0.6, 0.2):
+        control = control.after(torch.tensor([mean - 0.1, mean + 0.1, 9.0], dtype=F64), mask)
+        assert control.entropy == pytest.approx(mean)
+        seen.append((round(control.value, 6), round(control.coef, 6)))
+    up, down = [(0.1, 0.1), (0.2, 0.2), (0.2, 0.2)], [(0.1, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    assert seen == [*up, *down, (0.1, 0.1)]
+    assert control.after(torch.ones(3), mask * 0) is control
+    with pytest.raises(ValueError, match="entropy: expected finite numbers, got a mean of nan"):
+        control.after(torch.tensor([torch.nan, 1.0, 1.0]), mask)
+    x = _batch()
+    whole = _after(x["entropy"], x["mask"])
+    for found in on_ranks(ranks, 3, _after, x["entropy"], x["mask"]):
+        assert (found.value, found.entropy) == pytest.approx((whole.value, whole.entropy))
+
+
+# ---- denominators --------------------------------------------------------------------------------
+
+MODES: dict[str, dict[str, Any]] = {
+    "token": {"mode": "token"},
+    "sequence": {"mode": "sequence"},
+    "Dr. GRPO": {"mode": "constant", "length": 8},
+    "token sum": {"mode": "constant", "length": 1},
+    "prompt": {"mode": "prompt", "answers": 2},
+}
+
+
+def _expected(name: str, loss: Tensor, mask: Tensor) -> Tensor:
+    rows = [row[keep] for row, keep in zip(loss, mask, strict=True)]
+    some = [row for row in rows if len(row)]
+    if name == "token":
+        return torch.cat(rows).mean()
+    if name == "sequence":
+        return torch.stack([row.mean() for row in some]).mean()
+    if name == "prompt":
+        prompts = [torch.cat(rows[i : i + 2]) for i in range(0, len(rows), 2)]
+        return torch.stack([prompt.mean() for prompt in prompts if len(prompt)]).mean()
+    return torch.stack([row.sum() for row in some]).mean() / MODES[name]["length"]
+
+
+@pytest.mark.parametrize("seq_dim", [0, 1])
+@pytest.mark.parametrize("name", MODES)
+def test_an_aggregation(name, seq_dim):
+    x = _batch()
+    x["mask"][2:4] = False  # a prompt without a token
+    arguments = [t if seq_dim else t.t() for t in (x["new"], x["mask"])]
+    for mask in (arguments[1], arguments[1].long(), arguments[1].float()):
+        found = losses.aggregation(mask, seq_dim=seq_dim, **MODES[name])
+        weights = 1.0 if found.weights is None else found.weights
+        total = torch.where(mask != 0, arguments[0] * weights, 0.0).sum() / found.denominator
+        torch.testing.assert_close(total, _expected(name, x["new"], x["mask"]))
+    assert losses.aggregation(arguments[1] & False, seq_dim=seq_dim, **MODES[name]).denominator > 0
+
+
+def _megatron_step(
+    name: str, x: dict[str, Tensor], dp: int, outputs: int, by_token: bool
+) -> Tensor:
+    """The gradient that Megatron makes of the ranks' losses, micro-batches of one sequence.
+
+    Each micro-batch through its schedule's `forward_step_calc_loss`; gradients averaged over all
+    ranks, or added up and divided by the tokens that the loss function gave.
+    """
+    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+    cp = world_size() // dp
+    data, part = divmod(world_rank(), cp)
+    groups = [dist.new_group(range(c, world_size(), cp)) for c in range(cp)]
+    mine = slice(data * 12 // dp, (data + 1) * 12 // dp)
+    new = x["new"].clone().requires_grad_()
+    losses_, mask = new[mine], x["mask"][mine]
+    found = losses.aggregation(
+        mask,
+        averaged_ranks=dp if outputs == 2 else dp * cp,
+        micro_batches=len(mask),
+        group=groups[part],
+        **MODES[name],
+    )
+    if found.weights is not None:
+        losses_ = losses_ * found.weights
+    config = SimpleNamespace(calculate_per_token_loss=by_token, timers=None)
+    total, tokens = torch.zeros((), dtype=F64), 0
+    for row, keep in zip(losses_, mask & (torch.arange(8) % cp == part), strict=True):
+        report = [torch.where(keep, row, 0.0).sum() / found.denominator, {}]
+        if outputs == 3:
+            report.insert(1, torch.tensor(1, dtype=torch.int))
+        loss, count = forward_step_calc_loss(
+            SimpleNamespace(),
+            None,
+            lambda _, given=tuple(report): given,
+            config,
+            None,
+            False,
+            len(mask),
+            [],
+            cp_group_size=cp,
+            is_last_stage=True,
+        )
+        total, tokens = total + loss, tokens + count.double()
+    (grad,) = torch.autograd.grad(total, new)
+    sums = torch.cat([grad.flatten(), torch.as_tensor(tokens, dtype=F64).reshape(1)])
+    dist.all_reduce(sums)
+    return sums[:-1].view_as(grad) / (sums[-1] if by_token else world_size())
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize("name", MODES)
+def test_denominators_in_megatron_s_schedule(ranks, name, dp, cp):
+    """Data and context parallelism, micro-batches, and each way to give Megatron the loss."""
+    x = _batch(12)
+    new = x["new"].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(_expected(name, new, x["mask"]), new)
+    for outputs, by_token in ((2, False), (3, False), (3, True)):
+        for grad in ranks(dp * cp).run(_megatron_step, name, x, dp, outputs, by_token):
+            torch.testing.assert_close(grad, expected)
+
+
+# ---- two passes under context parallelism --------------------------------------------------------
+
+OF_SEQUENCES = {
+    "gspo": (losses.GSPOLoss(0.2, 0.3), {"mode": "sequence"}),
+    "gmpo": (losses.GMPOLoss(), {"mode": "sequence"}),
+    "vespo": (losses.VESPOLoss(), {"mode": "constant", "length": 1}),
+    "fipo": (losses.FIPOLoss(), {"mode": "token"}),
+    "m2po": (losses.M2POLoss(), {"mode": "token"}),
+}
+
+
+def _two_passes(name: str, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """As `second_pass` and `aggregation` say: gathered, numbers, sharded again."""
+    loss, how = OF_SEQUENCES[name]
+    options = {"cp_group": world_group()}
+    shard = {key: context_parallel_shard(tensor, **options) for key, tensor in x.items()}
+    new = shard["new"].clone().requires_grad_()
+    whole = context_parallel_gather(new.detach(), **options)
+    numbers = loss.second_pass(whole, x["old"], x["a"], x["mask"])
+    tensors = [context_parallel_shard(numbers[key], **options) for key in loss.tensors]
+    found = losses.aggregation(x["mask"], **how)
+    if found.weights is not None:
+        loss = losses.WeightedLoss(loss)
+        tensors.append(context_parallel_shard(found.weights, **options))
+    total = torch.where(shard["mask"], loss(new, None, *tensors), 0.0).sum() / found.denominator
+    (grad,) = torch.autograd.grad(total, new)
+    return total.detach(), context_parallel_gather(grad, **options)
+
+
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_two_passes_under_context_parallelism(ranks, name):
+    x = _batch()
+    total, grad = _two_passes(name, x)
+    assert grad.any()
+    found = ranks(2).run(_two_passes, name, x)
+    torch.testing.assert_close(sum(part[0] for part in found), total)
+    for _, part in found:
+        torch.testing.assert_close(part, grad)
+
+
+# ---- preferences ---------------------------------------------------------------------------------
+
+
+def _log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
+
+
+def _log_odds(x: float) -> float:
+    return x - math.log(-math.expm1(x))
+
+
+PREFERENCES = {
+    "cpo": (losses.cpo_loss, {"beta": 0.3}, lambda c, r: -_log_sigmoid(0.3 * (c - r)) - c),
+    "simpo": (losses.simpo_loss, {}, lambda c, r: -_log_sigmoid(2.0 * (c - r) - 1.0)),
+    "orpo": (
+        losses.orpo_loss,
+        {"beta": 0.2},
+        lambda c, r: -c - 0.2 * _log_sigmoid(_log_odds(c) - _log_odds(r)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "settings", "formula"), PREFERENCES.values(), ids=PREFERENCES)
+def test_preferences_without_a_reference(loss, settings, formula):
+    values = [-1e-3, -0.3, -1.0, -4.0, -100.0, -101.0]
+    pairs = torch.cartesian_prod(*[torch.tensor(values, dtype=F64)] * 2)
+    chosen, rejected = (x.clone().requires_grad_() for x in pairs.t())
+    found = loss(chosen, rejected, **settings)
+    grads = torch.autograd.grad(found.sum(), [chosen, rejected])
+    advantages = losses.preference_advantages(loss, chosen, rejected, **settings)
+    for i, (c, r) in enumerate(pairs.tolist()):
+        assert found[i].item() == pytest.approx(formula(c, r), rel=1e-9)
+        for side, (dc, dr) in enumerate(((1e-7, 0.0), (0.0, 1e-7))):
+            up, down = formula(c + dc, r + dr), formula(c - dc, r - dr)
+            assert grads[side][i].item() == pytest.approx((up - down) / 2e-7, rel=1e-3, abs=1e-5)
+            assert advantages[side][i] == -grads[side][i]
+            assert not advantages[side].requires_grad
+
+
+def test_orpo_of_a_certain_answer_is_finite():
+    chosen = torch.zeros(2, requires_grad=True)
+    rejected = torch.tensor([0.0, -200.0], requires_grad=True)
+    value = losses.orpo_loss(chosen, rejected)
+    assert value.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(value.sum(), [chosen, rejected]))
+
+
+def _reference(new: Tensor, ref: Tensor) -> Tensor:
+    return losses.kto_reference(_rows_of_rank(new), _rows_of_rank(ref), group=world_group())
+
+
+def test_kto(ranks):
+    new, ref = torch.randn(2, 9, dtype=F64) * 4
+    desirable = torch.arange(9) % 3 > 0
+    z = losses.kto_reference(new, ref - 3.0)
+    assert z.item() == pytest.approx(max((new - ref + 3.0).mean().item(), 0.0))
+    assert losses.kto_reference(new - 50.0, ref) == 0.0
+    for found in ranks(3).run(_reference, new, ref - 3.0):
+        torch.testing.assert_close(found, z)
+    new.requires_grad_()
+    settings = {"beta": 0.2, "desirable_weight": 1.33, "undesirable_weight": 0.7}
+    found = losses.kto_loss(new, ref, desirable, z, **settings)
+    (grad,) = torch.autograd.grad(found.sum(), new)
+    for i in range(9):
+        gain = 0.2 * (new[i] - ref[i] - z).item()
+        sign, weight = (1, 1.33) if desirable[i] else (-1, 0.7)
+        share = 1 / (1 + math.exp(-sign * gain))
+        assert found[i].item() == pytest.approx(weight * (1 - share))
+        assert grad[i].item() == pytest.approx(-sign * weight * 0.2 * share * (1 - share))
+    (advantages,) = losses.preference_advantages(
+        losses.kto_loss, new, ref_logprobs=ref, desirable=desirable, reference=z, **settings
+    )
+    torch.testing.assert_close(advantages, -grad)
+    far = torch.tensor([-1e4, 1e4], requires_grad=True)
+    value = losses.kto_loss(far, torch.zeros(2), torch.ones(2, dtype=torch.bool), 0.0)
+    assert value.tolist() == [1.0, 0.0]
+    assert torch.autograd.grad(value.sum(), far)[0].tolist() == [0.0, 0.0]
+
+
+@torch.inference_mode()
+def test_preference_advantages_in_inference_mode():
+    chosen, rejected = torch.randn(2, 3)
+    ours = losses.dpo_advantages(chosen, rejected, rejected, chosen)
+    assert all(x.isfinite().all() for x in ours)

@@ -1,0 +1,470 @@
+"""Objectives and corrections against the frameworks' own functions, taken from their source.
+
+A function is compiled alone, out of its file: what it needs of its package is given by name. Where
+a framework is published as a repository alone, its formula stands here in our words, with the file
+and the commit that it was read at. docs/objectives.md explains the differences.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_logprobs import losses
+from tests.dropin.frameworks import source_root
+
+F64 = torch.float64
+
+
+def published(distribution: str, file: str, *names: str, **scope: Any) -> SimpleNamespace:
+    """Functions and methods of a file, by name, without decorators, annotations and imports."""
+    tree = ast.parse((source_root(distribution) / file).read_text())
+    scope = {"torch": torch, "math": math, "F": F, "Any": Any, "Optional": Optional, **scope}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            node.decorator_list, node.returns = [], None
+            for argument in [*node.args.args, *node.args.kwonlyargs]:
+                argument.annotation = None
+            exec(compile(ast.Module([node], []), file, "exec"), scope)
+    return SimpleNamespace(**{name: scope[name] for name in names})
+
+
+class Config(SimpleNamespace):
+    """A framework's configuration object."""
+
+    global_batch_info: dict[str, Any] = {}  # noqa: RUF012
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+def _verl(name: str) -> Callable[..., Tensor]:
+    functional = published(
+        "verl", "verl/utils/torch_functional.py", "masked_sum", "masked_mean", np=None
+    )
+    algos = published(
+        "verl",
+        "verl/trainer/ppo/core_algos.py",
+        name,
+        "agg_loss",
+        verl_F=functional,
+        ActorConfig=Config,
+        AlgoConfig=type("AlgoConfig", (), {}),
+    )
+    loss = vars(algos)[name]
+
+    def call(
+        x: dict[str, Tensor], new: Tensor, mode: str = "token-mean", **settings: Any
+    ) -> Tensor:
+        policy = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0}
+        policy |= {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7, "dro_beta": 0.3}
+        config = Config(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28)
+        vars(config).update(settings, policy_loss=SimpleNamespace(**policy))
+        return loss(x["old"], new, x["a"], x["mask"], loss_agg_mode=mode, config=config)[0]
+
+    return call
+
+
+def _skyrl(name: str) -> Callable[..., Tensor]:
+    folder = "skyrl/backends/skyrl_train/utils"
+    utils = published("skyrl", f"{folder}/torch_utils.py", "masked_mean", "safe_exp_delta")
+    algos = published(
+        "skyrl",
+        f"{folder}/ppo_utils.py",
+        name,
+        "reduce_loss",
+        apply_off_policy_correction=lambda loss, old, rollout, mask, config: (loss, mask, {}),
+        **vars(utils),
+    )
+
+    def call(x: dict[str, Tensor], new: Tensor, **settings: Any) -> Tensor:
+        config = Config(off_policy_correction=None, eps_clip_low=0.2, eps_clip_high=0.28)
+        vars(config).update({k: SimpleNamespace(**v) for k, v in settings.items()})
+        found = vars(algos)[name](new, x["old"], x["a"], config, x["mask"])[0]
+        return found / x["mask"].sum()  # its advantages carry the denominator
+
+    return call
+
+
+def _batch(spread: float = 0.4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    old = -torch.rand(5, 9, generator=generator, dtype=F64) * 3 - 0.02
+    noise = torch.randn(5, 9, generator=generator, dtype=F64) * spread
+    mask = torch.arange(9) < torch.tensor([9, 4, 6, 1, 8]).unsqueeze(1)
+    return {
+        "old": old,
+        "new": torch.minimum(old + noise, torch.tensor(-1e-3, dtype=F64)),
+        "a": torch.tensor([[1.0], [-0.7], [0.4], [-1.2], [2.0]], dtype=F64).expand(5, 9),
+        "mask": mask.double(),
+    }
+
+
+def _ours(loss: losses.TokenLoss, **how: Any) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    """The objective in as many passes as it takes, aggregated."""
+
+    def call(x: dict[str, Tensor], new: Tensor) -> Tensor:
+        numbers = {"old_logprobs": x["old"], "advantages": x["a"], "teacher_logprobs": x["old"]}
+        if loss.passes == 2:
+            numbers |= loss.second_pass(new, x["old"], x["a"], x["mask"])
+        per_token = loss(new, None, *(numbers[name] for name in loss.tensors))
+        found = losses.aggregation(x["mask"], **how)
+        weights = 1.0 if found.weights is None else found.weights
+        return (per_token * weights * x["mask"]).sum() / found.denominator
+
+    return call
+
+
+SEQUENCES = {"mode": "sequence"}
+# Ours, theirs.
+PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "verl dppo_tv": (
+        _ours(losses.DPPOLoss(low=0.1, high=0.15, cap=3.0)),
+        lambda x, new: _verl("compute_policy_loss_dppo_tv")(
+            x, new, clip_ratio_low=0.1, clip_ratio_high=0.15, clip_ratio_c=3.0
+        ),
+    ),
+    "verl dppo_kl": (
+        _ours(losses.DPPOLoss(divergence="kl", low=0.02, high=0.03)),
+        lambda x, new: _verl("compute_policy_loss_dppo_kl")(
+            x, new, clip_ratio_low=0.02, clip_ratio_high=0.03
+        ),
+    ),
+    "verl gspo": (
+        _ours(losses.GSPOLoss(0.2, 0.28), **SEQUENCES),
+        lambda x, new: _verl("compute_policy_loss_gspo")(x, new, mode="seq-mean-token-mean"),
+    ),
+    "verl gpg": (_ours(losses.GPGLoss()), _verl("compute_policy_loss_gpg")),
+    "verl geo_mean": (
+        _ours(losses.GMPOLoss(), **SEQUENCES),
+        lambda x, new: _verl("compute_policy_loss_geo_mean")(
+            x, new, clip_ratio_low=0.4, clip_ratio_high=0.4
+        ),
+    ),
+    "verl dro": (_ours(losses.DROLoss(tau=0.3, level="token")), _verl("compute_policy_loss_dro")),
+    "verl kl_cov": (
+        _ours(losses.KLCovLoss(share=0.1, kl_coef=0.7)),
+        _verl("compute_policy_loss_kl_cov"),
+    ),
+    "verl cispo": (
+        _ours(losses.CISPOLoss(clip_low=0.2, clip_high=0.28)),
+        _verl("compute_policy_loss_cispo"),
+    ),
+    "verl sapo": (
+        _ours(losses.SAPOLoss(), **SEQUENCES),
+        lambda x, new: _verl("compute_policy_loss_sapo")(x, new, tau_pos=1.0, tau_neg=1.05),
+    ),
+    "verl vanilla, dual clip": (
+        _ours(losses.ClippedLoss(0.2, 0.28, dual_clip=1.4)),
+        lambda x, new: _verl("compute_policy_loss_vanilla")(x, new, clip_ratio_c=1.4),
+    ),
+    "verl Dr. GRPO": (
+        _ours(losses.ClippedLoss(0.2, 0.28, dual_clip=3.0), mode="constant", length=9),
+        lambda x, new: _verl("compute_policy_loss_vanilla")(x, new, mode="seq-mean-token-sum-norm"),
+    ),
+    "skyrl kl_cov": (
+        _ours(losses.KLCovLoss(share=0.2)),
+        lambda x, new: _skyrl("compute_policy_loss_kl_cov")(
+            x, new, kl_cov={"kl_cov_frac": 0.2, "ppo_kl_coef": 1.0}
+        ),
+    ),
+    "skyrl importance_sampling": (
+        _ours(losses.ImportanceLoss()),
+        _skyrl("importance_sampling_loss"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_loss_and_its_gradient_are_the_framework_s(name):
+    x = _batch()
+    ours, theirs = PAIRS[name]
+    found = []
+    for call in (ours, theirs):
+        new = x["new"].clone().requires_grad_()
+        value = call(x, new)
+        (grad,) = torch.autograd.grad(value, new)
+        found.append((value.detach(), grad))
+    # Theirs add 1e-8 to some denominators.
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-9)
+    assert found[0][1].any()
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("binary_tv", 0.12), ("binary_kl", 0.03)])
+def test_dppo_in_skyrl_has_the_same_gradient(kind, bound):
+    """Its value is that of -r A, ours of -sg(r) A log p."""
+    x = _batch()
+    loss = losses.DPPOLoss(divergence=kind[-2:], low=bound, high=bound)
+    settings = {"dppo_type": kind, "delta_low": bound, "delta_high": bound}
+    new, same = (x["new"].clone().requires_grad_() for _ in range(2))
+    (grad,) = torch.autograd.grad(_ours(loss)(x, new), new)
+    theirs = _skyrl("dppo_policy_loss")(x, same, dppo=settings)
+    (expected,) = torch.autograd.grad(theirs, same)
+    torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-9)
+    assert (expected[x["mask"] > 0] == 0).any()
+
+
+def test_clip_cov_drops_tokens_that_verl_may_drop():
+    """Which are drawn is chance; how many, and among which, is not."""
+    x = _batch()
+    settings = {"share": 0.1, "low": 0.0, "high": 5.0}
+    torch.manual_seed(0)
+    dropped = []
+    for ours in (True, False):
+        new = x["new"].clone().requires_grad_()
+        if ours:
+            value = _ours(losses.ClipCovLoss(0.2, 0.28, **settings))(x, new)
+        else:
+            value = _verl("compute_policy_loss_clip_cov")(x, new)
+        (grad,) = torch.autograd.grad(value, new)
+        without = new.detach().clone().requires_grad_()
+        clipped = _ours(losses.ClippedLoss(0.2, 0.28))(x, without)
+        (plain,) = torch.autograd.grad(clipped, without)
+        dropped.append((plain != 0) & (grad == 0))
+        torch.testing.assert_close(grad[grad != 0], plain[grad != 0])
+    assert dropped[0].sum() == dropped[1].sum() == int(0.1 * x["mask"].sum())
+
+
+FAR = {
+    "verl dro": (losses.DROLoss(tau=0.3, level="token"), "compute_policy_loss_dro"),
+    "verl kl_cov": (losses.KLCovLoss(share=0.1, kl_coef=0.7), "compute_policy_loss_kl_cov"),
+    "verl geo_mean": (losses.GMPOLoss(), "compute_policy_loss_geo_mean"),
+    "verl clip_cov": (losses.ClipCovLoss(share=0.1), "compute_policy_loss_clip_cov"),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_far_from_the_rollout_ours_is_finite(name):
+    """Log ratios of 100 in float32: verl's kl_cov and clip_cov are inf and NaN there."""
+    x = {key: tensor.float() for key, tensor in _batch().items()}
+    x["old"] = torch.where(torch.arange(9) % 3 == 0, x["new"] - 100.0, x["old"])
+    loss, theirs = FAR[name]
+    new = x["new"].clone().requires_grad_()
+    value = _ours(loss)(x, new)
+    (grad,) = torch.autograd.grad(value, new)
+    assert value.isfinite()
+    assert grad.isfinite().all()
+    if "cov" in name:
+        same = x["new"].clone().requires_grad_()
+        (expected,) = torch.autograd.grad(_verl(theirs)(x, same), same)
+        assert not expected.isfinite().all()
+
+
+# ---- corrections ---------------------------------------------------------------------------------
+
+VERL_REJECTION = [
+    (f"{level}_{k}" if level == "token" else f"seq_{level}_{k}", k, level)
+    for level in ("token", "sum", "mean", "max")
+    for k in ("k1", "k2", "k3")
+    if (level, k) != ("max", "k1")
+]
+
+
+@pytest.mark.parametrize(("option", "estimator", "level"), VERL_REJECTION)
+def test_rejection_is_verl_s(option, estimator, level):
+    functional = published("verl", "verl/utils/torch_functional.py", "masked_sum", "masked_mean")
+    file = "verl/trainer/ppo/rollout_corr_helper.py"
+    modes = [mode for mode, _, _ in VERL_REJECTION]
+    helper = published(
+        "verl",
+        file,
+        "compute_rollout_rejection_mask",
+        "_parse_rollout_rs_thresholds",
+        verl_F=functional,
+        SAFETY_BOUND=20.0,
+        SUPPORTED_ROLLOUT_RS_OPTIONS=modes,
+        TOKEN_LEVEL_ROLLOUT_RS_OPTIONS=modes[:3],
+        compute_rs_metrics=lambda **_: {},
+    )
+    x = _batch(spread=0.1)
+    high = 0.004 if level == "mean" else 0.02
+    threshold = "0.95_1.04" if estimator == "k1" else high
+    expected, _ = helper.compute_rollout_rejection_mask(
+        x["new"] - x["old"], x["mask"], option, threshold
+    )
+    bounds = {"high": high}
+    if estimator == "k1":
+        bounds = {"low": math.log(0.95), "high": math.log(1.04)}
+    found = losses.rejection_mask(
+        x["new"], x["old"], x["mask"], estimator=estimator, level=level, **bounds
+    )
+    assert torch.equal(found * x["mask"], expected)
+    assert 0 < expected.sum() < x["mask"].sum()
+
+
+def test_m2po_is_areal_s():
+    file = "areal/trainer/ppo/actor.py"
+    actor = published("areal", file, "_apply_m2po_masking", "_get_m2po_loss_mask")
+    for threshold in (1e-6, 0.005, 0.04, 10.0):
+        x = _batch()
+        expected = actor._apply_m2po_masking(x["old"], x["new"], x["mask"].bool(), threshold)
+        loss = losses.M2POLoss(threshold=threshold)
+        found = loss.second_pass(x["new"], x["old"], x["a"], x["mask"])["advantages"]
+        assert torch.equal(found != 0, expected)
+
+
+@pytest.mark.parametrize("high_only", [True, False])
+def test_fipo_is_ms_swift_s(high_only):
+    file = "swift/megatron/trainers/grpo_trainer.py"
+    trainer = published("ms-swift", file, "_compute_fipo_influence")
+    x = _batch(spread=1.0)
+    own = SimpleNamespace(
+        args=SimpleNamespace(delta=10.0, fipo_safety_threshold=2.0),
+        fipo_gamma=2 ** (-1 / 5),
+        fipo_clip_range=0.2,
+        fipo_clip_high_only=high_only,
+        fipo_safety_threshold=2.0,
+    )
+    log_ratio = x["new"] - x["old"]
+    expected, _ = trainer._compute_fipo_influence(
+        own, log_ratio, log_ratio.exp(), x["a"], x["mask"].bool()
+    )
+    loss = losses.FIPOLoss(half_life=5.0, high_only=high_only, safety=2.0)
+    found = loss.second_pass(x["new"], x["old"], x["a"], x["mask"])["importance_weights"]
+    keep = x["mask"].bool()
+    torch.testing.assert_close(found[keep], expected[keep])
+
+
+def test_sequence_weights_are_skyrl_s_and_ms_swift_s():
+    folder = "skyrl/backends/skyrl_train/utils"
+    utils = published("skyrl", f"{folder}/torch_utils.py", "masked_mean", "safe_exp_delta")
+    skyrl = published(
+        "skyrl",
+        f"{folder}/off_policy_correction_utils.py",
+        "compute_tis_ratio",
+        "compute_outlier_token_mask",
+        **vars(utils),
+    )
+    x = _batch()
+    config = Config(
+        sequence_tis_ratio_clip_high=1.1,
+        outlier_token_is_threshold_low=0.6,
+        outlier_token_is_threshold_high=None,
+    )
+    arguments = (x["new"], x["old"], x["mask"])
+    weights, _ = skyrl.compute_tis_ratio(*arguments, "sequence", config)
+    outliers, _ = skyrl.compute_outlier_token_mask(*arguments, config)
+    found = losses.truncated_sequence_weights(*arguments, cap=1.1, veto=0.6)
+    torch.testing.assert_close(found, weights * outliers, rtol=1e-6, atol=0)
+    assert 0 < found.count_nonzero() < 5
+
+    file = "swift/megatron/trainers/grpo_trainer.py"
+    swift = published(
+        "ms-swift",
+        file,
+        "_apply_rollout_importance_sampling",
+        "_compute_sequence_level_ratios",
+    )
+    own = SimpleNamespace(
+        rollout_importance_sampling_mode="sequence_mask",
+        rollout_importance_sampling_threshold=1.05,
+        _compute_sequence_level_ratios=lambda *a: swift._compute_sequence_level_ratios(None, *a),
+    )
+    expected = swift._apply_rollout_importance_sampling(own, x["new"] - x["old"], x["mask"])
+    found = losses.sequence_masked_importance_weights(*arguments, low=0.0, high=1.05)
+    torch.testing.assert_close(found, expected * x["mask"])
+    assert 0 < found.count_nonzero() < x["mask"].sum()
+
+
+# ---- formulas of repositories --------------------------------------------------------------------
+
+
+def _roll_topr(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    """ROLL, roll/pipeline/agentic/agentic_actor_pg_worker.py at 8eb27cc, `_compute_topr_loss`:
+    REINFORCE for answers of positive score, its ratio cut at 1 for the others. Here A has the
+    score's sign."""
+    ratio = (new - x["old"]).exp().clamp(0.0, 1.0).detach()
+    return ((torch.where(x["a"] > 0, 1.0, ratio) * -x["a"] * new) * x["mask"]).sum()
+
+
+def _roll_kimi(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    """The same file, `_compute_kimi15_loss` with kimi15_tau at its default."""
+    return ((-x["a"] * new + 0.05 * (new - x["old"]) ** 2) * x["mask"]).sum()
+
+
+def _prime_ipo(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    """Prime-RL, src/prime_rl/trainer/rl/loss.py at 559b447, `ipo_loss_fn`."""
+    far = (new.exp() - x["old"].exp()).abs() > 0.1
+    log_ratio = new - x["old"]
+    per_token = -(~far * x["a"] * log_ratio.exp()) + 1e-3 * log_ratio**2
+    return (per_token * x["mask"]).sum()
+
+
+def _trl_vespo(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    """TRL, trl/trainer/grpo_trainer.py at f2cd577, `get_gamma_weights` with its defaults."""
+    log_w = ((new - x["old"]).detach() * x["mask"]).sum(1, keepdim=True)
+    k, slope = (torch.where(x["a"] >= 0, *two) for two in ((2.0, 3.0), (3.0, 2.0)))
+    return (-(slope + k * log_w - slope * log_w.exp()).exp() * x["a"] * new * x["mask"]).sum()
+
+
+def _trl_two_sided(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    """The same file, loss_type grpo with delta."""
+    ratio = (new - x["old"]).exp()
+    bounded = torch.min(ratio.clamp(max=1.5) * x["a"], ratio.clamp(0.8, 1.28) * x["a"])
+    return (-bounded * x["mask"]).sum()
+
+
+def _trl_luspo(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    """The same file, loss_type luspo: the sequence's loss times its tokens, a mean over them."""
+    tokens = x["mask"].sum(1, keepdim=True)
+    s = (((new - x["old"]) * x["mask"]).sum(1, keepdim=True) / tokens).exp()
+    a = x["a"][:, :1]
+    return (-torch.min(s * a, s.clamp(0.8, 1.28) * a) * tokens).mean()
+
+
+def _trl_sdpo(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    """TRL, trl/experimental/sdpo/loss_utils.py at f2cd577, sampled_token with its clip at 2; the
+    teacher stands for the old policy too."""
+    log_ratio = (new - x["old"]).detach()
+    return (log_ratio * new * log_ratio.exp().clamp(max=2.0) * x["mask"]).sum()
+
+
+def _slime_unbiased_kl(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    """slime, slime/utils/ppo_utils.py at 624b824, `compute_approx_kl` with --use-unbiased-kl; the
+    reference is the old policy moved by 0.1."""
+    log_ratio = x["old"] - 0.1 - new
+    kl = (new - x["old"]).exp() * (log_ratio.exp() - 1 - log_ratio)
+    return ((-x["a"] * new + 0.5 * kl) * x["mask"]).sum()
+
+
+def _unbiased(x: dict[str, Tensor], new: Tensor) -> Tensor:
+    loss = losses.RegularizedLoss(losses.ReinforceLoss(), kl_coef=0.5, kl_ratio=True)
+    return (loss(new, None, x["a"], x["old"] - 0.1, x["old"]) * x["mask"]).sum()
+
+
+def _sum(loss: losses.TokenLoss) -> Callable[..., Tensor]:
+    """Over tokens."""
+    call = _ours(loss)
+    return lambda x, new: call(x, new) * x["mask"].sum()
+
+
+REPOSITORIES = {
+    "roll topr": (_sum(losses.TOPRLoss(level="token")), _roll_topr),
+    "roll kimi15": (_sum(losses.KimiLoss(level="token")), _roll_kimi),
+    "prime-rl ipo": (_sum(losses.IPOLoss()), _prime_ipo),
+    "trl vespo": (_sum(losses.VESPOLoss()), _trl_vespo),
+    "trl delta": (_sum(losses.ClippedLoss(0.2, 0.28, dual_clip=1.5)), _trl_two_sided),
+    "trl luspo": (_ours(losses.LUSPOLoss(0.2, 0.28), mode="constant", length=1), _trl_luspo),
+    "trl sdpo": (_sum(losses.DistillationLoss(cap=2.0)), _trl_sdpo),
+    "slime unbiased kl": (_unbiased, _slime_unbiased_kl),
+}
+
+
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_the_formula_of_a_repository(name):
+    x = _batch()
+    found = []
+    for call in REPOSITORIES[name]:
+        new = x["new"].clone().requires_grad_()
+        value = call(x, new)
+        found.append((value.detach(), *torch.autograd.grad(value, new)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)

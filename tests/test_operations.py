@@ -1,0 +1,101 @@
+"""Every operation of the table `ops.py`: values, gradients, tensors changed in between, mistakes.
+
+A case that fails says the line that reruns it alone. MCORE_LOGPROBS_DEEP=500 adds so many random
+cases an operation to those that hold every pair of settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+
+import pytest
+
+from tests.engine import cases, run
+from tests.helpers.covering import covering
+from tests.helpers.distributed import get_pool
+from tests.ops import OPERATIONS
+
+DEEP = int(os.environ.get("MCORE_LOGPROBS_DEEP", "0"))
+CALLS = [(name, source) for name, op in OPERATIONS.items() for source in op.sources]
+
+
+def passes(some: list[cases.Case]) -> None:
+    found = run.failures(some)
+    report = "\n".join([f"{len(found)} of {len(some)} cases fail:", *found])
+    assert not found, report
+
+
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_every_pair_of_settings(name: str, source: str) -> None:
+    passes(cases.cases_of(OPERATIONS[name], source))
+
+
+@pytest.mark.skipif(not DEEP, reason="MCORE_LOGPROBS_DEEP is not set")
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_random_settings(name: str, source: str) -> None:
+    drawn = cases.random_cases(OPERATIONS[name], source, random.SystemRandom())
+    passes(list(itertools.islice(drawn, DEEP)))
+
+
+@pytest.mark.parametrize("name", [name for name, source in CALLS if source == "hidden"])
+def test_several_blocks_of_columns(name: str) -> None:
+    passes(cases.wide_cases(OPERATIONS[name]))
+
+
+DIFFERENTIABLE = [(name, source) for name, source in CALLS if OPERATIONS[name].differentiable]
+
+
+@pytest.mark.parametrize(("name", "source"), DIFFERENTIABLE)
+def test_tensors_changed_between_forward_and_backward(name: str, source: str) -> None:
+    """The backward raises torch's error, or gives the gradient at the values of the forward."""
+    passes(cases.tampered_cases(OPERATIONS[name], source))
+
+
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_mistakes_are_refused_on_every_rank_before_any_collective(name: str, source: str) -> None:
+    words = ["tp=2", "ignored=True", *(["bias=True", "lora=True"] if source == "hidden" else [])]
+    case = cases.parse([name, source, *words])
+    for found in get_pool(2).run(run.refusals, case):
+        assert found
+        for expected, message, sent in found:
+            assert expected in message
+            assert sent == []
+
+
+def test_a_wrong_operation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient a thousandth off in one token fails each case; the line reruns the case."""
+    import torch
+
+    right = OPERATIONS["logprobs"]
+
+    def wrong(*args: object, **options: object) -> torch.Tensor:
+        out = right.from_logits(*args, **options)  # type: ignore[misc]
+        return out + 1e-3 * (out - out.detach()) * (out == out.min())
+
+    case = cases.parse(["logprobs", "logits", "dtype=float64", "layout=transposed"])
+    passes([case])
+    monkeypatch.setitem(OPERATIONS, "logprobs", dataclasses.replace(right, from_logits=wrong))
+    (message,) = run.failures([case])
+    assert "dlogits: error" in message
+    line = message.splitlines()[0].removeprefix("python -m tests.engine ")
+    assert str(cases.parse(line.split())) == str(case)
+
+
+def test_covering_holds_every_pair_that_fits() -> None:
+    axes = {"a": (0, 1, 2), "b": ("x", "y"), "c": (None, 5, 7), "d": (False, True), "e": (0, 1)}
+
+    def fits(row: dict) -> bool:
+        return not (row.get("a") == 2 and row.get("b", "y") == "x") and row.get("e") != 1
+
+    rows = covering(axes, fits, [("a", "c", "d")])
+    assert len(rows) <= 20
+    everything = [dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values())]
+    for names in [*itertools.combinations(axes, 2), ("a", "c", "d")]:
+        held, possible = (
+            {tuple(row[name] for name in names) for row in some if fits(row)}
+            for some in (rows, everything)
+        )
+        assert held == possible, names

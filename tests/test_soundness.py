@@ -1,0 +1,150 @@
+"""Between forward and backward: what is singular. The products of settings are in the engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import mcore_logprobs as ml
+from mcore_logprobs import losses
+from tests.engine import cases, run
+from tests.ops import OPERATIONS
+
+CALLS = [(name, source) for name, op in OPERATIONS.items() for source in op.sources]
+OF_ROWS = [  # from logits of any leading shape
+    name
+    for name, op in OPERATIONS.items()
+    if op.from_logits and op.differentiable and not op.same_dtype
+]
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_expanded_logits_under_a_hook_that_clones(name: str) -> None:
+    """A clone of an expanded tensor has other strides."""
+    op, case = OPERATIONS[name], cases.parse([name, "logits", "dtype=float64", "ignored=True"])
+    mine = run.place(case, cases.Problem(case))
+    leaf = torch.randn(1, 2, 24, dtype=torch.float64, requires_grad=True)
+    found = []
+    for hook in (lambda x: x, torch.clone):
+        with saved_tensors_hooks(hook, lambda x: x):
+            outputs = op("logits", (leaf.expand(6, 2, 24),), mine.side, mine.keywords)
+        roots = [outputs[n] for n in op.differentiable if n in outputs]
+        incoming = [torch.linspace(-1.0, 2.0, x.numel()).double().view(x.shape) for x in roots]
+        found += torch.autograd.grad(roots, leaf, incoming)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_a_negative_bit_is_read(name: str, source: str) -> None:
+    assert not run.failures([cases.parse([name, source, "layout=negative bit"])])
+
+
+@pytest.mark.parametrize(("name", "source"), CALLS)
+def test_results_are_float32_whatever_the_default_dtype_is(name: str, source: str) -> None:
+    words = [name, source, *(["replay=True"] if name == "sampling_logprobs" else [])]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert not run.failures([cases.parse(words)])
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 6}, {"top_p": 0.8}], ids=str)
+def test_logits_computed_again_do_not_move_the_cut(filters: dict) -> None:
+    """Operands of other strides give logits with other last bits: no token falls out by them."""
+    hidden, weight = torch.randn(99, 16, requires_grad=True), torch.randn(24, 16)
+    lora, target = (torch.randn(3, 16), torch.randn(24, 3), 0.5), torch.arange(99) % 24
+    upstream, grads = torch.randn(99), []
+    for hook in (run.HOOKS["none"], run.HOOKS["column-major"]):
+        with saved_tensors_hooks(hook, lambda x: x):
+            out = ml.linear_sampling_logprobs(hidden, weight, target, lora=lora, **filters)
+        grads += torch.autograd.grad(out, hidden, upstream)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+
+
+def test_stats_are_not_moved_to_integers() -> None:
+    stats = ml.vocab_parallel_token_stats(torch.randn(3, 5), torch.tensor([0, 4, 2]))
+    for to in (torch.int64, torch.zeros(1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="expected a floating-point dtype"):
+            stats.to(to)
+    moved = stats.to(torch.zeros(1, dtype=torch.float64))
+    assert moved.logprobs.dtype == torch.float64
+
+
+def test_autocast_is_restored_where_linear_map_computes_again() -> None:
+    """A product within fn is bfloat16 in the backward as in the forward, as a checkpoint's is."""
+    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(24, 8, requires_grad=True)
+    matrix, upstream = 0.1 * torch.randn(24, 5), torch.randn(12, 5)
+    dtypes = []
+
+    def fn(z: Tensor) -> Tensor:
+        product = z @ matrix
+        dtypes.append(product.dtype)
+        return product.float().square()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ml.linear_map(hidden, weight, fn, chunk_size=5)
+        plain = fn((hidden.unsqueeze(1) * weight).sum(-1))
+    found = torch.autograd.grad(out, [hidden, weight], upstream)
+    expected = torch.autograd.grad(plain, [hidden, weight], upstream)
+    assert set(dtypes) == {torch.bfloat16}
+    for ours, theirs in zip((out, *found), (plain, *expected), strict=True):
+        assert (ours - theirs).abs().max() <= 0.02 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_main_grad_is_asked_for_only_where_there_is_a_gradient(without) -> None:
+    hidden, weight = torch.randn(4, 3), torch.nn.Parameter(torch.randn(6, 3))
+    target = torch.arange(4)
+    with without():
+        stats = ml.linear_token_stats(hidden, weight, target, gradient_accumulation_fusion=True)
+        loss, _ = ml.linear_policy_loss(
+            hidden, weight, target, lambda p, _: -p, gradient_accumulation_fusion=True
+        )
+    torch.testing.assert_close(loss, -stats.logprobs.sum())
+
+
+@pytest.mark.parametrize("kl", [losses.kl_k2, losses.kl_k3])
+def test_a_kl_estimate_without_an_upstream_has_no_gradient(kl) -> None:
+    """A filtered target's log-probability is -inf; its loss is masked."""
+    logprobs = torch.tensor([-torch.inf, -1.0, -torch.inf, -2.0], requires_grad=True)
+    upstream = torch.tensor([0.0, 2.0, 0.0, 0.0])
+    kl(logprobs, torch.tensor([-1.0, -1.5, -torch.inf, -torch.inf])).backward(upstream)
+    assert logprobs.grad is not None
+    assert not logprobs.grad[[0, 2, 3]].any()
+    assert logprobs.grad[1].isfinite()
+    assert logprobs.grad[1] != 0
+
+
+def _gather_one_element(dtype: torch.dtype) -> list[int]:
+    x = torch.tensor([dist.get_rank() + 1, 99], dtype=dtype)[::2]
+    options = {"cp_group": dist.group.WORLD, "seq_dim": 0, "layout": "contiguous"}
+    return ml.context_parallel_gather(x, **options).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.bfloat16], ids=str)
+def test_one_element_a_rank_with_a_stride(ranks, dtype) -> None:
+    assert ranks(2).run(_gather_one_element, dtype) == [[1, 2]] * 2
+
+
+def test_a_policy_loss_keeps_nothing_after_its_backward() -> None:
+    shapes = {"hidden": (5, 8), "weight": (24, 8), "A": (3, 8), "B": (24, 3)}
+    leaves = {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
+    x = {name: 2.0 * leaf for name, leaf in leaves.items()}  # the graph itself holds the leaves
+    loss, _ = ml.linear_policy_loss(
+        x["hidden"],
+        x["weight"],
+        torch.arange(5),
+        lambda logprobs, _: -logprobs,
+        lora=(x["A"], x["B"], 0.5),
+    )
+    held = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in x.items()}
+    x.clear()
+    loss.backward()
+    assert [name for name in ("hidden", "A", "B") if not held[name].expired()] == []
+    assert loss.grad_fn is not None
