@@ -51,6 +51,7 @@ from mcore_logprobs.ops.token_stats import (
 )
 from mcore_logprobs.ops.topk import linear_topk, vocab_parallel_argmax, vocab_parallel_topk
 from mcore_logprobs.ops.topk_divergence import linear_topk_kl_div, vocab_parallel_topk_kl_div
+from mcore_logprobs.prefix_tree import PrefixTree
 
 __version__ = "0.2.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "LogprobConfig",
     "ParallelGroups",
     "PatchHandle",
+    "PrefixTree",
     "TokenStats",
     "VocabShard",
     "__version__",

@@ -79,11 +79,11 @@ SIGNATURES = {
     ),
     "vocab_parallel_topk_kl_div": (
         ["student_logits", "teacher_logprobs", "ids"],
-        TARGETED | {"kind": "forward", "tail": "bin"},
+        TARGETED | {"kind": "forward", "tail": None, "generalized": False},
     ),
     "linear_topk_kl_div": (
         ["hidden", "weight", "teacher_logprobs", "ids"],
-        HEAD | TARGETED | {"kind": "forward", "tail": "bin"},
+        HEAD | TARGETED | {"kind": "forward", "tail": None, "generalized": False},
     ),
     "linear_policy_loss": (
         ["hidden", "weight", "target", "loss_fn"],
@@ -134,12 +134,14 @@ def test_signature_is_the_contract(name) -> None:
 def test_classes_have_the_contract_s_members() -> None:
     fields = [f.name for f in dataclasses.fields(mcore_logprobs.TokenStats)]
     per_token = ["logprobs", "entropy", "target_rank", "lse", "sum_pi_squared"]
-    assert fields == [*per_token, "policy_loss"]
+    assert fields == [*per_token, "policy_loss", "divergence"]
     assert isinstance(mcore_logprobs.TokenStats.loss, property)
     groups = [f.name for f in dataclasses.fields(mcore_logprobs.ParallelGroups)]
     assert groups[:2] == ["tp", "cp"]
     for source in ("from_megatron", "from_model", "from_device_mesh"):
         assert callable(getattr(mcore_logprobs.ParallelGroups, source))
+    for block in ("options", "policy_loss", "map", "targets", "replay", "divergence", "sample"):
+        assert callable(getattr(mcore_logprobs.PatchHandle, block))
     assert callable(mcore_logprobs.PatchHandle.remove)
     assert hasattr(mcore_logprobs.PatchHandle, "__enter__")
 
@@ -241,6 +243,7 @@ def test_works_with_torch_alone() -> None:
 # A unit may import units of a lower level, and its own. A new unit must be given a level here.
 LEVELS = {
     "autograd": 0,
+    "prefix_tree": 1,
     "checks": 0,
     "vocabulary": 0,
     "kernels": 0,

@@ -180,7 +180,8 @@ def _everything(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
     )
     assert stats.entropy is not None
     assert stats.sum_pi_squared is not None
-    return [stats.logprobs, stats.entropy, stats.sum_pi_squared, stats.lse]
+    found = [stats.logprobs, stats.entropy, stats.sum_pi_squared, stats.lse]
+    return [x for x in found if x is not None]
 
 
 def _entropy(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 class CpuCoreAttention(nn.Module):
     """Causal grouped-query attention by torch's `scaled_dot_product_attention`.
 
+    An attention_mask (True: not attended) takes the place of the causal one, as in Megatron's own
+    core attention.
+
     Shape:
         query [s, b, heads/TP, d], key [s, b, groups/TP, d], value [s, b, groups/TP, dv]
         -> [s, b, heads/TP * dv]; packed (`packed_seq_params`): the same with [t] for [s, b].
@@ -82,8 +85,13 @@ class CpuCoreAttention(nn.Module):
             kv = _GatherSequence.apply(torch.cat((key, value), dim=-1), cp_group)
             key, value = kv.split((key.shape[-1], value.shape[-1]), dim=-1)
 
-        mask = None
+        mask = None if attention_mask is None else ~attention_mask
         if packed or cp_size > 1:
+            if mask is not None:
+                raise ValueError(
+                    "attention_mask: expected None with packed sequences or context parallelism, "
+                    f"got shape {tuple(mask.shape)}"
+                )
             ranks = [
                 token_positions(query.shape[0], r, cp_size, packed_seq_params, query.device)
                 for r in range(cp_size)

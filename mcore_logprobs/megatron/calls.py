@@ -1,4 +1,4 @@
-"""What one call of a patched model is asked for: its settings, policy loss and targets."""
+"""What one call of a patched model is asked for, and the order of its tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,90 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import check_not_negative, check_top_k, check_top_p
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.ops.arguments import check_seed
+from mcore_logprobs.ops.lora import LoRAInput
 from mcore_logprobs.ops.loss_function import check_denominator
+from mcore_logprobs.ops.rows import check_rows
+from mcore_logprobs.ops.topk_divergence import TopKDivergence
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """The tokens of a call, as its caller has them and as the head does.
+
+    A caller has `[b, s]`, the head `[s, b]`; where rows are named both have `[m]`.
+
+    Attributes:
+        batch: `[b, s]`, this rank's.
+        rows: `[m]` int64 on the host, flat indices into it; or None.
+
+    Raises:
+        ValueError: rows that are out of range.
+    """
+
+    batch: torch.Size
+    rows: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is not None:
+            object.__setattr__(self, "rows", check_rows(self.rows, self.batch.numel()))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The caller's."""
+        return self.batch if self.rows is None else self.rows.shape
+
+    @property
+    def head_rows(self) -> Tensor | None:
+        """The rows as flat indices into the head's `[s, b]`."""
+        if self.rows is None:
+            return None
+        sequences, length = self.batch
+        return self.rows % max(1, length) * sequences + self.rows // max(1, length)
+
+    def places(self, device: torch.device) -> Tensor:
+        """Which of the caller's tokens, flattened, stands at each of the head's."""
+        places = torch.arange(self.shape.numel(), device=device)
+        return self.to_head(places.view(self.shape))
+
+    def to_head(self, per_token: Tensor, name: str = "") -> Tensor:
+        """Contiguous `[s, b, ...]` of `[b, s, ...]`.
+
+        Raises:
+            ValueError: a shape that does not start with the tokens'.
+        """
+        if per_token.shape[: len(self.shape)] != self.shape:
+            whose = "labels'" if self.rows is None else "rows'"
+            raise ValueError(
+                f"{name}: expected a shape that starts with {whose} {tuple(self.shape)}, got "
+                f"{tuple(per_token.shape)}"
+            )
+        return self._swapped(per_token)
+
+    def broadcast_to_head(self, x: Tensor, name: str) -> Tensor:
+        """The same of a tensor that broadcasts to the tokens' shape."""
+        try:
+            return self._swapped(x.expand(self.shape))
+        except RuntimeError as error:
+            whose = "labels'" if self.rows is None else "rows'"
+            raise ValueError(
+                f"{name}: expected a tensor that broadcasts to {whose} {tuple(self.shape)}, got "
+                f"shape {tuple(x.shape)}"
+            ) from error
+
+    def from_head(self, per_token: Tensor) -> Tensor:
+        """The inverse of `to_head`."""
+        return self._swapped(per_token)
+
+    def _swapped(self, x: Tensor) -> Tensor:
+        return x.contiguous() if self.rows is not None else x.transpose(0, 1).contiguous()
 
 
 @dataclass(frozen=True)
 class PerToken:
-    """A function for the head and its per-token tensors `[b, s, ...]`.
+    """A function for the head and its per-token tensors `[b, s, ...]`, or `[m, ...]` with rows.
 
     Checked here, so that every pipeline stage checks them.
 
@@ -32,25 +109,18 @@ class PerToken:
             raise ValueError(f"expected a callable, got {type(self.function).__name__}")
         for place, tensor in enumerate(self.tensors):
             name = f"per_token_tensors[{place}]"
-            if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+            if not isinstance(tensor, Tensor) or tensor.dim() < 1:
                 got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise ValueError(f"{name}: expected a tensor [b, s, ...] like labels, got {got}")
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
 
-    def sequence_first(self, labels: Tensor) -> tuple[Tensor, ...]:
-        """The per-token tensors as `[s, b, ...]`.
-
-        Raises:
-            ValueError: a tensor whose shape does not start with that of labels, `[b, s]`.
-        """
-        for place, tensor in enumerate(self.tensors):
-            if tensor.shape[:2] != labels.shape:
-                raise ValueError(
-                    f"per_token_tensors[{place}]: expected a shape that starts with labels' "
-                    f"{tuple(labels.shape)}, got {tuple(tensor.shape)}"
-                )
-        return tuple(tensor.transpose(0, 1).contiguous() for tensor in self.tensors)
+    def in_head_order(self, tokens: TokenOrder) -> tuple[Tensor, ...]:
+        """The per-token tensors as the head has the tokens; `TokenOrder.to_head`'s errors."""
+        return tuple(
+            tokens.to_head(tensor, f"per_token_tensors[{place}]")
+            for place, tensor in enumerate(self.tensors)
+        )
 
 
 @dataclass(frozen=True)
@@ -72,6 +142,89 @@ class PolicyLoss(PerToken):
 
 
 @dataclass(frozen=True)
+class Draw:
+    """The arguments of `PatchHandle.sample`; None (top_p: 1.0) is what the settings say.
+
+    Raises:
+        ValueError: a seed that is no integer of 64 bits or tensor of integers; filters out of
+            range; a temperature that is not a finite number of at least 0, or no real tensor.
+    """
+
+    seed: int | Tensor
+    top_k: int | None = None
+    top_p: float = 1.0
+    temperature: float | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        device = self.seed.device if isinstance(self.seed, Tensor) else torch.device("cpu")
+        shape = self.seed.shape if isinstance(self.seed, Tensor) else torch.Size()
+        check_seed(self.seed, shape, device)
+        check_top_k("top_k", self.top_k)
+        check_top_p("top_p", self.top_p)
+        if self.temperature is not None and not isinstance(self.temperature, Tensor):
+            check_not_negative("temperature", self.temperature)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The arguments of `PatchHandle.divergence`.
+
+    Raises:
+        ValueError: a kind, a beta or a tail that there is not; an option of another kind of
+            teacher.
+    """
+
+    kind: str
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    topk: tuple[Tensor, Tensor] | None = None
+    bias: Tensor | None = None
+    lora: LoRAInput | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor | None = None
+    beta: float = 0.5
+    tail: str | None = None
+    generalized: bool = False
+
+    def __post_init__(self) -> None:
+        TopKDivergence.of(self.kind, self.beta, self.tail, self.generalized)
+        if self.topk is None:
+            unused: dict[str, Any] = {"tail": self.tail, "generalized": self.generalized or None}
+            whose = "without teacher_topk"
+        else:
+            if not isinstance(self.topk, tuple | list) or len(self.topk) != 2:
+                got = type(self.topk).__name__
+                raise ValueError(f"teacher_topk: expected (log-probabilities, ids), got {got}")
+            unused = {
+                "teacher_bias": self.bias,
+                "teacher_lora": self.lora,
+                "teacher_softcap": self.softcap,
+                "teacher_temperature": self.temperature,
+                "teacher_logit_scale": None if self.logit_scale == 1.0 else self.logit_scale,
+            }
+            whose = "with teacher_topk"
+        for name, value in unused.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected the default {whose}, got {value!r}")
+
+    def check_given(self) -> None:
+        """Exactly one teacher; for stages that have a head, as others may not have a teacher's.
+
+        Raises:
+            ValueError: none or several, or hidden states without a weight.
+        """
+        head = self.hidden is not None or self.weight is not None
+        given = (self.logits is not None) + head + (self.topk is not None)
+        if given != 1 or (head and (self.hidden is None or self.weight is None)):
+            raise ValueError(
+                "teacher: expected one of teacher_logits, teacher_hidden with teacher_weight, and "
+                "teacher_topk"
+            )
+
+
+@dataclass(frozen=True)
 class Call:
     """What the open `with` blocks of a `PatchHandle` ask of a call.
 
@@ -79,15 +232,71 @@ class Call:
         config: the patch's settings, as `PatchHandle.options` has changed them.
         policy: of `PatchHandle.policy_loss`.
         mapped: of `PatchHandle.map`.
-        targets: of `PatchHandle.targets`, `[b, s]`.
-        temperature: of `PatchHandle.options`, where it is a tensor that broadcasts to `[b, s]`.
+        target, rows: of `PatchHandle.targets`, `[b, s]`, or `[m]` and `[m]`; rows of
+            `PatchHandle.sample` too.
+        kept_ids: of `PatchHandle.replay`.
+        teacher: of `PatchHandle.divergence`.
+        draw: of `PatchHandle.sample`.
+        temperature: of `PatchHandle.options`, where it is a tensor that broadcasts to the tokens.
+
+    Raises:
+        ValueError: what does not go together.
     """
 
     config: LogprobConfig
     policy: PolicyLoss | None = None
     mapped: PerToken | None = None
-    targets: Tensor | None = None
+    target: Tensor | None = None
+    rows: Tensor | None = None
+    kept_ids: tuple[Tensor, Tensor] | None = None
+    teacher: Teacher | None = None
+    draw: Draw | None = None
     temperature: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if self.rows is not None and config.compact:
+            raise ValueError("rows: expected compact=False, as rows say what is computed")
+        if self.kept_ids is not None:
+            replaced = {
+                name: value
+                for name, value in config.as_dict().items()
+                if name in ("top_k", "top_p", "label_smoothing", "invariant_segments")
+                and value != getattr(LogprobConfig, name)
+            }
+            if replaced:
+                got = ", ".join(f"{name}={value!r}" for name, value in replaced.items())
+                raise ValueError(
+                    "PatchHandle.replay: expected settings without filters, label smoothing and "
+                    f"invariant segments, in whose place the sampler's record stands, got {got}"
+                )
+        inside = {
+            "policy_loss": self.policy,
+            "map": self.mapped,
+            "targets": self.target,
+            "replay": self.kept_ids,
+            "divergence": self.teacher,
+        }
+        for block, unfit in (
+            ("sample", set(inside) if self.draw is not None else set()),
+            ("map", {"replay", "divergence"} if self.mapped is not None else set()),
+        ):
+            for name in unfit:
+                if inside[name] is not None:
+                    raise ValueError(
+                        f"PatchHandle.{block}: cannot be combined with PatchHandle.{name}"
+                    )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but a loss of each token is asked for."""
+        asked = (self.policy, self.mapped, self.rows, self.kept_ids, self.teacher, self.draw)
+        return self.config.output == "loss" and all(x is None for x in asked)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether log-probabilities are those of a filtered distribution."""
+        return self.config.top_k is not None or self.config.top_p < 1.0
 
 
 class OpenBlocks:

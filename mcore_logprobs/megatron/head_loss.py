@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,17 +13,22 @@ from torch.utils import _pytree as pytree
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_rank, group_size
-from mcore_logprobs.megatron.calls import Call
+from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
+from mcore_logprobs.ops.divergence import any_teacher, kl_div
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
+from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.sample import sample, without_zeros
 from mcore_logprobs.ops.sampling import filtered_stats
 from mcore_logprobs.ops.source import given_logits
 from mcore_logprobs.ops.token_stats import token_stats
+from mcore_logprobs.ops.topk_divergence import topk_kl_div
 
+NO_ID = -100  # in a teacher's ids: no id is there
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"
 _REPLACED = (
     "the logits changed between the output layer and the loss (an adapter around the layer, or the "
@@ -32,7 +37,7 @@ _REPLACED = (
 
 
 def head_output(
-    labels: Tensor,  # [b, s]
+    labels: Tensor,  # [b, s]; [m] with rows
     logits: Tensor | DeferredLogits,  # [s, b, V/TP]
     call: Call,
     *,
@@ -40,22 +45,23 @@ def head_output(
     tp_group: Any,
     reason: str = "",
 ) -> Any:
-    """What a patched model returns: a TokenStats of [b, s] tensors, or the [b, s] loss.
+    """What a patched model returns: a TokenStats of tensors like labels, or a loss like labels.
 
-    Inside `PatchHandle.map`, what its function gives.
+    Inside `PatchHandle.map` what its function gives, inside `.sample` (ids, log-probabilities).
 
     Deferred logits are one source of logits, real ones another: for `reason`, if their caller knows
-    it. `head` is what stands in for the output layer's forward. Collectives: those of the operation
-    over TP.
+    it. `head` is what stands in for the output layer's forward. Collectives: those of the
+    operations over TP.
 
     Raises:
         ValueError: real logits under fused="require"; those of the operations.
         RuntimeError: logits that have lost the gradient of what they were computed from.
     """
     config = call.config
-    b_s = torch.Size((logits.shape[1], logits.shape[0]))
-    if labels.shape != b_s:
-        raise ValueError(f"labels: expected shape {tuple(b_s)}, got {tuple(labels.shape)}")
+    tokens = TokenOrder(torch.Size((logits.shape[1], logits.shape[0])), call.rows)
+    if call.draw is None and labels.shape != tokens.shape:
+        expected = tuple(tokens.shape)
+        raise ValueError(f"labels: expected shape {expected}, got {tuple(labels.shape)}")
     if isinstance(logits, DeferredLogits):
         known = logits.computed()
         if known is not None:
@@ -71,64 +77,172 @@ def head_output(
         "softcap": config.softcap,
         "chunk_size": config.chunk_size,
     }
+    greedy = None
     if call.mapped is None:
+        temperature: float | Tensor = config.temperature
+        if call.temperature is not None:
+            temperature = call.temperature
+        if call.draw is not None:
+            if call.draw.temperature is not None:
+                temperature = call.draw.temperature
+            temperature, greedy = without_zeros(temperature, _device(logits))
+        if isinstance(temperature, Tensor):
+            temperature = tokens.broadcast_to_head(temperature, "temperature")
+        if greedy is not None:
+            greedy = tokens.broadcast_to_head(greedy, "temperature")
         options |= {
             "backend": config.backend,
             "invariant_segments": config.invariant_segments,
             "vocab_size": config.vocab_size,
-            "temperature": config.temperature
-            if call.temperature is None
-            else _sequence_first(call.temperature, labels),
+            "temperature": temperature,
         }
+    sequence_parallel = bool(getattr(head.base, "sequence_parallel", False))
+    if isinstance(logits, DeferredLogits):
+        sequence_parallel = logits.sequence_parallel
+    asked = _Asked(call, tokens, labels, greedy, sequence_parallel)
     if known is not None:
         require_fused(config, reason, tp_group)
         known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
-        found = _output(given_logits(known, **options), labels, call)
+        if tokens.head_rows is not None:
+            known = known.flatten(0, 1).index_select(0, tokens.head_rows.to(known.device))
+        found = asked.of(given_logits(known, **options))
     else:
         assert isinstance(logits, DeferredLogits)
-        filtered = config.top_k is not None or config.top_p < 1.0
+        whole = call.filtered or call.mapped or call.kept_ids or call.teacher or call.draw
         options |= {
-            "compact": config.compact,
+            "compact": config.compact and call.draw is None,
+            "rows": tokens.head_rows,
             "logits_dtype": config.logits_dtype,
-            "may_round": call.mapped is None and not filtered,
+            "may_round": not whole,
         }
-        found = _in_head(logits, head.base, options, lambda source: _output(source, labels, call))
+        found = _in_head(logits, head.base, options, asked.of)
     if isinstance(found, TokenStats):
-        stats = found.map(lambda x: x.transpose(0, 1).contiguous())
-        return stats if config.output == "stats" or call.policy or call.mapped else stats.loss
-    return pytree.tree_map_only(Tensor, lambda x: x.transpose(0, 1).contiguous(), found)
+        stats = found.map(tokens.from_head)
+        more = call.policy or call.mapped or call.teacher
+        return stats if config.output == "stats" or more else stats.loss
+    return pytree.tree_map_only(Tensor, tokens.from_head, found)
 
 
-def _output(source: Any, labels: Tensor, call: Call) -> Any:
-    """The call's result as `[s, b, ...]` tensors."""
-    config, policy = call.config, call.policy
-    target = labels.transpose(0, 1).contiguous()
-    if call.mapped is not None:
-        tensors = call.mapped.sequence_first(labels)
-        keep = target != config.ignore_index
-        return map_logits(source, call.mapped.function, *tensors, mask=keep)
-    wanted: dict[str, Any] = {
-        "entropy": config.entropy,
-        "target_rank": config.target_rank,
-        "sum_pi_squared": config.sum_pi_squared,
-        "ignore_index": config.ignore_index,
-    }
-    if config.top_k is not None or config.top_p < 1.0:
-        stats = filtered_stats(source, target, top_k=config.top_k, top_p=config.top_p, **wanted)
+def _device(logits: Tensor | DeferredLogits) -> torch.device:
+    return logits.hidden.device if isinstance(logits, DeferredLogits) else logits.device
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a call asks of a source of logits, its tokens in the head's order.
+
+    Attributes:
+        labels: in the caller's order; nothing where tokens are drawn.
+        greedy: where the temperature is 0, in the head's order; None: nowhere.
+        sequence_parallel: how a teacher's hidden states lie.
+    """
+
+    call: Call
+    tokens: TokenOrder
+    labels: Tensor
+    greedy: Tensor | None
+    sequence_parallel: bool
+
+    def of(self, source: Any) -> Any:
+        """The result, as `[s, b, ...]` tensors; `[m, ...]` with rows."""
+        call, tokens = self.call, self.tokens
+        if call.draw is not None:
+            return self._drawn(source, call.draw)
+        target = tokens.to_head(self.labels, "labels")
+        keep = target != call.config.ignore_index
+        if call.mapped is not None:
+            tensors = call.mapped.in_head_order(tokens)
+            return map_logits(source, call.mapped.function, *tensors, mask=keep)
+        stats = self._stats(source, target, keep)
+        if call.teacher is not None:
+            # Without segments, of whose bits a divergence promises nothing.
+            plain = replace(source.options, segments=None).open(*source.tensors)
+            stats = replace(stats, divergence=self._divergence(plain, keep, call.teacher))
+        return stats
+
+    def _stats(self, source: Any, target: Tensor, keep: Tensor) -> TokenStats:
+        call, config, policy = self.call, self.call.config, self.call.policy
+        wanted: dict[str, Any] = {
+            "entropy": config.entropy,
+            "target_rank": config.target_rank,
+            "sum_pi_squared": config.sum_pi_squared,
+        }
+        ignored: dict[str, Any] = {"ignore_index": config.ignore_index}
+        tensors = () if policy is None else policy.in_head_order(self.tokens)
+        if call.kept_ids is None and not call.filtered:
+            options = wanted | ignored | {"label_smoothing": config.label_smoothing}
+            if policy is None:
+                return token_stats(source, target, **options)
+            loss, stats = policy_loss(
+                source, target, policy.function, *tensors, denominator=policy.denominator, **options
+            )
+            return replace(stats, policy_loss=loss)
+        if call.kept_ids is None:
+            filters: dict[str, Any] = {"top_k": config.top_k, "top_p": config.top_p}
+            stats = filtered_stats(source, target, **filters, **wanted, **ignored)
+        else:
+            places = self.tokens.places(source.device)
+            logprobs = replay(source, target, call.kept_ids, places=places, **ignored)
+            stats = TokenStats(logprobs, None, None, None)
+            if any(wanted.values()):
+                whole = token_stats(source, target, **wanted, **ignored)
+                stats = replace(whole, logprobs=logprobs)
         if policy is None:
             return stats
-        keep = target != config.ignore_index
-        tensors = policy.sequence_first(labels)
         loss = loss_of_stats(stats, keep, policy.function, *tensors, denominator=policy.denominator)
         return replace(stats.detach(), policy_loss=loss)
-    wanted["label_smoothing"] = config.label_smoothing
-    if policy is None:
-        return token_stats(source, target, **wanted)
-    tensors = policy.sequence_first(labels)
-    loss, stats = policy_loss(
-        source, target, policy.function, *tensors, denominator=policy.denominator, **wanted
-    )
-    return replace(stats, policy_loss=loss)
+
+    def _divergence(self, source: Any, keep: Tensor, teacher: Teacher) -> Tensor:
+        tokens, config = self.tokens, self.call.config
+        options: dict[str, Any] = {"kind": teacher.kind, "beta": teacher.beta}
+        if teacher.topk is not None:
+            logprobs, ids = (
+                tokens.to_head(x, f"teacher_topk[{place}]") for place, x in enumerate(teacher.topk)
+            )
+            ids = ids.masked_fill(~keep.unsqueeze(-1), NO_ID)
+            options |= {"tail": teacher.tail, "generalized": teacher.generalized}
+            return topk_kl_div(source, logprobs, ids, ignore_index=NO_ID, **options)
+        temperature = source.options.temperature
+        if source.tensors[-1] is not None:
+            temperature = source.tensors[-1]
+        if teacher.temperature is not None:
+            temperature = teacher.temperature
+            if isinstance(temperature, Tensor):
+                temperature = tokens.broadcast_to_head(temperature, "teacher_temperature")
+        logits = teacher.logits
+        if logits is not None:
+            logits = tokens.to_head(logits, "teacher_logits")
+        other = any_teacher(
+            source,
+            logits=logits,
+            hidden=teacher.hidden,
+            weight=teacher.weight,
+            bias=teacher.bias,
+            lora=teacher.lora,
+            rows=tokens.head_rows,
+            sequence_parallel=self.sequence_parallel,
+            logit_scale=teacher.logit_scale,
+            softcap=teacher.softcap,
+            temperature=temperature,
+            vocab_size=config.vocab_size,
+        )
+        # The compiled backend of the CPU has no divergences.
+        backend = "auto" if config.backend == "inductor" else config.backend
+        return kl_div(source, other, mask=keep, backend=backend, **options)
+
+    def _drawn(self, source: Any, draw: Draw) -> tuple[Tensor, Tensor]:
+        tokens, config = self.tokens, self.call.config
+        seed = draw.seed
+        if isinstance(seed, Tensor):
+            seed = tokens.broadcast_to_head(seed, "seed")
+        return sample(
+            source,
+            seed=seed,
+            greedy=self.greedy,
+            top_k=config.top_k if draw.top_k is None else draw.top_k,
+            top_p=config.top_p if draw.top_p == 1.0 else draw.top_p,
+            places=tokens.places(source.device),
+        )
 
 
 def mtp_loss(
@@ -173,17 +287,6 @@ def mtp_loss(
         top = all_gather_stack(mine, tp_group).amax(0)
     loss = torch.where(outside, stats.lse - top, -stats.logprobs)
     return loss.transpose(0, 1).contiguous()
-
-
-def _sequence_first(temperature: Tensor, labels: Tensor) -> Tensor:
-    """A temperature that broadcasts to labels' `[b, s]`, as `[s, b]`."""
-    try:
-        return temperature.expand(labels.shape).transpose(0, 1)
-    except RuntimeError as error:
-        raise ValueError(
-            f"temperature: expected a tensor that broadcasts to labels' {tuple(labels.shape)}, got "
-            f"shape {tuple(temperature.shape)}"
-        ) from error
 
 
 def _in_head(

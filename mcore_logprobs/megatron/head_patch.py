@@ -161,7 +161,7 @@ class HeadPatch:
             f"{type(self.model).__name__} computed its loss without calling the patched "
             "compute_language_model_loss, which something has replaced since or goes around"
         )
-        if call.policy or call.mapped or call.config.output == "stats":
+        if not call.is_plain:
             raise RuntimeError(f"{reason}: expected output='loss', or a patch put on after that")
         require_fused(call.config, reason, head_tp_group(self.layer))
 
@@ -185,7 +185,7 @@ class HeadPatch:
         running = self._running[-1] if self._running else Running(NOT_TOLD, NOT_TOLD)
         main = running.labels is NOT_TOLD or labels is running.labels
         running.reached |= main
-        if main and not (self.own_loss and call.policy is None and call.config.output == "loss"):
+        if main and not (self.own_loss and call.is_plain):
             return head_output(labels, logits, call, head=self._deferring, tp_group=tp_group)
         if not isinstance(logits, DeferredLogits):
             check_gradient(logits, self._deferring.latest)
@@ -207,6 +207,15 @@ class HeadPatch:
         return original(labels, logits, *args, **kwargs)
 
 
+# In place of labels where tokens are drawn: the model's method asks for the loss.
+_DRAWN = torch.empty(0, dtype=torch.int64)
+
+
+def mtp_layers(model: Any) -> int:
+    """How many multi-token prediction layers a language model has."""
+    return getattr(model.config, "mtp_num_layers", None) or 0
+
+
 class _WithLabels:
     """Calls the model's method that ends in the head, and knows meanwhile what it was given.
 
@@ -222,14 +231,22 @@ class _WithLabels:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = _Arguments(self.__signature__, args, kwargs)
         call = self._patch.call
-        labels = given["labels"]
-        if call.targets is not None:
+        labels, mtp = given["labels"], call.config.mtp
+        own = _DRAWN if call.draw is not None else call.target
+        if own is not None:
             if labels is not None:
-                raise ValueError("inside PatchHandle.targets: expected a call without labels")
-            given["labels"] = labels = call.targets
+                block = "targets" if call.draw is None else "sample"
+                raise ValueError(f"inside PatchHandle.{block}: expected a call without labels")
+            given["labels"] = labels = own
+            mtp = "off" if call.draw is not None else mtp
+        if call.rows is not None and mtp == "keep" and mtp_layers(self._patch.model):
+            raise ValueError(
+                "rows: expected mtp='off' for a model with multi-token prediction, whose losses "
+                "are of whole sequences (PatchHandle.options(mtp='off'))"
+            )
         running = Running(labels, given["loss_mask"])
         with self._patch.running(running):
-            if labels is None or call.config.mtp == "keep":
+            if labels is None or mtp == "keep":
                 output = self._wrapped(*given.args, **given.kwargs)
             else:
                 with _without_mtp(self._patch.model, given):
@@ -269,7 +286,7 @@ def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
     Hidden states that come with those of the MTP layers already joined to them (`_postprocess` of a
     schedule plan, or of a stage behind the MTP layers) are cut off in `given`.
     """
-    layers = model.config.mtp_num_layers if hasattr(model.config, "mtp_num_layers") else None
+    layers = mtp_layers(model)
     if not layers:
         yield
         return

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
-from mcore_logprobs.megatron.calls import Call, OpenBlocks, PerToken, PolicyLoss
+from mcore_logprobs.megatron.calls import Call, Draw, OpenBlocks, PerToken, PolicyLoss, Teacher
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.megatron.heads import (
     HeadReport,
@@ -29,6 +30,7 @@ from mcore_logprobs.megatron.heads import (
     own_loss,
     say_left_out,
 )
+from mcore_logprobs.ops.lora import LoRAInput
 
 
 def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
@@ -245,24 +247,183 @@ class PatchHandle:
             yield
 
     @contextlib.contextmanager
-    def targets(self, target: Tensor) -> Iterator[None]:
+    def targets(self, target: Tensor, rows: Tensor | None = None) -> Iterator[None]:
         """For calls in this block that pass no labels: what `labels=target` gives.
 
-        Shape: target `[b, s]` (`[b, s/CP]`), already shifted, as Megatron's labels are.
+        Shape: target `[b, s]` (`[b, s/CP]`), already shifted, as Megatron's labels are. With rows
+            target, per-token tensors and results are `[m]`, and a temperature broadcasts to it.
+
+        Args:
+            rows: int64 `[m]`, flat indices into this rank's `[b, s]`, in any order, repeated or
+                not: the only positions that the head computes. The same on every TP rank. On the
+                host no sync. Not with `compact`, nor with multi-token prediction under
+                `mtp="keep"`.
 
         Raises:
-            ValueError: not a tensor of integers [b, s], on every stage; a call with labels.
+            ValueError: not a tensor of integers [b, s], or [m] with rows, on every stage; a call
+                with labels; in the call, rows out of range.
         """
-        if not isinstance(target, Tensor) or target.dim() != 2 or target.is_floating_point():
+        shape = "[b, s]" if rows is None else "[m]"
+        if (
+            not isinstance(target, Tensor)
+            or target.dim() != len(shape.split())
+            or target.is_floating_point()
+        ):
             got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-            raise ValueError(f"target: expected a tensor of integers [b, s], got {got}")
-        with self._during(lambda call: replace(call, targets=target)):
+            raise ValueError(f"target: expected a tensor of integers {shape}, got {got}")
+        self._check_rows(rows)
+        if rows is not None and rows.shape != target.shape:
+            raise ValueError(
+                f"target: expected rows' shape {tuple(rows.shape)}, got {tuple(target.shape)}"
+            )
+        with self._during(lambda call: replace(call, target=target, rows=rows)):
             yield
+
+    @contextlib.contextmanager
+    def replay(self, kept_ids: tuple[Tensor, Tensor]) -> Iterator[None]:
+        """For calls in this block: log-probabilities over the ids that the sampler kept.
+
+        In place of filters: `stats.logprobs`, and those that a policy loss is given, are of a
+        softmax over each token's recorded ids alone, as `kept_ids` of
+        `vocab_parallel_sampling_logprobs` says. Other statistics stay those of the whole
+        distribution; none asked for (`entropy`, `target_rank`, `sum_pi_squared`) costs none of the
+        head's matrix products, and `stats.lse` is None then.
+
+        Args:
+            kept_ids: (flat ids, offsets `[n + 1]`), integers, in the order of the flattened labels
+                `[b, s]` (or `[m]` of rows): token i kept `ids[offsets[i]:offsets[i + 1]]`.
+
+        Raises:
+            ValueError: no pair; filters, label smoothing or invariant segments in the settings; in
+                the call what `vocab_parallel_sampling_logprobs` raises.
+        """
+        if not isinstance(kept_ids, tuple | list) or len(kept_ids) != 2:
+            got = type(kept_ids).__name__
+            raise ValueError(f"kept_ids: expected (flat_ids, offsets), got {got}")
+        ids, offsets = kept_ids
+        with self._during(lambda call: replace(call, kept_ids=(ids, offsets))):
+            yield
+
+    @contextlib.contextmanager
+    def divergence(
+        self,
+        kind: str = "forward",
+        *,
+        teacher_logits: Tensor | None = None,
+        teacher_hidden: Tensor | None = None,
+        teacher_weight: Tensor | None = None,
+        teacher_topk: tuple[Tensor, Tensor] | None = None,
+        teacher_bias: Tensor | None = None,
+        teacher_lora: LoRAInput | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+        teacher_temperature: float | Tensor | None = None,
+        beta: float = 0.5,
+        tail: str | None = None,
+        generalized: bool = False,
+    ) -> Iterator[None]:
+        """For calls in this block: `stats.divergence` from a teacher too, token by token.
+
+        It is differentiable, beside a policy loss as well: add its masked sum to the loss. A token
+        whose label is ignore_index gives 0. The model returns a TokenStats whatever `output` says.
+
+        Shape:
+            teacher_logits: `[b, s, V/TP]` like labels (`[b, s/CP, V/TP]`; `[m, V/TP]` with rows).
+            teacher_hidden, teacher_weight: `[s, b, h]` as Megatron has hidden states (`[s/TP, b,
+                h]` under sequence parallelism; whole with rows too), and `[V/TP, h]`; any h.
+            teacher_topk: (log-probabilities, ids), `[b, s, k]` each (`[m, k]` with rows), as in
+                `linear_topk_kl_div`; an id of -100 is left out.
+
+        Args:
+            kind, beta: as in `vocab_parallel_kl_div`.
+            tail, generalized: as in `vocab_parallel_topk_kl_div`.
+            teacher_bias, teacher_lora, teacher_logit_scale, teacher_softcap, teacher_temperature:
+                as in `linear_kl_div`. A temperature may broadcast to labels.
+
+        Temperature, true vocabulary, softcap and backend are the settings'. Filters and a replay
+        are of the log-probabilities alone.
+
+        Cost: the student's products once more, and the teacher's.
+
+        Raises:
+            ValueError: options that do not exist or are of another kind of teacher, on every stage;
+                on one with a head, none or several teachers; in the call what `linear_kl_div` and
+                `linear_topk_kl_div` raise.
+        """
+        teacher = Teacher(
+            kind,
+            logits=teacher_logits,
+            hidden=teacher_hidden,
+            weight=teacher_weight,
+            topk=teacher_topk,
+            bias=teacher_bias,
+            lora=teacher_lora,
+            logit_scale=teacher_logit_scale,
+            softcap=teacher_softcap,
+            temperature=teacher_temperature,
+            beta=beta,
+            tail=tail,
+            generalized=generalized,
+        )
+        if self._heads:
+            teacher.check_given()
+        with self._during(lambda call: replace(call, teacher=teacher)):
+            yield
+
+    @contextlib.contextmanager
+    def sample(
+        self,
+        seed: int | Tensor,
+        *,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        temperature: float | Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Iterator[None]:
+        """For calls in this block, without labels: a token drawn at every position.
+
+        The model returns (ids int64, log-probabilities float32) `[b, s]`, without gradient, as
+        `linear_sample` draws them. The same ids at every tensor-parallel size.
+
+        Args:
+            seed: as in `vocab_parallel_sample`: the same on the ranks of a tensor-parallel group,
+                another for ranks of other rows (data and context parallelism), and for every call.
+            top_k, top_p, temperature: None, or a top_p of 1: the settings'. A temperature of 0
+                takes the largest logit; it may be a tensor that broadcasts to the results.
+            rows: as in `targets`; results are `[m]` then, and row i's noise that of place i.
+
+        Multi-token prediction is left out.
+
+        Raises:
+            ValueError: settings out of range, on every stage; a call with labels, or inside a block
+                of another kind; in the call what `linear_sample` raises.
+        """
+        draw = Draw(seed, top_k, top_p, temperature)
+        self._check_rows(rows)
+        with self._during(lambda call: replace(call, draw=draw, rows=rows)):
+            yield
+
+    def _check_rows(self, rows: Tensor | None) -> None:
+        if rows is None:
+            return
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+            got = type(rows).__name__
+            if isinstance(rows, Tensor):
+                got = f"{rows.dtype} of shape {tuple(rows.shape)}"
+            raise ValueError(f"rows: expected int64 of shape [m] or None, got {got}")
 
     @contextlib.contextmanager
     def _during(self, change: Callable[[Call], Call]) -> Iterator[None]:
         if any(not head.installed for head in self._heads):
             raise ValueError("the model is not patched any more: patch it again")
+        call = change(self._blocks[0].call)  # raises on every stage for what does not go together
+        if call.config.output == "loss" and (call.rows is not None or call.kept_ids is not None):
+            for language_model in find_language_models(self._model):
+                if own_loss(language_model):
+                    raise ValueError(
+                        f"{loss_reason(language_model)}, which knows neither rows nor a replay: "
+                        "expected output='stats', which leaves it out"
+                    )
         with contextlib.ExitStack() as stack:
             for blocks in self._blocks:
                 stack.enter_context(blocks.open(change))

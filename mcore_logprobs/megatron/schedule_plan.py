@@ -38,11 +38,14 @@ class ScheduledStats(TokenStats):
     def requires_grad(self, value: bool) -> None:
         """Of a detached one: whether the loss's gradients are to be found in `.grad`.
 
-        Those of a policy loss alone where there is one: the statistics are for information then.
+        Those of a policy loss and a divergence alone where there is a policy loss: the statistics
+        are for information then.
         """
         if self.policy_loss is not None:
             leaf = self.policy_loss.requires_grad_(value)
             self._leaves = {"policy_loss": leaf}
+            if self.divergence is not None:
+                self._leaves["divergence"] = self.divergence.requires_grad_(value)
             self.policy_loss = leaf.clone()  # Megatron scales what a loss function returns in place
             return
         self._leaves = {n: x for n, x in self._per_token().items() if x.is_floating_point()}

@@ -204,7 +204,7 @@ def kl_div(
             # Both are walked in the student's order.
             teacher = replace(options, order=student.options.order).open(*teacher.tensors)
         else:
-            student, teacher = student.in_token_order(), _whole(teacher)
+            student = student.in_token_order()
     elif isinstance(teacher, HeadLogits):
         own = student.options
         options = replace(options, tiling=own.tiling, selection=own.selection)
@@ -222,14 +222,6 @@ def kl_div(
     operation = Divergence(PairSpec(kind, float(beta)), teacher.options, backend)
     own = (x if x is None else x.detach() for x in teacher.tensors)
     return apply(operation, student, mask, constants=(index, *own))[0]
-
-
-def _whole(teacher: HeadLogits) -> HeadLogits:
-    """A head with the hidden states of the whole sequence on every rank."""
-    if not teacher.options.sequence_parallel:
-        return teacher
-    hidden = all_gather_dim0(teacher.tensors.hidden.detach(), teacher.shard.group)
-    return replace(teacher.options, sequence_parallel=False).open(hidden, *teacher.tensors[1:])
 
 
 def check_kind(kind: str, beta: float) -> None:
@@ -476,18 +468,18 @@ def any_teacher(
     if sequence_parallel is None:
         sequence_parallel = getattr(student.options, "sequence_parallel", False)
     logits_dtype = getattr(student.options, "logits_dtype", torch.float32)
-    teacher = head_logits(
-        hidden,  # type: ignore[arg-type]
-        weight,  # type: ignore[arg-type]
+    open_head: Any = partial(
+        head_logits,
+        weight=weight,  # type: ignore[arg-type]
         bias=bias,
         lora=lora,
         rows=rows,
-        sequence_parallel=sequence_parallel,
         logits_dtype=torch.float32 if logits_dtype == torch.float64 else logits_dtype,
         tp_group=student.shard.group,
         prefix="teacher_",
         **options,
     )
+    teacher = open_head(hidden, sequence_parallel=sequence_parallel)
     if teacher.device != student.device:
         raise ValueError(f"teacher_hidden: expected device {student.device}, got {teacher.device}")
     if teacher.shard.width != student.shard.width:
@@ -500,4 +492,8 @@ def any_teacher(
             f"teacher_hidden: expected hidden's leading shape {tuple(student.lead)}, got "
             f"{tuple(teacher.lead)}"
         )
+    if sequence_parallel and isinstance(student, GivenLogits):
+        # Rows in the order of the tokens, as the student's are.
+        assert hidden is not None
+        return open_head(all_gather_dim0(hidden.detach(), teacher.shard.group))
     return teacher

@@ -88,9 +88,13 @@ def replay(
     target: Tensor,
     kept_ids: tuple[Tensor, Tensor],
     *,
+    places: Tensor | None = None,
     ignore_index: int | None = -100,
 ) -> Tensor:
     """As `vocab_parallel_sampling_logprobs` says of `kept_ids`, of any source.
+
+    Args:
+        places: `[*lead]` int64, which row of the record is each token's; None: in their order.
 
     Collectives: one all-gather of `[3, n]`. A host sync where rows are left out, and one where
     there are several tiles.
@@ -103,9 +107,10 @@ def replay(
     if isinstance(source, GivenLogits):
         source = source.in_token_order()
     # The record in the order of the rows of the walk: of each entry where it stands.
-    tokens = torch.arange(target.numel(), device=source.device).view(source.lead)
-    walk = source.flatten_rows(tokens)
-    computed = source.flatten_rows(torch.ones_like(tokens), fill=0)
+    if places is None:
+        places = torch.arange(target.numel(), device=source.device).view(source.lead)
+    walk = source.flatten_rows(places)
+    computed = source.flatten_rows(torch.ones_like(places), fill=0)
     lengths = offsets.diff()[walk] * computed
     ends = lengths.cumsum(0)
     is_whole = getattr(source.options, "selection", None) is None

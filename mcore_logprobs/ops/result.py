@@ -30,11 +30,14 @@ class TokenStats:
             Differentiable.
         target_rank: int64, how many columns have a larger logit than the target's (0: the target
             is the argmax; ties count as not higher), or None; -1 where ignored.
-        lse: float32, log-sum-exp of the finished logits; 0 where ignored. Differentiable, so that a
-            z-loss costs no second pass.
+        lse: float32, log-sum-exp of the processed logits; 0 where ignored. Differentiable, so that
+            a z-loss costs no second pass. None where log-probabilities over a sampler's kept ids
+            are all that was asked for (`PatchHandle.replay`).
         sum_pi_squared: float32, sum p^2, or None if not asked for. Differentiable.
         policy_loss: scalar, the loss of a policy formed with the statistics, or None. Where it is
-            there, it alone is differentiable.
+            there, it and the divergence alone are differentiable.
+        divergence: float32, from a teacher, in nats (`PatchHandle.divergence`), or None; 0 where
+            ignored. Differentiable.
 
     Tensors are float64 where the logits are.
 
@@ -46,9 +49,10 @@ class TokenStats:
     logprobs: Tensor
     entropy: Tensor | None
     target_rank: Tensor | None
-    lse: Tensor
+    lse: Tensor | None
     sum_pi_squared: Tensor | None = None
     policy_loss: Tensor | None = None
+    divergence: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:

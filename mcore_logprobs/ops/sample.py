@@ -192,17 +192,20 @@ def sample(
     top_k: int | None = None,
     top_p: float = 1.0,
     mask: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`vocab_parallel_sample` of any source.
 
     Args:
         greedy: bool that broadcasts to the tokens' shape; True: the temperature is 0.
+        places: `[*lead]` int64, each token's row, on which its noise depends; None: its flat index.
     """
     lead, device = source.lead, source.device
     mask = check_mask(mask, lead, device)
     filters = Filters.of(top_k, top_p, source.shard)
-    row = torch.arange(lead.numel(), device=device).view(lead)
-    stream = streams(check_seed(seed, lead, device), row)
+    if places is None:
+        places = torch.arange(lead.numel(), device=device).view(lead)
+    stream = streams(check_seed(seed, lead, device), places)
     taken = torch.zeros(lead, dtype=torch.bool, device=device)
     if greedy is not None:
         taken |= greedy

@@ -68,3 +68,21 @@ def test_cp_loss_scale() -> None:
 def test_megatron_flags() -> None:
     loss, plain = _run("megatron_flags")
     assert loss == pytest.approx(plain, rel=1e-6)
+
+
+def test_prefix_tree() -> None:
+    found = _run("prefix_tree")
+    assert found["logprobs"] < 1e-5
+    assert found["gradient"] < 1e-5
+    assert found["tokens saved"] == 3 * 9
+
+
+def test_generate() -> None:
+    one, two = _run("generate", 1), _run("generate", 2, ranks=2)
+    assert one == two
+    assert len({token for row in one for token in row}) > 10
+
+
+def test_on_policy_distillation() -> None:
+    losses = _run("on_policy_distillation")
+    assert sum(losses[-2:]) < 0.9 * sum(losses[:2])

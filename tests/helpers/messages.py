@@ -20,7 +20,7 @@ AREAS = {
     "Operations": ("autograd.", "ops/", "kernels/", "collectives."),
     "Losses": ("losses/",),
     "Context parallelism": ("context_parallel/",),
-    "Patched models": ("megatron/",),
+    "Patched models": ("megatron/", "prefix_tree."),
     "Frameworks": ("dropin/",),
     "Diagnostics and tools": ("diagnostics.", "mismatch/", "audit/", "bench/", "run.", "doctor."),
     "Megatron on a CPU": ("cpu_megatron/",),

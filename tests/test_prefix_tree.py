@@ -1,0 +1,84 @@
+"""Prefix trees: order, rows, targets and masks against the sequences one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from mcore_logprobs import PrefixTree
+
+
+def branches_of(seed: int) -> list[list[int]]:
+    """Sequences over a small alphabet, so that many begin alike; some are others' beginnings."""
+    rng = random.Random(seed)
+    found: list[list[int]] = []
+    for _ in range(rng.randint(1, 7)):
+        start = rng.choice(found)[: rng.randint(0, 6)] if found and rng.random() < 0.7 else []
+        found.append([*start, *(rng.randint(0, 2) for _ in range(rng.randint(1, 6)))])
+    return found
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_branches(multiple: int) -> None:
+    for seed in range(40):
+        branches = branches_of(seed)
+        tree = PrefixTree.from_branches(branches, multiple=multiple)
+        prefixes = {tuple(b[:n]) for b in branches for n in range(1, len(b) + 1)}
+        n = tree.tokens.numel()
+        assert n % multiple == 0
+        assert n - len(prefixes) in range(multiple)
+        assert tree.rows.numel() == len(prefixes) - len({p for p in prefixes if len(p) == 1})
+        mask = tree.attention_mask()[0, 0]
+        assert tree.attention_mask().shape == (1, 1, n, n)
+        for branch, path in zip(branches, tree.paths, strict=True):
+            assert tree.targets[path].tolist() == branch[1:]
+            for depth, row in enumerate(tree.rows[path].tolist()):
+                # The row's token attends to the branch so far, in its order, and nothing else.
+                seen = (~mask[row]).nonzero()[:, 0]
+                assert tree.tokens[seen].tolist() == branch[: depth + 1]
+                assert tree.positions[seen].tolist() == list(range(depth + 1))
+        for place in range(len(prefixes), n):
+            assert (~mask[place]).nonzero()[:, 0].tolist() == [place]
+        per_row = torch.arange(tree.rows.numel()) * 10
+        shared = tree.branches(per_row)
+        assert [x.tolist() for x in shared] == [(path * 10).tolist() for path in tree.paths]
+        ones = tree.sum_of_branches([torch.ones(len(b) - 1) for b in branches])
+        assert ones.sum() == sum(len(b) - 1 for b in branches)
+
+
+def test_parents() -> None:
+    #     5 - 6 - 7        ids; given out of order
+    #          \\ 8 - 9
+    tokens = torch.tensor([9, 6, 5, 8, 7])
+    parents = torch.tensor([3, 2, -1, 1, 1])
+    tree = PrefixTree.from_parents(tokens, parents)
+    assert tree.tokens.tolist() == [5, 6, 8, 9, 7]
+    assert tree.order.tolist() == [2, 1, 3, 0, 4]
+    assert tree.parents.tolist() == [-1, 0, 1, 2, 1]
+    assert tree.positions.tolist() == [0, 1, 2, 3, 2]
+    assert tree.rows.tolist() == [0, 1, 2, 1]
+    assert tree.targets.tolist() == [6, 8, 9, 7]
+    assert [tree.targets[path].tolist() for path in tree.paths] == [[6, 8, 9], [6, 7]]
+    again = PrefixTree.from_branches([[5, 6, 8, 9], [5, 6, 7]])
+    assert torch.equal(again.tokens, tree.tokens)
+    assert torch.equal(again.parents, tree.parents)
+
+
+def test_mistakes() -> None:
+    ids = torch.tensor([1, 2, 3])
+    for match, make in (
+        ("at least one sequence", lambda: PrefixTree.from_branches([])),
+        (r"branches\[1\]", lambda: PrefixTree.from_branches([[1], []])),
+        (r"branches\[0\]", lambda: PrefixTree.from_branches([torch.ones(2, 2).long()])),
+        ("multiple", lambda: PrefixTree.from_branches([[1]], multiple=0)),
+        ("a circle", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, 2, 1]))),
+        ("indices in", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, 3, 1]))),
+        ("tokens' shape", lambda: PrefixTree.from_parents(ids, torch.tensor([-1]))),
+        ("integers", lambda: PrefixTree.from_parents(ids.float(), ids)),
+        ("per_row", lambda: PrefixTree.from_branches([[1, 2]]).branches(torch.ones(3))),
+        ("lengths", lambda: PrefixTree.from_branches([[1, 2]]).sum_of_branches([torch.ones(3)])),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make()
