@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mcore_logprobs as ml
 from mcore_logprobs import losses
+from mcore_logprobs.ops.head import HeadLogits
 from tests.engine import cases, run
 from tests.ops import OPERATIONS
 
@@ -148,3 +152,23 @@ def test_a_policy_loss_keeps_nothing_after_its_backward() -> None:
     loss.backward()
     assert [name for name in ("hidden", "A", "B") if not held[name].expired()] == []
     assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("name", [name for name, source in CALLS if source == "hidden"])
+def test_a_head_is_gone_with_its_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the garbage collector: a head holds a chunk of logits."""
+    seen = []
+    opened = HeadLogits.__init__
+
+    def watched(self: HeadLogits, *args: object) -> None:
+        opened(self, *args)  # type: ignore[arg-type]
+        seen.append(weakref.ref(self))
+
+    monkeypatch.setattr(HeadLogits, "__init__", watched)
+    gc.disable()
+    try:
+        assert not run.failures([cases.parse([name, "hidden", "ignored=True"])])
+        assert seen
+        assert [ref() for ref in seen if ref() is not None] == []
+    finally:
+        gc.enable()
