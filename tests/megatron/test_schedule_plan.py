@@ -99,14 +99,40 @@ def errors(settings: dict[str, Any]) -> dict[str, float]:
                 )
 
             in_one, policy_grads = train_step(config, model, batches, in_head, block)
+
+            teacher = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
+
+            @contextlib.contextmanager
+            def with_teacher(batch: dict[str, Any]) -> Iterator[None]:
+                logits = teacher.expand(*batch["weights"].shape, VOCAB)
+                with block(batch), handle.divergence("reverse", teacher_logits=logits):
+                    yield
+
+            def both(output: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+                divergence = (output.divergence * batch["weights"]).mean()
+                loss = output.policy_loss + divergence
+                return loss, divergence.detach().clone()
+
+            apart, divergence_grads = train_step(config, model, batches, both, with_teacher)
+
+        def by_hand(logits: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            logp = logits.log_softmax(-1)
+            value = (logp.exp() * (logp - teacher.log_softmax(-1))).sum(-1)
+            picked = logp.gather(-1, batch["target"].unsqueeze(-1))[..., 0]
+            loss = ((value - picked) * batch["weights"]).mean()
+            return loss, (value * batch["weights"]).mean().detach()
+
+        plain = [batch | {"target": batch["labels"], "labels": None} for batch in batches]
+        distilled, distilled_grads = train_step(config, model, plain, by_hand)
         assert set(kinds) == {settings.get("output", "stats") == "stats"}
         after = [dict(vars(m)) for m in model.modules()]
         assert [set(d) for d in after] == [set(d) for d in before]
-        pairs = zip([*got, *in_one], [*expected, *expected], strict=True)
+        pairs = zip([*got, *in_one, *apart], [*expected, *expected, *distilled], strict=True)
         return {
             "loss": max(relative(g, e) for g, e in pairs),
             "grad": worst(grads, expected_grads),
             "policy grad": worst(policy_grads, expected_grads),
+            "divergence grad": worst(divergence_grads, distilled_grads),
         }
 
 
