@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import sys
 from collections.abc import Sequence
+from pkgutil import resolve_name
+
+from mcore_logprobs.commands import Parser
+
+# What each does, and the function that does it with the arguments that come after its name.
+COMMANDS = {
+    "doctor": ("versions, backends, Megatron's hooks, a self-test", "debug.commands:doctor"),
+    "bench": ("time and memory", "bench.cli:main"),
+    "run": ("a Megatron training script, unchanged, with the flags and the patch", "run:main"),
+    "audit": ("any vocab-parallel function against float64", "debug.commands:audit"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Hands the arguments after the command's name to that command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mcore_logprobs",
+    parser = Parser(
         description="Log-probabilities for Megatron-Core: checks, benchmarks, training scripts.",
+        epilog="--help after a command is its own",
     )
-    parser.add_argument(
-        "command",
-        choices=["doctor", "bench", "run", "audit"],
-        help="doctor: versions, backends, Megatron's hooks and a self-test; bench: time and "
-        "memory; run: a Megatron training script, unchanged, with the flags and the patch; "
-        "audit: any vocab-parallel function against float64",
-    )
-    # The commands parse the rest themselves, so that --help after one is its own.
+    told = "; ".join(f"{name}: {text}" for name, (text, _) in COMMANDS.items())
+    parser.add_argument("command", choices=list(COMMANDS), help=told)
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = parser.parse_args(arguments[:1]).command
-    module = importlib.import_module(f"mcore_logprobs.{command}")
-    return int(module.main(arguments[1:]))
+    command = parser.parse(arguments[:1]).command
+    return int(resolve_name(f"mcore_logprobs.{COMMANDS[command][1]}")(arguments[1:]))
 
 
 if __name__ == "__main__":

@@ -15,15 +15,13 @@ waits for the device, and is for finding a fault.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
-import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -33,14 +31,14 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.collectives import all_gather_stack, group_store, leave_reason
 from mcore_logprobs.groups import group_rank, group_size
 
-__all__ = ["VARIABLE", "check_call"]
+__all__ = ["VARIABLE", "check_call", "comparing"]
 
 VARIABLE = "MCORE_LOGPROBS_CHECK"
 
 _MESSAGE_BYTES = 4096
 _LONGEST_VALUE = 120
 # Arguments whose values are this rank's own; of them only shape and dtype are compared.
-_SHARDED = ("logits", "hidden", "weight", "bias")
+_SHARDED = ("logits", "hidden", "weight", "bias", "lora")
 # How long a rank waits for the others' widths in the store, in seconds. The ranks of a TP group go
 # through a model layer by layer together: on a CPU none is late by much; elsewhere as long as NCCL
 # lets a collective take.
@@ -63,10 +61,8 @@ def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> 
         return
     assert group is not None
     if os.environ.get(VARIABLE) == "1":
-        if _current:
-            _compare_arguments(_current[-1], group, device)
-        else:  # this function <- the opening <- the operation
-            _compare_arguments(_described(sys._getframe(2)), group, device)
+        described = _current[-1] if _current else {"operation": "unnamed", "columns": str(width)}
+        _compare_arguments(described, group, device)
     elif width not in _agreed.setdefault(group, set()):
         _agree_in_store(width, group, _PATIENCE["cpu" if device.type == "cpu" else "other"])
         _agreed[group].add(width)
@@ -127,16 +123,12 @@ _current: list[dict[str, str]] = []  # operations that are under way, outermost 
 
 
 @contextmanager
-def comparing(operation: str, arguments: inspect.BoundArguments) -> Iterator[None]:
-    """While open, `check_call` compares this call of an operation."""
-    described = {"operation": operation}
-    for name, value in arguments.arguments.items():
-        kind = arguments.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            described |= {f"{name}[{i}]": _value(name, x) for i, x in enumerate(value)}
-        else:
-            described[name] = _value(name, value)
-    _current.append({name: text for name, text in described.items() if text})
+def comparing(operation: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """While open, `check_call` compares this call of an operation. Waits for the device."""
+    if os.environ.get(VARIABLE) != "1" or torch.compiler.is_compiling():
+        yield
+        return
+    _current.append({"operation": operation, **_described("", arguments)})
     try:
         yield
     finally:
@@ -165,18 +157,18 @@ def _compare_arguments(
         raise ValueError("the ranks of the TP group make different calls; " + "; ".join(different))
 
 
-def _described(frame: FrameType) -> dict[str, str]:
-    """What an operation was called with, argument by argument."""
-    code = frame.f_code
-    count = code.co_argcount + code.co_kwonlyargcount
-    found = {"operation": code.co_name}
-    for name in code.co_varnames[:count]:
-        found[name] = _value(name, frame.f_locals.get(name))
-    if code.co_flags & 0x04:  # *args, whose name stands after the arguments'
-        name = code.co_varnames[count]
-        for place, value in enumerate(frame.f_locals[name]):
-            found[f"{name}[{place}]"] = _value(name, value)
-    return {name: text for name, text in found.items() if text}
+def _described(name: str, value: Any) -> dict[str, str]:
+    """An argument, part by part: of a mapping, of a dataclass, of a tuple."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        parts = {f"{name}.{key}" if name else str(key): part for key, part in value.items()}
+    elif isinstance(value, tuple):
+        parts = {f"{name}[{place}]": part for place, part in enumerate(value)}
+    else:
+        text = _value(name, value)
+        return {name: text} if text else {}
+    return {k: text for key, part in parts.items() for k, text in _described(key, part).items()}
 
 
 def _value(name: str, value: Any) -> str:

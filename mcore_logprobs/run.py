@@ -17,8 +17,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from mcore_logprobs.megatron.launcher import Launcher, LaunchError
-
 USAGE = "usage: python -m mcore_logprobs run [-m] SCRIPT ARGS..."
 
 
@@ -41,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not as_module and not os.path.isfile(script):
         print(f"{USAGE}\nno such file: {script}", file=sys.stderr)
         return 2
+    from mcore_logprobs.megatron.launcher import Launcher, LaunchError  # with torch
+
     launcher = Launcher(arguments[1:])
     argv_before, path_before = sys.argv, list(sys.path)
     try:

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_logprobs.__main__ import main
 from mcore_logprobs.audit import KINDS, audit
-from mcore_logprobs.audit.rank import _inputs
+from mcore_logprobs.debug.audit_rank import _inputs
 from tests.dropin import audited
 from tests.dropin.frameworks import source_root
 

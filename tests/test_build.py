@@ -50,25 +50,23 @@ def test_the_version_stands_in_one_place(built) -> None:
 def test_the_wheel_has_the_package_and_nothing_else(built) -> None:
     files = wheel_files(built)
     package = {f for f in files if ".dist-info/" not in f}
-    # The GPU session's script and the like are files of the package; tables of results are not.
     expected = {
         str(path.relative_to(ROOT))
         for path in PACKAGE.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and "results" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts
     }
     assert package == expected
     assert "mcore_logprobs/py.typed" in package
     assert any(f.endswith("licenses/LICENSE") for f in files)
 
 
-def test_the_sdist_has_neither_tests_nor_results(built) -> None:
+def test_the_sdist_has_neither_tests_nor_benchmarks(built) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     tops = {name.split("/")[0] for name in names}
     assert tops >= {"mcore_logprobs", "pyproject.toml", "README.md", "LICENSE", "PKG-INFO"}
-    assert not tops & {"tests", "examples", "docs", "configs", "build", ".venv"}
-    assert not [name for name in names if "results" in name]
+    assert not tops & {"tests", "benchmarks", "examples", "docs", "configs", "build", ".venv"}
 
 
 def test_it_installs_and_imports_outside_the_checkout(built, tmp_path) -> None:

@@ -226,6 +226,35 @@ def without_the_check(operation: str) -> list[str]:
     return made.names
 
 
+def patched_models_that_differ(change: str) -> str:
+    from mcore_logprobs.megatron import patch_gpt_model
+    from tests.megatron.common import VOCAB, make_batch, megatron, mm, tiny_config
+
+    rank = dist.get_rank()
+    with megatron(tp=2) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(2), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        labels = batch["labels"] + (rank if change == "labels" else 0)
+        temperature = 0.5 + (rank if change == "temperature" else 0)
+        os.environ[consistency.VARIABLE] = "1"
+        try:
+            with patch_gpt_model(model, ml.LogprobConfig(temperature=temperature)):
+                model(**batch["inputs"], labels=labels)
+        except ValueError as error:
+            return str(error)
+        finally:
+            del os.environ[consistency.VARIABLE]
+    return ""
+
+
+def test_the_check_compares_what_a_patched_model_is_asked(ranks):
+    for found in ranks(2).run(patched_models_that_differ, "temperature", timeout=120):
+        assert "config.temperature: 0.5 on rank 0, 1.5 on rank 1" in found
+    for found in ranks(2).run(patched_models_that_differ, "labels", timeout=120):
+        assert "labels: (2, 24) int64" in found
+    assert ranks(2).run(patched_models_that_differ, "", timeout=120) == ["", ""]
+
+
 def many_tensors(last: list[float]) -> str:
     """A call whose arguments' description is longer than the message."""
     tensors = [torch.zeros(ROWS)] * 99 + [torch.full((ROWS,), last[dist.get_rank()])]

@@ -84,7 +84,7 @@ def own_names() -> dict[str, dict[str, Any]]:
             "teacher_hidden": torch.randn(4, 4, 16),
         },
         "docs/mismatch.md": {"logits": torch.randn(4, 4, 49152)},
-        "mcore_logprobs/diagnostics.py": {
+        "mcore_logprobs/debug/compare.py": {
             "mask": torch.ones(4, 4, dtype=torch.bool),
             "compare_logprobs": compare_logprobs,
             "report": report,
@@ -208,7 +208,7 @@ def code_of(page: Path) -> list[str]:
 def test_files_exist(page) -> None:
     if page.name == "CHANGELOG.md":  # of files as they were
         return
-    tops = ("mcore_logprobs/", "tests/", "docs/", "examples/", "configs/")
+    tops = ("mcore_logprobs/", "benchmarks/", "tests/", "docs/", "examples/", "configs/")
     named = {code.split()[0] for code in code_of(page) if code.startswith(tops)}
     named |= set(re.findall(r"`(?:bash|python) ([\w/]+\.(?:sh|py))", page.read_text()))
     assert [name for name in named if not (ROOT / name).exists()] == []
@@ -258,13 +258,9 @@ def test_flags_exist(page) -> None:
     text = page.read_text()
     flags = set(re.findall(r"--logprob-[a-z-]+[a-z]", text))
     assert [flag for flag in flags if flag not in known] == []
+    files = [ROOT / "mcore_logprobs" / name for name in ("bench/cli.py", "debug/commands.py")]
+    parsers = "".join(file.read_text() for file in files)
     for line in re.findall(r"-m mcore_logprobs (?:bench|audit|doctor) [^`\n]*", text):
-        command = line.split()[2]
-        files = [
-            ROOT / "mcore_logprobs" / f"{command}.py",
-            *ROOT.glob(f"mcore_logprobs/{command}/*.py"),
-        ]
-        parsers = "".join(file.read_text() for file in files if file.exists())
         for flag in re.findall(r"--[a-z][a-z-]*", line):
             assert f'"{flag}"' in parsers, f"{line}: {flag}"
 
@@ -326,7 +322,7 @@ def test_the_settings_table_is_the_config_s() -> None:
 
 # ---- figures -------------------------------------------------------------------------------------
 
-RESULTS = sorted((ROOT / "mcore_logprobs" / "bench" / "results").glob("*.txt"))
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.txt"))
 
 
 def test_measured_figures_of_costs_are_printed_ones() -> None:

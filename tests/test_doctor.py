@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_logprobs import __main__, doctor
+from mcore_logprobs import __main__
+from mcore_logprobs.debug import commands, doctor, oracle
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,7 +66,7 @@ def test_a_wrong_value_fails_the_self_test(field, monkeypatch, capsys) -> None:
         return stats
 
     monkeypatch.setattr(doctor, "_on_logits", off_by_a_little)
-    assert doctor.main([]) == 1
+    assert commands.doctor([]) == 1
     text = capsys.readouterr().out
     assert "OUT OF BOUND" in text
     assert text.rstrip().endswith("FAILED.")
@@ -88,7 +89,7 @@ def test_a_wrong_gradient_fails_the_self_test(monkeypatch) -> None:
 
 
 def test_nan_is_out_of_bound() -> None:
-    assert doctor._largest(torch.tensor([float("nan")]), torch.zeros(1)) == float("inf")
+    assert oracle.error(torch.tensor([float("nan")]), torch.zeros(1)) == float("inf")
 
 
 def test_without_optional_packages() -> None:
@@ -103,8 +104,8 @@ def test_without_optional_packages() -> None:
                 if root in ('triton', 'transformer_engine'):
                     raise OSError(f"lib{root}.so: cannot open shared object file")
         sys.meta_path.insert(0, Refuse())
-        from mcore_logprobs import doctor
-        sys.exit(doctor.main([]))
+        from mcore_logprobs.__main__ import main
+        sys.exit(main(["doctor"]))
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_logprobs import doctor, invariance
+from mcore_logprobs.debug import doctor, invariance
 from mcore_logprobs.kernels.products import product
 from mcore_logprobs.kernels.stats import merge
 from mcore_logprobs.ops import apply
@@ -54,7 +54,8 @@ def test_parts_of_dhidden_in_another_order_are_noticed(monkeypatch: pytest.Monke
 
 
 def test_doctor_prints_it() -> None:
-    report = doctor.report()
-    assert "cpu: 18 of 18 checks found them" in doctor._as_text(report)
+    assert "not tried: doctor --full does" in doctor.as_text(doctor.report())
+    report = doctor.report(full=True)
+    assert "cpu: 18 of 18 checks found them" in doctor.as_text(report)
     report["invariant_segments"]["cpu"]["logits float32 forward across TP"] = False
-    assert "NOT logits float32 forward across TP" in doctor._as_text(report)
+    assert "NOT logits float32 forward across TP" in doctor.as_text(report)

@@ -18,7 +18,7 @@ from tests.helpers.documents import ROOT, Source, fenced, headings, run_sources
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = fenced(README, "python")
-RESULTS = ROOT / "mcore_logprobs" / "bench" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_python_blocks_run(ranks, tmp_path) -> None:

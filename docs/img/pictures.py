@@ -1,7 +1,7 @@
 """Draws docs/img/*.svg:  python docs/img/pictures.py [--png FOLDER]
 
 fused-path.svg is one row's way through the fused path; costs.svg is the tables of
-mcore_logprobs/bench/results, as they were printed. Each file has two palettes and a background
+benchmarks/results, as they were printed. Each file has two palettes and a background
 of its own, and follows the reader's light or dark setting. --png writes both as PNG, to look at.
 """
 
@@ -19,7 +19,7 @@ from matplotlib import pyplot
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent.parent / "mcore_logprobs" / "bench" / "results"
+RESULTS = HERE.parent.parent / "benchmarks" / "results"
 
 # role: (light, dark)
 PALETTE = {

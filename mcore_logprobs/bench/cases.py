@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mcore_logprobs as m
-from mcore_logprobs.bench.alltoall_sampling import alltoall_sampling_logprobs
-from mcore_logprobs.bench.peers import linear_peers, logits_peers
-from mcore_logprobs.bench.runner import Contender, Workload
+from mcore_logprobs.bench.peers import compiled, linear_peers, logits_peers
+from mcore_logprobs.bench.runner import Contender, Workload, upstream
+from mcore_logprobs.debug import oracle
 from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.kernels.products import matmul_input, product
 from mcore_logprobs.losses import ClippedLoss
@@ -41,8 +41,8 @@ class Shape:
         return self.vocab // group_size(self.group)
 
     def describe(self, *, hidden: bool = True) -> dict[str, Any]:
-        shape: dict[str, Any] = {"rows": self.rows, "vocab": self.vocab}
-        shape["tp"] = group_size(self.group)
+        shape: dict[str, Any] = {"device": "GPU" if self.device.type == "cuda" else "CPU"}
+        shape |= {"rows": self.rows, "vocab": self.vocab, "tp": group_size(self.group)}
         shape["dtype"] = str(self.dtype).removeprefix("torch.")
         return {**shape, "hidden": self.hidden} if hidden else shape
 
@@ -58,11 +58,49 @@ class Shape:
         return torch.randint(self.vocab, (self.rows,), generator=generator, device=self.device)
 
 
+Formula = Callable[[Tensor, Tensor], Tensor]
+
+
+def _with_entropy(z: Tensor, target: Tensor) -> Tensor:
+    return oracle.logprobs(z, target) + 0.01 * oracle.entropy(z)
+
+
+def _sum(stats: m.TokenStats) -> Tensor:
+    """Log-probabilities, and some of the entropy where there is one: a gradient for each."""
+    return stats.logprobs if stats.entropy is None else stats.logprobs + 0.01 * stats.entropy
+
+
+def _check(
+    leaf: Tensor,
+    target: Tensor,
+    formula: Formula,
+    weight: Tensor | None = None,
+) -> Callable[[Tensor, Sequence[Tensor]], tuple[float, float]]:
+    """The first rows of a result and of the leaf's gradient against float64, on one rank."""
+    rows = slice(0, min(_CHECKED_ROWS, leaf.shape[0]))
+
+    def check(out: Tensor, grads: Sequence[Tensor]) -> tuple[float, float]:
+        x = leaf[rows].detach().double().requires_grad_()
+        blocks = () if weight is None else weight.detach().split(8192)
+        z = x if weight is None else torch.cat([x @ w.double().t() for w in blocks], dim=1)
+        want = formula(z, target[rows])
+        (grad,) = torch.autograd.grad(want, x, upstream(out)[rows].double())
+        return oracle.error(out[rows], want), oracle.relative_error(grads[0][rows], grad)
+
+    return check
+
+
+def _compiled(
+    plain: Callable[..., Tensor], inputs: Sequence[Tensor], name: str = "torch.compile"
+) -> Contender:
+    """The plain formula, compiled by torch: what a user has without this library."""
+    return Contender(name, compiled(plain), inputs, is_peer=True)
+
+
 def logits_case(shape: Shape) -> Workload:
     """Log-probabilities from logits: ours, with entropy and rank, beside the peers'."""
     logits = shape.randn(shape.rows, shape.width, std=4.0, shared=False).requires_grad_()
     target = shape.targets()
-    group = shape.group
     scratch = torch.empty_like(logits).detach()
     source = logits.detach()
     half = max(1, shape.rows // 2)
@@ -70,59 +108,37 @@ def logits_case(shape: Shape) -> Workload:
     def read_once(_: Tensor) -> None:
         scratch[:half].copy_(source[:half])  # reads and writes half: as many bytes as one read
 
-    def copy() -> None:
-        scratch.copy_(source)
-
     def stats(**options: Any) -> Callable[[Tensor], Tensor]:
-        def run(z: Tensor) -> Tensor:
-            found = m.vocab_parallel_token_stats(z, target, tp_group=group, **options)
-            if found.entropy is None:
-                return found.logprobs
-            return found.logprobs + 0.01 * found.entropy
+        return lambda z: _sum(
+            m.vocab_parallel_token_stats(z, target, tp_group=shape.group, **options)
+        )
 
-        return run
-
-    def check(entropy: bool) -> Callable[[Tensor, Sequence[Tensor]], tuple[float, float]]:
-        return lambda out, grads: _logits_error(logits, target, out, grads, entropy)
-
-    one = group_size(group) == 1
-    contenders = [
-        Contender("floor: copy", read_once, [logits], is_floor=True, backward=copy),
-        Contender("logprobs", stats(), [logits], check=check(False) if one else None),
-        Contender("+ entropy", stats(entropy=True), [logits], check=check(True) if one else None),
-        Contender("+ entropy + rank", stats(entropy=True, target_rank=True), [logits]),
-    ]
+    one = group_size(shape.group) == 1
+    exact = _check(logits, target, oracle.logprobs) if one else None
+    exact_entropy = _check(logits, target, _with_entropy) if one else None
+    inputs = [logits]
     peers, absent = logits_peers(target)
-    for name, function in peers.items():
-        contenders.append(Contender(name, function, [logits], is_peer=True))
-    contenders.append(
+    contenders = [
+        Contender(
+            "floor: copy", read_once, inputs, is_floor=True, backward=lambda: scratch.copy_(source)
+        ),
+        Contender("logprobs", stats(), inputs, check=exact),
+        Contender("+ entropy", stats(entropy=True), inputs, check=exact_entropy),
+        Contender("+ entropy + rank", stats(entropy=True, target_rank=True), inputs),
+        *(Contender(name, function, inputs, is_peer=True) for name, function in peers.items()),
+        _compiled(lambda z: oracle.logprobs(z.float(), target), inputs),
+        _compiled(lambda z: _with_entropy(z.float(), target), inputs, "torch.compile + entropy"),
         Contender(
             "target rank alone",
-            lambda z: m.vocab_parallel_target_rank(z, target, tp_group=group),
+            lambda z: m.vocab_parallel_target_rank(z, target, tp_group=shape.group),
             [source],
             differentiable=False,
-        )
-    )
-    contenders.append(Contender("amax", lambda z: z.amax(-1), [source], differentiable=False))
+        ),
+        Contender("amax", lambda z: z.amax(-1), [source], differentiable=False),
+    ]
     return Workload(
         "log-probabilities from logits", shape.describe(hidden=False), contenders, absent
     )
-
-
-def _logits_error(
-    logits: Tensor, target: Tensor, out: Tensor, grads: Sequence[Tensor], entropy: bool
-) -> tuple[float, float]:
-    rows = slice(0, min(_CHECKED_ROWS, logits.shape[0]))
-    z = logits[rows].detach().double().requires_grad_()
-    logp = z.log_softmax(-1)
-    want = logp.gather(1, target[rows, None]).squeeze(1)
-    if entropy:
-        want = want - 0.01 * (logp.exp() * logp).sum(-1)
-    upstream = torch.linspace(0.5, 1.5, out.numel(), device=out.device)[rows].double()
-    (want_grad,) = torch.autograd.grad(want, z, upstream)
-    error = (out[rows].double() - want.detach()).abs().max()
-    grad_error = (grads[0][rows].double() - want_grad).abs().max() / want_grad.abs().max()
-    return error.item(), grad_error.item()
 
 
 def _head(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,52 +183,79 @@ def _products(hidden: Tensor, weight: Tensor, *, recompute: bool) -> Contender:
 def linear_case(shape: Shape) -> Workload:
     """Log-probabilities from hidden states: fused, unfused, the peers, the bare products."""
     hidden, weight, target = _head(shape)
-    group = shape.group
+    inputs = [hidden, weight]
 
     def fused(**options: Any) -> Callable[..., Tensor]:
-        def run(h: Tensor, w: Tensor) -> Tensor:
-            stats = m.linear_token_stats(h, w, target, tp_group=group, **options)
-            if stats.entropy is None:
-                return stats.logprobs
-            return stats.logprobs + 0.01 * stats.entropy
-
-        return run
+        return lambda h, w: _sum(
+            m.linear_token_stats(h, w, target, tp_group=shape.group, **options)
+        )
 
     def unfused(h: Tensor, w: Tensor) -> Tensor:
-        return m.vocab_parallel_logprobs(h @ w.t(), target, tp_group=group)
+        return m.vocab_parallel_logprobs(h @ w.t(), target, tp_group=shape.group)
 
-    def check(out: Tensor, grads: Sequence[Tensor]) -> tuple[float, float]:
-        return _linear_error(hidden, weight, target, out, grads)
-
-    one = group_size(group) == 1
+    one = group_size(shape.group) == 1
+    check = _check(hidden, target, oracle.logprobs, weight) if one else None
+    peers, absent = linear_peers(target)
     contenders = [
         _products(hidden, weight, recompute=True),
-        Contender("fused", fused(), [hidden, weight], check=check if one else None),
-        Contender("fused + entropy", fused(entropy=True), [hidden, weight]),
-        Contender(
-            "unfused (holds the logits)", unfused, [hidden, weight], check=check if one else None
-        ),
+        Contender("fused", fused(), inputs, check=check),
+        Contender("fused + entropy", fused(entropy=True), inputs),
+        *_low_precision(shape, "fused, bf16 logits", fused(logits_dtype=torch.bfloat16), inputs),
+        Contender("unfused (holds the logits)", unfused, inputs, check=check),
+        *(Contender(name, function, inputs, is_peer=True) for name, function in peers.items()),
+        _compiled(lambda h, w: oracle.logprobs((h @ w.t()).float(), target), inputs),
     ]
-    if shape.dtype == torch.bfloat16:
-        rounded = fused(logits_dtype=torch.bfloat16)
-        contenders.insert(3, Contender("fused, bf16 logits", rounded, [hidden, weight]))
-    peers, absent = linear_peers(target)
-    contenders += [Contender(name, f, [hidden, weight], is_peer=True) for name, f in peers.items()]
     return Workload("log-probabilities from hidden states", shape.describe(), contenders, absent)
 
 
-def _linear_error(
-    hidden: Tensor, weight: Tensor, target: Tensor, out: Tensor, grads: Sequence[Tensor]
-) -> tuple[float, float]:
-    rows = slice(0, min(_CHECKED_ROWS, hidden.shape[0]))
-    h = hidden[rows].detach().double().requires_grad_()
-    z = torch.cat([h @ w.double().t() for w in weight.detach().split(8192)], dim=1)
-    want = z.log_softmax(-1).gather(1, target[rows, None]).squeeze(1)
-    upstream = torch.linspace(0.5, 1.5, out.numel(), device=out.device)[rows].double()
-    (want_grad,) = torch.autograd.grad(want, h, upstream)
-    error = (out[rows].double() - want.detach()).abs().max()
-    grad_error = (grads[0][rows].double() - want_grad).abs().max() / want_grad.abs().max()
-    return error.item(), grad_error.item()
+def _low_precision(
+    shape: Shape, name: str, function: Callable[..., Tensor], inputs: Sequence[Tensor]
+) -> list[Contender]:
+    """With logits in bfloat16, of a head in bfloat16: on a CPU its products are too."""
+    return [Contender(name, function, inputs)] if shape.dtype == torch.bfloat16 else []
+
+
+def rows_case(shape: Shape) -> Workload:
+    """An eighth of the rows: by `rows=`, by `compact=True`, selected by hand; and all of them."""
+    hidden, weight, whole = _head(shape)
+    generator = torch.Generator().manual_seed(shape.seed + 97)
+    count = max(1, shape.rows // 8)
+    rows = torch.randperm(shape.rows, generator=generator)[:count].sort().values
+    # A host's tensor: `rows=` is then checked without waiting for the device.
+    index = rows.to(shape.device)
+    target, labels = whole[index], torch.full_like(whole, -100).index_copy_(0, index, whole[index])
+    inputs = [hidden, weight]
+
+    def stats(h: Tensor, w: Tensor, target: Tensor = target, **options: Any) -> Tensor:
+        found = m.linear_token_stats(h, w, target, entropy=True, tp_group=shape.group, **options)
+        return _sum(found)
+
+    def plain(h: Tensor, w: Tensor) -> Tensor:
+        return _with_entropy((h.index_select(0, index) @ w.t()).float(), target)
+
+    contenders = [
+        _products(hidden[index], weight, recompute=True),
+        Contender("rows=", lambda h, w: stats(h, w, rows=rows), inputs),
+        Contender("compact=True", lambda h, w: stats(h, w, labels, compact=True), inputs),
+        Contender("index_select by hand", lambda h, w: stats(h.index_select(0, index), w), inputs),
+        Contender("all rows, the others ignored", lambda h, w: stats(h, w, labels), inputs),
+        _compiled(plain, inputs, "torch.compile of index_select"),
+    ]
+    return Workload(f"{count} rows of all", shape.describe(), contenders)
+
+
+def top_p_logprobs(z: Tensor, target: Tensor, top_p: float) -> Tensor:
+    """The target's log-probability among the fewest tokens that make up top_p; -inf outside.
+
+    By sorting, as an inference engine does: a token stays while those before it are under top_p.
+    """
+    with torch.no_grad():
+        ordered, order = z.sort(dim=-1, descending=True, stable=True)
+        p = ordered.softmax(-1)
+        late = p.cumsum(-1).sub_(p) >= top_p
+        late[:, 0] = False
+        dropped = torch.empty_like(late).scatter_(-1, order, late)
+    return oracle.logprobs(z.masked_fill(dropped, -torch.inf), target)
 
 
 def linear_ops_case(shape: Shape) -> Workload:
@@ -227,42 +270,48 @@ def linear_ops_case(shape: Shape) -> Workload:
     def finite(logprobs: Tensor) -> Tensor:
         return torch.where(logprobs.isfinite(), logprobs, 0.0)
 
-    def sampling(temperature: float) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    def sampling(temperature: float) -> tuple[Callable[..., Tensor], ...]:
         # At temperature 1 a row keeps thousands of tokens, and the filters search for its cut.
         options: dict[str, Any] = {"top_p": 0.95, "temperature": temperature, "tp_group": group}
         return (
             lambda h, w: finite(m.linear_sampling_logprobs(h, w, target, **options)),
             lambda z: finite(m.vocab_parallel_sampling_logprobs(z, target, **options)),
+            lambda z: finite(top_p_logprobs(z.float() / temperature, target, 0.95)),
         )
 
-    # By name: from hidden states, from logits.
-    ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    # By name: from hidden states, from logits, the plain formula.
+    ways: dict[str, tuple[Callable[..., Tensor], ...]] = {
         "top-p 0.95, peaked": sampling(0.25),
         "top-p 0.95, flat": sampling(1.0),
         f"log p of {k} ids": (
             lambda h, w: m.linear_gather(h, w, ids, log_softmax=True, tp_group=group),
             lambda z: m.vocab_parallel_gather(z, ids, log_softmax=True, tp_group=group),
+            lambda z: oracle.gather(z.float(), ids),
         ),
         f"logits of {k} ids": (
             lambda h, w: m.linear_gather(h, w, ids, tp_group=group),
             lambda z: m.vocab_parallel_gather(z, ids, tp_group=group),
+            lambda z: z.float().gather(-1, ids),
         ),
         f"top {k}": (
             lambda h, w: m.linear_topk(h, w, k, tp_group=group)[0],
             lambda z: m.vocab_parallel_topk(z, k, tp_group=group)[0],
+            lambda z: z.float().topk(k, -1)[0],
         ),
         "logsumexp by map": (
             lambda h, w: m.linear_map(h, w, lambda z: z.logsumexp(-1), tp_group=group),
+            lambda z: z.float().logsumexp(-1),
             lambda z: z.float().logsumexp(-1),
         ),
     }
     inputs = [hidden, weight]
     contenders = [_products(hidden, weight, recompute=True)]
-    for name, (fused, on_logits) in ways.items():
-        contenders.append(Contender(f"{name}, fused", fused, inputs))
-        contenders.append(
-            Contender(f"{name}, logits held", lambda h, w, f=on_logits: f(h @ w.t()), inputs)
-        )
+    for name, (fused, on_logits, plain) in ways.items():
+        contenders += [
+            Contender(f"{name}, fused", fused, inputs),
+            Contender(f"{name}, logits held", lambda h, w, f=on_logits: f(h @ w.t()), inputs),
+            _compiled(lambda h, w, f=plain: f(h @ w.t()), inputs, f"{name}, torch.compile"),
+        ]
     return Workload("operations from hidden states", shape.describe(), contenders)
 
 
@@ -274,11 +323,9 @@ def policy_case(shape: Shape) -> Workload:
     advantages = shape.randn(rows).float()
     loss_fn = ClippedLoss(entropy_coef=0.01)
 
-    def policy(h: Tensor, w: Tensor) -> Tensor:
-        loss, _ = m.linear_policy_loss(
-            h, w, target, loss_fn, old, advantages, denominator=rows, entropy=True, tp_group=group
-        )
-        return loss
+    def policy(h: Tensor, w: Tensor, **options: Any) -> Tensor:
+        given: dict[str, Any] = {"denominator": rows, "entropy": True, "tp_group": group, **options}
+        return m.linear_policy_loss(h, w, target, loss_fn, old, advantages, **given)[0]
 
     def stats(h: Tensor, w: Tensor) -> Tensor:
         found = m.linear_token_stats(h, w, target, entropy=True, tp_group=group)
@@ -288,91 +335,23 @@ def policy_case(shape: Shape) -> Workload:
         found = m.vocab_parallel_token_stats(h @ w.t(), target, entropy=True, tp_group=group)
         return loss_fn(found.logprobs, found.entropy, old, advantages).sum() / rows
 
+    def plain(h: Tensor, w: Tensor) -> Tensor:
+        z = (h @ w.t()).float()
+        return loss_fn(oracle.logprobs(z, target), oracle.entropy(z), old, advantages).sum() / rows
+
+    def rounded(h: Tensor, w: Tensor) -> Tensor:
+        return policy(h, w, logits_dtype=torch.bfloat16)
+
     inputs = [hidden, weight]
     contenders = [
         _products(hidden, weight, recompute=False),
         Contender("linear_policy_loss", policy, inputs),
+        *_low_precision(shape, "linear_policy_loss, bf16 logits", rounded, inputs),
         Contender("linear_token_stats", stats, inputs),
         Contender("unfused (holds the logits)", unfused, inputs),
+        _compiled(plain, inputs),
     ]
     return Workload("a policy loss from hidden states", shape.describe(), contenders)
-
-
-def cp_case(shape: Shape) -> Workload:
-    """Context-parallel helpers over the world: gather with both gradients, shift, shard."""
-    group = shape.group
-    whole = shape.rows - shape.rows % (2 * group_size(group))
-    local = torch.randn(8, whole // group_size(group), device=shape.device).requires_grad_()
-    full = torch.randn(8, whole, device=shape.device)
-    contenders = [
-        Contender(
-            "gather, grad=sum", lambda x: m.context_parallel_gather(x, cp_group=group), [local]
-        ),
-        Contender(
-            "gather, grad=slice",
-            lambda x: m.context_parallel_gather(x, cp_group=group, grad="slice"),
-            [local],
-        ),
-        Contender(
-            "shift",
-            lambda x: m.context_parallel_shift(x, cp_group=group),
-            [local.detach()],
-            differentiable=False,
-        ),
-        Contender(
-            "shard",
-            lambda x: m.context_parallel_shard(x, cp_group=group),
-            [full],
-            differentiable=False,
-        ),
-    ]
-    size = {"batch": 8, "sequence": whole, "cp": group_size(group)}
-    return Workload("context parallelism", size, contenders)
-
-
-def sampling_case(shape: Shape) -> Workload:
-    """Sampling log-probabilities on peaked and flat rows, beside the all-to-all way."""
-    target = shape.targets()
-    rows = shape.rows - shape.rows % group_size(shape.group)
-    target = target[:rows]
-    contenders = []
-    for name, std in (("peaked", 8.0), ("flat", 0.5)):
-        logits = shape.randn(rows, shape.width, std=std, shared=False).requires_grad_()
-        for way, function in (
-            ("candidates", m.vocab_parallel_sampling_logprobs),
-            ("all-to-all", alltoall_sampling_logprobs),
-        ):
-            contenders.append(
-                Contender(
-                    f"{way}, {name}",
-                    lambda z, f=function: f(z, target, top_p=0.95, tp_group=shape.group),
-                    [logits],
-                )
-            )
-    return Workload(
-        "sampling log-probabilities, top-p 0.95", shape.describe(hidden=False), contenders
-    )
-
-
-def topk_case(shape: Shape) -> Workload:
-    """Global top-k of sharded rows beside a local torch.topk of the same shard."""
-    logits = shape.randn(shape.rows, shape.width, std=4.0, shared=False)
-    contenders = [
-        Contender(
-            "torch.topk of the shard",
-            lambda z: z.topk(64, -1)[0],
-            [logits],
-            differentiable=False,
-            is_floor=True,
-        ),
-        Contender(
-            "vocab_parallel_topk",
-            lambda z: m.vocab_parallel_topk(z, 64, tp_group=shape.group)[0],
-            [logits],
-            differentiable=False,
-        ),
-    ]
-    return Workload("top-k, k = 64", shape.describe(hidden=False), contenders)
 
 
 def invariant_case(shape: Shape) -> Workload:
@@ -395,6 +374,7 @@ def invariant_case(shape: Shape) -> Workload:
                 [hidden, weight],
             ),
         ]
+    contenders.append(_compiled(lambda z: oracle.logprobs(z.float(), target), [logits]))
     return Workload("the same bits at any TP", shape.describe(), contenders)
 
 
@@ -403,8 +383,6 @@ CASES: dict[str, Callable[[Shape], Workload]] = {
     "linear": linear_case,
     "linear_ops": linear_ops_case,
     "policy": policy_case,
-    "cp": cp_case,
-    "sampling": sampling_case,
-    "topk": topk_case,
     "invariant": invariant_case,
+    "rows": rows_case,
 }

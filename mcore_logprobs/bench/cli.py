@@ -1,27 +1,25 @@
-"""The command line of `python -m mcore_logprobs bench`."""
+"""The command line of `python -m mcore_logprobs bench`. torch is imported once it has been read."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+from mcore_logprobs.commands import Parser, comma_separated, dtype_name, positive
 
-from mcore_logprobs.bench.cases import CASES, Shape
-from mcore_logprobs.bench.peers import stop_megatron
-from mcore_logprobs.bench.report import LEGEND, Point, as_json, machine, plot, print_table
-from mcore_logprobs.bench.runner import measure
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["main"]
+    from mcore_logprobs.bench.cases import Shape
 
-# Commands with arguments of their own: modules beside this one.
-_APART = ("launches", "ahead")
+__all__ = ["SIZES", "main"]
+
 # Hidden size and vocabulary, padded to a multiple of 128 x 8 as Megatron pads for TP 8.
 MODELS = {
     "smollm2": (576, 49152),
@@ -30,27 +28,25 @@ MODELS = {
     "qwen2.5-7b": (3584, 152576),
     "deepseek-v3": (7168, 129024),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Defaults: (rows, vocab, hidden), small enough that all seven take minutes on two cores.
-_CPU = {
-    "logits": ([128, 256, 512], [65536], 0),
-    "linear": ([128, 256, 512], [32768], 512),
-    "linear_ops": ([256], [32768], 512),
-    "policy": ([128, 256, 512], [32768], 512),
-    "cp": ([16384], [0], 0),
-    "sampling": ([64], [65536], 0),
-    "topk": ([128], [65536], 0),
-    "invariant": ([256], [32768], 512),
-}
-_CUDA = {
-    "logits": ([8192, 32768], [152064], 0),
-    "linear": ([8192, 32768], [152064], 4096),
-    "linear_ops": ([8192], [152064], 4096),
-    "policy": ([8192, 32768], [152064], 4096),
-    "cp": ([131072], [0], 0),
-    "sampling": ([1024], [152064], 0),
-    "topk": ([4096], [152064], 0),
-    "invariant": ([8192], [152064], 4096),
+Sizes = Mapping[str, Mapping[str, tuple[list[int], int, int]]]
+# Of each case on a device: rows, vocabulary, hidden size. On two cores all together take minutes.
+SIZES: Sizes = {
+    "cpu": {
+        "logits": ([128, 256, 512], 65536, 0),
+        "linear": ([128, 256, 512], 32768, 512),
+        "linear_ops": ([256], 32768, 512),
+        "policy": ([128, 256, 512], 32768, 512),
+        "invariant": ([256], 32768, 512),
+        "rows": ([8192], 16384, 512),
+    },
+    "cuda": {
+        "logits": ([8192, 32768], 152064, 0),
+        "linear": ([8192, 32768], 152064, 4096),
+        "linear_ops": ([8192], 152064, 4096),
+        "policy": ([8192, 32768], 152064, 4096),
+        "invariant": ([8192], 152064, 4096),
+        "rows": ([32768], 152064, 4096),
+    },
 }
 _SWEEP = {
     "rows": [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072],
@@ -58,78 +54,127 @@ _SWEEP = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m mcore_logprobs bench",
+def _parser(sizes: Sizes, command: str, **options: Any) -> Parser:
+    parser = Parser(
+        command,
         description="Time, memory, traffic and error of this library and its peers, on this "
-        "machine. Under torchrun every rank is a tensor-parallel (cp: context-parallel) rank. "
-        "Without a GPU, of what one would run: `bench launches --help`, `bench ahead --help`.",
+        "machine. Under torchrun every rank is a tensor-parallel rank.",
+        **options,
     )
-    parser.add_argument("what", nargs="?", default="all", choices=["all", *CASES])
-    parser.add_argument("--rows", type=_numbers, help="one or more, separated by commas")
-    parser.add_argument("--vocab", type=_numbers, help="whole vocabulary; one or more")
-    parser.add_argument("--hidden", type=_positive)
-    parser.add_argument("--model", choices=sorted(MODELS), help="hidden size and vocabulary of it")
-    parser.add_argument("--dtype", type=_dtypes, default=None, help="bf16, fp16, fp32; one or more")
-    parser.add_argument("--sweep", choices=sorted(_SWEEP), help="how cost grows")
-    parser.add_argument("--memory-gib", type=float, help="leave out shapes whose logits are larger")
-    parser.add_argument("--rounds", type=_positive, default=5)
-    parser.add_argument("--warmup", type=_positive, default=2)
-    parser.add_argument("--threads", type=_positive, help="CPU threads a rank")
-    parser.add_argument("--device", choices=["cpu", "cuda"])
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE.png")
+    add = parser.add_argument
+    add("what", nargs="?", default="all", choices=["all", *sizes["cpu"]], help="the case")
+    add(
+        "--rows",
+        type=comma_separated(positive),
+        default=argparse.SUPPRESS,
+        help="one or more, separated by commas (default: of the case)",
+    )
+    add(
+        "--vocab",
+        type=comma_separated(positive),
+        default=argparse.SUPPRESS,
+        help="columns in all; one or more (default: of the case)",
+    )
+    add(
+        "--hidden",
+        type=positive,
+        default=argparse.SUPPRESS,
+        help="the hidden size (default: of the case)",
+    )
+    add("--model", choices=sorted(MODELS), help="hidden size and vocabulary of a model")
+    add(
+        "--dtype",
+        type=comma_separated(dtype_name),
+        default="bf16",
+        help="bf16, fp16, fp32, or torch's names of them; one or more",
+    )
+    add("--sweep", choices=sorted(_SWEEP), help="how cost grows")
+    add("--memory-gib", type=float, help="leave out shapes whose logits are larger")
+    add("--rounds", type=positive, default=5, help="timed calls of each contender, in turns")
+    add("--warmup", type=positive, default=2, help="calls beforehand, in turns")
+    add("--threads", type=positive, help="CPU threads a rank")
+    add("--device", choices=["cpu", "cuda"], help="where to run; a GPU if there is one")
+    add("--busy-ok", action="store_true", help="measure though other processes use the CPUs")
+    add("--json", metavar="FILE", help="write everything as JSON")
+    add("--plot", metavar="FILE.png", help="draw time and memory (needs matplotlib)")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmarks; an operation of this library that fails ends the run with its error."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] and arguments[0] in _APART:
-        module = importlib.import_module(f"mcore_logprobs.bench.{arguments[0]}")
-        return int(module.main(arguments[1:]))
-    parser = _parser()
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here")
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    cases: str = "mcore_logprobs.bench.cases",
+    sizes: Sizes = SIZES,
+    command: str = "bench",
+    **options: Any,
+) -> int:
+    """Measure the cases that the arguments ask for; an operation of this library that fails ends
+    the run with its error.
+
+    Args:
+        argv: the arguments; None: the process's.
+        cases: a module whose `CASES` makes the workload of each case.
+        sizes: of its cases.
+        command, options: of the `Parser`.
+    """
+    parser = _parser(sizes, command, **options)
+    args = parser.parse(argv)
     for file in (args.json, args.plot):
         if file and not Path(file).absolute().parent.is_dir():
             parser.error(f"{file}: no such directory")  # now, not after the measurements
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'mcore-logprobs[bench]'")
+    import torch
+    import torch.distributed as dist
+
+    from mcore_logprobs.bench import machine, peers, report
+    from mcore_logprobs.bench.runner import measure
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.threads:
         torch.set_num_threads(args.threads)
+    machine.keep_heap()
     started = _start_ranks(device)
     several = dist.is_initialized() and dist.get_world_size() > 1
     group = dist.group.WORLD if several else None
     first = not several or dist.get_rank() == 0
-    if first:
-        print(f"{machine()}\n{LEGEND}")
-    points: list[Point] = []
+    points: list[report.Point] = []
     try:
-        for what in CASES if args.what == "all" else [args.what]:
-            for shape in _shapes(what, args, device, group):
-                load = CASES[what](shape)
-                results = measure(load, rounds=args.rounds, warmup=args.warmup)
+        load = machine.busy() if device.type == "cpu" else ""
+        if load and not args.busy_ok:
+            parser.exit(2, f"bench: {load}; --busy-ok measures all the same\n" if first else "")
+        heading = machine.describe(device, load)
+        if first:
+            print(f"{heading}\n{report.LEGEND}")
+        make = importlib.import_module(cases).CASES
+        for what in sizes["cpu"] if args.what == "all" else [args.what]:
+            for shape in _shapes(sizes[device.type][what], args, device, group):
+                work = make[what](shape)
+                results = measure(work, rounds=args.rounds, warmup=args.warmup)
                 if first:
-                    print_table(load, results)
+                    report.print_table(work, results)
                 # The contenders hold the inputs: let them go before the next shape.
-                load.contenders.clear()
-                points.append((load, results))
+                work.contenders.clear()
+                points.append((work, results))
     finally:
-        stop_megatron()
+        peers.stop_megatron()
         if started:
             dist.destroy_process_group()
     if first and args.json:
-        with open(args.json, "w") as file:
-            file.write(as_json(points))
+        Path(args.json).write_text(report.as_json(points, heading))
     if first and args.plot:
-        plot(points, args.plot)
+        report.plot(points, args.plot, heading)
         print(f"\nplot: {args.plot}")
     return 0
 
 
 def _start_ranks(device: torch.device) -> bool:
     """Join the other ranks if torchrun started this one; whether a group was made here."""
+    import torch
+    import torch.distributed as dist
+
     shared = False
     if device.type == "cuda":
         own = int(os.environ.get("LOCAL_RANK", 0))
@@ -143,25 +188,31 @@ def _start_ranks(device: torch.device) -> bool:
     return True
 
 
-def _shapes(what: str, args: Any, device: torch.device, group: Any) -> list[Shape]:
+def _shapes(
+    default: tuple[list[int], int, int], args: Any, device: torch.device, group: Any
+) -> list[Shape]:
     """The shapes that the flags ask for; those that do not fit are left out, and said to be."""
-    rows, vocab, hidden = (_CPU if device.type == "cpu" else _CUDA)[what]
+    import torch
+
+    from mcore_logprobs.bench.cases import Shape
+
+    rows, padded, hidden = default
     if args.model:
         hidden, padded = MODELS[args.model]
-        vocab = [padded]
+    vocab = [padded]
     if args.sweep == "rows":
-        rows = _SWEEP[args.sweep]
+        rows = _SWEEP["rows"]
     elif args.sweep == "vocab":
-        rows, vocab = rows[:1], _SWEEP[args.sweep]
-    rows, vocab = args.rows or rows, args.vocab or vocab
+        rows, vocab = rows[:1], _SWEEP["vocab"]
+    rows, vocab = getattr(args, "rows", rows), getattr(args, "vocab", vocab)
     size = 1 if group is None else group.size()
     shapes = []
-    for dtype in args.dtype or [torch.bfloat16]:
+    for dtype in (getattr(torch, name) for name in args.dtype):
         for v in vocab:
             for n in rows:
                 if v % size:
                     raise SystemExit(f"--vocab: {v} is not divisible by {size} ranks")
-                shape = Shape(n, v, args.hidden or hidden, dtype, device, group)
+                shape = Shape(n, v, getattr(args, "hidden", hidden), dtype, device, group)
                 needed = n * shape.width * dtype.itemsize / 2**30
                 if args.memory_gib and needed > args.memory_gib:
                     print(f"left out: {n} x {v}: {needed:.1f} GiB of logits")
@@ -170,24 +221,5 @@ def _shapes(what: str, args: Any, device: torch.device, group: Any) -> list[Shap
     return shapes
 
 
-def _numbers(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number > 0, got {text!r}")
-    return value
-
-
-def _dtypes(text: str) -> list[torch.dtype]:
-    unknown = [part for part in text.split(",") if part not in DTYPES]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"expected some of {', '.join(DTYPES)}, got {unknown[0]!r}"
-        )
-    return [DTYPES[part] for part in text.split(",")]
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,7 @@
-"""What a piece of code makes torch do: its collectives and their bytes, its kernels."""
+"""The collectives that a piece of code makes, and their bytes."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Collective", "CollectivesMade", "DispatchesMade"]
+__all__ = ["Collective", "CollectivesMade"]
 
 # c10d's operators: a short name, and which argument holds what this rank puts in.
 _OPERATORS = {
@@ -78,49 +77,3 @@ class CollectivesMade(TorchDispatchMode):
                 sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
                 self.made.append(Collective(name, sum(tensor.nbytes for tensor in sent)))
         return func(*args, **(kwargs or {}))
-
-
-class DispatchesMade(TorchDispatchMode):
-    """Within it, torch's operators that would run a kernel on a GPU are counted by name.
-
-    Views, allocations and what happens on the host alone run none. This library's own operators
-    are looked into: what counts is what they call.
-
-    Attributes:
-        kernels: how often each was called, `{"aten::sum": 2}`.
-        collectives: likewise.
-    """
-
-    _NO_KERNEL = (
-        "aten::empty",
-        "aten::new_empty",
-        "aten::detach",
-        "aten::lift",
-        "aten::promote_types",
-        "aten::scalar_tensor",  # a number on its way to a kernel
-        "prim::",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: Counter[str] = Counter()
-        self.collectives: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
-        if func.namespace == "mcore_logprobs":
-            with self:
-                here = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-                return func.redispatch(here, *args, **kwargs)
-        if func.namespace == "c10d" or func.namespace.startswith("_c10d_functional"):
-            if name != "_c10d_functional::wait_tensor":
-                self.collectives[name] += 1
-        elif not _is_view(func) and not name.startswith(self._NO_KERNEL):
-            self.kernels[name] += 1
-        return func(*args, **kwargs)
-
-
-def _is_view(func: Any) -> bool:
-    aliases = [result.alias_info for result in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_logprobs.groups import megatron_parallel_state
 
-__all__ = ["linear_peers", "logits_peers", "stop_megatron"]
+__all__ = ["compiled", "linear_peers", "logits_peers", "stop_megatron"]
 
 Peers = dict[str, Callable[..., Tensor]]
 _started: list[Callable[[], None]] = []  # what undoes the groups made for Megatron's sake
@@ -45,10 +45,15 @@ def _torch_cross_entropy(target: Tensor) -> Peers:
     return {"torch cross_entropy": lambda z: F.cross_entropy(z.float(), target, reduction="none")}
 
 
-def _compiled_cross_entropy(target: Tensor) -> Peers:
-    _one_rank()
-    compiled = torch.compile(lambda z: F.cross_entropy(z.float(), target, reduction="none"))
-    return {"torch.compile": compiled}
+def compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.compile of a plain formula, which knows of one rank alone."""
+    function = torch.compile(plain, dynamic=False)
+
+    def run(*inputs: Tensor) -> Tensor:
+        _one_rank()
+        return function(*inputs)
+
+    return run
 
 
 def _liger_cross_entropy(target: Tensor) -> Peers:
@@ -123,13 +128,12 @@ def stop_megatron() -> None:
 
 
 def logits_peers(target: Tensor) -> tuple[Peers, dict[str, str]]:
-    """Functions `logits [n, V/TP] -> loss [n] or scalar`; and what could not be had."""
+    """Functions `logits [n, V/TP] -> loss [n] or scalar`; and what is unavailable."""
     return _collect(
         target,
         {
             "megatron": _megatron_cross_entropies,
             "torch cross_entropy": _torch_cross_entropy,
-            "torch.compile": _compiled_cross_entropy,
             "liger": _liger_cross_entropy,
             "quack": _quack_cross_entropy,
             "transformer-engine": _te_cross_entropy,
@@ -138,7 +142,7 @@ def logits_peers(target: Tensor) -> tuple[Peers, dict[str, str]]:
 
 
 def linear_peers(target: Tensor) -> tuple[Peers, dict[str, str]]:
-    """Functions `(hidden [n, h], weight [V, h]) -> loss [n] or scalar`; and what is not here."""
+    """Functions `(hidden [n, h], weight [V, h]) -> loss [n] or scalar`; and what is unavailable."""
     return _collect(
         target,
         {

@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
-import os
-import platform
 from typing import Any
-
-import torch
 
 from mcore_logprobs.bench.runner import Measurement, Workload
 
-__all__ = ["LEGEND", "as_json", "machine", "plot", "print_table"]
+__all__ = ["LEGEND", "Point", "as_json", "plot", "print_table"]
 
 LEGEND = (
-    "medians of the rounds, and their least: where fresh memory is backed only when it is first\n"
-    "written, single rounds take several times as long, and so may the median; compare code by "
-    "the least"
+    "medians of the rounds with their interquartile range, and the least: compare code by the least"
 )
 
 Point = tuple[Workload, list[Measurement]]
-
-
-def machine() -> str:
-    """The machine, the software and the date, in a line."""
-    if torch.cuda.is_available():
-        hardware = torch.cuda.get_device_name()
-    else:
-        hardware = f"{_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    today = datetime.date.today().isoformat()
-    return f"{hardware}; torch {torch.__version__}; {_allocator()}; {today}"
-
-
-def _allocator() -> str:
-    """What hands out large tensors. Fresh pages can cost more than what is written to them."""
-    if torch.cuda.is_available():
-        return "caching allocator"
-    if "jemalloc" in os.environ.get("LD_PRELOAD", ""):
-        return "jemalloc"
-    kept = os.environ.get("MALLOC_MMAP_MAX_") == "0"
-    return "malloc, heap kept" if kept else "malloc, fresh pages for each large tensor"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as info:
-            return next(line.split(":")[1].strip() for line in info if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 _COLUMNS = (
@@ -59,6 +24,7 @@ _COLUMNS = (
     "both ms",
     "± IQR",
     "least fwd",
+    "least bwd",
     "least both",
     "of the floor",
     "peak MiB",
@@ -83,7 +49,7 @@ def _cells(result: Measurement) -> list[str]:
         "" if result.backward is None else f"{result.backward * 1e3:.2f}",
         f"{result.both * 1e3:.2f}",
         f"{result.spread * 1e3:.2f}",
-        *(f"{seconds * 1e3:.2f}" for seconds in result.least),
+        *("" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in result.least),
         share_text,
         "" if result.peak is None else f"{result.peak / 2**20:.1f}",
         *error,
@@ -97,7 +63,7 @@ def _count(names: list[str]) -> str:
 
 
 def print_table(load: Workload, results: list[Measurement]) -> None:
-    """One workload's table on standard output, with rich where it is installed."""
+    """One workload's table on standard output."""
     title = f"{load.title}: " + ", ".join(f"{k} {v}" for k, v in load.shape.items())
     rows = [_cells(result) for result in results]
     used = [i for i in range(len(_COLUMNS)) if i == 0 or any(row[i] for row in rows)]
@@ -113,14 +79,14 @@ def print_table(load: Workload, results: list[Measurement]) -> None:
         if number == 0:
             print("  " + "  ".join("-" * width for width in widths))
     for name, reason in load.absent.items():
-        print(f"  not here: {name}: {reason}")
+        print(f"  unavailable: {name}: {reason}")
 
 
-def as_json(points: list[Point]) -> str:
+def as_json(points: list[Point], machine: str) -> str:
     """Everything, with the machine: {"machine": ..., "workloads": [...]}."""
     return json.dumps(
         {
-            "machine": machine(),
+            "machine": machine,
             "workloads": [
                 {
                     "title": load.title,
@@ -135,16 +101,10 @@ def as_json(points: list[Point]) -> str:
     )
 
 
-def plot(points: list[Point], path: str) -> None:
-    """Time and memory against whatever varies, a row of pictures for each kind of workload.
+def plot(points: list[Point], path: str, machine: str) -> None:
+    """Time and memory against whatever varies, a row of pictures for each kind of workload."""
+    import matplotlib
 
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'mcore-logprobs[bench]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -157,7 +117,7 @@ def plot(points: list[Point], path: str) -> None:
         time_axis, memory_axis = axes[row]
         varied = _varied(here)
         for axis, label, value in (
-            (time_axis, "forward + backward, ms", lambda r: r.both * 1e3),
+            (time_axis, "forward + backward, least, ms", lambda r: r.least[-1] * 1e3),
             (
                 memory_axis,
                 "peak extra memory, MiB",
@@ -170,7 +130,7 @@ def plot(points: list[Point], path: str) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         if varied:
             time_axis.legend(fontsize=7, frameon=False)
-    figure.suptitle(machine(), fontsize=8, color="gray")
+    figure.suptitle(machine, fontsize=8, color="gray")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

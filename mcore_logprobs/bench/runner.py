@@ -1,4 +1,4 @@
-"""Measuring: contenders take turns, a fixed number of rounds, medians.
+"""Measuring: contenders take turns, a fixed number of rounds, medians and the least.
 
 The number of rounds never depends on what was measured: under torchrun all ranks make the same
 calls. Every round runs every contender once, so that a slow minute of the machine hits all.
@@ -6,7 +6,6 @@ calls. Every round runs every contender once, so that a slow minute of the machi
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.bench.machine import Peak, release
 
-__all__ = ["Contender", "Measurement", "Workload", "measure"]
+__all__ = ["Contender", "Measurement", "Workload", "measure", "upstream"]
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Contender:
     is_floor: bool = False
     is_peer: bool = False
     check: Callable[[Tensor, Sequence[Tensor]], tuple[float, float]] | None = None
-    backward: Callable[[], None] | None = None
+    backward: Callable[[], object] | None = None
 
 
 @dataclass
@@ -66,13 +66,13 @@ class Measurement:
     """Of one contender at one shape. Seconds and bytes; spreads are interquartile ranges.
 
     Attributes:
-        least: the fastest round of forward, and of both. A host that backs fresh memory lazily
-            slows single rounds many times over, and so the median: compare code by the least.
+        least: the fastest round of forward, of backward and of both. Whatever else a host does
+            slows single rounds, and so the median: compare code by the least.
         peak: bytes beyond what was there before, at the highest point of forward and backward.
         collectives: names, forward and backward, and the bytes this rank puts into them.
         error: (result, gradients) against float64: largest absolute error of the result, largest
             error of a gradient relative to its largest entry.
-        floor: forward, backward and both, as a share of the machine's limit measured in this run.
+        floor: the machine's limit, measured in this run, over the least forward, backward and both.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Measurement:
     backward: float | None
     both: float
     spread: float
-    least: tuple[float, float] = (0.0, 0.0)
+    least: tuple[float, float | None, float] = (0.0, None, 0.0)
     peak: int | None = None
     collectives: list[str] = field(default_factory=list)
     sent: int = 0
@@ -93,8 +93,7 @@ def measure(load: Workload, *, rounds: int, warmup: int) -> list[Measurement]:
     results, alive = {}, []
     for contender in load.contenders:
         try:
-            for _ in range(max(1, warmup)):
-                _timed(contender)
+            _timed(contender)  # compiles
             results[contender.name] = _inspect(contender)
             alive.append(contender)
         except Exception as error:
@@ -102,20 +101,22 @@ def measure(load: Workload, *, rounds: int, warmup: int) -> list[Measurement]:
                 raise
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             load.absent[contender.name] = reason[:200]
-        _settle()
+        release()
     times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in alive}
-    for _ in range(rounds):
+    for number in range(warmup + rounds):  # the warm-up takes back the memory that was released
         for contender in alive:
-            times[contender.name].append(_timed(contender))
+            found = _timed(contender)
+            if number >= warmup:
+                times[contender.name].append(found)
     for contender in alive:
-        forward = [t[0] for t in times[contender.name]]
-        backward = [t[1] for t in times[contender.name]]
+        forward, backward = zip(*times[contender.name], strict=True)
         both = [sum(t) for t in times[contender.name]]
         result = results[contender.name]
+        there = contender.differentiable
         result.forward, result.both = statistics.median(forward), statistics.median(both)
-        result.backward = statistics.median(backward) if contender.differentiable else None
+        result.backward = statistics.median(backward) if there else None
         result.spread = _quartile_range(both)
-        result.least = min(forward), min(both)
+        result.least = min(forward), min(backward) if there else None, min(both)
     _floors(load, results)
     return [results[c.name] for c in alive]
 
@@ -124,27 +125,32 @@ def _floors(load: Workload, results: dict[str, Measurement]) -> None:
     floors = [c.name for c in load.contenders if c.is_floor and c.name in results]
     if not floors:
         return
-    base = results[floors[0]]
-    for result in results.values():
-        if result is base:
+    forward, backward, both = results[floors[0]].least
+    for name, result in results.items():
+        if name == floors[0]:
             continue
-        result.floor["forward"] = base.forward / result.forward
-        alone = result.backward is None  # no backward: held to the forward's limit only
-        result.floor["both"] = result.floor["forward"] if alone else base.both / result.both
-        if result.backward and base.backward:
-            result.floor["backward"] = base.backward / result.backward
+        result.floor["forward"] = forward / result.least[0]
+        if result.least[1] is None:  # no backward: held to the forward's limit only
+            result.floor["both"] = result.floor["forward"]
+            continue
+        result.floor["both"] = both / result.least[2]
+        if backward:
+            result.floor["backward"] = backward / result.least[1]
 
 
 def _timed(contender: Contender) -> tuple[float, float]:
-    device = contender.inputs[0].device if contender.inputs else torch.device("cpu")
-    mark = _Clock(device)
+    mark = _Clock(_device(contender))
     out = contender.forward(*contender.inputs)
     middle = mark.lap()
     if contender.backward is not None:
         contender.backward()
     elif contender.differentiable:
-        torch.autograd.grad(out, list(contender.inputs), _upstream(out))
+        torch.autograd.grad(out, list(contender.inputs), upstream(out))
     return middle, mark.lap()
+
+
+def _device(contender: Contender) -> torch.device:
+    return contender.inputs[0].device if contender.inputs else torch.device("cpu")
 
 
 class _Clock:
@@ -180,7 +186,7 @@ class _Clock:
         return seconds
 
 
-def _upstream(out: Tensor) -> Tensor:
+def upstream(out: Tensor) -> Tensor:
     """A gradient that differs from row to row, so that no contender may assume one for all."""
     if out.dim() == 0:
         return torch.ones_like(out)
@@ -192,10 +198,10 @@ def _inspect(contender: Contender) -> Measurement:
     """One untimed run: peak memory, collectives, error."""
     result = Measurement(contender.name, 0.0, None, 0.0, 0.0)
     inputs = list(contender.inputs)
-    with _Peak(inputs) as peak:
+    with Peak(_device(contender)) as peak:
         out = contender.forward(*inputs)
         if contender.differentiable and contender.backward is None:
-            grads = torch.autograd.grad(out, inputs, _upstream(out))
+            grads = torch.autograd.grad(out, inputs, upstream(out))
     if not contender.is_floor:
         result.peak = peak.nbytes
     if contender.check is not None:
@@ -204,61 +210,9 @@ def _inspect(contender: Contender) -> Measurement:
         with CollectivesMade() as made:
             out = contender.forward(*inputs)
             if contender.differentiable:
-                torch.autograd.grad(out, inputs, _upstream(out))
+                torch.autograd.grad(out, inputs, upstream(out))
         result.collectives, result.sent = made.names, made.nbytes
     return result
-
-
-class _Peak:
-    """Peak memory of a block, beyond what was there before.
-
-    CUDA: the caching allocator's peak. CPU: the peak of the process's resident memory, which the
-    kernel keeps (VmHWM); freed memory is handed back first, so that none of it is reused unseen.
-    None where the system does not tell.
-    """
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        self._cuda = bool(inputs) and inputs[0].is_cuda
-        self.nbytes: int | None = None
-
-    def __enter__(self) -> _Peak:
-        if self._cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-            return self
-        _settle()
-        try:
-            with open("/proc/self/clear_refs", "w") as refs:
-                refs.write("5")
-        except OSError:
-            self._before = -1
-            return self
-        self._before = _resident("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
-            self.nbytes = torch.cuda.max_memory_allocated() - self._before
-        elif self._before >= 0:
-            self.nbytes = max(0, _resident("VmHWM") - self._before)
-
-
-def _resident(key: str) -> int:
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _settle() -> None:
-    """Hand freed memory back to the system, where the C library can."""
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return
 
 
 def _quartile_range(values: list[float]) -> float:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.consistency import comparing
 from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
@@ -100,22 +101,23 @@ def head_output(
     if isinstance(logits, DeferredLogits):
         sequence_parallel = logits.sequence_parallel
     asked = _Asked(call, tokens, labels, greedy, sequence_parallel)
-    if known is not None:
-        require_fused(config, reason, tp_group)
-        known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
-        if tokens.head_rows is not None:
-            known = known.flatten(0, 1).index_select(0, tokens.head_rows.to(known.device))
-        found = asked.of(given_logits(known, **options))
-    else:
-        assert isinstance(logits, DeferredLogits)
-        whole = call.filtered or call.mapped or call.kept_ids or call.teacher or call.draw
-        options |= {
-            "compact": config.compact and call.draw is None,
-            "rows": tokens.head_rows,
-            "logits_dtype": config.logits_dtype,
-            "may_round": not whole,
-        }
-        found = _in_head(logits, head.base, options, asked.of)
+    with comparing("a patched model", {"labels": labels, **vars(call)}):
+        if known is not None:
+            require_fused(config, reason, tp_group)
+            known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
+            if tokens.head_rows is not None:
+                known = known.flatten(0, 1).index_select(0, tokens.head_rows.to(known.device))
+            found = asked.of(given_logits(known, **options))
+        else:
+            assert isinstance(logits, DeferredLogits)
+            whole = call.filtered or call.mapped or call.kept_ids or call.teacher or call.draw
+            options |= {
+                "compact": config.compact and call.draw is None,
+                "rows": tokens.head_rows,
+                "logits_dtype": config.logits_dtype,
+                "may_round": not whole,
+            }
+            found = _in_head(logits, head.base, options, asked.of)
     if isinstance(found, TokenStats):
         stats = found.map(tokens.from_head)
         more = call.policy or call.mapped or call.teacher

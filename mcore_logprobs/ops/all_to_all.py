@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_to_all_dim0
-from mcore_logprobs.consistency import check_call
+from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.groups import group_size, resolve_tp_group
 
 
@@ -57,7 +57,8 @@ def _check(
         raise ValueError(f"x: expected a 2-D tensor, got {got}")
     group = resolve_tp_group(tp_group)
     size = group_size(group)
-    check_call(x.shape[1] if sharded else x.shape[1] // size, group, x.device)
+    with comparing("all_to_all_vp2sp" if sharded else "all_to_all_sp2vp", {"logits": x}):
+        check_call(x.shape[1] if sharded else x.shape[1] // size, group, x.device)
     return group, size
 
 

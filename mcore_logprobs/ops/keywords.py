@@ -128,7 +128,7 @@ def shared_keywords(
                     f"{function.__name__}() got an unexpected keyword argument {unknown!r}"
                 )
             if not torch.compiler.is_compiling() and os.environ.get(VARIABLE) == "1":
-                with comparing(function.__name__, signature.bind(*args, **kwargs)):
+                with comparing(function.__name__, signature.bind(*args, **kwargs).arguments):
                     return function(*args, **kwargs)
             return function(*args, **kwargs)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_logprobs.bench import gpu_groups, gpu_summary
-from mcore_logprobs.bench.gpu_session import main
+from benchmarks import gpu_groups, gpu_summary
+from benchmarks.gpu_session import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def _python(arguments: list[str], seconds: float) -> tuple[subprocess.CompletedP
 @pytest.mark.timeout(330)
 def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
     arguments = ["--deadline", "270", "--out", str(tmp_path), "--small"]
-    done, took = _python(["-m", "mcore_logprobs.bench.gpu_session", *arguments], 290)
+    done, took = _python(["-m", "benchmarks.gpu_session", *arguments], 290)
     records = gpu_summary.read(tmp_path / "results.jsonl")
     wrong = [r for r in records if r["status"] not in ("ok", "left out")]
     assert done.returncode == 0, f"{wrong}\n{done.stdout}{done.stderr}"
@@ -86,8 +86,8 @@ def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
 
 _SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
-from mcore_logprobs.bench import gpu_timing  # with torch, once for all groups
-from mcore_logprobs.bench.gpu_session import Group, Session, run_groups
+from benchmarks import gpu_timing  # with torch, once for all groups
+from benchmarks.gpu_session import Group, Session, run_groups
 
 out = pathlib.Path(sys.argv[1])
 
@@ -176,7 +176,7 @@ def _mentioning(path: Path) -> list[Path]:
 def test_a_session_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
     command = [
         "-m",
-        "mcore_logprobs.bench.gpu_session",
+        "benchmarks.gpu_session",
         "--deadline",
         "100",
         "--out",

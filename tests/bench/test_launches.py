@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from mcore_logprobs.bench import ahead, main
-from mcore_logprobs.bench.launches import CALLS, _ranks, count
+from benchmarks import ahead, launches
+from benchmarks.launches import CALLS, count, one_of_ranks
+from mcore_logprobs.kernels.pairs import KINDS
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_logits_are_read_once_each_way(name: str, tp: int) -> None:
-    with _ranks(tp) as group:
+    with one_of_ranks(tp) as group:
         forward, backward = count(CALLS[name], rows=4, width=4 * 4096, group=group)
     pair = "pair_" if "kl_div" in name else ""
     jsd, ranked = "jsd" in name, "rank" in name or "everything" in name
@@ -33,17 +34,17 @@ def test_the_logits_are_read_once_each_way(name: str, tp: int) -> None:
 
 
 def test_the_command_prints_counts_and_times(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launches", "--rows", "4", "--width", "4096", "--tp", "1", "--calls", "2"]) == 0
+    assert launches.main(["--rows", "4", "--width", "4096", "--tp", "1", "--calls", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name in CALLS:
         assert sum(line.startswith(name + " ") for line in lines) == 1, name
 
 
 def test_the_command_prints_what_the_compiler_made(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ahead", "--kernel", "gradient", "--width", "8192"]) == 0
+    assert ahead.main(["--kernel", "gradient", "--width", "8192"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()[1:]
     assert "instr/elem" in head
-    assert len(lines) == 9 + 8
+    assert len(lines) == 9 + 2 * len(KINDS)
     for line in lines:
         *_, instructions, registers, blocks, spills, _, _, in_flight, _ = line.split()
         assert 5.0 < float(instructions) < 100

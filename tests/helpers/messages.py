@@ -22,7 +22,7 @@ AREAS = {
     "Context parallelism": ("context_parallel/",),
     "Patched models": ("megatron/", "prefix_tree."),
     "Frameworks": ("dropin/",),
-    "Diagnostics and tools": ("diagnostics.", "mismatch/", "audit/", "bench/", "run.", "doctor."),
+    "Diagnostics and tools": ("debug/", "bench/", "commands.", "run."),
     "Megatron on a CPU": ("cpu_megatron/",),
 }
 _LOGS = ("logger.info", "logger.warning", "warnings.warn")

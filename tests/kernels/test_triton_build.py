@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_logprobs.bench.ahead import Case, cases, launched_code
+from benchmarks.ahead import Case, cases, launched_code
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.pairs import PairSpec
 from mcore_logprobs.kernels.stats import StatsSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_logprobs.bench.tiled_forward import TileConfig, tiled_row_stats
+from benchmarks.tiled_forward import TileConfig, tiled_row_stats
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.stats import StatsSpec

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.bench.gpu_timing import GroupRun, Sizes, graph_timed, sizes
+from benchmarks.gpu_timing import GroupRun, Sizes, graph_timed, sizes
 
 __all__ = ["fused", "launches", "peers_linear", "peers_logits", "policy", "profile", "tiles"]
 
@@ -115,7 +115,7 @@ def policy(run: GroupRun) -> None:
 
 def tiles(run: GroupRun) -> None:
     """A forward that never writes logits, against the product that "fused, forward" stands by."""
-    from mcore_logprobs.bench.tiled_forward import CONFIGS, TileConfig, tiled_row_stats
+    from benchmarks.tiled_forward import CONFIGS, TileConfig, tiled_row_stats
 
     size = sizes(run)
     hidden, weight, target = _head(run, size.rows[0], size)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs.bench.gpu_timing import GroupRun
+from benchmarks.gpu_timing import GroupRun
 
 __all__ = ["ALONE", "ranks"]
 

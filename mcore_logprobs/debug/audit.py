@@ -10,8 +10,6 @@ does not know of leaves it wrong on some shards only.
 
 from __future__ import annotations
 
-import argparse
-import ast
 import importlib.util
 import inspect
 import json
@@ -19,15 +17,57 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_logprobs.audit.kinds import KINDS
-from mcore_logprobs.audit.rank import BOUND, Job, find, run_rank
-from mcore_logprobs.audit.report import AuditReport, judge
+from mcore_logprobs.debug.audit_rank import BOUND, Job, find, run_rank
+from mcore_logprobs.debug.oracle import KINDS
 
-__all__ = ["audit", "main"]
+__all__ = ["AuditReport", "AuditRow", "audit"]
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """The worst of one tensor at one TP, over ranks, layouts and spreads of logits.
+
+    Attributes:
+        error: largest difference over the largest value; inf where it is not finite.
+        where: rank, layout and spread of the worst.
+        verdict: "ok", "WRONG", "raises" or "no gradient"; note: what the error looks like.
+    """
+
+    tp: int
+    tensor: str
+    error: float
+    verdict: str
+    where: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What `audit` found. `ok` is whether every tensor is right; `str()` is the table."""
+
+    name: str
+    kind: str
+    rows: tuple[AuditRow, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.rows) and all(row.verdict == "ok" for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} as {self.kind}: {'right' if self.ok else 'WRONG'}"]
+        lines.append(f"  {'TP':>2}  {'tensor':26} {'worst error':>11}  verdict")
+        for row in self.rows:
+            more = "; ".join(part for part in (row.where, row.note) if part)
+            lines.append(
+                f"  {row.tp:>2}  {row.tensor:26} {row.error:>11.1e}  {row.verdict}"
+                + (f" ({more})" if more and row.verdict != "ok" else "")
+            )
+        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks)])
 
 
 def audit(
@@ -72,7 +112,7 @@ def audit(
     find(spec)  # here first: a name that is not there should not cost a launch
     job = Job(spec, kind, sizes, tuple((call or {}).items()), vocab, timeout)
     found = _launch(job)
-    return judge(spec, kind, found, bound, sizes)
+    return _judge(spec, kind, found, bound, sizes)
 
 
 def _spec_of(fn: Any) -> str:
@@ -101,7 +141,7 @@ def _launch(job: Job) -> list[dict[str, Any]]:
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:  # what every rank imports, the server imports once
-        heavy = ["torch.distributed", "mcore_logprobs.audit.rank"]
+        heavy = ["torch.distributed", "mcore_logprobs.debug.audit_rank"]
         context.set_forkserver_preload([*heavy, *(["megatron.core"] if _has_megatron() else [])])
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         ranks = [
@@ -127,56 +167,29 @@ def _launch(job: Job) -> list[dict[str, Any]]:
         return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; 0 if every tensor is right, 1 if one is not."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mcore_logprobs audit",
-        description="Hold a vocab-parallel function to float64: values and gradients, every shard.",
-    )
-    parser.add_argument("function", help="MODULE:FUNCTION or FILE.py:FUNCTION")
-    parser.add_argument("--kind", choices=list(KINDS), default="logprobs")
-    parser.add_argument("--tp", type=_sizes, default="1,2,4", help="tensor-parallel sizes")
-    parser.add_argument(
-        "--call",
-        type=_pair,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a further argument",
-    )
-    parser.add_argument("--vocab", type=int, default=48, help="columns in all")
-    parser.add_argument("--bound", type=float, default=BOUND, help="largest relative error")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all of it")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    options = parser.parse_args(argv)
-    try:
-        report = audit(
-            options.function,
-            kind=options.kind,
-            tp=options.tp,
-            call=dict(options.call),
-            vocab=options.vocab,
-            bound=options.bound,
-            timeout=options.timeout,
-        )
-    except (ValueError, ModuleNotFoundError) as error:
-        parser.error(str(error))
-    print(json.dumps(asdict(report) | {"ok": report.ok}, indent=2) if options.json else report)
-    return 0 if report.ok else 1
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 1,2,4, got {text!r}") from error
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+def _judge(
+    spec: str, kind: str, found: list[dict[str, Any]], bound: float, sizes: Sequence[int]
+) -> AuditReport:
+    rows = []
+    names = [*KINDS[kind].parts, *(["d logits"] if KINDS[kind].differentiable else [])]
+    for size in sizes:
+        here = [f for f in found if f["tp"] == size]
+        raised = next((f for f in here if "raised" in f), None)
+        measured = [f for f in here if "tensor" in f]
+        if raised is not None or not measured:
+            refusals = [f["refused"] for f in here if "refused" in f]
+            why = raised["raised"].splitlines()[-1] if raised else refusals[0] if refusals else ""
+            rows.append(AuditRow(size, "all", float("inf"), "raises", note=why))
+            continue
+        for name in names:
+            worst = max((f for f in measured if f["tensor"] == name), key=lambda f: f["error"])
+            fits = worst["error"] <= bound
+            where = f"rank {worst['rank']}, {worst['layout']}, {worst['spread']}"
+            verdict = "ok" if fits else "WRONG"
+            rows.append(AuditRow(size, name, worst["error"], verdict, where, worst.get("note", "")))
+    remarks = []
+    refused = {f["layout"]: f["refused"] for f in found if "refused" in f}
+    remarks += [f"does not take {layout}: {why}" for layout, why in refused.items()]
+    if any(f.get("modified") for f in found):
+        remarks.append("overwrites its logits")
+    return AuditReport(spec, kind, tuple(rows), tuple(remarks))

@@ -21,8 +21,10 @@ up to it exactly, with what no setting explains as the remainder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,18 +33,23 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.mismatch.result import MismatchCause, MismatchExplanation, cause_of, part_of
-from mcore_logprobs.mismatch.search import (
+from mcore_logprobs.debug.mismatch_result import (
+    CAUSES,
+    RIGHT,
+    SETTINGS,
+    MismatchExplanation,
+    Settings,
+    cause_of,
+    part_of,
+)
+from mcore_logprobs.debug.mismatch_search import (
     OFFSETS,
     Batch,
     Rows,
     Source,
     check_known,
     distance,
-    optional_source,
-    stale_source,
 )
-from mcore_logprobs.mismatch.settings import CAUSES, RIGHT, SETTINGS, Settings
 
 __all__ = ["explain_mismatch", "load_mismatch_dump"]
 
@@ -107,18 +114,32 @@ def explain_mismatch(
     Raises:
         ValueError: shapes, dtypes or settings that do not fit; no token that counts.
     """
+    given = {
+        "logits": logits,
+        "hidden": hidden,
+        "weight": weight,
+        "stale_logits": stale_logits,
+        "stale_hidden": stale_hidden,
+        "stale_weight": stale_weight,
+        "float32_logits": float32_logits,
+        "float32_hidden": float32_hidden,
+        "rollout_logits": rollout_logits,
+        "rollout_hidden": rollout_hidden,
+    }
     batch = Batch.of(train_logprobs, rollout_logprobs, target, mask, ignore_index)
     known = {
-        side: check_known(side, given) for side, given in (("train", train), ("rollout", rollout))
+        side: check_known(side, fields) for side, fields in (("train", train), ("rollout", rollout))
     }
     if logits is None and hidden is None:
         return _without_logits(batch, threshold)
+    fresh = Source.of("", given, batch.shape)
+    assert fresh is not None
     rows = Rows(
         batch,
-        fresh=Source.of("", logits, hidden, weight, batch.shape),
-        stale=stale_source(stale_logits, stale_hidden, stale_weight, weight, batch.shape),
-        float32=optional_source("float32_", float32_logits, float32_hidden, weight, batch.shape),
-        engine=optional_source("rollout_", rollout_logits, rollout_hidden, weight, batch.shape),
+        fresh=fresh,
+        stale=Source.of("stale_", given, batch.shape, weight),
+        float32=Source.of("float32_", given, batch.shape, weight),
+        engine=Source.of("rollout_", given, batch.shape, weight),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -127,11 +148,8 @@ def explain_mismatch(
     )
     notes = rows.unchecked()
     spread = batch.positions[:: max(1, -(-len(batch.positions) // search_tokens))]
-    found = {
-        "train": rows.search(batch.train, spread, known["train"]),
-        "rollout": rows.search(batch.rollout, spread, known["rollout"]),
-    }
-    ours, theirs = found["train"], found["rollout"]
+    ours = rows.search(batch.train, spread, known["train"])
+    theirs = rows.search(batch.rollout, spread, known["rollout"])
     steps = _steps(ours, theirs)
     changed = {name for name, _, _ in steps}
     for name in SETTINGS:
@@ -140,17 +158,38 @@ def explain_mismatch(
             notes.append(f"both sides: {CAUSES[name][0]}. They agree, and both are wrong")
     path = {ours, theirs, *(settings for _, *pair in steps for settings in pair)}
     figures = {settings: rows.logprobs(settings, batch.positions) for settings in path}
+    parts = [
+        (name, before, after, figures[before] - figures[after]) for name, before, after in steps
+    ]
+    return _explained(batch, parts, list(figures.values()), ours, theirs, threshold, notes)
+
+
+def _explained(
+    batch: Batch,
+    parts: Sequence[tuple[str, Settings, Settings, Tensor]],
+    figures: Sequence[Tensor],
+    ours: Settings,
+    theirs: Settings,
+    threshold: float,
+    notes: Sequence[str],
+) -> MismatchExplanation:
+    """Of the tokens whose figures are all finite.
+
+    Args:
+        parts: each setting that changes, before, after, and by how much, `[tokens]`.
+        figures: `[tokens]` each, that must be finite besides the two sides' own.
+    """
     total = batch.train[batch.positions] - batch.rollout[batch.positions]
     finite = total.isfinite()
-    for values in figures.values():
+    for values in figures:
         finite &= values.isfinite()
     if not finite.any():
         raise ValueError("expected tokens with finite log-probabilities on both sides, got none")
-    parts = [
-        cause_of(name, before, after, (figures[before] - figures[after])[finite], threshold)
-        for name, before, after in steps
-    ]
-    rest = total[finite] - sum((p.per_token for p in parts), torch.zeros(()).double())
+    causes = tuple(
+        cause_of(name, before, after, size[finite], threshold)
+        for name, before, after, size in parts
+    )
+    rest = total[finite] - sum((c.per_token for c in causes), torch.zeros(()).double())
     return MismatchExplanation(
         tokens=int(finite.sum()),
         left_out=int((~finite).sum()),
@@ -158,7 +197,7 @@ def explain_mismatch(
         train=ours,
         rollout=theirs,
         total=part_of("all", total[finite], threshold),
-        causes=tuple(parts),
+        causes=causes,
         remainder=part_of("remainder", rest, threshold),
         notes=tuple(notes),
     )
@@ -192,23 +231,8 @@ def _steps(ours: Settings, theirs: Settings) -> list[tuple[str, Settings, Settin
 
 
 _DUMP_NUMBERS = ("temperature", "top_k", "top_p", "vocab_size", "ignore_index")
-_DUMP_KEYS = (
-    "train_logprobs",
-    "rollout_logprobs",
-    "target",
-    "mask",
-    "logits",
-    "hidden",
-    "weight",
-    "stale_logits",
-    "stale_hidden",
-    "stale_weight",
-    "float32_logits",
-    "float32_hidden",
-    "rollout_logits",
-    "rollout_hidden",
-    *_DUMP_NUMBERS,
-)
+# Of a dump: the arguments that describe the run, not the search.
+_DUMP_KEYS = list(takewhile(lambda name: name != "train", signature(explain_mismatch).parameters))
 
 
 def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
@@ -251,39 +275,20 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
 
 def _without_logits(batch: Batch, threshold: float) -> MismatchExplanation:
     """From the two reports alone: whether one stands a position off."""
-    total = batch.train[batch.positions] - batch.rollout[batch.positions]
+    train, rollout = batch.train[batch.positions], batch.rollout[batch.positions]
     counted = torch.zeros_like(batch.train, dtype=torch.bool)
     counted[batch.positions] = True
-    best = ("right", batch.train[batch.positions])
-    moved = distance(batch.train[batch.positions], batch.rollout[batch.positions])
+    ours, aligned, moved = RIGHT, train, distance(train, rollout)
     for name in ("values late", "values early"):
         # The trainer's value of token t stands one further on: at t + 1 where it is late.
         other, inside = batch.neighbour(batch.positions, -OFFSETS[name][0])
         inside &= counted[other]
         if 2 * int(inside.sum()) < len(batch.positions):
             continue
-        error = distance(batch.train[other][inside], batch.rollout[batch.positions][inside])
+        error = distance(batch.train[other][inside], rollout[inside])
         if error < moved / 2:
-            best, moved = (name, torch.where(inside, batch.train[other], torch.nan)), error
-    name, aligned = best
-    ours = Settings(alignment=name)  # type: ignore[arg-type]
-    finite = total.isfinite() & aligned.isfinite()
-    if not finite.any():
-        raise ValueError("expected tokens with finite log-probabilities on both sides, got none")
-    parts: tuple[MismatchCause, ...] = ()
-    rest = total[finite]
-    if name != "right":
-        size = (batch.train[batch.positions] - aligned)[finite]
-        parts = (cause_of("alignment", ours, RIGHT, size, threshold),)
-        rest = rest - size
-    return MismatchExplanation(
-        tokens=int(finite.sum()),
-        left_out=int((~finite).sum()),
-        threshold=threshold,
-        train=ours,
-        rollout=RIGHT,
-        total=part_of("all", total[finite], threshold),
-        causes=parts,
-        remainder=part_of("remainder", rest, threshold),
-        notes=("no logits or hidden: only values one position off can be found",),
-    )
+            ours = Settings(alignment=name)  # type: ignore[arg-type]
+            aligned, moved = torch.where(inside, batch.train[other], torch.nan), error
+    parts = [] if ours == RIGHT else [("alignment", ours, RIGHT, train - aligned)]
+    note = "no logits or hidden: only values one position off can be found"
+    return _explained(batch, parts, [aligned], ours, RIGHT, threshold, [note])

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.bench import gpu_ranks
-from mcore_logprobs.bench.gpu_heads import (
+from benchmarks import gpu_ranks
+from benchmarks.gpu_heads import (
     fused,
     launches,
     peers_linear,
@@ -33,8 +33,8 @@ from mcore_logprobs.bench.gpu_heads import (
     profile,
     tiles,
 )
-from mcore_logprobs.bench.gpu_session import Group
-from mcore_logprobs.bench.gpu_timing import GroupRun, sizes
+from benchmarks.gpu_session import Group
+from benchmarks.gpu_timing import GroupRun, sizes
 
 __all__ = ["groups"]
 

@@ -1,4 +1,4 @@
-"""What a call on a GPU costs its host: `python -m mcore_logprobs bench launches`.
+"""What a call on a GPU costs its host: `python -m benchmarks.launches`.
 
 Small calls are bound by launches, and those can be counted and timed without a GPU. The calls run
 on CPU tensors through the code that CUDA tensors take: Triton compiles its kernels for a Hopper
@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_logprobs import consistency
-from mcore_logprobs.bench.counting import DispatchesMade
-from mcore_logprobs.bench.report import machine
+from mcore_logprobs.bench import machine
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.ops import arguments
 from mcore_logprobs.ops.divergence import vocab_parallel_kl_div
@@ -43,7 +43,7 @@ from mcore_logprobs.ops.token_stats import (
     vocab_parallel_token_stats,
 )
 
-__all__ = ["CALLS", "Counted", "Launched", "count", "dry_launches", "main"]
+__all__ = ["CALLS", "Counted", "Launched", "count", "dry_launches", "main", "one_of_ranks"]
 
 _H200_PROCESSORS = 132
 
@@ -141,6 +141,52 @@ def dry_launches() -> Iterator[Launched]:
 
 
 # ---- counting ----------------------------------------------------------------------------------
+
+
+class DispatchesMade(TorchDispatchMode):
+    """Within it, torch's operators that would run a kernel on a GPU are counted by name.
+
+    Views, allocations and what happens on the host alone run none. This library's own operators
+    are looked into: what counts is what they call.
+
+    Attributes:
+        kernels: how often each was called, `{"aten::sum": 2}`.
+        collectives: likewise.
+    """
+
+    _NO_KERNEL = (
+        "aten::empty",
+        "aten::new_empty",
+        "aten::detach",
+        "aten::lift",
+        "aten::promote_types",
+        "aten::scalar_tensor",  # a number on its way to a kernel
+        "prim::",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if func.namespace == "mcore_logprobs":
+            with self:
+                here = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+                return func.redispatch(here, *args, **kwargs)
+        if func.namespace == "c10d" or func.namespace.startswith("_c10d_functional"):
+            if name != "_c10d_functional::wait_tensor":
+                self.collectives[name] += 1
+        elif not _is_view(func) and not name.startswith(self._NO_KERNEL):
+            self.kernels[name] += 1
+        return func(*args, **kwargs)
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @dataclass(frozen=True)
@@ -262,7 +308,7 @@ def count(
 
 
 @contextmanager
-def _ranks(size: int) -> Iterator[ProcessGroup | None]:
+def one_of_ranks(size: int) -> Iterator[ProcessGroup | None]:
     """A group of `size` ranks of which only this one exists: its collectives do nothing."""
     if size == 1:
         yield None
@@ -280,7 +326,7 @@ def _ranks(size: int) -> Iterator[ProcessGroup | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mcore_logprobs bench launches",
+        prog="python -m benchmarks.launches",
         description="Launches and host time of the calls on logits as on a GPU; needs none.",
     )
     parser.add_argument("--rows", type=int, default=64)
@@ -290,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", action="store_true", help="name what is launched")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print(machine())
+    print(machine.describe(torch.device("cpu")))
     print(f"[{args.rows}, {args.width}] bf16; host time without the CUDA driver's share")
     for tp in args.tp:
         title = f"TP {tp}"
@@ -298,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"\n{title:30} {'direction':>9} {'Triton':>7} {'torch':>6} {'wire':>5} {'host us':>8}"
             f" {'least':>6}"
         )
-        with _ranks(tp) as group:
+        with one_of_ranks(tp) as group:
             for name, call in CALLS.items():
                 both = count(call, rows=args.rows, width=args.width, group=group, timed=args.calls)
                 for way, found in zip(("forward", "backward"), both, strict=True):
@@ -320,3 +366,7 @@ def _print_line(name: str, way: str, found: Counted, kernels: bool) -> None:
         for counter in (found.triton, found.torch, found.collectives):
             for what, times in counter.most_common():
                 print(f"{'':33}{times:3} {what}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for a Hopper GPU: `python -m mcore_logprobs bench ahead`.
+"""What the compiler makes of the kernels for a Hopper GPU: `python -m benchmarks.ahead`.
 
 Taken from the launches themselves, on any machine with Triton (`launches.dry_launches`), and read
 from the machine code: instructions an element in the loop over whole tiles, registers, spills, how
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mcore_logprobs.bench.launches import dry_launches
+from benchmarks.launches import dry_launches
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec
 from mcore_logprobs.kernels.stats import StatsSpec
@@ -229,7 +229,7 @@ def cases(width: int, valid: int | None = None) -> Iterator[Case]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mcore_logprobs bench ahead",
+        prog="python -m benchmarks.ahead",
         description="Instructions, registers, spills and loads in flight of the Triton kernels as "
         "calls launch them, compiled for sm_90; needs no GPU. An element is a column, of both "
         "sides where there are two (pair).",
@@ -255,3 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

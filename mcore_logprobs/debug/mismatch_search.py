@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.mismatch.settings import RIGHT, SETTINGS, Alignment, Settings
+from mcore_logprobs.debug.mismatch_result import RIGHT, SETTINGS, Alignment, Settings
 from mcore_logprobs.ops.gather import vocab_parallel_gather
 from mcore_logprobs.ops.sampling import vocab_parallel_sampling_logprobs
 
@@ -83,14 +83,23 @@ class Batch:
 class Source:
     """Where rows of logits come from."""
 
-    logits: Tensor | None  # [b * s, V/TP]
-    hidden: Tensor | None  # [b * s, h]
-    weight: Tensor | None  # [V/TP, h]
+    flat: Tensor  # logits [b * s, V/TP], or hidden states [b * s, h]
+    weight: Tensor | None  # of hidden states, [V/TP, h]
 
     @classmethod
     def of(
-        cls, prefix: str, logits: Any, hidden: Any, weight: Any, shape: tuple[int, int]
-    ) -> Source:
+        cls, prefix: str, given: Mapping[str, Any], shape: tuple[int, int], weight: Any = None
+    ) -> Source | None:
+        """Of the arguments whose names begin with the prefix; None where there are none.
+
+        Args:
+            weight: the head's, where they have none of their own.
+        """
+        logits, hidden, own = (given.get(prefix + n) for n in ("logits", "hidden", "weight"))
+        if logits is None and hidden is None:
+            if own is not None:
+                raise ValueError(f"{prefix}weight: expected {prefix}hidden with it")
+            return None
         if (logits is None) == (hidden is None):
             raise ValueError(f"expected one of {prefix}logits and {prefix}hidden")
         name, x = (f"{prefix}logits", logits) if hidden is None else (f"{prefix}hidden", hidden)
@@ -99,49 +108,21 @@ class Source:
         if x.dim() not in (2, 3) or flat.shape[0] != shape[0] * shape[1]:
             raise ValueError(f"{name}: expected [{shape[0]}, {shape[1]}, n], got {list(x.shape)}")
         if hidden is None:
-            return cls(flat, None, None)
-        if weight is None:
+            return cls(flat, None)
+        own = weight if own is None else own
+        if own is None:
             raise ValueError(f"{name}: expected {prefix}weight with it")
-        weight = torch.as_tensor(weight).detach()
-        if weight.dim() != 2 or weight.shape[1] != flat.shape[1]:
+        own = torch.as_tensor(own).detach()
+        if own.dim() != 2 or own.shape[1] != flat.shape[1]:
             raise ValueError(
-                f"{prefix}weight: expected [V/TP, {flat.shape[1]}], got {list(weight.shape)}"
+                f"{prefix}weight: expected [V/TP, {flat.shape[1]}], got {list(own.shape)}"
             )
-        return cls(None, flat, weight)
-
-    @property
-    def width(self) -> int:
-        tensor = self.logits if self.weight is None else self.weight.T
-        assert tensor is not None
-        return tensor.shape[1]
+        return cls(flat, own)
 
     def rows(self, index: Tensor) -> Tensor:
         """[rows, V/TP] float32."""
-        if self.logits is not None:
-            return self.logits[index.to(self.logits.device)].float()
-        assert self.hidden is not None
-        assert self.weight is not None
-        return self.hidden[index.to(self.hidden.device)].float() @ self.weight.float().T
-
-
-def optional_source(
-    prefix: str, logits: Any, hidden: Any, weight: Any, shape: tuple[int, int]
-) -> Source | None:
-    if logits is None and hidden is None:
-        return None
-    return Source.of(prefix, logits, hidden, None if hidden is None else weight, shape)
-
-
-def stale_source(
-    logits: Any, hidden: Any, stale_weight: Any, weight: Any, shape: tuple[int, int]
-) -> Source | None:
-    if logits is None and hidden is None:
-        if stale_weight is not None:
-            raise ValueError("stale_weight: expected stale_hidden with it")
-        return None
-    return Source.of(
-        "stale_", logits, hidden, weight if stale_weight is None else stale_weight, shape
-    )
+        x = self.flat[index.to(self.flat.device)].float()
+        return x if self.weight is None else x @ self.weight.float().T
 
 
 def check_known(side: str, given: Mapping[str, Any] | None) -> dict[str, Any]:

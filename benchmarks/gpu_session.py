@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, in the time there is: `python -m mcore_logprobs.bench.gpu_session`.
+"""Everything that wants a GPU, in the time there is: `python -m benchmarks.gpu_session`.
 
 Groups of cases run one after the other, the most valuable first, each in a process of its own with
 a slice of the time that is left: one that overruns is killed, one that crashes takes no other with
@@ -72,7 +72,7 @@ class Session:
 
     def summarize(self) -> list[dict[str, Any]]:
         """Write what there is as tables; returns it."""
-        from mcore_logprobs.bench import gpu_summary
+        from benchmarks import gpu_summary
 
         records = gpu_summary.read(self.results)
         (self.out / "summary.md").write_text(gpu_summary.as_markdown(records))
@@ -154,7 +154,7 @@ def _child(group: Group, session: Session, until: float) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.environ.update(group.env)
-    from mcore_logprobs.bench.gpu_timing import GroupRun
+    from benchmarks.gpu_timing import GroupRun
 
     # A little before it would be killed, so that it can say what it leaves out.
     margin = min(5.0, 0.1 * (until - time.monotonic()))
@@ -218,7 +218,7 @@ def _groups_die_with_us() -> Iterator[None]:
 
 def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m mcore_logprobs.bench.gpu_session",
+        prog="python -m benchmarks.gpu_session",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     import torch  # noqa: F401  (each group's process inherits it)
 
-    from mcore_logprobs.bench import gpu_groups, gpu_summary
+    from benchmarks import gpu_groups, gpu_summary
 
     groups = gpu_groups.groups()
     args = _parser([group.name for group in groups]).parse_args(argv)

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs.audit.kinds import KINDS, Kind
+from mcore_logprobs.debug import oracle
+from mcore_logprobs.debug.oracle import KINDS, Kind
 
 __all__ = ["BOUND", "Job", "find", "run_rank"]
 
@@ -267,17 +268,13 @@ def _difference(got: Tensor, want: Tensor) -> dict[str, Any]:
     if got.shape != want.shape:
         note = f"expected shape {list(want.shape)}, got {list(got.shape)}"
         return {"error": float("inf"), "note": note}
-    got, want = got.double(), want.double()
-    scale = want.abs().max().clamp(min=1e-30)
-    error = ((got - want).abs().max() / scale).item()
-    note = ""
     if not torch.isfinite(got).all():
         return {"error": float("inf"), "note": "not finite"}
+    error, note = oracle.relative_error(got, want), ""
     if error > BOUND:
-        factor = ((got * want).sum() / (want * want).sum().clamp(min=1e-30)).item()
-        rest = ((got - factor * want).abs().max() / scale).item()
+        factor = ((got.double() * want).sum() / (want * want).sum().clamp(min=1e-30)).item()
         if not got.any():
             note = "zero"
-        elif rest < 1e-3:
+        elif oracle.error(got, factor * want) < 1e-3 * want.abs().max():
             note = f"{factor:.3g} times the right one"
     return {"error": error, "note": note}

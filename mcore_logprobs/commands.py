@@ -1,0 +1,78 @@
+"""What the command lines share. Imports no torch, so that `--help` comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import mcore_logprobs
+
+__all__ = ["DTYPES", "Parser", "comma_separated", "dtype_name", "nearest", "positive"]
+
+# Names of a dtype that a command line takes: torch's.
+DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "half", "float16"), "float16"),
+    **dict.fromkeys(("fp32", "float", "float32"), "float32"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows defaults, has `--version`, takes no abbreviation, and names the nearest flag."""
+
+    def __init__(self, command: str = "", **options: Any) -> None:
+        options.setdefault("prog", f"python -m mcore_logprobs {command}".rstrip())
+        options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+        self.add_argument(
+            "--version", action="version", version=f"mcore-logprobs {mcore_logprobs.__version__}"
+        )
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """`parse_args`, after a look at the flags: an unknown one's value is no positional's."""
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        for flag in (word.partition("=")[0] for word in arguments):
+            if flag.startswith("--") and flag not in self._option_string_actions:
+                known = list(self._option_string_actions)
+                self.error(f"unrecognized argument {flag}{nearest(flag, known)}")
+        return self.parse_args(arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2, the usage and the message."""
+        choice = re.search(r"invalid choice: '(\S+?)' \(choose from (.*)\)", message)
+        if choice:
+            message += nearest(choice[1], re.findall(r"[\w.-]+", choice[2]))
+        super().error(message)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """ "; did you mean X?", or nothing where no known word is close."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number > 0, got {text!r}")
+    return value
+
+
+def dtype_name(text: str) -> str:
+    """torch's name of a dtype, for any that `DTYPES` has."""
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(DTYPES)}, got {text!r}")
+    return DTYPES[text]
+
+
+def comma_separated(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A parser of one or more, separated by commas."""
+    return lambda text: [one(part) for part in text.split(",")]

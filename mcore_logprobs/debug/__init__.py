@@ -1,0 +1,1 @@
+"""Instruments: is this installation right, is that function right, where do two runs differ."""

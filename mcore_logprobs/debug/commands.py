@@ -1,0 +1,116 @@
+"""`python -m mcore_logprobs doctor|audit`. torch is imported once the arguments have been read."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mcore_logprobs.commands import Parser, comma_separated, positive
+from mcore_logprobs.debug.oracle import KINDS
+
+__all__ = ["audit", "doctor"]
+
+
+def doctor(argv: Sequence[str] | None = None) -> int:
+    """Prints the report; 0 if the self-test is within its bounds, else 1. With `mismatch FILE`,
+    explains a run's own log-probabilities instead."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["mismatch"]:
+        return _mismatch(arguments[1:])
+    parser = Parser(
+        "doctor",
+        description="What is installed, what will be used and why, and whether it computes what it "
+        "should.",
+        epilog="doctor mismatch FILE explains train against rollout log-probabilities of a dump",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="also try what invariant_segments promises: compiles kernels, a minute or more",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    args = parser.parse(arguments)
+    from mcore_logprobs.debug.doctor import as_text, report
+
+    found = report(full=args.full)
+    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    return 0 if found["ok"] else 1
+
+
+def _mismatch(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "doctor mismatch",
+        description="Splits train minus rollout log-probabilities of a dump into causes, each with "
+        "its size and the setting that cures it. docs/mismatch.md describes the file.",
+    )
+    parser.add_argument("file", help="a .npz or .pt dump: explain_mismatch's arguments by name")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="write a figure too (needs matplotlib)")
+    args = parser.parse(argv)
+    from mcore_logprobs.debug.mismatch import explain_mismatch, load_mismatch_dump
+
+    try:
+        found = explain_mismatch(**load_mismatch_dump(args.file))
+    except (OSError, ValueError) as error:
+        print(f"doctor mismatch: error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found.text())
+    if args.plot:
+        found.figure().savefig(args.plot, dpi=120)
+    return 0
+
+
+def audit(argv: Sequence[str] | None = None) -> int:
+    """Prints the report; 0 if every tensor is right, 1 if one is not."""
+    parser = Parser(
+        "audit",
+        description="Hold a vocab-parallel function to float64: values and gradients, every shard.",
+    )
+    add = parser.add_argument
+    add("function", help="MODULE:FUNCTION or FILE.py:FUNCTION")
+    add("--kind", choices=list(KINDS), default="logprobs", help="what the function computes")
+    add("--tp", type=_sizes, default="1,2,4", help="tensor-parallel sizes")
+    add(
+        "--call",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further argument",
+    )
+    add("--vocab", type=positive, default=48, help="columns in all")
+    add("--bound", type=float, default=1e-4, help="largest relative error")
+    add("--timeout", type=float, default=300.0, help="seconds for all of it")
+    add("--json", action="store_true", help="print the report as JSON")
+    options = vars(parser.parse(argv))
+    as_json, function, call = (options.pop(name) for name in ("json", "function", "call"))
+    from mcore_logprobs.debug.audit import audit
+
+    try:
+        report = audit(function, call=dict(call), **options)
+    except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+    print(json.dumps(asdict(report) | {"ok": report.ok}, indent=2) if as_json else report)
+    return 0 if report.ok else 1
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return comma_separated(int)(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,2,4, got {text!r}") from error
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value

@@ -1,0 +1,311 @@
+"""What is installed, what will be used and why, and whether it computes what it should.
+
+Nothing here needs Megatron, Triton or Transformer Engine: what does not import is reported with the
+exception that it raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import platform
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.debug import oracle
+from mcore_logprobs.dropin.installed import installed as installed_frameworks
+
+__all__ = ["SelfTest", "as_text", "report", "self_test"]
+
+# (name shown, distribution, module whose import shows that it works)
+_PACKAGES = (
+    ("mcore-logprobs", "mcore-logprobs", "mcore_logprobs"),
+    ("torch", "torch", "torch"),
+    ("megatron-core", "megatron-core", "megatron.core"),
+    ("triton", "triton", "triton"),
+    ("transformer-engine", "transformer-engine", "transformer_engine.pytorch"),
+)
+
+
+def report(model: Any = None, *, full: bool = False) -> dict[str, Any]:
+    """Everything that `doctor` knows, as plain data that `json` can write.
+
+    With a Megatron model (wrapped or not), "head" says whether `patch_gpt_model` can take the fused
+    path on it, and if not, why. Makes no collective. "ok" is whether every check of the self-test
+    is within its bound. `full` adds what `invariant_segments` promises, tried here: it compiles
+    kernels, for a minute or more.
+    """
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    tests = [test for device in devices for test in self_test(device)]
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _package(dist, module) for name, dist, module in _PACKAGES},
+        "devices": {d: torch.cuda.get_device_name() if d == "cuda" else "" for d in devices},
+        "backends": {device: _backends(device) for device in devices},
+        "megatron": _megatron_hooks(),
+        "frameworks": installed_frameworks(),
+        **({} if model is None else {"head": _head(model)}),
+        "groups": _groups(),
+        **({"invariant_segments": {d: _guarantees(d) for d in devices}} if full else {}),
+        "self_test": [asdict(test) | {"ok": test.ok} for test in tests],
+        "ok": all(test.ok for test in tests),
+    }
+
+
+def _package(distribution: str, module: str) -> dict[str, str]:
+    """Version and where it was imported from, or the reason why it was not."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["version"] = metadata.version(distribution)
+    imported, error = _import(module)
+    if imported is None:
+        found["error"] = error
+    else:
+        # The module's own word counts: another version may shadow what pip installed. But Megatron
+        # adds the commit of whatever repository it lies in, ours if that has the environment.
+        version = str(getattr(imported, "__version__", found.get("version", "unknown")))
+        if version.partition("+")[0] != found.get("version"):
+            found["version"] = version
+        found["path"] = str(getattr(imported, "__file__", ""))
+    return found
+
+
+def _import(module: str) -> tuple[Any, str]:
+    """(module, "") or (None, the exception's type and message).
+
+    Any exception counts: a package built for another CUDA raises OSError or RuntimeError, not
+    ImportError, and that reason is what the reader needs.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _backends(device: str) -> dict[str, Any]:
+    """The backends for a device, best first, with the reasons, and what `auto` takes."""
+    from mcore_logprobs.kernels import backend as backends
+
+    taken = {}
+    for shape in ((8, 512), (1024, 32768)):
+        logits = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        backend: Any = backends.select("auto", logits)
+        name = backend.__name__.rpartition(".")[2].removesuffix("_backend")
+        taken[f"{list(shape)} bfloat16"] = "torch" if name == "reference" else name
+    return {"choices": [asdict(choice) for choice in backends.explain(device)], "auto": taken}
+
+
+def _megatron_hooks() -> dict[str, str]:
+    from mcore_logprobs.megatron.versions import megatron_features
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = megatron_features()
+    if len(found) > 1:
+        found.pop("megatron-core")  # imported: its version is among the packages
+    return found
+
+
+def _head(model: Any) -> str:
+    from mcore_logprobs.megatron.heads import head_report
+
+    head = head_report(model)
+    return "fused" if head.fusable else f"logits path: {head.reason}"
+
+
+def _groups() -> dict[str, Any]:
+    """The process groups of this process, as far as they are initialised."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return {"torch.distributed": "not initialised: group=None means this process alone"}
+    found: dict[str, Any] = {
+        "torch.distributed": f"{dist.get_backend()}, rank {dist.get_rank()} of "
+        f"{dist.get_world_size()}"
+    }
+    from mcore_logprobs.groups import (
+        ParallelGroups,
+        group_rank,
+        group_size,
+        megatron_parallel_state,
+    )
+
+    if megatron_parallel_state() is None:
+        found["megatron"] = "parallel_state is not initialised: pass tp_group and cp_group"
+        return found
+    groups = ParallelGroups.from_megatron()
+    for axis, group in (("tp", groups.tp), ("cp", groups.cp)):
+        found[axis] = f"rank {group_rank(group)} of {group_size(group)}"
+    return found
+
+
+def _guarantees(device: str) -> dict[str, bool]:
+    """What `invariant_segments` keeps here, by name; nothing where there are several ranks."""
+    from mcore_logprobs.debug.invariance import find_guarantees
+
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return {}
+    try:
+        return {found.name: found.holds for found in find_guarantees(device)}
+    except RuntimeError as error:  # what auto takes here does not compile
+        return {f"any: {error}": False}
+
+
+# ---- self-test ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """One comparison with float64: `error` is the largest difference, `bound` what is allowed.
+
+    The error of a value is absolute (nats, ranks), that of a gradient is relative to the largest
+    entry of the float64 one.
+    """
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+
+_ROWS, _HIDDEN, _VOCAB, _TRUE_VOCAB, _TEMPERATURE = 67, 48, 1031, 1009, 0.7
+# A bf16 gradient is right to half a unit in its last place.
+_GRAD_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
+
+
+def self_test(device: str = "cpu") -> list[SelfTest]:
+    """Log-probability, entropy, rank and gradients on one process against plain float64 torch.
+
+    Covers the logits path and the fused path, float32 and bfloat16, with ignored targets, padded
+    vocabulary, a temperature, and another upstream gradient for each token. Makes no collective;
+    returns no checks where torch.distributed runs several ranks, which would read as a shard.
+    """
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return []
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight = normal(_ROWS, _HIDDEN), normal(_VOCAB, _HIDDEN) / _HIDDEN**0.5
+    upstream = normal(2, _ROWS).to(device)
+    target = torch.randint(_TRUE_VOCAB, (_ROWS,), generator=generator)
+    target[::9] = -100
+    target = target.to(device)
+    tests = []
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (hidden @ weight.T).to(device, dtype)
+        head = (hidden.to(device, dtype), weight.to(device, dtype))
+        label = f"{device} {str(dtype).removeprefix('torch.')}"
+        tests += _compare(f"logits {label}", _on_logits, lambda y: y, (logits,), target, upstream)
+        tests += _compare(
+            f"fused {label}", _on_hidden, lambda h, w: h @ w.T, head, target, upstream
+        )
+    return tests
+
+
+def _on_logits(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
+    from mcore_logprobs.ops.token_stats import vocab_parallel_token_stats
+
+    return vocab_parallel_token_stats(inputs[0], target, **options)
+
+
+def _on_hidden(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
+    from mcore_logprobs.ops.token_stats import linear_token_stats
+
+    return linear_token_stats(inputs[0], inputs[1], target, **options)
+
+
+def _compare(
+    label: str,
+    function: Callable[..., Any],
+    to_logits: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    target: Tensor,
+    upstream: Tensor,
+) -> list[SelfTest]:
+    """Runs `function` on `inputs` and the same mathematics in float64 on the same numbers."""
+    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    stats = function(
+        leaves,
+        target,
+        entropy=True,
+        target_rank=True,
+        temperature=_TEMPERATURE,
+        vocab_size=_TRUE_VOCAB,
+    )
+    (upstream[0] * stats.logprobs + upstream[1] * stats.entropy).sum().backward()
+
+    exact = tuple(x.detach().double().requires_grad_() for x in inputs)
+    logits = to_logits(*exact)[:, :_TRUE_VOCAB] / _TEMPERATURE
+    keep, safe_target = target >= 0, target.clamp(min=0)
+    logprobs = torch.where(keep, oracle.logprobs(logits, safe_target), 0.0)
+    entropy = torch.where(keep, oracle.entropy(logits), 0.0)
+    rank = torch.where(keep, oracle.target_rank(logits, safe_target), -1)
+    (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+
+    tests = [
+        SelfTest(f"{label} logprob", oracle.error(stats.logprobs, logprobs), 1e-5),
+        SelfTest(f"{label} entropy", oracle.error(stats.entropy, entropy), 1e-5),
+        SelfTest(f"{label} rank", oracle.error(stats.target_rank, rank), 0.0),
+    ]
+    names = ("logits",) if len(leaves) == 1 else ("hidden", "weight")
+    for name, leaf, reference in zip(names, leaves, exact, strict=True):
+        assert leaf.grad is not None
+        assert reference.grad is not None
+        error = oracle.relative_error(leaf.grad, reference.grad)
+        tests.append(SelfTest(f"{label} d{name}", error, _GRAD_BOUND[leaf.dtype]))
+    return tests
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+def as_text(found: dict[str, Any]) -> str:
+    lines = ["Packages", f"  {'python':20} {found['python']}"]
+    for name, package in found["packages"].items():
+        version = package.get("version", "not installed")
+        error = f"  does not import: {package['error']}" if "error" in package else ""
+        lines.append(f"  {name:20} {version}{error}")
+    lines.append("Backends")
+    for device, backends in found["backends"].items():
+        lines.append(f"  {device} {found['devices'][device]}".rstrip())
+        for choice in backends["choices"]:
+            state = "available" if choice["available"] else "not available"
+            lines.append(f"    {choice['name']:18} {state}: {choice['reason']}")
+        for case, taken in backends["auto"].items():
+            lines.append(f"    auto takes {taken} for {case}")
+    lines.append("Megatron hooks")
+    lines += [f"  {name:20} {text}" for name, text in found["megatron"].items()]
+    lines += [f"  {'head':20} {found['head']}"] if "head" in found else []
+    lines.append("Frameworks whose names mcore_logprobs.dropin carries")
+    lines += [f"  {name:20} {text}" for name, text in found["frameworks"].items()]
+    lines += [] if found["frameworks"] else ["  none installed"]
+    lines.append("Groups")
+    lines += [f"  {name:20} {text}" for name, text in found["groups"].items()]
+    lines.append("The same bits with invariant_segments, tried on this machine")
+    lines += [] if "invariant_segments" in found else ["  not tried: doctor --full does"]
+    for device, found_here in found.get("invariant_segments", {}).items():
+        kept = [name for name, holds in found_here.items() if holds]
+        lines.append(f"  {device}: {len(kept)} of {len(found_here)} checks found them")
+        lines += [f"    NOT {name}" for name in found_here if name not in kept]
+    lines.append("Self-test against float64 (largest error, bound)")
+    for test in found["self_test"]:
+        mark = "ok" if test["ok"] else "OUT OF BOUND"
+        lines.append(f"  {test['name']:28} {test['error']:.1e}  {test['bound']:.1e}  {mark}")
+    if not found["self_test"]:
+        lines.append("  not run: torch.distributed has several ranks; run it in one process")
+    lines.append("All checks passed." if found["ok"] else "The self-test FAILED.")
+    return "\n".join(lines)

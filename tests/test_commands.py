@@ -1,0 +1,82 @@
+"""The command lines: help without torch, defaults, versions, the nearest name of a misspelt one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import mcore_logprobs
+from mcore_logprobs.__main__ import COMMANDS, main
+
+HELP = [["--help"], ["--version"], ["bench", "--version"], ["doctor", "mismatch", "--help"]]
+HELP += [[command, "--help"] for command in COMMANDS]
+
+
+def test_help_comes_without_torch() -> None:
+    script = f"""
+import sys
+from mcore_logprobs.__main__ import main
+for arguments in {HELP!r}:
+    print("$", *arguments)
+    try:
+        status = main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    assert not status, (arguments, status)
+    assert "torch" not in sys.modules, arguments
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = {part.splitlines()[0]: part for part in done.stdout.split("$ ")[1:]}
+    assert mcore_logprobs.__version__ in printed["--version"]
+    assert mcore_logprobs.__version__ in printed["bench --version"]
+    assert "(default: 5)" in printed["bench --help"]
+    assert "(default: logprobs)" in printed["audit --help"]
+    assert "--full" in printed["doctor --help"]
+    assert "SCRIPT ARGS" in printed["run --help"]
+    assert all(command in printed["--help"] for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctr"], "did you mean doctor?"),
+        (["bench", "lineer"], "did you mean linear?"),
+        (
+            ["bench", "linear", "--rwos", "8"],
+            "unrecognized argument --rwos; did you mean --rows?",
+        ),
+        (["bench", "--row", "8"], "did you mean --rows?"),
+        (["doctor", "--ful"], "did you mean --full?"),
+        (["audit", "a:b", "--kind", "logprob"], "did you mean logprobs?"),
+        (["bench", "--dtype", "bf17"], "expected some of bf16, bfloat16, fp16"),
+        (["doctor", "--zzz"], "unrecognized argument --zzz\n"),
+    ],
+)
+def test_the_nearest_name_of_a_misspelt_one(arguments, message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_public_names_come_with_the_first_that_is_looked_up() -> None:
+    script = """
+import sys, mcore_logprobs
+assert "torch" not in sys.modules
+assert "linear_token_stats" in dir(mcore_logprobs)
+assert mcore_logprobs.linear_token_stats.__module__ == "mcore_logprobs.ops.token_stats"
+assert mcore_logprobs.kernels.__name__ == "mcore_logprobs.kernels"
+names = {}
+exec("from mcore_logprobs import *", names)
+assert set(mcore_logprobs.__all__) <= set(names)
+try:
+    mcore_logprobs.lineer_token_stats
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "module 'mcore_logprobs' has no attribute 'lineer_token_stats'"
