@@ -19,11 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.backend import Backend
-from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.stats import StatsSpec, merge, no_columns
 
-__all__ = ["BLOCK", "Segments", "segment_stats"]
+__all__ = ["BLOCK", "Segments", "merge_segments"]
 
 # Columns a block at most: 8 KiB of float32, well within a first-level cache.
 BLOCK = 2048
@@ -87,44 +85,38 @@ class Segments:
             for at in range(start, stop, most):
                 yield slice(at, min(at + most, stop))
 
+    def calls(self, columns: slice, block: int) -> Iterator[tuple[int, slice]]:
+        """(first segment, columns) of each call that takes block statistics of some columns.
 
-def segment_stats(
-    backend: Backend,
-    chunk: Chunk,
-    target: Tensor,
-    spec: StatsSpec,
-    segments: Segments,
-    *,
-    threshold: Tensor | None = None,
-    chunk_size: int,
-) -> Tensor:
-    """The row statistics of each of this rank's segments, `[local, k, n]`.
+        One call where no block reaches into the next segment: the logits are then read by one
+        kernel. Else one a segment.
+        """
+        first, offset = divmod(columns.start, self.width)
+        if self.width % block == 0 and offset == 0:
+            yield first, columns
+            return
+        for number in range(first, -(-columns.stop // self.width)):
+            start = max(columns.start, number * self.width)
+            yield number, slice(start, min(columns.stop, (number + 1) * self.width))
 
-    Arguments as in `kernels.reference.stats`; the chunk's columns are all of this rank's.
+
+def merge_segments(parts: list[list[Tensor]], spec: StatsSpec) -> Tensor:
+    """Each segment's blocks, merged: all segments at once, as rows of their own.
+
+    Args:
+        parts: by segment, its blocks' statistics in the order of their columns, `[blocks, k, n]`
+            each. One without true vocabulary has none.
+
+    Returns:
+        `[local, k, n]`.
     """
-    rows, block = chunk.logits.shape[0], segments.block(chunk.logits.device.type)
-    count = -(-segments.width // block)
-    # [local, blocks, k, n]; blocks that are masked add nothing.
-    stats = no_columns(spec, rows, like=chunk.logits).repeat(segments.local, count, 1, 1)
-    if segments.width % block == 0:  # one call: no block reaches into the next segment
-        parts = [slice(0, segments.local * segments.width)]
-        places = [stats.flatten(0, 1)]
-    else:
-        parts = list(segments.columns(chunk.valid))
-        places = list(stats)
-    for columns, place in zip(parts, places, strict=True):
-        some = chunk.columns(columns)
-        own = target - columns.start
-        blocks = backend.stats(
-            some,
-            torch.where((own >= 0) & (own < some.valid), own, -1),
-            spec,
-            threshold=threshold,
-            block=block,
-            chunk_size=chunk_size * len(parts),  # as many numbers, of narrower rows
-        )
-        place[: blocks.shape[0]] = blocks
-    # All segments at once, as rows of their own.
-    every = stats.permute(1, 2, 0, 3).reshape(count, len(spec.fields), -1)
-    merged = merge(every, spec, ordered=True)
-    return merged.view(len(spec.fields), segments.local, rows).transpose(0, 1)
+    counts = [sum(x.shape[0] for x in blocks) for blocks in parts]
+    like = next(x for blocks in parts for x in blocks)
+    none = no_columns(spec, like.shape[-1], like=like)  # of columns that are masked: adds nothing
+    full = [
+        torch.cat([*blocks, none.expand(max(counts) - count, -1, -1)])
+        for blocks, count in zip(parts, counts, strict=True)
+    ]
+    every = torch.stack(full, -2)  # [blocks, k, local, n]
+    merged = merge(every.flatten(-2), spec, ordered=True)
+    return merged.unflatten(-1, every.shape[-2:]).transpose(0, 1).contiguous()

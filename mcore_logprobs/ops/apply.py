@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack
-from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.kernels.segments import Segments, merge_segments
 from mcore_logprobs.kernels.stats import FinalStats, StatsSpec, finalize, merge, no_columns
 from mcore_logprobs.ops.source import Entries, Gradient, Placed, Source, Tile
 
@@ -222,6 +222,10 @@ def local_row_stats(
         threshold: `[n]`, with `spec.rank` only: as in `kernels.reference.stats`.
     """
     segments: Segments | None = source.options.segments
+    block = of_a_segment = None
+    if segments is not None:
+        block = segments.block(source.device.type)
+        of_a_segment = -(-segments.width // block)
     found: dict[int, _Parts] = {}
     first = None
     for placed in chunks:
@@ -229,16 +233,17 @@ def local_row_stats(
         first = rows.start if first is None else first
         own = slice(rows.start - first, rows.stop - first)
         parts = found.setdefault(rows.start, [[] for _ in range(segments.local if segments else 1)])
-        for number, some in _by_segment(placed, segments):
+        for number, some in _by_segment(placed, segments, block):
             stats = source.backend(some.chunk).stats(
                 some.chunk,
                 some.local(column[own]),
                 spec,
                 threshold=None if threshold is None else threshold[own],
-                block=None if segments is None else segments.block(source.device.type),
+                block=block,
                 chunk_size=source.rows_at_a_time(some.chunk.logits.shape[1]),
             )
-            parts[number].append(stats)
+            for place, blocks in enumerate(stats.split(of_a_segment or len(stats)), number):
+                parts[place].append(blocks)
     if not found:  # no rows, or no true vocabulary on this rank
         like = column.new_empty(0, dtype=source.acc_dtype)
         none = no_columns(spec, column.shape[0], like=like)
@@ -250,33 +255,24 @@ def local_row_stats(
 _Parts = list[list[Tensor]]  # by segment, in the order of their columns: `[parts, k, rows]` each
 
 
-def _by_segment(placed: Placed, segments: Segments | None) -> Iterator[tuple[int, Placed]]:
-    """(number of the segment, the chunk's columns in it)."""
-    rows, columns, chunk = placed
-    if segments is None:
+def _by_segment(
+    placed: Placed, segments: Segments | None, block: int | None
+) -> Iterator[tuple[int, Placed]]:
+    """(number of its first segment, the chunk's columns of one call)."""
+    if segments is None or block is None:
         yield 0, placed
         return
-    for number in range(columns.start // segments.width, -(-columns.stop // segments.width)):
-        start = max(columns.start, number * segments.width)
-        stop = min(columns.stop, (number + 1) * segments.width)
-        part = slice(start - columns.start, stop - columns.start)
-        yield number, Placed(rows, slice(start, stop), chunk.columns(part))
+    rows, columns, chunk = placed
+    for number, some in segments.calls(columns, block):
+        part = slice(some.start - columns.start, some.stop - columns.start)
+        yield number, Placed(rows, some, chunk.columns(part))
 
 
 def _merged(parts: _Parts, spec: StatsSpec, *, ordered: bool) -> Tensor:
-    """`[k, rows]`; `[g/TP, k, rows]` where ordered: all segments at once, as rows of their own."""
-    if not ordered:
-        return merge(torch.cat(parts[0]) if len(parts[0]) > 1 else parts[0][0], spec)
-    count = max(sum(x.shape[0] for x in segment) for segment in parts)
-    like = next(x for segment in parts for x in segment)
-    none = no_columns(spec, like.shape[-1], like=like).unsqueeze(0)
-    full = [
-        torch.cat([*segment, *[none] * (count - sum(x.shape[0] for x in segment))])
-        for segment in parts
-    ]
-    every = torch.stack(full, -2)  # [count, k, g/TP, rows]
-    merged = merge(every.flatten(-2), spec, ordered=True)
-    return merged.unflatten(-1, every.shape[-2:]).transpose(0, 1).contiguous()
+    """`[k, rows]`; `[g/TP, k, rows]` where ordered."""
+    if ordered:
+        return merge_segments(parts, spec)
+    return merge(torch.cat(parts[0]) if len(parts[0]) > 1 else parts[0][0], spec)
 
 
 def finalize_shards(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowResults, StatsSpec, finalize, merge
+from mcore_logprobs.ops.apply import local_row_stats
+from mcore_logprobs.ops.source import Placed
 from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,6 +111,28 @@ def row_stats(
 ) -> Tensor:
     """Statistics of whole rows, `[k, n]`."""
     return merge(backend.stats(chunk, target, spec, threshold=threshold, chunk_size=16), spec)
+
+
+def segment_stats(
+    backend: Any,
+    chunk: Chunk,
+    target: Tensor,
+    spec: StatsSpec,
+    segments: Segments,
+    *,
+    threshold: Tensor | None = None,
+    chunk_size: int,
+) -> Tensor:
+    """Statistics of a rank's segments, `[local, k, n]`, of a chunk of all of its columns."""
+    rows, width = chunk.logits.shape
+    source: Any = SimpleNamespace(
+        options=SimpleNamespace(segments=segments),
+        device=chunk.logits.device,
+        backend=lambda _: backend,
+        rows_at_a_time=lambda _: chunk_size,
+    )
+    placed = Placed(slice(0, rows), slice(0, width), chunk)
+    return local_row_stats(source, [placed], target, spec, threshold)
 
 
 def assert_stats(

@@ -12,7 +12,7 @@ from mcore_logprobs import vocab_parallel_token_stats
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
-from mcore_logprobs.kernels.segments import Segments, segment_stats
+from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import StatsSpec, merge
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.helpers.memory import TensorsMade
@@ -25,6 +25,7 @@ from tests.kernels.common import (
     make_target,
     make_threshold,
     row_stats,
+    segment_stats,
 )
 from tests.kernels.interpreter import interpreted
 
