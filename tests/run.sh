@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 # Creates .venv on the first run (minutes) and activates it; later runs find it ready.
 # vLLM too, for one test file; where it has no wheel that file's tests are skipped and say so.
-source examples/setup_env.sh vllm || source examples/setup_env.sh || { echo "tests/run.sh: the environment could not be set up" >&2; exit 1; }
+source examples/setup_env.sh tests vllm || source examples/setup_env.sh tests || { echo "tests/run.sh: the environment could not be set up" >&2; exit 1; }
 export OMP_NUM_THREADS=1
 
 # Releases other than the ones that pip installs here are unpacked wheels, which go first on PYTHONPATH.

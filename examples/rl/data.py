@@ -1,12 +1,12 @@
-"""What a step works on: tasks and their scorers, tokens, and the batch that answers become."""
+"""What a step works on: tasks with their scorers, and the batch that answers become."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from statistics import fmean, pstdev
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ IGNORE = -100
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
-# A task is addressed by index, so that the data order is a function of the step and nothing else;
-# a resumed run sees the same prompts.
+# A task has `shots` (solved examples shown before each question), `problem(index)` and
+# `score(problem, answer)`. By index, so that a resumed run sees the same prompts.
 _ENTRIES = 1_000_000
 
 
@@ -30,14 +30,6 @@ _ENTRIES = 1_000_000
 class Problem:
     question: str
     entry: Any  # what the scorer needs
-
-
-class Task(Protocol):
-    shots: list[tuple[str, str]]  # solved examples shown before each question
-
-    def problem(self, index: int) -> Problem: ...
-
-    def score(self, problem: Problem, answer: str) -> float: ...
 
 
 class ReasoningGymTask:
@@ -73,15 +65,13 @@ class EchoTask:
     parameters: the score is the share of right letters, so that chance gives 1 / letters."""
 
     def __init__(self, section: TaskSection, *, seed: int) -> None:
-        options = {"letters": 8, "prompt_length": 4, "answer_length": 4, **section.options}
-        unknown = sorted(set(options) - {"letters", "prompt_length", "answer_length"})
+        known = {"letters": 8, "prompt_length": 4, "answer_length": 4}
+        unknown = sorted(set(section.options) - set(known))
         if unknown:
             raise SetupError(f"task echo: unknown option {', '.join(unknown)}")
+        letters, self._prompt_length, self._answer_length = (known | section.options).values()
+        self._letters, self._seed = [chr(ord("a") + i) for i in range(letters)], seed
         self.shots: list[tuple[str, str]] = []
-        self._letters = [chr(ord("a") + i) for i in range(options["letters"])]
-        self._prompt_length = options["prompt_length"]
-        self._answer_length = options["answer_length"]
-        self._seed = seed
 
     def problem(self, index: int) -> Problem:
         rng = random.Random(self._seed * 1_000_003 + index)
@@ -93,9 +83,8 @@ class EchoTask:
         return hits / self._answer_length
 
 
-def make_task(section: TaskSection, *, seed: int) -> Task:
-    task = EchoTask if section.name == "echo" else ReasoningGymTask
-    return task(section, seed=seed)
+def make_task(section: TaskSection, *, seed: int) -> EchoTask | ReasoningGymTask:
+    return (EchoTask if section.name == "echo" else ReasoningGymTask)(section, seed=seed)
 
 
 # ---- from answers to tensors ---------------------------------------------------------------------
@@ -104,26 +93,22 @@ def make_task(section: TaskSection, *, seed: int) -> Task:
 @dataclass
 class Batch:
     """Whole sequences, the same on every rank. labels[i] is tokens[i + 1] where that token was
-    sampled and IGNORE elsewhere; every other tensor is aligned with the labels."""
+    sampled and IGNORE elsewhere; every other tensor is aligned with the labels, [n, s]. What an
+    objective's loss takes, it takes by these names."""
 
-    tokens: Tensor  # int64 [n, s]
-    labels: Tensor  # int64 [n, s]
-    advantages: Tensor  # float32 [n, s]
-    rollout_logprobs: Tensor  # float32 [n, s]
-    old_logprobs: Tensor  # float32 [n, s], zeros until computed
-    ref_logprobs: Tensor  # float32 [n, s], zeros until computed
-    weights: Tensor  # float32 [n, s], truncated importance weights, ones until computed
-    # What a two-pass objective's `second_pass` makes, [n, s] each.
+    tokens: Tensor
+    labels: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor  # of the policy before the step's first update
+    ref_logprobs: Tensor  # of the policy before training
+    weights: Tensor  # truncated importance weights
+    # What a two-pass objective's `second_pass` makes.
     first_logprobs: Tensor | None = None
     sequence_log_ratio: Tensor | None = None
     importance_weights: Tensor | None = None
     chosen: Tensor | None = None
-    kept_ids: Tensor | None = None  # int64 [n, s, k], what the engine's filters kept; -1 fills up
-    counted: Tensor | None = None  # int64 [n, s], sums to the tokens that the loss is a mean over
-
-    @property
-    def tokens_counted(self) -> Tensor:
-        return (self.mask if self.counted is None else self.counted).sum()
+    kept_ids: Tensor | None = None  # int64 [n, s, k], what the engine's filter kept; -1 fills up
 
     @property
     def mask(self) -> Tensor:
@@ -133,25 +118,9 @@ class Batch:
     def teacher_logprobs(self) -> Tensor:
         return self.ref_logprobs
 
-    def map(self, fn) -> Batch:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Batch(**{name: None if t is None else fn(t) for name, t in values.items()})
-
-    def that_teaches(self, grpo: Any, layout: Any) -> Batch:
-        """Without the answers whose advantage is 0 (all answers to the question scored alike): they
-        have no gradient, unless by the KL term. Filled up to whole micro-batches on every rank; the
-        loss stays the mean over all answers, whatever was left out."""
-        if grpo.kl_coef > 0 or grpo.objective != "ClippedLoss":
-            return self
-        size = grpo.micro_batch * layout.dp
-        teaches = (self.advantages != 0).any(1)
-        # Those that teach first, in their order; a step without any still makes one micro-batch.
-        order = torch.argsort(teaches.logical_not().int(), stable=True)
-        rows = order[: max(1, -(-int(teaches.sum()) // size)) * size]
-        taught = self.map(lambda t: t[rows])
-        taught.counted = taught.mask.long()
-        taught.counted[0, 0] += self.mask.sum() - taught.mask.sum()
-        return taught
 
 
 def group_advantages(samples: list[Sample], *, normalise_std: bool) -> None:
@@ -177,18 +146,15 @@ def make_batch(
 ) -> Batch:
     """Right-pads to a multiple of `multiple` (2 * CP, and TP under sequence parallelism).
 
-    `all_tokens` labels the prompts too, for the self-check.
+    `all_tokens` labels the prompts too.
     """
     longest = max(len(s.tokens) for s in samples)
     shape = (len(samples), -(-longest // multiple) * multiple)
     batch = Batch(
-        tokens=torch.full(shape, pad),
-        labels=torch.full(shape, IGNORE),
-        advantages=torch.zeros(shape),
-        rollout_logprobs=torch.zeros(shape),
-        old_logprobs=torch.zeros(shape),
-        ref_logprobs=torch.zeros(shape),
-        weights=torch.ones(shape),
+        torch.full(shape, pad),
+        torch.full(shape, IGNORE),
+        *(torch.zeros(shape) for _ in range(4)),
+        torch.ones(shape),
     )
     if not all_tokens and any(s.kept for s in samples):
         widest = max(len(ids or ()) for s in samples for ids in s.kept)
@@ -208,29 +174,19 @@ def make_batch(
     return batch.map(lambda t: t.to(device))
 
 
-@dataclass
-class MicroBatch:
-    """What one forward pass sees: rows of this data-parallel rank, positions of this CP rank."""
-
-    batch: Batch  # [micro_batch, s / CP]
-    position_ids: Tensor  # [micro_batch, s / CP], global positions
-
-
-def kept_ids(kept: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """[..., k], filled up with -1 -> bool [...], where the engine recorded what it kept, and
-    `kept_ids` of vocab_parallel_sampling_logprobs: (ids one after another, offsets [rows + 1])."""
+def kept_ids(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., k], filled up with -1 -> (ids one after another, offsets [rows + 1]), the `kept_ids`
+    of PatchHandle.replay."""
     present = kept >= 0
-    offsets = torch.nn.functional.pad(present.sum(-1).flatten().cumsum(0), (1, 0))
-    return present.any(-1), (kept[present], offsets)
+    return kept[present], torch.nn.functional.pad(present.sum(-1).flatten().cumsum(0), (1, 0))
 
 
-def micro_batches(batch: Batch, *, size: int, layout: Any) -> Iterator[MicroBatch]:
+def micro_batches(batch: Batch, *, size: int, layout: Any) -> Iterator[tuple[Batch, Tensor]]:
+    """What one forward pass sees: rows of this data-parallel rank, positions of this CP rank,
+    [size, s / CP], and the positions' numbers in the whole sequence."""
     rows, cp_group = batch.tokens.shape[0] // layout.dp, layout.cp_group
+    positions = context_parallel_positions(batch.tokens.shape[1], cp_group=cp_group)
+    positions = positions.to(batch.tokens.device).expand(size, -1)
     for start in range(layout.dp_rank * rows, (layout.dp_rank + 1) * rows, size):
-        local = batch.map(
-            lambda t, at=start: context_parallel_shard(
-                t[at : at + size], cp_group=cp_group, seq_dim=1
-            )
-        )
-        positions = context_parallel_positions(batch.tokens.shape[1], cp_group=cp_group)
-        yield MicroBatch(local, positions.to(batch.tokens.device).expand(size, -1))
+        part = batch.map(lambda t, at=start: t[at : at + size])
+        yield part.map(lambda t: context_parallel_shard(t, cp_group=cp_group)), positions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from .config import RunConfig, SetupError
-from .data import Problem, Task
+from .data import Problem
 from .layout import on_main
 from .rollout import Sample
 
@@ -26,21 +25,19 @@ class Questions:
     """A task's questions in two parts: `held_out`, and `training(index)`, which is never one of
     them; and how they are asked and scored. On rank 0."""
 
-    def __init__(self, task: Task, config: RunConfig) -> None:
-        self._task, self._config, section = task, config, config.task
+    def __init__(self, task: Any, config: RunConfig) -> None:
+        self._task, self._config, wanted = task, config, config.task.eval_questions
         self.held_out: list[Problem] = []
         self._taken = {question for question, _ in task.shots}
-        for index in range(_FIRST, _FIRST + 50 * section.eval_questions):
-            if len(self.held_out) == section.eval_questions:
-                break
+        for index in range(_FIRST, _FIRST + 50 * wanted):
             problem = task.problem(index)
-            if problem.question not in self._taken:
+            if len(self.held_out) < wanted and problem.question not in self._taken:
                 self._taken.add(problem.question)
                 self.held_out.append(problem)
-        if len(self.held_out) < section.eval_questions:
+        if len(self.held_out) < wanted:
             raise SetupError(
                 f"task.eval_questions: expected at most {len(self.held_out)} (the task has no more "
-                f"distinct questions), got {section.eval_questions}"
+                f"distinct questions), got {wanted}"
             )
 
     def training(self, index: int) -> Problem:
@@ -60,14 +57,9 @@ class Questions:
         self, engine: Any, problems: list[Problem], group_size: int, seed: int
     ) -> list[Sample]:
         """Scored answers, `group_size` to each problem."""
-        r = self._config.rollout
+        prompts = [self.encode(engine, p.question) for p in problems]
         samples = engine.generate(
-            [self.encode(engine, p.question) for p in problems],
-            group_size=group_size,
-            max_new_tokens=r.max_new_tokens,
-            temperature=r.temperature,
-            top_p=r.top_p,
-            seed=seed,
+            prompts, group_size=group_size, seed=seed, rollout=self._config.rollout
         )
         for sample in samples:
             sample.reward = self._task.score(problems[sample.group], sample.text)
@@ -88,33 +80,28 @@ class Evaluation:
     @property
     def error(self) -> float:
         """Standard error of the mean."""
-        return standard_error(self.rewards)
+        return stdev(self.rewards) / math.sqrt(len(self.rewards))
 
-    def against(self, other: Evaluation) -> tuple[float, float]:
-        """Mean difference and its standard error, question by question."""
+    def against(self, other: Evaluation) -> Evaluation:
+        """The differences, question by question."""
         pairs = zip(self.rewards, other.rewards, strict=True)
-        differences = [a - b for a, b in pairs]
-        return fmean(differences), standard_error(differences)
-
-
-def standard_error(values: list[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return Evaluation(self.step, [a - b for a, b in pairs])
 
 
 class Evaluator:
     """Evaluates at step 0, every `task.eval_every` steps and at the end, and keeps eval.jsonl."""
 
-    def __init__(self, trainer: Any, path: Path, say: Callable[[str], None]) -> None:
-        self.trainer, self.path, self.say = trainer, path, say
-        self.section = trainer.config.task
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.section = trainer, trainer.config.task
+        self.path: Path = trainer.config.run_dir / "eval.jsonl"
         self.done: list[Evaluation] = []  # on rank 0
         if trainer.layout.is_main and self.section.eval_questions:
-            if trainer.step and path.exists():
-                lines = path.read_text().split("\n")[:-1]
+            if trainer.step and self.path.exists():
+                lines = self.path.read_text().split("\n")[:-1]  # a whole one ends in a newline
                 found = [Evaluation(**json.loads(line)) for line in lines]
                 self.done = [e for e in found if e.step <= trainer.step]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(_line(e) for e in self.done))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("".join(map(_line, self.done)))
 
     def after_step(self, *, last: bool = False) -> None:
         """Collective: evaluates where the step asks for it, once."""
@@ -134,12 +121,11 @@ class Evaluator:
         self.done.append(found)
         with self.path.open("a") as file:
             file.write(_line(found))
-        text = f"held out, {len(problems)} questions, step {step}: reward {found.mean:.3f}"
-        text += f" +- {found.error:.3f}"
+        text = f"{len(problems)} held-out questions: reward {found.mean:.3f} +- {found.error:.3f}"
         if step and self.done[0].step == 0:
-            gain, error = found.against(self.done[0])
-            text += f"; against step 0 {gain:+.3f} +- {error:.3f}"
-        self.say(text)
+            gain = found.against(self.done[0])
+            text += f"; against step 0 {gain.mean:+.3f} +- {gain.error:.3f}"
+        trainer.say(f"  {text}")
 
 
 def _line(e: Evaluation) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -52,28 +51,24 @@ class Layout:
 def start_processes(config: RunConfig) -> None:
     """torch.distributed, from torchrun's environment."""
     if "RANK" not in os.environ:
-        raise SetupError("start with torchrun, for example: torchrun --nproc-per-node 3 ...")
+        raise SetupError("start with torchrun, for example: torchrun --nproc-per-node 4 ...")
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise SetupError("device: cuda, but torch sees no GPU here; use a CPU config")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif torch.cuda.is_available():
         raise SetupError("device: cpu on a machine with a GPU; set CUDA_VISIBLE_DEVICES= (empty)")
-    # torchrun ends the others where a rank dies. This bounds what they wait for rank 0's rollout,
-    # which may be long on a busy machine; an engine that hangs is found by its own timeout.
-    dist.init_process_group(
-        "nccl" if config.device == "cuda" else "gloo", timeout=timedelta(minutes=30)
-    )
+    # torchrun ends the others where a rank dies. This bounds what they wait for rank 0's rollout.
+    backend = "nccl" if config.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=30))
 
 
 def stop_processes() -> None:
-    """End every process group. Call it when nothing that holds one is in use any more.
+    """End every process group, when nothing that holds one is in use any more: one that outlives
+    this is torn down with the interpreter, which can abort the process."""
+    from mcore_logprobs.cpu_megatron.models import destroy_model_parallel
 
-    A group that outlives this is torn down with the interpreter, which can abort the process.
-    """
-    from mcore_logprobs.cpu_megatron import models as megatron_models
-
-    megatron_models.destroy_model_parallel()
+    destroy_model_parallel()
     gc.collect()  # models and their autograd graphs refer to groups in cycles
     dist.destroy_process_group()
 
@@ -82,10 +77,10 @@ def start_megatron(config: RunConfig) -> Layout:
     """Megatron's parallel groups and generators."""
     from megatron.core import parallel_state as ps
 
-    from mcore_logprobs.cpu_megatron import models as megatron_models
+    from mcore_logprobs.cpu_megatron.models import init_model_parallel
 
-    p = config.parallel
-    megatron_models.init_model_parallel(tp=p.tp, cp=p.cp, pp=p.pp, seed=config.seed + 1)
+    p, on_cpu = config.parallel, config.device == "cpu"
+    init_model_parallel(tp=p.tp, cp=p.cp, pp=p.pp, seed=config.seed + 1)
     return Layout(
         rank=dist.get_rank(),
         world=dist.get_world_size(),
@@ -97,20 +92,11 @@ def start_megatron(config: RunConfig) -> Layout:
         cp_rank=ps.get_context_parallel_rank(),
         pp_rank=ps.get_pipeline_model_parallel_rank(),
         dp_rank=ps.get_data_parallel_rank(),
-        device=torch.device("cpu")
-        if config.device == "cpu"
-        else torch.device("cuda", torch.cuda.current_device()),
+        device=torch.device("cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}"),
         tp_group=ps.get_tensor_model_parallel_group(),
         cp_group=ps.get_context_parallel_group(),
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
     )
-
-
-def megatron_runtime(config: RunConfig) -> AbstractContextManager:
-    """On CPU, the shims under which Megatron runs there; on a GPU, nothing."""
-    from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
-
-    return cpu_runtime()
 
 
 def on_main(fn: Callable[[], T]) -> T:
@@ -144,36 +130,21 @@ def on_all(fn: Callable[[], T]) -> T:
 
 def from_last_stage(tensor: Tensor, layout: Layout) -> Tensor:
     """Every pipeline stage gets the last stage's `tensor`."""
-    if layout.pp == 1:
-        return tensor
-    from megatron.core import parallel_state as ps
+    if layout.pp > 1:
+        from megatron.core import parallel_state as ps
 
-    dist.broadcast(
-        tensor,
-        src=ps.get_pipeline_model_parallel_last_rank(),
-        group=ps.get_pipeline_model_parallel_group(),
-    )
+        last, group = ps.get_pipeline_model_parallel_last_rank, ps.get_pipeline_model_parallel_group
+        dist.broadcast(tensor, src=last(), group=group())
     return tensor
 
 
-def gather_rows(tensor: Tensor, layout: Layout) -> Tensor:
-    """Rows of all data-parallel ranks, in order: [n / DP, s] -> [n, s]."""
-    if layout.dp == 1:
-        return tensor
+def whole_rows(parts: list[Tensor], shape: torch.Size, layout: Layout) -> Tensor:
+    """The last stage's [micro_batch, s / CP, k] parts of all ranks -> [n, s, k] on every rank."""
     from megatron.core import parallel_state as ps
 
-    out = tensor.new_empty((tensor.shape[0] * layout.dp, *tensor.shape[1:]))
-    dist.all_gather_into_tensor(out, tensor.contiguous(), group=ps.get_data_parallel_group())
-    return out
-
-
-def whole_rows(
-    parts: list[Tensor], shape: torch.Size, dtype: torch.dtype, layout: Layout
-) -> Tensor:
-    """The last stage's [micro_batch, s / CP] parts of all ranks -> [n, s] on every rank."""
-    if layout.last_stage:
-        local = context_parallel_gather(torch.cat(parts), cp_group=layout.cp_group, seq_dim=1)
-        whole = gather_rows(local, layout)
-    else:
-        whole = torch.empty(shape, dtype=dtype, device=layout.device)
+    if not layout.last_stage:
+        return from_last_stage(torch.empty(shape, device=layout.device), layout)
+    local = context_parallel_gather(torch.cat(parts), cp_group=layout.cp_group)
+    whole = local.new_empty(shape)
+    dist.all_gather_into_tensor(whole, local, group=ps.get_data_parallel_group())
     return from_last_stage(whole, layout)

@@ -52,11 +52,8 @@ class CpuAdamW:
 
 
 def global_grad_norm(params: list[torch.Tensor]) -> float:
-    """L2 norm of the model's gradient: TP-replicated and shared parameters count once.
-
-    One all-reduce over the model-parallel (TP x PP) group; the gradients are already equal over
-    context- and data-parallel ranks.
-    """
+    """L2 norm of the model's gradient: TP-replicated and shared parameters count once. One
+    all-reduce over TP x PP; over CP and DP the gradients are equal already."""
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared

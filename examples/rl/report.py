@@ -1,4 +1,4 @@
-"""What a step reports: computed, printed as a table, written as a line of JSON, drawn."""
+"""What a step reports: a line on the screen, a line of JSON, and the run as one picture."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from mcore_logprobs import TokenStats
 from mcore_logprobs.diagnostics import compare_logprobs
-from mcore_logprobs.losses import kl_k3, truncated_importance_weights
+from mcore_logprobs.losses import kl_k3
 
 from . import checkpoint
-from .config import RunConfig
 from .data import Batch
 from .evaluate import Evaluation, Evaluator
 from .layout import Layout, on_main
@@ -32,10 +29,9 @@ from .rollout import Sample
 @dataclass
 class StepRecord:
     """One step. Log-probability figures are over the sampled tokens, in nats, and before the
-    step's first update; `rollout_*` holds the trainer against the rollout engine, under the same
-    temperature and top-p. `engine_kept_diff_max` is the largest difference under exactly the tokens
-    that the engine kept; `weight_*` the mean truncated importance weight by either filter;
-    `outside_filter` the share of tokens that the trainer's filter excludes."""
+    step's first update. `rollout_*` compares the trainer with the rollout engine under the same
+    temperature and filter; `outside_filter` is the share of tokens left out of the loss, which the
+    trainer's filter excludes or for which the engine kept too many ids to report."""
 
     step: int
     reward: float
@@ -51,9 +47,7 @@ class StepRecord:
     rollout_diff_mean: float
     rollout_diff_max: float
     rollout_kl_k3: float
-    engine_kept_diff_max: float
-    weight_trainer_filter: float
-    weight_engine_filter: float
+    importance_weight: float
     outside_filter: float
     rollout_tokens_per_s: float
     train_tokens_per_s: float
@@ -61,23 +55,14 @@ class StepRecord:
     seconds: float
 
 
-def token_metrics(
-    batch: Batch, scores: Any, outside: torch.Tensor, config: RunConfig
-) -> dict[str, float]:
-    """From the old policy's statistics, its reference and the rollout engine's figures."""
-    stats, mask = scores.stats, batch.mask
-    finite = mask & scores.trainer.isfinite()
+def token_metrics(batch: Batch, stats: TokenStats, sampled: int, has_kl: bool) -> dict[str, float]:
+    """From the old policy's statistics, its reference and the rollout engine's figures; `sampled`
+    tokens before some were left out."""
+    mask = batch.mask
     mismatch = compare_logprobs(
-        scores.trainer, batch.rollout_logprobs, finite, target_rank=stats.target_rank, seq_dim=1
+        stats.logprobs, batch.rollout_logprobs, mask, target_rank=stats.target_rank, seq_dim=1
     )
-    cap = config.rollout.importance_cap or 2.0
-    weight_trainer, weight_engine = (
-        truncated_importance_weights(lp[finite], batch.rollout_logprobs[finite], cap=cap)
-        for lp in (scores.trainer, scores.engine)
-    )
-    replayed = (scores.engine - batch.rollout_logprobs)[mask & scores.engine.isfinite()].abs()
-    has_reference = config.grpo.kl_coef > 0
-    kl = kl_k3(stats.logprobs, batch.ref_logprobs)[mask].mean().item() if has_reference else 0.0
+    kl = kl_k3(stats.logprobs, batch.ref_logprobs)[mask].mean().item() if has_kl else 0.0
     return {
         "kl_reference": kl,
         "entropy": stats.entropy[mask].mean().item(),
@@ -86,35 +71,26 @@ def token_metrics(
         "rollout_diff_mean": mismatch.abs_diff_mean,
         "rollout_diff_max": mismatch.abs_diff_max,
         "rollout_kl_k3": mismatch.k3,
-        "engine_kept_diff_max": replayed.max().item(),
-        "weight_trainer_filter": weight_trainer.mean().item(),
-        "weight_engine_filter": weight_engine.mean().item(),
-        "outside_filter": outside.sum().item() / (mask | outside).sum().item(),
-    }
-
-
-def sample_metrics(samples: list[Sample]) -> dict[str, float]:
-    rewards = torch.tensor([s.reward for s in samples])
-    return {
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std(correction=0).item(),
-        "answer_tokens": fmean(len(s.logprobs) for s in samples),
+        "importance_weight": batch.weights[mask].mean().item(),
+        "outside_filter": 1.0 - mask.sum().item() / sampled,
     }
 
 
 def step_metrics(
-    updates: list[dict[str, float]],
     samples: list[Sample],
+    updates: list[dict[str, float]],
     batch: Batch,
     layout: Layout,
-    started: float,
+    seconds: float,
     rollout_seconds: float,
 ) -> dict[str, float]:
-    """Means over the step's updates, and its speed."""
-    seconds = time.perf_counter() - started
-    answer_tokens = sum(len(s.logprobs) for s in samples)
+    """The answers', means over the step's updates, and its speed."""
+    rewards, answer_tokens = [s.reward for s in samples], sum(len(s.logprobs) for s in samples)
     return {
-        **{key: sum(u[key] for u in updates) / len(updates) for key in updates[0]},
+        "reward": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "answer_tokens": answer_tokens / len(samples),
+        **{key: fmean(u[key] for u in updates) for key in updates[0]},
         "rollout_tokens_per_s": answer_tokens / rollout_seconds,
         # Every token of the batch, padding included, once for each update.
         "train_tokens_per_s": batch.tokens.numel() * len(updates) / (seconds - rollout_seconds),
@@ -125,242 +101,199 @@ def step_metrics(
 
 def peak_memory_gib(layout: Layout) -> float:
     """Largest peak of any rank since its start: device memory on a GPU, resident memory on CPU."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if layout.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     value = torch.tensor(peak, device=layout.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
 
 
 class Reporter:
-    """Rank 0's table, JSON lines and samples of text; silent on the other ranks."""
+    """On rank 0: metrics.jsonl, a line a step and the last step's table. Silent elsewhere."""
 
-    def __init__(
-        self, run_dir: Path, layout: Layout, console: Console, *, resume_step: int
-    ) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.records: list[StepRecord] = []
-        self._active = layout.is_main
-        self._path = run_dir / "metrics.jsonl"
-        self._console = console
-        if not self._active:
+        self._trainer, self._path = trainer, trainer.config.run_dir / "metrics.jsonl"
+        if not trainer.layout.is_main:
             return
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if resume_step and self._path.exists():
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if trainer.step and self._path.exists():
             # A run that was killed may have left half a line behind: a whole one ends in a newline.
             lines = self._path.read_text().split("\n")[:-1]
             records = [StepRecord(**json.loads(line)) for line in lines]
-            self.records = [r for r in records if r.step <= resume_step]
-        text = "".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in self.records)
-        self._path.write_text(text)
+            self.records = [r for r in records if r.step <= trainer.step]
+        self._path.write_text("".join(map(_line, self.records)))
 
     def add(self, record: StepRecord, samples: list[Sample], questions: list[str]) -> None:
-        if not self._active:
+        if self._trainer.layout.is_main:
+            self.records.append(record)
+            with self._path.open("a") as file:
+                file.write(_line(record))
+            self._trainer.say(step_line(record, self._trainer.config.steps))
+            self._best, self._questions = max(samples, key=lambda s: s.reward), questions
+
+    def finish(self, held_out: Sequence[Evaluation]) -> None:
+        """The last step's table and the picture, of as many steps as there are."""
+        trainer, config, p = self._trainer, self._trainer.config, self._trainer.config.parallel
+        if not trainer.layout.is_main or not self.records:
             return
-        self.records.append(record)
-        with self._path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-        best = max(samples, key=lambda s: s.reward)
-        self._console.print(step_table(record))
-        question = " ".join(questions[best.group].split())
-        self._console.print(
-            f"  best answer (reward {best.reward:.2f}): {question!r} -> {best.text!r}\n",
-            markup=False,
-            highlight=False,
-        )
+        trainer.say("\n" + step_table(self.records[-1]))
+        if hasattr(self, "_best"):
+            question = " ".join(self._questions[self._best.group].split())
+            trainer.say(f"best answer: {question!r} -> {self._best.text!r}")
+        a, b = self.records[0], self.records[-1]
+        trainer.say(f"reward: {a.reward:.3f} in step {a.step}, {b.reward:.3f} in step {b.step}")
+        plot, layout = config.run_dir / "run.png", f"TP {p.tp} x CP {p.cp} x PP {p.pp}"
+        title = f"{config.name}: {config.task.name}, rollout by {trainer.engine.name}, {layout}"
+        plot_run(self.records, plot, title=title, held_out=held_out)
+        trainer.say(f"wrote {self._path} and {plot}")
 
 
 def run_steps(trainer: Any) -> list[StepRecord]:
-    """Steps up to `config.steps`, with table, JSON lines, checkpoints and the plot. What ends a run
-    early (the engine, Ctrl-C, a signal) leaves the lines and the plot of the steps that it made."""
-    config, layout, p = trainer.config, trainer.layout, trainer.config.parallel
-    out = config.run_dir
-    reporter = Reporter(out, layout, trainer.console, resume_step=trainer.step)
-    evaluator = Evaluator(trainer, out / "eval.jsonl", trainer.say)
+    """Steps up to `config.steps`, with their lines, checkpoints and the plot. What ends a run early
+    (the engine, Ctrl-C, a signal) leaves the lines and the plot of the steps that it made."""
+    config = trainer.config
+    reporter, evaluator = Reporter(trainer), Evaluator(trainer)
     until = time.monotonic() + 60 * config.minutes
-    columns = (TextColumn("GRPO"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=trainer.console, disable=not layout.is_main)
     try:
-        with bar:
-            shown = bar.add_task("steps", total=config.steps, completed=trainer.step)
+        evaluator.after_step()
+        while trainer.step < config.steps:
+            if config.minutes and not on_main(lambda: time.monotonic() < until):
+                break  # by one clock for all ranks
+            reporter.add(*trainer.train_step())
             evaluator.after_step()
-            while trainer.step < config.steps:
-                if config.minutes and not on_main(lambda: time.monotonic() < until):
-                    break  # by one clock for all ranks
-                reporter.add(*trainer.train_step())
-                bar.update(shown, completed=trainer.step)
-                evaluator.after_step()
-                if config.save_every and trainer.step % config.save_every == 0:
-                    checkpoint.save(out / "checkpoints" / f"step_{trainer.step}", trainer)
-            evaluator.after_step(last=True)
+            if config.save_every and trainer.step % config.save_every == 0:
+                checkpoint.save(config.run_dir / "checkpoints" / f"step_{trainer.step}", trainer)
+        evaluator.after_step(last=True)
     finally:
-        if layout.is_main and reporter.records:
-            title = f"{config.name}: {config.task.name}, {config.rollout.engine}, "
-            title += f"TP {p.tp} x CP {p.cp} x PP {p.pp}"
-            plot_run(reporter.records, out / "run.png", title=title, held_out=evaluator.done)
-            trainer.say(f"wrote {out / 'metrics.jsonl'} and {out / 'run.png'}")
+        reporter.finish(evaluator.done)
     dist.barrier()
     return reporter.records
 
 
-def step_table(r: StepRecord) -> Table:
+def _line(record: StepRecord) -> str:
+    return json.dumps(dataclasses.asdict(record)) + "\n"
+
+
+def step_line(r: StepRecord, steps: int) -> str:
+    return (
+        f"step {r.step:{len(str(steps))}}/{steps}   reward {r.reward:.3f}   loss {r.loss:+.4f}   "
+        f"entropy {r.entropy:.3f}   trainer - engine {r.rollout_diff_max:.1e}   {r.seconds:.1f} s"
+    )
+
+
+def step_table(r: StepRecord) -> str:
     """Two columns of pairs, so that a step fits on a screen."""
     pairs = [
-        ("reward", f"{r.reward:.3f} ± {r.reward_std:.3f}"),
+        ("reward", f"{r.reward:.3f} +- {r.reward_std:.3f}"),
         ("answer length", f"{r.answer_tokens:.1f} tokens"),
         ("loss", f"{r.loss:+.5f}"),
         ("gradient norm", f"{r.grad_norm:.4f}"),
-        ("KL to reference (k3)", f"{r.kl_reference:.2e}"),
-        ("clip fraction", f"{r.clip_fraction:.3f}"),
         ("entropy", f"{r.entropy:.4f} nats"),
-        ("target rank mean / p95", f"{r.target_rank_mean:.1f} / {r.target_rank_p95:.0f}"),
-        ("train - rollout, mean |d|", f"{r.rollout_diff_mean:.2e}"),
-        ("train - rollout, max |d|", f"{r.rollout_diff_max:.2e}"),
-        ("train vs rollout KL (k3)", f"{r.rollout_kl_k3:.2e}"),
-        ("max |d|, engine's kept tokens", f"{r.engine_kept_diff_max:.2e}"),
-        (
-            "importance weight, own / engine's filter",
-            f"{r.weight_trainer_filter:.4f} / {r.weight_engine_filter:.4f}",
-        ),
-        ("outside the trainer's filter", f"{r.outside_filter:.2%}"),
+        ("KL to the reference", f"{r.kl_reference:.2e}"),
+        ("rank, mean / p95", f"{r.target_rank_mean:.1f} / {r.target_rank_p95:.0f}"),
+        ("clip fraction", f"{r.clip_fraction:.3f}"),
+        ("trainer - engine, mean", f"{r.rollout_diff_mean:.2e}"),
+        ("trainer - engine, largest", f"{r.rollout_diff_max:.2e}"),
+        ("trainer, engine: KL", f"{r.rollout_kl_k3:.2e}"),
+        ("importance weight, mean", f"{r.importance_weight:.4f}"),
+        ("outside the filter", f"{r.outside_filter:.2%}"),
         ("peak memory of a rank", f"{r.peak_memory_gib:.2f} GiB"),
         ("rollout", f"{r.rollout_tokens_per_s:.0f} tokens/s"),
         ("training", f"{r.train_tokens_per_s:.0f} tokens/s"),
     ]
-    table = Table(title=f"step {r.step}   ({r.seconds:.1f} s)", title_justify="left")
-    for justify in ("left", "right", "left", "right"):
-        table.add_column(justify=justify)
-    table.show_header = False
-    pairs += [("", "")] * (len(pairs) % 2)
-    for left, right in zip(pairs[::2], pairs[1::2], strict=True):
-        table.add_row(*left, *right)
-    return table
+    cells = [f"{name:<26}{value:>16}" for name, value in pairs]
+    rows = [f"  {a}    {b}" for a, b in zip(cells[::2], cells[1::2], strict=True)]
+    return "\n".join([f"step {r.step}, {r.seconds:.1f} s", *rows])
 
 
 # ---- the run as one picture ----------------------------------------------------------------------
 
 _INK, _FAINT = "#1f2933", "#d5dbe1"
-_LEGEND = {"framealpha": 0.8, "edgecolor": "none"}
 _BLUE, _RED, _GREEN, _VIOLET = "#2563eb", "#dc2626", "#059669", "#7c3aed"
 
 
 def plot_run(
-    records: list[StepRecord],
-    path: Path,
-    *,
-    title: str,
-    held_out: Sequence[Evaluation] = (),
+    records: list[StepRecord], path: Path, *, title: str, held_out: Sequence[Evaluation] = ()
 ) -> None:
-    """Writes a PNG of six panels. Needs at least one record."""
+    """Writes a PNG of six panels. Needs at least one record. A panel's legend stands above it; a
+    curve with an axis of its own has that axis in its colour."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
-    matplotlib.rcParams.update(
-        {"font.size": 9, "axes.edgecolor": _FAINT, "text.color": _INK, "axes.labelcolor": _INK}
-    )
+    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), _INK)
+    plt.rcParams.update({"font.size": 9, "axes.edgecolor": _FAINT, **colours})
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True)
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    x = [r.step for r in records]
-    few = len(records) <= 30
+    x, dot = [r.step for r in records], {"lw": 1.8, "ms": 4, "marker": "o"}
+    if many := len(records) > 60:
+        dot["marker"] = ""
 
-    def line(ax: Any, name: str, label: str, color: str) -> list[float]:
+    def curve(ax: Any, name: str, label: str, colour: str, **how: Any) -> list[float]:
         y = [getattr(r, name) for r in records]
-        ax.plot(x, y, color=color, lw=1.8, marker="o" if few else None, ms=4, label=label)
+        ax.plot(x, y, color=colour, label=label, **{**dot, **how})
         return y
 
-    ax = axes[0, 0]
+    def panel(ax: Any, title: str, *curves: tuple[str, str, str], legend: bool = True) -> None:
+        ax.set_title(title, loc="left", fontweight="bold", pad=20 if legend else 8)
+        ax.set_xlabel("step")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.grid(color=_FAINT, lw=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+        for name, label, colour in curves:
+            curve(ax, name, label, colour)
+        if legend:
+            above = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "ncol": 3}
+            ax.legend(frameon=False, borderaxespad=0.1, columnspacing=1.2, **above)
+
+    def own_axis(ax: Any, label: str, colour: str) -> Any:
+        ax.set_ylabel(label, color=colour)
+        ax.tick_params(axis="y", colors=colour)
+        return ax
+
+    reward = axes[0, 0]
+    y = curve(reward, "reward", "of the step's answers", _BLUE, alpha=0.5 if many else 1)
+    if many:
+        smooth = [fmean(y[max(0, i - 9) : i + 1]) for i in range(len(y))]
+        reward.plot(x, smooth, color=_BLUE, lw=1.8, label="mean of 10 steps")
     if held_out:
-        _dress(ax, "Reward", "of the step's answers; of held-out questions with 2 standard errors")
-    else:
-        _dress(ax, "Reward", "mean of the step's answers, band: one standard deviation")
-    y = line(ax, "reward", "training", _BLUE)
-    if held_out:
-        ax.errorbar(
-            [e.step for e in held_out],
-            [e.mean for e in held_out],
-            [2 * e.error for e in held_out],
-            color=_RED,
-            lw=1.8,
-            marker="s",
-            ms=5,
-            capsize=3,
-            label="held out",
+        at, mean = [e.step for e in held_out], [e.mean for e in held_out]
+        two_errors = {"yerr": [2 * e.error for e in held_out], "capsize": 3}
+        reward.errorbar(
+            at, mean, **two_errors, color=_RED, marker="s", ms=5, label="held out, 2 se"
         )
-        ax.legend(**_LEGEND)
-    else:
-        spread = [r.reward_std for r in records]
-        low = [a - b for a, b in zip(y, spread, strict=True)]
-        high = [a + b for a, b in zip(y, spread, strict=True)]
-        ax.fill_between(x, low, high, color=_BLUE, alpha=0.12, lw=0)
-    if not few:
-        smooth = [
-            sum(y[max(0, i - 9) : i + 1]) / len(y[max(0, i - 9) : i + 1]) for i in range(len(y))
-        ]
-        ax.plot(x, smooth, color=_INK, lw=1.2, ls="--", label="mean of 10 steps")
-        ax.legend(**_LEGEND)
+    panel(reward, "Reward")
 
-    ax = axes[0, 1]
-    _dress(ax, "Loss and gradient norm", "over the step's updates")
-    line(ax, "loss", "loss", _BLUE)
-    twin = ax.twinx()
-    twin.spines[["top", "left", "bottom"]].set_visible(False)
-    line(twin, "grad_norm", "gradient norm", _RED)
-    _joint_legend(ax, twin)
+    loss = own_axis(axes[0, 1], "loss", _BLUE)
+    panel(loss, "Loss and gradient norm", ("loss", "", _BLUE), legend=False)
+    curve(own_axis(loss.twinx(), "gradient norm", _RED), "grad_norm", "", _RED)
 
-    ax = axes[0, 2]
-    _dress(ax, "Policy", "entropy in nats; KL to the reference (k3)")
-    line(ax, "entropy", "entropy", _GREEN)
-    twin = ax.twinx()
-    twin.spines[["top", "left", "bottom"]].set_visible(False)
-    line(twin, "kl_reference", "KL to reference", _VIOLET)
-    _joint_legend(ax, twin)
+    entropy = own_axis(axes[0, 2], "entropy, nats", _GREEN)
+    has_kl = any(r.kl_reference for r in records)
+    name = "Entropy and KL to the reference" if has_kl else "Entropy"
+    panel(entropy, name, ("entropy", "", _GREEN), legend=False)
+    if has_kl:
+        curve(own_axis(entropy.twinx(), "KL (k3)", _VIOLET), "kl_reference", "", _VIOLET)
 
-    ax = axes[1, 0]
-    _dress(ax, "Rank of the sampled token", "0: the argmax")
-    line(ax, "target_rank_mean", "mean", _BLUE)
-    line(ax, "target_rank_p95", "95th percentile", _RED)
-    ax.set_yscale("symlog", linthresh=1)
-    ax.legend(**_LEGEND)
-
-    ax = axes[1, 1]
-    _dress(ax, "Trainer against rollout engine", "|difference of log-probabilities| in nats")
-    line(ax, "rollout_diff_max", "largest", _RED)
-    line(ax, "rollout_diff_mean", "mean", _BLUE)
-    ax.set_yscale("log")
-    ax.legend(**_LEGEND)
-
-    ax = axes[1, 2]
-    _dress(ax, "Throughput", "tokens per second; peak memory of a rank in GiB")
-    line(ax, "rollout_tokens_per_s", "rollout", _GREEN)
-    line(ax, "train_tokens_per_s", "training", _BLUE)
-    ax.set_ylim(bottom=0)
-    twin = ax.twinx()
-    twin.spines[["top", "left", "bottom"]].set_visible(False)
-    line(twin, "peak_memory_gib", "peak memory", _VIOLET)
-    twin.set_ylim(bottom=0)
-    _joint_legend(ax, twin)
+    rank = [("target_rank_mean", "mean", _BLUE), ("target_rank_p95", "95th percentile", _RED)]
+    panel(axes[1, 0], "Rank of the sampled token (0: the argmax)", *rank)
+    axes[1, 0].set_yscale("symlog", linthresh=1)
+    diff = [("rollout_diff_max", "largest", _RED), ("rollout_diff_mean", "mean", _BLUE)]
+    panel(axes[1, 1], "Trainer - rollout engine, nats", *diff)
+    axes[1, 1].set_yscale("log")
+    speed = [("rollout_tokens_per_s", "rollout", _GREEN), ("train_tokens_per_s", "training", _BLUE)]
+    panel(axes[1, 2], "Tokens per second, and memory", *speed)
+    axes[1, 2].set_yscale("log")
+    memory = own_axis(axes[1, 2].twinx(), "peak memory of a rank, GiB", _VIOLET)
+    curve(memory, "peak_memory_gib", "", _VIOLET, ls="--", marker="")
+    memory.set_ylim(0, 1.25 * records[-1].peak_memory_gib)
+    for twin in figure.axes[6:]:
+        twin.spines[["top", "left", "bottom"]].set_visible(False)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-def _dress(ax: Any, title: str, note: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ax.set_title(title, loc="left", fontweight="bold", pad=18)
-    ax.text(0, 1.03, note, transform=ax.transAxes, fontsize=8, color="#66727f")
-    ax.set_xlabel("step")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.grid(color=_FAINT, lw=0.6)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-
-
-def _joint_legend(ax: Any, twin: Any) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    more, more_labels = twin.get_legend_handles_labels()
-    ax.legend(handles + more, labels + more_labels, **_LEGEND)

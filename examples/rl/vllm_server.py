@@ -22,20 +22,22 @@ from typing import Any
 
 
 class Server:
-    def __init__(self, conn: Connection, options: dict[str, Any]) -> None:
-        from vllm import LLM
-
-        self.conn = conn
-        self.sleeps = options.get("enable_sleep_mode", False)
-        self.asleep = False
+    def __init__(self, conn: Connection) -> None:
+        self.conn, self._beat_at = conn, 0.0
         self.hidden: dict[str, list[Any]] = {}  # by request, where it is recorded
+
+    def start(self, options: dict[str, Any]) -> str:
+        """-> vLLM's version."""
+        from vllm import LLM, __version__
+
+        self.sleeps, self.asleep = options.get("enable_sleep_mode", False), False
         self.llm = LLM(**options)
         self.runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
-        self._beat_at = 0.0
         if options.get("enforce_eager"):
             # On a busy CPU a scheduler step with many prompts takes minutes; a layer does not.
             for layer in self.runner.model.model.layers:
                 layer.register_forward_hook(lambda *_: self.beat("layer"))
+        return __version__
 
     def beat(self, what: str) -> None:
         """Says that work goes on, once a second at most."""
@@ -120,11 +122,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     conn = Connection(int(sys.argv[1]))
     try:
-        server = Server(conn, conn.recv())
-        conn.send(("done", None))
+        server = Server(conn)
         while True:
-            command, kwargs = conn.recv()
-            conn.send(("done", getattr(server, command)(**kwargs)))
+            command, arguments = conn.recv()
+            conn.send(("done", getattr(server, command)(**arguments)))
     except EOFError:  # the trainer is gone
         pass
     except Exception as error:

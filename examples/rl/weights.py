@@ -1,8 +1,7 @@
 """Megatron's GPTModel for a transformers Llama config, and its weights' way in and out.
 
-Weights between transformers' Llama layout and Megatron's, sharded over tensor parallelism.
-
-Three things differ:
+Megatron-Bridge does this for many models, on Python 3.12 and GPUs; this file is for Llamas, on
+anything. Between transformers' layout and Megatron's, three things differ:
 - Megatron fuses query, key and value into one matrix whose rows go group by group (the queries of
   a key-value head, its key, its value), so that a TP shard holds whole groups;
 - it fuses gate and up, and each TP shard holds its part of the gate and then its part of the up;
@@ -112,122 +111,75 @@ class WeightBridge:
     """Moves weights between rank 0's rollout engine and the ranks' Megatron shards."""
 
     def __init__(self, llama: Any, layout: Layout) -> None:
-        self.layout = layout
-        self.sizes = Sizes.of(llama, layout.tp)
-        self.layers = llama.num_hidden_layers
-        self.tied = llama.tie_word_embeddings
-        self.hidden = llama.hidden_size
+        self.layout, self.layers = layout, llama.num_hidden_layers
+        self.sizes, self.tied = Sizes.of(llama, layout.tp), llama.tie_word_embeddings
 
+    @torch.no_grad()
     def load(self, model: Any, engine: Any | None) -> None:
         """Rank 0 broadcasts each whole tensor, every rank keeps its shard. `engine` on rank 0."""
-        source = dict(engine.model.named_parameters()) if engine else {}
+        lay, source = self.layout, dict(engine.model.named_parameters()) if engine else {}
         shapes = on_main(lambda: {n: (tuple(p.shape), p.dtype) for n, p in source.items()})
         targets = self._targets(model)
-        with torch.no_grad():
-            for slot in self._slots(targets):
-                whole = [self._broadcast(source.get(n), *shapes[n]) for n in slot.names]
-                for param in targets.get(slot.names, []):
-                    shard = to_megatron(
-                        slot, whole, self.sizes, rank=self.layout.tp_rank, tp=self.layout.tp
-                    )
-                    if shard.shape != param.shape:
-                        raise ValueError(f"{slot}: expected {param.shape}, got {shard.shape}")
-                    param.copy_(shard)
+        for slot in self._slots():
+            whole = []
+            for name in slot.names:
+                shape, dtype = shapes[name]
+                tensor = torch.empty(shape, dtype=dtype, device=lay.device)
+                if lay.is_main:
+                    tensor.copy_(source[name])
+                dist.broadcast(tensor, src=0)
+                whole.append(tensor)
+            for param in targets.get(slot.names, []):
+                shard = to_megatron(slot, whole, self.sizes, rank=lay.tp_rank, tp=lay.tp)
+                assert shard.shape == param.shape, f"{slot}: {shard.shape} for {param.shape}"
+                param.copy_(shard)
 
+    @torch.no_grad()
     def store(self, model: Any, engine: Any | None) -> None:
         """The reverse: the trained weights, whole again, go into the rollout engine's tensors."""
-        lay = self.layout
-        wanted = dict(engine.model.named_parameters()) if engine else {}
-        targets = self._targets(model)
-        with torch.no_grad():
-            for slot in self._slots(targets):
-                stage = self._stage_of(slot)
-                whole: list[Tensor] = []
-                if lay.pp_rank == stage and lay.cp_rank == 0 and lay.dp_rank == 0:
-                    shards = self._gather_tp(targets[slot.names][0])
-                    whole = to_transformers(slot, shards, self.sizes) if shards else []
-                if stage:  # another stage's: its first TP rank hands the tensors to rank 0
-                    whole = self._send_to_main(whole, [wanted.get(n) for n in slot.names], stage)
-                if lay.is_main:
-                    for name, tensor in zip(slot.names, whole, strict=True):
-                        wanted[name].copy_(tensor)
+        lay, wanted = self.layout, dict(engine.model.named_parameters()) if engine else {}
+        targets, stage_size = self._targets(model), lay.world // lay.pp
+        for slot in self._slots():
+            # Megatron's order of ranks: pipeline outermost, so that this is the stage's first.
+            owner, whole = self._stage_of(slot) * stage_size, []
+            if owner <= lay.rank < owner + stage_size and lay.cp_rank == lay.dp_rank == 0:
+                shard = targets[slot.names][0].contiguous()
+                shards = [torch.empty_like(shard) for _ in range(lay.tp)]
+                dist.all_gather(shards, shard, group=lay.tp_group)
+                whole = to_transformers(slot, shards, self.sizes)
+            if owner and lay.rank == owner:
+                for tensor in whole:
+                    dist.send(tensor.contiguous(), dst=0)
+            if lay.is_main:
+                if owner:
+                    whole = [torch.empty_like(wanted[n], device=lay.device) for n in slot.names]
+                    for tensor in whole:
+                        dist.recv(tensor, src=owner)
+                for name, tensor in zip(slot.names, whole, strict=True):
+                    wanted[name].copy_(tensor)
 
     def _targets(self, model: Any) -> dict[tuple[str, ...], list[Tensor]]:
         """This rank's parameters by the transformers names that they are made of."""
         offset = self.layout.pp_rank * (self.layers // self.layout.pp)
         found: dict[tuple[str, ...], list[Tensor]] = {}
         for name, param in model.named_parameters():
-            slot = slot_of(name, layer_offset=offset)
-            names = slot.names
+            names = slot_of(name, layer_offset=offset).names
             if self.tied and names == ("lm_head.weight",):
                 names = ("model.embed_tokens.weight",)  # the last stage's copy of the embedding
             found.setdefault(names, []).append(param)
         return found
 
-    def _slots(self, targets: dict[tuple[str, ...], list[Tensor]]) -> Iterator[Slot]:
+    def _slots(self) -> Iterator[Slot]:
         """All slots of the whole model, in one order on every rank."""
-        inside = [
-            "input_layernorm.weight",
-            "self_attention.linear_qkv.weight",
-            "self_attention.linear_proj.weight",
-            "pre_mlp_layernorm.weight",
-            "mlp.linear_fc1.weight",
-            "mlp.linear_fc2.weight",
-        ]
-        names = ["embedding.word_embeddings.weight"]
-        names += [f"decoder.layers.{i}.{n}" for i in range(self.layers) for n in inside]
-        names += ["decoder.final_layernorm.weight"]
-        names += [] if self.tied else ["output_layer.weight"]
-        slots = [slot_of(name, layer_offset=0) for name in names]
-        missing = set(targets) - {slot.names for slot in slots}
-        assert not missing, f"Megatron parameters without a slot: {missing}"
-        yield from slots
+        outside = [name for name in _OUTSIDE if not (self.tied and name == "output_layer.weight")]
+        inside = [name for name in _INSIDE if "layer_norm_weight" not in name]
+        names = [f"decoder.layers.{i}.{n}" for i in range(self.layers) for n in inside]
+        return (slot_of(name, layer_offset=0) for name in [*outside, *names])
 
     def _stage_of(self, slot: Slot) -> int:
         if slot.layer is not None:
             return slot.layer // (self.layers // self.layout.pp)
         return 0 if slot.names == ("model.embed_tokens.weight",) else self.layout.pp - 1
-
-    def _broadcast(self, tensor: Tensor | None, shape: tuple, dtype: torch.dtype) -> Tensor:
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=self.layout.device)
-        # The engine's copy may lie on the CPU, where NCCL does not reach it.
-        tensor = tensor.detach().to(self.layout.device).contiguous()
-        dist.broadcast(tensor, src=0)
-        return tensor
-
-    def _gather_tp(self, shard: Tensor) -> list[Tensor]:
-        """All shards on the group's first rank, nothing on the others."""
-        from megatron.core import parallel_state as ps
-
-        if self.layout.tp == 1:
-            return [shard.detach()]
-        first = self.layout.tp_rank == 0
-        out = [torch.empty_like(shard) for _ in range(self.layout.tp)] if first else None
-        dist.gather(
-            shard.detach().contiguous(),
-            out,
-            dst=ps.get_tensor_model_parallel_src_rank(),
-            group=ps.get_tensor_model_parallel_group(),
-        )
-        return out or []
-
-    def _send_to_main(
-        self, whole: list[Tensor], like: list[Tensor | None], stage: int
-    ) -> list[Tensor]:
-        lay = self.layout
-        if whole:
-            for tensor in whole:
-                dist.send(tensor.contiguous(), dst=0)
-            return []
-        if lay.is_main:
-            sender = stage * (lay.world // lay.pp)  # Megatron's order: the pipeline is outermost
-            device = lay.device
-            received = [torch.empty_like(t, device=device) for t in like if t is not None]
-            for tensor in received:
-                dist.recv(tensor, src=sender)
-            return received
-        return []
 
 
 @dataclass(frozen=True)
@@ -252,35 +204,38 @@ class Slot:
     layer: int | None = None  # global layer number, or None outside the layers
 
 
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": ("model.embed_tokens", "vocab"),
+    "decoder.final_layernorm.weight": ("model.norm", "replicated"),
+    "output_layer.weight": ("lm_head", "vocab"),
+}
+# layer_norm_weight: Transformer Engine's fused layers.
+_INSIDE = {
+    "input_layernorm.weight": ("input_layernorm", "replicated"),
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm", "replicated"),
+    "self_attention.linear_qkv.weight": (
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "qkv",
+    ),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj", "row"),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm", "replicated"),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm", "replicated"),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj mlp.up_proj", "gate_up"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj", "row"),
+}
+
+
 def slot_of(megatron_name: str, *, layer_offset: int) -> Slot:
     """Maps a GPTModel parameter name, of the local or the Transformer Engine layer spec."""
-    outside = {
-        "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "vocab"),
-        "output_layer.weight": ("lm_head.weight", "vocab"),
-        "decoder.final_layernorm.weight": ("model.norm.weight", "replicated"),
-    }
-    if megatron_name in outside:
-        name, kind = outside[megatron_name]
-        return Slot((name,), kind)
-    inside = {
-        "input_layernorm.weight": (("input_layernorm",), "replicated"),
-        "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm",), "replicated"),
-        "self_attention.linear_qkv.weight": (
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "qkv",
-        ),
-        "self_attention.linear_proj.weight": (("self_attn.o_proj",), "row"),
-        "pre_mlp_layernorm.weight": (("post_attention_layernorm",), "replicated"),
-        "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm",), "replicated"),
-        "mlp.linear_fc1.weight": (("mlp.gate_proj", "mlp.up_proj"), "gate_up"),
-        "mlp.linear_fc2.weight": (("mlp.down_proj",), "row"),
-    }
-    prefix, _, rest = megatron_name.removeprefix("decoder.layers.").partition(".")
-    if not megatron_name.startswith("decoder.layers.") or rest not in inside:
+    if megatron_name in _OUTSIDE:
+        name, kind = _OUTSIDE[megatron_name]
+        return Slot((f"{name}.weight",), kind)
+    number, _, rest = megatron_name.removeprefix("decoder.layers.").partition(".")
+    if not megatron_name.startswith("decoder.layers.") or rest not in _INSIDE:
         raise KeyError(f"no transformers counterpart of Megatron parameter {megatron_name}")
-    layer = int(prefix) + layer_offset
-    names, kind = inside[rest]
-    return Slot(tuple(f"model.layers.{layer}.{n}.weight" for n in names), kind, layer)
+    names, kind = _INSIDE[rest]
+    layer = int(number) + layer_offset
+    return Slot(tuple(f"model.layers.{layer}.{n}.weight" for n in names.split()), kind, layer)
 
 
 def to_megatron(slot: Slot, tensors: list[Tensor], sizes: Sizes, *, rank: int, tp: int) -> Tensor:

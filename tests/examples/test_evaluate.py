@@ -40,9 +40,9 @@ def test_more_questions_than_the_task_has() -> None:
 
 def test_a_gain_is_taken_question_by_question() -> None:
     before, after = Evaluation(0, [0.0, 1.0, 0.0]), Evaluation(9, [0.5, 1.0, 1.0])
-    gain, error = after.against(before)
-    assert gain == pytest.approx(0.5)
-    assert error == pytest.approx((0.25 / 3) ** 0.5)  # of 0.5, 0 and 1
+    gain = after.against(before)
+    assert gain.mean == pytest.approx(0.5)
+    assert gain.error == pytest.approx((0.25 / 3) ** 0.5)  # of 0.5, 0 and 1
     assert before.mean == pytest.approx(1 / 3)
     assert before.error == pytest.approx(1 / 3)
 
@@ -56,7 +56,8 @@ def test_when_it_evaluates_and_what_a_resume_keeps(
     class Trainer:
         engine = "engine"
         layout = SimpleNamespace(is_main=True)
-        config = SimpleNamespace(task=TaskSection(eval_questions=2, eval_every=2))
+        config = SimpleNamespace(task=TaskSection(eval_questions=2, eval_every=2), run_dir=tmp_path)
+        say = said.append
         step = 0
 
         def __init__(self) -> None:
@@ -67,7 +68,7 @@ def test_when_it_evaluates_and_what_a_resume_keeps(
             return [SimpleNamespace(reward=0.1 * self.step), SimpleNamespace(reward=0.5)]
 
     def steps(trainer: Trainer, until: int) -> list[int]:
-        evaluator = Evaluator(trainer, tmp_path / "eval.jsonl", said.append)
+        evaluator = Evaluator(trainer)
         evaluator.after_step()
         while trainer.step < until:
             trainer.step += 1
@@ -78,7 +79,7 @@ def test_when_it_evaluates_and_what_a_resume_keeps(
         return [e.step for e in evaluator.done]
 
     assert steps(Trainer(), 3) == [0, 2, 3]
-    assert "step 2: reward 0.350 +- 0.150; against step 0 +0.100 +- 0.100" in said[1]
+    assert "2 held-out questions: reward 0.350 +- 0.150; against step 0 +0.100 +- 0.100" in said[1]
     resumed = Trainer()
     resumed.step = 2
     assert steps(resumed, 4) == [0, 2, 4]

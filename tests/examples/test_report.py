@@ -8,11 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from rl.evaluate import Evaluation
 from rl.report import Reporter, StepRecord, plot_run, run_steps
 
-QUIET = Console(quiet=True)
 LAYOUT = SimpleNamespace(is_main=True)
 
 
@@ -24,7 +22,8 @@ def _record(step: int) -> StepRecord:
 def test_resume_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
     lines = [json.dumps(dataclasses.asdict(_record(step))) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + lines[0][:40])
-    reporter = Reporter(tmp_path, LAYOUT, QUIET, resume_step=2)
+    trainer = SimpleNamespace(step=2, layout=LAYOUT, config=SimpleNamespace(run_dir=tmp_path))
+    reporter = Reporter(trainer)
     assert reporter.records == [_record(1), _record(2)]
     kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert kept == lines[:2]
@@ -34,7 +33,7 @@ def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None
     class Interrupted:
         """Two steps, then Ctrl-C in the third."""
 
-        layout, console, step, name = LAYOUT, QUIET, 0, "run"
+        layout, step, engine = LAYOUT, 0, SimpleNamespace(name="vLLM")
         config = SimpleNamespace(
             run_dir=tmp_path,
             steps=5,
@@ -42,7 +41,6 @@ def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None
             minutes=0.0,
             name="run",
             task=SimpleNamespace(name="t", eval_questions=0),
-            rollout=SimpleNamespace(engine="vllm"),
             parallel=SimpleNamespace(tp=1, cp=1, pp=1),
         )
 
@@ -54,16 +52,23 @@ def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None
             return _record(self.step), [sample], ["q"]
 
         def say(self, text: str) -> None:
-            pass
+            said.append(text)
 
+    said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run_steps(Interrupted())
+    assert [text[:23] for text in said[:2]] == [
+        "step 1/5   reward 0.600",
+        "step 2/5   reward 1.100",
+    ]
+    assert "step 2, 1.1 s" in said[2]  # the table of the last step alone
+    assert "best answer: 'q' -> 'a'" in said
     steps = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("steps", [1, 40])
+@pytest.mark.parametrize("steps", [1, 80])
 def test_plot(tmp_path: Path, steps: int) -> None:
     path = tmp_path / "a" / "run.png"
     held_out = [Evaluation(0, [0.0, 0.5]), Evaluation(steps, [1.0, 0.5])][: steps // 20]

@@ -24,7 +24,7 @@ def test_help_needs_no_environment() -> None:
     assert done.stderr == ""
     flags = set(re.findall(r"--[a-z][a-z-]+", done.stdout.replace("--cp N --pp N", "--cp --pp")))
     parser = (ROOT / "examples/rl/config.py").read_text()
-    assert flags == set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', parser))
+    assert flags == set(re.findall(r'add\("(--[a-z-]+)"', parser))
     for config in ROOT.glob("configs/*.yaml"):
         assert re.search(rf"configs/{config.name}: \S+", done.stdout)
 

@@ -9,8 +9,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ def _sections(**rollout: Any) -> dict[str, dict[str, Any]]:
         },
         "parallel": {"sequence_parallel": False},
         "task": {"eval_questions": 4, "eval_every": 1},
-        "grpo": {"micro_batch": 8, "kl_coef": 0.01},
+        "grpo": {"micro_batch": 8},
         "optimizer": {"lr": 0.02},
     }
 
@@ -93,9 +91,8 @@ def test_steps_sync_resume_and_death(ranks: Any, tmp_path: Path) -> None:
     for record in straight:
         # The second step's rollout is of weights that an update has moved and the sync has sent.
         assert record["rollout_diff_max"] < 1e-3
-        assert record["engine_kept_diff_max"] < 1e-3
         assert record["grad_norm"] > 0
-        assert record["weight_trainer_filter"] == pytest.approx(1, abs=1e-3)
+        assert record["importance_weight"] == pytest.approx(1, abs=1e-3)
     timed = ("seconds", "rollout_tokens_per_s", "train_tokens_per_s", "peak_memory_gib")
     for key in set(straight[1]) - set(timed):
         assert resumed[0][key] == pytest.approx(straight[1][key], rel=1e-4, abs=1e-5), key
@@ -117,7 +114,8 @@ def _hang(out: str) -> tuple[str, float]:
     sections = _sections(kept_tokens="engine")
     with _trainer(sections=sections, output_dir=out, tp=2, cp=1) as trainer:
         record, _, _ = trainer.train_step()
-        assert record.engine_kept_diff_max < 1e-3
+        assert record.rollout_diff_max < 1e-3
+        assert record.outside_filter == 0
         on_main(lambda: os.kill(trainer.engine.process.pid, signal.SIGSTOP))
         if trainer.engine:  # a healthy step may be slow on a busy machine; this one has stopped
             trainer.engine.timeout = 3.0
@@ -135,32 +133,6 @@ def test_a_hanging_engine(ranks: Any, tmp_path: Path) -> None:
         assert "vLLM was silent for 3 s while" in error
         assert "not one layer or tensor done" in error
         assert seconds < 60
-
-
-def test_a_wait_for_a_core_is_told_from_a_hang() -> None:
-    """What the engine's timeout does not count: of more busy processes than cores some wait, one
-    that is stopped does not."""
-    from rl.rollout import cores
-    from rl.vllm_engine import waiting_for_a_core
-
-    spin = [sys.executable, "-S", "-c", "while True: pass"]
-    busy = [subprocess.Popen(spin) for _ in range(cores() + 2)]
-    try:
-        os.kill(busy[0].pid, signal.SIGSTOP)
-        time.sleep(0.2)
-        before = [waiting_for_a_core(p.pid) for p in busy]
-        time.sleep(1.0)
-        waited = [
-            sum(waiting_for_a_core(p.pid).values()) - sum(b.values())
-            for p, b in zip(busy, before, strict=True)
-        ]
-    finally:
-        for p in busy:
-            p.kill()
-            p.wait()
-    assert waited[0] == 0
-    assert max(waited[1:]) > 0.1
-    assert waiting_for_a_core(busy[0].pid) == {}
 
 
 def _run(pool: RankPool, fn: Any, *args: Any) -> list:
