@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the documentation site into build/site:  bash docs/build.sh [--serve]
-# In an environment of its own, build/docs-env (once; a minute): the package is read, not imported,
-# so that neither torch nor Megatron is needed. Any warning, a dead link among them, fails the build.
+# In an environment of its own, build/docs-env (once; a minute). The API's pages are Markdown that
+# docs/docstrings.py has made, so that neither torch nor Megatron is needed here. Any warning, a dead
+# link among them, fails the build.
 #   PYTHON=python3.12    the interpreter to make it with
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

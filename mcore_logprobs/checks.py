@@ -16,26 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = [
-    "Check",
-    "check_choice",
-    "check_chunk_size",
-    "check_count",
-    "check_flag",
-    "check_fraction",
-    "check_integer",
-    "check_logits_dtype",
-    "check_optional_count",
-    "check_optional_integer",
-    "check_optional_positive",
-    "check_positive",
-    "check_top_k",
-    "check_top_p",
-    "one_of",
-    "remembered",
-]
-
-
 Result = TypeVar("Result")
 
 

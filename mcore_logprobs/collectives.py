@@ -19,23 +19,6 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import group_size
 
-__all__ = [
-    "all_gather_dim0",
-    "all_gather_dim0_async",
-    "all_gather_stack",
-    "all_reduce_sum",
-    "all_reduce_sum_async",
-    "all_to_all_dim0",
-    "group_store",
-    "leave_reason",
-    "ordered_sum_dim0",
-    "reduce_scatter_dim0",
-    "reduce_scatter_dim0_async",
-    "sum_gradient",
-    "wait_for",
-]
-
-
 _SENT_AS_THEY_ARE = (
     torch.float64,
     torch.float32,

@@ -31,8 +31,6 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.collectives import all_gather_stack, group_store, leave_reason
 from mcore_logprobs.groups import group_rank, group_size
 
-__all__ = ["VARIABLE", "check_call", "comparing"]
-
 VARIABLE = "MCORE_LOGPROBS_CHECK"
 
 _MESSAGE_BYTES = 4096

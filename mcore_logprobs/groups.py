@@ -15,15 +15,6 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import remembered
 
-__all__ = [
-    "ParallelGroups",
-    "VocabShard",
-    "group_rank",
-    "group_size",
-    "resolve_cp_group",
-    "resolve_tp_group",
-]
-
 
 def resolve_tp_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """The tensor-parallel group that `group=None` means; see `_resolve`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mcore_logprobs
-from mcore_logprobs import LogprobConfig, losses
+from mcore_logprobs import losses
 from mcore_logprobs.config import add_logprob_args
 from tests.helpers.documents import (
     PAGES,
@@ -46,6 +46,7 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
 ELSEWHERE = {
     ("docs/megatron-flags.md", 0): "tests/megatron/test_pretrain.py",
     ("docs/megatron-flags.md", 1): "tests/megatron/test_pretrain.py",
+    ("docs/cuda-graphs.md", 0): "tests/fused/test_no_sync.py",
     ("docs/frameworks/verl.md", 0): "tests/dropin/test_models.py",
     ("docs/frameworks/megatron_rl.md", 0): "tests/dropin/test_models.py",
     ("docs/frameworks/megatron_bridge.md", 0): "tests/dropin/test_switch.py",
@@ -218,7 +219,7 @@ def test_files_exist(page) -> None:
 def test_names_exist(page) -> None:
     if page.name == "CHANGELOG.md":  # of names as they were
         return
-    known = set(PUBLIC) | set(losses.__all__) | MEGATRON_NAMES
+    known = set(PUBLIC) | set(losses.__all__) | MEGATRON_NAMES | {"vocab_parallel_logits"}
     missing = []
     for code in code_of(page):
         dotted = re.fullmatch(r"mcore_logprobs(?:\.\w+)+", code)
@@ -287,37 +288,41 @@ def test_a_docstring_s_arguments_are_those_of_the_signature(name) -> None:
 
 def test_every_public_name_has_its_place_in_the_api() -> None:
     text = "".join(page.read_text() for page in API)
-    shown = set(re.findall(r"^## (\w+)\n\n(?:.*\n)*?::: mcore_logprobs\.\1$", text, flags=re.M))
-    # The settings' docstring is made of the fields; its page has them as a table.
-    assert "## LogprobConfig\n" in text
-    assert set(PUBLIC) - shown - {"LogprobConfig"} == set()
+    entry = r"^## (\w+)\n\n(?:(?!## ).*\n)*?<!-- api: mcore_logprobs\.\1 -->$"
+    assert set(PUBLIC) - set(re.findall(entry, text, flags=re.M)) == set()
 
 
 @pytest.mark.parametrize("page", API, ids=page_name)
-def test_directives_name_what_is_there(page) -> None:
-    for dotted in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M):
-        assert pkgutil.resolve_name(dotted) is not None
+def test_the_api_s_pages_are_those_of_this_code(page) -> None:
+    made = docstrings_py().page(page.read_text())
+    assert page.read_text() == made, "python docs/docstrings.py writes it"
+
+
+def test_an_entry_has_signature_arguments_and_shapes() -> None:
+    entry = docstrings_py().entry("mcore_logprobs.linear_gather")
+    assert "    log_softmax: bool = False,\n" in entry
+    assert "    logits_dtype: torch.dtype = torch.float32,\n" in entry  # a shared keyword
+    assert "**Shape**" in entry
+    assert "`temperature`: logits are divided by it" in entry
+    result = docstrings_py().entry("mcore_logprobs.TokenStats")
+    assert "    sum_pi_squared: Tensor | None = None,\n" in result
+    assert "### TokenStats.gather_cp\n" in result
+
+
+def docstrings_py() -> Any:
+    """docs/docstrings.py; docs is no package."""
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_api_by_task_names_every_operation() -> None:
     text = (ROOT / "docs/api/index.md").read_text()
     operations = ("vocab_parallel_", "linear_", "context_parallel_", "all_to_all_")
     assert [n for n in PUBLIC if n.startswith(operations) and f"[{n}](" not in text] == []
-
-
-def settings_table() -> str:
-    lines = ["| field | default | |", "|---|---|---|"]
-    for field in dataclasses.fields(LogprobConfig):
-        default = LogprobConfig().as_dict()[field.name]
-        text = field.metadata["setting"].help.replace("|", "\\|")
-        lines.append(f"| `{field.name}` | `{default!r}` | {text} |")
-    return "\n".join(lines) + "\n"
-
-
-def test_the_settings_table_is_the_config_s() -> None:
-    page = (ROOT / "docs/api/settings.md").read_text()
-    table = page.split("<!-- fields: begin -->\n")[1].split("<!-- fields: end -->")[0]
-    assert table == settings_table(), f"expected in docs/api/settings.md:\n{settings_table()}"
 
 
 # ---- figures -------------------------------------------------------------------------------------

@@ -40,16 +40,27 @@ def test_a_broken_block_would_be_noticed(ranks, tmp_path) -> None:
 
 
 def test_the_first_screen_shows_install_patch_and_policy_loss() -> None:
-    first = "\n".join(README.splitlines()[:35])
-    assert "\npip install -e .\n" in first
-    assert "patch_model(model" in first
-    assert "handle.policy_loss(" in first
+    first = README.splitlines()[:60]
+    assert first[2].startswith("*Status: ")
+    assert "`pip install .`" in "\n".join(first)
+    assert "patch_model(model" in "\n".join(first)
+    assert "handle.policy_loss(" in "\n".join(first)
+
+
+def test_why_comes_before_what() -> None:
+    """The problem, a picture, the memory and a before and after, above the first command."""
+    places = [
+        README.index(part) for part in ("materialised", "(docs/img/fused-path.svg)", "```diff")
+    ]
+    assert places == sorted(places)
+    assert places[-1] < README.index("## Install")
 
 
 def test_it_is_short() -> None:
     lines = README.splitlines()
     assert len(lines) < 200
-    assert [line for line in lines if len(line) > 120] == []
+    # A table's row cannot be broken, and its links are long.
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
 def test_flags_exist() -> None:
@@ -72,8 +83,7 @@ COMPLETENESS = re.search(
     README,
     re.S,
 )
-REFERENCES = dict(re.findall(r"^\[(\w)\]: (\S+)", README, flags=re.M))
-CELL = re.compile(r"\[([^\]]+)\]\[(\w)\]")
+CELL = re.compile(r"\[([^\]]+)\]\(([\w/.-]+)(?:#([\w-]+))?\)")
 
 
 def completeness() -> list[list[str]]:
@@ -89,20 +99,21 @@ def test_every_cell_of_the_completeness_table_is_documented(row) -> None:
     for place, cell in enumerate(row[1:]):
         found = CELL.findall(cell)
         assert found, f"{row[0]}: a hole in column {place + 1}"
-        for label, key in found:
-            page = ROOT / REFERENCES[key]
+        for label, path, anchor in found:
+            page = (ROOT / path).read_text()
+            assert not anchor or anchor in headings(page)
             name = label.strip("`")
             if label.startswith("`"):
                 assert name in config_fields
-                assert f"| `{name}` |" in page.read_text()
+                assert f"| `{name}` |" in page
             elif name == "losses":
-                assert "::: mcore_logprobs.losses\n" in page.read_text()
+                assert "<!-- api: mcore_logprobs.losses -->" in page
             else:
                 owner, _, member = name.partition(".")
                 assert owner in mcore_logprobs.__all__, f"{name} is not in the package"
                 assert not member or callable(getattr(PatchHandle, member))
-                assert name.replace(".", "").lower() in headings(page.read_text())
-                assert f"::: mcore_logprobs.{name}\n" in page.read_text()
+                assert anchor == name.replace(".", "").lower()
+                assert f"<!-- api: mcore_logprobs.{owner} -->" in page
     assert "vocab_parallel_" in row[1]
     assert "linear_" in row[2]
 
@@ -171,6 +182,31 @@ def test_releases_follow_their_page() -> None:
     assert f"| Megatron-Core | {' | '.join(header[1:])} |" in README
     known = {cell for row in body for cell in row[1:]}
     assert known <= {"passed", "not there"}, "README has no row for other verdicts"
+
+
+def test_memory_is_arithmetic_of_measured_factors() -> None:
+    """README's first table: bytes of the logits, times the factors that the benchmark printed."""
+    (head,) = [line for line in README.splitlines() if line.startswith("| 32768 tokens")]
+    assert "V 152064, bf16, TP 1" in head
+    logits = 32768 * 152064 * 2
+    rows = {
+        "Megatron's fused cross entropy": "megatron fused",
+        "Megatron's cross entropy": "megatron",
+        "`vocab_parallel_logprobs`": "logprobs",
+    }
+    for label, series in rows.items():
+        (line,) = [x for x in README.splitlines() if x.startswith(f"| {label} | ") and "GiB" in x]
+        given, factor, total = [cell.strip() for cell in line.strip("|").split("|")][1:]
+        measured = printed(*LOGITS, series)[1] / (1024 * 131072 * 2 / 2**20)
+        assert factor.startswith(f"{measured:.0f} x")
+        assert given.endswith(f"{logits / 2**30:.1f} GiB")
+        assert total == f"{logits * (1 + round(measured)) / 2**30:.1f} GiB"
+
+
+def test_every_framework_is_named() -> None:
+    pages = sorted((ROOT / "docs" / "frameworks").glob("*.md"))
+    missing = [page.name for page in pages if f"(docs/frameworks/{page.name})" not in README]
+    assert missing == []
 
 
 def test_where_to_read_on() -> None:

@@ -1,8 +1,8 @@
 """Draws docs/img/*.svg:  python docs/img/pictures.py [--png FOLDER]
 
-fused-path.svg is one row's way through the fused path; costs.svg is the tables of
+fused-path.svg is the fused path, one-way.svg how the code is cut; costs.svg is the tables of
 benchmarks/results, as they were printed. Each file has two palettes and a background
-of its own, and follows the reader's light or dark setting. --png writes both as PNG, to look at.
+of its own, and follows the reader's light or dark setting. --png writes them as PNG, to look at.
 """
 
 from __future__ import annotations
@@ -35,110 +35,134 @@ PALETTE = {
     "peer3": ("#7a6a00", "#d9c84a"),
 }
 FONT = 12.5
+Pair = tuple[float, float]
 
 
 def colors(theme: int) -> dict[str, str]:
     return {role: pair[theme] for role, pair in PALETTE.items()}
 
 
-def fused_path(c: dict[str, str]) -> Any:
-    figure = pyplot.figure(figsize=(11, 5.6), facecolor=c["paper"])
-    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, 11), ylim=(0, 5.6))
+def _canvas(c: dict[str, str], height: float) -> tuple[Any, Any]:
+    figure = pyplot.figure(figsize=(11, height), facecolor=c["paper"])
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, 11), ylim=(0, height))
     axis.axis("off")
-    width, height, lefts = 2.2, 1.3, (0.3, 3.05, 5.8, 8.5)
-    top, low = 3.45, 0.85
+    return figure, axis
 
-    def box(place: int, y: float, title: str, shape: str, file: str, role: str) -> None:
-        left = lefts[place]
-        axis.add_patch(
-            FancyBboxPatch(
-                (left, y),
-                width,
-                height,
-                boxstyle="round,pad=0,rounding_size=0.12",
-                facecolor=c["box"],
-                edgecolor=c[role],
-                linewidth=2,
-            )
-        )
-        middle = left + width / 2
-        say = {"ha": "center", "va": "center"}
-        axis.text(middle, y + 1.0, title, color=c["ink"], fontsize=FONT, weight="bold", **say)
-        axis.text(middle, y + 0.65, shape, color=c["ink"], fontsize=FONT, **say)
-        axis.text(middle, y + 0.27, file, color=c["faint"], fontsize=FONT - 1.5, **say)
 
-    def arrow(x0: float, y0: float, x1: float, y1: float, text: str = "") -> None:
-        axis.annotate(
-            "",
-            (x1, y1),
-            (x0, y0),
-            arrowprops={"arrowstyle": "-|>", "color": c["ink"], "linewidth": 1.8},
-        )
-        if text:
-            axis.text(
-                (x0 + x1) / 2, y0 + 0.13, text, ha="center", color=c["ink"], fontsize=FONT - 1
-            )
+def _say(axis: Any, x: float, y: float, text: str, color: str, **style: Any) -> None:
+    given = {"ha": "center", "va": "center", "fontsize": FONT} | style
+    axis.text(x, y, text, color=color, **given)
 
-    def loop(y: float) -> None:
-        axis.add_patch(
-            Rectangle(
-                (lefts[1] - 0.22, y - 0.22),
-                lefts[2] + width - lefts[1] + 0.4,
-                height + 0.44,
-                fill=False,
-                edgecolor=c["faint"],
-                linestyle=(0, (4, 3)),
-                linewidth=1.3,
-            )
-        )
 
-    loop(top)
-    loop(low)
-    axis.text(
-        (lefts[1] + lefts[2] + width) / 2,
-        top + height + 0.32,
-        "forward: for each block of columns",
-        ha="center",
-        color=c["ours"],
-        fontsize=FONT,
+def _box(axis: Any, c: dict[str, str], corner: Pair, size: Pair, role: str, *lines: str) -> None:
+    """A rounded box; the first line in bold, the last one faint where there are three."""
+    (left, low), (width, height) = corner, size
+    shape = FancyBboxPatch(
+        corner,
+        width,
+        height,
+        boxstyle="round,pad=0,rounding_size=0.1",
+        facecolor=c["box"],
+        edgecolor=c[role],
+        linewidth=2,
     )
-    axis.text(
-        (lefts[1] + lefts[2] + width) / 2,
-        low - 0.5,
-        "backward: for each block of columns",
-        ha="center",
-        color=c["peer1"],
-        fontsize=FONT,
+    axis.add_patch(shape)
+    for number, line in enumerate(lines):
+        y = low + height * (len(lines) - number - 0.5) / len(lines)
+        faint = number == 2
+        weight = "bold" if number == 0 else "normal"
+        size_of = FONT - 1.5 if faint else FONT
+        color = c["faint" if faint else "ink"]
+        _say(axis, left + width / 2, y, line, color, weight=weight, fontsize=size_of)
+
+
+def _arrow(axis: Any, color: str, start: Pair, end: Pair, style: str = "-|>") -> None:
+    axis.annotate(
+        "", end, start, arrowprops={"arrowstyle": style, "color": color, "linewidth": 1.8}
     )
-    box(0, top, "hidden tile", "[rows, h]", "ops/rows.py", "ours")
-    box(1, top, "chunk of logits", "[rows, block]", "ops/head.py", "ours")
-    box(2, top, "row statistics", "m, s, t, e   [k, rows]", "kernels/stats.py", "ours")
-    box(3, top, "logprob, entropy", "merged over TP", "ops/apply.py", "ours")
-    box(3, low, "upstream", "g, h for each row", "kernels/stats.py", "peer1")
-    box(2, low, "chunk again", "[rows, block]", "ops/head.py", "peer1")
-    box(1, low, "dLogits", "in the chunk's place", "kernels/reference.py", "peer1")
-    box(0, low, "dWeight, dHidden", "sum over TP", "ops/head_gradients.py", "peer1")
-    up, down = top + height / 2, low + height / 2
-    arrow(lefts[0] + width, up, lefts[1], up)
-    arrow(lefts[1] + width, up, lefts[2], up)
-    arrow(lefts[2] + width, up, lefts[3], up)
-    arrow(lefts[3] + width / 2, top, lefts[3] + width / 2, low + height)
-    arrow(lefts[3], down, lefts[2] + width, down)
-    arrow(lefts[2], down, lefts[1] + width, down)
-    arrow(lefts[1], down, lefts[0] + width, down)
-    between = (top + low + height) / 2
-    note = {"color": c["ink"], "fontsize": FONT - 1, "va": "center"}
-    axis.text(lefts[0], between, "1 product forward,\n3 backward", **note)
-    axis.text(lefts[1] - 0.1, between, "a chunk is dropped before the next is made", **note)
-    axis.text(lefts[3] + width / 2 - 0.15, between, "your loss", ha="right", **note)
-    axis.text(
-        lefts[3] + width / 2,
-        top + height + 0.32,
-        "one all-gather",
-        ha="center",
-        color=c["ours"],
-        fontsize=FONT,
+
+
+def fused_path(c: dict[str, str]) -> Any:
+    figure, axis = _canvas(c, 5.8)
+
+    def matrix(corner: Pair, size: Pair, part: Pair, part_size: Pair, *, held: bool) -> None:
+        edge = {"edgecolor": c["ink"] if held else c["faint"], "linewidth": 1.5}
+        fill = {"facecolor": c["box"]} if held else {"fill": False, "linestyle": (0, (4, 3))}
+        axis.add_patch(Rectangle(corner, *size, **edge, **fill))
+        axis.add_patch(Rectangle(part, *part_size, facecolor=c["ours"], linewidth=0))
+
+    low, tall, left, wide = 1.25, 2.6, 1.9, 3.7
+    tile, tile_height, block, block_width = 2.75, 0.6, 3.0, 1.0
+    matrix((0.55, low), (0.8, tall), (0.55, tile), (0.8, tile_height), held=True)
+    matrix((left, 4.2), (wide, 0.8), (block, 4.2), (block_width, 0.8), held=True)
+    matrix((left, low), (wide, tall), (block, tile), (block_width, tile_height), held=False)
+    ink, faint = c["ink"], c["faint"]
+    _say(axis, 0.95, low - 0.25, "hidden\n[tokens, h]", ink, va="top")
+    _say(axis, left + wide / 2, 5.3, "weight of the LM head, transposed  [h, V/TP]", ink)
+    _say(axis, left + wide / 2, low + 0.75, "logits [tokens, V/TP]", faint)
+    _say(axis, left + wide / 2, low + 0.4, "are never materialised", faint)
+    _say(axis, left + wide / 2, low - 0.25, "one chunk at a time", c["ours"], va="top")
+    _say(axis, 0.95, tile + tile_height / 2, "tile", c["paper"], weight="bold")
+    _say(axis, block + block_width / 2, 4.6, "block", c["paper"], weight="bold")
+    _say(
+        axis,
+        block + block_width / 2,
+        tile + tile_height / 2,
+        "chunk",
+        c["paper"],
+        weight="bold",
     )
+
+    size, right = (4.3, 0.95), 6.3
+    middle = right + size[0] / 2
+    _say(axis, middle, 5.55, "forward, 1 GEMM", c["ours"], weight="bold")
+    _box(axis, c, (right, 4.35), size, "ours", "row statistics", "3 to 8 float32 numbers a token")
+    _box(axis, c, (right, 2.75), size, "ours", "logprob, entropy, rank", "the same on every rank")
+    _box(axis, c, (right, 0.75), size, "peer1", "the chunk again", "dLogits written over it")
+    _arrow(axis, c["ours"], (block + block_width, tile + 0.45), (right, 4.5))
+    _arrow(axis, c["ours"], (middle, 4.35), (middle, 3.7))
+    _say(axis, middle + 0.12, 4.03, "one all-gather over TP", ink, ha="left")
+    _arrow(axis, c["peer1"], (middle, 2.75), (middle, 1.7))
+    _say(axis, middle + 0.12, 2.4, "your loss", ink, ha="left")
+    _say(axis, middle + 0.12, 2.05, "backward, 3 GEMMs", c["peer1"], ha="left", weight="bold")
+    _arrow(axis, c["peer1"], (right, 1.2), (block + block_width, tile + 0.1))
+    _say(axis, middle, 0.35, "into dHidden of the tile and dWeight of the block", c["peer1"])
+    return figure
+
+
+def one_way(c: dict[str, str]) -> Any:
+    """Source, operation, backend: what each call passes."""
+    figure, axis = _canvas(c, 5.6)
+    ink, faint = c["ink"], c["faint"]
+    _box(axis, c, (0.3, 3.75), (2.5, 1.1), "ours2", "GivenLogits", "a tensor", "ops/source.py")
+    _box(axis, c, (0.3, 1.15), (2.5, 1.1), "ours2", "HeadLogits", "hidden, weight", "ops/head.py")
+    _box(axis, c, (4.2, 2.05), (2.6, 1.9), "ours", "apply", "one autograd function", "ops/apply.py")
+    _box(
+        axis, c, (4.2, 4.35), (2.6, 1.0), "ours", "an operation", "its mathematics", "ops/gather.py"
+    )
+    _box(
+        axis,
+        c,
+        (4.2, 0.3),
+        (2.6, 1.0),
+        "peer2",
+        "all-gather over TP",
+        "a few numbers a row",
+        "collectives.py",
+    )
+    _box(axis, c, (8.2, 2.05), (2.5, 1.9), "peer1", "a backend", "statistics, gradient", "kernels/")
+    _say(axis, 1.55, 3.2, "Source", ink, weight="bold")
+    _say(axis, 1.55, 2.75, "where logits come from", faint)
+    _arrow(axis, ink, (2.8, 4.1), (4.2, 3.4), "<|-|>")
+    _arrow(axis, ink, (2.8, 1.9), (4.2, 2.6), "<|-|>")
+    _say(axis, 3.5, 3.0, "chunks\nand their\ngradients", ink, fontsize=FONT - 1.5)
+    _arrow(axis, ink, (5.5, 4.35), (5.5, 3.95), "<|-|>")
+    _say(axis, 5.6, 4.15, "forward, write_dlogits", ink, ha="left", fontsize=FONT - 1.5)
+    _arrow(axis, ink, (5.5, 2.05), (5.5, 1.3), "<|-|>")
+    _say(axis, 5.6, 1.68, "row statistics [k, n]", ink, ha="left", fontsize=FONT - 1.5)
+    _arrow(axis, ink, (6.8, 3.0), (8.2, 3.0), "<|-|>")
+    _say(axis, 7.5, 3.25, "a chunk", ink, fontsize=FONT - 1.5)
+    _say(axis, 9.45, 1.7, "torch, inductor (CPU), Triton", faint)
     return figure
 
 
@@ -233,7 +257,7 @@ def write(name: str, draw: Any, png: Path | None) -> None:
     if png is not None:
         for theme, suffix in enumerate(("light", "dark")):
             figure = draw(colors(theme))
-            figure.savefig(png / f"{name}-{suffix}.png", dpi=45, facecolor=figure.get_facecolor())
+            figure.savefig(png / f"{name}-{suffix}.png", dpi=70, facecolor=figure.get_facecolor())
             pyplot.close(figure)
 
 
@@ -242,7 +266,8 @@ def main() -> None:
     parser.add_argument("--png", type=Path, metavar="FOLDER")
     png = parser.parse_args().png
     matplotlib.rcParams |= {"svg.hashsalt": "mcore_logprobs", "font.family": "DejaVu Sans"}
-    for name, draw in (("fused-path", fused_path), ("costs", costs)):
+    pictures = {"fused-path": fused_path, "one-way": one_way, "costs": costs}
+    for name, draw in pictures.items():
         write(name, draw, png)
 
 

@@ -21,13 +21,6 @@ from mcore_logprobs.collectives import all_gather_dim0, reduce_scatter_dim0
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
 
-__all__ = [
-    "context_parallel_gather",
-    "context_parallel_positions",
-    "context_parallel_shard",
-    "context_parallel_shift",
-]
-
 GRADS = ("sum", "slice")
 
 # Tensors that torch cannot index, as the ones of their size that it can.

@@ -157,7 +157,7 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
         upstream = (probability, probability, None, None, probability)
         for source, own in heads(tp):
             gradient = source.gradient((True, True, False, False, False))
-            gradient.hidden = collected = _Segments(source, wide=False)
+            gradient.hidden = collected = _Segments(source, in_acc_dtype=False)
             write = operation.write_dlogits(source, upstream, (own, mask), softmax)
             (tile,) = source.tiles()
             for placed in tile.chunks():

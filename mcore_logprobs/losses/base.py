@@ -424,9 +424,9 @@ def sequence_mean(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
     Shape:
         values, mask: `[b, s]` (or `[s, b]` with seq_dim=0) -> `[b, 1]` (`[1, b]`).
     """
-    keep = counted(mask, values, seq_dim)
-    tokens = keep.sum(seq_dim, keepdim=True).clamp(min=1)
-    return torch.where(keep, values, 0.0).sum(seq_dim, keepdim=True) / tokens
+    valid_mask = counted(mask, values, seq_dim)
+    tokens = valid_mask.sum(seq_dim, keepdim=True).clamp(min=1)
+    return torch.where(valid_mask, values, 0.0).sum(seq_dim, keepdim=True) / tokens
 
 
 def counted(mask: Tensor, values: Tensor, seq_dim: int = 1) -> Tensor:

@@ -64,8 +64,8 @@ def choose_in_batch(
     """
     for value in values:
         check_shape("mask", mask, value)
-    keep = counted(mask, values[0], 0)
-    mine = torch.stack([value.detach()[keep] for value in values])
+    valid_mask = counted(mask, values[0], 0)
+    mine = torch.stack([value.detach()[valid_mask] for value in values])
     count = torch.tensor([mine.shape[1]], device=mine.device)
     counts = all_gather_stack(count, group).flatten().tolist()
     padded = F.pad(mine, (0, max(counts) - mine.shape[1]))
@@ -75,7 +75,7 @@ def choose_in_batch(
     if everyone.shape[1]:
         start = sum(counts[: group_rank(group)])
         chosen = choose(*everyone)[start : start + mine.shape[1]]
-        found[keep] = torch.where(everyone.isnan().any(), torch.nan, chosen.to(found.dtype))
+        found[valid_mask] = torch.where(everyone.isnan().any(), torch.nan, chosen.to(found.dtype))
     return found
 
 
@@ -127,9 +127,11 @@ class AdaptiveEntropy:
         Collectives: one all-reduce of `[2]` over the group (data and context parallel; None: this
         process alone). One host sync.
         """
-        keep = counted(mask, entropy, 0)
-        total = torch.where(keep, entropy.detach(), 0.0).sum(dtype=torch.float64)
-        total, tokens = all_reduce_sum(torch.stack([total, keep.sum().double()]), group).tolist()
+        valid_mask = counted(mask, entropy, 0)
+        total = torch.where(valid_mask, entropy.detach(), 0.0).sum(dtype=torch.float64)
+        total, tokens = all_reduce_sum(
+            torch.stack([total, valid_mask.sum().double()]), group
+        ).tolist()
         if not tokens:
             return self
         mean = total / tokens

@@ -230,18 +230,18 @@ def rejection_mask(
     check_choice("level", level, ("token", "sum", "mean", "max"))
     if not (isinstance(high, (int, float)) and isinstance(low, (int, float)) and low <= high):
         raise ValueError(f"low, high: expected numbers, low <= high, got {low!r}, {high!r}")
-    keep = counted(mask, log_ratio_of(train_logprobs, rollout_logprobs), seq_dim)
+    valid_mask = counted(mask, log_ratio_of(train_logprobs, rollout_logprobs), seq_dim)
     p, q = rollout_logprobs.detach(), train_logprobs.detach()
     if estimator == "binary":
         distance = torch.maximum(binary_kl(p, q), binary_kl(q, p))
     else:
         distance = KL[estimator](p, q)
     if level == "max":
-        distance = distance.masked_fill(~keep, -math.inf).amax(seq_dim, keepdim=True)
+        distance = distance.masked_fill(~valid_mask, -math.inf).amax(seq_dim, keepdim=True)
     elif level != "token":
         reduce = sequence_sum if level == "sum" else sequence_mean
         distance = reduce(distance, mask, seq_dim=seq_dim)
-    return torch.where(keep, _inside(distance, low, high, weighted=False), 0.0)
+    return torch.where(valid_mask, _inside(distance, low, high, weighted=False), 0.0)
 
 
 def _sequence_ratio(

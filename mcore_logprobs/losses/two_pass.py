@@ -301,10 +301,10 @@ class FIPOLoss(ClippedLoss):
 
     def numbers(self, given: Given) -> dict[str, Tensor]:
         log_ratio, seq_dim = given["log_ratio"], given["seq_dim"]
-        ratio, keep = log_ratio.exp(), counted(given["mask"], log_ratio, seq_dim)
+        ratio, valid_mask = log_ratio.exp(), counted(given["mask"], log_ratio, seq_dim)
         if self.dual_clip is not None:
-            keep = keep & ~(ratio > self.dual_clip)
-        ahead = torch.where(keep, log_ratio, 0.0).movedim(seq_dim, -1)
+            valid_mask = valid_mask & ~(ratio > self.dual_clip)
+        ahead = torch.where(valid_mask, log_ratio, 0.0).movedim(seq_dim, -1)
         ahead = _discounted_ahead(ahead, 2.0 ** (-1.0 / self.half_life)).movedim(-1, seq_dim)
         low = 1.0 if self.high_only else 1.0 - self.weight_clip
         weights = ahead.exp().clamp(low, 1.0 + self.weight_clip)

@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["unwrap_logits", "unwrap_rows"]
-
 
 def _dtensor_class() -> Any | None:
     """The DTensor class if anybody has imported it: no tensor can be one before."""

@@ -175,12 +175,12 @@ class HeadLogits:
         flat = per_token.reshape(self.lead.numel(), *per_token.shape[len(self.lead) :])
         if self.options.selection is not None:
             flat = self.options.selection.select(flat, fill)
-        return self.hidden.walk(flat)
+        return self.hidden.by_tile(flat)
 
     def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
-        per_row = self.hidden.unwalk(per_row)
+        per_row = self.hidden.by_rank(per_row)
         if self.options.selection is not None:
-            per_row = self.options.selection.restore(per_row, fill)
+            per_row = self.options.selection.unselect(per_row, fill)
         return per_row.reshape(*self.lead, *per_row.shape[1:])
 
     def pack(self, per_row: Tensor) -> Tensor:
@@ -228,9 +228,9 @@ class HeadLogits:
         return [part.stop * self.hidden.ranks for part in self.hidden.local]
 
     def gradient(
-        self, needs: Sequence[bool], *, sparse: bool = False, wide: bool = False
+        self, needs: Sequence[bool], *, sparse: bool = False, in_acc_dtype: bool = False
     ) -> HeadGradient:
-        return HeadGradient(self, needs, wide=wide, sparse=sparse)
+        return HeadGradient(self, needs, in_acc_dtype=in_acc_dtype, sparse=sparse)
 
     def backend(self, chunk: Chunk) -> backends.Backend:
         invariant = self.options.segments is not None
@@ -457,14 +457,14 @@ def head_logits(
         )
         lead = rows.shape
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
-    wide = acc_dtype(compute_dtype)
+    accumulated = acc_dtype(compute_dtype)
     options = HeadOptions(
         shard=shard,
         lead=lead,
         logit_scale=float(logit_scale),
         softcap=softcap,
         temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
-        logits_dtype=torch.float64 if wide == torch.float64 else logits_dtype,
+        logits_dtype=torch.float64 if accumulated == torch.float64 else logits_dtype,
         compute_dtype=compute_dtype,
         rounded=may_round and logits_dtype == compute_dtype and lora is None and segments is None,
         backend=backend,

@@ -44,27 +44,36 @@ class HeadGradient:
 
     Args:
         needs: which of them are wanted; an unwanted one costs no product.
-        wide: leave the gradients in float32 (float64 for float64), dWeight out of main_grad too.
+        in_acc_dtype: leave the gradients in float32 (float64 for float64), dWeight out of main_grad
+            too.
         sparse: dLogits come by `collect_entries` instead of chunk by chunk.
     """
 
     def __init__(
-        self, head: HeadLogits, needs: Sequence[bool], *, wide: bool = False, sparse: bool = False
+        self,
+        head: HeadLogits,
+        needs: Sequence[bool],
+        *,
+        in_acc_dtype: bool = False,
+        sparse: bool = False,
     ) -> None:
         for_hidden, for_weight, for_bias, *for_lora = needs[:5]
         options, bias = head.options, head.bias
-        self._head, self._wide = head, wide
-        self.hidden = HiddenGradient(head, wide=wide) if for_hidden else None
+        self._head, self._in_acc_dtype = head, in_acc_dtype
+        self.hidden = HiddenGradient(head, in_acc_dtype=in_acc_dtype) if for_hidden else None
         self.weight = self._bias = self._lora = None
         if for_weight:
             self.weight = WeightGradient(
-                head, main_grad=None if wide else options.main_grad, wide=wide, sparse=sparse
+                head,
+                main_grad=None if in_acc_dtype else options.main_grad,
+                in_acc_dtype=in_acc_dtype,
+                sparse=sparse,
             )
         if for_bias and bias is not None:
             self._bias = torch.zeros_like(bias, dtype=head.acc_dtype)
         if head.lora is not None and (for_hidden or any(for_lora)):
             lora_needs = (for_hidden, *for_lora)
-            self._lora = LoRAGradient(head, lora_needs, wide=wide, sparse=sparse)
+            self._lora = LoRAGradient(head, lora_needs, in_acc_dtype=in_acc_dtype, sparse=sparse)
         self._tile: Tensor | None = None
         self._reduced = -1  # the latest tile whose reduction was started
         self._parts: list[Tensor | None] = []
@@ -196,7 +205,7 @@ class HeadGradient:
         Where a LoRA's A is wanted, one all-reduce of `[r, h]` float32 over TP.
         """
         bias = self._bias
-        if bias is not None and not self._wide:
+        if bias is not None and not self._in_acc_dtype:
             bias = bias.to(self._head.tensors.bias.dtype)  # type: ignore[union-attr]
         return (
             None if self.hidden is None else self.hidden.finish(),
@@ -210,14 +219,14 @@ class HiddenGradient:
     """Collects dHidden tile by tile: float32 within a tile, summed over TP while the next is made.
 
     The sum over TP is an all-reduce, or a reduce-scatter under sequence parallelism, in float32,
-    rounded to the hidden states' dtype once (not at all if `wide`).
+    rounded to the hidden states' dtype once (not at all if `in_acc_dtype`).
     """
 
-    def __init__(self, head: HeadLogits, *, wide: bool) -> None:
+    def __init__(self, head: HeadLogits, *, in_acc_dtype: bool) -> None:
         hidden, self._selection = head.tensors.hidden, head.options.selection
         self._group, self._scatter = head.shard.group, head.options.sequence_parallel
         self._parts = head.hidden.local
-        self._dtype = acc_dtype(hidden.dtype) if wide else hidden.dtype
+        self._dtype = acc_dtype(hidden.dtype) if in_acc_dtype else hidden.dtype
         self._pending: tuple[int, Tensor, Any | None] | None = None
         if self._selection is None:
             self._grad = torch.empty_like(hidden, dtype=self._dtype)
@@ -273,28 +282,28 @@ class WeightGradient:
 
     Args:
         main_grad: None, or the buffer to which the gradient is added.
-        wide: leave the gradient in float32.
+        in_acc_dtype: leave the gradient in float32.
         sparse: the gradient comes by `add_rows`; the float32 sum starts at 0.
     """
 
     def __init__(
-        self, head: HeadLogits, *, main_grad: MainGrad | None, wide: bool, sparse: bool
+        self, head: HeadLogits, *, main_grad: MainGrad | None, in_acc_dtype: bool, sparse: bool
     ) -> None:
         weight, tiles, options = head.weight, len(head.hidden.local), head.options
         self._main_grad = main_grad
         self._fixed, self._rounded = options.segments is not None, options.rounded
-        self._wide = head.acc_dtype
-        self._dtype = self._wide if wide else weight.dtype
+        self._acc_dtype = head.acc_dtype
+        self._dtype = self._acc_dtype if in_acc_dtype else weight.dtype
         self._fresh = main_grad is None
         self._sum: Tensor | None = None
         buffer = None if main_grad is None else main_grad.buffer
-        if sparse and (buffer is None or buffer.dtype != self._wide):
-            self._sum = torch.zeros_like(weight, dtype=self._wide)
+        if sparse and (buffer is None or buffer.dtype != self._acc_dtype):
+            self._sum = torch.zeros_like(weight, dtype=self._acc_dtype)
         elif buffer is None:
-            dtype = self._dtype if tiles <= 1 else self._wide
+            dtype = self._dtype if tiles <= 1 else self._acc_dtype
             self._sum = prefer_huge_pages(torch.empty_like(weight, dtype=dtype))
             self._sum[head.shard.valid_width if tiles else 0 :] = 0
-        elif buffer.dtype == self._wide:
+        elif buffer.dtype == self._acc_dtype:
             self._sum = buffer
 
     def add(self, first: bool, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
@@ -306,7 +315,7 @@ class WeightGradient:
         block = None if self._sum is None else self._sum[columns]
         if self._fixed:
             dlogits, hidden = aligned(dlogits), aligned(hidden)
-        elif block is not None and block.dtype == self._wide:
+        elif block is not None and block.dtype == self._acc_dtype:
             # product writes where there is nothing yet, so that no zero fill is needed.
             multiply = product if first and self._fresh else add_product
             multiply(dlogits.t(), hidden, block, rounded=self._rounded)
@@ -315,7 +324,7 @@ class WeightGradient:
             rounded_product(dlogits.t(), hidden, block)
             return
         shape = (dlogits.shape[1], hidden.shape[1])
-        part = hidden.new_empty(shape, dtype=self._wide)
+        part = hidden.new_empty(shape, dtype=self._acc_dtype)
         product(dlogits.t(), hidden, part, rounded=self._rounded)
         if block is not None:  # fixed; or one tile, float32 operands of a low-precision weight
             block.copy_(part) if first and self._fresh else block.add_(part)

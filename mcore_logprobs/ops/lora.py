@@ -119,17 +119,17 @@ class LoRAGradient:
 
     Args:
         needs: whether dHidden, dA and dB are wanted.
-        wide: leave dA and dB in float32 (float64 for float64).
+        in_acc_dtype: leave dA and dB in float32 (float64 for float64).
         sparse: dLogits come by `add_entries`; rows without any add nothing, whatever they hold.
     """
 
     def __init__(
-        self, head: HeadLogits, needs: Sequence[bool], *, wide: bool, sparse: bool
+        self, head: HeadLogits, needs: Sequence[bool], *, in_acc_dtype: bool, sparse: bool
     ) -> None:
         assert head.lora is not None
         self._lora, self._group, self._sparse = head.lora, head.shard.group, sparse
         self._matmul_input, self._acc = head.matmul_input, head.acc_dtype
-        self._dtypes = [self._acc if wide else x.dtype for x in self._lora[:2]]
+        self._dtypes = [self._acc if in_acc_dtype else x.dtype for x in self._lora[:2]]
         for_hidden, for_a, for_b = needs
         self._a = torch.zeros_like(self._lora.a, dtype=self._acc) if for_a else None
         self._b = torch.zeros_like(self._lora.b, dtype=self._acc) if for_b else None

@@ -95,7 +95,7 @@ class _PolicyLoss(torch.autograd.Function):
             source = options.open(*inputs)
             local_target, valid_mask, *per_token = map(source.flatten_rows, per_token)
             needs = [flag and loss.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
-            gradient = source.gradient(needs, wide=True)
+            gradient = source.gradient(needs, in_acc_dtype=True)
             total = torch.zeros((), dtype=torch.float64, device=source.device)
             # Of no rows to begin with, so that a call without any has results too.
             parts = [

@@ -16,8 +16,6 @@ from torch.utils import _pytree as pytree
 from mcore_logprobs.checks import check_integer
 from mcore_logprobs.context_parallel import context_parallel_gather
 
-__all__ = ["TokenStats"]
-
 
 @dataclass
 class TokenStats:

@@ -188,7 +188,7 @@ class RowSelection:
             return found
         return found.masked_fill(self._padding.view(-1, *(1,) * (found.dim() - 1)), fill)
 
-    def restore(self, per_row: Tensor, fill: float) -> Tensor:
+    def unselect(self, per_row: Tensor, fill: float) -> Tensor:
         """The inverse of `select`; `fill` at tokens that are not computed."""
         if self._place is not None:
             per_row = per_row.index_select(0, self._place)
@@ -262,16 +262,16 @@ class HiddenRows:
             rows = rows.contiguous()
         return all_gather_dim0_async(rows, self.group)
 
-    def walk(self, per_row: Tensor) -> Tensor:
-        """`[n, ...]` rank by rank -> as the tiles are walked."""
+    def by_tile(self, per_row: Tensor) -> Tensor:
+        """`[n, ...]` rank by rank -> tile by tile, and in a tile rank by rank."""
         parts = self.local
         if self.ranks == 1 or len(parts) < 2:
             return per_row
         ranked = per_row.view(self.ranks, -1, *per_row.shape[1:])
         return torch.cat([ranked[:, part].flatten(0, 1) for part in parts])
 
-    def unwalk(self, per_row: Tensor) -> Tensor:
-        """The inverse of `walk`."""
+    def by_rank(self, per_row: Tensor) -> Tensor:
+        """The inverse of `by_tile`."""
         parts = self.local
         if self.ranks == 1 or len(parts) < 2:
             return per_row

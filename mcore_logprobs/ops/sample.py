@@ -106,7 +106,7 @@ class Sample(Operation):
             cut = Cut(*(torch.cat(parts) for parts in zip(*cuts, strict=True)))
             ids, x = best.of_all_ranks()
             multiplier = self.filters.options(source.shard, source.temperature).multiplier
-            logprobs = (x - cut.top) * multiplier - cut.log_sum
+            logprobs = (x - cut.row_max) * multiplier - cut.log_sum
         logprobs = torch.where(greedy & logprobs.isfinite(), 0.0, logprobs).to(source.acc_dtype)
         return (torch.where(valid_mask, ids, 0), torch.where(valid_mask, logprobs, 0.0)), ()
 

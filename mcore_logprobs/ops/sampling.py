@@ -125,7 +125,7 @@ class Filtered(Operation):
         results = RowResults(*upstream)
         on_filtered = results.logprobs
         if on_filtered is None:
-            on_filtered = torch.zeros_like(cut.top)
+            on_filtered = torch.zeros_like(cut.row_max)
         opts = self.filters.options(source.shard, source.temperature)
         filtered = CutGradient(on_filtered, valid_mask, own_target, cut, opts)
         whole = results._replace(logprobs=None)
@@ -162,12 +162,12 @@ class SavedCut(NamedTuple):
 
     limit: Tensor
     last: Tensor
-    top: Tensor
+    row_max: Tensor
     log_sum: Tensor
 
     @classmethod
     def of(cls, cut: Cut) -> SavedCut:
-        return cls(cut.limit, cut.last, cut.top, cut.log_sum)
+        return cls(cut.limit, cut.last, cut.row_max, cut.log_sum)
 
 
 class CutGradient:
@@ -190,8 +190,8 @@ class CutGradient:
         upstream = torch.where(valid_mask, upstream, 0.0).to(cut.limit.dtype)
         # A row that asks for nothing keeps nothing: NaN compares with no logit.
         limit = torch.where(upstream == 0, torch.nan, cut.limit)
-        filtered = _outside_kept(cut.top, upstream)
-        self._rows = (upstream, limit, cut.top, cut.log_sum, filtered)
+        filtered = _outside_kept(cut.row_max, upstream)
+        self._rows = (upstream, limit, cut.row_max, cut.log_sum, filtered)
 
     def of_logits(self, logits: Tensor, part: slice, first: int = 0) -> Tensor:
         """With respect to logits `[c, v]` of some rows, float32 or float64; new.
@@ -216,11 +216,11 @@ class CutGradient:
         return torch.where(kept, dz, rest, out=dz).mul_(multiplier)
 
 
-def _outside_kept(top: Tensor, upstream: Tensor) -> Tensor:
+def _outside_kept(row_max: Tensor, upstream: Tensor) -> Tensor:
     """The gradient of each row's columns outside the kept set, `[n]`: NaN in a row with NaN or
     +inf whose upstream is not 0, else 0.
     """
-    return torch.where(top.isfinite() | (upstream == 0), 0.0, torch.nan).to(upstream.dtype)
+    return torch.where(row_max.isfinite() | (upstream == 0), 0.0, torch.nan).to(upstream.dtype)
 
 
 def filtered_stats(

@@ -103,7 +103,7 @@ class Cut(NamedTuple):
             they were; where these two are equal it is both.
         last: int64, of logits equal to the limit the last of this rank's columns that is kept; -1
             for none.
-        top: the row's largest logit, NaN where any is; 0 where every logit is -inf.
+        row_max: the row's largest logit, NaN where any is; 0 where every logit is -inf.
         log_sum: log of the sum over the kept set of exp(z - max z); 0 where every logit is -inf.
     """
 
@@ -111,7 +111,7 @@ class Cut(NamedTuple):
     kept: Tensor
     limit: Tensor
     last: Tensor
-    top: Tensor
+    row_max: Tensor
     log_sum: Tensor
 
     @classmethod
@@ -179,10 +179,10 @@ def find_cut(values: Values, local_target: Tensor, valid_mask: Tensor, opts: Fil
         wanted = _TOP_P_CANDIDATES
     survey = _Survey(values, local_target, min(wanted, shard.width), opts)
     found = survey.cut()
-    hard = found.hard & valid_mask & survey.top.isfinite()
+    hard = found.hard & valid_mask & survey.row_max.isfinite()
     index = hard.nonzero().squeeze(-1)  # a host sync
     if index.numel():
-        subset = _HardRows(values, index, survey.top[index], opts)
+        subset = _HardRows(values, index, survey.row_max[index], opts)
         solved = _search_cut(subset, survey.total[index])
         for known, exact in zip(found[:4], solved, strict=True):
             known[index] = exact
@@ -197,14 +197,14 @@ def find_cut(values: Values, local_target: Tensor, valid_mask: Tensor, opts: Fil
         kept = all_reduce_sum((own & above).to(survey.target.dtype), shard.group) > 0
     empty = found.mass == 0  # every logit is -inf
     log_sum = torch.where(empty, 0.0, found.mass.log())
-    logprobs = (survey.target.double() - survey.top) * opts.multiplier - log_sum
+    logprobs = (survey.target.double() - survey.row_max) * opts.multiplier - log_sum
     logprobs = torch.where(kept & ~empty, logprobs, -torch.inf)
     return Cut(
-        logprobs=logprobs.masked_fill(~survey.top.isfinite(), torch.nan).to(values.dtype),
+        logprobs=logprobs.masked_fill(~survey.row_max.isfinite(), torch.nan).to(values.dtype),
         kept=kept,
         limit=torch.where(found.next == found.value, found.value, _between(found)),
         last=torch.where(found.next == found.value, found.last, -1),
-        top=survey.top,
+        row_max=survey.row_max,
         log_sum=log_sum.to(values.dtype),
     )
 
@@ -238,7 +238,7 @@ class _Survey:
     """Step 1: what every rank knows of each row after the one all-gather.
 
     Attributes:
-        top: `[n]` largest logit, NaN where any is (top-k takes it for the largest); 0 where all
+        row_max: `[n]` largest logit, NaN where any is (top-k takes it for the largest); 0 where all
             are -inf.
         total: `[n]` float64, the whole softmax's mass; NaN with top-k, which has no use for it.
         target, own_target: `[n]` the target's logit; own_target is 0 on ranks that lack it.
@@ -265,8 +265,8 @@ class _Survey:
         self.own_target, self.target = packed[0], everyone[:, 0].sum(0)
         self._candidates = everyone[:, 2:]
         self.listed = self._candidates.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
-        top = self.listed[:, 0]
-        self.top = torch.where(top.isneginf(), 0.0, top)
+        row_max = self.listed[:, 0]
+        self.row_max = torch.where(row_max.isneginf(), 0.0, row_max)
         self.total = (everyone[:, 1].double() * self._weight(everyone[:, 2])).sum(0)
         if opts.top_k is not None:
             self.total.fill_(torch.nan)
@@ -279,7 +279,7 @@ class _Survey:
 
     def _weight(self, raw: Tensor) -> Tensor:
         """exp(z - max z), float64; raw `[..., n]`."""
-        return ((raw.double() - self.top) * self._opts.multiplier).exp()
+        return ((raw.double() - self.row_max) * self._opts.multiplier).exp()
 
     def cut(self) -> _Found:
         """Step 2: the cut as the list tells it; `hard` where it does not."""
@@ -323,11 +323,11 @@ class _Survey:
         return torch.where(mine > 0, last.squeeze(-1), -1)
 
 
-def _mass(x: Tensor, top: Tensor, multiplier: float | Tensor) -> Tensor:
+def _mass(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
     """sum exp(z - max z) of logits `[c, v]` with maximum `[c, 1]`; 0 for a row of -inf."""
     dtype = acc_dtype(x.dtype)
-    top = top.to(dtype)
-    shifted = x.to(dtype) - torch.where(top.isneginf(), 0.0, top)
+    row_max = row_max.to(dtype)
+    shifted = x.to(dtype) - torch.where(row_max.isneginf(), 0.0, row_max)
     return shifted.mul_(multiplier).exp_().sum(-1)
 
 
@@ -339,11 +339,11 @@ class _HardRows:
 
     Args:
         index: `[r]` int64, ascending.
-        top: `[r]` largest logit, finite.
+        row_max: `[r]` largest logit, finite.
     """
 
-    def __init__(self, values: Values, index: Tensor, top: Tensor, opts: FilterOptions) -> None:
-        self.top, self.shard, self.opts = top, opts.shard, opts
+    def __init__(self, values: Values, index: Tensor, row_max: Tensor, opts: FilterOptions) -> None:
+        self.row_max, self.shard, self.opts = row_max, opts.shard, opts
         self.dtype, self.raw_dtype = values.dtype, values.raw_dtype
         self.multiplier = opts.multiplier
         if isinstance(self.multiplier, Tensor):
@@ -415,11 +415,11 @@ class _HardRows:
 
     def weight_of(self, raw: Tensor) -> Tensor:
         """exp(z - max z), `[r]` float64."""
-        return ((raw.double() - self.top) * self.multiplier).exp()
+        return ((raw.double() - self.row_max) * self.multiplier).exp()
 
     def _weight(self, x: Tensor, part: slice) -> Tensor:
         multiplier = multiplier_column(self.multiplier, part, x.dtype)
-        return (x - self.top[part].unsqueeze(-1)).mul_(multiplier).exp_()
+        return (x - self.row_max[part].unsqueeze(-1)).mul_(multiplier).exp_()
 
 
 def _search_cut(rows: _HardRows, total: Tensor) -> tuple[Tensor, ...]:
@@ -430,8 +430,8 @@ def _search_cut(rows: _HardRows, total: Tensor) -> tuple[Tensor, ...]:
     """
     opts = rows.opts
     keys = _Keys(rows.raw_dtype, rows.dtype)
-    high = keys.of(rows.top)
-    low = keys.of(torch.full_like(rows.top, -torch.inf)) - 1
+    high = keys.of(rows.row_max)
+    low = keys.of(torch.full_like(rows.row_max, -torch.inf)) - 1
     if opts.top_k is not None:
         limit = torch.full_like(total, float(opts.top_k))
         kth = _smallest_below(rows, keys, low, high, limit, count=True)
@@ -445,7 +445,7 @@ def _search_cut(rows: _HardRows, total: Tensor) -> tuple[Tensor, ...]:
         # V tokens below this logit have less mass than top_p leaves out: the cut is not there.
         assert opts.top_p is not None
         least = 0.99 * (1.0 - opts.top_p) * total / rows.shard.padded_size
-        lowest = (rows.top + least.log() / rows.multiplier).to(rows.dtype)
+        lowest = (rows.row_max + least.log() / rows.multiplier).to(rows.dtype)
         low = torch.maximum(low, keys.of(lowest) - 1)
     limit = opts.top_p * total
     value = _smallest_below(rows, keys, low, high, limit, count=False)

@@ -333,7 +333,7 @@ def test_one_tiles_dweight_is_multiplied_into_its_own_dtype(rows):
     weight = torch.zeros(96, 40, dtype=torch.bfloat16)
     dlogits, hidden = (torch.randn(rows, n).bfloat16() for n in (96, 40))
     head = head_logits(hidden, weight, chunk_size=rows)
-    gradient = WeightGradient(head, main_grad=None, wide=False, sparse=False)
+    gradient = WeightGradient(head, main_grad=None, in_acc_dtype=False, sparse=False)
     with TensorsMade() as made:
         for columns in (slice(0, 64), slice(64, 96)):
             gradient.add(True, columns, dlogits[:, columns], hidden)
