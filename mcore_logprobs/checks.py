@@ -11,33 +11,9 @@ import math
 import numbers
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-Result = TypeVar("Result")
-
-
-def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A pure function of settings whose results are kept, by its arguments' values and types.
-
-    Small calls take as long as their host: what is checked once for some settings is right the
-    next time too. Errors are not kept, and arguments that cannot be (a list, by mistake) are
-    passed on. Under torch.compile, which traces the function, nothing is kept.
-    """
-    kept = lru_cache(1024, typed=True)(function)
-
-    @wraps(function)
-    def call(*args: Any) -> Result:
-        if torch.compiler.is_compiling():
-            return function(*args)
-        try:
-            return kept(*args)
-        except TypeError:  # unhashable, or raised by the function: then again
-            return function(*args)
-
-    return call
 
 
 @dataclass(frozen=True)

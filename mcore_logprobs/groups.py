@@ -13,8 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import remembered
-
 
 def resolve_tp_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """The tensor-parallel group that `group=None` means; see `_resolve`."""
@@ -178,9 +176,20 @@ class VocabShard:
         Raises:
             ValueError: no columns, or vocab_size outside [1, V].
         """
-        if group is None:
-            return _whole_vocabulary(width, vocab_size)
-        return cls(group, width, _true_size(width, group_size(group), vocab_size))
+        tp_size = group_size(group)
+        padded = width * tp_size
+        if width < 1:
+            raise ValueError(f"vocabulary shard: expected at least 1 column, got {width}")
+        if vocab_size is None:
+            return cls(group, width, padded)
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+            raise ValueError(f"vocab_size: expected an int or None, got {vocab_size!r}")
+        if not 1 <= vocab_size <= padded:
+            raise ValueError(
+                f"vocab_size: expected 1 to {padded} (V/TP {width} x TP {tp_size}), got "
+                f"{vocab_size}"
+            )
+        return cls(group, width, vocab_size)
 
     @property
     def rank(self) -> int:
@@ -207,24 +216,3 @@ class VocabShard:
     def valid_width(self) -> int:
         """How many of this rank's columns are true vocabulary; they come first. May be 0."""
         return max(0, min(self.width, self.vocab_size - self.start))
-
-
-@remembered
-def _true_size(width: int, tp_size: int, vocab_size: int | None) -> int:
-    padded = width * tp_size
-    if width < 1:
-        raise ValueError(f"vocabulary shard: expected at least 1 column, got {width}")
-    if vocab_size is None:
-        return padded
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
-        raise ValueError(f"vocab_size: expected an int or None, got {vocab_size!r}")
-    if not 1 <= vocab_size <= padded:
-        raise ValueError(
-            f"vocab_size: expected 1 to {padded} (V/TP {width} x TP {tp_size}), got {vocab_size}"
-        )
-    return vocab_size
-
-
-@remembered
-def _whole_vocabulary(width: int, vocab_size: int | None) -> VocabShard:
-    return VocabShard(None, width, _true_size(width, 1, vocab_size))

@@ -242,7 +242,6 @@ def test_works_with_torch_alone() -> None:
 
 # A unit may import units of a lower level, and its own. A new unit must be given a level here.
 LEVELS = {
-    "autograd": 0,
     "prefix_tree": 1,
     "checks": 0,
     "commands": 0,

@@ -35,7 +35,7 @@ from mcore_logprobs.dropin._common import (
     whole_logprobs,
 )
 from mcore_logprobs.groups import group_size, resolve_tp_group
-from mcore_logprobs.ops.dtensor import unwrap_logits, unwrap_rows
+from mcore_logprobs.ops.arguments import unwrap_logits, unwrap_rows
 
 # ---- from logits ---------------------------------------------------------------------------------
 

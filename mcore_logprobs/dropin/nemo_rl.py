@@ -47,7 +47,7 @@ from mcore_logprobs.dropin.nemo_logprobs import (
     rank_in_group,
     unpatch_gpt_model_forward_for_linear_ce_fusion,
 )
-from mcore_logprobs.ops.dtensor import unwrap_logits, unwrap_rows
+from mcore_logprobs.ops.arguments import unwrap_logits, unwrap_rows
 
 __all__ = [
     "AllGatherCPTensor",

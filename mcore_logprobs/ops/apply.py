@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,13 +11,56 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack
 from mcore_logprobs.kernels.segments import Segments, merge_segments
 from mcore_logprobs.kernels.stats import FinalStats, StatsSpec, finalize, merge, no_columns
 from mcore_logprobs.ops.source import Entries, Gradient, Placed, Source, Tile
 
 Tensors = tuple[Any, ...]
+Backward = Callable[..., tuple[Any, ...]]
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """For an autograd.Function's backward whose result depends on what the forward saved.
+
+    torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
+    without a graph where that is a constant, so that a penalty on them would train nothing, in
+    silence. Here such gradients raise a RuntimeError once they are differentiated.
+
+    Args:
+        backward: called as `backward(ctx, saved tensors, *grads)`. Those are unpacked once, as
+            hooks may bring them from far away. With `ctx.linear` set the result depends on grads
+            alone, up to constants: torch's own rule holds.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = backward(ctx, saved, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        # Those alone are reached by a backward for some inputs only, as autograd.grad's.
+        held = grads if getattr(ctx, "linear", False) else (*grads, *saved)
+        on = [x for x in held if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(_Last.apply(x, *on) if isinstance(x, Tensor) else x for x in found)
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    """A gradient, of what it depends on, that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *on: Tensor) -> Tensor:
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "the gradient of a gradient of mcore_logprobs' operations is not there: expected "
+            "create_graph=False, or gradients that no loss depends on"
+        )
 
 
 class Operation:

@@ -27,8 +27,7 @@ from mcore_logprobs.kernels.pairs import (
     pair_dtype,
 )
 from mcore_logprobs.ops.apply import Operation, Tensors, apply
-from mcore_logprobs.ops.arguments import check_mask, check_shape
-from mcore_logprobs.ops.dtensor import unwrap_logits
+from mcore_logprobs.ops.arguments import check_mask, check_shape, unwrap_logits
 from mcore_logprobs.ops.gather import masked_source
 from mcore_logprobs.ops.head import HeadLogits, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords

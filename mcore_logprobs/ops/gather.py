@@ -38,8 +38,8 @@ from mcore_logprobs.ops.arguments import (
     check_target,
     check_temperature,
     global_to_local,
+    unwrap_rows,
 )
-from mcore_logprobs.ops.dtensor import unwrap_rows
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits

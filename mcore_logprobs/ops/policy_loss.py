@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.autograd import once_differentiable
 from mcore_logprobs.checks import check_fraction
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.stats import IGNORED, RowResults
-from mcore_logprobs.ops.apply import finalize_shards, local_row_stats, without_autocast
+from mcore_logprobs.ops.apply import (
+    finalize_shards,
+    local_row_stats,
+    once_differentiable,
+    without_autocast,
+)
 from mcore_logprobs.ops.arguments import check_per_token, check_target, global_to_local
 from mcore_logprobs.ops.head import HeadLogits, HeadOptions, HeadTensors, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, shared_keywords

@@ -38,8 +38,7 @@ from mcore_logprobs.kernels.chunk import (
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature
-from mcore_logprobs.ops.dtensor import unwrap_logits
+from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature, unwrap_logits
 
 
 class Placed(NamedTuple):

@@ -11,9 +11,8 @@ from torch import Tensor
 from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.kernels.chunk import acc_dtype
 from mcore_logprobs.kernels.stats import LOG_ZERO
-from mcore_logprobs.ops.arguments import check_float_tensor, check_shape, check_target
+from mcore_logprobs.ops.arguments import check_float_tensor, check_shape, check_target, unwrap_rows
 from mcore_logprobs.ops.divergence import check_kind
-from mcore_logprobs.ops.dtensor import unwrap_rows
 from mcore_logprobs.ops.gather import gather
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "errors.md"
 # Heading: what of the package is under it, by the start of the path.
 AREAS = {
     "Settings, groups and shards": ("checks.", "config.", "groups.", "vocabulary.", "consistency."),
-    "Operations": ("autograd.", "ops/", "kernels/", "collectives."),
+    "Operations": ("ops/", "kernels/", "collectives."),
     "Losses": ("losses/",),
     "Context parallelism": ("context_parallel/",),
     "Patched models": ("megatron/", "prefix_tree."),
