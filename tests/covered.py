@@ -1,7 +1,7 @@
 """Line and branch coverage of the package, by part, from what `coverage run` has recorded.
 
     bash tests/run.sh --coverage                # the whole suite, then this
-    bash tests/run.sh --coverage tests/logits   # arguments go to pytest
+    bash tests/run.sh --coverage tests/test_operations.py   # arguments go to pytest
     python -m tests.covered --missing ops/   # again, with the lines and branches not taken
 
 Every process is measured: gloo ranks, forked workers and scripts that tests start. Kernels that

@@ -1,351 +1,39 @@
 """Every operation once: its public calls, the truth, its options, and what makes it refuse.
 
-A row of `OPERATIONS` is all that the engine (`engine.py`) knows of an operation. The truth is plain
-torch on one process. It is given the processed logits `z` `[..., V]` of the whole vocabulary (after
-scale, softcap, bias, temperature and mask; in float64, and once more in float32 as the yardstick),
-`side` (the call's other arguments, whole tensors by name) and the options; it returns the outputs.
+A row of `OPERATIONS` is all that `tests/engine` knows of an operation. Its truth, in
+`engine/truths.py`, is plain torch on one process. It is given the processed logits `z` `[..., V]`
+of the whole vocabulary (after scale, softcap, bias, temperature and mask; in float64, and once more
+in float32 as the yardstick), `side` (the call's other arguments, whole tensors by name) and the
+options; it returns the outputs.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import mcore_logprobs as ml
-from tests.helpers.oracles import finished_logits
-
-VOCAB = 24  # padded; divides into 1, 2 and 3 shards
-Outputs = dict[str, Tensor]
-Side = dict[str, Any]
-
-
-@dataclass
-class Draw:
-    """Random tensors of one case. `[...]` is the leading shape of targets and results.
-
-    Attributes:
-        hidden_lead: that of hidden states, another where the call names rows.
-    """
-
-    lead: tuple[int, ...]
-    hidden_lead: tuple[int, ...]
-    columns: int  # the padded vocabulary
-    vocab: int  # the true one
-    dtype: torch.dtype
-    ignored: bool  # whether some rows are left out
-    source: str  # "logits" or "hidden"
-    setting: dict[str, Any]  # of every axis of the case
-    generator: torch.Generator
-
-    def randn(self, *shape: int) -> Tensor:
-        return torch.randn((*self.lead, *shape), generator=self.generator).to(self.dtype)
-
-    def spread(self, *shape: int, step: float = 1 / 16) -> Tensor:
-        """Numbers within +-2. Where products are rounded to a lower precision, multiples of `step`:
-        their products are exact before, so that there is one way to round them."""
-        x = 4.0 * torch.rand(shape, generator=self.generator, dtype=torch.float64) - 2.0
-        if self.setting.get("logits_dtype", "float32") != "float32":
-            x = (x / step).round() * step
-        return x.to(self.dtype)
-
-    def keep(self) -> Tensor:
-        """bool `[...]`: about two rows of three, or all of them."""
-        return (torch.rand(self.lead, generator=self.generator) < 0.67) | (not self.ignored)
-
-    def ids(self, *k: int) -> Tensor:
-        """int64 `[..., *k]`, global ids."""
-        return torch.randint(0, self.vocab, (*self.lead, *k), generator=self.generator)
-
-    def distinct_ids(self, k: int) -> Tensor:
-        """int64 `[..., k]`, each id at most once a row."""
-        noise = torch.rand(*self.lead, self.vocab, generator=self.generator)
-        return noise.argsort(-1)[..., :k]
-
-    def target(self) -> Tensor:
-        """int64 `[...]`, -100 in the rows that are left out."""
-        return self.ids().masked_fill(~self.keep(), -100)
-
-    def mask(self, *sources: str) -> Side:
-        """The keyword `mask`, where rows are left out and the call from this source takes it."""
-        return {"mask": self.keep()} if self.ignored and self.source in sources else {}
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One row of the table.
-
-    Attributes:
-        truth: (z, side, options) -> outputs by name. What it gives in a row that is left out is
-            not looked at.
-        outputs: what the call's results are called, in their order; empty: a TokenStats' fields.
-        differentiable: the outputs that have a gradient.
-        side: draws the arguments that are not options: targets, ids, masks, teachers.
-        positional: the names in `side` that are passed by position, in this order.
-        options: keywords of the operation alone, and the values they are tried with: first the
-            default, which is not passed.
-        axes: other settings of the case: for `side` to look at, or the engine's own.
-        allowed: whether settings, some of which may be missing, go together.
-        without: common settings that the operation does not take.
-        call: makes the call where passing side and keywords is not enough.
-        passed_on: arguments that a function of the caller checks, not the operation.
-        left_out: outputs that are not 0 in a row that is left out: their value, or None where they
-            are computed all the same.
-        output_dim: the dimension in which outputs are sharded over ranks; None: the same on each.
-        input_dim: the dimension in which the logits are.
-        factor: how many times plain torch's error the error may be; more where sums cancel.
-        same_dtype: whether outputs come in the logits' dtype rather than in float32 or better.
-        infinite: whether an output of -inf gets an upstream gradient.
-        argument: what the logits are called in `mistakes`.
-        mistakes: (bad values by argument, words of the message); `MISTAKES` has those that several
-            operations share.
-    """
-
-    name: str
-    truth: Callable[[Tensor, Side, dict[str, Any]], Outputs]
-    from_logits: Callable[..., Any] | None = None
-    from_hidden: Callable[..., Any] | None = None
-    outputs: tuple[str, ...] = ()
-    differentiable: tuple[str, ...] = ()
-    side: Callable[[Draw], Side] = lambda draw: {}
-    positional: tuple[str, ...] = ()
-    options: dict[str, Sequence[Any]] = field(default_factory=dict)
-    axes: dict[str, Sequence[Any]] = field(default_factory=dict)
-    allowed: Callable[[dict[str, Any]], bool] = lambda setting: True
-    without: tuple[str, ...] = ()
-    call: Callable[..., Any] | None = None
-    passed_on: tuple[str, ...] = ()
-    left_out: dict[str, int | None] = field(default_factory=dict)
-    output_dim: int | None = None
-    input_dim: int = -1
-    infinite: bool = False
-    factor: float = 2.0
-    same_dtype: bool = False
-    argument: str = "logits"
-    mistakes: Sequence[tuple[dict[str, Any], str]] = ()
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(s for s in ("logits", "hidden") if self.function(s) is not None)
-
-    def function(self, source: str) -> Callable[..., Any] | None:
-        return self.from_logits if source == "logits" else self.from_hidden
-
-    def __call__(
-        self, source: str, head: tuple[Tensor, ...], side: Side, keywords: dict[str, Any]
-    ) -> Outputs:
-        """The public call. `head`: (logits,) or (hidden, weight), this rank's."""
-        fn = self.function(source)
-        if self.call is not None:
-            result = self.call(fn, head, side, keywords)
-        else:
-            by_name = {name: x for name, x in side.items() if name not in self.positional}
-            assert fn is not None
-            result = fn(*head, *(side[n] for n in self.positional), **by_name, **keywords)
-        if isinstance(result, ml.TokenStats):
-            names = ("logprobs", "lse", "entropy", "sum_pi_squared", "target_rank")
-            found = {name: getattr(result, name) for name in names}
-        else:
-            results = result if isinstance(result, tuple) else (result,)
-            found = dict(zip(self.outputs, results, strict=True))
-        return {name: x for name, x in found.items() if x is not None}
-
-
-# How tensors of `side` are cut over TP ranks: columns of the vocabulary, its rows, or the sequence.
-SHARDED = {
-    "teacher_logits": "columns",
-    "teacher_weight": "rows",
-    "teacher_bias": "rows",
-    "teacher_hidden": "sequence",
-}
-
-
-# ---- truths -------------------------------------------------------------------------------------
-
-
-def take(x: Tensor, ids: Tensor) -> Tensor:
-    """`x[..., ids]`, with 0 for ids that are left out; ids `[...]` or `[..., k]`."""
-    column = ids.clamp(min=0)
-    if ids.dim() < x.dim():
-        return x.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-    return x.gather(-1, column)
-
-
-def entropy_of(logp: Tensor) -> Tensor:
-    return -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
-
-
-def statistics(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    target, logp = side["target"], z.log_softmax(-1)
-    own = take(logp, target)
-    smoothing = o.get("label_smoothing", 0.0)
-    if smoothing:
-        others = ~z.isneginf() & (torch.arange(z.shape[-1]) != target.unsqueeze(-1))
-        mean = torch.where(others, logp, 0.0).sum(-1) / others.sum(-1)
-        own = (1.0 - smoothing) * own + smoothing * mean
-    found = {"logprobs": own, "lse": z.logsumexp(-1)}
-    if o.get("entropy"):
-        found["entropy"] = entropy_of(logp)
-    if o.get("sum_pi_squared"):
-        found["sum_pi_squared"] = logp.exp().square().sum(-1)
-    if o.get("target_rank"):
-        found["target_rank"] = (z > take(z, target).unsqueeze(-1)).sum(-1)
-    return found
-
-
-def largest(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    values, ids = z.sort(dim=-1, descending=True, stable=True)
-    k = side.get("k", 1)
-    return {"values": values[..., :k], "ids": ids[..., :k]}
-
-
-def at_ids(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    z = z.log_softmax(-1) if o["log_softmax"] else z
-    return {"values": take(z, side["ids"]).masked_fill(side["ids"] < 0, 0.0)}
-
-
-def distilled(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    ids, logp = side["teacher_topk_ids"], z.log_softmax(-1)
-    student = take(logp, ids) if o["normalize"] == "vocab" else take(z, ids).log_softmax(-1)
-    temperature = o["temperature"] if o["teacher_temperature"] is None else o["teacher_temperature"]
-    teacher = (side["teacher_topk_logits"].to(z.dtype) / temperature).log_softmax(-1)
-    found = {"student": student, "teacher": teacher}
-    return found | ({"entropy": entropy_of(logp)} if o["entropy"] else {})
-
-
-def divergence(
-    logp: Tensor, logq: Tensor, kind: str, beta: float, generalized: bool = False
-) -> Tensor:
-    """Of the student's p from the teacher's q; every column has some probability on either side."""
-    p, q = logp.exp(), logq.exp()
-    m = beta * q + (1.0 - beta) * p
-    if kind == "cross entropy":
-        return -(q * logp).sum(-1)
-    if kind == "jsd":
-        return (beta * relative(q, m, False) + (1.0 - beta) * relative(p, m, False)).sum(-1)
-    if kind == "total_variation":
-        return 0.5 * (p - q).abs().sum(-1)
-    pair = {
-        "forward": (q, p),
-        "reverse": (p, q),
-        "skewed_forward": (q, m),
-        "skewed_reverse": (p, m),
-    }
-    return relative(*pair[kind], generalized).sum(-1)
-
-
-def relative(a: Tensor, b: Tensor, generalized: bool) -> Tensor:
-    return a * (a / b).log() + (b - a if generalized else 0.0)
-
-
-def whole_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    if "teacher_logits" in side:
-        raw = side["teacher_logits"].to(z.dtype)
-    else:
-        hidden = side["teacher_hidden"].to(z.dtype)
-        if o["rows"] is not None:
-            hidden = hidden.flatten(0, -2)[o["rows"]]
-        raw = hidden @ side["teacher_weight"].to(z.dtype).t()
-        if "teacher_lora" in side:
-            a, b, scale = side["teacher_lora"]
-            raw = raw + scale * (hidden @ a.to(z.dtype).t()) @ b.to(z.dtype).t()
-        raw = raw.to(o["logits_dtype"]).to(z.dtype) if o["logits_dtype"] else raw
-    temperature = o["temperature"] if o["teacher_temperature"] is None else o["teacher_temperature"]
-    teacher = finished_logits(
-        raw,
-        bias=side.get("teacher_bias"),
-        logit_scale=o.get("teacher_logit_scale", 1.0),
-        softcap=o.get("teacher_softcap"),
-        temperature=temperature,
-        dtype=z.dtype,
-    )
-    true = slice(o["vocab_size"])
-    logp, logq = z[..., true].log_softmax(-1), teacher[..., true].log_softmax(-1)
-    return {"values": divergence(logp, logq, o.get("kind", "cross entropy"), o.get("beta", 0.5))}
-
-
-def topk_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    logp, logq = take(z.log_softmax(-1), side["ids"]), side["teacher_logprobs"].to(z.dtype)
-    tail = o["tail"] or ("ignore" if o["generalized"] else "bin")
-    if tail == "renormalize":
-        logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
-    elif tail == "bin":
-        rest = [(1.0 - x.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() for x in (logp, logq)]
-        logp, logq = torch.cat([logp, rest[0]], -1), torch.cat([logq, rest[1]], -1)
-    return {"values": divergence(logp, logq, o["kind"], o["beta"], o["generalized"])}
-
-
-def filtered(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    if "kept_ids" in side:
-        kept = torch.zeros(z.shape, dtype=torch.bool).flatten(0, -2)
-        flat, bounds = side["kept_ids"]
-        for row, (start, end) in enumerate(itertools.pairwise(bounds)):
-            kept[row, flat[start:end]] = True
-        z = z.masked_fill(~kept.view(z.shape), -torch.inf)
-    else:
-        z = kept_logits(z, o)
-    return {"values": take(z.log_softmax(-1), side["target"])}
-
-
-def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
-    """-inf where top_k or top_p drops a column."""
-    kept = ~z.isneginf()
-    if o["top_k"] is not None and 0 < o["top_k"] < z.shape[-1]:
-        kept &= z >= z.topk(o["top_k"]).values[..., -1:]
-    p, order = (
-        z.masked_fill(~kept, -torch.inf).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    )
-    before = p.cumsum(-1) - p
-    kept &= torch.zeros_like(kept).scatter(-1, order, before < o["top_p"])
-    return z.masked_fill(~kept, -torch.inf)
-
-
-def splitmix(state: int, number: int) -> int:
-    """The number-th output of SplitMix64 from a state."""
-    bits = (state + number * 0x9E3779B97F4A7C15) % 2**64
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
-    return bits ^ (bits >> 31)
-
-
-def drawn(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    logp = kept_logits(z, o).log_softmax(-1)
-    flat = logp.reshape(-1, logp.shape[-1])
-    seeds = torch.as_tensor(side["seed"]).expand(logp.shape[:-1]).flatten().tolist()
-    ids = torch.zeros(len(flat), dtype=torch.int64)
-    for row, seed in enumerate(seeds):
-        stream = splitmix(splitmix(seed, 1), row + 1)
-        uniform = [(splitmix(stream, i + 1) // 2**12 + 0.5) / 2**52 for i in range(flat.shape[1])]
-        ids[row] = (flat[row].double() - torch.tensor(uniform).double().log().neg().log()).argmax()
-    ids = ids.view(logp.shape[:-1])
-    return {"ids": ids, "logprobs": take(logp, ids)}
-
-
-def rewarded(logprobs: Tensor, entropy: Tensor | None, advantage: Tensor) -> Tensor:
-    """A loss per token: what a caller gives `linear_policy_loss`."""
-    loss = -(logprobs.exp() * advantage)
-    return loss if entropy is None else loss - 0.1 * entropy * advantage.abs()
-
-
-def policy(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    stats = statistics(z, side, o)
-    loss = rewarded(stats["logprobs"], stats.get("entropy"), side["advantage"].to(z.dtype))
-    total = loss.masked_fill(side["target"] < 0, 0.0).sum() / o["denominator"]
-    return {"loss": total} | {name: x.detach() for name, x in stats.items()}
-
-
-def mapped(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    logp = z.log_softmax(-1)
-    factor = side["factor"].to(z.dtype)
-    return {
-        "scaled": take(logp, side["target"]).unsqueeze(-1) * factor,
-        "entropy": entropy_of(logp),
-    }
-
+from mcore_logprobs.ops import sampling_cut
+from tests.engine.mistakes import BAD_RECORDS
+from tests.engine.operation import VOCAB, Draw, Operation, Side
+from tests.engine.truths import (
+    at_ids,
+    distilled,
+    drawn,
+    filtered,
+    largest,
+    mapped,
+    only,
+    policy,
+    rewarded,
+    statistics,
+    topk_divergence,
+    whole_divergence,
+)
 
 # ---- calls that take a function; arguments that are not options ---------------------------------
 
@@ -382,16 +70,34 @@ def call_policy_loss(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -
     return loss, stats.logprobs, stats.lse, stats.entropy
 
 
+def call_filtered(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> Any:
+    """With few `candidates` nearly every row's cut is searched for over the ranks."""
+    side = dict(side)
+    candidates = side.pop("candidates", None)
+    operands = [side.pop(name) for name in ("target",) if name in side]
+    sizes = {} if candidates is None else dict.fromkeys(CANDIDATES, candidates)
+    with mock.patch.multiple(sampling_cut, **sizes) if sizes else nullcontext():
+        return fn(*head, *operands, **side, **keywords)
+
+
+CANDIDATES = ("_TOP_P_CANDIDATES", "_MAX_CANDIDATES")
+
+
+def candidates_of(draw: Draw) -> Side:
+    given = draw.setting.get("candidates")
+    return {} if given is None else {"candidates": given}
+
+
 def kept_by_sampler(draw: Draw) -> Side:
-    """Targets, and for a replay 1 to 6 ids a row that hold most targets."""
+    """Targets, and for a replay up to 6 ids a row that hold most targets."""
     target = draw.target()
     if not draw.setting["replay"]:
-        return {"target": target}
-    rows = draw.distinct_ids(6).flatten(0, -2)
-    counts = torch.randint(1, 7, (len(rows),), generator=draw.generator)
+        return {"target": target} | candidates_of(draw)
+    rows = draw.distinct_ids(6).reshape(-1, 6)
+    counts = torch.randint(0, 7, (len(rows),), generator=draw.generator)
     kept = [row[:n] for row, n in zip(rows, counts, strict=True)]
     for row, (own, ids) in enumerate(zip(target.flatten(), kept, strict=True)):
-        if own >= 0 and own not in ids and row % 4:
+        if own >= 0 and own not in ids and row % 4 and len(ids):
             ids[0] = own
     bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return {"target": target, "kept_ids": (torch.cat(kept), bounds)}
@@ -416,14 +122,15 @@ def teacher_of(draw: Draw) -> Side:
 def teacher_at_ids(draw: Draw) -> Side:
     ids = draw.distinct_ids(4)
     logp = draw.randn(draw.columns).float().log_softmax(-1).gather(-1, ids).to(draw.dtype)
-    return {"teacher_logprobs": logp, "ids": ids.masked_fill(~draw.keep().unsqueeze(-1), -100)}
+    ids = ids.masked_fill(~draw.keep().unsqueeze(-1), draw.ignore_index)
+    return {"teacher_logprobs": logp, "ids": ids}
 
 
 def ids_to_gather(draw: Draw) -> Side:
     ids = draw.ids(3)
     ids[..., 1] = ids[..., 0]  # gradients of one id given twice add up
-    ids[..., 2].masked_fill_(~draw.keep(), -100)
-    return {"ids": ids.masked_fill(~draw.keep().unsqueeze(-1), -100)}
+    ids[..., 2].masked_fill_(~draw.keep(), draw.ignore_index)
+    return {"ids": ids.masked_fill(~draw.keep().unsqueeze(-1), draw.ignore_index)}
 
 
 def compact_by_mask(setting: dict[str, Any]) -> bool:
@@ -455,19 +162,9 @@ KINDS = {
     ),
     "beta": (0.5, 0.3),
 }
+IGNORE_INDEX = {"ignore_index": (-100, -1, None)}
 # Settings that only statistics of the vocabulary take.
 PLAIN = ("temperature", "vocab_size", "chunk_size", "ignored", "garbage", "backend")
-
-
-def only(*names: str) -> Callable[[Tensor, Side, dict[str, Any]], Outputs]:
-    """Some of the statistics' truth."""
-
-    def truth(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-        side = {"target": torch.zeros(z.shape[:-1], dtype=torch.int64)} | side
-        found = statistics(z, side, o | dict.fromkeys(names, True))
-        return {name: found[name] for name in names}
-
-    return truth
 
 
 def exchanged(name: str, fn: Any, input_dim: int, output_dim: int) -> Operation:
@@ -503,7 +200,7 @@ OPERATIONS = {
             side=target_of,
             positional=("target",),
             options=STATISTICS,
-            axes={"softcap": (None, 8.0)},
+            axes={"softcap": (None, 8.0)} | IGNORE_INDEX,
             left_out={"target_rank": -1},
         ),
         Operation(
@@ -515,7 +212,7 @@ OPERATIONS = {
             side=target_of,
             positional=("target",),
             options={"label_smoothing": (0.0, 0.1)},
-            axes={"softcap": (None, 8.0)},
+            axes={"softcap": (None, 8.0)} | IGNORE_INDEX,
         ),
         Operation(
             "entropy",
@@ -533,6 +230,7 @@ OPERATIONS = {
             outputs=("target_rank",),
             side=target_of,
             positional=("target",),
+            axes=IGNORE_INDEX,
             left_out={"target_rank": -1},
         ),
         Operation(
@@ -574,6 +272,7 @@ OPERATIONS = {
             side=ids_to_gather,
             positional=("ids",),
             options={"log_softmax": BOTH},
+            axes=IGNORE_INDEX,
         ),
         Operation(
             "topk_distill",
@@ -592,12 +291,24 @@ OPERATIONS = {
                 "entropy": BOTH,
                 "teacher_temperature": (None, 1.3),
             },
+            support=True,
             allowed=compact_by_mask,
             left_out={"teacher": None},
             mistakes=[
                 ({"normalize": "all"}, "normalize: expected one of"),
                 ({"teacher_temperature": 0.0}, "teacher_temperature: expected"),
                 ({"teacher_topk_logits": torch.zeros(6, 2, 0)}, "expected"),
+                (
+                    {
+                        name: lambda x: x[..., :0]
+                        for name in ("teacher_topk_logits", "teacher_topk_ids")
+                    },
+                    "k >= 1",
+                ),
+                *(
+                    ({"teacher_temperature": bad}, "teacher_temperature: expected a finite number")
+                    for bad in (-1.0, float("nan"), True)
+                ),
             ],
         ),
         Operation(
@@ -610,6 +321,8 @@ OPERATIONS = {
             side=teacher_at_ids,
             positional=("teacher_logprobs", "ids"),
             options=KINDS | {"tail": (None, "bin", "ignore", "renormalize"), "generalized": BOTH},
+            axes=IGNORE_INDEX,
+            support=True,
             allowed=lambda s: s.get("tail") in (None, "ignore") or not s.get("generalized"),
             factor=8.0,
             mistakes=[
@@ -627,16 +340,26 @@ OPERATIONS = {
             differentiable=("values",),
             side=kept_by_sampler,
             positional=("target",),
-            options={"top_k": (None, 6, -1), "top_p": (1.0, 0.8)},
-            axes={"replay": BOTH},
+            options={"top_k": (None, 6, -1, 1), "top_p": (1.0, 0.8, 0.05)},
+            axes={"replay": BOTH, "candidates": (None, 1, 3)} | IGNORE_INDEX,
             allowed=lambda s: (
-                not s.get("replay") or (s.get("top_k") in (None, -1) and s.get("top_p", 1.0) == 1.0)
+                not s.get("replay")
+                or (
+                    s.get("top_k") in (None, -1)
+                    and s.get("top_p", 1.0) == 1.0
+                    and not s.get("candidates")
+                )
             ),
+            call=call_filtered,
             infinite=True,
             mistakes=[
-                ({"top_k": -2}, "top_k: expected"),
-                ({"top_p": 0.0}, "top_p: expected"),
-                ({"kept_ids": torch.zeros(3)}, "kept_ids: expected"),
+                *(({"top_k": bad}, "top_k: expected") for bad in (-2, 2.0, True)),
+                *(({"top_p": bad}, "top_p: expected") for bad in (0.0, 1.1, float("nan"), None)),
+                *(({"kept_ids": bad}, words) for bad, words in BAD_RECORDS),
+                (
+                    {"kept_ids": (torch.arange(12), torch.arange(13)), "top_k": 5},
+                    "kept_ids: expected top_k and top_p to be off",
+                ),
             ],
         ),
         Operation(
@@ -648,9 +371,11 @@ OPERATIONS = {
             side=lambda draw: (
                 {"seed": draw.ids() if draw.setting["seed_per_row"] else -(2**63)}
                 | draw.mask("logits", "hidden")
+                | candidates_of(draw)
             ),
+            call=call_filtered,
             options={"top_k": (None, 5), "top_p": (1.0, 0.7)},
-            axes={"seed_per_row": BOTH},
+            axes={"seed_per_row": BOTH, "candidates": (None, 1)},
             allowed=compact_by_mask,
             passed_on=("temperature",),  # 0 is allowed here
             mistakes=[
@@ -675,6 +400,7 @@ OPERATIONS = {
             side=teacher_of,
             positional=("teacher_logits",),
             options={"teacher_temperature": (None, 1.3)},
+            support=True,
         ),
         Operation(
             "kl_div",
@@ -685,6 +411,7 @@ OPERATIONS = {
             differentiable=("values",),
             side=teacher_of,
             options=KINDS | {"teacher_temperature": (None, 1.3)},
+            support=True,
             axes={"teacher": ("logits", "hidden", "adapted")},
             allowed=lambda s: (
                 compact_by_mask(s)
@@ -719,6 +446,7 @@ OPERATIONS = {
             side=lambda draw: target_of(draw) | {"advantage": draw.randn().float()},
             call=call_policy_loss,
             options={"entropy": BOTH, "label_smoothing": (0.0, 0.1), "denominator": (1.0, 7.0)},
+            axes=IGNORE_INDEX,
             left_out={"loss": None},
             mistakes=[({"denominator": 0.0}, "denominator: expected")],
         ),
@@ -726,76 +454,3 @@ OPERATIONS = {
         exchanged("all_to_all_sp2vp", ml.all_to_all_sp2vp, 0, -1),
     )
 }
-
-# ---- what every operation that takes the argument refuses ---------------------------------------
-
-# Argument: (a bad value, or what is made of the good one; words of the message).
-MISTAKES: dict[str, list[tuple[Any, str]]] = {
-    "logits": [(Tensor.long, "expected dtype in"), (Tensor.tolist, "expected a torch.Tensor")],
-    "hidden": [(Tensor.long, "hidden: expected dtype in"), (None, "hidden: expected")],
-    "weight": [
-        (Tensor.half, "weight: expected hidden's dtype"),
-        (lambda w: w[:, 1:], "weight: expected shape"),
-        (Tensor.flatten, "weight: expected"),
-    ],
-    "bias": [(lambda b: b[1:], "bias: expected shape"), (Tensor.half, "bias: expected")],
-    "lora": [((1.0,), "lora: expected a tuple")],
-    "target": [
-        (Tensor.float, "target: expected an integer dtype"),
-        (lambda t: t[1:], "target: expected shape"),
-        (lambda t: torch.full_like(t, VOCAB), "target: expected ids in [0, 24)"),
-        (None, "target: expected a torch.Tensor"),
-    ],
-    "ids": [
-        (Tensor.float, "ids: expected an integer dtype"),
-        (lambda t: t[1:], "ids: expected shape"),
-        (lambda t: torch.full_like(t, VOCAB), "ids: expected ids in [0, 24)"),
-    ],
-    "teacher_topk_ids": [
-        (lambda t: t[..., 1:], "teacher_topk_ids: expected shape"),
-        (lambda t: torch.full_like(t, VOCAB), "teacher_topk_ids: expected ids in [0, 24)"),
-    ],
-    "teacher_logprobs": [(lambda x: x[1:], "teacher_logprobs: expected shape")],
-    "teacher_logits": [(lambda x: x[..., 1:], "teacher_logits: expected shape")],
-    "mask": [
-        (Tensor.float, "mask: expected a bool tensor"),
-        (lambda m: m[1:], "mask: expected shape"),
-    ],
-    "temperature": [
-        (0.0, "temperature: expected a finite number > 0"),
-        (float("nan"), "temperature: expected a finite number > 0"),
-        ("hot", "temperature: expected"),
-        (torch.ones(5), "temperature: expected a number or a tensor that broadcasts"),
-        (torch.zeros(6, 2), "temperature: expected finite numbers > 0"),
-    ],
-    "vocab_size": [
-        (0, "vocab_size: expected 1 to 24"),
-        (VOCAB + 1, "vocab_size: expected 1 to 24"),
-    ],
-    "chunk_size": [(0, "chunk_size: expected None or an int >= 1"), (2.0, "chunk_size: expected")],
-    "backend": [("cuda", "backend: expected one of")],
-    "tp_group": [("tp", "tp_group: expected a torch.distributed ProcessGroup"), (None, "tp_group")],
-    "softcap": [(-1.0, "softcap: expected")],
-    "logit_scale": [(float("nan"), "logit_scale: expected")],
-    "logits_dtype": [(torch.int8, "logits_dtype: expected")],
-    "compact": [("yes", "compact: expected True or False")],
-    "rows": [
-        ([0], "rows: expected a torch.Tensor"),
-        (torch.tensor([0.0]), "rows: expected int64"),
-        (torch.tensor([[0]]), "rows: expected int64 of shape [m]"),
-        (torch.tensor([0, -1]), "rows: expected indices in [0, 12), got [-1]"),
-        (torch.tensor([12]), "rows: expected indices in [0, 12), got [12]"),
-    ],
-    "sequence_parallel": [("yes", "sequence_parallel: expected True or False")],
-    "gradient_accumulation_fusion": [(True, "expected weight.main_grad")],
-    "entropy": [(1, "entropy: expected True or False")],
-    "label_smoothing": [(1.0, "label_smoothing: expected")],
-    "kind": [("sideways", "kind: expected one of")],
-    "beta": [(1.0, "beta: expected a number in (0, 1)")],
-}
-
-# The same of several together.
-MISTAKES_TOGETHER: list[tuple[dict[str, Any], str]] = [
-    ({"rows": torch.arange(12), "compact": True}, "compact: expected False with rows"),
-    ({"rows": torch.arange(5)}, "expected"),  # whatever there is for each of 12 tokens
-]

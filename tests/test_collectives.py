@@ -10,7 +10,7 @@ from torch import Tensor
 from mcore_logprobs import collectives
 from mcore_logprobs.bench.counting import Collective, CollectivesMade
 from tests.helpers.distributed import grid_groups
-from tests.logits.common import WORLDS
+from tests.helpers.shards import WORLDS
 
 
 def _mine(*shape: int, strided: bool = False) -> Tensor:

@@ -46,7 +46,7 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
 ELSEWHERE = {
     ("docs/megatron-flags.md", 0): "tests/megatron/test_pretrain.py",
     ("docs/megatron-flags.md", 1): "tests/megatron/test_pretrain.py",
-    ("docs/cuda-graphs.md", 0): "tests/fused/test_no_sync.py",
+    ("docs/cuda-graphs.md", 0): "tests/test_no_sync.py",
     ("docs/frameworks/verl.md", 0): "tests/dropin/test_models.py",
     ("docs/frameworks/megatron_rl.md", 0): "tests/dropin/test_models.py",
     ("docs/frameworks/megatron_bridge.md", 0): "tests/dropin/test_switch.py",

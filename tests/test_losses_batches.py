@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs import context_parallel_gather, context_parallel_shard, losses
-from tests.logits.common import on_ranks, world_group, world_rank, world_size
+from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
 F64 = torch.float64
 

@@ -16,7 +16,7 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.context_parallel.layouts import SequenceLayout
 from mcore_logprobs.ops.policy_loss import linear_policy_loss
-from tests.logits.common import WORLDS, on_ranks, world_group, world_rank, world_size
+from tests.helpers.shards import WORLDS, on_ranks, world_group, world_rank, world_size
 
 # ---- far apart: a finite loss has a finite gradient ---------------------------------------------
 

@@ -45,6 +45,34 @@ def test_several_blocks_of_columns(name: str) -> None:
     passes(cases.wide_cases(OPERATIONS[name]))
 
 
+def test_one_row_and_none() -> None:
+    passes(list(cases.unusual_cases()))
+
+
+def test_odd_widths() -> None:
+    passes(list(cases.narrow_cases()))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_group_that_is_not_the_world(sequence_parallel: bool) -> None:
+    """Four ranks, of which each two are a TP group with a batch of their own."""
+    pairs = [
+        tuple(cases.parse([name, source, "tp=2", f"seed={seed}"]) for seed in (1, 2))
+        for name, source in CALLS
+    ]
+    if sequence_parallel:
+        told = {"sequence_parallel": True, "lead": "[s, b]"}
+        pairs = [
+            tuple(dataclasses.replace(case, setting=case.setting | told) for case in pair)
+            for pair in pairs
+            if pair[0].source == "hidden"
+        ]
+    for pair, found in zip(pairs, get_pool(4).run_many(run.on_subgroup, pairs), strict=True):
+        assert isinstance(found, list), found
+        run.check(pair[0], found[:2])
+        run.check(pair[1], found[2:])
+
+
 DIFFERENTIABLE = [(name, source) for name, source in CALLS if OPERATIONS[name].differentiable]
 
 

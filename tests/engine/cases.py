@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.engine.operation import VOCAB, Draw, Operation
 from tests.helpers.covering import covering
-from tests.ops import OPERATIONS, VOCAB, Draw, Operation
+from tests.ops import OPERATIONS
 
 WIDTH, LORA_RANK = 8, 3
 LEADS = {"[s, b]": (6, 2), "[n]": (12,), "[a, b, c]": (2, 3, 2)}
+UNUSUAL_LEADS = {"[]": (), "[1]": (1,), "[0]": (0,), "[4, 0]": (4, 0)}
 Setting = dict[str, Any]
 
 # ---- axes: the first value is the default -------------------------------------------------------
@@ -35,12 +37,13 @@ AXES: dict[str, Sequence[Any]] = {
     "temperature": ("one", "number", "token", "sequence"),
     "vocab_size": (None, 19, 11),  # 11: nothing is left for the last of three shards
     "chunk_size": (None, 1, 3, 7),
-    "ignored": (False, True),
+    "ignored": (False, True, "all"),
     "upstream": ("all", "one output", "some rows"),
 }
 LOGITS_AXES: dict[str, Sequence[Any]] = {
     "lead": tuple(LEADS),
     "garbage": (False, True),  # in rows and columns that do not count
+    "values": ("normal", "ties", "far", "minus infinity", "flat to peaked"),
 }
 HIDDEN_AXES: dict[str, Sequence[Any]] = {
     "sequence_parallel": (False, True),
@@ -52,11 +55,12 @@ HIDDEN_AXES: dict[str, Sequence[Any]] = {
     "compact": (False, True),
     "rows": (None, "some", "repeated", "one"),
     "gradient_accumulation_fusion": (False, True),
-    "frozen": ("nothing", "weight", "hidden"),
+    "frozen": ("nothing", "weight", "hidden", "bias", "A", "B"),
+    "values": ("normal", "large"),
 }
 # Keywords of a call whose value is the setting itself. The default is left to the operation.
 KEYWORDS = ("vocab_size", "chunk_size", "softcap", "logit_scale", "compact", "sequence_parallel")
-KEYWORDS += ("gradient_accumulation_fusion",)
+KEYWORDS += ("gradient_accumulation_fusion", "ignore_index")
 MEMORY = ("layout", "hooks", "checkpoint")  # covered in threes
 
 
@@ -74,8 +78,17 @@ def allowed(op: Operation, setting: Setting) -> bool:
         or (s("sequence_parallel") and s("tp") == 1)
         or (s("dtype") == "float64" and s("logits_dtype", "float32") != "float32")
         or (s("gradient_accumulation_fusion") and s("frozen") == "weight")
+        or (s("frozen") == "bias" and not s("bias", True))
+        or (s("frozen") in ("A", "B") and not s("lora", True))
         or (s("rows") and (s("compact") or s("temperature") == "sequence"))
         or (s("frozen") == "hidden" and s("checkpoint") == "reentrant")  # torch gives no gradient
+        or (s("ignored") and s("ignore_index", 0) is None)
+        or (s("values") in ("minus infinity", "large") and op.support)
+        or (s("values") in ("far", "large") and s("softcap"))  # whose float64 has ties
+        or (s("values") in ("far", "large") and s("dtype") == "float64")  # no truth is wider
+        # A division rounds by 5e-4 there, and so does the sum of all logits.
+        or (s("values") == "far" and (s("temperature", "one") != "one" or s("label_smoothing")))
+        or (s("values") == "large" and s("logits_dtype", "float32") != "float32")
         or (s("tampered") and s("checkpoint", "none") != "none")  # recomputed from the new values
     )
 
@@ -141,6 +154,30 @@ def tampered_cases(op: Operation, source: str) -> list[Case]:
     return found
 
 
+def narrow_cases() -> Iterator[Case]:
+    """Every operation on shards of 7 and 127 columns, no multiple of a vector, and on wide ones."""
+    rng = random.Random(0)
+    for op, tp, width in itertools.product(OPERATIONS.values(), (1, 2, 3), (7, 127, 800)):
+        for source in op.sources:
+            fixed = {"tp": tp, "vocab": tp * width, "vocab_size": None, "k": 3}
+            known = {"vocab", *axes_of(op, source)}
+            fixed = {name: x for name, x in fixed.items() if name in known}
+            yield next(random_cases(op, source, rng, **fixed))
+
+
+def unusual_cases() -> Iterator[Case]:
+    """Every operation on one row, on none, and on a row without a leading dimension."""
+    for op, lead, tp in itertools.product(OPERATIONS.values(), UNUSUAL_LEADS, (1, 2)):
+        for source in op.sources:
+            axes = axes_of(op, source)
+            if (lead == "[]" and source == "hidden") or axes["lead"] == ("[n]",):
+                continue
+            default = {name: values[0] for name, values in axes.items()}
+            for compact in (False, True) if "compact" in axes else (False,):
+                more = {"compact": True, "ignored": True} if compact else {}
+                yield Case(op.name, default | {"lead": lead, "tp": tp} | more)
+
+
 def wide_cases(op: Operation) -> list[Case]:
     """From hidden states, several blocks of columns on each rank; in float64, where little ties."""
     found, rng = [], random.Random(0)
@@ -164,7 +201,7 @@ class Problem:
 
     def __init__(self, case: Case) -> None:
         s, op = case.setting, case.operation
-        lead, dtype = LEADS[s["lead"]], getattr(torch, s["dtype"])
+        lead, dtype = (LEADS | UNUSUAL_LEADS)[s["lead"]], getattr(torch, s["dtype"])
         columns = s.get("vocab", VOCAB)
         true, ignored = s.get("vocab_size") or columns, s.get("ignored", False)
         generator = case.generator("tensors")
@@ -172,9 +209,10 @@ class Problem:
         self.lead = lead if self.rows is None else (len(self.rows),)
         draw = Draw(self.lead, lead, columns, true, dtype, ignored, case.source, s, generator)
         if case.source == "logits":
-            self.head = {"logits": 3.0 * draw.randn(columns)}
+            self.head = {"logits": draw.logits()}
         else:
             self.head = {"hidden": draw.spread(*lead, WIDTH), "weight": draw.spread(columns, WIDTH)}
+            self.head["hidden"] *= 12.0 if s["values"] == "large" else 1.0
         if s.get("bias"):
             self.head["bias"] = draw.spread(columns)
         if s.get("lora"):

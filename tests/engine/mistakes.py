@@ -1,0 +1,120 @@
+"""What every operation that takes the argument refuses."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.engine.operation import VOCAB
+
+# Argument: (a bad value, or what is made of the good one; words of the message).
+MISTAKES: dict[str, list[tuple[Any, str]]] = {
+    "logits": [
+        (Tensor.long, "expected dtype in"),
+        (Tensor.bool, "expected dtype in"),
+        (lambda x: x.to(torch.complex64), "expected dtype in"),
+        (Tensor.tolist, "expected a torch.Tensor"),
+        (torch.tensor(1.0), "expected"),
+        (lambda x: x[..., :0], "expected"),
+    ],
+    "hidden": [(Tensor.long, "hidden: expected dtype in"), (None, "hidden: expected")],
+    "weight": [
+        (Tensor.half, "weight: expected hidden's dtype"),
+        (lambda w: w[:, 1:], "weight: expected shape"),
+        (Tensor.flatten, "weight: expected"),
+    ],
+    "bias": [(lambda b: b[1:], "bias: expected shape"), (Tensor.half, "bias: expected")],
+    "lora": [((1.0,), "lora: expected a tuple")],
+    "target": [
+        (Tensor.float, "target: expected an integer dtype"),
+        (lambda t: t[1:], "target: expected shape"),
+        (Tensor.bool, "target: expected an integer dtype"),
+        (Tensor.tolist, "target: expected a torch.Tensor"),
+        (lambda t: t.flatten()[1:], "target: expected shape"),
+        (lambda t: t.to("meta"), "target: expected"),
+        *(
+            (functools.partial(torch.full_like, fill_value=bad), "target: expected ids in [0, 24)")
+            for bad in (VOCAB, -1, -101, 2**31)
+        ),
+        (None, "target: expected a torch.Tensor"),
+    ],
+    "ignore_index": [
+        (bad, "ignore_index: expected None or an int") for bad in (True, -1.5, "ignored")
+    ],
+    "log_softmax": [(1, "log_softmax: expected True or False")],
+    "ids": [
+        (Tensor.float, "ids: expected an integer dtype"),
+        (lambda t: t[1:], "ids: expected shape"),
+        (lambda t: torch.full_like(t, VOCAB), "ids: expected ids in [0, 24)"),
+    ],
+    "teacher_topk_ids": [
+        (lambda t: t[..., 1:], "teacher_topk_ids: expected shape"),
+        (lambda t: torch.full_like(t, VOCAB), "teacher_topk_ids: expected ids in [0, 24)"),
+    ],
+    "teacher_logprobs": [(lambda x: x[1:], "teacher_logprobs: expected shape")],
+    "teacher_logits": [(lambda x: x[..., 1:], "teacher_logits: expected shape")],
+    "mask": [
+        (Tensor.float, "mask: expected a bool tensor"),
+        (lambda m: m[1:], "mask: expected shape"),
+    ],
+    "temperature": [
+        (0.0, "temperature: expected a finite number > 0"),
+        (-1.0, "temperature: expected a finite number > 0"),
+        (float("nan"), "temperature: expected a finite number > 0"),
+        (float("inf"), "temperature: expected a finite number > 0"),
+        ("hot", "temperature: expected"),
+        (torch.ones(5), "temperature: expected a number or a tensor that broadcasts"),
+        (torch.zeros(6, 2), "temperature: expected finite numbers > 0"),
+    ],
+    "vocab_size": [
+        (0, "vocab_size: expected 1 to 24"),
+        (VOCAB + 1, "vocab_size: expected 1 to 24"),
+        (12.0, "vocab_size: expected"),
+    ],
+    "chunk_size": [(bad, "chunk_size: expected None or an int >= 1") for bad in (0, -3, 2.0)],
+    "backend": [("cuda", "backend: expected one of")],
+    "tp_group": [("tp", "tp_group: expected a torch.distributed ProcessGroup"), (None, "tp_group")],
+    "softcap": [(bad, "softcap: expected") for bad in (-1.0, 0.0, float("nan"))],
+    "logit_scale": [(bad, "logit_scale: expected") for bad in (0.0, float("nan"))],
+    "logits_dtype": [(torch.int8, "logits_dtype: expected")],
+    "compact": [("yes", "compact: expected True or False")],
+    "rows": [
+        ([0], "rows: expected a torch.Tensor"),
+        (torch.tensor([0.0]), "rows: expected int64"),
+        (torch.tensor([[0]]), "rows: expected int64 of shape [m]"),
+        (torch.tensor([0, -1]), "rows: expected indices in [0, 12), got [-1]"),
+        (torch.tensor([12]), "rows: expected indices in [0, 12), got [12]"),
+    ],
+    "sequence_parallel": [("yes", "sequence_parallel: expected True or False")],
+    "gradient_accumulation_fusion": [(True, "expected weight.main_grad")],
+    "entropy": [(1, "entropy: expected True or False")],
+    "target_rank": [(1, "target_rank: expected True or False")],
+    "label_smoothing": [
+        (bad, "label_smoothing: expected") for bad in (1.0, -0.1, 2, float("nan"), "a little")
+    ],
+    "kind": [("sideways", "kind: expected one of")],
+    "beta": [(bad, "beta: expected a number in (0, 1)") for bad in (0.0, 1.0)],
+}
+
+# The same of several together.
+MISTAKES_TOGETHER: list[tuple[dict[str, Any], str]] = [
+    ({"rows": torch.arange(12), "compact": True}, "compact: expected False with rows"),
+    ({"target": lambda t: torch.full_like(t, 11), "vocab_size": 11}, "expected ids in [0, 11)"),
+    ({"target": lambda t: t.clamp(min=-100) - 1, "ignore_index": -2}, "target: expected ids"),
+    ({"rows": torch.arange(5)}, "expected"),  # whatever there is for each of 12 tokens
+]
+
+
+_IDS, _BOUNDS = torch.arange(12), torch.arange(13)
+BAD_RECORDS: list[tuple[Any, str]] = [
+    (_IDS, "kept_ids: expected (flat_ids, offsets)"),
+    ((_IDS, _IDS), "kept_ids[1]: expected shape"),
+    ((_IDS.float(), _BOUNDS), "kept_ids[0]: expected an integer"),
+    ((_IDS, _BOUNDS.clamp(max=11)), "offsets that rise"),
+    ((_IDS, torch.cat([_BOUNDS[:5], _BOUNDS[3:4], _BOUNDS[6:]])), "offsets that rise"),
+    ((_IDS + VOCAB, _BOUNDS), "kept_ids: expected ids in"),
+    ((_IDS * 0, torch.cat([_BOUNDS[:1], _BOUNDS[2:], _BOUNDS[-1:]])), "at most once a row"),
+]

@@ -1,0 +1,203 @@
+"""What each operation gives, in plain torch on one process; the table is in `tests/ops.py`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.engine.operation import Outputs, Side
+from tests.helpers.oracles import finished_logits
+
+
+def take(x: Tensor, ids: Tensor) -> Tensor:
+    """`x[..., ids]`, with 0 for ids that are left out; ids `[...]` or `[..., k]`."""
+    column = ids.clamp(min=0)
+    if ids.dim() < x.dim():
+        return x.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    return x.gather(-1, column)
+
+
+def entropy_of(logp: Tensor) -> Tensor:
+    return -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
+
+
+def statistics(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    target, logp = side["target"], z.log_softmax(-1)
+    own = take(logp, target)
+    smoothing = o.get("label_smoothing", 0.0)
+    if smoothing:
+        others = ~z.isneginf() & (torch.arange(z.shape[-1]) != target.unsqueeze(-1))
+        mean = torch.where(others, logp, 0.0).sum(-1) / others.sum(-1)
+        own = (1.0 - smoothing) * own + smoothing * mean
+    found = {"logprobs": own, "lse": z.logsumexp(-1)}
+    if o.get("entropy"):
+        found["entropy"] = entropy_of(logp)
+    if o.get("sum_pi_squared"):
+        found["sum_pi_squared"] = logp.exp().square().sum(-1)
+    if o.get("target_rank"):
+        found["target_rank"] = (z > take(z, target).unsqueeze(-1)).sum(-1)
+    return found
+
+
+def largest(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    values, ids = z.sort(dim=-1, descending=True, stable=True)
+    k = side.get("k", 1)
+    return {"values": values[..., :k], "ids": ids[..., :k]}
+
+
+def at_ids(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    z = z.log_softmax(-1) if o["log_softmax"] else z
+    return {"values": take(z, side["ids"]).masked_fill(side["ids"] < 0, 0.0)}
+
+
+def distilled(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    ids, logp = side["teacher_topk_ids"], z.log_softmax(-1)
+    student = take(logp, ids) if o["normalize"] == "vocab" else take(z, ids).log_softmax(-1)
+    temperature = o["temperature"] if o["teacher_temperature"] is None else o["teacher_temperature"]
+    teacher = (side["teacher_topk_logits"].to(z.dtype) / temperature).log_softmax(-1)
+    found = {"student": student, "teacher": teacher}
+    return found | ({"entropy": entropy_of(logp)} if o["entropy"] else {})
+
+
+def divergence(
+    logp: Tensor, logq: Tensor, kind: str, beta: float, generalized: bool = False
+) -> Tensor:
+    """Of the student's p from the teacher's q; every column has some probability on either side."""
+    p, q = logp.exp(), logq.exp()
+    m = beta * q + (1.0 - beta) * p
+    if kind == "cross entropy":
+        return -(q * logp).sum(-1)
+    if kind == "jsd":
+        return (beta * relative(q, m, False) + (1.0 - beta) * relative(p, m, False)).sum(-1)
+    if kind == "total_variation":
+        return 0.5 * (p - q).abs().sum(-1)
+    pair = {
+        "forward": (q, p),
+        "reverse": (p, q),
+        "skewed_forward": (q, m),
+        "skewed_reverse": (p, m),
+    }
+    return relative(*pair[kind], generalized).sum(-1)
+
+
+def relative(a: Tensor, b: Tensor, generalized: bool) -> Tensor:
+    return a * (a / b).log() + (b - a if generalized else 0.0)
+
+
+def whole_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    if "teacher_logits" in side:
+        raw = side["teacher_logits"].to(z.dtype)
+    else:
+        hidden = side["teacher_hidden"].to(z.dtype)
+        if o["rows"] is not None:
+            hidden = hidden.flatten(0, -2)[o["rows"]]
+        raw = hidden @ side["teacher_weight"].to(z.dtype).t()
+        if "teacher_lora" in side:
+            a, b, scale = side["teacher_lora"]
+            raw = raw + scale * (hidden @ a.to(z.dtype).t()) @ b.to(z.dtype).t()
+        raw = raw.to(o["logits_dtype"]).to(z.dtype) if o["logits_dtype"] else raw
+    temperature = o["temperature"] if o["teacher_temperature"] is None else o["teacher_temperature"]
+    teacher = finished_logits(
+        raw,
+        bias=side.get("teacher_bias"),
+        logit_scale=o.get("teacher_logit_scale", 1.0),
+        softcap=o.get("teacher_softcap"),
+        temperature=temperature,
+        dtype=z.dtype,
+    )
+    true = slice(o["vocab_size"])
+    logp, logq = z[..., true].log_softmax(-1), teacher[..., true].log_softmax(-1)
+    return {"values": divergence(logp, logq, o.get("kind", "cross entropy"), o.get("beta", 0.5))}
+
+
+def topk_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    logp, logq = take(z.log_softmax(-1), side["ids"]), side["teacher_logprobs"].to(z.dtype)
+    tail = o["tail"] or ("ignore" if o["generalized"] else "bin")
+    if tail == "renormalize":
+        logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
+    elif tail == "bin":
+        rest = [(1.0 - x.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() for x in (logp, logq)]
+        logp, logq = torch.cat([logp, rest[0]], -1), torch.cat([logq, rest[1]], -1)
+    return {"values": divergence(logp, logq, o["kind"], o["beta"], o["generalized"])}
+
+
+def filtered(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    if "kept_ids" in side:
+        kept = torch.zeros(z.shape, dtype=torch.bool).flatten(0, -2)
+        flat, bounds = side["kept_ids"]
+        for row, (start, end) in enumerate(itertools.pairwise(bounds)):
+            kept[row, flat[start:end]] = True
+        kept = kept.view(z.shape)
+        none = ~(kept & ~z.isneginf()).any(-1)  # of which log_softmax is NaN
+        logp = z.masked_fill(~(kept | none.unsqueeze(-1)), -torch.inf).log_softmax(-1)
+        return {"values": take(logp, side["target"]).masked_fill(none, -torch.inf)}
+    return {"values": take(kept_logits(z, o).log_softmax(-1), side["target"])}
+
+
+def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
+    """-inf where top_k or top_p drops a column."""
+    if o["top_k"] is not None and 0 < o["top_k"] < z.shape[-1]:
+        z = z.masked_fill(z < z.topk(o["top_k"]).values[..., -1:], -torch.inf)
+    if o["top_p"] < 1.0:
+        p, order = z.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        dropped = p.cumsum(-1) - p >= o["top_p"]
+        z = z.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+    return z
+
+
+def splitmix(state: int, number: int) -> int:
+    """The number-th output of SplitMix64 from a state."""
+    bits = (state + number * 0x9E3779B97F4A7C15) % 2**64
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
+    return bits ^ (bits >> 31)
+
+
+def drawn(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    logp = kept_logits(z, o).log_softmax(-1)
+    flat = logp.reshape(-1, logp.shape[-1])
+    seeds = torch.as_tensor(side["seed"]).expand(logp.shape[:-1]).flatten().tolist()
+    ids = torch.zeros(len(flat), dtype=torch.int64)
+    for row, seed in enumerate(seeds):
+        stream = splitmix(splitmix(seed, 1), row + 1)
+        uniform = [(splitmix(stream, i + 1) // 2**12 + 0.5) / 2**52 for i in range(flat.shape[1])]
+        ids[row] = (flat[row].double() - torch.tensor(uniform).double().log().neg().log()).argmax()
+    ids = ids.view(logp.shape[:-1])
+    return {"ids": ids, "logprobs": take(logp, ids)}
+
+
+def rewarded(logprobs: Tensor, entropy: Tensor | None, advantage: Tensor) -> Tensor:
+    """A loss per token: what a caller gives `linear_policy_loss`."""
+    loss = -(logprobs.exp() * advantage)
+    return loss if entropy is None else loss - 0.1 * entropy * advantage.abs()
+
+
+def policy(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    stats = statistics(z, side, o)
+    loss = rewarded(stats["logprobs"], stats.get("entropy"), side["advantage"].to(z.dtype))
+    total = loss.masked_fill(side["target"] < 0, 0.0).sum() / o["denominator"]
+    return {"loss": total} | {name: x.detach() for name, x in stats.items()}
+
+
+def mapped(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    logp = z.log_softmax(-1)
+    factor = side["factor"].to(z.dtype)
+    return {
+        "scaled": take(logp, side["target"]).unsqueeze(-1) * factor,
+        "entropy": entropy_of(logp),
+    }
+
+
+def only(*names: str) -> Callable[[Tensor, Side, dict[str, Any]], Outputs]:
+    """Some of the statistics' truth."""
+
+    def truth(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+        side = {"target": torch.zeros(z.shape[:-1], dtype=torch.int64)} | side
+        found = statistics(z, side, o | dict.fromkeys(names, True))
+        return {name: found[name] for name in names}
+
+    return truth

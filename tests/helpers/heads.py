@@ -1,0 +1,81 @@
+"""A sharded head and what goes through it, for tests of operations from hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.ops.head import head_logits
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.sampling import filtered_stats
+from tests.helpers.shards import make_target, world_rank, world_size
+
+
+@dataclass
+class Problem:
+    """A whole head and what goes through it. Shapes `[s, b, h]` or `[n, h]`, `[V, h]`, `[V]`.
+
+    Attributes:
+        upstream: a gradient for each token and output, `[s, b]` or `[n]` each.
+        lora: (A `[r, h]`, B `[V, r]`, scale), or None.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    upstream: dict[str, Tensor]
+    lora: tuple[Tensor, Tensor, float] | None = None
+
+
+def linear_filtered_stats(
+    hidden: Tensor, weight: Tensor, target: Tensor, **options: Any
+) -> TokenStats:
+    """What a patched model with filters computes, of a head given by keywords."""
+    names = ("top_k", "top_p", "entropy", "target_rank", "sum_pi_squared", "ignore_index")
+    filters = {name: options.pop(name) for name in names if name in options}
+    return filtered_stats(head_logits(hidden, weight, **options), target, **filters)
+
+
+def make_problem(
+    lead: tuple[int, ...] = (6, 2),
+    *,
+    width: int = 8,
+    vocab: int = 24,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    true_vocab: int | None = None,
+    ignored: float = 0.2,
+    names: tuple[str, ...] = ("logprobs", "entropy", "lse"),
+    lora: bool = False,
+) -> Problem:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    problem = Problem(
+        hidden=torch.randn(*lead, width).to(dtype),
+        weight=torch.randn(vocab, width).to(dtype),
+        bias=torch.randn(vocab).to(dtype) if bias else None,
+        target=make_target(lead, true_vocab or vocab, ignored),
+        upstream={name: torch.randn(lead, dtype=wide) for name in names},
+    )
+    if lora:  # of rank 3, unlike every other size
+        problem.lora = (torch.randn(3, width).to(dtype), torch.randn(vocab, 3).to(dtype), 1.7)
+    return problem
+
+
+def shard_problem(problem: Problem, sequence_parallel: bool) -> tuple[Tensor, Tensor, Any]:
+    """This rank's (hidden, weight, bias or None) as leaves that require gradients."""
+    world, rank = world_size(), world_rank()
+    hidden = problem.hidden.tensor_split(world)[rank] if sequence_parallel else problem.hidden
+    weight = problem.weight.tensor_split(world)[rank]
+    bias = None
+    if problem.bias is not None:
+        bias = problem.bias.tensor_split(world)[rank].clone().requires_grad_()
+    return hidden.clone().requires_grad_(), weight.clone().requires_grad_(), bias
+
+
+def plain_loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    """The simplest loss for `linear_policy_loss`."""
+    return -logprobs

@@ -1,0 +1,171 @@
+"""Top-k, gathered columns and filters: ties and signs, NaN, rows that are hard to cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs import (
+    vocab_parallel_argmax,
+    vocab_parallel_gather,
+    vocab_parallel_logprobs,
+    vocab_parallel_sampling_logprobs,
+    vocab_parallel_topk,
+)
+from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.ops import sampling_cut, topk
+from mcore_logprobs.ops.sampling import CutGradient, SavedCut
+from mcore_logprobs.ops.source import given_logits
+from mcore_logprobs.ops.topk import stable_topk
+from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group
+
+# ---- top-k --------------------------------------------------------------------------------------
+
+
+def _topk(whole: Tensor) -> tuple[Tensor, Tensor]:
+    logits, group = shard(whole)[1], world_group()
+    return vocab_parallel_topk(logits, 7, tp_group=group)[1], vocab_parallel_argmax(
+        logits, tp_group=group
+    )
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_all_equal_and_signed_zeros(ranks, world):
+    whole = torch.zeros(5, VOCAB)
+    whole[1], whole[2, ::2], whole[3, 1::2], whole[4] = -3.0, -0.0, -0.0, -torch.inf
+    for ids, best in on_ranks(ranks, world, _topk, whole):
+        assert ids.tolist() == [list(range(7))] * 5
+        assert not best.any()
+
+
+@pytest.mark.parametrize("k", [1, 5, 12])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_equal_values_and_nan_are_chosen_by_column(dtype, k):
+    """Rows without a tie, of nothing but ties, of both zeros, and with the NaN that a CPU makes."""
+    x = torch.randn(9, 12).to(dtype)
+    x[1], x[2, ::2], x[3] = 1.0, 0.0, torch.where(torch.arange(12) % 3 == 0, -0.0, 0.0)
+    x[4, [2, 7]] = torch.tensor(torch.inf, dtype=dtype) - torch.inf
+    x[5, [1, 8, 9]], x[6] = torch.nan, -torch.inf
+    x[7:] = torch.randint(0, 3, (2, 12)).to(dtype)
+    expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+    assert torch.equal(stable_topk(x, k).sort(-1).values, expected)
+    values, _ = vocab_parallel_topk(x, k)
+    assert values[4:6, 0].isnan().all()
+
+
+def test_a_nan_of_either_sign_is_the_largest_by_keys_too():
+    """What a GPU takes; a NaN that a CPU makes has its sign bit set."""
+    nan = torch.tensor([-torch.inf]) - torch.tensor([-torch.inf])
+    x = torch.tensor([[1.0, 3.0, 2.0, 5.0]])
+    x[0, 2] = torch.copysign(nan, torch.tensor(-1.0))[0]
+    x = torch.cat([x, x.roll(1, 1)])
+    assert topk._topk_of_keys(x, 1).tolist() == [[2], [3]]
+    assert topk._topk_of_keys(x.bfloat16(), 2).sort().values.tolist() == [[2, 3], [0, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_keys_tell_what_the_dtype_tells(dtype):
+    x = torch.randn(5, 24).to(dtype)
+    tiny = torch.finfo(dtype).tiny
+    x[0] = 1.0 + torch.finfo(dtype).eps * torch.arange(24).to(dtype) % 7
+    x[1] = tiny * torch.randperm(24).to(dtype)
+    x[2] = torch.tensor([0.0, -0.0] * 12)
+    x[3, ::3] = -torch.inf
+    x[4, 1::5] = torch.inf
+    kept = x.clone()
+    for k in (1, 7, 23):
+        columns = topk._topk_of_keys(x, k).sort(-1).values
+        expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+        assert torch.equal(columns, expected)
+        assert torch.equal(stable_topk(x, k).sort(-1).values, expected)
+        assert torch.equal(x.signbit(), kept.signbit())
+        assert torch.equal(x, kept)
+
+
+# ---- gather -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_softmax", [False, True])
+def test_gradients_of_one_id_add_up_in_float32(log_softmax):
+    """50 entries over 3 ids: summed in bfloat16 they would be far off."""
+    ids, logits = torch.randint(0, 3, (9, 50)) * 7, torch.randn(9, VOCAB).bfloat16()
+    upstream, grads = torch.randn(9, 50), []
+    for x in (logits, logits.float()):
+        leaf = x.requires_grad_()
+        out = vocab_parallel_gather(leaf, ids, log_softmax=log_softmax)
+        grads.append(torch.autograd.grad(out, leaf, upstream)[0])
+    assert torch.equal(grads[0], grads[1].bfloat16())
+
+
+def test_no_ids():
+    logits = torch.randn(3, VOCAB, requires_grad=True)
+    out = vocab_parallel_gather(logits, torch.zeros(3, 0, dtype=torch.int64), log_softmax=True)
+    assert out.shape == (3, 0)
+    out.sum().backward()
+    assert not logits.grad.any()
+
+
+# ---- filters ------------------------------------------------------------------------------------
+
+
+def _both_off(whole: Tensor, target: Tensor) -> None:
+    logits = shard(whole)[1]
+    common = {"tp_group": world_group(), "vocab_size": 17, "temperature": 0.7}
+    expected = vocab_parallel_logprobs(logits, target, **common)
+    for top_k in (None, 0, -1, VOCAB, 10**6, 17):
+        found = vocab_parallel_sampling_logprobs(logits, target, top_k=top_k, **common)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_both_off_is_the_plain_logprob(ranks, world):
+    on_ranks(ranks, world, _both_off, torch.randn(9, VOCAB), make_target((9,), 17))
+
+
+def test_the_largest_and_smallest_numbers():
+    whole = torch.randn(4, VOCAB)
+    whole[0, 2], whole[1], whole[2] = 3e38, -3e38, -torch.inf
+    whole[2, 13] = -2.0
+    target = torch.tensor([2, 0, 13, 5])
+    for options in ({"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}):
+        found = vocab_parallel_sampling_logprobs(whole, target, **options)
+        assert found[[0, 2]].tolist() == [0.0, 0.0]
+        assert not found.isnan().any()
+
+
+def _sent(whole: Tensor, target: Tensor, options: dict) -> list[str]:
+    with CollectivesMade() as made:
+        logits = shard(whole)[1]
+        vocab_parallel_sampling_logprobs(logits, target, tp_group=world_group(), **options)
+    return made.names
+
+
+def test_collectives_of_peaked_rows(ranks):
+    whole = torch.randn(20, 4000) * 5
+    for options, more in (
+        ({"top_p": 0.9}, ["all_reduce"]),
+        ({"top_k": 50}, []),
+        ({"top_k": 50, "top_p": 0.9}, ["all_reduce"]),
+    ):
+        for names in ranks(2).run(_sent, whole, whole.argmax(-1), options):
+            assert names == ["all_gather", *more]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, None), (None, 0.9)])
+def test_a_target_made_again_below_the_cut_keeps_its_gradient(top_k, top_p):
+    """A backward from hidden states multiplies again, and a GPU may round the second time."""
+    logits = torch.tensor([[3.0, 2.0, -4.0, -5.0]])
+    column, keep = torch.tensor([1]), torch.tensor([True])
+    shard = VocabShard.of(4, None, None)
+    opts = sampling_cut.FilterOptions(shard, 1.0, top_k, top_p)
+    values = sampling_cut.Values(list(given_logits(logits).chunks()), 1, torch.float32)
+    cut = sampling_cut.find_cut(values, column, keep, opts)
+    assert cut.limit.item() == -1.0, "the target is the last one kept"
+    upstream = torch.tensor([0.7])
+    gradient = CutGradient(upstream, keep, column, SavedCut.of(cut), opts)
+    again = torch.nextafter(logits, torch.tensor(-torch.inf))
+    probability = torch.softmax(logits[0, :2].double(), 0)[1]
+    found = gradient.of_logits(again, slice(0, 1))[0, 1]
+    torch.testing.assert_close(found.double(), 0.7 * (1.0 - probability), rtol=1e-6, atol=0.0)

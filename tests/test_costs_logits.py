@@ -1,0 +1,195 @@
+"""What operations on logits cost: collectives and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mcore_logprobs as ml
+from mcore_logprobs import vocab_parallel_token_stats
+from mcore_logprobs.bench.counting import CollectivesMade
+from tests.engine import run
+from tests.engine.cases import parse
+from tests.helpers.memory import TensorsMade
+from tests.helpers.shards import (
+    VOCAB,
+    make_target,
+    on_ranks,
+    shard,
+    world_group,
+)
+
+ALL = {"entropy": True, "target_rank": True}
+
+# ---- what is sent -------------------------------------------------------------------------------
+
+# A case of the engine: collectives forward and backward.
+SENT = {
+    "token_stats logits entropy=True sum_pi_squared=True chunk_size=3": "all_gather |",
+    "token_stats logits target_rank=True": "all_reduce all_gather |",
+    "target_rank logits": "all_reduce all_gather |",
+    "logprobs logits label_smoothing=0.1": "all_gather |",
+    "entropy logits": "all_gather |",
+    "log_softmax logits": "all_gather | all_reduce",
+    "topk logits": "all_gather |",
+    "argmax logits": "all_gather |",
+    "gather logits": "all_reduce |",
+    "gather logits log_softmax=True": "all_gather |",
+    "topk_distill logits": "all_gather |",
+    "topk_distill logits normalize=topk": "all_reduce |",
+    "topk_distill logits normalize=topk entropy=True": "all_gather |",
+    "kl_div logits": "all_gather |",
+    "kl_div logits kind=jsd": "all_gather all_reduce |",
+    "kl_div hidden kind=jsd": "all_gather all_reduce | all_reduce",
+    "soft_cross_entropy logits": "all_gather |",
+    "sampling_logprobs logits replay=True": "all_gather |",
+    "all_to_all_vp2sp logits": "all_to_all | all_to_all",
+}
+
+
+def test_collectives_of_every_operation(ranks):
+    cases = [parse([*line.split(), "tp=2"]) for line in SENT]
+    found = {}
+    for line, runs in zip(SENT, ranks(2).run_many(run.sent, cases), strict=True):
+        assert isinstance(runs, list), runs
+        assert runs[0] == runs[1]
+        forward, backward = runs[0]
+        found[line] = " ".join([*forward, "|", *backward])
+    assert found == SENT
+
+
+def _traffic(options: dict, dtype: torch.dtype, chunk_size: int | None) -> tuple:
+    _, logits = shard(torch.randn(32, 8 * dist.get_world_size()).to(dtype))
+    target = make_target((32,), logits.shape[-1])
+    with CollectivesMade() as forward:
+        out = vocab_parallel_token_stats(
+            logits, target, tp_group=world_group(), chunk_size=chunk_size, **options
+        )
+    with CollectivesMade() as backward:
+        out.logprobs.sum().backward()
+    return forward.names, forward.nbytes, backward.names
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [({}, 3), ({"entropy": True}, 4), ({"entropy": True, "label_smoothing": 0.1}, 6)],
+    ids=["plain", "entropy", "smoothing"],
+)
+def test_one_all_gather_forward_and_nothing_backward(ranks, world, options, numbers, chunk_size):
+    for names, nbytes, backward in ranks(world).run(_traffic, options, torch.bfloat16, chunk_size):
+        assert names == ["all_gather"]
+        assert nbytes == numbers * 32 * 4
+        assert backward == []
+
+
+def test_the_rank_takes_one_collective_more(ranks):
+    for names, nbytes, backward in ranks(2).run(_traffic, ALL, torch.float32, 5):
+        assert len(names) == 2
+        assert names[-1] == "all_gather"
+        assert nbytes <= (5 + 1) * 32 * 4
+        assert backward == []
+
+
+def _alone() -> list[str]:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    logits = torch.randn(4, VOCAB, requires_grad=True)
+    with CollectivesMade() as made:
+        out = vocab_parallel_token_stats(
+            logits, make_target((4,), VOCAB), tp_group=alone, entropy=True, target_rank=True
+        )
+        out.logprobs.sum().backward()
+    return made.names
+
+
+def test_a_group_of_one_says_nothing(ranks):
+    assert ranks(2).run(_alone) == [[], []]
+
+
+def _allocations(dtype: torch.dtype, options: dict, chunk_size: int) -> tuple:
+    rows, vocab = 64, 1024 * dist.get_world_size() if dist.is_initialized() else 1024
+    leaf = shard(torch.randn(2, rows, vocab).to(dtype))[0]
+    logits = leaf.transpose(0, 1)
+    target = make_target((rows, 2), vocab)
+    with TensorsMade() as forward:
+        out = vocab_parallel_token_stats(
+            logits, target, tp_group=world_group(), chunk_size=chunk_size, **options
+        )
+    after_forward = forward.live
+    total = out.logprobs.sum()
+    if out.entropy is not None:
+        total = total + out.entropy.sum()
+    with TensorsMade() as backward:
+        total.backward()
+    chunk = chunk_size * 1024 * 4  # one chunk in float32
+    return leaf.nbytes, chunk, forward, after_forward, backward
+
+
+def _summary(dtype: torch.dtype, options: dict, chunk_size: int) -> tuple:
+    nbytes, chunk, forward, after, backward = _allocations(dtype, options, chunk_size)
+    large = [made for made in backward.made if made.nbytes > 2 * chunk]
+    return nbytes, chunk, forward.made, forward.peak, after, large, backward.peak
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, ALL, ALL | {"temperature": 0.5, "softcap": 9.0, "label_smoothing": 0.1}],
+    ids=["plain", "all", "everything"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_gradient_is_the_only_tensor_of_the_logits_size(ranks, world, dtype, options):
+    for nbytes, chunk, made, peak, after, large, backward_peak in on_ranks(
+        ranks, world, _summary, dtype, options, 4
+    ):
+        rows = 128 * 8 * 32  # a few numbers a row (and what the wire still holds)
+        assert max(m.nbytes for m in made) <= chunk
+        assert peak <= 4 * chunk + rows
+        assert after <= rows  # the logits themselves are all that is kept besides
+        assert [m.nbytes for m in large] == [nbytes]
+        assert large[0].dtype == dtype
+        assert backward_peak <= nbytes + 4 * chunk + rows
+
+
+ROWS, CHUNK, WIDE = 64, 4, 4096
+IDS = torch.arange(ROWS * 5).view(ROWS, 5)
+MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "gather": lambda x: ml.vocab_parallel_gather(x, IDS, chunk_size=CHUNK),
+    "gather log p": lambda x: ml.vocab_parallel_gather(x, IDS, log_softmax=True, chunk_size=CHUNK),
+    "topk": lambda x: ml.vocab_parallel_topk(x, 8, chunk_size=CHUNK)[0],
+    "top-p": lambda x: ml.vocab_parallel_sampling_logprobs(
+        x, x.argmax(-1), top_p=0.9, chunk_size=CHUNK
+    ),
+    "rank": lambda x: ml.vocab_parallel_target_rank(x, IDS[:, 0], chunk_size=CHUNK),
+    "log_softmax": lambda x: ml.vocab_parallel_log_softmax(x, chunk_size=CHUNK),
+    **{
+        kind: lambda x, kind=kind: ml.vocab_parallel_kl_div(x, TEACHER, kind=kind, chunk_size=CHUNK)
+        for kind in ("forward", "reverse", "jsd")
+    },
+}
+TEACHER = torch.linspace(-2.0, 2.0, ROWS * WIDE).view(ROWS, WIDE).bfloat16()
+
+
+@pytest.mark.parametrize("spread", [0.1, 8.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_is_a_few_chunks(name, spread):
+    logits = (torch.randn(ROWS, WIDE) * spread).bfloat16().requires_grad_()
+    copy = CHUNK * WIDE * 4  # float32 copies of a chunk's rows
+    per_row = ROWS * 8 * 128 * 12  # a few hundred numbers a row, whatever its width
+    with TensorsMade() as made:
+        out = MEMORY[name](logits)
+    result = out.nbytes if name == "log_softmax" else 0
+    assert made.peak <= 4 * copy + per_row + result
+    assert [x.nbytes for x in made.larger_than(2 * copy)] == ([result] if result else [])
+    if not out.requires_grad:
+        return
+    upstream = torch.ones_like(out)
+    with TensorsMade() as made:
+        out.backward(upstream)
+    assert [x.dtype for x in made.larger_than(2 * copy)] == [torch.bfloat16]  # the gradient
+    assert made.peak <= logits.nbytes + 4 * copy + per_row

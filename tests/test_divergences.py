@@ -1,0 +1,302 @@
+"""Divergences and distillation: infinite and close distributions, DTensors, arguments, compile."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs import (
+    linear_kl_div,
+    vocab_parallel_kl_div,
+    vocab_parallel_soft_cross_entropy,
+    vocab_parallel_topk_distill,
+    vocab_parallel_topk_kl_div,
+)
+from tests.helpers.oracles import assert_no_worse
+from tests.helpers.shards import on_ranks, shard, world_group
+
+KINDS = ("forward", "reverse", "jsd", "cross_entropy")
+
+
+def reference(
+    student: Tensor,
+    teacher: Tensor,
+    upstream: Tensor,
+    kind: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """(value, gradient of the student's logits) of rows with the same support on either side."""
+    leaf = student.double() if dtype == torch.float64 else student.clone()
+    leaf.requires_grad_()
+    logp, logq = leaf.to(dtype).log_softmax(-1), teacher.to(dtype).log_softmax(-1)
+    p, q = logp.exp(), logq.exp()
+    logp, logq = logp.masked_fill(p == 0, 0.0), logq.masked_fill(q == 0, 0.0)
+    if kind == "forward":
+        value = (q * (logq - logp)).sum(-1)
+    elif kind == "reverse":
+        value = (p * (logp - logq)).sum(-1)
+    elif kind == "cross_entropy":
+        value = -(q * logp).sum(-1)
+    else:
+        log_mixture = (0.5 * q + 0.5 * p + (p + q == 0)).log()
+        value = (0.5 * q * (logq - log_mixture)).sum(-1)
+        value = value + (0.5 * p * (logp - log_mixture)).sum(-1)
+    value.backward(upstream.to(dtype))
+    return value.detach(), leaf.grad
+
+
+def sample(shape: tuple[int, ...], vocab: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    student = torch.randn(*shape, vocab, generator=generator) * 3
+    teacher = student + torch.randn(*shape, vocab, generator=generator) * 2
+    upstream = torch.randn(*shape, generator=generator)
+    return student.to(dtype), teacher.to(dtype), upstream
+
+
+def divergence(student: Tensor, teacher: Tensor, kind: str, **options: object) -> Tensor:
+    if kind == "cross_entropy":
+        return vocab_parallel_soft_cross_entropy(student, teacher, **options)
+    return vocab_parallel_kl_div(student, teacher, kind=kind, **options)
+
+
+def check(value: Tensor, grad: Tensor, *arguments: Any) -> None:
+    """Against float64, no worse than plain float32 torch; `arguments` are `reference`'s."""
+    exact, exact_grad = reference(*arguments)
+    plain, plain_grad = reference(*arguments, dtype=torch.float32)
+    assert_no_worse(value, plain, exact, name="value", ulps=8)
+    assert_no_worse(grad, plain_grad, exact_grad, name="gradient", ulps=4)
+
+
+def of_shards(
+    student: Tensor, teacher: Tensor, upstream: Tensor, kind: str, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(value, gradient) of this rank's columns."""
+    leaf, mine = shard(student)
+    other = shard(teacher)[1].detach()
+    value = divergence(mine, other, kind, tp_group=world_group(), **options)
+    value.backward(upstream)
+    return value.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_infinite_logits_stay_finite(ranks, world: int, kind: str) -> None:
+    student, teacher, upstream = sample((6,), 12, torch.float32)
+    both = slice(6, 12)  # a whole shard of the second rank
+    student[0, both] = teacher[0, both] = -torch.inf
+    student[1, :11] = -torch.inf
+    teacher[1, :11] = -torch.inf
+    student[2, 3] = -torch.inf
+    teacher[3, 4] = -torch.inf
+    student[4] = -torch.inf
+    results = on_ranks(ranks, world, of_shards, student, teacher, upstream, kind)
+    value, grad = results[0][0], torch.cat([grad for _, grad in results], -1)
+    assert value.isfinite().all()
+    assert grad.isfinite().all()
+    # Rows in which the two have the same support have an exact answer.
+    exact = [0, 1, 5]
+    check(value[exact], grad[exact], student[exact], teacher[exact], upstream[exact], kind)
+    assert value[4] == 0
+    assert (grad[4] == 0).all()
+
+
+def test_equal_distributions_differ_by_exactly_nothing() -> None:
+    logits = torch.randn(5, 200) * 10
+    for kind in ("forward", "reverse", "jsd"):
+        student = logits.clone().requires_grad_()
+        value = vocab_parallel_kl_div(student, logits + 0.0, kind=kind)
+        value.sum().backward()
+        assert (value == 0).all()
+        assert (student.grad == 0).all()
+
+
+def test_close_distributions_keep_their_digits() -> None:
+    """KL around 5e-5 of distributions with an entropy around 7."""
+    student = torch.randn(8, 2000)
+    teacher = student + torch.randn(8, 2000) * 1e-2
+    for kind in ("forward", "reverse", "jsd"):
+        want, _ = reference(student, teacher, torch.ones(8), kind)
+        got = vocab_parallel_kl_div(student, teacher, kind=kind)
+        assert (got - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_logits_lose_no_digits(kind: str) -> None:
+    """A row's constant says nothing; float32 has a step of 0.001 at 1e4."""
+    step = 2.0**-7
+    student, teacher, upstream = sample((5,), 40, torch.float32)
+    student, teacher = (student / step).round() * step, (teacher / step).round() * step
+    leaf = (student + 8192).requires_grad_()
+    value = divergence(leaf, teacher - 8192, kind)
+    value.backward(upstream)
+    check(value, leaf.grad, student, teacher, upstream, kind)
+
+
+def test_the_two_sides_may_differ_in_dtype() -> None:
+    student, teacher, upstream = sample((4, 6), 20, torch.float32)
+    mixed = vocab_parallel_kl_div(student.bfloat16(), teacher.double())
+    want, _ = reference(student.bfloat16(), teacher, upstream, "forward")
+    assert mixed.dtype == torch.float64
+    assert (mixed - want).abs().max() < 1e-12
+
+
+def run_dtensor(student: Tensor, teacher: Tensor, mask: Tensor, upstream: Tensor) -> dict:
+    """On a mesh (dp, tp): rows over dp, columns over tp; the groups come from the mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    placements = [Shard(0), Shard(student.dim() - 1)]
+    leaf = distribute_tensor(student, mesh, placements).detach().requires_grad_()
+    value = vocab_parallel_kl_div(
+        leaf,
+        distribute_tensor(teacher, mesh, placements),
+        mask=distribute_tensor(mask, mesh, [Shard(0), Replicate()]),
+    )
+    value.backward(upstream)
+    return {"value": value, "grad": leaf.grad.full_tensor()}
+
+
+def test_dtensors(ranks) -> None:
+    student, teacher, upstream = sample((4, 3), 20, torch.float32)
+    mask = torch.rand(4, 3) < 0.6
+    want, grad = reference(student, teacher, upstream * mask, "forward")
+    for result in ranks(2).run(run_dtensor, student, teacher, mask, upstream):
+        assert (result["value"] - want * mask).abs().max() < 1e-5
+        torch.testing.assert_close(result["grad"].double(), grad, rtol=1e-4, atol=1e-6)
+
+
+def test_topk_on_infinite_logits() -> None:
+    student = torch.randn(3, 12)
+    student[0, :11] = -torch.inf
+    ids = torch.tensor([[11, 0], [3, 4], [5, 5]])
+    for normalize in ("vocab", "topk"):
+        leaf = student.clone().requires_grad_()
+        got, _, entropy = vocab_parallel_topk_distill(
+            leaf, torch.zeros(3, 2), ids, normalize=normalize, entropy=True
+        )
+        assert got[0].tolist() == [0.0, -torch.inf]
+        (torch.where(got.isfinite(), got, 0.0).sum() + entropy.sum()).backward()
+        assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["forward", "jsd"])
+def test_a_divergence_is_one_graph_under_a_caller_s_torch_compile(kind) -> None:
+    student, teacher = torch.randn(2, 3, 17)
+    found = []
+    for wrap in (lambda f: f, partial(torch.compile, fullgraph=True, backend="aot_eager")):
+        leaf = student.clone().requires_grad_()
+        value = wrap(partial(vocab_parallel_kl_div, kind=kind, temperature=0.7))(leaf, teacher)
+        (grad,) = torch.autograd.grad(value, leaf, torch.tensor([1.0, -2.0, 0.5]))
+        found.append((value.detach(), grad))
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+# ---- from hidden states -------------------------------------------------------------------------
+
+
+def test_the_layout_of_the_teachers_logits() -> None:
+    """Given logits [b, s, V] seen as [s, b, V] are read in place, compact or not."""
+    hidden, weight, other = torch.randn(6, 2, 4), torch.randn(10, 4), torch.randn(6, 2, 10)
+    want, mask = linear_kl_div(hidden, weight, other), torch.rand(6, 2) < 0.7
+    lying = other.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(linear_kl_div(hidden, weight, lying), want)
+    flat = linear_kl_div(hidden.flatten(0, 1), weight, other.flatten(0, 1))
+    assert torch.equal(flat, want.flatten())
+    for logits in (other, lying):
+        kept = linear_kl_div(hidden, weight, logits, mask=mask, compact=True, chunk_size=4)
+        torch.testing.assert_close(kept, want * mask)
+
+
+def _of_dtensor(hidden: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    teacher = distribute_tensor(logits, mesh, [Shard(1)])
+    return linear_kl_div(hidden, weight.chunk(2)[mesh.get_local_rank()], teacher)
+
+
+def test_a_dtensor_of_the_teachers_logits_brings_its_group(ranks) -> None:
+    hidden, weight, logits = torch.randn(4, 3), torch.randn(10, 3), torch.randn(4, 10)
+    want = linear_kl_div(hidden, weight, logits)
+    for found in ranks(2).run(_of_dtensor, hidden, weight, logits):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_teacher_that_is_not_one() -> None:
+    hidden, weight, logits = torch.randn(4, 8), torch.randn(10, 8), torch.randn(4, 10)
+    teacher = {"teacher_hidden": torch.randn(4, 6), "teacher_weight": torch.randn(10, 6)}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "teacher: expected either teacher_logits or"),
+        ({"teacher_logits": logits, **teacher}, "teacher: expected either teacher_logits or"),
+        ({"teacher_logits": logits, "teacher_bias": torch.ones(10)}, "teacher_bias: expected None"),
+        ({"teacher_logits": logits[:3]}, "teacher_logits: expected shape (4, 10)"),
+        ({"teacher_hidden": hidden}, "teacher_weight: expected a torch.Tensor, got NoneType"),
+        ({**teacher, "teacher_weight": torch.randn(9, 6)}, "teacher_weight: expected the student"),
+        ({**teacher, "teacher_hidden": torch.randn(3, 6)}, "teacher_hidden: expected hidden's"),
+        ({"teacher_logits": logits, "kind": "?"}, "kind: expected one of"),
+        ({"teacher_logits": logits, "compact": True}, "compact=True: expected a mask"),
+        ({"teacher_logits": logits, "compact": logits}, "compact: expected True or False"),
+        ({"teacher_logits": logits, "mask": torch.ones(4)}, "mask: expected a bool tensor"),
+        ({"teacher_logits": logits, "backend": "inductor"}, "backend: expected one of"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            linear_kl_div(hidden, weight, **options)
+
+
+# ---- of a few ids ------------------------------------------------------------------------------
+
+
+def _teacher(lead: tuple[int, ...], vocab: int, k: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, log-probabilities of the k ids, ids)."""
+    logits = torch.randn(*lead, vocab)
+    ids = torch.rand(*lead, vocab).argsort(-1)[..., :k]  # each at most once a row
+    return logits, logits.log_softmax(-1).gather(-1, ids), ids
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_of_every_id_it_is_the_whole_divergence(kind):
+    student = torch.randn(7, 12, dtype=torch.float64, requires_grad=True)
+    logits, teacher, ids = _teacher((7,), 12, k=12)
+    whole = vocab_parallel_kl_div(student, logits.double(), kind=kind, beta=0.3)
+    upstream = torch.randn(7, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(whole, student, upstream)
+    for tail in ("renormalize", "bin", "ignore"):
+        found = vocab_parallel_topk_kl_div(student, teacher, ids, kind=kind, beta=0.3, tail=tail)
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+        (grad,) = torch.autograd.grad(found, student, upstream)
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
+        same = vocab_parallel_topk_kl_div(
+            student, teacher, ids, kind=kind, beta=0.3, tail=tail, ignore_index=None
+        )
+        assert torch.equal(same, found)
+
+
+def test_a_bin_is_a_lower_bound_and_certain_rows_stay_finite():
+    student = torch.randn(50, 30, requires_grad=True)
+    logits, teacher, ids = _teacher((50,), 30)
+    binned = vocab_parallel_topk_kl_div(student, teacher, ids)
+    assert (binned <= vocab_parallel_kl_div(student, logits) + 1e-6).all()
+    assert (binned >= -1e-6).all()
+    # All of the teacher's probability, and the student's, on one of the ids; and none.
+    certain = torch.full((2, 30), -torch.inf)
+    certain[0, 3], certain[1, 5] = 0.0, 0.0
+    ids = torch.tensor([[3, 4]]).expand(2, 2)
+    certain.requires_grad_()
+    for kind in KINDS[:3]:
+        value = vocab_parallel_topk_kl_div(
+            certain, torch.tensor([[0.0, -torch.inf]]).expand(2, 2), ids, kind=kind
+        )
+        (grad,) = torch.autograd.grad(value.sum(), certain)
+        assert value.isfinite().all()
+        assert grad.isfinite().all()
+        assert abs(value[0]) < 1e-6 < value[1]

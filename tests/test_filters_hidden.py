@@ -1,0 +1,192 @@
+"""Filters and kept ids from hidden states: the saved cut, everything at once, many steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs import (
+    linear_sampling_logprobs,
+    vocab_parallel_sampling_logprobs,
+    vocab_parallel_token_stats,
+)
+from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.ops import head as head_module
+from tests.helpers.heads import linear_filtered_stats, make_problem, shard_problem
+from tests.helpers.shards import on_ranks, world_group
+
+
+def _against_held_logits(sequence_parallel: bool, both: bool, spoilt: bool) -> dict[str, Any]:
+    """Of small integers, so that the products are exact and full of ties: flat rows, which the
+    candidates do not decide, targets that are filtered out; if `spoilt` rows of NaN and inf.
+    """
+    generator = torch.Generator().manual_seed(3)
+    rows, vocab, group = 24, 600, world_group()
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    whole = torch.randint(-1, 2, (vocab, 4), generator=generator).float()
+    hidden = torch.randint(-1, 2, (rows, 4), generator=generator).float()
+    hidden[::5] *= 4  # peaked
+    if spoilt:
+        hidden[3], hidden[7, 2], hidden[8] = torch.nan, torch.inf, torch.nan
+    target = torch.randint(0, 571, (rows,), generator=generator)
+    target[8] = -100
+    weight = whole.tensor_split(world)[rank].clone().requires_grad_()
+    hidden.requires_grad_()
+    part = hidden.tensor_split(world)[rank] if sequence_parallel else hidden
+    own = torch.rand(rows, generator=generator) + 0.5
+    upstream = torch.randn(rows, generator=generator)
+    upstream[3] = 0.0  # a row of NaN that nobody asks for
+    filters = {"top_p": 0.7, "temperature": own, "vocab_size": 571, "tp_group": group}
+    filters |= {"top_k": 100} if both else {}
+    with CollectivesMade() as forward:
+        found = linear_sampling_logprobs(
+            part, weight, target, sequence_parallel=sequence_parallel, chunk_size=10, **filters
+        )
+    with CollectivesMade() as backward:
+        grads = torch.autograd.grad(found, [hidden, weight], upstream)
+    z = hidden @ weight.t() if group is None else _Copied.apply(hidden, group) @ weight.t()
+    expected = vocab_parallel_sampling_logprobs(z, target, **filters)
+    return {
+        "found": (found.detach(), *grads),
+        "expected": (expected.detach(), *torch.autograd.grad(expected, [hidden, weight], upstream)),
+        "forward": forward.names,
+        "backward": backward.names,
+    }
+
+
+class _Copied(torch.autograd.Function):
+    """A rank's part of dHidden, summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        summed = grads[0].clone()
+        torch.distributed.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["", "NaN and inf"])
+@pytest.mark.parametrize("both", [False, True], ids=["top-p", "top-k and top-p"])
+@pytest.mark.parametrize("layout", [(1, False), (2, False), (2, True)], ids=str)
+def test_the_saved_cut_is_the_one_on_logits_that_are_held(ranks, layout, both, spoilt):
+    world, sequence_parallel = layout
+    runs = on_ranks(ranks, world, _against_held_logits, sequence_parallel, both, spoilt)
+    for run in runs:
+        values, d_hidden, d_weight = run["found"]
+        expected, expected_hidden, expected_weight = run["expected"]
+        assert torch.equal(values.isneginf(), expected.isneginf())
+        assert 0 < values.isneginf().sum() < 20
+        assert values.isnan().nonzero().flatten().tolist() == ([3, 7] if spoilt else [])
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+        if sequence_parallel:
+            d_hidden = sum(other["found"][1] for other in runs)  # each has its own rows alone
+        close = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
+        torch.testing.assert_close(d_hidden, expected_hidden, **close)
+        assert not d_hidden[[3, 8]].any()
+        if not spoilt:  # else all of dWeight is NaN, as it must be
+            torch.testing.assert_close(d_weight, expected_weight, **close)
+        # Three tiles. The forward searches; the backward asks no other rank but for dHidden's sum.
+        if world == 2:
+            assert run["forward"].count("all_reduce") > 3 * 4
+            sums = "reduce_scatter" if sequence_parallel else "all_reduce"
+            gathers = ["all_gather"] * 3 if sequence_parallel else []
+            assert sorted(run["backward"]) == sorted([*gathers, *[sums] * 3])
+
+
+def test_filters_and_the_whole_distribution_from_one_pass():
+    """With everything a head may have, in float64, against the operations on its logits."""
+    lead, names = (7, 2), ("hidden", "weight", "bias", "a", "b")
+    problem = make_problem(lead, dtype=torch.float64, bias=True, true_vocab=20)
+    inputs = (problem.hidden, problem.weight, problem.bias, torch.randn(3, 8), torch.randn(24, 3))
+    leaves = dict(zip(names, (x.double().requires_grad_() for x in inputs), strict=True))
+    hidden, weight, bias, a, b = leaves.values()
+    options = {"vocab_size": 20, "temperature": torch.rand(lead) + 0.5}
+    wanted = {"entropy": True, "target_rank": True, "sum_pi_squared": True}
+    filters = {"top_k": 9, "top_p": 0.7}
+    head = {"bias": bias, "lora": (a, b, 0.4), "softcap": 5.0, "logit_scale": 0.8}
+    z = 5.0 * torch.tanh((hidden @ weight.t() + 0.4 * hidden @ a.t() @ b.t()) * (0.8 / 5.0)) + bias
+    exact = vocab_parallel_token_stats(z, problem.target, **options, **wanted)
+    kept = vocab_parallel_sampling_logprobs(z, problem.target, **options, **filters)
+    exact = dataclasses.replace(exact, logprobs=kept)
+    for compact in (False, True):
+        found = linear_filtered_stats(
+            hidden,
+            weight,
+            problem.target,
+            chunk_size=4,
+            compact=compact,
+            **head,
+            **options,
+            **wanted,
+            **filters,
+        )
+        assert torch.equal(found.target_rank, exact.target_rank)
+        for chosen in (("logprobs",), ("logprobs", "entropy", "sum_pi_squared", "lse"), ("lse",)):
+            pairs = [(getattr(found, name), getattr(exact, name)) for name in chosen]
+            mine, theirs = zip(*pairs, strict=True)
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+            upstream = [torch.randn(x.shape).double().masked_fill(x.isinf(), 0.0) for x in mine]
+            for one, other in zip(
+                torch.autograd.grad(mine, list(leaves.values()), upstream, retain_graph=True),
+                torch.autograd.grad(theirs, list(leaves.values()), upstream, retain_graph=True),
+                strict=True,
+            ):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (None, 0.8)])
+def test_rows_of_a_tile_in_several_steps(monkeypatch, top_k, top_p):
+    """As on a machine whose budget holds a few rows of the vocabulary."""
+    problem = make_problem((7, 1), bias=True)
+    leaves = shard_problem(problem, False)
+    upstream = torch.randn(7, 1)
+    options = {"temperature": torch.rand(7, 1) + 0.5, "tp_group": world_group(), "entropy": True}
+    found = []
+    for several in (False, True):
+        if several:
+            monkeypatch.setattr(backends, "default_chunk_size", lambda *_: 2)
+        stats = linear_filtered_stats(
+            *leaves[:2], problem.target, bias=leaves[2], top_k=top_k, top_p=top_p, **options
+        )
+        value = torch.where(stats.logprobs.isinf(), 0.0, stats.logprobs) + stats.entropy
+        found.append((value.detach(), *torch.autograd.grad(value, leaves, upstream)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_replay_of_logits_far_from_zero():
+    hidden, weight = torch.randn(6, 8), torch.randn(40, 8)
+    hidden[::2] *= 300.0
+    ids, offsets = torch.arange(24), torch.arange(7) * 4
+    target = ids.view(6, 4)[:, 1]
+    found = linear_sampling_logprobs(hidden, weight, target, kept_ids=(ids, offsets))
+    z = (hidden @ weight.t()).double().gather(1, ids.view(6, 4))
+    torch.testing.assert_close(found, z.log_softmax(-1)[:, 1].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_replay_of_entries_in_several_steps(monkeypatch):
+    """As with more entries of a tile than are gathered at a time."""
+    monkeypatch.setattr(head_module, "_GATHERED_BYTES", {"cpu": 8 * 8 * 3, "other": 0})
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    ids, offsets = torch.randperm(40)[:24], torch.arange(7) * 4
+    target = ids.view(6, 4)[:, 2]
+    found = linear_sampling_logprobs(hidden, weight, target, kept_ids=(ids, offsets), chunk_size=4)
+    expected = (hidden @ weight.t()).gather(1, ids.view(6, 4)).log_softmax(-1)[:, 2]
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(6)
+    for one, other in zip(
+        torch.autograd.grad(found, [hidden, weight], upstream),
+        torch.autograd.grad(expected, [hidden, weight], upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)

@@ -1,0 +1,183 @@
+"""`invariant_segments`: the same bits at any TP, any chunk, in any company of rows, from hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs import linear_policy_loss, linear_token_stats
+from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
+from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
+
+SEGMENTS = 4
+# A segment of two product blocks, the second narrow and odd; the vocabulary ends in the third.
+WIDE = {"vocab": SEGMENTS * (4096 + 71), "vocab_size": 3 * (4096 + 71) - 30, "hidden": 33}
+NARROW = {"vocab": SEGMENTS * 70, "vocab_size": SEGMENTS * 70 - 9, "hidden": 24}
+
+
+def inputs(rows: int, sizes: dict[str, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    target = torch.randint(0, sizes["vocab_size"], (rows,))
+    target[rows // 2] = -100
+    return {
+        "hidden": torch.randn(rows, sizes["hidden"]).to(dtype),
+        "weight": (torch.randn(sizes["vocab"], sizes["hidden"]) / sizes["hidden"] ** 0.5).to(dtype),
+        "bias": torch.randn(sizes["vocab"]).to(dtype),
+        "target": target,
+        "temperature": 0.5 + torch.rand(rows),
+        "upstream": torch.randn(4, rows),
+    }
+
+
+def stats_and_gradients(
+    given: dict[str, Tensor], *, gradients: bool = True, policy: bool = False, **options: Any
+) -> dict[str, Tensor]:
+    """This rank's statistics, dHidden, and its part of dWeight and dBias.
+
+    By eager torch: with a bias nothing is compiled.
+    """
+    width = given["weight"].shape[0] // world_size()
+    own = slice(world_rank() * width, (world_rank() + 1) * width)
+    hidden = given["hidden"]
+    if options.get("sequence_parallel"):
+        hidden = hidden.chunk(world_size())[world_rank()]
+    leaves = [
+        x.clone().requires_grad_(gradients)
+        for x in (hidden, given["weight"][own], given["bias"][own])
+    ]
+    options |= {"temperature": given["temperature"], "bias": leaves[2], "tp_group": world_group()}
+    options |= {"entropy": True, "target_rank": True, "sum_pi_squared": True}
+    if policy:
+        loss, stats = linear_policy_loss(
+            *leaves[:2], given["target"], lambda logp, h, g: logp * g + h, given["upstream"][0],
+            **options,
+        )  # fmt: skip
+    else:
+        stats = linear_token_stats(*leaves[:2], given["target"], **options)
+    found = {name: getattr(stats, name) for name in FIELDS}
+    if gradients:
+        roots = [value for name, value in found.items() if name != "target_rank"]
+        upstream = list(given["upstream"])
+        if policy:
+            roots, upstream, found = [loss], [torch.tensor(0.5)], found | {"loss": loss}
+        made = torch.autograd.grad(roots, leaves, upstream)
+        found |= dict(zip(("dhidden", "dweight", "dbias"), made, strict=True))
+    return {name: value.detach() for name, value in found.items()}
+
+
+def chosen(given: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    per_row = {name: given[name][rows] for name in ("hidden", "target", "temperature")}
+    return given | per_row | {"upstream": given["upstream"][:, rows]}
+
+
+def joined(runs: list[dict[str, Tensor]], *, scattered: bool = False) -> dict[str, Tensor]:
+    split = ("dweight", "dbias", *(("dhidden",) if scattered else ()))
+    for run in runs[1:]:
+        for name in run.keys() - set(split):
+            assert_same_bits(run[name], runs[0][name], f"ranks: {name}")
+    return {
+        name: torch.cat([run[name] for run in runs]) if name in split else value
+        for name, value in runs[0].items()
+    }
+
+
+def only_values(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: found[name] for name in FIELDS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_are_the_same_bits_at_any_tensor_parallel_size(
+    ranks: Any, dtype: torch.dtype
+) -> None:
+    given = inputs(12, WIDE, dtype)
+    options = {"vocab_size": WIDE["vocab_size"], "invariant_segments": SEGMENTS}
+    unusual = {"softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1}
+    for extra in ({}, {"chunk_size": 8}, unusual):
+        found = [
+            joined(on_ranks(ranks, tp, stats_and_gradients, given, **options, **extra))
+            for tp in (1, 2, 4)
+        ]
+        assert_same_bits(found[1], found[0], f"TP 2, {extra}")
+        assert_same_bits(found[2], found[0], f"TP 4, {extra}")
+    split = joined(
+        on_ranks(ranks, 2, stats_and_gradients, given, sequence_parallel=True, **options),
+        scattered=True,
+    )
+    assert_same_bits(split, joined([stats_and_gradients(given, **options)]), "sequence parallel")
+
+
+def test_policy_loss_is_the_same_bits_at_any_tensor_parallel_size(ranks: Any) -> None:
+    given = inputs(9, WIDE, torch.float32)
+    options = {"vocab_size": WIDE["vocab_size"], "invariant_segments": SEGMENTS, "policy": True}
+    found = [joined(on_ranks(ranks, tp, stats_and_gradients, given, **options)) for tp in (1, 2)]
+    assert_same_bits(found[1], found[0], "TP 2")
+    stats = stats_and_gradients(given, **options | {"policy": False})
+    assert_same_bits(only_values(found[0]), only_values(stats), "linear_token_stats")
+
+
+def test_without_the_flag_the_bits_differ(ranks: Any) -> None:
+    given = inputs(29, WIDE, torch.float32)
+    found = [joined(on_ranks(ranks, tp, stats_and_gradients, given)) for tp in (1, 2)]
+    for name in ("lse", "entropy", "dhidden"):
+        assert not same_bits(found[0][name], found[1][name]), name
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+def test_any_chunk_size(chunk_size: int) -> None:
+    given = inputs(70 if chunk_size == 64 else 9, WIDE, torch.float32)
+    options = {"vocab_size": WIDE["vocab_size"], "invariant_segments": SEGMENTS}
+    whole = stats_and_gradients(given, gradients=False, **options)
+    again = stats_and_gradients(given, gradients=False, chunk_size=chunk_size, **options)
+    assert_same_bits(again, whole, f"chunk_size {chunk_size}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_and_order_of_rows(dtype: torch.dtype) -> None:
+    given = inputs(200, NARROW, dtype)
+    options = {"vocab_size": NARROW["vocab_size"], "invariant_segments": SEGMENTS}
+    whole = stats_and_gradients(given, gradients=False, **options)
+    step = 1 if dtype == torch.float32 else 17
+    orders = [torch.arange(count) for count in range(1, 200, step)]
+    orders += [torch.randperm(200), torch.randperm(200)[:131]]
+    for some in orders:
+        again = stats_and_gradients(chosen(given, some), gradients=False, **options)
+        assert_same_bits(again, {n: value[some] for n, value in whole.items()}, f"{len(some)} rows")
+
+
+def test_compiled_kernels_give_the_same_bits_for_any_chunk_and_rows() -> None:
+    given = inputs(40, {"vocab": SEGMENTS * 1030, "vocab_size": 3900, "hidden": 24}, torch.float32)
+
+    def found(rows: Tensor, chunk_size: int | None = None) -> dict[str, Tensor]:
+        stats = linear_token_stats(
+            given["hidden"][rows], given["weight"], given["target"][rows], entropy=True,
+            target_rank=True, sum_pi_squared=True, temperature=given["temperature"][rows],
+            vocab_size=3900, invariant_segments=SEGMENTS, chunk_size=chunk_size,
+            backend="inductor",
+        )  # fmt: skip
+        return {name: getattr(stats, name) for name in FIELDS}
+
+    every = torch.arange(40)
+    whole = found(every)
+    for chunk_size in (1, 7):
+        assert_same_bits(found(every, chunk_size), whole, f"chunk_size {chunk_size}")
+    for some in (torch.arange(1), torch.arange(17), torch.randperm(40)):
+        assert_same_bits(found(some), {n: v[some] for n, v in whole.items()}, f"{len(some)} rows")
+
+
+def test_compact_rows_and_low_precision_logits() -> None:
+    given = inputs(40, NARROW, torch.bfloat16)
+    given["target"][::3] = -100
+    options = {"invariant_segments": 2, "logits_dtype": torch.bfloat16}
+    whole = stats_and_gradients(given, gradients=False, **options)
+    assert_same_bits(
+        stats_and_gradients(given, gradients=False, compact=True, **options), whole, "compact"
+    )
+
+
+def test_wrong_segments_are_refused() -> None:
+    hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
+    for segments in (2, 0):
+        with pytest.raises(ValueError, match="invariant_segments: expected"):
+            linear_token_stats(hidden, weight, torch.tensor([0, 1]), invariant_segments=segments)

@@ -1,0 +1,113 @@
+"""reshard_vocabulary: another TP, a part of the vocabulary; all_to_all of integers and no rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_logprobs import (
+    all_to_all_sp2vp,
+    all_to_all_vp2sp,
+    linear_kl_div,
+    reshard_vocabulary,
+    vocab_parallel_kl_div,
+)
+from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
+
+
+def _alone() -> object:
+    """A group of this rank alone; every rank makes all of them."""
+    groups = [dist.new_group([rank]) for rank in range(world_size())]
+    return groups[world_rank()]
+
+
+def _pieces(whole: Tensor, ids: Tensor | None, to_one: bool) -> list[Tensor]:
+    """Resharded [V, h] and [2, V] of the same numbers, put together by the test."""
+    source, target = world_group(), world_group()
+    mine = whole.tensor_split(world_size())[world_rank()]
+    if to_one and world_size() > 1:
+        target = _alone()
+    groups = {"source_group": source, "tp_group": target}
+    back = reshard_vocabulary(mine, ids, dim=0, **groups)
+    columns = reshard_vocabulary(mine.t().contiguous(), ids, dim=-1, **groups)
+    assert torch.equal(columns, back.t())
+    # A bias is a vocabulary of one dimension.
+    bias = reshard_vocabulary(mine[:, 0].contiguous(), ids, dim=0, **groups)
+    assert torch.equal(bias, back[:, 0])
+    if to_one:  # and from one rank's whole vocabulary to the shards of all
+        again = reshard_vocabulary(back, dim=0, source_group=target, tp_group=source)
+        expected = back.tensor_split(world_size())[world_rank()]
+        assert torch.equal(again, expected)
+    return back
+
+
+@pytest.mark.parametrize("to_one", [False, True])
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some ids"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_number_arrives(ranks, world, some, to_one):
+    whole = torch.randn(24, 2)
+    whole[5] = torch.inf
+    ids = torch.tensor([23, 0, 5, 5, 11, 8, 17, 2, 3, 19, 20, 1]) if some else None
+    expected = whole if ids is None else whole[ids]
+    found = on_ranks(ranks, world, _pieces, whole, ids, to_one)
+    if to_one:
+        assert all(torch.equal(piece, expected) for piece in found)
+    else:
+        assert torch.equal(torch.cat(found), expected)
+
+
+def _draft(hidden: Tensor, weight: Tensor, teacher: Tensor, head: Tensor, ids: Tensor) -> Tensor:
+    group, world, rank = world_group(), world_size(), world_rank()
+    own = reshard_vocabulary(head.tensor_split(world)[rank], ids, dim=0, **_both(group))
+    return linear_kl_div(
+        hidden,
+        weight.tensor_split(world)[rank],
+        teacher_hidden=teacher,
+        teacher_weight=own,
+        tp_group=group,
+    )
+
+
+def _both(group: object) -> dict[str, object]:
+    return {"source_group": group, "tp_group": group}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_draft_vocabulary(ranks, world):
+    hidden, weight = torch.randn(5, 3), torch.randn(6, 3)
+    teacher, head = torch.randn(5, 4), torch.randn(24, 4)
+    ids = torch.tensor([21, 4, 9, 0, 13, 12])
+    expected = vocab_parallel_kl_div(hidden @ weight.t(), (teacher @ head.t())[:, ids])
+    for found in on_ranks(ranks, world, _draft, hidden, weight, teacher, head, ids):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ids", "dim", "message"),
+    [
+        (torch.tensor([24]), 0, "ids: expected ids in"),
+        (torch.tensor([0.5]), 0, "ids: expected an integer"),
+        (torch.tensor([], dtype=torch.int64), 0, "divisible by TP 1, got 0"),
+        (None, 1, "dim: expected 0 or -1, got 1"),
+    ],
+)
+def test_mistakes(ids, dim, message):
+    with pytest.raises(ValueError, match=message):
+        reshard_vocabulary(torch.randn(24, 2), ids, dim=dim)
+
+
+def _integers(rows: int) -> None:
+    n = world_size()
+    whole = torch.arange(rows * n * 24).view(rows * n, 24)
+    columns = whole.chunk(n, 1)[world_rank()].contiguous()
+    found = all_to_all_vp2sp(columns, tp_group=world_group())
+    assert torch.equal(found, whole[world_rank() * rows : (world_rank() + 1) * rows])
+    assert torch.equal(all_to_all_sp2vp(found, tp_group=world_group()), columns)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_integers_go_there_and_back(ranks, world):
+    for rows in (0, 1, 5):
+        on_ranks(ranks, world, _integers, rows)

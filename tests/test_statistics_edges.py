@@ -1,0 +1,304 @@
+"""Statistics of logits: odd rows, odd arguments, and what a caller's autograd does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mcore_logprobs as ml
+from mcore_logprobs import (
+    vocab_parallel_entropy,
+    vocab_parallel_log_softmax,
+    vocab_parallel_logprobs,
+    vocab_parallel_target_rank,
+    vocab_parallel_token_stats,
+)
+from mcore_logprobs.ops.arguments import check_temperature
+from tests.helpers import oracles
+from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group, world_size
+
+FIELDS = ("logprobs", "entropy", "lse")
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"label_smoothing": 0.1}], ids=str)
+def test_logits_of_every_size_in_one_row(options):
+    sizes = torch.tensor([-120.0, 80.0, 1e4, -1e4, 0.0, 1e-3])
+    whole = sizes[torch.randint(0, 6, (12, VOCAB))] + torch.randn(12, VOCAB)
+    target = make_target((12,), VOCAB)
+    upstream = torch.randn(3, 12)
+
+    def run(logits: Tensor, stats: object) -> list[Tensor]:
+        found = [getattr(stats, name) for name in FIELDS]
+        grad = torch.autograd.grad(found, logits, list(upstream.to(found[0].dtype)))[0]
+        return [*(x.detach() for x in found), grad]
+
+    leaves = [x.requires_grad_() for x in (whole.clone(), whole.clone(), whole.double())]
+    got = run(leaves[0], vocab_parallel_token_stats(leaves[0], target, entropy=True, **options))
+    plain = run(leaves[1], oracles.token_stats(leaves[1], target, dtype=torch.float32, **options))
+    exact = run(leaves[2], oracles.token_stats(leaves[2], target, **options))
+    for name, *values in zip((*FIELDS, "gradient"), got, plain, exact, strict=True):
+        oracles.assert_no_worse(*values, name=name)
+
+
+def test_softcap_and_temperature_keep_the_rank():
+    """float32's tanh makes ties of different logits; the rank must not see them."""
+    whole = torch.randn(16, VOCAB) * 200
+    target = make_target((16,), VOCAB)
+    exact = oracles.token_stats(whole, target).target_rank
+    for softcap in (2.0, 30.0):
+        options = {"softcap": softcap, "temperature": 1.7, "target_rank": True}
+        found = vocab_parallel_token_stats(whole, target, **options).target_rank
+        assert torch.equal(found, exact)
+
+
+def _only_rank(whole: Tensor, target: Tensor) -> Tensor:
+    return vocab_parallel_target_rank(shard(whole)[1], target, tp_group=world_group())
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_rank_of_infinities(ranks, world):
+    whole = torch.randn(VOCAB, VOCAB)
+    whole[:, 7], whole[:, 3] = -torch.inf, torch.inf
+    found = on_ranks(ranks, world, _only_rank, whole, torch.arange(VOCAB))[0]
+    assert (found[3], found[7]) == (0, VOCAB - 1)
+    order = whole.argsort(-1, descending=True)
+    assert torch.equal(found, (order == torch.arange(VOCAB)[:, None]).nonzero()[:, 1])
+
+
+def test_rows_of_infinities_and_nan() -> None:
+    logits = torch.randn(4, 6)
+    logits[0], logits[1, 1:], logits[2, 3] = -torch.inf, -torch.inf, torch.nan
+    logits.requires_grad_()
+    stats = vocab_parallel_token_stats(logits, torch.zeros(4).long(), sum_pi_squared=True)
+    assert stats.sum_pi_squared[:2].tolist() == [0.0, 1.0]
+    assert stats.sum_pi_squared[2].isnan()
+    stats.sum_pi_squared.sum().backward()
+    assert logits.grad[2].isnan().all()
+    assert logits.grad[[0, 1, 3]].isfinite().all()
+
+
+def test_entropy_of_known_distributions():
+    uniform = vocab_parallel_entropy(torch.full((2, 64), 3.25), vocab_size=50)
+    torch.testing.assert_close(uniform, torch.full((2,), 50.0).log())
+    certain = torch.full((1, 64), -torch.inf)
+    certain[0, 3] = 2.0
+    assert vocab_parallel_entropy(certain).item() == 0.0
+    certain[0, 4] = 2.0
+    torch.testing.assert_close(vocab_parallel_entropy(certain), torch.tensor([2.0]).log())
+
+
+def _upstream_in_masked_columns() -> Tensor:
+    logits, columns = torch.randn(5, VOCAB), torch.arange(VOCAB)
+    logits[:, 11:] = torch.nan
+    logits.requires_grad_()
+    out = vocab_parallel_log_softmax(logits, vocab_size=11)
+    assert out[:, 11:].isneginf().all()
+    upstream = torch.randn(5, VOCAB)
+    grads = [
+        torch.autograd.grad(out, logits, g, retain_graph=True)[0]
+        for g in (upstream, upstream * (columns < 11))
+    ]
+    assert torch.equal(*grads)
+    return grads[0]
+
+
+def test_a_gradient_into_masked_columns_of_the_log_softmax_goes_nowhere():
+    grad = _upstream_in_masked_columns()
+    assert grad.isfinite().all()
+    assert not grad[:, 11:].any()
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_integer_targets_of_other_widths(dtype):
+    whole, target = torch.randn(4, VOCAB), torch.tensor([0, 5, 12, 23])
+    assert torch.equal(
+        vocab_parallel_logprobs(whole, target.to(dtype)), vocab_parallel_logprobs(whole, target)
+    )
+
+
+def test_statistics_are_none_unless_asked_for():
+    stats = vocab_parallel_token_stats(torch.randn(3, 7), torch.arange(3))
+    given = {f.name for f in dataclasses.fields(stats) if getattr(stats, f.name) is not None}
+    assert given == {"logprobs", "lse"}
+
+
+def test_a_temperature_that_is_no_number_above_zero_is_refused() -> None:
+    logits, target = torch.randn(4, 3, 6), torch.zeros(4, 3).long()
+    for bad, word in (
+        (torch.tensor([1.0, 0.0, 1.0]), "> 0"),
+        (torch.tensor([1.0, torch.nan, 1.0]), "> 0"),
+        (torch.ones(4), "broadcasts"),
+        (torch.ones(2, 4, 3), "broadcasts"),
+        (torch.ones(3, dtype=torch.bool), "real numbers"),
+        (torch.ones(3, requires_grad=True), "detach"),
+        (torch.ones(3, device="meta"), "device"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            vocab_parallel_logprobs(logits, target, temperature=bad)
+
+
+def test_a_cpu_scalar_is_a_number() -> None:
+    logits, target, half = torch.randn(4, 6), torch.zeros(4).long(), torch.tensor(0.5)
+    for call in (
+        lambda t: vocab_parallel_logprobs(logits, target, temperature=t),
+        lambda t: vocab_parallel_entropy(logits, temperature=t),
+        lambda t: ml.linear_token_stats(logits, logits, target, temperature=t).logprobs,
+    ):
+        assert torch.equal(call(half), call(0.5))
+    # Of no device, so that it goes with logits of any.
+    assert check_temperature(half, torch.Size((4,)), torch.device("meta")) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_backend(dtype) -> None:
+    """Two whole blocks of 2048 columns and a rest, which goes to the reference."""
+    logits, target = (3 * torch.randn(6, 4500)).to(dtype), torch.randint(4500, (6,))
+    options = {"entropy": True, "sum_pi_squared": True, "temperature": torch.linspace(0.5, 2.0, 6)}
+    upstream, found = torch.randn(3, 6) * torch.tensor([[1.0], [1.0], [100.0]]), []
+    for backend in ("torch", "inductor"):
+        leaf = logits.clone().requires_grad_()
+        stats = vocab_parallel_token_stats(leaf, target, backend=backend, **options)
+        values = [stats.logprobs, stats.entropy, stats.sum_pi_squared]
+        found.append((*values, torch.autograd.grad(values, leaf, list(upstream))[0]))
+    torch.testing.assert_close(found[1][:3], found[0][:3], rtol=1e-5, atol=1e-6)
+    rtol = 1e-2 if dtype != torch.float32 else 1e-4
+    torch.testing.assert_close(found[1][3], found[0][3], rtol=rtol, atol=1e-6)
+
+
+# ---- groups -------------------------------------------------------------------------------------
+
+
+def _against_megatron(whole: Tensor, target: Tensor, upstream: Tensor, smoothing: float) -> tuple:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
+    try:
+        theirs, _ = shard(whole)
+        # Megatron's writes over float32 logits, hence the copy.
+        loss = vocab_parallel_cross_entropy(theirs.clone(), target, smoothing)
+        loss.backward(upstream)
+        ours, _ = shard(whole)
+        # No group is given: Megatron's own must be found.
+        logprobs = vocab_parallel_logprobs(ours, target, label_smoothing=smoothing)
+        logprobs.backward(-upstream)
+        rank = vocab_parallel_target_rank(ours, target)
+        return loss.detach(), -logprobs.detach(), theirs.grad, ours.grad, rank
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("world", "smoothing"), [(2, 0.0), (1, 0.1)])
+def test_agrees_with_megatron_and_is_no_less_exact(ranks, world, smoothing, dtype):
+    # Megatron smooths over each rank's shard, which is over the vocabulary at TP 1 only.
+    whole = (torch.randn(6, 3, 96) * 3).to(dtype)
+    target = torch.randint(0, 96, (6, 3))
+    upstream = torch.randn(6, 3)
+    results = ranks(world).run(_against_megatron, whole, target, upstream, smoothing)
+    leaf = whole.double().requires_grad_()
+    stats = oracles.token_stats(leaf, target, label_smoothing=smoothing)
+    (exact,) = torch.autograd.grad(-stats.logprobs, leaf, upstream.double())
+    for their_loss, our_loss, *_, rank in results:
+        torch.testing.assert_close(our_loss, their_loss, rtol=1e-6, atol=2e-6)
+        oracles.assert_no_worse(our_loss, their_loss, -stats.logprobs, name="loss")
+        assert torch.equal(rank, stats.target_rank)
+    theirs, ours = (torch.cat([result[i] for result in results], -1) for i in (2, 3))
+    oracles.assert_no_worse(ours, theirs, exact, name="gradient")
+
+
+def _no_group(whole: Tensor) -> None:
+    assert dist.get_world_size() > 1
+    vocab_parallel_entropy(shard(whole)[1])
+
+
+def test_a_shard_never_passes_for_the_whole_vocabulary(ranks):
+    for error in ranks(2).run_expecting_errors(_no_group, torch.randn(3, VOCAB)):
+        assert isinstance(error, ValueError)
+        assert "tp_group=None" in str(error)
+
+
+# ---- autograd -----------------------------------------------------------------------------------
+
+
+def _twice(whole: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    _, logits = shard(whole)
+    out = vocab_parallel_token_stats(logits, target, tp_group=world_group(), entropy=True)
+    loss = (out.logprobs * out.logprobs.detach()).sum() + out.entropy.sum()
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    loss.backward()
+    assert logits.grad is not None
+    return first, second, logits.grad
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_graph_can_be_walked_again(ranks, world):
+    whole, target = torch.randn(6, VOCAB), make_target((6,), VOCAB)
+    for first, second, third in on_ranks(ranks, world, _twice, whole, target):
+        assert first.any()
+        assert torch.equal(first, second)
+        assert torch.equal(first, third)
+
+
+def test_no_grad_makes_no_graph():
+    logits, target = torch.randn(6, VOCAB, requires_grad=True), make_target((6,), VOCAB)
+    options = {"entropy": True, "target_rank": True}
+    with torch.no_grad():
+        out = vocab_parallel_token_stats(logits, target, **options)
+    detached = vocab_parallel_token_stats(logits.detach(), target, **options)
+    attached = vocab_parallel_token_stats(logits, target, **options)
+    for name in (*FIELDS, "target_rank"):
+        assert not getattr(out, name).requires_grad
+        assert not getattr(detached, name).requires_grad
+        assert getattr(attached, name).requires_grad == (name != "target_rank")
+    assert torch.equal(out.logprobs, attached.logprobs)
+
+
+def test_gradcheck():
+    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, -100, 6, 2])
+
+    def outputs(logits: Tensor) -> tuple[Tensor, ...]:
+        out = vocab_parallel_token_stats(
+            logits, target, entropy=True, temperature=0.8, softcap=4.0, label_smoothing=0.1
+        )
+        return out.logprobs, out.entropy, out.lse
+
+    torch.autograd.gradcheck(outputs, logits)
+    torch.autograd.gradcheck(lambda x: vocab_parallel_log_softmax(x, temperature=0.8), logits)
+
+
+def test_the_gradient_of_a_mean_over_kept_tokens():
+    """What a training loop does: a masked mean, whose upstream is 0 on some tokens."""
+    logits = torch.randn(4, 8, VOCAB, requires_grad=True)
+    target = make_target((4, 8), VOCAB, ignored=0.0)
+    mask = (torch.rand(4, 8) < 0.5).float()
+    (-(vocab_parallel_logprobs(logits, target) * mask).sum() / mask.sum()).backward()
+    assert not logits.grad[mask == 0].any()
+    leaf = logits.detach().double().requires_grad_()
+    (-(oracles.token_stats(leaf, target).logprobs * mask).sum() / mask.sum()).backward()
+    torch.testing.assert_close(logits.grad.double(), leaf.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_upstream_of_other_strides():
+    """An expanded or transposed upstream gradient, as `sum()` and `.t()` make them."""
+    logits = torch.randn(4, 6, VOCAB, requires_grad=True)
+    logprobs = vocab_parallel_logprobs(logits, make_target((4, 6), VOCAB))
+    upstream = torch.randn(6, 4).t()
+    (strided,) = torch.autograd.grad(logprobs, logits, upstream, retain_graph=True)
+    (dense,) = torch.autograd.grad(logprobs, logits, upstream.contiguous(), retain_graph=True)
+    assert torch.equal(strided, dense)
+    (expanded,) = torch.autograd.grad(logprobs.sum(), logits, retain_graph=True)
+    (ones,) = torch.autograd.grad(logprobs, logits, torch.ones(4, 6))
+    assert torch.equal(expanded, ones)
