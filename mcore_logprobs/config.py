@@ -178,9 +178,9 @@ class LogprobConfig:
     )
     fused: bool | Literal["require"] = _switch(
         True,
-        "True takes the path from hidden states, which never holds the logits, and falls back to "
-        "the logits where a head does not allow it, with one log line; 'require' raises when the "
-        "model is patched instead of falling back; False always computes the logits.",
+        "True takes the path from hidden states, which never materialises the logits, and falls "
+        "back to the logits where a head does not allow it, with one log line; 'require' raises "
+        "when the model is patched instead of falling back; False always computes the logits.",
         words=("require",),
     )
     entropy: bool = _switch(
@@ -275,7 +275,7 @@ class LogprobConfig:
         if self.invariant_segments is not None and (self.top_k is not None or self.top_p < 1.0):
             raise ValueError(
                 "LogprobConfig.invariant_segments: expected None with top_k or top_p, whose "
-                f"log-probabilities make no such promise, got {self.invariant_segments}"
+                f"log-probabilities are not batch-invariant, got {self.invariant_segments}"
             )
         extras = [n for n in ("entropy", "target_rank", "sum_pi_squared") if getattr(self, n)]
         if self.output == "loss" and extras:

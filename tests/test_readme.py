@@ -140,9 +140,9 @@ MEASURED = {
     "Megatron's cross entropy": (*LOGITS, "megatron"),
     "Megatron's fused cross entropy": (*LOGITS, "megatron fused"),
     "`linear_token_stats`": (*LINEAR, "fused"),
-    "holding the logits": (*LINEAR, "unfused (holds the logits)"),
+    "materialised logits": (*LINEAR, "unfused (holds the logits)"),
     "`linear_policy_loss`": (*POLICY, "linear_policy_loss"),
-    "policy loss, holding the logits": (*POLICY, "unfused (holds the logits)"),
+    "policy loss, materialised logits": (*POLICY, "unfused (holds the logits)"),
 }
 
 

@@ -115,7 +115,7 @@ def check_head(layer: Any, config: LogprobConfig) -> None:
     if segments is not None and head_lora(layer) is not None:
         raise ValueError(
             f"invariant_segments: expected None with a LoRA on the output layer, got "
-            f"{config.invariant_segments}: its thin products make no such promise"
+            f"{config.invariant_segments}: its low-rank GEMMs are not batch-invariant"
         )
 
 

@@ -371,7 +371,7 @@ def linear_kl_div(
     mask: Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor:
-    """`vocab_parallel_kl_div` of a head's logits without ever holding them.
+    """`vocab_parallel_kl_div` from hidden states, without materialising the logits.
 
     The teacher is either its logits, or its hidden states and its head's weight: then its logits
     are never held either. Equal to the unfused operation on float32 logits up to rounding.

@@ -260,7 +260,7 @@ def linear_gather(
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor:
-    """`vocab_parallel_gather` of a head's logits without ever holding them.
+    """`vocab_parallel_gather` from hidden states, without materialising the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`.
@@ -275,16 +275,16 @@ def linear_gather(
         ignore_index: an id that asks for nothing; compact leaves out rows that have no other.
         {shared}
 
-    Cost: without log_softmax a dot product an id, forward and twice backward, and no matrix
-    product; with it, those of `linear_token_stats`. On CUDA, where the dot products add to dWeight
-    and dHidden by atomics, gradients of logits differ in their last bits from run to run.
+    Cost: without log_softmax a dot product an id, forward and twice backward, and no GEMM; with it,
+    those of `linear_token_stats`. On CUDA, where the dot products add to dWeight and dHidden by
+    atomics, gradients of logits differ in their last bits from run to run.
 
     Collectives: forward an all-reduce of `[n k]` over TP; with log_softmax an all-gather of
     `[3 + k, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
     Memory: as `linear_token_stats`; without log_softmax, in place of the chunk, 8 MiB of gathered
-    operands (64 MiB on a GPU) and their products, and dWeight in float32. Saved for backward: the
-    inputs and a few numbers a row and id.
+    operands (64 MiB on a GPU) and their dot products, and dWeight in float32. Saved for the
+    backward: the inputs and a few numbers a row and id.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_gather` and `linear_token_stats`.
@@ -363,7 +363,7 @@ def linear_topk_distill(
     teacher_temperature: float | Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`vocab_parallel_topk_distill` of a head's logits without ever holding them.
+    """`vocab_parallel_topk_distill` from hidden states, without materialising the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`; the student's.
@@ -379,7 +379,7 @@ def linear_topk_distill(
         normalize, entropy, teacher_temperature: as in `vocab_parallel_topk_distill`.
         {shared}
 
-    Cost: the products of `linear_token_stats`; "topk" without entropy: dot products, see
+    Cost: the GEMMs of `linear_token_stats`; "topk" without entropy: dot products, see
     `linear_gather`, whose collectives and memory these are too.
 
     Raises:

@@ -48,7 +48,7 @@ from mcore_logprobs.ops.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.ops.rows import HiddenRows, RowSelection, Tiling, check_rows
 from mcore_logprobs.ops.source import Entries, Placed, check_segments
 
-# Columns a product under invariant_segments, at most and in whole blocks, whatever the tile: the
+# Columns a GEMM under invariant_segments, at most and in whole blocks, whatever the tile: the
 # shape decides the bits.
 _FIXED_COLUMNS = {"cpu": 4096, "other": 8192}
 # Bytes of the two operands gathered at a time for dot products of single entries.
@@ -107,9 +107,9 @@ class HeadOptions:
     Attributes:
         lead: the shape of the tokens: hidden's leading shape over all ranks, or `[m]` of m rows.
         temperature: a number, where tokens do not have their own.
-        logits_dtype: what products are rounded to; float64 for float64 operands.
+        logits_dtype: what a chunk of logits is rounded to; float64 for float64 operands.
         compute_dtype: what the operands are rounded to: their own, or autocast's.
-        rounded: products may be made in compute_dtype throughout: logits_dtype is that.
+        rounded: GEMMs may be made in compute_dtype throughout: logits_dtype is that.
         chunk_size: as the caller gave it.
         segments: the segments that statistics are taken by, or None.
         main_grad: where the weight's gradient goes, or None.
@@ -239,7 +239,7 @@ class HeadLogits:
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         return backends.default_chunk_size(copies * width, self.device)
 
-    # ---- operands and products ----
+    # ---- operands and GEMMs ----
 
     def weight_block(self, columns: slice) -> Tensor:
         """`[columns, h]` of the weight as it is multiplied; the latest block is kept."""
@@ -265,7 +265,7 @@ class HeadLogits:
         low = options.logits_dtype == tile.dtype != self.acc_dtype
         # Tensor cores, low-precision result.
         if low and self.low_rank is None and not fixed:
-            return tile @ weight.t()  # pragma: no cover (CUDA, or a CPU with bfloat16 products)
+            return tile @ weight.t()  # pragma: no cover (CUDA, or a CPU with bfloat16 GEMMs)
         shape = (tile.shape[0], weight.shape[0])
         size = shape[0] * shape[1]
         out = self._reserve(start + size)[start : start + size].view(shape)
@@ -418,7 +418,7 @@ def head_logits(
     narrower one, as a linear layer rounds them.
 
     Args:
-        may_round: whether the operation may make all of its products in a low-precision
+        may_round: whether the operation may make all of its GEMMs in a low-precision
             logits_dtype.
         prefix: goes before the arguments' names in errors.
 
@@ -442,8 +442,8 @@ def head_logits(
     segments = check_segments(shard, invariant_segments)
     if segments is not None and lora is not None:
         raise ValueError(
-            f"invariant_segments: expected None with a LoRA, got {invariant_segments!r}: its thin "
-            "products make no such promise"
+            f"invariant_segments: expected None with a LoRA, got {invariant_segments!r}: its "
+            "low-rank GEMMs are not batch-invariant"
         )
     ranks = group_size(group) if sequence_parallel else 1
     lead = torch.Size((hidden.shape[0] * ranks, *hidden.shape[1:-1]))

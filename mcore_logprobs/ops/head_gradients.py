@@ -43,7 +43,7 @@ class HeadGradient:
     """The gradients of a head's tensors.
 
     Args:
-        needs: which of them are wanted; an unwanted one costs no product.
+        needs: which of them are wanted; an unwanted one costs no GEMM.
         in_acc_dtype: leave the gradients in float32 (float64 for float64), dWeight out of main_grad
             too.
         sparse: dLogits come by `collect_entries` instead of chunk by chunk.
@@ -79,10 +79,10 @@ class HeadGradient:
         self._parts: list[Tensor | None] = []
 
     def collect(self, tile: HeadTile, placed: Placed, write: Write) -> None:
-        """dLogits of a chunk, over the logits where they fit there, and from it the products.
+        """dLogits of a chunk, over the logits where they fit there, and from it the GEMMs.
 
-        After dHidden's product of a tile's last chunk its sum over TP starts, so that it runs while
-        that chunk's dWeight is multiplied: there is always a product to hide it behind.
+        After dHidden's GEMM of a tile's last chunk its sum over TP starts, so that it runs while
+        that chunk's dWeight is multiplied: there is always a GEMM to hide it behind.
         """
         head, columns = self._head, placed.columns
         dlogits = self._dlogits(placed, write)
@@ -277,7 +277,7 @@ class WeightGradient:
     With one tile a block is multiplied once and written once, straight into the gradient where its
     dtype is the operands'. With several, the float32 sum lives in `main_grad` if it is given, else
     in the gradient itself if that is float32, else in a float32 tensor of the gradient's size.
-    Under invariant_segments products are made from and into memory of their own, so that a block's
+    Under invariant_segments GEMMs read and write memory of their own, so that a block's
     place in the weight does not change its bits.
 
     Args:
@@ -316,7 +316,7 @@ class WeightGradient:
         if self._fixed:
             dlogits, hidden = aligned(dlogits), aligned(hidden)
         elif block is not None and block.dtype == self._acc_dtype:
-            # product writes where there is nothing yet, so that no zero fill is needed.
+            # `product` writes where there is nothing yet, so that no zero fill is needed.
             multiply = product if first and self._fresh else add_product
             multiply(dlogits.t(), hidden, block, rounded=self._rounded)
             return

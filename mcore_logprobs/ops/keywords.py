@@ -73,16 +73,16 @@ DOCS = {
     "see `mcore_logprobs.kernels.backend`.",
     "bias": "`[V/TP]`, added after scale and softcap, or None.",
     "lora": "None, or (A `[r, h]`, B `[V/TP, r]`, scale) in hidden's dtype: `scale * (hidden @ "
-    "A^T) @ B^T` is added to the product before logit_scale. A is whole and the same on every TP "
+    "A^T) @ B^T` is added to the logits before logit_scale. A is whole and the same on every TP "
     "rank, B is this rank's rows, as the weight's are.",
-    "logit_scale": "the product is multiplied by it (MuP).",
+    "logit_scale": "hidden @ weight^T is multiplied by it (MuP).",
     "sequence_parallel": "hidden is split over TP along its first dimension.",
-    "logits_dtype": "what the products are rounded to. float32 (the default) also for bfloat16 "
+    "logits_dtype": "what a chunk of logits is rounded to. float32 (the default) also for bfloat16 "
     "operands: the rounding of logits is the main source of mismatch between trainer and rollout "
     "engine. torch.bfloat16 gives what a bfloat16 head gives.",
     "rows": "None, or int64 `[m]`: flat indices into hidden's leading shape (of the whole sequence "
     "under sequence parallelism, the same on every TP rank), in any order, repeated or not. "
-    "Targets, masks, per-token tensors and results are then `[m]`; other rows cost no product. "
+    "Targets, masks, per-token tensors and results are then `[m]`; other rows cost no GEMM. "
     "On the CPU no host sync, on a GPU one.",
     "compact": "compute only rows that count (target not ignore_index, or mask True); the same "
     "results. One host sync. Not with rows.",

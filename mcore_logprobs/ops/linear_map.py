@@ -274,7 +274,7 @@ def linear_map(
     mask: Tensor | None = None,
     **shared: Unpack[LayerKeywords],
 ) -> Any:
-    """Any operation on a head's logits, without ever holding more than a tile of them.
+    """Any operation on logits from hidden states, with at most one tile of logits materialised.
 
         linear_map(hidden, weight, lambda z, t: vocab_parallel_logprobs(z, t, tp_group=tp), target)
 
@@ -311,7 +311,7 @@ def linear_map(
     a rank, a gradient of a result is the gradient of fn's result on that rank: as with the
     operations on logits, each rank differentiates its own, equal or not.
 
-    Cost: four matrix products with a backward, and twice the forward of fn. Each tile reads and
+    Cost: four GEMMs with a backward, and twice the forward of fn. Each tile reads and
     writes dWeight in float32 once.
 
     Collectives: those of fn a tile, forward and backward; backward one all-reduce of dHidden a

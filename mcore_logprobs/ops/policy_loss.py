@@ -1,4 +1,4 @@
-"""A policy loss straight from hidden states: three matrix products instead of four.
+"""A policy loss straight from hidden states: three GEMMs instead of four.
 
 Where the loss of a token depends on that token's log-probability and entropy alone, its gradient
 can be formed while the chunk of logits still exists. Nothing is recomputed.
@@ -31,7 +31,7 @@ from mcore_logprobs.ops.token_stats import Statistics, stats_spec, token_stats
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Rows a tile on a GPU, if 2.5 GiB hold them: their three products take 20 times as long as reading
+# Rows a tile on a GPU, if 2.5 GiB hold them: their three GEMMs take 20 times as long as reading
 # and writing dWeight in float32.
 _TILE_ROWS = 4096
 
@@ -314,7 +314,7 @@ def linear_policy_loss(
     128 MiB on a CPU, 1 GiB on a GPU, in float32; there 4096 if 2.5 GiB hold them, and chunks of
     about one size.
 
-    Cost: three matrix products, where `linear_token_stats` with a backward takes four. Each chunk
+    Cost: three GEMMs, where `linear_token_stats` with a backward takes four. Each chunk
     reads and writes dWeight in float32 once.
 
     Collectives: one all-gather of `[k, rows]` over TP a chunk (with the rank one all-reduce of

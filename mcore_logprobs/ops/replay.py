@@ -1,7 +1,7 @@
 """Log-probabilities over the ids that a sampler recorded, in place of its filters.
 
 A softmax over each row's kept ids alone, in plain torch on their logits: a dot product an id from
-hidden states, no matrix product.
+hidden states, no GEMM.
 """
 
 from __future__ import annotations

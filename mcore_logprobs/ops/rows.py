@@ -1,7 +1,7 @@
 """Which rows of the hidden states a call computes, in which order, and how many at a time.
 
 Rows may be named by the caller (`rows=`) or found by a mask (`compact=True`): then the others cost
-no product. Under sequence parallelism every rank holds its own part of the hidden states, and a
+no GEMM. Under sequence parallelism every rank holds its own part of the hidden states, and a
 tile is gathered from all ranks: rows are walked tile by tile, and within a tile rank by rank.
 """
 
@@ -21,11 +21,11 @@ from mcore_logprobs.kernels.chunk import row_chunks
 
 # Bytes of one float32 chunk of logits.
 _CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
-# Rows a tile: enough that a product of [rows, h] and [h, columns] runs at full speed, and that
+# Rows a tile: enough that a GEMM of [rows, h] and [h, columns] runs at full speed, and that
 # reading and writing a block of the weight's gradient once a tile costs little beside it.
 _TILE_ROWS = {"cpu": 2048, "other": 8192}
 _MAX_BLOCK = {"cpu": 4096, "other": 1 << 20}
-# Blocks are as wide as each other, up to multiples of this: whole tiles of a product.
+# Blocks are as wide as each other, up to multiples of this: whole tiles of a GEMM.
 _BLOCK_STEP = {"cpu": 64, "other": 128}
 # Bytes of one float32 chunk that spans all of a rank's columns. Each reads and writes the whole
 # float32 dWeight once, so that it must have enough rows to outweigh that: on a GPU as many as
@@ -95,7 +95,7 @@ def _whole_row_tile(rows: int, width: int, device: torch.device, least: int) -> 
 def even_parts(total: int, most: int, step: int) -> int:
     """The size of as few parts as hold `most` each, all about as large: a multiple of `step`.
 
-    A product of what is left over would run far below the speed of the others.
+    A GEMM of what is left over would run far below the speed of the others.
     """
     parts = max(1, -(-total // most))
     size = -(-total // (parts * step)) * step

@@ -293,7 +293,7 @@ def linear_sample(
     mask: Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_sample` of a head's logits without ever holding them.
+    """`vocab_parallel_sample` from hidden states, without materialising the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`.
@@ -309,7 +309,7 @@ def linear_sample(
     temperature may be 0 here. Products may round otherwise at another tensor-parallel size, which
     changes an id only where two scores are as close as that rounding.
 
-    Cost: one matrix product, and the noise of every logit.
+    Cost: one GEMM, and the noise of every logit.
 
     Collectives: those of `vocab_parallel_sample`, with filters a tile; under sequence parallelism
     each tile of hidden is gathered.

@@ -381,7 +381,7 @@ def linear_sampling_logprobs(
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor:
-    """`vocab_parallel_sampling_logprobs` of a head's logits without ever holding them.
+    """`vocab_parallel_sampling_logprobs` from hidden states, without materialising the logits.
 
     Shape:
         hidden, weight, target: as in `linear_token_stats`.
@@ -397,8 +397,8 @@ def linear_sampling_logprobs(
     With filters on, chunk_size is rows a tile, which spans all of a rank's columns, as in
     `linear_map`.
 
-    Cost: filters: four matrix products with a backward, and the filters' own work once. kept_ids: a
-    dot product an id, and no matrix product. Filters off: that of `linear_token_stats`.
+    Cost: filters: four GEMMs with a backward, and the filters' own work once. kept_ids: a
+    dot product an id, and no GEMM. Filters off: that of `linear_token_stats`.
 
     Collectives: filters: those of `vocab_parallel_sampling_logprobs` a tile; kept_ids: one
     all-gather of `[3, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.

@@ -111,7 +111,7 @@ class Source(Protocol):
 
     Attributes:
         temperature: a number, or `[n]` as the rows are walked.
-        recomputed: whether a chunk costs a product; then single entries cost less than a chunk.
+        recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
         linear: whether processed logits are linear in the tensors.
         options: all that is not a tensor of autograd's: `options.open(*tensors)` is the source.
         tensors: what gradients may be wanted of.

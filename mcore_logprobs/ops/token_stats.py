@@ -281,7 +281,7 @@ def linear_token_stats(
     invariant_segments: int | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> TokenStats:
-    """Log-probabilities, entropy and rank of a head's targets without ever holding its logits.
+    """Log-probabilities, entropy and rank from hidden states, without materialising the logits.
 
     The logits are `hidden @ weight^T`, plus a LoRA's part, times logit_scale, through the softcap,
     plus bias, over the temperature, and masked past vocab_size: in this order.
@@ -302,32 +302,32 @@ def linear_token_stats(
             rounding of the target count either way.
         invariant_segments: g: values are the same bits for every TP size that divides g, every
             chunk_size and whatever other rows are in the call, as in `vocab_parallel_token_stats`;
-            products are made in tiles of one fixed shape. The gradients of weight, bias and hidden
+            GEMMs are made in tiles of one fixed shape. The gradients of weight, bias and hidden
             are the same bits at every such TP size for the same rows in the same order and the same
             chunk_size (under sequence parallelism with one tile). dHidden then is not reduced as it
             comes: each rank sends g/TP times what a reduce-scatter does, keeps g/TP float32 copies
             of a tile of it, and waits.
         {shared}
 
-    With logits_dtype bfloat16 on a CPU with instructions for them all products of a bfloat16 head
-    are bfloat16 ones, and each chunk's part of a gradient is rounded once before it is added in
+    With logits_dtype bfloat16 on a CPU with instructions for them all GEMMs of a bfloat16 head are
+    bfloat16 ones, and each chunk's part of a gradient is rounded once before it is added in
     float32. chunk_size is rows a tile; None: 2048 on a CPU and 8192 on a GPU. The block of columns
     follows from the budget of a chunk of logits, 32 MiB on a CPU and 256 MiB on a GPU.
 
     Which way the work is cut: tiles of rows outside, blocks of columns inside. Up to one tile of
-    rows each block of dWeight is one product, written once, and dHidden is added up in float32 over
+    rows each block of dWeight is one GEMM, written once, and dHidden is added up in float32 over
     the blocks; each further tile reads and writes dWeight in float32 once more, which 2048 (8192)
-    rows of products outweigh.
+    rows of GEMMs outweigh.
 
     Gradients: hidden's and weight's (and bias's), each in its own dtype, accumulated in float32;
-    an input that does not require one skips its product (a frozen weight under a LoRA: no dWeight).
+    an input that does not require one skips its GEMM (a frozen weight under a LoRA: no dWeight).
     dHidden is summed over TP, and so is the gradient of a LoRA's A: every rank gets the whole of
     it. That of B is of this rank's rows.
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP, with the rank one all-reduce of
     `[rows]` a tile more; backward one all-reduce of dHidden a tile (in float32, while the next tile
     is computed), with sequence parallelism one reduce-scatter; sequence parallelism gathers each
-    tile of hidden, forward and backward, one ahead of the products. Where a LoRA's A requires a
+    tile of hidden, forward and backward, one ahead of the GEMMs. Where a LoRA's A requires a
     gradient, one all-reduce of `[r, h]` float32 at the end of the backward.
 
     Memory: a chunk of logits and, where operands are bfloat16, its gradient; the gradients; for a

@@ -207,7 +207,7 @@ def linear_topk(
     mask: Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_topk` of a head's logits without ever holding them.
+    """`vocab_parallel_topk` from hidden states, without materialising the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`.
@@ -222,7 +222,7 @@ def linear_topk(
 
     chunk_size is rows a tile, which spans all of a rank's columns, as in `linear_map`.
 
-    Cost: one matrix product, and a top-k of each tile; backward a dot product an entry, see
+    Cost: one GEMM, and a top-k of each tile; backward a dot product an entry, see
     `linear_gather`.
 
     Collectives: forward one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward,

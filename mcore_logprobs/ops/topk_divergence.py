@@ -199,7 +199,7 @@ def linear_topk_kl_div(
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor:
-    """`vocab_parallel_topk_kl_div` of a head's logits without ever holding them.
+    """`vocab_parallel_topk_kl_div` from hidden states, without materialising the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`; the student's.
