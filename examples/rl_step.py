@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ from rl.layout import (
     Layout,
     from_last_stage,
     on_main,
-    start_megatron,
     start_processes,
     stop_processes,
     whole_rows,
@@ -98,7 +98,8 @@ class GrpoTrainer:
         if self.engine is source:
             source.model.to(self.layout.device)
         self.say(f"rollout engine: {self.engine.name} {self.engine.version}{why}")
-        return self.engine.model.config, self.engine.tokenizer.pad_token_id
+        sizes = SimpleNamespace(**self.engine.model.config.to_dict())  # needs no transformers
+        return sizes, self.engine.tokenizer.pad_token_id
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ def main() -> int:
         start_processes(config)
         try:
             with cpu_runtime():  # on a GPU, nothing
-                trainer = GrpoTrainer(config, start_megatron(config), partial(print, flush=True))
+                trainer = GrpoTrainer(config, Layout(config), partial(print, flush=True))
                 self_check(trainer)
                 if args.resume:
                     trainer.resume(args.resume)

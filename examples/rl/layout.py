@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,32 +19,31 @@ from .config import RunConfig, SetupError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Layout:
-    """This process's place. Groups are Megatron's own."""
+    """This process's place, once Megatron's parallel groups and generators are set up. Groups are
+    Megatron's own."""
 
-    rank: int
-    world: int
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-    tp_rank: int
-    cp_rank: int
-    pp_rank: int
-    dp_rank: int
-    device: torch.device
-    tp_group: Any
-    cp_group: Any
-    dp_cp_group: Any
+    def __init__(self, config: RunConfig) -> None:
+        from megatron.core import parallel_state as ps
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+        from mcore_logprobs.cpu_megatron.models import init_model_parallel
 
-    @property
-    def last_stage(self) -> bool:
-        return self.pp_rank == self.pp - 1
+        p = config.parallel
+        init_model_parallel(tp=p.tp, cp=p.cp, pp=p.pp, seed=config.seed + 1)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.tp, self.cp, self.pp = p.tp, p.cp, p.pp
+        self.dp = ps.get_data_parallel_world_size()
+        self.tp_rank = ps.get_tensor_model_parallel_rank()
+        self.cp_rank = ps.get_context_parallel_rank()
+        self.pp_rank = ps.get_pipeline_model_parallel_rank()
+        self.dp_rank = ps.get_data_parallel_rank()
+        self.tp_group = ps.get_tensor_model_parallel_group()
+        self.cp_group = ps.get_context_parallel_group()
+        self.dp_group = ps.get_data_parallel_group()
+        self.dp_cp_group = ps.get_data_parallel_group(with_context_parallel=True)
+        self.is_main, self.last_stage = self.rank == 0, self.pp_rank == self.pp - 1
+        on_cpu = config.device == "cpu"
+        self.device = torch.device("cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}")
 
 
 def start_processes(config: RunConfig) -> None:
@@ -71,32 +69,6 @@ def stop_processes() -> None:
     destroy_model_parallel()
     gc.collect()  # models and their autograd graphs refer to groups in cycles
     dist.destroy_process_group()
-
-
-def start_megatron(config: RunConfig) -> Layout:
-    """Megatron's parallel groups and generators."""
-    from megatron.core import parallel_state as ps
-
-    from mcore_logprobs.cpu_megatron.models import init_model_parallel
-
-    p, on_cpu = config.parallel, config.device == "cpu"
-    init_model_parallel(tp=p.tp, cp=p.cp, pp=p.pp, seed=config.seed + 1)
-    return Layout(
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
-        tp=p.tp,
-        cp=p.cp,
-        pp=p.pp,
-        dp=ps.get_data_parallel_world_size(),
-        tp_rank=ps.get_tensor_model_parallel_rank(),
-        cp_rank=ps.get_context_parallel_rank(),
-        pp_rank=ps.get_pipeline_model_parallel_rank(),
-        dp_rank=ps.get_data_parallel_rank(),
-        device=torch.device("cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}"),
-        tp_group=ps.get_tensor_model_parallel_group(),
-        cp_group=ps.get_context_parallel_group(),
-        dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
-    )
 
 
 def on_main(fn: Callable[[], T]) -> T:
@@ -140,11 +112,8 @@ def from_last_stage(tensor: Tensor, layout: Layout) -> Tensor:
 
 def whole_rows(parts: list[Tensor], shape: torch.Size, layout: Layout) -> Tensor:
     """The last stage's [micro_batch, s / CP, k] parts of all ranks -> [n, s, k] on every rank."""
-    from megatron.core import parallel_state as ps
-
-    if not layout.last_stage:
-        return from_last_stage(torch.empty(shape, device=layout.device), layout)
-    local = context_parallel_gather(torch.cat(parts), cp_group=layout.cp_group)
-    whole = local.new_empty(shape)
-    dist.all_gather_into_tensor(whole, local, group=ps.get_data_parallel_group())
+    whole = torch.empty(shape, device=layout.device)
+    if layout.last_stage:
+        local = context_parallel_gather(torch.cat(parts), cp_group=layout.cp_group)
+        dist.all_gather_into_tensor(whole, local, group=layout.dp_group)
     return from_last_stage(whole, layout)

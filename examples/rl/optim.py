@@ -26,12 +26,9 @@ class CpuAdamW:
     def __init__(self, section: OptimizerSection, model: Any) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.clip_grad = section.clip_grad
-        self.adamw = torch.optim.AdamW(
-            self.params,
-            lr=section.lr,
-            betas=(section.beta1, section.beta2),
-            weight_decay=section.weight_decay,
-        )
+        betas, decay = (section.beta1, section.beta2), section.weight_decay
+        self.adamw = torch.optim.AdamW(self.params, section.lr, betas, weight_decay=decay)
+        self.state_dict, self.load_state_dict = self.adamw.state_dict, self.adamw.load_state_dict
 
     def step(self) -> float:
         """Clips by the norm over the whole model, steps, and returns that norm."""
@@ -43,12 +40,6 @@ class CpuAdamW:
         for param in self.params:
             param.grad = None
         return norm
-
-    def state_dict(self) -> dict:
-        return self.adamw.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        self.adamw.load_state_dict(state)
 
 
 def global_grad_norm(params: list[torch.Tensor]) -> float:
@@ -84,13 +75,9 @@ class GpuOptimizer:
             params_dtype=dtype,
         )
         self.optimizer = get_megatron_optimizer(config, [model])
+        self.state_dict = self.optimizer.state_dict
+        self.load_state_dict = self.optimizer.load_state_dict
 
     def step(self) -> float:
         _, norm, _ = self.optimizer.step()
         return float(norm)
-
-    def state_dict(self) -> dict:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        self.optimizer.load_state_dict(state)

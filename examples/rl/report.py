@@ -281,7 +281,11 @@ def plot_run(
 
     rank = [("target_rank_mean", "mean", _BLUE), ("target_rank_p95", "95th percentile", _RED)]
     panel(axes[1, 0], "Rank of the sampled token (0: the argmax)", *rank)
+    top = 1.2 * max(r.target_rank_p95 for r in records) + 1
     axes[1, 0].set_yscale("symlog", linthresh=1)
+    ticks = [t for t in (0, 1, *(d * 10**e for e in range(7) for d in (2, 5, 10))) if t <= top]
+    axes[1, 0].set_yticks(ticks, labels=map(str, ticks))
+    axes[1, 0].set_ylim(-0.05, top)
     diff = [("rollout_diff_max", "largest", _RED), ("rollout_diff_mean", "mean", _BLUE)]
     panel(axes[1, 1], "Trainer - rollout engine, nats", *diff)
     axes[1, 1].set_yscale("log")

@@ -31,7 +31,7 @@ def _trainer(
 ) -> Iterator[Any]:
     """A Trainer inside a rank; `given` is what the command line can give."""
     from rl.config import load_config, override, validate
-    from rl.layout import start_megatron
+    from rl.layout import Layout
     from rl_step import GrpoTrainer
 
     from mcore_logprobs.cpu_megatron import models as megatron_models
@@ -52,7 +52,7 @@ def _trainer(
     validate(config, torch.distributed.get_world_size())
     with cpu_runtime():
         try:
-            yield GrpoTrainer(config, start_megatron(config), say=lambda text: None)
+            yield GrpoTrainer(config, Layout(config), say=lambda text: None)
         finally:
             megatron_models.destroy_model_parallel()
 

@@ -52,7 +52,7 @@ def _sections(**rollout: Any) -> dict[str, dict[str, Any]]:
         "parallel": {"sequence_parallel": False},
         "task": {"eval_questions": 4, "eval_every": 1},
         "grpo": {"micro_batch": 8},
-        "optimizer": {"lr": 0.02},
+        "optimizer": {"lr": 0.004},
     }
 
 
