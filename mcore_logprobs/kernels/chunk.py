@@ -20,6 +20,7 @@ from torch import Tensor
 __all__ = [
     "Chunk",
     "acc_dtype",
+    "aligned_width",
     "gather_columns",
     "per_row",
     "processed_logits",
@@ -28,6 +29,15 @@ __all__ = [
 ]
 
 _Chunk = TypeVar("_Chunk", bound="Chunk")
+
+
+# Elements of which a row's stride is a multiple where a kernel reads and writes 16 bytes at a time.
+_UNIT = 16
+
+
+def aligned_width(columns: int) -> int:
+    """The least stride of rows of so many columns that kernels read 16 bytes at a time."""
+    return -(-columns // _UNIT) * _UNIT
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,14 @@ from mcore_logprobs.checks import (
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.chunk import Chunk, acc_dtype, per_row, processed_logits, row_chunks
+from mcore_logprobs.kernels.chunk import (
+    Chunk,
+    acc_dtype,
+    aligned_width,
+    per_row,
+    processed_logits,
+    row_chunks,
+)
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import (
     aligned,
@@ -266,9 +273,10 @@ class HeadLogits:
         # Tensor cores, low-precision result.
         if low and self.low_rank is None and not fixed:
             return tile @ weight.t()  # pragma: no cover (CUDA, or a CPU with bfloat16 GEMMs)
-        shape = (tile.shape[0], weight.shape[0])
-        size = shape[0] * shape[1]
-        out = self._reserve(start + size)[start : start + size].view(shape)
+        stride = weight.shape[0] if fixed else aligned_width(weight.shape[0])
+        size = tile.shape[0] * stride
+        out = self._reserve(start + size)[start : start + size].view(tile.shape[0], stride)
+        out = out[:, : weight.shape[0]]
         (batch_invariant_matmul if fixed else product)(tile, weight.t(), out)
         if self.low_rank is not None:
             self.low_rank.add_logits(tile, columns, out)
@@ -318,7 +326,7 @@ class HeadTile:
         """
         head, rows = self.head, self.hidden.shape[0]
         if hold:
-            head._reserve(rows * head.shard.valid_width)
+            head._reserve(rows * aligned_width(head.shard.valid_width))
         for columns in head.blocks():
             start = rows * columns.start if hold else 0
             logits = head.product(self.hidden, columns, start=start)

@@ -112,14 +112,14 @@ class HeadGradient:
         head, chunk = self._head, placed.chunk
         raw, dtype = chunk.logits, head.matmul_dtype
         if self._bias is None or chunk.softcap is None:
-            out = raw if raw.dtype == dtype else torch.empty_like(raw, dtype=dtype)
+            out = raw if raw.dtype == dtype else _empty_like(raw, dtype)
             write(placed, out)
             self._add_bias(placed.columns, out, 1.0 / chunk.logit_scale)
             return out
         slope = softcap_slope(raw, chunk.logit_scale, chunk.softcap, head.acc_dtype)
         slope.mul_(chunk.logit_scale)
         capped = replace(chunk, bias=None, temperature=1.0).processed()
-        dz = torch.empty_like(raw, dtype=dtype)
+        dz = _empty_like(raw, dtype)
         after = replace(chunk, logits=capped, logit_scale=1.0, softcap=None)
         write(placed._replace(chunk=after), dz)
         self._add_bias(placed.columns, dz, 1.0)
@@ -213,6 +213,12 @@ class HeadGradient:
             bias,
             *((None, None) if self._lora is None else self._lora.finish()),
         )
+
+
+def _empty_like(chunk: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[rows, columns]` with the row stride of a chunk of logits, which `empty_like` drops."""
+    rows, columns = chunk.shape
+    return chunk.new_empty(rows, max(columns, chunk.stride(0)), dtype=dtype)[:, :columns]
 
 
 class HiddenGradient:

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import ast
 import os
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
+from torch import Tensor
 
-from benchmarks.ahead import Case, cases, launched_code
+from benchmarks.ahead import Built, Case, cases, launched_code
+from benchmarks.launches import dry_launches
+from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_token_stats
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.pairs import PairSpec
 from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.triton.gradient import grad_kernel
+from mcore_logprobs.kernels.triton.pair_gradient import pair_grad_kernel
+from mcore_logprobs.kernels.triton.pair_statistics import pair_stats_kernel, pair_sums_kernel
+from mcore_logprobs.kernels.triton.statistics import stats_kernel
 from tests.kernels.common import EVERYTHING, make_chunk
 
 pytestmark = pytest.mark.skipif(
@@ -29,8 +41,8 @@ CASES = {f"{case.name}, {case.what}, {case.dtypes}": case for case in cases(1 <<
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_whole_tiles_are_read_and_written_sixteen_bytes_at_a_time(case: Case) -> None:
     built = case.built
-    assert built.spills == 0
-    assert built.registers <= 128  # 16 warps of a multiprocessor at the least
+    assert_fit(built)
+    assert built.registers <= (96 if case.sides == 1 else 112)
     assert built.wide("LD") >= case.sides
     assert not built.narrow("LD")
     assert not built.narrow("ST")
@@ -40,6 +52,113 @@ def test_whole_tiles_are_read_and_written_sixteen_bytes_at_a_time(case: Case) ->
         assert built.covered == 1.0
         # Below what a read of two bytes an element leaves time for, but for a tanh.
         assert case.what == "softcap" or case.instructions(built) < 15.6
+
+
+def assert_fit(built: Built) -> None:
+    """No spills, four blocks a multiprocessor, and 16-byte accesses also where a row ends."""
+    assert built.spills == 0
+    assert built.registers <= 128
+    narrow = [line for line in built.code if re.search(r"\b(LDG|LDGSTS|STG)\.", line)]
+    narrow = [line for line in narrow if not re.search(r"\.128\b", line)]
+    # A row's own numbers; the last 16 columns, at most one a thread and group.
+    assert sum("LDG" in line for line in narrow) <= 18
+    assert sum("STG" in line for line in narrow) <= 8
+
+
+WIDTHS = {16032: 16032, 16160: 16160, 19008: 18950, 37984: 37984}  # V/TP, true vocabulary
+
+
+def _calls(width: int, valid: int) -> dict[str, Callable[[], object]]:
+    """Public operations on shards of a GPU's dtypes, forward and backward."""
+    logits = torch.zeros(2, 3, width, dtype=torch.bfloat16, requires_grad=True)
+    teacher, target = torch.zeros(2, 3, width), torch.zeros(2, 3, dtype=torch.int64)
+    hidden = torch.zeros(6, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(width, 8, dtype=torch.bfloat16, requires_grad=True)
+    shared: Any = {"vocab_size": valid, "backend": "triton"}
+
+    def differentiated(*results: Tensor | None, by: Tensor) -> None:
+        torch.autograd.grad([x.sum() for x in results if x is not None], by)
+
+    def statistics(**wanted: Any) -> None:
+        found = vocab_parallel_token_stats(logits, target, **wanted, **shared)
+        differentiated(found.logprobs, found.entropy, found.sum_pi_squared, by=logits)
+
+    def divergence(kind: Any) -> None:
+        differentiated(vocab_parallel_kl_div(logits, teacher, kind=kind, **shared), by=logits)
+
+    def fused() -> None:
+        found = linear_token_stats(hidden, weight, target.view(6), entropy=True, **shared)
+        differentiated(found.logprobs, found.entropy, by=hidden)
+
+    everything: dict[str, Any] = dict.fromkeys(("entropy", "target_rank", "sum_pi_squared"), True)
+    return {
+        "logprobs": statistics,
+        "everything": partial(statistics, **everything, label_smoothing=0.1, temperature=0.7),
+        "softcap": partial(statistics, entropy=True, softcap=30.0),
+        "forward": partial(divergence, "forward"),
+        "jsd": partial(divergence, "jsd"),
+        "fused": fused,
+    }
+
+
+@pytest.mark.parametrize("name", _calls(16, 16))
+def test_what_public_operations_launch(name: str) -> None:
+    found = {}
+    for width, valid in WIDTHS.items():
+        found[width] = launched_code(_calls(width, valid)[name])
+        for _, built in found[width]:
+            assert_fit(built)
+    kernels = {width: dict(launches) for width, launches in found.items()}
+    assert all(built == kernels[19008] for built in kernels.values())  # one variant for all
+    assert len(kernels[19008]) == (3 if name == "jsd" else 2)
+
+
+def test_no_call_of_a_run_compiles_a_variant() -> None:
+    # What changes from step to step: which rows there are, how many, and numbers.
+    logits = torch.zeros(9, 40, 1040, dtype=torch.bfloat16)
+    target, warm = torch.zeros(9, 40, dtype=torch.int64), torch.ones(9, 40)
+    hidden, weight = torch.zeros(40, 8, requires_grad=True), torch.zeros(1040, 8)
+    kernels = (stats_kernel, grad_kernel, pair_stats_kernel, pair_sums_kernel, pair_grad_kernel)
+
+    def step(number: int) -> None:
+        shared: Any = {"backend": "triton", "vocab_size": 1030}
+        rows, cut = 1 + number % 8, slice(number, 40 - number % 7)
+        some = logits[:rows, cut].detach().requires_grad_()
+        softcap = 20.0 + number
+        for temperature in (1.0 + number / 5, warm[:rows, cut]):
+            stats = vocab_parallel_token_stats(
+                some,
+                target[:rows, cut],
+                entropy=True,
+                temperature=temperature,
+                softcap=softcap,
+                **shared,
+            )
+            stats.logprobs.sum().backward()
+        value = vocab_parallel_kl_div(
+            some, logits[:rows, cut], kind="jsd", beta=0.1 + number / 40, **shared
+        )
+        value.sum().backward()
+        fused = linear_token_stats(
+            hidden[cut], weight, target[0, cut], logit_scale=1.0 / softcap, **shared
+        )
+        fused.logprobs.sum().backward()
+
+    compiled: list[str] = []
+    with dry_launches(), pytest.MonkeyPatch.context() as patch:
+        for kernel in kernels:
+            kernel.device_caches.clear()  # of what other tests launched
+        patch.setattr(
+            triton.knobs.runtime,
+            "jit_post_compile_hook",
+            lambda *_, key, **__: compiled.append(key),
+        )
+        step(0)
+        first = list(compiled)
+        assert len(first) >= len(kernels)
+        for number in range(1, 20):
+            step(number)
+    assert compiled == first
 
 
 def test_what_is_rare_is_built_without_spills() -> None:

@@ -222,9 +222,9 @@ def test_rows_with_a_stride(layout):
 
 @interpreted
 def test_rows_that_share_memory_and_none_at_all():
-    _check(
-        make_chunk(make_logits(4, 300, FP32)), make_chunk(make_logits(1, 300, FP32).expand(4, -1))
-    )
+    # Divergences of about 1: a gradient takes over the rounding of its row's.
+    student, teacher = make_logits(4, 300, FP32) / 3.0, make_logits(1, 300, FP32) / 3.0
+    _check(make_chunk(student), make_chunk(teacher.expand(4, -1)))
     nothing = make_logits(0, 300, BF16)
     for kind in KINDS:
         none = make_chunk(nothing), make_chunk(nothing)

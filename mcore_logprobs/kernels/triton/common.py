@@ -25,6 +25,7 @@ from mcore_logprobs.kernels.chunk import Chunk
 
 __all__ = [
     "INTERPRETED",
+    "UNIT",
     "Plan",
     "block_plan",
     "clamped",
@@ -37,11 +38,16 @@ __all__ = [
     "span_plan",
     "tanh",
     "transform",
+    "whole_units",
     "with_unit_stride",
+    "write_zeros",
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
+# Columns by which a row is masked: 16-byte accesses need no fewer of them, in any dtype, and
+# Triton asks whether numbers are multiples of 16.
+UNIT = tl.constexpr(16)
 
 # Programs for each multiprocessor when rows alone are too few. A dozen are resident at a time, and
 # with several rounds of them the last, part-filled round costs little.
@@ -50,7 +56,8 @@ _PROGRAMS_PER_PROCESSOR = 32
 _TILE_BYTES = 8192
 # Columns that one program writes: enough to spread the cost of reading the row's numbers first.
 _SPAN = 16384
-_TAIL = 512
+# Columns of a masked step: a 16-byte access of two bytes a column for each of 128 threads.
+_TAIL = 1024
 
 
 # ---- in a kernel -------------------------------------------------------------------------------
@@ -126,6 +133,27 @@ def row_transform(
         else:
             scale = scale / own
     return scale, softcap, temperature
+
+
+@triton.jit
+def whole_units(start, stop):
+    """The end of the last UNIT columns that lie wholly in `[start, stop)`; start if there is none.
+
+    The compiler knows that it is a multiple of UNIT columns from start: a mask up to there is one
+    for all columns of a 16-byte access, where one up to stop would be one for each column.
+    """
+    return start + tl.maximum(stop - start, 0) // UNIT * UNIT
+
+
+@triton.jit
+def write_zeros(row_ptr, start, stop, TILE: tl.constexpr):
+    """Zeros in columns `[start, stop)`; start is a multiple of UNIT."""
+    end = whole_units(start, stop)
+    for at in range(start, end, TILE):
+        columns = at + tl.arange(0, TILE)
+        tl.store(row_ptr + columns, tl.zeros([TILE], tl.float32), mask=columns < end)
+    columns = end + tl.arange(0, UNIT)
+    tl.store(row_ptr + columns, tl.zeros([UNIT], tl.float32), mask=columns < stop)
 
 
 # ---- a kernel's arguments ----------------------------------------------------------------------
@@ -239,8 +267,11 @@ def span_plan(width: int, tile: int) -> tuple[int, dict[str, int]]:
     """
     tiles = _SPAN // tile
     tile = min(tile, max(128, triton.next_power_of_2(width)))
-    shape = {"TILE": tile, "TILES": tiles, "TAIL": min(tile, _TAIL)}
-    return triton.cdiv(width, tile * tiles), shape
+    return triton.cdiv(width, tile * tiles), {
+        "TILE": tile,
+        "TILES": tiles,
+        "TAIL": min(tile, _TAIL),
+    }
 
 
 @cache

@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_logprobs.kernels.chunk import Chunk, gather_columns
 from mcore_logprobs.kernels.stats import StatsSpec
 from mcore_logprobs.kernels.triton.common import (
+    UNIT,
     clamped,
     exp,
     launch,
@@ -25,7 +26,9 @@ from mcore_logprobs.kernels.triton.common import (
     row_transform,
     span_plan,
     transform,
+    whole_units,
     with_unit_stride,
+    write_zeros,
 )
 from mcore_logprobs.kernels.triton.operators import (
     SPEC,
@@ -161,31 +164,36 @@ def grad_kernel(
         )
         if temperature_ptr is not None:
             slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
-        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
+        end = whole_units(start, tl.minimum(stop, valid))
+        whole = start + (end - start) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
                 row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
                 weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
                 False, TILE, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
             )  # fmt: skip
-        for at in range(whole, stop, TAIL):
+        for at in range(whole, end, TAIL):
             _write_tile(
-                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
+                row_ptr, out_row_ptr, bias_ptr, at, end, end, column, shift,
                 weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
                 True, TAIL, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
             )  # fmt: skip
+        if end < stop:
+            _write_tile(
+                row_ptr, out_row_ptr, bias_ptr, end, valid, stop, column, shift,
+                weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
+                True, UNIT, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
+            )  # fmt: skip
+            write_zeros(out_row_ptr, end + UNIT, stop, TAIL)
     else:
-        zeros = tl.zeros([TAIL], out_ptr.dtype.element_ty)
-        for at in range(start, stop, TAIL):
-            columns = at + tl.arange(0, TAIL)
-            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+        write_zeros(out_row_ptr, start, stop, TAIL)
 
 
 @triton.jit(
-    do_not_specialize=["j", "coef_stride"],
+    do_not_specialize=["j", "coef_stride", "out_stride", "splits"],
     do_not_specialize_on_alignment=[
         "own_ptr", "column_ptr", "upstream_ptr", "shift_ptr", "coef_ptr", "bias_ptr",
-        "temperature_ptr",
+        "temperature_ptr", "out_ptr",
     ],
 )  # fmt: skip
 def entries_kernel(

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import KINDS, ONE_PASS, TWO_PASS, PairSpec
-from mcore_logprobs.kernels.triton.common import exp, launch, rounded, span_plan, with_unit_stride
+from mcore_logprobs.kernels.triton.common import (
+    UNIT,
+    exp,
+    launch,
+    rounded,
+    span_plan,
+    whole_units,
+    with_unit_stride,
+    write_zeros,
+)
 from mcore_logprobs.kernels.triton.operators import (
     arguments,
     chunk_schema,
@@ -149,25 +158,30 @@ def pair_grad_kernel(
         factor = upstream * slope
         if student_temperature_ptr is not None:
             factor = factor / tl.load(student_temperature_ptr + row).to(tl.float32)
-        whole = start + tl.maximum(tl.minimum(stop, valid) - start, 0) // TILE * TILE
+        end = whole_units(start, tl.minimum(stop, valid))
+        whole = start + (end - start) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
                 student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
                 out_row_ptr, at, valid, width,
                 False, TILE, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
             )  # fmt: skip
-        for at in range(whole, stop, TAIL):
+        for at in range(whole, end, TAIL):
             _write_tile(
                 student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
-                out_row_ptr, at, valid, width,
+                out_row_ptr, at, end, end,
                 True, TAIL, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
             )  # fmt: skip
+        if end < stop:
+            _write_tile(
+                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+                out_row_ptr, end, valid, stop,
+                True, UNIT, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
+            )  # fmt: skip
+            write_zeros(out_row_ptr, end + UNIT, stop, TAIL)
     else:
         # Nothing is asked of the row: exactly 0, whatever its logits hold.
-        zeros = tl.zeros([TAIL], out_ptr.dtype.element_ty)
-        for at in range(start, stop, TAIL):
-            columns = at + tl.arange(0, TAIL)
-            tl.store(out_row_ptr + columns, zeros, mask=columns < width)
+        write_zeros(out_row_ptr, start, stop, TAIL)
 
 
 def pair_grad(

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import KINDS, PAIR_STATS, PairSpec, merge_pairs
-from mcore_logprobs.kernels.triton.common import LOG_ZERO, Plan, exp, launch, with_unit_stride
+from mcore_logprobs.kernels.triton.common import (
+    LOG_ZERO,
+    Plan,
+    exp,
+    launch,
+    whole_units,
+    with_unit_stride,
+)
 from mcore_logprobs.kernels.triton.operators import arguments, chunk_schema, chunks_of, operator
 from mcore_logprobs.kernels.triton.sides import (
     CROSS_ENTROPY,
@@ -176,14 +183,20 @@ def pair_stats_kernel(
     max_t = tl.full([GROUPS], float("-inf"), tl.float32)
     sum_t = tl.zeros([GROUPS], tl.float32)
     cross = tl.zeros([GROUPS], tl.float32)
-    whole = start + tl.maximum(stop - start, 0) // TILE * TILE
+    end = whole_units(start, stop)
+    whole = start + (end - start) // TILE * TILE
     for at in range(start, whole, TILE):
         s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER_SOFTCAP)
         max_s, sum_s, max_t, sum_t, cross = _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND)
-    if whole < stop:
-        s, _ = load_side(student, student_bias_ptr, whole + offsets, valid, True, STUDENT_SOFTCAP)
-        t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER_SOFTCAP)
+    if whole < end:
+        s, _ = load_side(student, student_bias_ptr, whole + offsets, end, True, STUDENT_SOFTCAP)
+        t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, end, True, TEACHER_SOFTCAP)
+        max_s, sum_s, max_t, sum_t, cross = _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND)
+    if end < stop:  # under UNIT columns, one a group
+        rest = end + tl.arange(0, GROUPS)[:, None]
+        s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
+        t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
         max_s, sum_s, max_t, sum_t, cross = _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND)
 
     row_max_s, row_sum_s, row_max_t, row_sum_t, row_cross = _merged(
@@ -269,14 +282,20 @@ def pair_sums_kernel(
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     value = tl.zeros([GROUPS], tl.float32)
     inner = tl.zeros([GROUPS], tl.float32)
-    whole = start + tl.maximum(stop - start, 0) // TILE * TILE
+    end = whole_units(start, stop)
+    whole = start + (end - start) // TILE * TILE
     for at in range(start, whole, TILE):
         s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER_SOFTCAP)
         value, inner = _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND)
-    if whole < stop:
-        s, _ = load_side(student, student_bias_ptr, whole + offsets, valid, True, STUDENT_SOFTCAP)
-        t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, valid, True, TEACHER_SOFTCAP)
+    if whole < end:
+        s, _ = load_side(student, student_bias_ptr, whole + offsets, end, True, STUDENT_SOFTCAP)
+        t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, end, True, TEACHER_SOFTCAP)
+        value, inner = _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND)
+    if end < stop:  # under UNIT columns, one a group
+        rest = end + tl.arange(0, GROUPS)[:, None]
+        s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
+        t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
         value, inner = _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND)
 
     nan = (max_s + log_s + max_t + log_t) * 0.0  # of a row that holds one, else 0

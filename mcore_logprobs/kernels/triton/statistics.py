@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.stats import StatsSpec, merge
 from mcore_logprobs.kernels.triton.common import (
+    UNIT,
     Plan,
     block_plan,
     clamped,
@@ -24,6 +25,7 @@ from mcore_logprobs.kernels.triton.common import (
     processed,
     row_transform,
     transform,
+    whole_units,
     with_unit_stride,
 )
 from mcore_logprobs.kernels.triton.operators import (
@@ -161,21 +163,30 @@ def stats_kernel(
     zsum = tl.zeros([GROUPS], tl.float32)
     finite = tl.zeros([GROUPS], tl.int32)
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    whole = start + tl.maximum(stop - start, 0) // TILE * TILE
+    end = whole_units(start, stop)
+    whole = start + (end - start) // TILE * TILE
     # Copied ahead through shared memory: plain loads would be waited for half of the time.
     for at in tl.range(start, whole, TILE, num_stages=3):
         y = tl.load(row_ptr + at + offsets)
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
             group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, at,
-            stop, scale, softcap, temperature, False, LANES, GROUPS,
+            end, scale, softcap, temperature, False, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
-    if whole < stop:
+    if whole < end:
         rest = whole + offsets
-        y = tl.load(row_ptr + rest, mask=rest < stop, other=float("-inf"))
+        y = tl.load(row_ptr + rest, mask=rest < end, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
             group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, whole,
-            stop, scale, softcap, temperature, True, LANES, GROUPS,
+            end, scale, softcap, temperature, True, LANES, GROUPS,
+            HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
+        )  # fmt: skip
+    if end < stop:  # under UNIT columns, one a group
+        rest = end + tl.arange(0, GROUPS)[:, None]
+        y = tl.load(row_ptr + rest, mask=rest < stop, other=float("-inf"))
+        group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, end,
+            stop, scale, softcap, temperature, True, 1, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
 
@@ -280,18 +291,14 @@ def launch_stats(
     return out
 
 
-# Numbers that strides and pointers are divisible by where Triton reads 16 bytes at a time.
-_UNIT = 16
-
-
 def _aligned(chunk: Chunk) -> Chunk:
-    """The chunk, or a copy of its valid columns, whose rows all start at multiples of `_UNIT`.
+    """The chunk, or a copy of its valid columns, whose rows all start at multiples of UNIT.
 
     Where they do not, Triton compiles another kernel, which may add in another order.
     """
     logits, rows = chunk.logits, chunk.logits.shape[0]
-    if logits.data_ptr() % _UNIT == 0 and (rows <= 1 or logits.stride(0) % _UNIT == 0):
+    if logits.data_ptr() % UNIT.value == 0 and (rows <= 1 or logits.stride(0) % UNIT.value == 0):
         return chunk
-    copy = logits.new_empty(rows, triton.cdiv(chunk.valid, _UNIT) * _UNIT)
+    copy = logits.new_empty(rows, triton.cdiv(chunk.valid, UNIT.value) * UNIT.value)
     copy[:, : chunk.valid] = logits[:, : chunk.valid]
     return replace(chunk, logits=copy)
