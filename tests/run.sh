@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Sets up the environment, then runs lint, types and tests:  bash tests/run.sh [pytest arguments]
+# Sets up the environment, then runs lint, types, tests and the site:  bash tests/run.sh
+# bash tests/run.sh PYTEST ARGUMENTS: lint, types and these tests.
+# bash tests/run.sh --all: the night's part too: tests marked `night`, random settings, the older Triton.
 # bash tests/run.sh --coverage [pytest arguments]: the same under coverage, with its figures by part.
 # bash tests/run.sh --matrix [--main CHECKOUT]: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
@@ -42,7 +44,6 @@ if [ "${1:-}" = --matrix ]; then
     exec python -m tests.megatron.release_matrix "${folders[@]}" "${@:2}"
 fi
 megatron "$newest" || exit 1
-unpack triton "$triton" || exit 1
 
 # Frameworks whose names the drop-ins carry, as source: tests read it, and load single files of it.
 export MCORE_LOGPROBS_FRAMEWORKS="$VIRTUAL_ENV/frameworks"
@@ -63,12 +64,20 @@ while read -r framework; do
 done < <(grep -v '^#' tests/dropin/frameworks.txt)
 
 run_pytest=(python -m pytest)
-if [ "${1:-}" = --coverage ]; then
-    shift
-    coverage=yes
-    python -m coverage erase
-    run_pytest=(python -m coverage run -m pytest)
-fi
+selected=(-m "not night")
+case "${1:-}" in
+    --coverage)
+        shift
+        coverage=yes
+        python -m coverage erase
+        run_pytest=(python -m coverage run -m pytest)
+        ;;
+    --all)
+        shift
+        all=yes
+        selected=()
+        ;;
+esac
 
 failed=""
 stage() {  # stage NAME COMMAND...: runs the command and remembers whether it failed
@@ -77,11 +86,24 @@ stage() {  # stage NAME COMMAND...: runs the command and remembers whether it fa
     echo "== $name"
     "$@" || failed="$failed $name"
 }
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+# Two processes share the cores: gloo ranks wait for each other, and one side's work fills the gaps.
+beside=(tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel)
 tests() {
-    "${run_pytest[@]}" --durations=10 "$@" 2>&1 | tee "$log"
-    return "${PIPESTATUS[0]}"
+    if [ "$#" -gt 0 ]; then
+        "${run_pytest[@]}" --durations=10 "$@" 2>&1 | tee "$logs/1"
+        return "${PIPESTATUS[0]}"
+    fi
+    local both=0
+    "${run_pytest[@]}" --durations=10 ${selected[@]+"${selected[@]}"} "${beside[@]}" >"$logs/2" 2>&1 &
+    "${run_pytest[@]}" --durations=10 ${selected[@]+"${selected[@]}"} "${beside[@]/#/--ignore=}" 2>&1 | tee "$logs/1"
+    both=${PIPESTATUS[0]}
+    wait $! || both=1
+    echo "-- ${beside[*]}"
+    cat "$logs/2"
+    [ -n "${all:-}" ] || echo "-- deselected: tests marked night, which bash tests/run.sh --all runs"
+    return "$both"
 }
 
 stage ruff-check python -m ruff check .
@@ -91,13 +113,14 @@ stage pytest tests "$@"
 covered() { python -m coverage combine -q && python -m tests.covered; }
 [ -z "${coverage:-}" ] || stage coverage covered
 older_triton() {  # The wheel's assembler comes without its executable bits.
+    unpack triton "$triton" || return 1
     chmod -R u+x "$VIRTUAL_ENV/triton-$triton/triton/backends/nvidia/bin"
     PYTHONPATH="$VIRTUAL_ENV/triton-$triton" python -m pytest -q \
         tests/kernels/test_triton_build.py tests/bench/test_launches.py
 }
-[ "$#" -gt 0 ] || stage "triton-$triton" older_triton
+[ -z "${all:-}" ] || stage "triton-$triton" older_triton
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh
 
 echo "== stages failed:${failed:- none}"
-tail -n 1 "$log"
+tail -q -n 1 "$logs"/*
 [ -z "$failed" ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mcore_logprobs import vocab_parallel_logprobs, vocab_parallel_token_stats
 from tests.helpers.memory import TensorsMade
-from tests.helpers.shards import VOCAB, WORLDS, make_target, on_ranks, shard, world_group
+from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group
 
 
 def _both(whole: Tensor, target: Tensor, upstream: Tensor, options: dict) -> tuple:
@@ -35,7 +35,7 @@ def _both(whole: Tensor, target: Tensor, upstream: Tensor, options: dict) -> tup
     "options", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "vocab_size": 13}], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2])
 def test_same_gradient(ranks, world, dtype, options):
     whole = torch.randn(3, 5, VOCAB).to(dtype)
     target = make_target((3, 5), options.get("vocab_size", VOCAB))

@@ -26,7 +26,7 @@ from mcore_logprobs import (
     vocab_parallel_topk_distill,
 )
 from mcore_logprobs.ops import sampling_cut
-from tests.helpers.shards import VOCAB, WORLDS, on_ranks, shard, world_group
+from tests.helpers.shards import VOCAB, on_ranks, shard, world_group
 
 TRUE = 17  # of VOCAB columns: the last shard of 2 and of 3 holds masked ones
 ROWS = 12
@@ -94,7 +94,7 @@ def _whole_gradient(results: list) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "candidates"), [(torch.float32, None), (torch.bfloat16, 1)])
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_a_spoilt_row_is_nan_and_no_other(ranks, world, dtype, cut, candidates):
     whole = (torch.randn(ROWS, VOCAB) * 2).to(dtype)
     target = torch.randint(0, TRUE, (ROWS,))
@@ -133,7 +133,7 @@ def _plain(whole: Tensor, target: Tensor, upstream: Tensor, kept: Tensor) -> tup
 
 @pytest.mark.parametrize("how", ["filter", "replay"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_upstream_of_kept_and_filtered_targets_as_in_plain_torch(ranks, world, dtype, how):
     """-g p over the kept columns for a target that is filtered out; NaN and inf pass through."""
     whole = torch.randn(ROWS, VOCAB).to(dtype)
@@ -166,7 +166,7 @@ def test_upstream_of_kept_and_filtered_targets_as_in_plain_torch(ranks, world, d
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_rows_of_minus_infinity_alone(ranks, world, cut):
     """No NaN anywhere: the value is -inf, as without filters, and the gradient is finite."""
     whole = torch.randn(ROWS, VOCAB)
@@ -197,7 +197,7 @@ def _divergence(student: Tensor, teacher: Tensor, kind: str, upstream: Tensor, m
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_divergence_of_a_spoilt_row(ranks, world, kind, side):
     whole = {"student": torch.randn(ROWS, VOCAB), "teacher": torch.randn(ROWS, VOCAB)}
     upstream = torch.randn(ROWS)
@@ -240,7 +240,7 @@ def _fused(hidden: Tensor, upstream: Tensor, kind: str) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_fused_divergence_of_a_spoilt_row(ranks, world, kind):
     hidden = torch.randn(ROWS, 8)
     hidden[[1, 4], 3] = torch.nan
@@ -280,7 +280,7 @@ def _plain_operation(name: str, whole: Tensor, target: Tensor) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_a_spoilt_row_without_upstream_has_no_gradient(ranks, world, name):
     whole = torch.randn(ROWS, VOCAB) * 2
     target = torch.randint(0, TRUE, (ROWS,))
@@ -312,7 +312,7 @@ def _ranks_of(whole: Tensor, target: Tensor) -> list[Tensor]:
     return [alone, together.target_rank, fused.target_rank]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_the_rank_of_a_nan_is_minus_one(ranks, world):
     whole = torch.randn(ROWS, VOCAB)
     target = torch.randint(0, TRUE, (ROWS,))

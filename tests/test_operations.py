@@ -1,7 +1,7 @@
 """Every operation of the table `ops.py`: values, gradients, tensors changed in between, mistakes.
 
-A case that fails says the line that reruns it alone. MCORE_LOGPROBS_DEEP=500 adds so many random
-cases an operation to those that hold every pair of settings.
+A case that fails says the line that reruns it alone. The night's part adds random cases to those
+that hold every pair of settings: 100 an operation, or MCORE_LOGPROBS_DEEP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.helpers.covering import covering
 from tests.helpers.distributed import get_pool
 from tests.ops import OPERATIONS
 
-DEEP = int(os.environ.get("MCORE_LOGPROBS_DEEP", "0"))
+DEEP = int(os.environ.get("MCORE_LOGPROBS_DEEP", "100"))
 CALLS = [(name, source) for name, op in OPERATIONS.items() for source in op.sources]
 
 
@@ -33,7 +33,7 @@ def test_every_pair_of_settings(name: str, source: str) -> None:
     passes(cases.cases_of(OPERATIONS[name], source))
 
 
-@pytest.mark.skipif(not DEEP, reason="MCORE_LOGPROBS_DEEP is not set")
+@pytest.mark.night
 @pytest.mark.parametrize(("name", "source"), CALLS)
 def test_random_settings(name: str, source: str) -> None:
     drawn = cases.random_cases(OPERATIONS[name], source, random.SystemRandom())

@@ -18,10 +18,13 @@ import pytest
 from tests.examples.test_rl_step import _trainer
 from tests.helpers.distributed import RankPool
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed here; bash tests/run.sh does it where there is a wheel",
-)
+pytestmark = [
+    pytest.mark.night,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed here; bash tests/run.sh does it where there is a wheel",
+    ),
+]
 
 # Wide enough for vLLM's attention on a CPU (heads of 32), and more ids than letters.
 MODEL = {

@@ -5,12 +5,14 @@ Not collected by its name: the version that pip installs on Python 3.11 has none
 
 from __future__ import annotations
 
+import sys
+import typing
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.config import LogprobConfig, add_logprob_args
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import (
     has_output_processor,
@@ -185,3 +187,14 @@ def test_doctor_names_the_hooks():
     assert "forward(output_processor=)" in found["GPTModel"]
     assert "_scale_logits" in found["GPTModel"]
     assert "compute_language_model_loss" in found["HybridModel"]
+
+
+def test_megatron_lm_s_parser_takes_the_flags(monkeypatch):
+    if sys.version_info < (3, 12):  # Megatron 0.19 is written for 3.12
+        monkeypatch.setattr(typing, "override", lambda f: f, raising=False)
+    from megatron.training.arguments import parse_args
+
+    flags = "--num-layers 2 --logprob-entropy --logprob-fused require --logprob-ignore-index -1"
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags.split()])
+    found = LogprobConfig.from_args(parse_args(extra_args_provider=add_logprob_args))
+    assert found == LogprobConfig(entropy=True, fused="require", ignore_index=-1)

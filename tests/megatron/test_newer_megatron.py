@@ -17,8 +17,22 @@ HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 
 
+# What looks closest at a release's own code, and what stands on that.
+CLOSEST = ("newer_checks", "test_patch", "test_heads", "test_hybrid", "test_release_matrix")
+OTHERS = (
+    *("test_mtp", "test_pipeline", "test_joints", "test_policy_loss", "test_schedule_plan"),
+    *("test_expert_parallel", "test_llava", "test_dynamic_cp", "test_autocast"),
+    *("test_megatron_fsdp", "test_offloading"),
+)
+
+
 @pytest.mark.timeout(900)
-def test_on_newer_megatron():
+@pytest.mark.parametrize(
+    ("files", "least"),
+    [(CLOSEST, 60), pytest.param(OTHERS, 60, marks=pytest.mark.night)],
+    ids=["closest", "others"],
+)
+def test_on_newer_megatron(files, least):
     """Its own checks and the older ones, in a process that has the unpacked wheel first."""
     unpacked = os.environ.get(WHEEL)
     assert unpacked, (
@@ -35,10 +49,6 @@ def test_on_newer_megatron():
     ).stdout.split()[-1]
     assert tuple(int(n) for n in version.split(".")[:2]) >= (0, 19), version
 
-    files = ["newer_checks", "test_heads", "test_mtp", "test_patch", "test_pipeline"]
-    files += ["test_joints", "test_policy_loss", "test_schedule_plan"]
-    files += ["test_hybrid", "test_expert_parallel", "test_llava", "test_release_matrix"]
-    files += ["test_dynamic_cp", "test_autocast", "test_megatron_fsdp", "test_offloading"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *(str(HERE / f"{name}.py") for name in files)],
         env=env,
@@ -49,7 +59,7 @@ def test_on_newer_megatron():
     )
     report = run.stdout[-6000:] + run.stderr[-2000:]
     assert run.returncode == 0, report
-    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > 100, report
+    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > least, report
 
 
 def test_features_of_the_installed_megatron():

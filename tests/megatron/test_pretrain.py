@@ -46,6 +46,7 @@ def test_pretrain_on_the_newest_release():
     assert check_release(os.environ["MCORE_LOGPROBS_MEGATRON_019"]) >= 8
 
 
+@pytest.mark.night
 @pytest.mark.timeout(300)
 def test_run_under_torchrun_and_a_plain_resume(tmp_path):
     """Two real launches with Megatron's default checkpoints: patched, then resumed unpatched.
