@@ -53,6 +53,7 @@ _install() { _pip install --no-compile -c "$VIRTUAL_ENV/constraints.txt" "$@"; }
 _once() {
     local stamp=$VIRTUAL_ENV/.$1_stamp
     [ ! -f "$stamp" ] || return 0
+    echo "setup_env: adding $1 (once)" >&2
     "${@:2}" && touch "$stamp"
 }
 

@@ -7,6 +7,7 @@ Tensors and groups are checked where they are opened.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection
@@ -14,6 +15,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+def check_called(name: str, fn: Any, first: tuple[str, ...], tensors: int) -> None:
+    """A function that takes the named arguments and then that many per-token tensors.
+
+    Raises:
+        ValueError: no callable; or its signature takes another number, with how it is called.
+    """
+    if not callable(fn):
+        raise ValueError(f"{name}: expected a callable, got {type(fn).__name__}")
+    if torch.compiler.is_compiling():
+        return
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*first, *range(tensors))
+    except TypeError as error:
+        more = f", {tensors} per-token tensors" if tensors else ""
+        raise ValueError(
+            f"{name}: expected a function called as {name}({', '.join(first)}{more}), "
+            f"got one that takes {signature}"
+        ) from error
 
 
 @dataclass(frozen=True)

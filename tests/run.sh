@@ -7,6 +7,11 @@
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+case ${1:-} in
+    -h | --help)  # what stands above, without an environment
+        sed -n '2,/^[^#]/s/^# //p' tests/run.sh
+        exit ;;
+esac
 
 # Creates .venv on the first run (minutes) and activates it; later runs find it ready.
 # vLLM too, for one test file; where it has no wheel that file's tests are skipped and say so.
@@ -18,6 +23,7 @@ unpack() {  # unpack PROJECT VERSION [PIP OPTIONS]: its wheel into .venv, once
     local project=$1 version=$2 wheels unpacked
     local folder="$VIRTUAL_ENV/$project-$version"
     [ -d "$folder" ] && return
+    echo "tests/run.sh: fetching $project $version (once)" >&2
     wheels=$(mktemp -d "$VIRTUAL_ENV/wheel.XXXXXX")
     python -m pip download -q --no-deps --only-binary=:all: "${@:3}" \
         --dest "$wheels" "$project==$version" \
@@ -50,6 +56,7 @@ export MCORE_LOGPROBS_FRAMEWORKS="$VIRTUAL_ENV/frameworks"
 mkdir -p "$MCORE_LOGPROBS_FRAMEWORKS"
 while read -r framework; do
     [ -d "$MCORE_LOGPROBS_FRAMEWORKS/$framework" ] && continue
+    echo "tests/run.sh: fetching $framework (once)" >&2
     wheels=$(mktemp -d "$VIRTUAL_ENV/wheel.XXXXXX")
     python -m pip download -q --no-deps --python-version 3.12 --only-binary=:all: \
         --dest "$wheels" "$framework" </dev/null \

@@ -77,6 +77,19 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         lambda: ml.linear_policy_loss(HIDDEN, WEIGHT, IDS, lambda x, _, a: x * a, FAR),
     ),
     (
+        "target: expected shape (4, 2), got (2, 4); hidden is [s, b, h] and takes [s, b]",
+        lambda: ml.linear_token_stats(torch.randn(4, 2, 3), WEIGHT, IDS.expand(2, 4)),
+    ),
+    (
+        "loss_fn: expected a function called as loss_fn(logprobs, entropy or None, 1 per-token "
+        "tensors), got one that takes (x, a)",
+        lambda: ml.linear_policy_loss(HIDDEN, WEIGHT, IDS, lambda x, a: x * a, IDS.float()),
+    ),
+    (
+        "fn: expected a function called as fn(logits), got one that takes (z, temperature)",
+        lambda: ml.linear_map(HIDDEN, WEIGHT, lambda z, temperature: z.logsumexp(-1)),
+    ),
+    (
         "lengths: expected device cpu, got meta",
         lambda: ml.context_parallel_shift(
             torch.zeros(1, 4), lengths=torch.zeros(1, dtype=torch.int64, device="meta")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["Peak", "busy", "describe", "keep_heap", "release"]
+__all__ = ["Peak", "busy", "describe", "keep_heap", "prefault", "release"]
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of glibc's mallopt
 _KEPT: list[int] = [0]  # whether it took each setting that keeps the heap
@@ -64,6 +64,11 @@ def keep_heap() -> bool:
     mallopt = getattr(_libc(), "mallopt", lambda option, value: 0)
     _KEPT[:] = [mallopt(option, value) for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))]
     return all(_KEPT)
+
+
+def prefault(nbytes: int) -> None:
+    """Write that much memory once, so that a kept heap has it for what comes."""
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
 
 
 def release() -> None:

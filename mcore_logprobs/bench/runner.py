@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs.bench.counting import CollectivesMade
-from mcore_logprobs.bench.machine import Peak, release
+from mcore_logprobs.bench.machine import Peak, prefault, release
 
 __all__ = ["Contender", "Measurement", "Workload", "measure", "upstream"]
 
@@ -102,8 +102,10 @@ def measure(load: Workload, *, rounds: int, warmup: int) -> list[Measurement]:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             load.absent[contender.name] = reason[:200]
         release()
+    if all(_device(contender).type == "cpu" for contender in alive):
+        prefault(2 * max((result.peak or 0 for result in results.values()), default=0))
     times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in alive}
-    for number in range(warmup + rounds):  # the warm-up takes back the memory that was released
+    for number in range(warmup + rounds):
         for contender in alive:
             found = _timed(contender)
             if number >= warmup:

@@ -33,7 +33,10 @@ def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
 def check_shape(name: str, got: Tensor, shape: torch.Size, device: torch.device) -> None:
     """Exactly this shape and device, or a ValueError."""
     if got.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(got.shape)}")
+        hint = ""
+        if got.dim() == len(shape) >= 2 and got.transpose(0, 1).shape == shape:
+            hint = "; hidden is [s, b, h] and takes [s, b], logits [b, s, V/TP] take [b, s]"
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(got.shape)}{hint}")
     if got.device != device:
         raise ValueError(f"{name}: expected device {device}, got {got.device}")
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from mcore_logprobs.checks import check_called
 from mcore_logprobs.kernels.chunk import Chunk, processed_logits, row_chunks
 from mcore_logprobs.ops.apply import Operation, Tensors, apply, autocast_enabled
 from mcore_logprobs.ops.arguments import check_mask, check_per_token
@@ -227,11 +228,12 @@ def map_logits(
     source: Any, fn: MapFn, *per_token_tensors: Tensor, mask: Tensor | None = None
 ) -> Any:
     """`linear_map` of any source; of given logits fn is called once, with all rows."""
-    if not callable(fn):
-        raise ValueError(f"fn: expected a callable, got {type(fn).__name__}")
     lead, device = source.lead, source.device
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
     mask = check_mask(mask, lead, device)
+    if isinstance(source, HeadLogits):
+        source = masked_source(source, mask)
+    check_called("fn", fn, ("logits",), len(tensors))
     if isinstance(source, GivenLogits):
         z = processed_logits(
             source.logits, logit_scale=source.options.logit_scale, softcap=source.options.softcap
@@ -242,7 +244,6 @@ def map_logits(
         if mask is not None:
             found = [None if x is None else _masked(x, mask) for x in found]
         return pytree.tree_unflatten(found, spec)
-    source = masked_source(source, mask)
     assert isinstance(source, HeadLogits)
     source = source.in_whole_rows()
     operation = Map(

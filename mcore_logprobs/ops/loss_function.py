@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from mcore_logprobs.checks import check_called
 from mcore_logprobs.ops.captured import name_of, walk_graph
 
 LossFn = Callable[..., Tensor]
+
+
+def check_loss_fn(loss_fn: Any, per_token_tensors: Sequence[Tensor]) -> None:
+    """A callable that takes log-probabilities, entropy and these tensors, or a ValueError."""
+    check_called("loss_fn", loss_fn, ("logprobs", "entropy or None"), len(per_token_tensors))
 
 
 def check_denominator(denominator: float | Tensor) -> None:

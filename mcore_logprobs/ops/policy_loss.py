@@ -24,7 +24,12 @@ from mcore_logprobs.ops.apply import (
 from mcore_logprobs.ops.arguments import check_per_token, check_target, global_to_local
 from mcore_logprobs.ops.head import HeadLogits, HeadOptions, HeadTensors, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, shared_keywords
-from mcore_logprobs.ops.loss_function import LossFn, float64_denominator, sum_of_losses
+from mcore_logprobs.ops.loss_function import (
+    LossFn,
+    check_loss_fn,
+    float64_denominator,
+    sum_of_losses,
+)
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.token_stats import Statistics, stats_spec, token_stats
 
@@ -203,8 +208,6 @@ def policy_loss(
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, TokenStats]:
     """`linear_policy_loss` of any source; of given logits from their statistics."""
-    if not callable(loss_fn):
-        raise ValueError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
     wanted = {"entropy": entropy, "target_rank": target_rank, "sum_pi_squared": sum_pi_squared}
     if not isinstance(source, HeadLogits):
         stats = token_stats(
@@ -223,6 +226,7 @@ def policy_loss(
     target = check_target(target, lead, device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     per_token = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
+    check_loss_fn(loss_fn, per_token)
     divisor = float64_denominator(denominator, device)
     source = source.compacted(valid_mask)
     source = source.in_whole_rows(least=_TILE_ROWS, any_tp=source.options.segments is not None)
@@ -258,6 +262,7 @@ def loss_of_stats(
     """The same loss from statistics, whatever distribution they are of; differentiable by them."""
     lead, device = stats.shape, stats.device
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
+    check_loss_fn(loss_fn, tensors)
     total = sum_of_losses(
         loss_fn,
         stats.logprobs.reshape(-1),
