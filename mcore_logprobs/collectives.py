@@ -107,7 +107,7 @@ def all_gather_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any | None]:
-    """As `all_gather_dim0`, without waiting: (output, work or None if there is nothing to send).
+    """Start an `all_gather_dim0`: (output, work to wait for, or None if nothing is sent).
 
     x must be contiguous and stay as it is until the work is done.
     """
@@ -164,7 +164,7 @@ def reduce_scatter_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any | None]:
-    """As `reduce_scatter_dim0`, without waiting: (output, work or None if nothing is sent).
+    """Start a `reduce_scatter_dim0`: (output, work to wait for, or None if nothing is sent).
 
     x must be contiguous and stay as it is until the work is done.
     """

@@ -127,7 +127,7 @@ class SequenceLayout:
         return starts.flatten().clamp(max=max(self.local_length - 1, 0))
 
     def next_sources(self, rank: int, lengths: Tensor | None = None) -> Tensor:
-        """Where the token after each of the rank's tokens is [length/CP].
+        """The place of the next token of each of the rank's tokens, `[length/CP]` int64.
 
         An index into the rank's own tokens, followed by every rank's `chunk_starts` tokens in rank
         order, followed by one filler, which stands after a sequence's last token.

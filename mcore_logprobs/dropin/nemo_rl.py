@@ -333,7 +333,7 @@ def vocab_parallel_log_softmax(
 def vocab_parallel_full_log_softmax(
     logits: Tensor, temperature: float, *, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """As `vocab_parallel_log_softmax`, whole on every rank: `[b, s, V]`.
+    """The log-softmax of the whole vocabulary on every rank, `[b, s, V]`.
 
     The gradient is taken as the same on every rank: each takes its own columns of it.
     """

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def largest_exponent(dtype: torch.dtype) -> float:
-    """What exp is bounded to, so that it stays finite times an advantage: 70 in float32."""
+    """The bound on exponents, so that exp stays finite times an advantage: 70 in float32."""
     return 0.8 * math.log(torch.finfo(dtype).max)
 
 
@@ -279,7 +279,7 @@ class TokenLoss:
         return loss if penalty is None else loss + penalty
 
     def numbers(self, given: Given) -> dict[str, Tensor]:
-        """What `second_pass`, whose arguments are given, adds or changes."""
+        """Tensors that `second_pass` adds to its given arguments or changes, by name."""
         raise NotImplementedError
 
     def weighted_advantages(self, given: Given) -> Tensor:
@@ -316,7 +316,7 @@ class _Wrapped(TokenLoss):
         return self.loss.passes
 
     def second_pass(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Those of the wrapped objective."""
+        """The second pass's tensors of the wrapped objective."""
         return self.loss.second_pass(*args, **kwargs)
 
 
@@ -419,7 +419,7 @@ def sequence_sum(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor, *, seq_dim: int = 1) -> Tensor:
-    """As `sequence_sum`, divided by the number of unmasked tokens (by 1 where there is none).
+    """Each sequence's mean over its unmasked tokens; 0 where there is none.
 
     Shape:
         values, mask: `[b, s]` (or `[s, b]` with seq_dim=0) -> `[b, 1]` (`[1, b]`).

@@ -65,7 +65,7 @@ def dpo_advantages(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """What turns `ReinforceLoss` into `dpo_loss`, for the second of two passes.
+    """Advantages with which `ReinforceLoss` has the gradient of `dpo_loss`, for the second pass.
 
     The gradient of `dpo_loss` by a token's log-probability is the same for all tokens of a
     sequence. With these numbers as every token's advantage, `ReinforceLoss` in `linear_policy_loss`
@@ -83,7 +83,7 @@ def dpo_advantages(
 def preference_advantages(
     loss: Callable[..., Tensor], *sequences: Tensor, **settings: Any
 ) -> tuple[Tensor, ...]:
-    """What turns `ReinforceLoss` into any of these losses, for the second of two passes.
+    """Advantages with which `ReinforceLoss` has the gradient of a loss of sequences.
 
     As `dpo_advantages`: minus the loss's gradient by each of the sequences' numbers. Where those
     are means (`simpo_loss`, `orpo_loss`), divide by the sequence's tokens:

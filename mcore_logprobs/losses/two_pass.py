@@ -334,7 +334,9 @@ class _OfBatch(TokenLoss):
     _passes = 2
 
     def choose(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """Which of the batch's counted tokens, `[n]` each -> bool `[n]`."""
+        """The tokens that the objective chooses of the batch's unmasked ones: `[n]` each -> bool
+        `[n]`.
+        """
         raise NotImplementedError
 
     def numbers(self, given: Given) -> dict[str, Tensor]:

@@ -230,8 +230,8 @@ class PatchHandle:
     def map(self, fn: Callable[..., Any], *per_token_tensors: Tensor) -> Iterator[None]:
         """For calls in this block: the model returns what `linear_map` gives.
 
-        `fn(logits, *the tensors' rows)` gets finished logits `[rows, V/TP]` of some tokens at a
-        time; what it calls applies temperature and vocabulary mask. Rows whose label is
+        `fn(logits, *the tensors' rows)` gets logits `[rows, V/TP]` after scale, softcap and bias,
+        of some tokens at a time; what it calls applies temperature and vocabulary mask. Rows whose label is
         ignore_index give 0 and no gradient, and with `compact` cost nothing. A head that cannot be
         fused calls fn once, with the real logits of all rows.
 

@@ -1,4 +1,4 @@
-"""The output layer as a source of logits: hidden states times its weight, a chunk at a time.
+"""The LM head as a source of logits: hidden states times its weight, a chunk at a time.
 
     for each tile of rows, for each block of columns:
         forward    chunk = tile @ weight[block]^T          -> what the operation takes of it
@@ -63,7 +63,7 @@ _GATHERED_BYTES = {"cpu": 8 << 20, "other": 64 << 20}
 
 
 class HeadTensors(NamedTuple):
-    """What a head's gradients are of.
+    """The tensors of an LM head that may get a gradient, in the order of its gradients.
 
     Attributes:
         hidden: `[n_local, h]`; weight `[v, h]`, bias `[v]`; a LoRA's A `[r, h]` and B `[v, r]`.
@@ -93,7 +93,7 @@ class MainGrad:
         return self.parameter.main_grad
 
     def stand_in(self) -> Tensor | None:
-        """What autograd gets for a weight whose gradient went into the buffer.
+        """The gradient that autograd is given for a weight whose true one went into the buffer.
 
         Megatron's convention: a parameter with the attribute `grad_added_to_main_grad` has it set,
         and gets a tensor of the right shape whose values are not read (zeros if `zero_out_wgrad`),
@@ -145,7 +145,7 @@ class HeadOptions:
 
 
 class HeadLogits:
-    """Hidden states and an output layer as a `Source`; makes chunks in a buffer of its own."""
+    """Hidden states and an LM head as a `Source`; every chunk of logits lies in one buffer."""
 
     recomputed, linear = True, False
 
@@ -208,7 +208,7 @@ class HeadLogits:
     # ---- as a source ----
 
     def in_whole_rows(self, *, least: int = 0, any_tp: bool = False) -> HeadLogits:
-        """The same in tiles whose logits are held over all of a rank's columns.
+        """This head in tiles small enough to hold a tile's logits over all of the rank's columns.
 
         Args:
             least: as in `Tiling.of_whole_rows`.

@@ -200,7 +200,7 @@ class HeadGradient:
         self._tile = None
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """Of each of HeadTensors, None where unwanted or gone into main_grad.
+        """The gradients in the order of HeadTensors; None where unwanted or added to main_grad.
 
         Where a LoRA's A is wanted, one all-reduce of `[r, h]` float32 over TP.
         """
@@ -251,7 +251,9 @@ class HiddenGradient:
         self._pending = (number, out, work)
 
     def put_segments(self, number: int, parts: list[Tensor]) -> None:
-        """As `put`, of this rank's segments' `[rows, h]`: added in vocabulary order."""
+        """Take a tile's gradient by segment, `[rows, h]` each; all ranks' are added in vocabulary
+        order, so that the sum has the same bits at every TP size.
+        """
         self._write(number, ordered_sum_dim0(parts, self._group, scatter=self._scatter))
 
     def finish(self) -> Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LogitsKeywords(TypedDict, total=False):
-    """Of an operation on vocab-parallel logits."""
+    """The shared keywords of an operation on vocab-parallel logits."""
 
     tp_group: ProcessGroup | None
     temperature: float | Tensor
@@ -38,7 +38,7 @@ class LogitsKeywords(TypedDict, total=False):
 
 
 class LayerKeywords(TypedDict, total=False):
-    """Of an operation on hidden states: the output layer and the rows."""
+    """The shared keywords of an operation on hidden states that concern the LM head and rows."""
 
     bias: Tensor | None
     lora: LoRAInput | None
@@ -54,7 +54,7 @@ class LayerKeywords(TypedDict, total=False):
 
 
 class HeadKeywords(LayerKeywords, total=False):
-    """The same, and what processes the logits."""
+    """All shared keywords of an operation on hidden states: those that process logits too."""
 
     temperature: float | Tensor
     vocab_size: int | None

@@ -174,7 +174,7 @@ def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
 
 
 def flat_results(found: Any, rows: int) -> tuple[list[Tensor | None], Any]:
-    """What a function of `rows` logits gave, flat, and its structure.
+    """(tensors of a function's result as a flat list, its pytree structure).
 
     Raises:
         ValueError: something else than tensors `[rows, ...]` and None.

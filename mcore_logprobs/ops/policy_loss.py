@@ -188,7 +188,7 @@ def _finalize(
 
 
 def _times(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their product in a dtype, and 0 where upstream is: 0 times what a spoilt row left is NaN."""
+    """grad times upstream in a dtype; exactly 0 where upstream is 0, though grad may be NaN."""
     # In place where it can be: it is ours alone, and may be of the weight's size.
     out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
     torch.mul(grad, upstream, out=out)
@@ -259,7 +259,9 @@ def loss_of_stats(
     *per_token_tensors: Tensor,
     denominator: float | Tensor = 1.0,
 ) -> Tensor:
-    """The same loss from statistics, whatever distribution they are of; differentiable by them."""
+    """A policy loss from statistics (those of a filtered distribution, say), scalar; gradients
+    flow to the statistics.
+    """
     lead, device = stats.shape, stats.device
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
     check_loss_fn(loss_fn, tensors)

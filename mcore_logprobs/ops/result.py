@@ -19,7 +19,7 @@ from mcore_logprobs.context_parallel import context_parallel_gather
 
 @dataclass
 class TokenStats:
-    """What is known of each token. Every tensor but policy_loss has the target's shape `[...]`.
+    """Statistics of each token. Every tensor but policy_loss has the target's shape `[...]`.
 
     Attributes:
         logprobs: float32, log p[target] in nats; 0 where the target is ignore_index. With label
@@ -80,7 +80,7 @@ class TokenStats:
         return replace(self, **{name: fn(x) for name, x in self._per_token().items()})
 
     def detach(self) -> TokenStats:
-        """Without gradients, policy_loss too."""
+        """Every tensor detached from the graph, policy_loss too."""
         return self._all(lambda x: x.detach())
 
     def to(self, *args: Any, **kwargs: Any) -> TokenStats:

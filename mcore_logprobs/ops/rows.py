@@ -60,7 +60,7 @@ class Tiling:
         width: int,
         least: int = 0,
     ) -> Tiling:
-        """The same where a tile's logits are held over all columns.
+        """Tiles whose logits are held over all of a rank's columns.
 
         Args:
             width: numbers a row that are held.

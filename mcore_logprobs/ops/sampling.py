@@ -158,7 +158,7 @@ class Filtered(Operation):
 
 
 class SavedCut(NamedTuple):
-    """What a backward needs of a `Cut`; each as there."""
+    """The fields of a `Cut` that the backward reads, `[n]` each."""
 
     limit: Tensor
     last: Tensor
@@ -194,7 +194,7 @@ class CutGradient:
         self._rows = (upstream, limit, cut.row_max, cut.log_sum, filtered)
 
     def of_logits(self, logits: Tensor, part: slice, first: int = 0) -> Tensor:
-        """With respect to logits `[c, v]` of some rows, float32 or float64; new.
+        """The gradient of logits `[c, v]` of some rows, in a new float32 or float64 tensor.
 
         Args:
             logits: as `find_cut` saw them; columns from `first` on.

@@ -54,7 +54,7 @@ _ROUNDS = 40  # float64's 64 bits in threes, and some rounds for the last few va
 
 @dataclass(frozen=True)
 class FilterOptions:
-    """What to keep.
+    """The settings of top-k and top-p, checked.
 
     Attributes:
         multiplier: one over the temperature: a number, or float64 `[n]`, one a row.
@@ -534,7 +534,9 @@ class _Keys:
         self._mask = torch.iinfo(self._integer).max
 
     def _flip(self, bits: Tensor) -> Tensor:
-        """Its own inverse: negative numbers' bits grow with their magnitude."""
+        """Bits that order as the numbers do: negative ones' grow with their magnitude, so all but
+        the sign are inverted. Its own inverse.
+        """
         return bits ^ torch.where(bits < 0, self._mask, 0).to(self._integer)
 
     def of(self, value: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature, 
 
 
 class Placed(NamedTuple):
-    """A chunk and where it lies: rows of the walk, columns of this rank's shard."""
+    """A chunk and its place: rows in the source's order, columns of this rank's shard."""
 
     rows: slice
     columns: slice
@@ -60,7 +60,7 @@ Write = Callable[
 
 
 class Entries(NamedTuple):
-    """Single logits of a tile's rows, `[e]` each: the row of the walk, and this rank's column.
+    """Single logits of a tile's rows, `[e]` each: row in the source's order, this rank's column.
 
     A column of -1 is another rank's, or none.
     """
@@ -81,7 +81,7 @@ class Tile(Protocol):
         """Chunks of whole rows, all of this rank's columns: without bias and softcap left to do."""
 
     def target_logits(self, local_target: Tensor) -> Tensor:
-        """What ranks are counted against: the logit of each row's target, `[rows]`; 0 where -1.
+        """The logit of each row's target, `[rows]`, against which its rank is counted; 0 where -1.
 
         Raw; processed where there is a bias, for then raw logits do not say which one is higher.
         """
@@ -119,7 +119,7 @@ class Source(Protocol):
         lead: the shape of the tokens: of targets, masks and results.
         device: of everything.
         acc_dtype: of statistics and results, float32 or float64.
-        count: rows of the walk, n.
+        count: rows, n.
     """
 
     options: Any
@@ -149,7 +149,7 @@ class Source(Protocol):
         """
 
     def backend(self, chunk: Chunk) -> backends.Backend:
-        """What computes a chunk."""
+        """The backend that computes this chunk."""
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         """Rows of which so many float32 copies of `width` columns are made at a time."""
@@ -184,10 +184,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class GivenOptions:
-    """Of a tensor of logits `[..., V/TP]`; holds no tensor.
+    """How a tensor of logits `[..., V/TP]` is read; holds no tensor, so that autograd can keep it.
 
     Attributes:
-        order: the leading dimensions as they lie in memory, outermost first: the order of the walk.
+        order: the leading dimensions as they lie in memory, outermost first: the order of rows.
             A saved-tensor hook may give the logits back with other strides.
         logit_scale, softcap: how logits are processed.
         temperature: a number, where tokens do not have their own.
@@ -263,7 +263,7 @@ class GivenLogits:
         return walked.permute((*inverse, *range(len(order), walked.dim())))
 
     def in_token_order(self) -> GivenLogits:
-        """The same, walked in the order of the tokens."""
+        """These logits with rows in the order of the tokens, not of the memory."""
         order = tuple(range(len(self.lead)))
         return replace(self.options, order=order).open(*self.tensors)
 
@@ -315,7 +315,7 @@ class GivenLogits:
         """Any rows and columns; a copy where one stride does not cover them.
 
         Args:
-            index: `[n]`, which token stands at each row in place of the walk's.
+            index: `[n]`, the token of each row; None: in the source's order.
         """
         if index is None and self.is_one_view:
             return self._chunk(self._views()[0][rows, columns], rows, columns)
@@ -360,7 +360,7 @@ class GivenLogits:
         return self.logits[where].to(self.acc_dtype)
 
     def _token(self, row: Tensor) -> Tensor:
-        """The flat token that stands at each row of the walk."""
+        """The flat index of the token of each row."""
         if self._in_order or len(self.lead) < 2:
             return row
         tokens = torch.arange(self.count, device=self.device).view(self.lead)

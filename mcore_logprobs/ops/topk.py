@@ -102,8 +102,8 @@ def stable_topk(x: Tensor, k: int) -> Tensor:
 
 
 def _topk_of_keys(x: Tensor, k: int) -> Tensor:
-    """As `stable_topk`: each value's bits, made to increase with the value, and its column share
-    one int64 that cannot tie.
+    """`stable_topk` by int64 keys that cannot tie: the value's bits, made to increase with the
+    value, above the column's.
     """
     if x.dtype == torch.float64:  # no room for the column
         return x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
