@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .config import RunConfig, SetupError
-from .layout import Layout, on_all, on_main
+from .layout import Layout, on_main
 
 _RUN_KEYS = ("seed", "model", "parallel", "task", "rollout", "grpo", "optimizer", "logprobs")
 
@@ -52,7 +52,8 @@ def load(path: Path, trainer: Any) -> int:
     Raises SetupError on every rank where the checkpoint is missing, of another layout or of another
     run."""
     run = on_main(lambda: _read_run(path, trainer.config, trainer.layout))
-    state = on_all(lambda: _read_rank(path / f"rank_{trainer.layout.rank}.pt"))
+    file = path / f"rank_{trainer.layout.rank}.pt"
+    state = torch.load(file, map_location="cpu", weights_only=False)
     trainer.policy.gpt_model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     for name, (_, put) in _generators().items():
@@ -69,6 +70,9 @@ def _read_run(path: Path, config: RunConfig, layout: Layout) -> dict:
         raise SetupError(
             f"{path} was saved by {run['world']} processes, this run has {layout.world}"
         )
+    for rank in range(layout.world):
+        if not (path / f"rank_{rank}.pt").is_file():
+            raise SetupError(f"checkpoint file {path / f'rank_{rank}.pt'} is missing")
     now = json.loads(json.dumps(dataclasses.asdict(config)))  # both sides have JSON's types
     for key in _RUN_KEYS:
         if run["config"][key] != now[key]:
@@ -77,12 +81,6 @@ def _read_run(path: Path, config: RunConfig, layout: Layout) -> dict:
                 "a checkpoint resumes the same run on the same layout"
             )
     return run
-
-
-def _read_rank(file: Path) -> dict:
-    if not file.is_file():
-        raise SetupError(f"checkpoint file {file} is missing")
-    return torch.load(file, map_location="cpu", weights_only=False)
 
 
 def _generators() -> dict[str, tuple[Any, Any]]:

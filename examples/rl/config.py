@@ -235,15 +235,23 @@ def read_command_line(description: str) -> tuple[RunConfig, argparse.Namespace]:
 
 # ---- checks --------------------------------------------------------------------------------------
 
-_LEAST = {
-    **dict.fromkeys(("parallel.tp", "parallel.cp", "parallel.pp", "steps", "task.eval_every"), 1),
-    **dict.fromkeys(("rollout.prompts", "rollout.max_new_tokens", "rollout.max_kept"), 1),
-    **dict.fromkeys(("grpo.updates", "grpo.micro_batch"), 1),
-    **dict.fromkeys(("minutes", "save_every", "task.examples", "rollout.importance_cap"), 0),
-    **dict.fromkeys(("optimizer.weight_decay", "optimizer.clip_grad", "grpo.kl_coef"), 0),
-    "rollout.group_size": 2,
-}
-_ABOVE_0 = ("rollout.temperature", "rollout.timeout", "optimizer.lr", "selfcheck")
+_AT_LEAST_1 = (
+    "parallel.tp parallel.cp parallel.pp steps task.eval_every rollout.prompts grpo.updates "
+    "rollout.max_new_tokens rollout.max_kept grpo.micro_batch"
+)
+_AT_LEAST_0 = (
+    "minutes save_every task.examples rollout.importance_cap grpo.kl_coef optimizer.clip_grad "
+    "optimizer.weight_decay"
+)
+_RULES = (
+    (_AT_LEAST_1, lambda x: x >= 1, ">= 1"),
+    (_AT_LEAST_0, lambda x: x >= 0, ">= 0"),
+    ("rollout.group_size", lambda x: x >= 2, ">= 2"),
+    ("rollout.temperature rollout.timeout optimizer.lr selfcheck", lambda x: x > 0, "> 0"),
+    ("optimizer.beta1 optimizer.beta2", lambda x: 0 <= x < 1, "in [0, 1)"),
+    ("rollout.top_p", lambda x: 0 < x <= 1, "in (0, 1]"),
+    ("task.eval_questions", lambda x: x == 0 or x >= 2, "0, or >= 2"),  # one has no standard error
+)
 _CHOICES = {
     "device": ("cpu", "cuda"),
     "model.dtype": ("float32", "bfloat16"),
@@ -255,18 +263,14 @@ _CHOICES = {
 
 def validate(config: RunConfig, world_size: int) -> None:
     """Checks what can be known before any process group exists, so that every rank stops alike."""
-    p, r, g, t = config.parallel, config.rollout, config.grpo, config.task
-    for name, least in _LEAST.items():
-        _require(name, config, lambda x, least=least: x >= least, f">= {least}")
-    for name in _ABOVE_0:
-        _require(name, config, lambda x: x > 0, "> 0")
-    for name in ("optimizer.beta1", "optimizer.beta2"):
-        _require(name, config, lambda x: 0 <= x < 1, "in [0, 1)")
+    p, r, g = config.parallel, config.rollout, config.grpo
+    rules = [(name, holds, text) for names, holds, text in _RULES for name in names.split()]
     for name, choices in _CHOICES.items():
-        _require(name, config, lambda x, c=choices: x in c, f"one of {', '.join(choices)}")
-    _require("rollout.top_p", config, lambda x: 0 < x <= 1, "in (0, 1]")
-    if t.eval_questions < 0 or t.eval_questions == 1:  # one has no standard error
-        raise SetupError(f"task.eval_questions: expected 0, or >= 2, got {t.eval_questions}")
+        rules.append((name, choices.__contains__, f"one of {', '.join(choices)}"))
+    for name, holds, expected in rules:
+        value = attrgetter(name)(config)
+        if not holds(value):
+            raise SetupError(f"{name}: expected {expected}, got {value}")
     ranks = p.tp * p.cp * p.pp
     if world_size % ranks:
         raise SetupError(
@@ -280,10 +284,14 @@ def validate(config: RunConfig, world_size: int) -> None:
             f"{dp} data-parallel ranks x micro-batches of {g.micro_batch}"
         )
     try:
-        if config.needs_reference and r.top_p < 1:  # it would need a filter of its own
-            raise SetupError("rollout.top_p: expected 1 with a reference model (grpo.kl_coef)")
+        needs_reference = config.needs_reference
     except (TypeError, ValueError) as error:
         raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
+    if needs_reference and r.top_p < 1 and r.kept_tokens == "trainer":
+        raise SetupError(
+            "rollout.kept_tokens: expected engine with top_p < 1 and a reference model (kl_coef), "
+            "whose own filter may leave a sampled token out; got trainer"
+        )
     own = {"output", "temperature", "top_k", "top_p", "vocab_size", "entropy", "target_rank"}
     for key in sorted((own | {"ignore_index", "compact"}) & set(config.logprobs)):
         raise SetupError(f"logprobs.{key} is set by the run itself; leave it out")
@@ -291,12 +299,6 @@ def validate(config: RunConfig, world_size: int) -> None:
         LogprobConfig.from_dict(config.logprobs)
     except ValueError as error:
         raise SetupError(f"logprobs: {error}") from None
-
-
-def _require(name: str, config: RunConfig, holds: Any, expected: str) -> None:
-    value = attrgetter(name)(config)
-    if not holds(value):
-        raise SetupError(f"{name}: expected {expected}, got {value}")
 
 
 def validate_model(config: RunConfig, llama: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -88,20 +88,37 @@ class Evaluation:
         return Evaluation(self.step, [a - b for a, b in pairs])
 
 
+class Records:
+    """A file of JSON lines, of dataclasses with a `step`; after a resume, of those up to its step.
+    On rank 0."""
+
+    def __init__(self, path: Path, kind: type, resumed: int) -> None:
+        # A run that was killed may have left half a line behind: a whole one ends in a newline.
+        lines = path.read_text().split("\n")[:-1] if resumed and path.exists() else []
+        found = [kind(**json.loads(line)) for line in lines]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        self.path, self.all = path, []
+        for record in found:
+            if record.step <= resumed:
+                self.add(record)
+
+    def add(self, record: Any) -> None:
+        self.all.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+
+
 class Evaluator:
     """Evaluates at step 0, every `task.eval_every` steps and at the end, and keeps eval.jsonl."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.section = trainer, trainer.config.task
-        self.path: Path = trainer.config.run_dir / "eval.jsonl"
         self.done: list[Evaluation] = []  # on rank 0
         if trainer.layout.is_main and self.section.eval_questions:
-            if trainer.step and self.path.exists():
-                lines = self.path.read_text().split("\n")[:-1]  # a whole one ends in a newline
-                found = [Evaluation(**json.loads(line)) for line in lines]
-                self.done = [e for e in found if e.step <= trainer.step]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("".join(map(_line, self.done)))
+            path = trainer.config.run_dir / "eval.jsonl"
+            self._records = Records(path, Evaluation, trainer.step)
+            self.done = self._records.all
 
     def after_step(self, *, last: bool = False) -> None:
         """Collective: evaluates where the step asks for it, once."""
@@ -117,16 +134,10 @@ class Evaluator:
         with torch.random.fork_rng(devices):  # an engine may draw from torch's own generator
             torch.manual_seed(_SEED)
             samples = trainer.questions.answer(trainer.engine, problems, 1, _SEED)
-        found = Evaluation(step, [s.reward for s in samples])
-        self.done.append(found)
-        with self.path.open("a") as file:
-            file.write(_line(found))
+        found = Evaluation(step, [round(s.reward, 4) for s in samples])
+        self._records.add(found)
         text = f"{len(problems)} held-out questions: reward {found.mean:.3f} +- {found.error:.3f}"
         if step and self.done[0].step == 0:
             gain = found.against(self.done[0])
             text += f"; against step 0 {gain.mean:+.3f} +- {gain.error:.3f}"
         trainer.say(f"  {text}")
-
-
-def _line(e: Evaluation) -> str:
-    return json.dumps({"step": e.step, "rewards": [round(r, 4) for r in e.rewards]}) + "\n"

@@ -85,21 +85,6 @@ def on_main(fn: Callable[[], T]) -> T:
     return box[0]
 
 
-def on_all(fn: Callable[[], T]) -> T:
-    """Runs `fn` on every rank; a SetupError on one is raised on all, so that none waits."""
-    result, message = None, None
-    try:
-        result = fn()
-    except SetupError as error:
-        message = f"rank {dist.get_rank()}: {error}"
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    for found in messages:
-        if found is not None:
-            raise SetupError(found)
-    return result  # type: ignore[return-value]
-
-
 def from_last_stage(tensor: Tensor, layout: Layout) -> Tensor:
     """Every pipeline stage gets the last stage's `tensor`."""
     if layout.pp > 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import resource
 import time
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from mcore_logprobs.losses import kl_k3
 
 from . import checkpoint
 from .data import Batch
-from .evaluate import Evaluation, Evaluator
+from .evaluate import Evaluation, Evaluator, Records
 from .layout import Layout, on_main
 from .rollout import Sample
 
@@ -114,24 +112,17 @@ class Reporter:
 
     def __init__(self, trainer: Any) -> None:
         self.records: list[StepRecord] = []
-        self._trainer, self._path = trainer, trainer.config.run_dir / "metrics.jsonl"
-        if not trainer.layout.is_main:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if trainer.step and self._path.exists():
-            # A run that was killed may have left half a line behind: a whole one ends in a newline.
-            lines = self._path.read_text().split("\n")[:-1]
-            records = [StepRecord(**json.loads(line)) for line in lines]
-            self.records = [r for r in records if r.step <= trainer.step]
-        self._path.write_text("".join(map(_line, self.records)))
+        self._trainer, self._best = trainer, ""
+        if trainer.layout.is_main:
+            self._file = Records(trainer.config.run_dir / "metrics.jsonl", StepRecord, trainer.step)
+            self.records = self._file.all
 
     def add(self, record: StepRecord, samples: list[Sample], questions: list[str]) -> None:
         if self._trainer.layout.is_main:
-            self.records.append(record)
-            with self._path.open("a") as file:
-                file.write(_line(record))
+            self._file.add(record)
             self._trainer.say(step_line(record, self._trainer.config.steps))
-            self._best, self._questions = max(samples, key=lambda s: s.reward), questions
+            best = max(samples, key=lambda s: s.reward)
+            self._best = f"{' '.join(questions[best.group].split())!r} -> {best.text!r}"
 
     def finish(self, held_out: Sequence[Evaluation]) -> None:
         """The last step's table and the picture, of as many steps as there are."""
@@ -139,15 +130,13 @@ class Reporter:
         if not trainer.layout.is_main or not self.records:
             return
         trainer.say("\n" + step_table(self.records[-1]))
-        if hasattr(self, "_best"):
-            question = " ".join(self._questions[self._best.group].split())
-            trainer.say(f"best answer: {question!r} -> {self._best.text!r}")
+        trainer.say(f"best answer: {self._best}")
         a, b = self.records[0], self.records[-1]
         trainer.say(f"reward: {a.reward:.3f} in step {a.step}, {b.reward:.3f} in step {b.step}")
         plot, layout = config.run_dir / "run.png", f"TP {p.tp} x CP {p.cp} x PP {p.pp}"
         title = f"{config.name}: {config.task.name}, rollout by {trainer.engine.name}, {layout}"
         plot_run(self.records, plot, title=title, held_out=held_out)
-        trainer.say(f"wrote {self._path} and {plot}")
+        trainer.say(f"wrote {self._file.path} and {plot}")
 
 
 def run_steps(trainer: Any) -> list[StepRecord]:
@@ -170,10 +159,6 @@ def run_steps(trainer: Any) -> list[StepRecord]:
         reporter.finish(evaluator.done)
     dist.barrier()
     return reporter.records
-
-
-def _line(record: StepRecord) -> str:
-    return json.dumps(dataclasses.asdict(record)) + "\n"
 
 
 def step_line(r: StepRecord, steps: int) -> str:

@@ -84,7 +84,7 @@ def test_bad_values(values: dict, message: str) -> None:
         (
             {"rollout": {"top_p": 0.9}, "grpo": {"kl_coef": 0.1}},
             1,
-            "rollout.top_p: expected 1 with a reference model",
+            "^rollout.kept_tokens: expected engine with top_p < 1 and a reference model",
         ),
         ({"logprobs": {"temperature": 2.0}}, 1, "logprobs.temperature"),
         ({"logprobs": {"fuzed": True}}, 1, "unknown key 'fuzed'"),

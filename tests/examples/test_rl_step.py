@@ -334,7 +334,7 @@ def test_command_line_mistakes(arguments: list[str], message: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def _top_p_step(kept_tokens: str) -> dict[str, Any]:
+def _top_p_step(kept_tokens: str, kl_coef: float) -> dict[str, Any]:
     """Two steps under top-p with transformers, whose record of kept ids is replayed or not."""
     sections = {
         "rollout": {
@@ -346,7 +346,7 @@ def _top_p_step(kept_tokens: str) -> dict[str, Any]:
             "importance_cap": 2.0,
         },
         # One update: after it the trainer's own filter moves with the weights, the record does not.
-        "grpo": {"micro_batch": 8, "updates": 1},
+        "grpo": {"micro_batch": 8, "updates": 1, "kl_coef": kl_coef},
     }
     with _trainer(sections=sections, tp=2, cp=2) as trainer:
         records = [trainer.train_step()[0] for _ in range(2)]
@@ -356,8 +356,13 @@ def _top_p_step(kept_tokens: str) -> dict[str, Any]:
 def test_steps_under_top_p(ranks: Ranks) -> None:
     """The trainer's filter is the sampler's; with the sampler's own record nothing changes."""
     pool = ranks(4)
-    own, replayed = (pool.run(_top_p_step, by, timeout=280)[0] for by in ("trainer", "engine"))
-    for record in (*own, *replayed):
+    own, replayed, with_kl = (
+        pool.run(_top_p_step, *given, timeout=280)[0]
+        for given in (("trainer", 0.0), ("engine", 0.0), ("engine", 0.05))
+    )
+    # The reference is replayed too: its distribution is over the same tokens.
+    assert [record["kl_reference"] > 1e-6 for record in with_kl] == [False, True]
+    for record in (*own, *replayed, *with_kl):
         assert record["rollout_diff_max"] < 1e-4
         assert record["outside_filter"] == 0
         assert record["importance_weight"] == pytest.approx(1, abs=1e-4)
