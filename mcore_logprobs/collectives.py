@@ -101,9 +101,8 @@ def all_gather_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    out, work = all_gather_dim0_async(x.contiguous(), group)
-    wait_for(work, group)
-    return out
+    with _told_why(group):
+        return _all_gather_dim0(x.contiguous(), group, async_op=False)[0]
 
 
 def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any | None]:
@@ -111,16 +110,24 @@ def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor
 
     x must be contiguous and stay as it is until the work is done.
     """
-    size = group_size(group)
-    if size == 1:
+    if group_size(group) == 1:
         return x, None
-    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    return _all_gather_dim0(x, group, async_op=True)
+
+
+# Where the next line needs the result the collective is a synchronous one: it is issued on the
+# current stream, where a wait for an asynchronous one would take two events more.
+
+
+def _all_gather_dim0(
+    x: Tensor, group: ProcessGroup | None, *, async_op: bool
+) -> tuple[Tensor, Any | None]:
+    out = x.new_empty((group_size(group) * x.shape[0], *x.shape[1:]))
     # Empty on one rank is empty on all: nothing to send.
-    work = None
-    if x.numel():
-        sent, received = (_on_the_wire(t) for t in (x, out))
-        work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
-    return out, work
+    if not x.numel():
+        return out, None
+    sent, received = (_on_the_wire(t) for t in (x, out))
+    return out, dist.all_gather_into_tensor(received, sent, group=group, async_op=async_op)
 
 
 def _on_the_wire(x: Tensor) -> Tensor:
@@ -158,9 +165,8 @@ def reduce_scatter_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """
     if group_size(group) == 1:
         return x
-    out, work = reduce_scatter_dim0_async(x.contiguous(), group)
-    wait_for(work, group)
-    return out
+    with _told_why(group):
+        return _reduce_scatter_dim0(x.contiguous(), group, async_op=False)[0]
 
 
 def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any | None]:
@@ -168,15 +174,21 @@ def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Te
 
     x must be contiguous and stay as it is until the work is done.
     """
-    size = group_size(group)
-    if size == 1:
+    if group_size(group) == 1:
         return x, None
+    return _reduce_scatter_dim0(x, group, async_op=True)
+
+
+def _reduce_scatter_dim0(
+    x: Tensor, group: ProcessGroup | None, *, async_op: bool
+) -> tuple[Tensor, Any | None]:
+    size = group_size(group)
     if x.shape[0] % size:
         raise ValueError(f"reduce-scatter: expected dim 0 divisible by {size}, got {x.shape[0]}")
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     if not x.numel():
         return out, None
-    return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
+    return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
 
 
 def ordered_sum_dim0(parts: list[Tensor], group: ProcessGroup | None, *, scatter: bool) -> Tensor:

@@ -9,9 +9,11 @@ gives the result in bfloat16 only: that is used where the logits are rounded to 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,22 +102,36 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         return torch.mm(a, b, out=out)
 
 
+# Of each dtype: how many threads are within `_whole_sums`, and the flag as the first found it.
+_within: dict[torch.dtype, tuple[int, Any]] = {}
+_lock = threading.Lock()
+
+
 @contextmanager
 def _whole_sums(dtype: torch.dtype) -> Iterator[None]:
     """Within it cuBLAS does not add parts of a low-precision product in low precision.
 
-    torch lets it, by default, where it splits the inner dimension over several programs.
+    torch lets it, by default, where it splits the inner dimension over several programs. The flag
+    is the process's: the first thread in sets it, and the last one out puts it back.
     """
     flags = torch.backends.cuda.matmul
-    kind = "bf16" if dtype == torch.bfloat16 else "fp16"
-    name = f"allow_{kind}_reduced_precision_reduction"
-    before = getattr(flags, name)
-    splits = getattr(flags, f"{name}_split_k", None)  # set with the other
-    setattr(flags, name, False if splits is None else (False, splits))
+    name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    with _lock:
+        threads, before = _within.get(dtype, (0, None))
+        if threads == 0:
+            before = getattr(flags, name)
+            splits = getattr(flags, f"{name}_split_k", None)  # set with the other
+            before = before if splits is None else (before, splits)
+            setattr(flags, name, False if splits is None else (False, splits))
+        _within[dtype] = threads + 1, before
     try:
         yield
     finally:
-        setattr(flags, name, before if splits is None else (before, splits))
+        with _lock:
+            threads, before = _within[dtype]
+            if threads == 1:
+                setattr(flags, name, before)
+            _within[dtype] = threads - 1, before
 
 
 def batch_invariant_matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

@@ -155,7 +155,8 @@ class _PolicyLoss(torch.autograd.Function):
         found: list[Tensor | None] = []
         for name, grad, dtype in zip(HeadTensors._fields, formed, ctx.dtypes, strict=False):
             if grad is not None and name == "weight" and ctx.main_grad is not None:
-                ctx.main_grad.buffer.add_(_times(upstream, grad, grad.dtype))
+                grad.masked_fill_(upstream == 0.0, 0.0)  # as in `_times`
+                ctx.main_grad.buffer.addcmul_(grad, upstream)
                 grad = ctx.main_grad.stand_in()
             elif grad is not None:
                 grad = _times(upstream, grad, dtype)

@@ -43,6 +43,22 @@ def test_a_low_precision_result_is_rounded_once(dtype):
             setattr(flags, name, before)
 
 
+def test_the_flag_of_whole_sums_holds_until_the_last_one_is_out():
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    try:
+        flags.allow_bf16_reduced_precision_reduction = True
+        first, second = (products._whole_sums(torch.bfloat16) for _ in range(2))
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not flags.allow_bf16_reduced_precision_reduction
+        second.__exit__(None, None, None)
+        assert flags.allow_bf16_reduced_precision_reduction
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = before
+
+
 @pytest.mark.parametrize("has_mm", [False, True])
 def test_releases_of_torch_without_wide_results(has_mm, monkeypatch):
     # An older torch raises TypeError for out_dtype; the first with it refused a float32 addend.
