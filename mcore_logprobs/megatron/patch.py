@@ -231,9 +231,9 @@ class PatchHandle:
         """For calls in this block: the model returns what `linear_map` gives.
 
         `fn(logits, *the tensors' rows)` gets logits `[rows, V/TP]` after scale, softcap and bias,
-        of some tokens at a time; what it calls applies temperature and vocabulary mask. Rows whose label is
-        ignore_index give 0 and no gradient, and with `compact` cost nothing. A head that cannot be
-        fused calls fn once, with the real logits of all rows.
+        of some tokens at a time; what it calls applies temperature and vocabulary mask. Rows whose
+        label is ignore_index give 0 and no gradient, and with `compact` cost nothing. A head that
+        cannot be fused calls fn once, with the real logits of all rows.
 
         Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
             without gradient; fn's results `[rows, ...]` come back as `[b, s, ...]`.
