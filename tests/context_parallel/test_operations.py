@@ -271,29 +271,35 @@ def _against_megatron() -> None:
         assert theirs[name].shape != batch[name].shape
 
 
+CHECKS = {
+    check.__name__.strip("_"): check
+    for check in (
+        _shard_and_gather,
+        _shift,
+        _shift_with_lengths,
+        _gather_gradients,
+        _shift_and_shard_gradients,
+    )
+}
+
+
+def _checked(case: tuple) -> None:
+    name, layout, cu = case
+    CHECKS[name](layout, cu)
+
+
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
-@pytest.mark.parametrize(("layout", "cu"), CASES)
-class TestEveryLayout:
-    # PACKED's sequences do not split over 3 ranks.
-    def _cu(self, cp, layout, cu):
-        if layout == "contiguous_buffer" and cu is not None:
-            return UNEVEN
-        return [0, 12, 12, 36, 48] if cp == 3 and cu is not None else cu
-
-    def test_shard_and_gather(self, ranks, cp, layout, cu):
-        ranks(cp).run(_shard_and_gather, layout, self._cu(cp, layout, cu))
-
-    def test_shift(self, ranks, cp, layout, cu):
-        ranks(cp).run(_shift, layout, self._cu(cp, layout, cu))
-
-    def test_shift_with_lengths(self, ranks, cp, layout, cu):
-        ranks(cp).run(_shift_with_lengths, layout, self._cu(cp, layout, cu))
-
-    def test_gather_gradients(self, ranks, cp, layout, cu):
-        ranks(cp).run(_gather_gradients, layout, self._cu(cp, layout, cu))
-
-    def test_shift_and_shard_gradients(self, ranks, cp, layout, cu):
-        ranks(cp).run(_shift_and_shard_gradients, layout, self._cu(cp, layout, cu))
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_layout(ranks, cp, check):
+    cases = []
+    for layout, cu in CASES:
+        if cu is not None and layout == "contiguous_buffer":
+            cu = UNEVEN
+        elif cu is not None and cp == 3:  # PACKED's sequences do not split over 3 ranks
+            cu = [0, 12, 12, 36, 48]
+        cases.append((check, layout, cu))
+    for case, found in zip(cases, ranks(cp).run_many(_checked, cases), strict=True):
+        assert isinstance(found, list), (case, found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -311,10 +317,10 @@ def test_same_order_as_megatron(ranks, cp):
     ranks(cp).run(_against_megatron)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cp", [1, 2])
-def test_every_dtype(ranks, cp, dtype):
-    ranks(cp).run(_other_dtypes, dtype)
+def test_every_dtype(ranks, cp):
+    for dtype, found in zip(DTYPES, ranks(cp).run_many(_other_dtypes, DTYPES), strict=True):
+        assert isinstance(found, list), (dtype, found)
 
 
 def _subgroup() -> list:
