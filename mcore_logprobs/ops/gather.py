@@ -237,7 +237,8 @@ def vocab_parallel_gather(
         {shared}
 
     Collectives: forward one over TP: an all-reduce of `[n, k]`; with log_softmax an all-gather of
-    `[3 + k, n]`. Backward none: with g upstream, dz = scatter_add(g) - p * sum_k g.
+    `[3 + k, n]`. Backward none: dz = scatter_add(grad_output) - p * sum_k grad_output, the latter
+    with log_softmax alone.
 
     Memory: backward keeps the logits and a few numbers a row and id; the gradient, in the logits'
     dtype, is the only `[..., V/TP]` tensor made.

@@ -91,7 +91,7 @@ def vocab_parallel_log_softmax(
         -inf at columns at or past vocab_size.
 
     Collectives: forward one all-gather of `[3, n]` float32 over TP, backward one all-reduce of
-    `[n]` (the upstream gradient's sum over the whole vocabulary).
+    `[n]` (grad_output's sum over the whole vocabulary).
 
     Keywords and errors are `vocab_parallel_token_stats`'s.
     """

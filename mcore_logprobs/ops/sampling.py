@@ -218,7 +218,7 @@ class CutGradient:
 
 def _outside_kept(row_max: Tensor, upstream: Tensor) -> Tensor:
     """The gradient of each row's columns outside the kept set, `[n]`: NaN in a row with NaN or
-    +inf whose upstream is not 0, else 0.
+    +inf whose grad_output is not 0, else 0.
     """
     return torch.where(row_max.isfinite() | (upstream == 0), 0.0, torch.nan).to(upstream.dtype)
 
@@ -304,12 +304,12 @@ def vocab_parallel_sampling_logprobs(
        token stays while the probability of those before it is under top_p. The first always stays.
     4. logprob = z[target] - logsumexp of the z that stayed.
 
-    A target that was filtered out gives -inf, and with an upstream g the gradient that plain torch
-    gives: -g p over the kept columns, 0 elsewhere; mask its loss, not its value, so that g is 0. A
-    row with NaN or +inf (its masked columns aside) gives NaN, in value and gradient. An upstream of
-    exactly 0 gives a gradient of exactly 0, in such rows too; NaN and inf upstream pass through to
-    the kept columns. Larger and equal are decided on logits before the temperature, in their own
-    dtype where nothing else is done to them.
+    A target that was filtered out gives -inf, and the gradient that plain torch gives for it:
+    -grad_output p over the kept columns, 0 elsewhere; mask its loss, not its value, so that
+    grad_output is 0. A row with NaN or +inf (its masked columns aside) gives NaN, in value and
+    gradient. A grad_output of exactly 0 gives a gradient of exactly 0, in such rows too; one of NaN
+    or inf passes through to the kept columns. Larger and equal are decided on logits before the
+    temperature, in their own dtype where nothing else is done to them.
 
     Shape:
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.

@@ -509,7 +509,7 @@ def entry_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of processed logits at entries `[e]` to those of the biases and raw logits there.
 
-    Both are 0 where the column is -1, and exactly 0 where the upstream is, whatever the logits.
+    Both are 0 where the column is -1, and exactly 0 where grad_output is, whatever the logits.
 
     Args:
         raw_logits: gives them, `[e]`; called where there is a softcap.
