@@ -108,7 +108,7 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
             yield node, "sign"
         elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
             yield node, "constant"
-        elif isinstance(node, (ast.If, ast.IfExp)):
+        elif isinstance(node, (ast.If, ast.IfExp)) and ast.unparse(node.test) != "TYPE_CHECKING":
             yield node, "condition"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_logprobs import doctor
+from mcore_logprobs.debug import doctor
 from mcore_logprobs.dropin import installed
 from mcore_logprobs.dropin.installed import FRAMEWORKS, carried, misfit, signatures
 from tests.dropin.frameworks import MAIN, source_root, versions
@@ -157,4 +157,4 @@ def test_doctor_reports_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.syspath_prepend(str(source_root("areal")))
     found = doctor.report()
     assert found["frameworks"] == {"areal": "1.0.4: every call fits the drop-in"}
-    assert "every call fits the drop-in" in doctor._as_text(found)
+    assert "every call fits the drop-in" in doctor.as_text(found)
