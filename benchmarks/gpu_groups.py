@@ -97,13 +97,13 @@ def environment(run: GroupRun) -> None:
 
 
 # Tests that are compiled for real where there is a GPU, beside tests/kernels/test_triton_*.
-_GPU_TESTS = ("kernels/test_invariance.py", "fused/test_no_sync.py")
+_GPU_TESTS = ("kernels/test_invariance.py", "test_no_sync.py")
 _AHEAD_TESTS = ("test_triton_build.py",)  # need none, and take long
 
 
 def kernel_tests(run: GroupRun) -> None:
     """The tests that compile for a GPU, where they are: a process a file, several at once."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     folder = root / "tests"
     if not folder.is_dir():
         run.record("tests", "left out", reason=f"{folder} is not there")

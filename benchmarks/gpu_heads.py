@@ -1,6 +1,6 @@
-"""Groups of `gpu_session` that start from hidden states, and those beside other libraries.
+"""Groups of `gpu_session` that run the users' cases, and those that start from hidden states.
 
-Shares are of the vendor's products, measured in the same process.
+Shares are of the bare products or of the copy that the case itself measures.
 """
 
 from __future__ import annotations
@@ -13,10 +13,66 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import GroupRun, Sizes, graph_timed, sizes
+from mcore_logprobs.bench.cases import CASES, Shape
+from mcore_logprobs.bench.peers import stop_megatron
+from mcore_logprobs.bench.runner import Contender, backward
 
 __all__ = ["fused", "launches", "peers_linear", "peers_logits", "policy", "profile", "tiles"]
 
-Function = Callable[[Tensor, Tensor], Tensor]
+# In the interpreter these take longer to compile than all the rest.
+_SLOW_TO_COMPILE = ("torch.compile", "megatron fused")
+
+
+def _case(run: GroupRun, case: str, *, peers: bool, ours: bool = True) -> None:
+    """The contenders of a case of `bench`: forward and backward together, and peak memory."""
+    size = sizes(run)
+    for rows in size.rows:
+        shape = Shape(rows, size.vocab, size.hidden, torch.bfloat16, run.device, None)
+        work = CASES[case](shape)
+        fields: dict[str, Any] = {"rows": rows, "vocab": size.vocab}
+        fields |= {"hidden": size.hidden} if "hidden" in work.shape else {}
+        chosen = [c for c in work.contenders if c.is_floor or (peers if c.is_peer else ours)]
+        if run.small:
+            chosen = [c for c in chosen if not c.name.startswith(_SLOW_TO_COMPILE)]
+            chosen = chosen if peers else chosen[:2]
+        floor = None
+        for contender in chosen:
+            name = contender.name if contender.is_floor else f"{contender.name}, both"
+            more: dict[str, Any] = {} if contender.is_floor else {"floor_ms": floor, "peak": True}
+            took = run.time(name, partial(_step, contender), **more, **fields)
+            if contender.is_floor:
+                floor = took
+        for name, reason in work.absent.items() if peers else ():
+            run.record(name, "left out", reason=reason, **fields)
+        work.contenders.clear()
+    stop_megatron()
+
+
+def _step(contender: Contender) -> None:
+    backward(contender, contender.forward(*contender.inputs))
+
+
+def fused(run: GroupRun) -> None:
+    """`linear_token_stats` against its four products."""
+    _case(run, "linear", peers=False)
+
+
+def policy(run: GroupRun) -> None:
+    """`linear_policy_loss` against its three products."""
+    _case(run, "policy", peers=False)
+
+
+def peers_linear(run: GroupRun) -> None:
+    """Other libraries' fused heads, on the same shapes."""
+    _case(run, "linear", peers=True, ours=False)
+
+
+def peers_logits(run: GroupRun) -> None:
+    """Other libraries' cross entropies, and ours, on the same logits."""
+    _case(run, "logits", peers=True)
+
+
+# ---- a candidate ---------------------------------------------------------------------------------
 
 
 def _head(run: GroupRun, rows: int, size: Sizes) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,103 +81,21 @@ def _head(run: GroupRun, rows: int, size: Sizes) -> tuple[Tensor, Tensor, Tensor
     return hidden, weight, run.targets(rows, size.vocab)
 
 
-def _one_product(run: GroupRun, x: Tensor, weight: Tensor, /, **shape: Any) -> float | None:
-    """The vendor's product of the whole head, in row pieces, with a low-precision result."""
-    rows = x.shape[0]
-    piece = min(rows, 8192)
-    out = torch.empty(piece, weight.shape[0], device=run.device, dtype=x.dtype)
-    x, w = x.detach(), weight.detach().t()
-
-    def product() -> None:
-        for part in x.split(piece):
-            torch.mm(part, w, out=out[: part.shape[0]])
-
-    return run.time("floor: one product", product, operations=2 * rows * weight.numel(), **shape)
-
-
-def _both(
-    run: GroupRun, name: str, function: Function, leaves: tuple[Tensor, Tensor], **more: Any
-) -> None:
-    """Forward and backward of a function of (hidden, weight), with its peak memory."""
-    upstream: list[Tensor] = []
-
-    def step() -> None:
-        value = function(*leaves)
-        if not upstream or upstream[0].shape != value.shape:
-            ramp = torch.linspace(0.5, 1.5, max(1, value.numel()), device=value.device)
-            upstream[:] = [ramp.view(value.shape).to(value.dtype)]
-        torch.autograd.grad(value, leaves, upstream[0])
-
-    run.time(f"{name}, both", step, peak=True, **more)
-
-
-def fused(run: GroupRun) -> None:
-    """`linear_token_stats` against four of the vendor's products."""
-    import mcore_logprobs as m
-
-    size = sizes(run)
-    for rows in size.rows:
-        hidden, weight, target = _head(run, rows, size)
-        shape: dict[str, Any] = {"rows": rows, "vocab": size.vocab, "hidden": size.hidden}
-        one = _one_product(run, hidden, weight, **shape)
-        four = None if one is None else 4 * one
-
-        def stats(
-            h: Tensor, w: Tensor, *, target: Tensor = target, entropy: bool = False
-        ) -> Tensor:
-            found = m.linear_token_stats(h, w, target, entropy=entropy)
-            return found.logprobs if found.entropy is None else found.logprobs + found.entropy
-
-        _both(run, "fused", stats, (hidden, weight), floor_ms=four, **shape)
-        with torch.no_grad():
-            run.time("fused, forward", partial(stats, hidden, weight), floor_ms=one, **shape)
-        _both(
-            run, "fused, entropy", partial(stats, entropy=True), (hidden, weight),
-            floor_ms=four, **shape,
-        )  # fmt: skip
-        del hidden, weight
-
-
-def policy(run: GroupRun) -> None:
-    """`linear_policy_loss` against three of the vendor's products."""
-    import mcore_logprobs as m
-    from mcore_logprobs.losses import ClippedLoss
-
-    size = sizes(run)
-    for rows in size.rows:
-        hidden, weight, target = _head(run, rows, size)
-        old = torch.full((rows,), -11.0, device=run.device)
-        advantages = run.randn(rows, dtype=torch.float32)
-        shape: dict[str, Any] = {"rows": rows, "vocab": size.vocab, "hidden": size.hidden}
-        one = _one_product(run, hidden, weight, **shape)
-
-        def loss(
-            h: Tensor,
-            w: Tensor,
-            *,
-            target: Tensor = target,
-            tensors: tuple[Tensor, Tensor] = (old, advantages),
-        ) -> Tensor:
-            fn = ClippedLoss(entropy_coef=0.01)
-            value, _ = m.linear_policy_loss(
-                h, w, target, fn, *tensors, denominator=target.numel(), entropy=True
-            )
-            return value
-
-        three = None if one is None else 3 * one
-        _both(run, "policy loss", loss, (hidden, weight), floor_ms=three, **shape)
-        del hidden, weight
-
-
 def tiles(run: GroupRun) -> None:
-    """A forward that never writes logits, against the product that "fused, forward" stands by."""
+    """The fused forward, and one that never writes logits, against one product of the vendor's."""
+    import mcore_logprobs as m
     from benchmarks.tiled_forward import CONFIGS, TileConfig, tiled_row_stats
 
     size = sizes(run)
     hidden, weight, target = _head(run, size.rows[0], size)
     hidden, weight = hidden.detach(), weight.detach()
     shape: dict[str, Any] = {"rows": len(hidden), "vocab": size.vocab, "hidden": size.hidden}
-    one = _one_product(run, hidden, weight, **shape)
+    product = partial(torch.mm, hidden, weight.t())  # the vendor's, with a low-precision result
+    operations = 2 * hidden.shape[0] * weight.numel()
+    one = run.time("floor: one product", product, operations=operations, **shape)
+    with torch.no_grad():
+        forward = partial(m.linear_token_stats, hidden, weight, target, entropy=True)
+        run.time("fused, forward", forward, floor_ms=one, **shape)
     configs: tuple[TileConfig, ...] = CONFIGS
     if not run.cuda:  # the interpreter multiplies no bfloat16
         hidden, weight, configs = hidden.float(), weight.float(), (TileConfig(32, 32, 32, 4, 2),)
@@ -132,59 +106,6 @@ def tiles(run: GroupRun) -> None:
             floor_ms=one,
             **shape,
         )
-
-
-# ---- peers -------------------------------------------------------------------------------------
-
-
-def peers_linear(run: GroupRun) -> None:
-    """Other libraries' fused heads, and holding the logits, on the same shapes."""
-    import mcore_logprobs as m
-    from mcore_logprobs.bench.peers import linear_peers
-
-    size = sizes(run)
-    for rows in size.rows:
-        hidden, weight, target = _head(run, rows, size)
-        shape: dict[str, Any] = {"rows": rows, "vocab": size.vocab, "hidden": size.hidden}
-
-        def fused(h: Tensor, w: Tensor, *, target: Tensor = target) -> Tensor:
-            return m.linear_token_stats(h, w, target).logprobs
-
-        def held(h: Tensor, w: Tensor, *, target: Tensor = target) -> Tensor:
-            return m.vocab_parallel_logprobs(h @ w.t(), target)
-
-        found, absent = linear_peers(target)
-        ways: dict[str, Function] = {"fused": fused, "logits held": held, **found}
-        for name, function in ways.items():
-            _both(run, name, function, (hidden, weight), **shape)
-        for name, reason in absent.items():
-            run.record(name, "left out", reason=reason, **shape)
-        del hidden, weight
-
-
-def peers_logits(run: GroupRun) -> None:
-    """Other libraries' cross entropies on the same logits."""
-    import mcore_logprobs as m
-    from mcore_logprobs.bench.peers import logits_peers, stop_megatron
-
-    size = sizes(run)
-    for rows in size.rows:
-        logits = run.randn(rows, size.vocab, std=4.0).requires_grad_()
-        target = run.targets(rows, size.vocab)
-        shape: dict[str, Any] = {"rows": rows, "vocab": size.vocab}
-        found, absent = logits_peers(target)
-        if run.small:  # compiling these takes longer than all the rest
-            found = {k: v for k, v in found.items() if k not in ("torch.compile", "megatron fused")}
-
-        def ours(z: Tensor, *, target: Tensor = target) -> Tensor:
-            return m.vocab_parallel_logprobs(z, target)
-
-        for name, function in {"logprobs": ours, **found}.items():
-            _both(run, name, lambda z, _, f=function: f(z), (logits, logits), **shape)  # type: ignore[misc]
-        for name, reason in absent.items():
-            run.record(name, "left out", reason=reason, **shape)
-        del logits
-    stop_megatron()
 
 
 # ---- launches, profile -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu_timing import GroupRun
+from mcore_logprobs.debug import oracle
+from mcore_logprobs.debug.oracle import relative_error
 
 __all__ = ["ALONE", "ranks"]
 
@@ -97,7 +99,7 @@ def _cases(run: GroupRun, backend: str) -> None:
         way = ", sequence parallel" if sequence_parallel else ""
         run.case(
             f"values{way}",
-            lambda sp=sequence_parallel: {"error": _worst_error(run, sp)},  # type: ignore[misc]
+            lambda sp=sequence_parallel: {"error": _fused_error(run, sp)},  # type: ignore[misc]
             backend=backend,
             tp=_WORLD,
         )
@@ -160,47 +162,47 @@ def _fused(run: GroupRun, sequence_parallel: bool) -> tuple[Tensor, Tensor, Tens
     return stats.logprobs.detach(), grads[0], grads[1]
 
 
-def _exact(run: GroupRun) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight, target, upstream = _problem(run)
-    h, w = (x.double().requires_grad_() for x in (hidden, weight))
-    logp = (h @ w.t()).log_softmax(-1)
-    own = logp.gather(1, target[:, None]).squeeze(1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    grads = torch.autograd.grad(own + 0.1 * entropy, (h, w), upstream.double())
-    return own.detach(), grads[0], grads[1]
+def _gradients(value: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
+    """[the value, a gradient of each leaf]."""
+    return [value.detach(), *torch.autograd.grad(value, leaves, upstream.to(value.dtype))]
 
 
-def _relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
+def _part(x: Tensor, dim: int = 0) -> Tensor:
+    """This rank's."""
+    return x.tensor_split(_WORLD, dim)[dist.get_rank()].contiguous()
+
+
+def _worst(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    worst = max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
     # Every rank learns of any rank's error, so that none goes on alone.
-    shared = torch.tensor([worst], device=pairs[0][0].device)
+    shared = torch.tensor([worst], device=found[0].device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     if not float(shared) <= _TOLERANCE:
         raise AssertionError(f"error {float(shared):.1e}, expected at most {_TOLERANCE}")
     return float(shared)
 
 
-def _worst_error(run: GroupRun, sequence_parallel: bool) -> float:
-    found = _fused(run, sequence_parallel)
-    own, d_hidden, d_weight = _exact(run)
-    part: Callable[[Tensor], Tensor] = lambda x: x.tensor_split(_WORLD)[dist.get_rank()]  # noqa: E731
-    wanted = (own, part(d_hidden) if sequence_parallel else d_hidden, part(d_weight))
-    return _relative(list(zip(found, wanted, strict=True)))
+def _fused_error(run: GroupRun, sequence_parallel: bool) -> float:
+    hidden, weight, target, upstream = _problem(run)
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    z = leaves[0] @ leaves[1].t()
+    value = oracle.logprobs(z, target) + 0.1 * oracle.entropy(z)
+    _, d_hidden, d_weight = _gradients(value, leaves, upstream)
+    wanted = [oracle.logprobs(z, target), d_hidden, _part(d_weight)]
+    if sequence_parallel:
+        wanted[1] = _part(d_hidden)
+    return _worst(_fused(run, sequence_parallel), wanted)
 
 
 def _logits_error(run: GroupRun) -> float:
     import mcore_logprobs as m
 
     hidden, weight, target, upstream = _problem(run)
-    whole = (hidden @ weight.t()).detach()
-    z = whole.chunk(_WORLD, 1)[dist.get_rank()].clone().requires_grad_()
+    whole = hidden @ weight.t()
+    z, exact = _part(whole, 1).requires_grad_(), whole.double().requires_grad_()
     own = m.vocab_parallel_logprobs(z, target, tp_group=dist.group.WORLD)
-    (grad,) = torch.autograd.grad(own, z, upstream)
-    exact = whole.double().requires_grad_()
-    wanted = exact.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
-    (d_exact,) = torch.autograd.grad(wanted, exact, upstream.double())
-    part = d_exact.chunk(_WORLD, 1)[dist.get_rank()]
-    return _relative([(own.detach(), wanted.detach()), (grad, part)])
+    wanted = _gradients(oracle.logprobs(exact, target), [exact], upstream)
+    return _worst(_gradients(own, [z], upstream), [wanted[0], _part(wanted[1], 1)])
 
 
 def _rank_error(run: GroupRun) -> float:
@@ -209,12 +211,11 @@ def _rank_error(run: GroupRun) -> float:
 
     hidden, weight, target, _ = _problem(run)
     whole = hidden @ weight.t()
-    z = whole.chunk(_WORLD, 1)[dist.get_rank()].contiguous()
-    stats = m.vocab_parallel_token_stats(z, target, target_rank=True, tp_group=dist.group.WORLD)
-    alone = m.vocab_parallel_target_rank(z, target, tp_group=dist.group.WORLD)
+    given: Any = (_part(whole, 1), target)
+    stats = m.vocab_parallel_token_stats(*given, target_rank=True, tp_group=dist.group.WORLD)
+    alone = m.vocab_parallel_target_rank(*given, tp_group=dist.group.WORLD)
     assert stats.target_rank is not None
-    wanted = (whole > whole.gather(1, target[:, None])).sum(1).double()
-    return _relative([(stats.target_rank, wanted), (alone, wanted)])
+    return _worst([stats.target_rank, alone], [oracle.target_rank(whole, target)] * 2)
 
 
 def _divergence_error(run: GroupRun) -> float:
@@ -222,25 +223,21 @@ def _divergence_error(run: GroupRun) -> float:
 
     hidden, weight, _, upstream = _problem(run)
     student, teacher = hidden @ weight.t(), hidden.flip(0) @ weight.t()
-    pairs = []
-    for kind in ("forward", "reverse", "jsd"):
-        s, t = (x.chunk(_WORLD, 1)[dist.get_rank()].contiguous() for x in (student, teacher))
-        own = m.vocab_parallel_kl_div(
-            s.requires_grad_(), t, kind=kind, temperature=2.0, tp_group=dist.group.WORLD
-        )
-        (grad,) = torch.autograd.grad(own, s, upstream)
-        exact = student.double().requires_grad_()
-        logp, logq = ((x / 2.0).log_softmax(-1) for x in (exact, teacher.double()))
-        between = torch.logaddexp(logp, logq) - 0.6931471805599453
-        wanted = {
-            "forward": (logq.exp() * (logq - logp)).sum(-1),
-            "reverse": (logp.exp() * (logp - logq)).sum(-1),
-            "jsd": (logq.exp() * (logq - between) + logp.exp() * (logp - between)).sum(-1) / 2,
-        }[kind]
-        (d_exact,) = torch.autograd.grad(wanted, exact, upstream.double())
-        pairs += [(own.detach(), wanted.detach())]
-        pairs += [(grad, d_exact.chunk(_WORLD, 1)[dist.get_rank()])]
-    return _relative(pairs)
+    formulas = {
+        "forward": lambda s, t: oracle.kl(t, s),
+        "reverse": oracle.kl,
+        "jsd": oracle.jsd,
+    }
+    found: list[Tensor] = []
+    wanted: list[Tensor] = []
+    for kind, formula in formulas.items():
+        s, exact = _part(student, 1).requires_grad_(), student.double().requires_grad_()
+        options: dict[str, Any] = {"kind": kind, "temperature": 2.0, "tp_group": dist.group.WORLD}
+        own = m.vocab_parallel_kl_div(s, _part(teacher, 1), **options)
+        found += _gradients(own, [s], upstream)
+        value, grad = _gradients(formula(exact / 2, teacher.double() / 2), [exact], upstream)
+        wanted += [value, _part(grad, 1)]
+    return _worst(found, wanted)
 
 
 def _same_again(run: GroupRun, sequence_parallel: bool) -> int:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GroupRun", "Sizes", "graph_timed", "peak_bytes", "sizes", "timed"]
+from mcore_logprobs.bench.machine import Peak
+
+__all__ = ["GroupRun", "Sizes", "graph_timed", "sizes", "timed"]
 
 Call = Callable[[], object]
 
@@ -128,7 +130,9 @@ class GroupRun:
             if operations is not None:
                 found["tflops"] = round(operations / least / 1e9, 2)
             if peak:
-                found["peak_mib"] = round(peak_bytes(call, self.cuda) / 2**20, 1)
+                with Peak(self.device) as found_peak:
+                    call()
+                found["peak_mib"] = round((found_peak.nbytes or 0) / 2**20, 1)
             return found
 
         return self.case(name, run, **fields).get("kernel_ms")
@@ -198,18 +202,6 @@ def graph_timed(call: Call, *, seconds: float) -> float:
     return float(found["kernel_ms"])
 
 
-def peak_bytes(call: Call, cuda: bool) -> int:
-    """Device memory that one call takes beyond what is there; 0 on a CPU."""
-    if not cuda:
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def _summary(times_ms: list[float], host: float) -> dict[str, Any]:
     return {
         "kernel_ms": round(min(times_ms), 5),
@@ -264,7 +256,7 @@ class Sizes:
 
 def sizes(run: GroupRun) -> Sizes:
     if run.small:
-        return Sizes((4, 6), 512, 32, (4, 256))
+        return Sizes((4,), 512, 32, (4, 256))
     # To compile fewer rows do: several processes share the memory.
     rows = (4096,) if run.share is not None else (8192, 32768)
     return Sizes(rows, 152064, 4096, (1024, 19008))

@@ -214,20 +214,10 @@ def _logprobs(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
     return [vocab_parallel_logprobs(logits, target, **options)]
 
 
-def _with_entropy(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
-    stats = vocab_parallel_token_stats(logits, target, entropy=True, **options)
-    assert stats.entropy is not None
-    return [stats.logprobs, stats.entropy]
-
-
-def _everything(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
-    stats = vocab_parallel_token_stats(
-        logits, target, entropy=True, target_rank=True, sum_pi_squared=True, **options
-    )
-    assert stats.entropy is not None
-    assert stats.sum_pi_squared is not None
-    found = [stats.logprobs, stats.entropy, stats.sum_pi_squared, stats.lse]
-    return [x for x in found if x is not None]
+def _stats(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    found = vocab_parallel_token_stats(logits, target, entropy=True, **options)
+    named = (found.logprobs, found.entropy, found.sum_pi_squared, found.lse)
+    return [x for x in named if x is not None and x.requires_grad]
 
 
 def _entropy(logits: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
@@ -248,8 +238,8 @@ CALLS: dict[str, Callable[..., list[Tensor]]] = {
     "logprobs, softcap 30, T 0.7": partial(_logprobs, softcap=30.0, temperature=0.7),
     "logprobs, label smoothing": partial(_logprobs, label_smoothing=0.1),
     "logprobs, 4 segments": partial(_logprobs, invariant_segments=4),
-    "token_stats, entropy": _with_entropy,
-    "token_stats, everything": _everything,
+    "token_stats, entropy": _stats,
+    "token_stats, everything": partial(_stats, target_rank=True, sum_pi_squared=True),
     "entropy": _entropy,
     "target_rank": _rank,
     "kl_div": _divergence,

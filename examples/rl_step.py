@@ -76,8 +76,6 @@ class GrpoTrainer:
             vocab_size=self.llama.vocab_size,
             compact=True,
         )
-        r = config.rollout
-        self.replays = r.top_p < 1 and r.kept_tokens == "engine"
         torch.manual_seed(config.seed + 100 * layout.rank)
 
     def _start_engine(self) -> tuple[Any, int]:
@@ -110,7 +108,7 @@ class GrpoTrainer:
         group_advantages(samples, normalise_std=config.grpo.normalise_std)
         batch = self.batch(samples)
         sampled = int(batch.mask.sum())
-        if self.replays:  # what the engine kept is not known for every token
+        if self.config.rollout.replays:  # what the engine kept is not known for every token
             unknown = (batch.kept_ids < 0).all(-1)
             batch.labels = batch.labels.masked_fill(unknown, IGNORE)
 
@@ -186,7 +184,8 @@ class GrpoTrainer:
             given = (first, batch.old_logprobs, batch.advantages, batch.mask)
             batch = replace(batch, **self.loss.second_pass(*given))
         self.policy.model.zero_grad_buffer()
-        parts = self.run(self.policy, batch, self.loss_of_micro_batch, loss=True)
+        entropy = self.config.grpo.settings.get("entropy_coef", 0) > 0
+        parts = self.run(self.policy, batch, self.loss_of_micro_batch, loss=True, entropy=entropy)
         sums = sum(parts, torch.zeros(3, dtype=torch.float64, device=self.layout.device))
         dist.all_reduce(sums, group=self.layout.dp_cp_group)
         loss, clipped, tokens = from_last_stage(sums, self.layout).tolist()
@@ -219,7 +218,7 @@ class GrpoTrainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         size = self.config.grpo.micro_batch
-        if filtered and not self.replays:
+        if filtered and not self.config.rollout.replays:
             options["top_p"] = self.config.rollout.top_p
         with patch_model(policy.model, replace(self.logprobs, **options)) as handle:
 
@@ -229,7 +228,7 @@ class GrpoTrainer:
                     if loss:
                         per_token = (getattr(micro, name) for name in self.loss.tensors)
                         blocks.enter_context(handle.policy_loss(self.loss, *per_token))
-                    if filtered and self.replays and labels:
+                    if filtered and self.config.rollout.replays and labels:
                         blocks.enter_context(handle.replay(kept_ids(micro.kept_ids)))
                     output = model(
                         input_ids=micro.tokens,

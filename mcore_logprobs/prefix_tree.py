@@ -127,7 +127,7 @@ class PrefixTree:
                 depth[child] = depth[node] + 1
                 waiting.append(child)
         if len(order) != len(above):
-            raise ValueError("parents: expected a tree, got a circle")
+            raise ValueError("parents: expected a tree, got a cycle")
         place = torch.empty(len(order), dtype=torch.int64)
         place[order] = torch.arange(len(order))
         walk = torch.tensor(order)

@@ -73,7 +73,7 @@ def test_mistakes() -> None:
         (r"branches\[1\]", lambda: PrefixTree.from_branches([[1], []])),
         (r"branches\[0\]", lambda: PrefixTree.from_branches([torch.ones(2, 2).long()])),
         ("multiple", lambda: PrefixTree.from_branches([[1]], multiple=0)),
-        ("a circle", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, 2, 1]))),
+        ("a cycle", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, 2, 1]))),
         ("indices in", lambda: PrefixTree.from_parents(ids, torch.tensor([-1, 3, 1]))),
         ("tokens' shape", lambda: PrefixTree.from_parents(ids, torch.tensor([-1]))),
         ("integers", lambda: PrefixTree.from_parents(ids.float(), ids)),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mcore_logprobs
+from benchmarks import tables
 from mcore_logprobs import LogprobConfig, PatchHandle
 from mcore_logprobs.config import add_logprob_args
 from tests.helpers.distributed import RankError
@@ -18,7 +19,6 @@ from tests.helpers.documents import ROOT, Source, fenced, headings, run_sources
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = fenced(README, "python")
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_python_blocks_run(ranks, tmp_path) -> None:
@@ -148,11 +148,8 @@ MEASURED = {
 
 def printed(file: str, table: str, row: str) -> tuple[float, float]:
     """(ms forward and backward, peak MiB) of one row of a result table."""
-    text = (RESULTS / file).read_text()
-    (part,) = [p for p in re.split(r"\n\n", text) if table in p.splitlines()[0]]
-    (line,) = [x for x in part.splitlines() if re.match(rf"  {re.escape(row)}  ", x)]
-    cells = re.split(r" {2,}", line.strip())
-    return float(cells[3]), float(cells[6])
+    (found,) = [x for x in tables.read(file) if table in x.title]
+    return found.ms(row), found.number(row, "peak MiB")
 
 
 def figure_rows() -> dict[str, list[str]]:

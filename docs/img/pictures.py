@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from matplotlib import pyplot
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent.parent / "benchmarks" / "results"
+sys.path.insert(0, str(HERE.parent.parent))
+
+from benchmarks import tables  # noqa: E402
 
 # role: (light, dark)
 PALETTE = {
@@ -173,6 +176,7 @@ SERIES = {
     "megatron": ("Megatron", "peer1", "--"),
     "megatron fused": ("Megatron, fused", "peer2", "--"),
     "torch cross_entropy": ("torch cross entropy", "peer3", "--"),
+    "torch.compile": ("torch.compile of the plain formula", "ink", "--"),
     "floor: copy": ("copy (the floor)", "faint", ":"),
 }
 
@@ -180,16 +184,13 @@ SERIES = {
 def points(name: str, varied: str) -> dict[str, list[tuple[int, float, float | None]]]:
     """(rows or vocab, ms of both passes, peak MiB or None) of each series, from a result table."""
     found: dict[str, list[tuple[int, float, float | None]]] = {}
-    at = 0
-    for line in (RESULTS / name).read_text().splitlines():
-        if head := re.search(rf"^log-probabilities from logits:.* ?{varied} (\d+)", line):
-            at = int(head[1])
-        cells = re.split(r" {2,}", line.strip())
-        if cells[0] in SERIES and len(cells) >= 5:
-            is_floor = cells[0].startswith("floor")
-            peak = None if is_floor else float(cells[6])
-            found.setdefault(cells[0], []).append((at, float(cells[3]), peak))
-    return found
+    for table in tables.read(name):
+        at = int(re.findall(rf"{varied} (\d+)", table.title)[0])
+        for series in SERIES.keys() & table.rows.keys():
+            peak = table.rows[series]["peak MiB"]
+            point = at, table.ms(series), float(peak) if peak else None
+            found.setdefault(series, []).append(point)
+    return {series: found[series] for series in SERIES if series in found}
 
 
 def costs(c: dict[str, str]) -> Any:

@@ -65,8 +65,8 @@ class RolloutSection:
     engine: "vllm", "transformers", or "auto" (vLLM where it is installed and starts).
     kept_tokens: with top_p < 1, what the trainer's log-probabilities are taken over: "trainer" (its
         own top-p) or "engine" (the ids that the engine kept).
-    max_kept: ids of a token that the engine reports; a token for which it kept as many or more is
-        left out of the loss under "engine".
+    max_kept: ids of a token that vLLM reports under "engine"; a token for which it kept as many or
+        more is left out of the loss.
     importance_cap: cap of the truncated importance weights p_train / p_rollout; 0: no weights.
     timeout: seconds without a layer or tensor done after which vLLM counts as hung.
     python: interpreter with vLLM, where it needs an environment of its own; empty: this one.
@@ -80,12 +80,17 @@ class RolloutSection:
     temperature: float = 1.0
     top_p: float = 1.0
     kept_tokens: str = "trainer"
-    max_kept: int = 256
+    max_kept: int = 4096
     importance_cap: float = 0.0
     timeout: float = 120.0
     python: str = ""
     max_model_len: int = 1024
     gpu_memory: float = 0.3
+
+    @property
+    def replays(self) -> bool:
+        """Whether log-probabilities are over the ids that the engine kept."""
+        return self.top_p < 1 and self.kept_tokens == "engine"
 
 
 @dataclass(frozen=True)
@@ -287,7 +292,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         needs_reference = config.needs_reference
     except (TypeError, ValueError) as error:
         raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
-    if needs_reference and r.top_p < 1 and r.kept_tokens == "trainer":
+    if needs_reference and r.top_p < 1 and not r.replays:
         raise SetupError(
             "rollout.kept_tokens: expected engine with top_p < 1 and a reference model (kl_coef), "
             "whose own filter may leave a sampled token out; got trainer"

@@ -108,7 +108,7 @@ class Batch:
     sequence_log_ratio: Tensor | None = None
     importance_weights: Tensor | None = None
     chosen: Tensor | None = None
-    kept_ids: Tensor | None = None  # int64 [n, s, k], what the engine's filter kept; -1 fills up
+    kept_ids: Tensor | None = None  # int32 [n, s, k], what the engine's filter kept; -1 fills up
 
     @property
     def mask(self) -> Tensor:
@@ -158,7 +158,7 @@ def make_batch(
     )
     if not all_tokens and any(s.kept for s in samples):
         widest = max(len(ids or ()) for s in samples for ids in s.kept)
-        batch.kept_ids = torch.full((*shape, widest), -1)
+        batch.kept_ids = torch.full((*shape, widest), -1, dtype=torch.int32)
     for i, sample in enumerate(samples):
         end = len(sample.tokens)
         batch.tokens[i, :end] = torch.tensor(sample.tokens)

@@ -101,7 +101,9 @@ class RolloutEngine:
         ):
             length = answer.index(eos) + 1 if eos in answer else len(answer)
             prompt = prompts[i // group_size]
-            kept = [s[i].isfinite().nonzero()[:, 0].tolist() for s in out.scores[:length]]
+            kept = None
+            if rollout.replays:
+                kept = [s[i].isfinite().nonzero()[:, 0].tolist() for s in out.scores[:length]]
             samples.append(
                 Sample(
                     tokens=prompt + answer[:length],
@@ -109,7 +111,7 @@ class RolloutEngine:
                     logprobs=lp[:length],
                     group=i // group_size,
                     text=self.tokenizer.decode(answer[:length]),
-                    kept=kept if rollout.top_p < 1.0 else None,
+                    kept=kept,
                 )
             )
         return samples

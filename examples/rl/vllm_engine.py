@@ -126,7 +126,7 @@ class VllmEngine:
     ) -> list[Sample]:
         """As `RolloutEngine.generate`; every answer has a seed of its own, so that what a step
         samples depends on the step and not on what ran before."""
-        kept = self.max_kept if rollout.top_p < 1.0 else 0
+        kept = self.max_kept if rollout.replays else 0
         answers = self._call(
             "rolling out",
             "generate",

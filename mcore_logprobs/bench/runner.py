@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.bench.machine import Peak, prefault, release
 
-__all__ = ["Contender", "Measurement", "Workload", "measure", "upstream"]
+__all__ = ["Contender", "Measurement", "Workload", "backward", "measure", "upstream"]
 
 
 @dataclass
@@ -144,11 +144,17 @@ def _timed(contender: Contender) -> tuple[float, float]:
     mark = _Clock(_device(contender))
     out = contender.forward(*contender.inputs)
     middle = mark.lap()
+    backward(contender, out)
+    return middle, mark.lap()
+
+
+def backward(contender: Contender, out: Any) -> Sequence[Tensor]:
+    """A contender's backward, its own or autograd's; the gradients of the latter."""
     if contender.backward is not None:
         contender.backward()
     elif contender.differentiable:
-        torch.autograd.grad(out, list(contender.inputs), upstream(out))
-    return middle, mark.lap()
+        return torch.autograd.grad(out, list(contender.inputs), upstream(out))
+    return ()
 
 
 def _device(contender: Contender) -> torch.device:
@@ -199,20 +205,17 @@ def upstream(out: Tensor) -> Tensor:
 def _inspect(contender: Contender) -> Measurement:
     """One untimed run: peak memory, collectives, error."""
     result = Measurement(contender.name, 0.0, None, 0.0, 0.0)
-    inputs = list(contender.inputs)
     with Peak(_device(contender)) as peak:
-        out = contender.forward(*inputs)
-        if contender.differentiable and contender.backward is None:
-            grads = torch.autograd.grad(out, inputs, upstream(out))
-    if not contender.is_floor:
-        result.peak = peak.nbytes
+        out = contender.forward(*contender.inputs)
+        grads = backward(contender, out)
+    if contender.is_floor:
+        return result
+    result.peak = peak.nbytes
     if contender.check is not None:
-        result.error = contender.check(out.detach(), grads if contender.differentiable else ())
-    if dist.is_initialized() and dist.get_world_size() > 1 and contender.backward is None:
+        result.error = contender.check(out.detach(), grads)
+    if dist.is_initialized() and dist.get_world_size() > 1:
         with CollectivesMade() as made:
-            out = contender.forward(*inputs)
-            if contender.differentiable:
-                torch.autograd.grad(out, inputs, upstream(out))
+            backward(contender, contender.forward(*contender.inputs))
         result.collectives, result.sent = made.names, made.nbytes
     return result
 

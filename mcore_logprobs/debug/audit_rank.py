@@ -173,9 +173,7 @@ def _one(
     width = job.vocab // size
     mine = slice(rank * width, (rank + 1) * width)
     exact_leaf = whole["logits"].double().requires_grad_()
-    others = {n: whole[n].double() if n == "teacher" else whole[n] for n in ("target", "ids")}
-    others["teacher"] = whole["teacher"].double()
-    exact = kind.exact(exact_leaf, others)
+    exact = kind.exact(exact_leaf, whole | {"teacher": whole["teacher"].double()})
 
     leaf = whole["logits"][..., mine].clone(memory_format=torch.preserve_format)
     leaf.requires_grad_(kind.differentiable)

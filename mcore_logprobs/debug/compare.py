@@ -92,14 +92,9 @@ class MismatchStats:
 
     def to_dict(self) -> dict[str, float]:
         """The scalars, flat, for a line of JSON or a tracker."""
-        out: dict[str, float] = {
-            "tokens": self.tokens,
-            "sequences": self.sequences,
-            "k1": self.k1,
-            "k2": self.k2,
-            "k3": self.k3,
-            "abs_diff_mean": self.abs_diff_mean,
-            "abs_diff_max": self.abs_diff_max,
+        names = ("tokens", "sequences", "k1", "k2", "k3", "abs_diff_mean", "abs_diff_max")
+        out: dict[str, float] = {name: getattr(self, name) for name in names}
+        out |= {
             "ess_fraction": self.effective_sample_size / self.tokens,
             "sequence_ess_fraction": self.sequence_effective_sample_size / self.sequences,
             "sequence_ratio_min": self.sequence_ratio.min().item(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ __all__ = ["Guarantee", "find_guarantees"]
 # Few calls and few kinds of kernel: what a compiled backend has not seen yet takes a second each.
 _SEGMENTS, _SIZES = 8, (2, 4)
 _VOCAB = _SEGMENTS * 2048
+_ASKED: dict[str, Any] = {"entropy": True, "sum_pi_squared": True, "invariant_segments": _SEGMENTS}
 # A block of all rows is under 32768 numbers, from which on torch wakes its threads for every step:
 # on a busy machine that costs milliseconds each time.
 _ROWS, _HIDDEN = 15, 40
@@ -116,14 +118,8 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
         return torch.cat(parts, -1)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
-        return vocab_parallel_token_stats(
-            logits[rows].contiguous(),  # strided, another kernel would be compiled
-            target[rows],
-            entropy=True,
-            sum_pi_squared=True,
-            chunk_size=chunk_size,
-            invariant_segments=_SEGMENTS,
-        )
+        given = logits[rows].contiguous()  # strided, another kernel would be compiled
+        return vocab_parallel_token_stats(given, target[rows], chunk_size=chunk_size, **_ASKED)
 
     yield "forward across TP", _same_at_any_tp(forward)
     yield "backward across TP", _same_at_any_tp(backward)
@@ -170,15 +166,8 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
         return torch.cat(weights), ordered_sum_dim0(parts, None, scatter=False)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
-        return linear_token_stats(
-            hidden[rows],
-            weight,
-            target[rows],
-            entropy=True,
-            sum_pi_squared=True,
-            chunk_size=chunk_size,
-            invariant_segments=_SEGMENTS,
-        )
+        given = hidden[rows], weight, target[rows]
+        return linear_token_stats(*given, chunk_size=chunk_size, **_ASKED)
 
     yield "forward across TP", _same_at_any_tp(forward)
     at = {tp: backward(tp) for tp in (1, *_SIZES)}

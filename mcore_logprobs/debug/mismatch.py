@@ -114,18 +114,7 @@ def explain_mismatch(
     Raises:
         ValueError: shapes, dtypes or settings that do not fit; no token that counts.
     """
-    given = {
-        "logits": logits,
-        "hidden": hidden,
-        "weight": weight,
-        "stale_logits": stale_logits,
-        "stale_hidden": stale_hidden,
-        "stale_weight": stale_weight,
-        "float32_logits": float32_logits,
-        "float32_hidden": float32_hidden,
-        "rollout_logits": rollout_logits,
-        "rollout_hidden": rollout_hidden,
-    }
+    given = dict(locals())  # the arguments by name
     batch = Batch.of(train_logprobs, rollout_logprobs, target, mask, ignore_index)
     known = {
         side: check_known(side, fields) for side, fields in (("train", train), ("rollout", rollout))

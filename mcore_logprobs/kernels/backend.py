@@ -267,7 +267,7 @@ def select(backend: str, *logits: Tensor, invariant: bool = False) -> Backend:
                 return _load(candidate.name, invariant)
             reason = reasons[0]
         if by_name:
-            raise ValueError(f"backend={backend!r} cannot be had: {reason}")
+            raise ValueError(f"backend={backend!r} is unavailable: {reason}")
         _log_once("not " + candidate.name, device_type, reason)
     _log_once("torch", device_type, _TORCH.reason)
     return reference

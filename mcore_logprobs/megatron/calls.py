@@ -188,8 +188,13 @@ class Teacher:
     tail: str | None = None
     generalized: bool = False
 
+    @property
+    def divergence(self) -> TopKDivergence:
+        """Of a top-k; made for the others too, as it checks the kind and beta."""
+        return TopKDivergence.of(self.kind, self.beta, self.tail, self.generalized)
+
     def __post_init__(self) -> None:
-        TopKDivergence.of(self.kind, self.beta, self.tail, self.generalized)
+        _ = self.divergence
         if self.topk is None:
             unused: dict[str, Any] = {"tail": self.tail, "generalized": self.generalized or None}
             whose = "without teacher_topk"

@@ -24,9 +24,9 @@ from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.sample import sample, without_zeros
-from mcore_logprobs.ops.sampling import filtered_stats
+from mcore_logprobs.ops.sampling import Filters, filtered_stats
 from mcore_logprobs.ops.source import given_logits
-from mcore_logprobs.ops.token_stats import token_stats
+from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
 
 NO_ID = -100  # in a teacher's ids: no id is there
@@ -164,31 +164,33 @@ class _Asked:
 
     def _stats(self, source: Any, target: Tensor, keep: Tensor) -> TokenStats:
         call, config, policy = self.call, self.call.config, self.call.policy
-        wanted: dict[str, Any] = {
-            "entropy": config.entropy,
-            "target_rank": config.target_rank,
-            "sum_pi_squared": config.sum_pi_squared,
-        }
-        ignored: dict[str, Any] = {"ignore_index": config.ignore_index}
+        wanted = Statistics.of(
+            config.entropy, config.target_rank, config.sum_pi_squared, config.label_smoothing
+        )
+        ignored = config.ignore_index
         tensors = () if policy is None else policy.in_head_order(self.tokens)
         if call.kept_ids is None and not call.filtered:
-            options = wanted | ignored | {"label_smoothing": config.label_smoothing}
             if policy is None:
-                return token_stats(source, target, **options)
+                return token_stats(source, target, wanted, ignored)
             loss, stats = policy_loss(
-                source, target, policy.function, *tensors, denominator=policy.denominator, **options
+                source,
+                target,
+                wanted,
+                policy.function,
+                *tensors,
+                denominator=policy.denominator,
+                ignore_index=ignored,
             )
             return replace(stats, policy_loss=loss)
         if call.kept_ids is None:
-            filters: dict[str, Any] = {"top_k": config.top_k, "top_p": config.top_p}
-            stats = filtered_stats(source, target, **filters, **wanted, **ignored)
+            filters = Filters.of(config.top_k, config.top_p, source.shard)
+            stats = filtered_stats(source, target, filters, wanted, ignored)
         else:
             places = self.tokens.places(source.device)
-            logprobs = replay(source, target, call.kept_ids, places=places, **ignored)
+            logprobs = replay(source, target, call.kept_ids, places=places, ignore_index=ignored)
             stats = TokenStats(logprobs, None, None, None)
-            if any(wanted.values()):
-                whole = token_stats(source, target, **wanted, **ignored)
-                stats = replace(whole, logprobs=logprobs)
+            if config.entropy or config.target_rank or config.sum_pi_squared:
+                stats = replace(token_stats(source, target, wanted, ignored), logprobs=logprobs)
         if policy is None:
             return stats
         loss = loss_of_stats(stats, keep, policy.function, *tensors, denominator=policy.denominator)
@@ -196,14 +198,12 @@ class _Asked:
 
     def _divergence(self, source: Any, keep: Tensor, teacher: Teacher) -> Tensor:
         tokens, config = self.tokens, self.call.config
-        options: dict[str, Any] = {"kind": teacher.kind, "beta": teacher.beta}
         if teacher.topk is not None:
             logprobs, ids = (
                 tokens.to_head(x, f"teacher_topk[{place}]") for place, x in enumerate(teacher.topk)
             )
             ids = ids.masked_fill(~keep.unsqueeze(-1), NO_ID)
-            options |= {"tail": teacher.tail, "generalized": teacher.generalized}
-            return topk_kl_div(source, logprobs, ids, ignore_index=NO_ID, **options)
+            return topk_kl_div(source, logprobs, ids, teacher.divergence, NO_ID)
         temperature = source.options.temperature
         if source.tensors[-1] is not None:
             temperature = source.tensors[-1]
@@ -230,7 +230,9 @@ class _Asked:
         )
         # The compiled backend of the CPU has no divergences.
         backend = "auto" if config.backend == "inductor" else config.backend
-        return kl_div(source, other, mask=keep, backend=backend, **options)
+        return kl_div(
+            source, other, kind=teacher.kind, beta=teacher.beta, mask=keep, backend=backend
+        )
 
     def _drawn(self, source: Any, draw: Draw) -> tuple[Tensor, Tensor]:
         tokens, config = self.tokens, self.call.config
@@ -278,7 +280,10 @@ def mtp_loss(
     }
     inside = target.masked_fill(outside, 0)
     stats = _in_head(
-        logits, head.base, options, lambda source: token_stats(source, inside, ignore_index=None)
+        logits,
+        head.base,
+        options,
+        lambda source: token_stats(source, inside, Statistics.of(), None),
     )
     wants_top = (
         bool(outside.any()) if outside.device.type == "cpu" else not isinstance(loss_mask, Tensor)

@@ -58,7 +58,7 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         raise RuntimeError(
-            "the gradient of a gradient of mcore_logprobs' operations is not there: expected "
+            "mcore_logprobs' operations have no double backward (gradient of a gradient): expected "
             "create_graph=False, or gradients that no loss depends on"
         )
 

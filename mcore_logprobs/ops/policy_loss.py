@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.checks import check_fraction
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.stats import IGNORED, RowResults
 from mcore_logprobs.ops.apply import (
@@ -31,7 +30,7 @@ from mcore_logprobs.ops.loss_function import (
     sum_of_losses,
 )
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.token_stats import Statistics, stats_spec, token_stats
+from mcore_logprobs.ops.token_stats import Statistics, token_stats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -199,21 +198,15 @@ def _times(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
 def policy_loss(
     source: Any,
     target: Tensor,
+    wanted: Statistics,
     loss_fn: LossFn,
     *per_token_tensors: Tensor,
-    denominator: float | Tensor = 1.0,
-    entropy: bool = False,
-    target_rank: bool = False,
-    sum_pi_squared: bool = False,
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
+    denominator: float | Tensor,
+    ignore_index: int | None,
 ) -> tuple[Tensor, TokenStats]:
     """`linear_policy_loss` of any source; of given logits from their statistics."""
-    wanted = {"entropy": entropy, "target_rank": target_rank, "sum_pi_squared": sum_pi_squared}
     if not isinstance(source, HeadLogits):
-        stats = token_stats(
-            source, target, ignore_index=ignore_index, label_smoothing=label_smoothing, **wanted
-        )
+        stats = token_stats(source, target, wanted, ignore_index)
         valid_mask = torch.ones_like(target, dtype=torch.bool)
         if ignore_index is not None:
             valid_mask = target != ignore_index
@@ -221,8 +214,6 @@ def policy_loss(
             stats, valid_mask, loss_fn, *per_token_tensors, denominator=denominator
         )
         return value, stats.detach()
-    check_fraction("label_smoothing", label_smoothing)
-    spec = stats_spec(**wanted, label_smoothing=label_smoothing)
     lead, device = source.lead, source.device
     target = check_target(target, lead, device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
@@ -238,9 +229,8 @@ def policy_loss(
         grad_enabled=torch.is_grad_enabled(),
         backward=torch.is_grad_enabled() and wants,
     )
-    operation = Statistics(spec, label_smoothing)
     value, *results = _PolicyLoss.apply(
-        operation,
+        wanted,
         loss,
         source.options,
         len(source.tensors),
@@ -347,12 +337,9 @@ def linear_policy_loss(
     return policy_loss(
         source,
         target,
+        Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing),
         loss_fn,
         *per_token_tensors,
         denominator=denominator,
-        entropy=entropy,
-        target_rank=target_rank,
-        sum_pi_squared=sum_pi_squared,
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
     )

@@ -41,7 +41,7 @@ from mcore_logprobs.ops.sampling_cut import (
     multiplier_column,
 )
 from mcore_logprobs.ops.source import Placed, given_logits
-from mcore_logprobs.ops.token_stats import stats_spec, token_stats
+from mcore_logprobs.ops.token_stats import Statistics, token_stats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -226,38 +226,24 @@ def _outside_kept(row_max: Tensor, upstream: Tensor) -> Tensor:
 def filtered_stats(
     source: Any,
     target: Tensor,
-    *,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    whole: bool = True,
-    entropy: bool = False,
-    target_rank: bool = False,
-    sum_pi_squared: bool = False,
-    ignore_index: int | None = -100,
+    filters: Filters,
+    whole: Statistics | None,
+    ignore_index: int | None,
 ) -> TokenStats:
     """`token_stats` whose logprobs are those of the filtered distribution.
 
     Args:
-        top_k, top_p: both off is `token_stats`.
-        whole: False leaves lse out, and with it the pass over the logits that it costs.
+        whole: statistics of the whole distribution, without label smoothing; None leaves lse out
+            too, and with it the pass over the logits that it costs.
     """
-    spec = stats_spec(entropy, target_rank, sum_pi_squared, 0.0)
-    filters = Filters.of(top_k, top_p, source.shard)
     if filters.off:
-        return token_stats(
-            source,
-            target,
-            entropy=entropy,
-            target_rank=target_rank,
-            sum_pi_squared=sum_pi_squared,
-            ignore_index=ignore_index,
-        )
+        return token_stats(source, target, whole or Statistics.of(), ignore_index)
     target = check_target(target, source.lead, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
     if isinstance(source, HeadLogits):
         source = source.in_whole_rows()
-    operation = Filtered(filters, spec if whole else None)
+    operation = Filtered(filters, None if whole is None else whole.spec)
     results = apply(operation, source, local_target, valid_mask)
     return TokenStats(**RowResults(*results)._asdict())
 
@@ -272,12 +258,10 @@ def sampling_logprobs(
     ignore_index: int | None = -100,
 ) -> Tensor:
     """`vocab_parallel_sampling_logprobs` of any source."""
+    filters = Filters.of(top_k, top_p, source.shard)
     if kept_ids is None:
-        stats = filtered_stats(
-            source, target, top_k=top_k, top_p=top_p, whole=False, ignore_index=ignore_index
-        )
-        return stats.logprobs
-    if not Filters.of(top_k, top_p, source.shard).off:
+        return filtered_stats(source, target, filters, None, ignore_index).logprobs
+    if not filters.off:
         raise ValueError(
             "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
             f"them, got top_k={top_k}, top_p={top_p}"

@@ -43,6 +43,22 @@ class Statistics(Operation):
     spec: StatsSpec
     label_smoothing: float = 0.0
 
+    @classmethod
+    def of(
+        cls,
+        entropy: bool = False,
+        target_rank: bool = False,
+        sum_pi_squared: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> Statistics:
+        """What a caller's flags ask for, checked."""
+        check_flag("entropy", entropy)
+        check_flag("target_rank", target_rank)
+        check_flag("sum_pi_squared", sum_pi_squared)
+        check_fraction("label_smoothing", label_smoothing)
+        spec = StatsSpec(entropy, target_rank, label_smoothing > 0.0, sum_pi_squared)
+        return cls(spec, label_smoothing)
+
     def fill(self, place: int) -> float:
         return IGNORED[place]
 
@@ -81,33 +97,14 @@ class Statistics(Operation):
 
 
 def token_stats(
-    source: Source,
-    target: Tensor,
-    *,
-    entropy: bool = False,
-    target_rank: bool = False,
-    sum_pi_squared: bool = False,
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
+    source: Source, target: Tensor, wanted: Statistics, ignore_index: int | None
 ) -> TokenStats:
     """`vocab_parallel_token_stats` of any source."""
-    check_fraction("label_smoothing", label_smoothing)
-    spec = stats_spec(entropy, target_rank, sum_pi_squared, label_smoothing)
     target = check_target(target, source.lead, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
-    results = apply(Statistics(spec, label_smoothing), source, local_target, valid_mask)
+    results = apply(wanted, source, local_target, valid_mask)
     return TokenStats(**RowResults(*results)._asdict())
-
-
-def stats_spec(
-    entropy: bool, target_rank: bool, sum_pi_squared: bool, label_smoothing: float
-) -> StatsSpec:
-    """The statistics that a caller's flags ask for, checked."""
-    check_flag("entropy", entropy)
-    check_flag("target_rank", target_rank)
-    check_flag("sum_pi_squared", sum_pi_squared)
-    return StatsSpec(entropy, target_rank, label_smoothing > 0.0, sum_pi_squared)
 
 
 @shared_keywords(LogitsKeywords, given_logits)
@@ -169,15 +166,8 @@ def vocab_parallel_token_stats(
         invariant_segments=invariant_segments,
         **shared,
     )
-    return token_stats(
-        source,
-        target,
-        entropy=entropy,
-        target_rank=target_rank,
-        sum_pi_squared=sum_pi_squared,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-    )
+    wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
+    return token_stats(source, target, wanted, ignore_index)
 
 
 @shared_keywords(LogitsKeywords, given_logits)
@@ -206,8 +196,8 @@ def vocab_parallel_logprobs(
         invariant_segments=invariant_segments,
         **shared,
     )
-    stats = token_stats(source, target, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    return stats.logprobs
+    wanted = Statistics.of(label_smoothing=label_smoothing)
+    return token_stats(source, target, wanted, ignore_index).logprobs
 
 
 @shared_keywords(LogitsKeywords, given_logits)
@@ -262,7 +252,7 @@ def vocab_parallel_target_rank(
     Keywords and errors are `vocab_parallel_token_stats`'s; a temperature cannot change a rank.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    ranks = token_stats(source, target, target_rank=True, ignore_index=ignore_index).target_rank
+    ranks = token_stats(source, target, Statistics.of(target_rank=True), ignore_index).target_rank
     assert ranks is not None
     return ranks
 
@@ -340,12 +330,5 @@ def linear_token_stats(
     source = head_logits(
         hidden, weight, invariant_segments=invariant_segments, may_round=True, **shared
     )
-    return token_stats(
-        source,
-        target,
-        entropy=entropy,
-        target_rank=target_rank,
-        sum_pi_squared=sum_pi_squared,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-    )
+    wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
+    return token_stats(source, target, wanted, ignore_index)

@@ -101,15 +101,10 @@ def topk_kl_div(
     source: Source,
     teacher_logprobs: Tensor,
     ids: Tensor,
-    *,
-    kind: str = "forward",
-    beta: float = 0.5,
-    tail: str | None = None,
-    generalized: bool = False,
-    ignore_index: int | None = -100,
+    divergence: TopKDivergence,
+    ignore_index: int | None,
 ) -> Tensor:
     """`vocab_parallel_topk_kl_div` of any source."""
-    divergence = TopKDivergence.of(kind, beta, tail, generalized)
     name = "teacher_logprobs"
     teacher = unwrap_rows(teacher_logprobs, name)
     check_float_tensor(name, teacher, min_dim=1)
@@ -173,16 +168,8 @@ def vocab_parallel_topk_kl_div(
         ValueError: before any collective; see `vocab_parallel_gather`.
     """
     source = given_logits(student_logits, name="student_logits", **shared)
-    return topk_kl_div(
-        source,
-        teacher_logprobs,
-        ids,
-        kind=kind,
-        beta=beta,
-        tail=tail,
-        generalized=generalized,
-        ignore_index=ignore_index,
-    )
+    divergence = TopKDivergence.of(kind, beta, tail, generalized)
+    return topk_kl_div(source, teacher_logprobs, ids, divergence, ignore_index)
 
 
 @shared_keywords(HeadKeywords, head_logits)
@@ -219,13 +206,5 @@ def linear_topk_kl_div(
         ValueError: before any collective; see `linear_gather`.
     """
     source = head_logits(hidden, weight, **shared)
-    return topk_kl_div(
-        source,
-        teacher_logprobs,
-        ids,
-        kind=kind,
-        beta=beta,
-        tail=tail,
-        generalized=generalized,
-        ignore_index=ignore_index,
-    )
+    divergence = TopKDivergence.of(kind, beta, tail, generalized)
+    return topk_kl_div(source, teacher_logprobs, ids, divergence, ignore_index)

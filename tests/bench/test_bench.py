@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import cases as authors
 from mcore_logprobs.bench import machine, main
-from mcore_logprobs.bench.cases import CASES, Shape, linear_case, logits_case
+from mcore_logprobs.bench.cases import CASES, Shape, linear_case, logits_case, rows_case
 from mcore_logprobs.bench.cli import SIZES
 from mcore_logprobs.bench.peers import stop_megatron
 from mcore_logprobs.bench.runner import Contender, Workload, measure
@@ -68,6 +68,20 @@ def test_bad_arguments_are_refused(arguments: list[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         main(arguments)
+
+
+def test_the_ways_to_choose_rows_do_the_same() -> None:
+    shape = Shape(24, 64, 8, torch.float32, torch.device("cpu"), None)
+    _, first, *others = (c for c in rows_case(shape).contenders if not c.is_peer)
+    assert len(others) == 3
+
+    def of(contender: Contender) -> list[torch.Tensor]:
+        total = contender.forward(*contender.inputs).sum()
+        return [total, *torch.autograd.grad(total, list(contender.inputs))]
+
+    for contender in others:
+        for got, want in zip(of(contender), of(first), strict=True):
+            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("what", sorted(authors.CASES))

@@ -84,6 +84,10 @@ def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
     assert "10 passed" in summary or "passed" in (tmp_path / "logs" / "tests.txt").read_text()
 
 
+def test_the_tests_that_a_gpu_compiles_are_there() -> None:
+    assert all((ROOT / "tests" / name).is_file() for name in gpu_groups._GPU_TESTS)
+
+
 _SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
 from benchmarks import gpu_timing  # with torch, once for all groups

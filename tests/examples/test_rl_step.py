@@ -175,6 +175,22 @@ def test_any_objective_by_name_from_yaml(ranks: Ranks, tmp_path: Path, name: str
     assert (records[-1]["grad_norm"] > 0) == (name != "DistillationLoss")
 
 
+def _entropy_term(coef: float) -> dict[str, float]:
+    sections = {
+        "rollout": {"prompts": 4, "group_size": 4},
+        "grpo": {"micro_batch": 16, "updates": 1, "settings": {"entropy_coef": coef}},
+    }
+    with _trainer(sections=sections, tp=1, cp=1) as trainer:
+        return dataclasses.asdict(trainer.train_step()[0])
+
+
+def test_an_objective_with_entropy(ranks: Ranks) -> None:
+    """One update on policy: the loss is lower by 0.1 of the mean entropy that is reported."""
+    without, with_term = (ranks(1).run(_entropy_term, c, timeout=280)[0] for c in (0.0, 0.1))
+    expected = without["loss"] - 0.1 * without["entropy"]
+    assert with_term["loss"] == pytest.approx(expected, abs=1e-5)
+
+
 def _resume(out: str) -> list[tuple[Any, Any]]:
     """(what 4 steps give, what 2 and 2 resumed steps give), for each thing that must be equal."""
     small = {"rollout": {"prompts": 4, "group_size": 4}, "grpo": {"micro_batch": 16}}
