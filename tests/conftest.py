@@ -67,6 +67,7 @@ def _groups_end_with_the_file() -> Iterator[None]:
     A later file's `group=None` would silently mean Megatron's, and idle groups cost time.
     """
     yield
-    for pool in list(_pools.values()):
+    for pool in [pool for pool in _pools.values() if pool.used]:
         pool.run(_forget_groups_in_a_rank)
+        pool.used = False
     _forget_groups()

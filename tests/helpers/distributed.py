@@ -72,10 +72,15 @@ def get_pool(world_size: int) -> RankPool:
 
 
 class RankPool:
-    """Persistent gloo ranks. Get one by `get_pool`."""
+    """Persistent gloo ranks. Get one by `get_pool`.
+
+    Attributes:
+        used: whether a job was sent since this was last set to False.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.used = False
         self._workers: list[Any] = []
         self._conns: list[Connection] = []
         self._dir: str | None = None
@@ -166,6 +171,7 @@ class RankPool:
                 f"{fn.__module__}.{fn.__qualname__}"
             )
         packed = pickle.dumps([pickle.dumps((fn, *job)) for job in jobs])
+        self.used = True
         if not all(worker.is_alive() for worker in self._workers):
             self.close()
         if not self._workers:
