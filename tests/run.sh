@@ -14,8 +14,9 @@ case ${1:-} in
 esac
 
 # Creates .venv on the first run (minutes) and activates it; later runs find it ready.
-# vLLM too, for one test file; where it has no wheel that file's tests are skipped and say so.
-source examples/setup_env.sh tests vllm || source examples/setup_env.sh tests || { echo "tests/run.sh: the environment could not be set up" >&2; exit 1; }
+# With --all vLLM too, for one test file; where it has no wheel that file's tests are skipped and say so.
+environment() { source examples/setup_env.sh tests "$@"; }
+{ [ "${1:-}" = --all ] && environment vllm; } || environment || { echo "tests/run.sh: the environment could not be set up" >&2; exit 1; }
 export OMP_NUM_THREADS=1
 
 # Releases other than the ones that pip installs here are unpacked wheels, which go first on PYTHONPATH.
