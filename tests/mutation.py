@@ -44,7 +44,7 @@ TESTS = {
     "ops/linear_map": f"tests/test_linear_map.py {OPERATIONS}",
     "ops/": "tests/test_statistics_edges.py tests/test_partial_gradients.py tests/test_inplace.py "
     f"tests/test_nan_rows.py tests/test_hidden_edges.py tests/test_costs_logits.py {OPERATIONS}",
-    "kernels/reference": "tests/kernels/test_reference.py tests/test_statistics_edges.py "
+    "kernels/reference": "tests/kernels/test_reference.py tests/test_invariant_logits.py "
     f"{OPERATIONS}",
     "losses": "tests/test_losses.py tests/test_losses_objectives.py tests/test_losses_batches.py "
     "tests/test_losses_frameworks.py tests/test_losses_in_training.py",
