@@ -2,7 +2,8 @@
 
 Taken from the launches themselves, on any machine with Triton (`launches.dry_launches`), and read
 from the machine code: instructions an element in the loop over whole tiles, registers, spills, how
-many loads are under way at once, and in what share of the loop one is. A read of two bytes leaves a
+many loads are under way at once, in what share of the loop one is, and how many accesses of under
+16 bytes there are in all (a row's own numbers, and its last columns). A read of two bytes leaves a
 multiprocessor of an H200 time for 15.6 instructions (a read and a write for 31.2): a kernel below
 that is bound by memory, provided that its loads are under way early enough or other warps fill the
 time.
@@ -17,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,8 @@ from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec
 from mcore_logprobs.kernels.stats import StatsSpec
 
-__all__ = ["Built", "Case", "cases", "launched_code", "main", "read_code"]
-
 _THREADS, _WARPS = 32, 4
+_SHARED = 228 * 1024  # bytes of shared memory of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,13 @@ class Built:
         code: the machine's instructions in order, without addresses.
         loop: those of the loop over whole tiles.
         registers: a thread's.
+        shared: bytes of shared memory, a block's.
     """
 
     code: tuple[str, ...]
     loop: tuple[str, ...]
     registers: int
+    shared: int = 0
 
     @property
     def spills(self) -> int:
@@ -55,9 +57,10 @@ class Built:
 
     @property
     def blocks(self) -> int:
-        """Blocks of `_WARPS` warps that a multiprocessor holds, as its registers allow."""
+        """Blocks of `_WARPS` warps that a multiprocessor holds: by registers, shared memory."""
         of_a_warp = -(-self.registers // 8) * 8 * _THREADS
-        return min(64 // _WARPS, 65536 // (of_a_warp * _WARPS))
+        by_shared = _SHARED // (self.shared + 1024)  # 1 KiB of each block is the system's
+        return min(64 // _WARPS, 65536 // (of_a_warp * _WARPS), by_shared)
 
     def wide(self, direction: str) -> int:
         """16-byte accesses of global memory in the loop: "LD" (or copies to shared), "ST"."""
@@ -68,6 +71,13 @@ class Built:
         """Likewise, how many there are of under 16 bytes."""
         operations = {"LD": r"\bLDG(STS)?\b", "ST": r"\bSTG\b"}[direction]
         return sum(bool(re.search(operations, line)) for line in self.loop) - self.wide(direction)
+
+    @property
+    def narrow_anywhere(self) -> tuple[int, int]:
+        """(loads, stores) of under 16 bytes in all of the code, a row's own numbers among them."""
+        found = [re.search(r"\b(LDG|LDGSTS|STG)\.\S+", line) for line in self.code]
+        names = [f[1] for f in found if f and not re.search(r"\.128(\.|$)", f[0])]
+        return len(names) - names.count("STG"), names.count("STG")
 
     @property
     def loads_in_flight(self) -> int:
@@ -109,7 +119,7 @@ def launched_code(call: Callable[[], object]) -> list[tuple[str, Built]]:
     with dry_launches() as launched:
         call()
         found = list(launched.binaries)
-    return [(name, read_code(binary)) for name, binary in found]
+    return [(name, replace(read_code(binary), shared=shared)) for name, binary, shared in found]
 
 
 @cache
@@ -242,7 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{time.strftime('%Y-%m-%d')}, {', '.join(versions)}, sm_90")
     print(
         f"{'kernel':29} {'what':16} {'dtypes':10} {'instr/elem':>10} {'regs':>4} {'blocks':>6} "
-        f"{'spills':>6} {'16-byte ld':>10} {'st':>2} {'in flight':>9} {'covered':>7}"
+        f"{'spills':>6} {'16-byte ld':>10} {'st':>2} {'in flight':>9} {'covered':>7} "
+        f"{'narrow ld':>9} {'st':>2}"
     )
     for case in cases(args.width, args.valid):
         if args.kernel not in case.name:
@@ -251,7 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{case.name:29} {case.what:16} {case.dtypes:10} {case.instructions(built):10.1f} "
             f"{built.registers:4} {built.blocks:6} {built.spills:6} {built.wide('LD'):10} "
-            f"{built.wide('ST'):2} {built.loads_in_flight:9} {built.covered:7.0%}",
+            f"{built.wide('ST'):2} {built.loads_in_flight:9} {built.covered:7.0%} "
+            "{:9} {:2}".format(*built.narrow_anywhere),
             flush=True,
         )
     return 0

@@ -20,8 +20,6 @@ from mcore_logprobs.context_parallel import context_parallel_gather
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
 from mcore_logprobs.ops.all_to_all import all_to_all_vp2sp
 
-__all__ = ["CASES", "alltoall_sampling_logprobs", "main"]
-
 
 def cp_case(shape: Shape) -> Workload:
     """Context-parallel helpers over the world: gather with both gradients, shift, shard."""

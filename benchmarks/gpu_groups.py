@@ -36,26 +36,24 @@ from benchmarks.gpu_heads import (
 from benchmarks.gpu_session import Group
 from benchmarks.gpu_timing import GroupRun, sizes
 
-__all__ = ["groups"]
-
 
 def groups() -> list[Group]:
     """All groups, in the order in which they run."""
     return [
         Group("environment", environment, 2.0, least=40.0),
-        Group("compile", compile_all, 6.0),
+        Group("compile", compile_all, 6.0, parts=(1, 2)),
         Group("kernels", kernels, 5.0),
         Group("fused", fused, 6.0),
         Group("policy", policy, 4.0),
         Group("pairs", pairs, 4.0, least=30.0),
         Group("tests", kernel_tests, 10.0, least=40.0),
-        Group("peers-linear", peers_linear, 6.0),
-        Group("peers-logits", peers_logits, 5.0, gpu_ranks.ALONE),
-        Group("tiles", tiles, 1.0),
-        Group("launches", launches, 2.0),
-        Group("ranks", gpu_ranks.ranks, 5.0, gpu_ranks.ALONE),
-        Group("ceilings", ceilings, 2.0),
-        Group("profile", profile, 2.0),
+        Group("peers-linear", peers_linear, 6.0, parts=(2,)),
+        Group("peers-logits", peers_logits, 5.0, gpu_ranks.ALONE, parts=(2,)),
+        Group("tiles", tiles, 1.0, parts=(2,)),
+        Group("launches", launches, 2.0, parts=(2,)),
+        Group("ranks", gpu_ranks.ranks, 5.0, gpu_ranks.ALONE, parts=(2,)),
+        Group("ceilings", ceilings, 2.0, parts=(2,)),
+        Group("profile", profile, 2.0, parts=(2,)),
     ]
 
 
@@ -237,22 +235,24 @@ def kernels(run: GroupRun) -> None:
         return partial(triton.grad, chunk, column, shift.unsqueeze(1), shift, coef, spec, out=out)
 
     size = sizes(run)
-    vocab = size.vocab
     specs: dict[str, tuple[StatsSpec, float | None]] = {
         "log-probability": (StatsSpec(), None),
         "with entropy": (StatsSpec(entropy=True), None),
         "softcap": (StatsSpec(), 30.0),
         "all": (StatsSpec(entropy=True, rank=True, sum_pi_squared=True), None),
     }
-    for rows in size.rows:
-        shape: dict[str, Any] = {"rows": rows, "vocab": vocab}
-        logits = run.randn(rows, vocab, std=4.0)
+    # Whole vocabularies, then shards of TP 8 and 4: widths off the kernels' tiles, one of them with
+    # a true vocabulary off 16.
+    shapes = [(rows, size.vocab, size.vocab) for rows in size.rows]
+    for rows, width, valid in shapes + [(size.shard_rows, *shard) for shard in size.shards]:
+        shape: dict[str, Any] = {"rows": rows, "vocab": width, "valid": valid}
+        logits = run.randn(rows, width, std=4.0)
         out = torch.empty_like(logits)
-        target, threshold = run.targets(rows, vocab), logits[:, 0].float()
+        target, threshold = run.targets(rows, valid), logits[:, 0].float()
         copy = _copy_ms(run, logits, out, **shape)
         read = None if copy is None else copy / 2
         for name, (spec, softcap) in specs.items():
-            chunk = Chunk(logits, vocab, softcap=softcap)
+            chunk = Chunk(logits, valid, softcap=softcap)
             run.time(
                 f"statistics, {name}",
                 partial(triton.stats, chunk, target, spec, threshold=threshold),
@@ -264,7 +264,7 @@ def kernels(run: GroupRun) -> None:
                 run.time(f"gradient, {name}", call, floor_ms=copy, **shape)
         del logits, out, chunk
     # A chunk of the fused path: float32 logits, a bfloat16 gradient.
-    rows, block = size.rows[0], max(128, vocab // 24 // 128 * 128)
+    rows, block = size.rows[0], max(128, size.vocab // 24 // 128 * 128)
     exact = run.randn(rows, block, dtype=torch.float32, std=4.0)
     low = torch.empty(rows, block, dtype=torch.bfloat16, device=run.device)
     shape = {"rows": rows, "vocab": block}

@@ -17,8 +17,6 @@ from mcore_logprobs.bench.cases import CASES, Shape
 from mcore_logprobs.bench.peers import stop_megatron
 from mcore_logprobs.bench.runner import Contender, backward
 
-__all__ = ["fused", "launches", "peers_linear", "peers_logits", "policy", "profile", "tiles"]
-
 # In the interpreter these take longer to compile than all the rest.
 _SLOW_TO_COMPILE = ("torch.compile", "megatron fused")
 

@@ -25,8 +25,6 @@ from benchmarks.gpu_timing import GroupRun
 from mcore_logprobs.debug import oracle
 from mcore_logprobs.debug.oracle import relative_error
 
-__all__ = ["ALONE", "ranks"]
-
 # One machine, which may have no network and no name: its ranks meet on the loopback device.
 ALONE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Group", "main", "run_groups"]
-
 
 @dataclass(frozen=True)
 class Group:
@@ -41,6 +39,7 @@ class Group:
         weight: its share of the time that is left when it starts, against the later ones' weights.
         least: seconds that it gets in any case, up to a third of what is left.
         env: environment variables of its process, set before a kernel is imported.
+        parts: of which halves of a session it is a part.
     """
 
     name: str
@@ -48,6 +47,7 @@ class Group:
     weight: float
     env: dict[str, str] = field(default_factory=dict)
     least: float = 10.0
+    parts: tuple[int, ...] = (1,)
 
 
 @dataclass
@@ -154,8 +154,10 @@ def _child(group: Group, session: Session, until: float) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.environ.update(group.env)
-    from benchmarks.gpu_timing import GroupRun
+    from benchmarks.gpu_timing import GroupRun, let_one_element_be_a_number
 
+    if not session.cuda:
+        let_one_element_be_a_number()
     # A little before it would be killed, so that it can say what it leaves out.
     margin = min(5.0, 0.1 * (until - time.monotonic()))
     run = GroupRun(
@@ -225,6 +227,9 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--deadline", type=float, required=True, metavar="SECONDS")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--small", action="store_true", help="tiny sizes: tries the script out")
+    parser.add_argument(
+        "--part", type=int, choices=(1, 2), help="half of the groups: a session in two calls"
+    )
     parser.add_argument("--only", nargs="+", choices=names, metavar="GROUP", help=", ".join(names))
     return parser
 
@@ -248,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cuda:
         os.environ["TRITON_INTERPRET"] = "1"
     chosen = [group for group in groups if args.only is None or group.name in args.only]
+    chosen = [group for group in chosen if args.part is None or args.part in group.parts]
     # The last of the time is the summary's.
     reserve = min(20.0, max(2.0, 0.05 * args.deadline))
     end = started + args.deadline

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["all_well", "as_markdown", "plot", "read"]
-
 Record = dict[str, Any]
 
 # In the order of the columns; others stand in the records alone.

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from mcore_logprobs.bench.machine import Peak
 
-__all__ = ["GroupRun", "Sizes", "graph_timed", "sizes", "timed"]
-
 Call = Callable[[], object]
 
 _WARM_SECONDS = 0.2  # an idle clock takes that long to rise
@@ -248,15 +246,37 @@ def _warm_clock() -> None:
 
 @dataclass(frozen=True)
 class Sizes:
+    """Attributes: `shards`: (V/TP, true vocabulary) of single ranks, of `shard_rows` rows."""
+
     rows: tuple[int, ...]
     vocab: int
     hidden: int
     launch_bound: tuple[int, int]
+    shard_rows: int
+    shards: tuple[tuple[int, int], ...]
 
 
 def sizes(run: GroupRun) -> Sizes:
     if run.small:
-        return Sizes((4,), 512, 32, (4, 256))
+        return Sizes((4,), 512, 32, (4, 256), 4, ((544, 537),))
+    shards = ((16032, 16032), (16160, 16160), (19008, 18950), (37984, 37984))
     # To compile fewer rows do: several processes share the memory.
-    rows = (4096,) if run.share is not None else (8192, 32768)
-    return Sizes(rows, 152064, 4096, (1024, 19008))
+    few = run.share is not None
+    rows, shard_rows = ((4096,), 4096) if few else ((8192, 32768), 65536)
+    return Sizes(rows, 152064, 4096, (1024, 19008), shard_rows, shards)
+
+
+def let_one_element_be_a_number() -> None:
+    """Have Triton's interpreter take a loop's bounds from arrays of one element.
+
+    Before 3.7 it asked `int` of them, which NumPy 2.4 refuses.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched

@@ -43,17 +43,16 @@ from mcore_logprobs.ops.token_stats import (
     vocab_parallel_token_stats,
 )
 
-__all__ = ["CALLS", "Counted", "Launched", "count", "dry_launches", "main", "one_of_ranks"]
-
 _H200_PROCESSORS = 132
 
 
 @dataclass
 class Launched:
-    """What was launched: how often each kernel, by name; each launch's name and machine code."""
+    """What was launched: how often each kernel, by name; of each launch the name, the machine code
+    and the bytes of shared memory."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    binaries: list[tuple[str, bytes]] = field(default_factory=list)
+    binaries: list[tuple[str, bytes, int]] = field(default_factory=list)
 
     def clear(self) -> None:
         self.counts.clear()
@@ -90,7 +89,7 @@ class _DryDriver:
 
         def launch(x: int, y: int, z: int, stream: int, function: int, *_: Any) -> None:
             launched.counts[name] += 1
-            launched.binaries.append((name, binaries[function]))
+            launched.binaries.append((name, binaries[function], metadata.shared))
 
         return launch
 

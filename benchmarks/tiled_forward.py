@@ -22,8 +22,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mcore_logprobs.kernels.stats import StatsSpec, merge
 from mcore_logprobs.kernels.triton.common import clamped, exp, launch
 
-__all__ = ["CONFIGS", "TileConfig", "tiled_row_stats"]
-
 
 @dataclass(frozen=True)
 class TileConfig:

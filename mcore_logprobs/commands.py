@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 import mcore_logprobs
 
-__all__ = ["DTYPES", "Parser", "comma_separated", "dtype_name", "nearest", "positive"]
-
 # Names of a dtype that a command line takes: torch's.
 DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
@@ -21,12 +19,21 @@ DTYPES = {
 }
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, []):
+            return action.help
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Shows defaults, has `--version`, takes no abbreviation, and names the nearest flag."""
 
     def __init__(self, command: str = "", **options: Any) -> None:
         options.setdefault("prog", f"python -m mcore_logprobs {command}".rstrip())
-        options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        options.setdefault("formatter_class", _Defaults)
         super().__init__(allow_abbrev=False, **options)
         self.add_argument(
             "--version", action="version", version=f"mcore-logprobs {mcore_logprobs.__version__}"

@@ -56,7 +56,7 @@ def _resolve(group: ProcessGroup | None, name: str, getter: str) -> ProcessGroup
 def megatron_parallel_state() -> Any | None:
     """`megatron.core.parallel_state` if someone imported *and* initialised it, else None.
 
-    Looked up in sys.modules: whoever initialised it has imported it, and nobody else should pay
+    Looked up in sys.modules: whoever initialised it has imported it, and no one else should pay
     for the import.
     """
     state = sys.modules.get("megatron.core.parallel_state")

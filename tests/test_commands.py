@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 import mcore_logprobs
 from mcore_logprobs.__main__ import COMMANDS, main
+from tests.helpers.documents import ROOT
 
 HELP = [["--help"], ["--version"], ["bench", "--version"], ["doctor", "mismatch", "--help"]]
 HELP += [[command, "--help"] for command in COMMANDS]
@@ -60,6 +62,25 @@ def test_the_nearest_name_of_a_misspelt_one(arguments, message: str, capsys) -> 
         main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_measurements(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+    )
+    with pytest.raises(SystemExit):
+        main(["bench", "logits", "--plot", "costs.png"])
+    assert "--plot needs matplotlib: pip install" in capsys.readouterr().err
+
+
+def test_the_tests_own_help_makes_no_environment(tmp_path) -> None:
+    script = ROOT / "tests" / "run.sh"
+    path = {"PATH": "/usr/bin:/bin", "PYTHON": "false"}
+    done = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, env=path)
+    assert done.returncode == 0, done.stderr
+    assert "--coverage" in done.stdout
+    assert "--matrix" in done.stdout
 
 
 def test_public_names_come_with_the_first_that_is_looked_up() -> None:

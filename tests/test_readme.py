@@ -139,6 +139,7 @@ MEASURED = {
     "with entropy": (*LOGITS, "+ entropy"),
     "Megatron's cross entropy": (*LOGITS, "megatron"),
     "Megatron's fused cross entropy": (*LOGITS, "megatron fused"),
+    "`torch.compile` of the plain formula, TP 1 alone": (*LOGITS, "torch.compile"),
     "`linear_token_stats`": (*LINEAR, "fused"),
     "materialised logits": (*LINEAR, "unfused (holds the logits)"),
     "`linear_policy_loss`": (*POLICY, "linear_policy_loss"),

@@ -19,8 +19,6 @@ from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.kernels.products import matmul_input, product
 from mcore_logprobs.losses import ClippedLoss
 
-__all__ = ["CASES", "Shape"]
-
 _CHECKED_ROWS = 16
 
 

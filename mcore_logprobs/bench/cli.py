@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from mcore_logprobs.bench.cases import Shape
-
-__all__ = ["SIZES", "main"]
 
 # Hidden size and vocabulary, padded to a multiple of 128 x 8 as Megatron pads for TP 8.
 MODELS = {
@@ -63,24 +60,10 @@ def _parser(sizes: Sizes, command: str, **options: Any) -> Parser:
     )
     add = parser.add_argument
     add("what", nargs="?", default="all", choices=["all", *sizes["cpu"]], help="the case")
-    add(
-        "--rows",
-        type=comma_separated(positive),
-        default=argparse.SUPPRESS,
-        help="one or more, separated by commas (default: of the case)",
-    )
-    add(
-        "--vocab",
-        type=comma_separated(positive),
-        default=argparse.SUPPRESS,
-        help="columns in all; one or more (default: of the case)",
-    )
-    add(
-        "--hidden",
-        type=positive,
-        default=argparse.SUPPRESS,
-        help="the hidden size (default: of the case)",
-    )
+    numbers = comma_separated(positive)
+    add("--rows", type=numbers, help="one or more, separated by commas (default: the case's)")
+    add("--vocab", type=numbers, help="columns in all; one or more (default: the case's)")
+    add("--hidden", type=positive, help="the hidden size (default: the case's)")
     add("--model", choices=sorted(MODELS), help="hidden size and vocabulary of a model")
     add(
         "--dtype",
@@ -204,7 +187,7 @@ def _shapes(
         rows = _SWEEP["rows"]
     elif args.sweep == "vocab":
         rows, vocab = rows[:1], _SWEEP["vocab"]
-    rows, vocab = getattr(args, "rows", rows), getattr(args, "vocab", vocab)
+    rows, vocab = args.rows or rows, args.vocab or vocab
     size = 1 if group is None else group.size()
     shapes = []
     for dtype in (getattr(torch, name) for name in args.dtype):
@@ -212,7 +195,7 @@ def _shapes(
             for n in rows:
                 if v % size:
                     raise SystemExit(f"--vocab: {v} is not divisible by {size} ranks")
-                shape = Shape(n, v, getattr(args, "hidden", hidden), dtype, device, group)
+                shape = Shape(n, v, args.hidden or hidden, dtype, device, group)
                 needed = n * shape.width * dtype.itemsize / 2**30
                 if args.memory_gib and needed > args.memory_gib:
                     print(f"left out: {n} x {v}: {needed:.1f} GiB of logits")

@@ -9,8 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Collective", "CollectivesMade"]
-
 # c10d's operators: a short name, and which argument holds what this rank puts in.
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),

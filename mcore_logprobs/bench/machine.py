@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["Peak", "busy", "describe", "keep_heap", "prefault", "release"]
-
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of glibc's mallopt
 _KEPT: list[int] = [0]  # whether it took each setting that keeps the heap
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from mcore_logprobs.groups import megatron_parallel_state
 
-__all__ = ["compiled", "linear_peers", "logits_peers", "stop_megatron"]
-
 Peers = dict[str, Callable[..., Tensor]]
 _started: list[Callable[[], None]] = []  # what undoes the groups made for Megatron's sake
 

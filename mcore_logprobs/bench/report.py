@@ -8,8 +8,6 @@ from typing import Any
 
 from mcore_logprobs.bench.runner import Measurement, Workload
 
-__all__ = ["LEGEND", "Point", "as_json", "plot", "print_table"]
-
 LEGEND = (
     "medians of the rounds with their interquartile range, and the least: compare code by the least"
 )

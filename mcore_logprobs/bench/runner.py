@@ -19,8 +19,6 @@ from torch import Tensor
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.bench.machine import Peak, prefault, release
 
-__all__ = ["Contender", "Measurement", "Workload", "backward", "measure", "upstream"]
-
 
 @dataclass
 class Contender:

@@ -44,7 +44,7 @@ def context_parallel_shard(
     Differentiable: a rank's gradient of x is non-zero at its own tokens only, and is not summed
     over ranks. Shift labels to the next token before this, or by `context_parallel_shift` after.
 
-    Whatever lies beside the tokens is sharded by the same call, so that it stays beside them: loss
+    Other per-token tensors are sharded by the same call, so that they stay aligned with it: loss
     masks `[b, S]`, advantages, expert routes `[S, b, topk]` (seq_dim=0), the query rows of an
     attention mask `[b, 1, S, S]` (seq_dim=2).
 

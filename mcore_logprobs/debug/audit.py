@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_logprobs.debug.audit_rank import BOUND, Job, find, run_rank
-from mcore_logprobs.debug.oracle import KINDS
-
-__all__ = ["AuditReport", "AuditRow", "audit"]
+from mcore_logprobs.debug.audit_rank import Job, find, run_rank
+from mcore_logprobs.debug.oracle import BOUND, KINDS
 
 
 @dataclass(frozen=True)

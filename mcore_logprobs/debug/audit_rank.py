@@ -22,13 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_logprobs.debug import oracle
-from mcore_logprobs.debug.oracle import KINDS, Kind
-
-__all__ = ["BOUND", "Job", "find", "run_rank"]
+from mcore_logprobs.debug.oracle import BOUND, KINDS, Kind
 
 _LAYOUTS = ("[b, s, V/TP]", "[n, V/TP]", "[b, s, V/TP] of [s, b]")
 _SPREADS = {"plain": (2.0, 0.0), "offset 200": (2.0, 200.0), "peaked": (12.0, 0.0)}
-BOUND = 1e-4  # float32 against float64; a wrong formula is off by 1e-2 and more
 
 # Names of parameters -> what is passed. The first parameter is the logits whatever its name.
 _MEANINGS = {

@@ -11,9 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mcore_logprobs.commands import Parser, comma_separated, positive
-from mcore_logprobs.debug.oracle import KINDS
-
-__all__ = ["audit", "doctor"]
+from mcore_logprobs.debug.oracle import BOUND, KINDS
 
 
 def doctor(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +82,7 @@ def audit(argv: Sequence[str] | None = None) -> int:
         help="a further argument",
     )
     add("--vocab", type=positive, default=48, help="columns in all")
-    add("--bound", type=float, default=1e-4, help="largest relative error")
+    add("--bound", type=float, default=BOUND, help="largest relative error")
     add("--timeout", type=float, default=300.0, help="seconds for all of it")
     add("--json", action="store_true", help="print the report as JSON")
     options = vars(parser.parse(argv))

@@ -28,8 +28,6 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0
 
-__all__ = ["MismatchStats", "RankHistogram", "compare_logprobs", "report"]
-
 PERCENTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from mcore_logprobs.debug import oracle
 from mcore_logprobs.dropin.installed import installed as installed_frameworks
 
-__all__ = ["SelfTest", "as_text", "report", "self_test"]
-
 # (name shown, distribution, module whose import shows that it works)
 _PACKAGES = (
     ("mcore-logprobs", "mcore-logprobs", "mcore_logprobs"),

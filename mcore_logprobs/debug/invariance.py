@@ -29,8 +29,6 @@ from mcore_logprobs.ops.token_stats import (
     vocab_parallel_token_stats,
 )
 
-__all__ = ["Guarantee", "find_guarantees"]
-
 # Few calls and few kinds of kernel: what a compiled backend has not seen yet takes a second each.
 _SEGMENTS, _SIZES = 8, (2, 4)
 _VOCAB = _SEGMENTS * 2048

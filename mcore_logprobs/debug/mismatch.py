@@ -51,8 +51,6 @@ from mcore_logprobs.debug.mismatch_search import (
     distance,
 )
 
-__all__ = ["explain_mismatch", "load_mismatch_dump"]
-
 
 def explain_mismatch(
     train_logprobs: Any,

@@ -41,7 +41,7 @@ from mcore_logprobs.ops.arguments import unwrap_logits, unwrap_rows
 
 
 def is_dtensor(x: Any) -> TypeGuard[Any]:
-    """Whether x is a DTensor, without importing what nobody uses."""
+    """Whether x is a DTensor, without importing torch's DTensor module."""
     return isinstance(x, Tensor) and hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 

@@ -1,4 +1,4 @@
-"""A user's loss function on log-probabilities: called for some rows, its graph held to account.
+"""A user's loss function on log-probabilities: called for some rows, its graph checked.
 
 Shared by the policy loss that is formed in the head and by its counterpart on real logits, so that
 both refuse the same mistakes.

@@ -65,9 +65,9 @@ def reshard_vocabulary(
     for parts, part in sorted(set(wanted)):
         column = local.view(parts, -1)[part]
         piece = shard.index_select(dim, column.clamp(min=0))
-        beside = [1] * shard.dim()
-        beside[dim] = -1
-        piece = all_reduce_sum(piece.masked_fill_((column < 0).view(beside), 0), source)
+        shape = [1] * shard.dim()
+        shape[dim] = -1
+        piece = all_reduce_sum(piece.masked_fill_((column < 0).view(shape), 0), source)
         if (parts, part) == wanted[group_rank(source)]:
             found = piece
     return found

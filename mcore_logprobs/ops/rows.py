@@ -22,7 +22,7 @@ from mcore_logprobs.kernels.chunk import row_chunks
 # Bytes of one float32 chunk of logits.
 _CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
 # Rows a tile: enough that a GEMM of [rows, h] and [h, columns] runs at full speed, and that
-# reading and writing a block of the weight's gradient once a tile costs little beside it.
+# reading and writing a block of the weight's gradient once a tile costs little against it.
 _TILE_ROWS = {"cpu": 2048, "other": 8192}
 _MAX_BLOCK = {"cpu": 4096, "other": 1 << 20}
 # Blocks are as wide as each other, up to multiples of this: whole tiles of a GEMM.

@@ -119,7 +119,7 @@ def _topk_of_keys(x: Tensor, k: int) -> Tensor:
 def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Each rank's `[n, k]` values and ids -> all of them, `[n, size*k]`, rank by rank.
 
-    One all-gather: the ids, cut to the values' width in bits, travel beside the values' bits.
+    One all-gather: the ids, cut to the values' width in bits, travel with the values' bits.
     """
     if group is None:
         return values, ids

@@ -1,0 +1,187 @@
+"""A new way that logits come about is one class: CONTRIBUTING's recipe, tried.
+
+Two models' logits joined as `first - weight * second` (contrastive decoding), formed a tile of two
+rows at a time and never whole. Operations take the source as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.ops.gather import gather
+from mcore_logprobs.ops.source import Entries, Placed, Source
+from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.ops.topk import topk
+from tests.helpers.shards import world_group, world_rank, world_size
+
+ROWS, VOCAB, TILE, WEIGHT = 5, 12, 2, 0.3
+
+
+@dataclass(frozen=True)
+class ContrastOptions:
+    shard: VocabShard
+    weight: float
+    segments: None = None
+
+    def open(self, first: Tensor, second: Tensor) -> ContrastLogits:
+        return ContrastLogits(self, first, second)
+
+
+class ContrastLogits:
+    """`first - weight * second`, both `[n, V/TP]`, as a `Source`."""
+
+    recomputed, linear, temperature = True, True, 1.0
+
+    def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
+        self.options, self.tensors, self.shard = options, (first, second), options.shard
+        self.lead, self.count, self.device = first.shape[:1], first.shape[0], first.device
+        self.acc_dtype = torch.float64
+
+    def tiles(self) -> Iterator[ContrastTile]:
+        starts = range(0, self.count, TILE)
+        return (ContrastTile(self, slice(i, min(i + TILE, self.count))) for i in starts)
+
+    def tile_ends(self) -> list[int]:
+        return [tile.rows.stop for tile in self.tiles()]
+
+    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> ContrastGradient:
+        return ContrastGradient(self)
+
+    def backend(self, chunk: Chunk) -> Any:
+        return reference
+
+    def rows_at_a_time(self, width: int, copies: int = 1) -> int:
+        return TILE
+
+    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        return per_token
+
+    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        return per_row
+
+    def pack(self, per_row: Tensor) -> Tensor:
+        return per_row
+
+    def unpack(self, saved: Tensor) -> Tensor:
+        return saved
+
+    def compacted(self, valid_mask: Tensor) -> ContrastLogits:
+        return self
+
+
+class ContrastTile:
+    def __init__(self, source: ContrastLogits, rows: slice) -> None:
+        self.rows, self._shard = rows, source.shard
+        first, second = (x[rows] for x in source.tensors)
+        self._logits = first - source.options.weight * second
+
+    def chunks(self) -> Iterator[Placed]:
+        chunk = Chunk(self._logits, self._shard.valid_width)
+        yield Placed(self.rows, slice(0, self._shard.width), chunk)
+
+    whole_rows = chunks
+
+    def target_logits(self, local_target: Tensor) -> Tensor:
+        found = self._logits.gather(1, local_target.clamp(min=0).unsqueeze(1)).squeeze(1)
+        return torch.where(local_target >= 0, found, 0.0)
+
+    def processed_logits(self, entries: Entries) -> Tensor:
+        found = self._logits[entries.row - self.rows.start, entries.column.clamp(min=0)]
+        return torch.where(entries.column >= 0, found, 0.0)
+
+
+class ContrastGradient:
+    def __init__(self, source: ContrastLogits) -> None:
+        self._weight, self._grad = source.options.weight, torch.zeros_like(source.tensors[0])
+
+    def collect(self, tile: ContrastTile, placed: Placed, write: Callable[..., None]) -> None:
+        write(placed, self._grad[placed.rows])
+
+    def collect_entries(self, tile: ContrastTile, entries: Entries, upstream: Tensor) -> None:
+        own = torch.where(entries.column >= 0, upstream, 0.0)
+        self._grad.index_put_((entries.row, entries.column.clamp(min=0)), own, accumulate=True)
+
+    def end_tile(self, tile: ContrastTile) -> None: ...
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        return self._grad, -self._weight * self._grad
+
+
+def weighted(x: Tensor) -> Tensor:
+    """A sum whose grad_output differs from place to place."""
+    return (x * torch.linspace(-1.0, 2.0, x.numel(), dtype=x.dtype).view_as(x)).sum()
+
+
+def operations(source: Source, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    wanted = Statistics.of(entropy=True, target_rank=True, sum_pi_squared=True)
+    stats = token_stats(source, target, wanted, ignore_index=-100)
+    found = {k: v for k, v in vars(stats).items() if isinstance(v, Tensor)}
+    found["gather"] = gather(source, ids)
+    found["log_softmax"] = gather(source, ids, log_softmax=True)
+    found["values"], found["ids"] = topk(source, 3)
+    return found
+
+
+def expected(logits: Tensor, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    log_p = logits.log_softmax(-1)
+    at = logits.gather(1, target.unsqueeze(1))
+    top = logits.topk(3)
+    return {
+        "logprobs": log_p.gather(1, target.unsqueeze(1)).squeeze(1),
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "target_rank": (logits > at).sum(-1),
+        "lse": logits.logsumexp(-1),
+        "sum_pi_squared": (2 * log_p).exp().sum(-1),
+        "gather": logits.gather(1, ids),
+        "log_softmax": log_p.gather(1, ids),
+        "values": top.values,
+        "ids": top.indices,
+    }
+
+
+def on_a_rank(first: Tensor, second: Tensor, target: Tensor, ids: Tensor) -> dict[str, Any]:
+    """Each result of the operations, and its gradients of this rank's columns."""
+    group: ProcessGroup | None = world_group() if world_size() > 1 else None
+    shard = VocabShard.of(VOCAB // world_size(), group, None)
+    parts = [
+        x.chunk(world_size(), 1)[world_rank()].clone().requires_grad_() for x in (first, second)
+    ]
+    source = ContrastLogits(ContrastOptions(shard, WEIGHT), *parts)
+    return with_gradients(operations(source, target, ids), parts)
+
+
+def with_gradients(found: dict[str, Tensor], inputs: Sequence[Tensor]) -> dict[str, Any]:
+    grads = {
+        name: torch.autograd.grad(weighted(x), inputs, retain_graph=True)
+        for name, x in found.items()
+        if x.requires_grad
+    }
+    return {"values": {name: x.detach() for name, x in found.items()}, "grads": grads}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_operations_take_a_new_source_as_it_is(ranks: Any, tp: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, ROWS, VOCAB, dtype=torch.float64, generator=generator)
+    target = torch.randint(VOCAB, (ROWS,), generator=generator)
+    ids = torch.randint(VOCAB, (ROWS, 2), generator=generator)
+    inputs = [first.clone().requires_grad_(), second.clone().requires_grad_()]
+    wanted = with_gradients(expected(inputs[0] - WEIGHT * inputs[1], target, ids), inputs)
+    for rank, found in enumerate(ranks(tp).run(on_a_rank, first, second, target, ids)):
+        assert found["values"].keys() == wanted["values"].keys()
+        for name, value in wanted["values"].items():
+            torch.testing.assert_close(found["values"][name], value, msg=name)
+        assert found["grads"].keys() == wanted["grads"].keys()
+        for name, grads in wanted["grads"].items():
+            own = tuple(x.chunk(tp, 1)[rank] for x in grads)
+            torch.testing.assert_close(found["grads"][name], own, msg=name)
