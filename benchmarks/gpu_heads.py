@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.gpu_timing import GroupRun, Sizes, graph_timed, sizes
 from mcore_logprobs.bench.cases import CASES, Shape
 from mcore_logprobs.bench.peers import stop_megatron
-from mcore_logprobs.bench.runner import Contender, backward
+from mcore_logprobs.bench.runner import Contender, run_backward
 
 # In the interpreter these take longer to compile than all the rest.
 _SLOW_TO_COMPILE = ("torch.compile", "megatron fused")
@@ -47,7 +47,7 @@ def _case(run: GroupRun, case: str, *, peers: bool, ours: bool = True) -> None:
 
 
 def _step(contender: Contender) -> None:
-    backward(contender, contender.forward(*contender.inputs))
+    run_backward(contender, contender.forward(*contender.inputs))
 
 
 def fused(run: GroupRun) -> None:

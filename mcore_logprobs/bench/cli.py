@@ -140,6 +140,7 @@ def main(
                     report.print_table(work, results)
                 # The contenders hold the inputs: let them go before the next shape.
                 work.contenders.clear()
+                torch.compiler.reset()  # it compiles a formula for eight shapes, and then no more
                 points.append((work, results))
     finally:
         peers.stop_megatron()

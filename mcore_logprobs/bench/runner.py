@@ -142,11 +142,11 @@ def _timed(contender: Contender) -> tuple[float, float]:
     mark = _Clock(_device(contender))
     out = contender.forward(*contender.inputs)
     middle = mark.lap()
-    backward(contender, out)
+    run_backward(contender, out)
     return middle, mark.lap()
 
 
-def backward(contender: Contender, out: Any) -> Sequence[Tensor]:
+def run_backward(contender: Contender, out: Any) -> Sequence[Tensor]:
     """A contender's backward, its own or autograd's; the gradients of the latter."""
     if contender.backward is not None:
         contender.backward()
@@ -205,7 +205,7 @@ def _inspect(contender: Contender) -> Measurement:
     result = Measurement(contender.name, 0.0, None, 0.0, 0.0)
     with Peak(_device(contender)) as peak:
         out = contender.forward(*contender.inputs)
-        grads = backward(contender, out)
+        grads = run_backward(contender, out)
     if contender.is_floor:
         return result
     result.peak = peak.nbytes
@@ -213,7 +213,7 @@ def _inspect(contender: Contender) -> Measurement:
         result.error = contender.check(out.detach(), grads)
     if dist.is_initialized() and dist.get_world_size() > 1:
         with CollectivesMade() as made:
-            backward(contender, contender.forward(*contender.inputs))
+            run_backward(contender, contender.forward(*contender.inputs))
         result.collectives, result.sent = made.names, made.nbytes
     return result
 
