@@ -167,7 +167,7 @@ class PrefixTree:
         return [per_row[path.to(per_row.device)] for path in self.paths]
 
     def sum_of_branches(self, values: Sequence[Tensor]) -> Tensor:
-        """Of each branch `[its length - 1]` -> `[m]`: the sum over the branches with that token.
+        """A tensor `[length - 1]` a branch -> `[m]`: each token's sum over the branches with it.
 
         A loss that is a sum over branches of weight times a function of the log-probability is one
         over rows with these weights.

@@ -32,7 +32,7 @@ def true_vocab_size(args: Any) -> int | None:
 
 
 def _tokenizer_size() -> int | None:
-    """Of the tokenizer that Megatron-LM holds for this process, if it has built one."""
+    """The size of the tokenizer that Megatron-LM holds for this process, if it has built one."""
     holder = sys.modules.get("megatron.training.global_vars")
     tokenizer = getattr(holder, "_GLOBAL_TOKENIZER", None)
     size = getattr(tokenizer, "vocab_size", None)

@@ -61,7 +61,7 @@ class Workload:
 
 @dataclass
 class Measurement:
-    """Of one contender at one shape. Seconds and bytes; spreads are interquartile ranges.
+    """One contender at one shape: seconds and bytes; spreads are interquartile ranges.
 
     Attributes:
         least: the fastest round of forward, of backward and of both. Whatever else a host does

@@ -125,7 +125,7 @@ class CpuCoreAttention(nn.Module):
 def token_positions(
     local_len: int, cp_rank: int, cp_size: int, packed_seq_params: Any, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Of each token that CP rank `cp_rank` holds: (number of its sequence, position in it).
+    """(sequence number, position in it) of each token that CP rank `cp_rank` holds.
 
     Zigzag: a sequence is cut into 2*CP pieces and rank r holds pieces r and 2*CP-1-r; packed
     sequences are cut one by one. Written on its own and not by `mcore_logprobs.context_parallel`,

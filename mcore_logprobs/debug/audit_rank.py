@@ -147,7 +147,7 @@ def _cases(job: Job, rank: int, size: int, group: Any) -> Iterator[dict[str, Any
 
 
 def _inputs(vocab: int, layout: str, scale: float, offset: float) -> dict[str, Tensor]:
-    """The same on every rank; whole logits with an odd number of tokens."""
+    """Inputs, the same on every rank: whole logits with an odd number of tokens."""
     generator = torch.Generator().manual_seed(11)
     shape = (7,) if layout == _LAYOUTS[1] else (2, 5)
     logits = torch.randn(*shape, vocab, generator=generator) * scale + offset

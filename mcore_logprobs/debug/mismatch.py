@@ -160,7 +160,7 @@ def _explained(
     threshold: float,
     notes: Sequence[str],
 ) -> MismatchExplanation:
-    """Of the tokens whose figures are all finite.
+    """The explanation of the tokens whose figures are all finite.
 
     Args:
         parts: each setting that changes, before, after, and by how much, `[tokens]`.

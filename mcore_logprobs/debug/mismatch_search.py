@@ -90,7 +90,7 @@ class Source:
     def of(
         cls, prefix: str, given: Mapping[str, Any], shape: tuple[int, int], weight: Any = None
     ) -> Source | None:
-        """Of the arguments whose names begin with the prefix; None where there are none.
+        """From the arguments whose names begin with the prefix; None where there are none.
 
         Args:
             weight: the head's, where they have none of their own.

@@ -78,7 +78,7 @@ class Kind:
 
 
 def _kind(part: str, formula: Callable[..., Tensor], inputs: str = "") -> Kind:
-    """Of one part; the formula takes the logits, then the inputs that it asks for."""
+    """A kind with one part; the formula takes the logits, then the inputs that it asks for."""
     return Kind((part,), lambda z, x: (formula(z, *([x[inputs]] if inputs else [])),), inputs)
 
 

@@ -195,7 +195,7 @@ def packed_targets(target: Tensor, cu_seqlens: Tensor, cp_group: ProcessGroup | 
 
 
 def packed_places(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Of `[b, length]` outputs: the packed position of each, and whether it is a token's.
+    """(packed position, whether it is a token's) of each of `[b, length]` outputs.
 
     A sequence's last token predicts nothing and has none.
     """
@@ -214,7 +214,7 @@ def whole_logprobs(
     *,
     inference_only: bool,
 ) -> Any:
-    """Of a model run with a patched head and this rank's next tokens: `[b, s - 1]` of all ranks.
+    """Log-probabilities `[b, s - 1]` of whole sequences, by a patched model of this rank's labels.
 
     On a pipeline stage without a head what the model gives. The backward sums over CP.
     """

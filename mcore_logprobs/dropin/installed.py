@@ -235,7 +235,7 @@ def _constant(node: ast.expr) -> ast.expr:
 
 
 def installed(path: Iterable[str] | None = None) -> dict[str, str]:
-    """Of each framework found on `sys.path`, its version and whether its signatures fit ours."""
+    """The version of each framework on `sys.path`, and whether its signatures fit ours."""
     roots = [Path(p or ".") for p in (sys.path if path is None else path)]
     found = {}
     for name, framework in FRAMEWORKS.items():

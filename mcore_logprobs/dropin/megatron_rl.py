@@ -122,7 +122,7 @@ def _for_ranks(packed: Any, cp: Any) -> Any:
 
 
 def _known(params_class: Any, **fields: Any) -> dict[str, Any]:
-    """Those fields that this release's class has."""
+    """The given fields that this release's class has."""
     return {name: x for name, x in fields.items() if name in params_class.__dataclass_fields__}
 
 

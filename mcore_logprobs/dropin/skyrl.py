@@ -126,7 +126,7 @@ def _places(
     attention_mask: Tensor | None,
     sub_seq_lengths: list[list[int]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Of `[b, unpacked_seqlen - 1]` outputs: the packed position of each, and whether it has one.
+    """(packed position, whether it has one) of each of `[b, unpacked_seqlen - 1]` outputs.
 
     A sequence's last token predicts nothing and has none. A host sync for sub_seq_lengths only.
 
@@ -223,7 +223,8 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     temperature: float = 1.0,
     fused_backend: str = "torch",
 ) -> Tensor:
-    """As `from_parallel_logits_to_logprobs_packed_sequences`, from hidden `[1, T/CP, h]`.
+    """Log-probabilities of packed sequences from hidden states `[1, T/CP, h]`; otherwise like
+    `from_parallel_logits_to_logprobs_packed_sequences`.
 
     temperature divides the logits. fused_backend: of no effect; the best available backend
     computes.
@@ -363,7 +364,9 @@ def from_parallel_hidden_to_entropy_packed_sequences(
     chunk_size: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """As `vocab_parallel_entropy_packed_sequences`, from hidden `[1, T/CP, h]`."""
+    """Entropy of packed sequences from hidden states `[1, T/CP, h]`; otherwise like
+    `vocab_parallel_entropy_packed_sequences`.
+    """
     entropy = _fused_vocab_parallel_entropy_from_hidden(
         hidden, lm_head_weight, tp_group, chunk_size, temperature
     )[0]

@@ -73,7 +73,7 @@ class TokenOrder:
         return self._swapped(per_token)
 
     def broadcast_to_head(self, x: Tensor, name: str) -> Tensor:
-        """The same of a tensor that broadcasts to the tokens' shape."""
+        """A tensor that broadcasts to the tokens' shape, in the head's order."""
         try:
             return self._swapped(x.expand(self.shape))
         except RuntimeError as error:
@@ -190,7 +190,7 @@ class Teacher:
 
     @property
     def divergence(self) -> TopKDivergence:
-        """Of a top-k; made for the others too, as it checks the kind and beta."""
+        """Of a teacher's top-k; made for whole teachers too, as it checks kind and beta."""
         return TopKDivergence.of(self.kind, self.beta, self.tail, self.generalized)
 
     def __post_init__(self) -> None:

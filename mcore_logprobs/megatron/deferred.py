@@ -158,7 +158,7 @@ class DeferredLogits:
         return False
 
     def scaled(self, factor: float, apply: Callable[[Tensor], Tensor]) -> DeferredLogits:
-        """The same logits times `factor`; `apply` does it to real ones."""
+        """These logits times `factor`; `apply` scales real ones."""
         return DeferredLogits(
             hidden=self.hidden,
             weight=self.weight,

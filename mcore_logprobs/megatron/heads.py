@@ -136,7 +136,7 @@ def layer_report(
     softcap: float | None,
     gathered_by_then: bool = False,
 ) -> HeadReport:
-    """The same for an output layer, the weight it is called with, and what scales its logits.
+    """The report of an output layer, the weight it is called with, and what scales its logits.
 
     `gathered_by_then`: a weight that FSDP has sharded counts as what it is in a forward.
     """

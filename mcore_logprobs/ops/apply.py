@@ -83,7 +83,7 @@ class Operation:
         return 0.0
 
     def non_differentiable(self, place: int) -> bool:
-        """Of a floating-point result."""
+        """Whether a floating-point result carries no gradient."""
         return False
 
     def write_dlogits(
@@ -183,7 +183,7 @@ def _opened(options: Any, counts: Sequence[int], tensors: Tensors) -> tuple[Any,
 
 
 def grid_entries(local_ids: Tensor, tile: Tile) -> Entries:
-    """Of `[n, k]` columns, k entries a row: those of a tile."""
+    """The entries of one tile, from `[n, k]` columns: k a row."""
     own = local_ids[tile.rows]
     row = torch.arange(tile.rows.start, tile.rows.stop, device=own.device)
     return Entries(row.repeat_interleave(own.shape[1]), own.reshape(-1))
@@ -331,7 +331,7 @@ def finalize_shards(
 def finalize_shards_with(
     stats: Tensor, numbers: Tensor, spec: StatsSpec, group: ProcessGroup | None
 ) -> tuple[FinalStats, Tensor]:
-    """The same, and numbers `[n, j]` summed over the ranks, which are sent along.
+    """`finalize_shards`, and numbers `[n, j]` summed over the ranks in the same all-gather.
 
     j is small, and a second collective costs more than the bytes.
     """

@@ -138,7 +138,7 @@ class _Pairs:
         self._tiles = iter(teacher.tiles()) if isinstance(teacher, HeadLogits) else None
 
     def of(self, tile: Any) -> Iterator[tuple[Placed, Chunk]]:
-        """Of a tile of the student's, one after the other."""
+        """Chunks of a tile of the student's, one after the other."""
         student = self._student
         if isinstance(student, GivenLogits):
             for rows, blocks, chunk_of in self._beside_given(student):

@@ -91,7 +91,8 @@ def replay(
     places: Tensor | None = None,
     ignore_index: int | None = -100,
 ) -> Tensor:
-    """As `vocab_parallel_sampling_logprobs` says of `kept_ids`, of any source.
+    """Log-probabilities over each row's kept ids, of any source; `vocab_parallel_sampling_logprobs`
+    describes `kept_ids`.
 
     Args:
         places: `[*lead]` int64, which row of the record is each token's; None: in their order.

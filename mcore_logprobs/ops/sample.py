@@ -137,7 +137,7 @@ class _Kept:
 
 
 class _Best:
-    """Of each row the largest score on this rank, its global id and its logit."""
+    """The largest score of each row on this rank, its global id and its logit."""
 
     def __init__(self, source: Any, stream: Tensor, greedy: Tensor) -> None:
         self._source, self._stream, self._greedy = source, stream, greedy
