@@ -223,7 +223,7 @@ def test_operators_declare_what_they_do():
         (gradient._grad, (chunk, columns[:, :1], upstream[:, :1], shift, coef, SPEC, out)),
         (gradient._grad, (other, columns, upstream, None, None, ranked, out)),
         (pair_statistics._pair_stats, (chunk, other, "reverse", 0.5)),
-        (pair_statistics._pair_sums, (chunk, other, norm, norm, 0.5)),
+        (pair_statistics._pair_sums, (chunk, other, norm, norm, "jsd", 0.5)),
         (pair_gradient._pair_grad, (chunk, other, norm, norm, shift, rows, "jsd", 0.5, out)),
     ):
         torch.library.opcheck(operator, arguments(*given), test_utils=checks)
