@@ -38,6 +38,8 @@ PY
     local status=$? part
     # shellcheck disable=SC1091
     [ "$status" -ne 0 ] || source "$venv/bin/activate"
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX=$venv/pycache
     for part in "$@"; do
         [ "$status" -ne 0 ] || "_add_$part" "$root" || status=1
     done
@@ -45,7 +47,8 @@ PY
     return "$status"
 }
 
-# Bytecode is compiled as modules are imported: compiling all of it would take longer than the rest.
+# Bytecode is compiled as modules are imported: compiling all of it would take longer than the rest. It
+# is kept in the environment, also where PYTHONDONTWRITEBYTECODE is set: every process imports torch.
 _pip() { python -m pip --disable-pip-version-check -q "$@"; }
 _install() { _pip install --no-compile -c "$VIRTUAL_ENV/constraints.txt" "$@"; }
 
