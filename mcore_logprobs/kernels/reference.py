@@ -113,14 +113,14 @@ def _reduce_blocks(z: Tensor, memory: Tensor | None, spec: StatsSpec, out: Tenso
     part = spec.named(out, dim=1)
     block_max = z.amax(-1)
     part["max"].copy_(block_max.t())
+    base = torch.where(block_max.isneginf(), 0.0, block_max).unsqueeze(-1)
     if spec.smoothing:
         is_finite = ~z.isneginf()
         part["finite"].copy_(is_finite.sum(-1).t())
         # In fresh memory, so that how z lies does not decide how it is added.
-        finite = torch.where(is_finite, z, 0.0).contiguous()
+        finite = torch.where(is_finite, z - base, 0.0).contiguous()
         part["zsum"].copy_(finite.sum(-1).t())
         del finite
-    base = torch.where(block_max.isneginf(), 0.0, block_max).unsqueeze(-1)
     shifted = torch.sub(z, base, out=memory)
     weight = shifted.clamp_(min=LOG_ZERO).exp() if spec.entropy else shifted.exp_()
     part["sum"].copy_(weight.sum(-1).t())

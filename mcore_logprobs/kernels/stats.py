@@ -10,10 +10,10 @@ Of the processed logits z of some columns of one row (`kernels.chunk`) are taken
     target  z[target], or 0             entropy  e = sum (z - m) exp(z - m)
     squares sum exp(2 (z - m))
     higher  how many columns but the target's have z > z[target]
-    zsum    sum of the finite z         finite   how many z are finite
+    zsum    sum of the finite z - m     finite   how many z are finite
 
-`entropy` is about the block's own maximum, unlike the textbook's sum z exp(z - m), so that logits
-near 1e4 do not cancel. All but `max` add up over shards once they refer to the same maximum.
+`entropy` and `zsum` are about the block's own maximum, unlike the textbook's sum z exp(z - m), so
+that logits near 1e4 do not cancel. All but `max` add up over shards once they refer to the same maximum.
 """
 
 from __future__ import annotations
@@ -126,6 +126,9 @@ def merge(stats: Tensor, spec: StatsSpec, *, ordered: bool = False) -> Tensor:
         whole["entropy"].copy_(total((part["entropy"] + shift * part["sum"]) * weight))
     if spec.sum_pi_squared:
         whole["squares"].copy_(total(part["squares"] * weight.square()))
+    if spec.smoothing:
+        moved = torch.where(part["finite"] > 0, part["max"] - row_max, 0.0)
+        whole["zsum"].copy_(total(part["zsum"] + moved * part["finite"]))
     return merged
 
 
@@ -219,7 +222,7 @@ def finalize(stats: Tensor, spec: StatsSpec, label_smoothing: float = 0.0) -> Fi
     if label_smoothing > 0.0:
         assert finite is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, finite)
-        logprobs = target_weight * logprobs + other_weight * (row["zsum"] - finite * lse)
+        logprobs = target_weight * logprobs + other_weight * (row["zsum"] - finite * log_sum)
     return FinalStats(
         RowResults(logprobs, entropy, rank, lse, sum_pi_squared),
         SoftmaxStats(row_max, log_sum, entropy, finite, sum_pi_squared),

@@ -40,13 +40,19 @@ __all__ = ["launch_stats", "stats", "stats_kernel"]
 
 
 @triton.jit
+def _moved(before, base, finite):
+    """What a sum of `finite` differences from one maximum gains when it is about another."""
+    return tl.where(finite > 0, before - base, 0.0) * finite.to(tl.float32)
+
+
+@triton.jit
 def _accumulate(
     group_max,  # [groups], the running maximum of z
     total,  # [groups], sum exp(z - group_max)
     weighted,  # [groups], sum (z - group_max) exp(z - group_max)
     squares,  # [groups], sum exp(2 (z - group_max))
     higher,  # [groups] int32
-    zsum,  # [groups]
+    zsum,  # [groups], sum (z - group_max) of the finite z
     finite,  # [groups] int32
     y,  # [groups, lanes], raw logits; -inf where masked
     bias_ptr,
@@ -79,10 +85,6 @@ def _accumulate(
             higher += tl.sum((y > limit).to(tl.int32), 1)
         else:
             higher += tl.sum((z > limit).to(tl.int32), 1)
-    if SMOOTHING:
-        is_finite = z != float("-inf")
-        zsum += tl.sum(tl.where(is_finite, z, 0.0), 1)
-        finite += tl.sum(is_finite.to(tl.int32), 1)
 
     new_max = tl.maximum(group_max, tl.max(z, 1))
     # Where all is -inf so far, about 0: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN.
@@ -90,6 +92,11 @@ def _accumulate(
     shifted = z - base[:, None]
     weight = exp(shifted)
     decay = exp(group_max - base)
+    if SMOOTHING:
+        is_finite = z != float("-inf")
+        zsum += _moved(group_max, base, finite)
+        zsum += tl.sum(tl.where(is_finite, shifted, 0.0), 1)
+        finite += tl.sum(is_finite.to(tl.int32), 1)
     if ENTROPY:
         # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
         moved = clamped(group_max - base)
@@ -218,6 +225,7 @@ def stats_kernel(
         counted = (own & (own_value > limit)).to(tl.int32)
         tl.store(out + HIGHER * rows, (tl.sum(higher, 0) - counted).to(tl.float32))
     if ZSUM >= 0:
+        zsum += _moved(group_max, base, finite)
         tl.store(out + ZSUM * rows, tl.sum(zsum, 0))
         tl.store(out + FINITE * rows, tl.sum(finite, 0).to(tl.float32))
 
