@@ -96,22 +96,34 @@ stage() {  # stage NAME COMMAND...: runs the command and remembers whether it fa
 }
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-# Two processes share the cores: gloo ranks wait for each other, and one side's work fills the gaps.
-beside=(tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel)
+# Three processes share the cores: gloo ranks wait for each other, and another's work fills the gaps.
+# The third has what these two leave.
+parts=(
+    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel"
+    "tests/kernels tests/bench tests/examples"
+)
 tests() {
     if [ "$#" -gt 0 ]; then
-        "${run_pytest[@]}" --durations=10 "$@" 2>&1 | tee "$logs/1"
+        "${run_pytest[@]}" --durations=10 "$@" 2>&1 | tee "$logs/0"
         return "${PIPESTATUS[0]}"
     fi
-    local both=0
-    "${run_pytest[@]}" --durations=10 ${selected[@]+"${selected[@]}"} "${beside[@]}" >"$logs/2" 2>&1 &
-    "${run_pytest[@]}" --durations=10 ${selected[@]+"${selected[@]}"} "${beside[@]/#/--ignore=}" 2>&1 | tee "$logs/1"
-    both=${PIPESTATUS[0]}
-    wait $! || both=1
-    echo "-- ${beside[*]}"
-    cat "$logs/2"
+    local status=0 number=0 part others=() pids=()
+    for part in "${parts[@]}"; do
+        number=$((number + 1))
+        # shellcheck disable=SC2086
+        "${run_pytest[@]}" --durations=10 ${selected[@]+"${selected[@]}"} $part >"$logs/$number" 2>&1 &
+        pids+=($!)
+        for part in $part; do others+=("--ignore=$part"); done
+    done
+    "${run_pytest[@]}" --durations=10 ${selected[@]+"${selected[@]}"} "${others[@]}" 2>&1 | tee "$logs/0"
+    status=${PIPESTATUS[0]}
+    for number in "${!pids[@]}"; do
+        wait "${pids[$number]}" || status=1
+        echo "-- ${parts[$number]}"
+        cat "$logs/$((number + 1))"
+    done
     [ -n "${all:-}" ] || echo "-- deselected: tests marked night, which bash tests/run.sh --all runs"
-    return "$both"
+    return "$status"
 }
 
 stage ruff-check python -m ruff check .

@@ -13,7 +13,8 @@ Of the processed logits z of some columns of one row (`kernels.chunk`) are taken
     zsum    sum of the finite z - m     finite   how many z are finite
 
 `entropy` and `zsum` are about the block's own maximum, unlike the textbook's sum z exp(z - m), so
-that logits near 1e4 do not cancel. All but `max` add up over shards once they refer to the same maximum.
+that logits near 1e4 do not cancel. All but `max` add up over shards once they refer to the same
+maximum.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.sampling import filtered_stats
+from mcore_logprobs.ops.sampling import Filters, filtered_stats
+from mcore_logprobs.ops.token_stats import Statistics
 from tests.helpers.shards import make_target, world_rank, world_size
 
 
@@ -35,9 +36,13 @@ def linear_filtered_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, **options: Any
 ) -> TokenStats:
     """What a patched model with filters computes, of a head given by keywords."""
-    names = ("top_k", "top_p", "entropy", "target_rank", "sum_pi_squared", "ignore_index")
-    filters = {name: options.pop(name) for name in names if name in options}
-    return filtered_stats(head_logits(hidden, weight, **options), target, **filters)
+    names = ("entropy", "target_rank", "sum_pi_squared")
+    wanted = Statistics.of(**{name: options.pop(name) for name in names if name in options})
+    top_k, top_p = options.pop("top_k", None), options.pop("top_p", 1.0)
+    ignore_index = options.pop("ignore_index", -100)
+    source = head_logits(hidden, weight, **options)
+    filters = Filters.of(top_k, top_p, source.shard)
+    return filtered_stats(source, target, filters, wanted, ignore_index)
 
 
 def make_problem(

@@ -40,23 +40,18 @@ __all__ = ["launch_stats", "stats", "stats_kernel"]
 
 
 @triton.jit
-def _moved(before, base, finite):
-    """What a sum of `finite` differences from one maximum gains when it is about another."""
-    return tl.where(finite > 0, before - base, 0.0) * finite.to(tl.float32)
-
-
-@triton.jit
 def _accumulate(
     group_max,  # [groups], the running maximum of z
     total,  # [groups], sum exp(z - group_max)
     weighted,  # [groups], sum (z - group_max) exp(z - group_max)
     squares,  # [groups], sum exp(2 (z - group_max))
     higher,  # [groups] int32
-    zsum,  # [groups], sum (z - group_max) of the finite z
+    zsum,  # [groups], sum (z - pivot) of the finite z
     finite,  # [groups] int32
     y,  # [groups, lanes], raw logits; -inf where masked
     bias_ptr,
     limit,
+    pivot,
     start,
     stop,
     scale,
@@ -85,6 +80,10 @@ def _accumulate(
             higher += tl.sum((y > limit).to(tl.int32), 1)
         else:
             higher += tl.sum((z > limit).to(tl.int32), 1)
+    if SMOOTHING:
+        is_finite = z != float("-inf")
+        zsum += tl.sum(tl.where(is_finite, z - pivot, 0.0), 1)
+        finite += tl.sum(is_finite.to(tl.int32), 1)
 
     new_max = tl.maximum(group_max, tl.max(z, 1))
     # Where all is -inf so far, about 0: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN.
@@ -92,11 +91,6 @@ def _accumulate(
     shifted = z - base[:, None]
     weight = exp(shifted)
     decay = exp(group_max - base)
-    if SMOOTHING:
-        is_finite = z != float("-inf")
-        zsum += _moved(group_max, base, finite)
-        zsum += tl.sum(tl.where(is_finite, shifted, 0.0), 1)
-        finite += tl.sum(is_finite.to(tl.int32), 1)
     if ENTROPY:
         # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
         moved = clamped(group_max - base)
@@ -162,6 +156,14 @@ def stats_kernel(
         if bias_ptr is None:
             limit = limit.to(logits_ptr.dtype.element_ty).to(tl.float32)
 
+    # What logits are summed about: any number near theirs.
+    pivot = 0.0
+    if ZSUM >= 0:
+        some = start < stop
+        first = tl.load(row_ptr + start, mask=some, other=0.0).to(tl.float32)
+        first, _ = processed(first, bias_ptr, start, some, scale, softcap, temperature, HAS_SOFTCAP)
+        pivot = tl.where(tl.abs(first) < float("inf"), first, 0.0)
+
     group_max = tl.full([GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
     weighted = tl.zeros([GROUPS], tl.float32)
@@ -176,24 +178,24 @@ def stats_kernel(
     for at in tl.range(start, whole, TILE, num_stages=3):
         y = tl.load(row_ptr + at + offsets)
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, at,
-            end, scale, softcap, temperature, False, LANES, GROUPS,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
+            at, end, scale, softcap, temperature, False, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
     if whole < end:
         rest = whole + offsets
         y = tl.load(row_ptr + rest, mask=rest < end, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, whole,
-            end, scale, softcap, temperature, True, LANES, GROUPS,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
+            whole, end, scale, softcap, temperature, True, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
     if end < stop:  # under UNIT columns, one a group
         rest = end + tl.arange(0, GROUPS)[:, None]
         y = tl.load(row_ptr + rest, mask=rest < stop, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, end,
-            stop, scale, softcap, temperature, True, 1, GROUPS,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
+            end, stop, scale, softcap, temperature, True, 1, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
 
@@ -225,9 +227,9 @@ def stats_kernel(
         counted = (own & (own_value > limit)).to(tl.int32)
         tl.store(out + HIGHER * rows, (tl.sum(higher, 0) - counted).to(tl.float32))
     if ZSUM >= 0:
-        zsum += _moved(group_max, base, finite)
-        tl.store(out + ZSUM * rows, tl.sum(zsum, 0))
-        tl.store(out + FINITE * rows, tl.sum(finite, 0).to(tl.float32))
+        count = tl.sum(finite, 0).to(tl.float32)
+        tl.store(out + ZSUM * rows, tl.sum(zsum, 0) + count * (pivot - base))
+        tl.store(out + FINITE * rows, count)
 
 
 # What the kernel stores; its constants have these names in capitals.
