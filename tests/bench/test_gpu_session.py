@@ -39,6 +39,7 @@ def _python(arguments: list[str], seconds: float) -> tuple[subprocess.CompletedP
 
 
 @pytest.mark.timeout(330)
+@pytest.mark.night
 def test_every_group_runs_at_tiny_sizes(tmp_path: Path) -> None:
     arguments = ["--deadline", "270", "--out", str(tmp_path), "--small"]
     done, took = _python(["-m", "benchmarks.gpu_session", *arguments], 290)
