@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class TokenOrder:
         """The caller's."""
         return self.batch if self.rows is None else self.rows.shape
 
-    @property
+    @cached_property
     def head_rows(self) -> Tensor | None:
         """The rows as flat indices into the head's `[s, b]`."""
         if self.rows is None:
@@ -58,8 +59,8 @@ class TokenOrder:
         places = torch.arange(self.shape.numel(), device=device)
         return self.to_head(places.view(self.shape))
 
-    def to_head(self, per_token: Tensor, name: str = "") -> Tensor:
-        """Contiguous `[s, b, ...]` of `[b, s, ...]`.
+    def view_in_head(self, per_token: Tensor, name: str) -> Tensor:
+        """`[s, b, ...]` of `[b, s, ...]`, without a copy.
 
         Raises:
             ValueError: a shape that does not start with the tokens'.
@@ -72,10 +73,14 @@ class TokenOrder:
             )
         return self._swapped(per_token)
 
+    def to_head(self, per_token: Tensor, name: str = "") -> Tensor:
+        """The same, contiguous."""
+        return self.view_in_head(per_token, name).contiguous()
+
     def broadcast_to_head(self, x: Tensor, name: str) -> Tensor:
         """A tensor that broadcasts to the tokens' shape, in the head's order."""
         try:
-            return self._swapped(x.expand(self.shape))
+            return self._swapped(x.expand(self.shape)).contiguous()
         except RuntimeError as error:
             whose = "labels'" if self.rows is None else "rows'"
             raise ValueError(
@@ -85,10 +90,10 @@ class TokenOrder:
 
     def from_head(self, per_token: Tensor) -> Tensor:
         """The inverse of `to_head`."""
-        return self._swapped(per_token)
+        return self._swapped(per_token).contiguous()
 
     def _swapped(self, x: Tensor) -> Tensor:
-        return x.contiguous() if self.rows is not None else x.transpose(0, 1).contiguous()
+        return x.transpose(0, 1) if self.rows is None else x
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,7 @@ class Call:
 
     def __post_init__(self) -> None:
         config = self.config
-        if self.rows is not None and config.compact:
+        if self.rows is not None and config.compact and self.draw is None:
             raise ValueError("rows: expected compact=False, as rows say what is computed")
         if self.kept_ids is not None:
             replaced = {

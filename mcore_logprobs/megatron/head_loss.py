@@ -204,16 +204,11 @@ class _Asked:
             )
             ids = ids.masked_fill(~keep.unsqueeze(-1), NO_ID)
             return topk_kl_div(source, logprobs, ids, teacher.divergence, NO_ID)
-        temperature = source.options.temperature
-        if source.tensors[-1] is not None:
-            temperature = source.tensors[-1]
-        if teacher.temperature is not None:
-            temperature = teacher.temperature
-            if isinstance(temperature, Tensor):
-                temperature = tokens.broadcast_to_head(temperature, "teacher_temperature")
-        logits = teacher.logits
-        if logits is not None:
-            logits = tokens.to_head(logits, "teacher_logits")
+        temperature, logits = teacher.temperature, teacher.logits
+        if isinstance(temperature, Tensor):
+            temperature = tokens.broadcast_to_head(temperature, "teacher_temperature")
+        if logits is not None:  # as large as the student's would be: not copied
+            logits = tokens.view_in_head(logits, "teacher_logits")
         other = any_teacher(
             source,
             logits=logits,

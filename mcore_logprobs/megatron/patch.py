@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from mcore_logprobs.megatron.heads import (
     say_left_out,
 )
 from mcore_logprobs.ops.lora import LoRAInput
+from mcore_logprobs.ops.rows import check_rows
 
 
 def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
@@ -271,11 +271,12 @@ class PatchHandle:
         ):
             got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(f"target: expected a tensor of integers {shape}, got {got}")
-        self._check_rows(rows)
-        if rows is not None and rows.shape != target.shape:
-            raise ValueError(
-                f"target: expected rows' shape {tuple(rows.shape)}, got {tuple(target.shape)}"
-            )
+        if rows is not None:
+            rows = check_rows(rows, None)
+            if rows.shape != target.shape:
+                raise ValueError(
+                    f"target: expected rows' shape {tuple(rows.shape)}, got {tuple(target.shape)}"
+                )
         with self._during(lambda call: replace(call, target=target, rows=rows)):
             yield
 
@@ -399,18 +400,10 @@ class PatchHandle:
                 of another kind; in the call what `linear_sample` raises.
         """
         draw = Draw(seed, top_k, top_p, temperature)
-        self._check_rows(rows)
+        if rows is not None:
+            rows = check_rows(rows, None)
         with self._during(lambda call: replace(call, draw=draw, rows=rows)):
             yield
-
-    def _check_rows(self, rows: Tensor | None) -> None:
-        if rows is None:
-            return
-        if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-            got = type(rows).__name__
-            if isinstance(rows, Tensor):
-                got = f"{rows.dtype} of shape {tuple(rows.shape)}"
-            raise ValueError(f"rows: expected int64 of shape [m] or None, got {got}")
 
     @contextlib.contextmanager
     def _during(self, change: Callable[[Call], Call]) -> Iterator[None]:

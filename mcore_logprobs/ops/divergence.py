@@ -32,7 +32,7 @@ from mcore_logprobs.ops.gather import masked_source
 from mcore_logprobs.ops.head import HeadLogits, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.lora import LoRAInput
-from mcore_logprobs.ops.source import GivenLogits, Placed, Source, given_logits
+from mcore_logprobs.ops.source import GivenLogits, Placed, given_logits, token_temperature
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -327,8 +327,6 @@ def _both_given(
     shared: LogitsKeywords,
 ) -> tuple[GivenLogits, GivenLogits]:
     student = given_logits(student_logits, name="student_logits", **shared)
-    if teacher_temperature is None:
-        teacher_temperature = shared.get("temperature", 1.0)
     teacher = given_teacher(
         student,
         teacher_logits,
@@ -339,10 +337,17 @@ def _both_given(
     return student, teacher
 
 
-def given_teacher(student: Source, teacher_logits: Tensor, **options: Any) -> GivenLogits:
-    """A teacher's logits, checked against the student's source."""
+def given_teacher(
+    student: Any,
+    teacher_logits: Tensor,
+    *,
+    temperature: float | Tensor | None,
+    **options: Any,
+) -> GivenLogits:
+    """A teacher's logits, checked against the student's source, whose temperature None is."""
     teacher = given_logits(
         teacher_logits,
+        temperature=token_temperature(student) if temperature is None else temperature,
         tp_group=student.shard.group,
         name="teacher_logits",
         prefix="teacher_",
@@ -417,8 +422,6 @@ def linear_kl_div(
             teacher_logits, shared.get("tp_group"), "teacher_logits"
         )
     student = head_logits(hidden, weight, **shared)
-    if teacher_temperature is None:
-        teacher_temperature = shared.get("temperature", 1.0)
     teacher = any_teacher(
         student,
         logits=teacher_logits,
@@ -437,11 +440,12 @@ def linear_kl_div(
 
 
 def any_teacher(
-    student: Source,
+    student: Any,
     *,
     logits: Tensor | None,
     hidden: Tensor | None,
     weight: Tensor | None,
+    temperature: float | Tensor | None,
     bias: Tensor | None = None,
     lora: LoRAInput | None = None,
     rows: Tensor | None = None,
@@ -463,7 +467,7 @@ def any_teacher(
             raise ValueError("teacher_bias: expected None with teacher_logits")
         if lora is not None:
             raise ValueError("teacher_lora: expected None with teacher_logits")
-        return given_teacher(student, logits, **options)
+        return given_teacher(student, logits, temperature=temperature, **options)
     if sequence_parallel is None:
         sequence_parallel = getattr(student.options, "sequence_parallel", False)
     logits_dtype = getattr(student.options, "logits_dtype", torch.float32)
@@ -473,6 +477,7 @@ def any_teacher(
         bias=bias,
         lora=lora,
         rows=rows,
+        temperature=token_temperature(student) if temperature is None else temperature,
         logits_dtype=torch.float32 if logits_dtype == torch.float64 else logits_dtype,
         tp_group=student.shard.group,
         prefix="teacher_",

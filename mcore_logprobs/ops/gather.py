@@ -42,7 +42,7 @@ from mcore_logprobs.ops.arguments import (
 )
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits
+from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits, token_temperature
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -154,19 +154,21 @@ def _entries(
 
 
 def topk_distill(
-    source: Source,
+    source: Any,
     teacher_topk_logits: Tensor,
     teacher_topk_ids: Tensor,
     *,
-    normalize: str = "vocab",
-    entropy: bool = False,
-    mask: Tensor | None = None,
-    teacher_temperature: float | Tensor = 1.0,
+    normalize: str,
+    entropy: bool,
+    mask: Tensor | None,
+    teacher_temperature: float | Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`vocab_parallel_topk_distill` of any source."""
     check_choice("normalize", normalize, NORMALIZATIONS)
     check_flag("entropy", entropy)
     lead, device = source.lead, source.device
+    if teacher_temperature is None:
+        teacher_temperature = token_temperature(source)
     own = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")
     teacher = unwrap_rows(teacher_topk_logits, "teacher_topk_logits")
     check_float_tensor("teacher_topk_logits", teacher, min_dim=1)
@@ -338,8 +340,6 @@ def vocab_parallel_topk_distill(
             and on CPU ids outside [0, vocab_size) (on CUDA a device-side assert).
     """
     source = given_logits(student_logits, name="student_logits", **shared)
-    if teacher_temperature is None:
-        teacher_temperature = shared.get("temperature", 1.0)
     return topk_distill(
         source,
         teacher_topk_logits,
@@ -388,8 +388,6 @@ def linear_topk_distill(
             `linear_token_stats`.
     """
     source = head_logits(hidden, weight, **shared)
-    if teacher_temperature is None:
-        teacher_temperature = shared.get("temperature", 1.0)
     return topk_distill(
         source,
         teacher_topk_logits,

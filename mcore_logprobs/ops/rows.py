@@ -105,9 +105,11 @@ def even_parts(total: int, most: int, step: int) -> int:
 # ---- rows that are named or found --------------------------------------------------------------
 
 
-def check_rows(rows: Any, count: int) -> Tensor:
-    """int64 `[m]` in [0, count), on its own device, or a ValueError (a CUDA tensor's values are
-    looked at once they are on the host).
+def check_rows(rows: Any, count: int | None) -> Tensor:
+    """int64 `[m]` in [0, count), on the host, or a ValueError; a CUDA tensor is copied there.
+
+    Args:
+        count: of the rows there are; None: not known yet, and the values are not looked at.
     """
     if not isinstance(rows, Tensor):
         raise ValueError(f"rows: expected a torch.Tensor or None, got {type(rows).__name__}")
@@ -116,7 +118,9 @@ def check_rows(rows: Any, count: int) -> Tensor:
             f"rows: expected int64 of shape [m], got {rows.dtype} of shape {tuple(rows.shape)}"
         )
     rows = rows.detach().cpu()  # a host sync where it is not there already
-    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= count):
+    if count is None or rows.numel() == 0:
+        return rows
+    if int(rows.min()) < 0 or int(rows.max()) >= count:
         bad = rows[(rows < 0) | (rows >= count)]
         raise ValueError(f"rows: expected indices in [0, {count}), got {bad[:8].tolist()}")
     return rows

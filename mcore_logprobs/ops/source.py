@@ -426,6 +426,12 @@ def given_logits(
     return options.open(logits, temperature if isinstance(temperature, Tensor) else None)
 
 
+def token_temperature(source: Any) -> float | Tensor:
+    """The temperature as a caller gives it: a number, or `[*lead]` where tokens have their own."""
+    own = source.tensors[-1]
+    return source.options.temperature if own is None else own
+
+
 def check_segments(shard: VocabShard, invariant_segments: int | None) -> Segments | None:
     """The segments that a call asks for, checked against its shard; see `Segments.of`."""
     check_optional_count("invariant_segments", invariant_segments)

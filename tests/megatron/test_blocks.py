@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from mcore_logprobs import LogprobConfig, TokenStats, patch_model
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
 from mcore_logprobs.ops.sample import gumbel_noise, streams
+from tests.helpers.memory import TensorsMade
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, tiny_config, worst
 from tests.megatron.test_hybrid import hybrid_config
 from tests.megatron.test_policy_loss import gradients
@@ -250,7 +252,9 @@ def of_samples(step: Step, with_rows: bool, filters: dict[str, Any]) -> dict[str
     rows = step.rows if with_rows else None
     with torch.no_grad():
         z = picked(step.logits(), rows) / 0.8
-        with patch_model(step.model, LogprobConfig(temperature=0.8, **filters)) as handle:
+        # compact is of labels, which there are none of.
+        config = LogprobConfig(temperature=0.8, compact=True, **filters)
+        with patch_model(step.model, config) as handle:
             with handle.sample(5, rows=rows):
                 ids, logprobs = step.model(**step.inputs)
             with handle.sample(5, rows=rows, temperature=0.0):
@@ -495,3 +499,27 @@ def pipelined() -> dict[str, float]:
 def test_in_a_pipeline(ranks):
     for errors in ranks(2).run(pipelined):
         assert max(errors.values()) < LIMIT
+
+
+def largest_of_the_vocabulary() -> int:
+    """Rows of the largest tensor over the vocabulary that a call with a teacher's logits makes."""
+    with megatron() as parallel_state:
+        step = Step(parallel_state, {}, "gpt", "")
+        teacher = step.random(*step.shape, VOCAB)
+        with (
+            patch_model(step.model, LogprobConfig(chunk_size=4)) as handle,
+            handle.divergence("reverse", teacher_logits=teacher),
+            TensorsMade() as made,
+        ):
+            step.model(**step.inputs, labels=step.labels).divergence.sum().backward()
+        weight = (VOCAB, step.model.config.hidden_size)
+        return max(
+            math.prod(x.shape[:-1])
+            for x in made.made
+            if x.shape[-1:] == (VOCAB,) and x.shape != weight
+        )
+
+
+def test_a_teacher_s_logits_are_not_copied(ranks):
+    (rows,) = ranks(1).run(largest_of_the_vocabulary)
+    assert rows == 4  # of 48

@@ -1,0 +1,305 @@
+"""Losses: settings by default and out of range, tensors that do not fit, what stays visible."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_logprobs import losses
+
+NAN = float("nan")
+# A class, or a function of so many tensors; a setting; values that it refuses by name.
+REFUSED: list[tuple[str, int, str, tuple]] = [
+    ("ClippedLoss", 0, "clip_low", (-0.1, 1.0)),
+    ("ClippedLoss", 0, "clip_high", (-0.1, NAN, "a")),
+    ("ClippedLoss", 0, "dual_clip", (1.0, "a")),
+    ("ClippedLoss", 0, "kl", ("k4", ["k3"])),
+    ("ClippedLoss", 0, "kl_coef", ("a", math.inf, -1.0)),
+    ("ClippedLoss", 0, "weighted", ("no",)),
+    ("ClippedLoss", 0, "entropy_coef", (NAN,)),
+    ("SFTLoss", 0, "weighted", (1,)),
+    ("CISPOLoss", 0, "clip_high", (-1,)),
+    ("CISPOLoss", 0, "clip_low", (2.0,)),
+    ("GSPOLoss", 0, "clip_low", (-1,)),
+    ("IcePopLoss", 0, "low", (6.0,)),
+    ("IcePopLoss", 0, "high", (NAN,)),
+    ("IcePopLoss", 0, "clip_low", (1.0,)),
+    ("SAPOLoss", 0, "tau_pos", (0.0,)),
+    ("SAPOLoss", 0, "tau_neg", (-1.0,)),
+    ("SPOLoss", 0, "clip", (0.0,)),
+    ("IPOLoss", 0, "threshold", (-1.0,)),
+    ("DPPOLoss", 0, "divergence", ("js",)),
+    ("DPPOLoss", 0, "cap", (None,)),
+    ("DistillationLoss", 0, "cap", (0.0,)),
+    ("DistillationLoss", 0, "kl", ("k4",)),
+    ("GMPOLoss", 0, "clip_low", (-0.1,)),
+    ("TOPRLoss", 0, "level", ("batch",)),
+    ("VESPOLoss", 0, "k_neg", (0.0,)),
+    ("DROLoss", 0, "tau", (0.0,)),
+    ("KimiLoss", 0, "level", (None,)),
+    ("FIPOLoss", 0, "weighted", (False,)),
+    ("FIPOLoss", 0, "half_life", (0.0,)),
+    ("FIPOLoss", 0, "clip_low", (1.0,)),
+    ("M2POLoss", 0, "threshold", (0.0,)),
+    ("ClipCovLoss", 0, "share", (0.0,)),
+    ("ClipCovLoss", 0, "low", (6.0,)),
+    ("ClipCovLoss", 0, "clip_high", (-1.0,)),
+    ("ClipCovLoss", 0, "seed", (0.5,)),
+    ("KLCovLoss", 0, "kl_coef", (-1.0,)),
+    ("AdaptiveEntropy", 0, "value", (2.0,)),
+    ("AdaptiveEntropy", 0, "step", (0.0,)),
+    ("kl_unbiased", 3, "kl", ("k4",)),
+    ("truncated_importance_weights", 2, "floor", (None, 9.5)),
+    ("truncated_importance_weights", 2, "cap", (0.0,)),
+    ("masked_importance_weights", 2, "low", (-1.0,)),
+    ("masked_sequence_weights", 3, "ratio", ("median",)),
+    ("masked_sequence_weights", 3, "weighted", ("no",)),
+    ("sequence_masked_importance_weights", 3, "low", (3.0,)),
+    ("truncated_sequence_weights", 3, "veto", (0.0,)),
+    ("off_policy_sequence_mask", 4, "delta", (-0.1,)),
+    ("top_entropy_mask", 2, "share", (0,)),
+    ("aggregation", 1, "mode", ("mean",)),
+    ("aggregation", 1, "length", (3,)),
+    ("aggregation", 1, "micro_batches", (0,)),
+    ("cpo_loss", 2, "nll_coef", (-1.0,)),
+    ("simpo_loss", 2, "gamma", (-1.0,)),
+    ("orpo_loss", 2, "beta", (0.0,)),
+    ("dpo_loss", 4, "beta", (0.0,)),
+]
+
+
+@pytest.mark.parametrize(("name", "tensors", "setting", "values"), REFUSED)
+def test_settings_out_of_range(name, tensors, setting, values):
+    for value in values:
+        message = f"{setting}: .*got {re.escape(repr(value))}"
+        with pytest.raises(ValueError, match=message):
+            getattr(losses, name)(*[torch.zeros(1, 1)] * tensors, **{setting: value})
+
+
+ZERO, HIGH = torch.zeros(1, 1), {"high": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: losses.DistillationLoss(cap=2.0, policy_gradient=False),
+            r"cap: expected None without policy_gradient",
+        ),
+        (lambda: losses.RegularizedLoss(3), r"loss: expected an objective .*got int"),
+        (lambda: losses.RegularizedLoss(losses.GSPOLoss(), kl="k"), r"kl: .*got 'k'"),
+        (
+            lambda: losses.WeightedLoss(losses.SFTLoss(weighted=True)),
+            r"loss: expected an objective without weights, got SFTLoss",
+        ),
+        (
+            lambda: losses.truncated_importance_weights(ZERO, ZERO, cap=1.0, floor=1.5),
+            r"floor: .*at most cap 1.0, got 1.5",
+        ),
+        (
+            lambda: losses.aggregation(torch.zeros(2, 2), mode="prompt"),
+            r"answers: expected a number with mode='prompt', got None",
+        ),
+        (
+            lambda: losses.aggregation(torch.zeros(3, 2), mode="prompt", answers=2),
+            r"answers: expected a divisor of the 3 sequences, got 2",
+        ),
+        (lambda: losses.aggregation(torch.full((2, 2), 0.5)), r"mask: expected 0 .* alone"),
+        (lambda: losses.rejection_mask(*[ZERO] * 3, low=2.0, **HIGH), r"low, high: .*got 2.0, 1.0"),
+        (
+            lambda: losses.rejection_mask(*[ZERO] * 3, estimator="k4", **HIGH),
+            r"estimator: .*got 'k4'",
+        ),
+        (
+            lambda: losses.kto_loss(*[torch.zeros(1)] * 3, 0.0, desirable_weight=-1.0),
+            r"desirable_weight: .*got -1.0",
+        ),
+        (
+            lambda: losses.dpo_loss(*[torch.zeros(1)] * 4, beta=0.1, label_smoothing=1.0),
+            r"label_smoothing: .*got 1.0",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_entropy_bonus_needs_the_entropy():
+    loss = losses.ClippedLoss(entropy_coef=0.1)
+    with pytest.raises(ValueError, match="entropy=True"):
+        loss(torch.zeros(3), None, torch.zeros(3), torch.zeros(3))
+
+
+A, B = torch.zeros(3, 3), torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: losses.ClippedLoss()(A, None, A, B), r"advantages: .*\(3, 3\).*got \(3,\)"),
+        (lambda: losses.ClippedLoss()(A, None, None, A), r"old_logprobs: .*got NoneType"),
+        (lambda: losses.ReinforceLoss()(A, None, B), r"advantages: .*got \(3,\)"),
+        (lambda: losses.ClippedLoss(entropy_coef=1.0)(A, B, A, A), r"entropy: .*got \(3,\)"),
+        (lambda: losses.truncated_importance_weights(A, B), r"logprobs: .*got \(3,\)"),
+        (lambda: losses.clip_fraction(A, A, B), r"advantages: .*got \(3,\)"),
+        (lambda: losses.GSPOLoss().second_pass(A, B, A, A), r"logprobs: .*got \(3,\)"),
+        (lambda: losses.GSPOLoss().second_pass(A, A, A, B), r"mask: .*got \(3,\)"),
+        (lambda: losses.M2POLoss().second_pass(A, A, A, B), r"mask: .*got \(3,\)"),
+        (lambda: losses.rejection_mask(A, A, B, high=1.0), r"mask: .*got \(3,\)"),
+        (lambda: losses.top_entropy_mask(A, B), r"mask: .*got \(3,\)"),
+        (lambda: losses.cpo_loss(A, B), r"rejected: .*got \(3,\)"),
+        (lambda: losses.kto_loss(A, A, B, 0.0), r"desirable: .*got \(3,\)"),
+        (lambda: losses.kto_reference(A, B), r"ref_logprobs: .*got \(3,\)"),
+        (lambda: losses.clip_fraction(A, A, A, clip_high=-1.0), r"clip_high: .*got -1.0"),
+        (lambda: losses.sequence_mean(A, torch.ones(3, 1)), r"mask: .*got \(3, 1\)"),
+        (lambda: losses.sequence_sum(A, A == 0, seq_dim=2), r"seq_dim: out of range.*got 2"),
+        (lambda: losses.sequence_sum(A, A == 0, seq_dim="1"), r"seq_dim: .*got '1'"),
+        (lambda: losses.sequence_sum(A, A + 0.5), r"mask: expected 0 .* and 1 .* alone"),
+        (lambda: losses.sequence_sum(A, A - torch.inf), r"mask: expected 0 .* and 1 .* alone"),
+        (lambda: losses.sequence_mean(A, A * torch.nan), r"mask: expected 0 .* and 1 .* alone"),
+    ],
+)
+def test_tensors_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_sequence_too_long_for_its_product_is_kept_by_the_mask():
+    far, near, mask = torch.full((1, 4000), -1.03), torch.full((1, 4000), -1.0), torch.ones(1, 4000)
+    weights = losses.masked_sequence_weights
+    assert weights(far, near, mask, weighted=False).item() == 1.0
+    assert weights(far, near, mask, weighted=False, low=1e-30).item() == 0.0
+    assert weights(near, far, mask, weighted=False).item() == 0.0
+    assert weights(far, near, mask).item() == 0.0  # exp(-120)
+    far[0, 7] = torch.nan
+    for weighted in (False, True):
+        assert weights(far, near, mask, weighted=weighted).isnan().all()
+
+
+def test_a_nan_stays_visible_where_it_decides():
+    logprobs = torch.full((2, 4), -3.0)
+    rollout = torch.full((2, 4), -1.0)
+    rollout[0, 0] = torch.nan
+    mask = torch.ones(2, 4)
+    advantages = torch.tensor([-1.0, 1.0, 0.0, -1.0]).expand(2, 4)
+    found = losses.off_policy_sequence_mask(logprobs, rollout, advantages, mask)
+    assert found[0].isnan().tolist() == [True, False, False, True]
+    assert found[1].tolist() == [0.0, 1.0, 1.0, 0.0]
+    mask[0, 0] = 0.0  # not counted, not looked at
+    found = losses.off_policy_sequence_mask(logprobs, rollout, advantages, mask)
+    assert found[0].tolist() == [0.0, 1.0, 1.0, 0.0]
+    share = losses.clip_fraction(rollout, logprobs, advantages)
+    assert share[0].isnan().tolist() == [True, False, False, False]
+
+
+def test_weights_carry_no_gradient_of_either_side():
+    one, other = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
+    mask = torch.ones(2, 3)
+    for weights in (
+        losses.truncated_importance_weights(one, other),
+        losses.masked_importance_weights(one, other),
+        losses.masked_sequence_weights(one, other, mask),
+        losses.off_policy_sequence_mask(one, other, one, mask),
+        losses.clip_fraction(one, other, mask),
+    ):
+        assert not weights.requires_grad
+
+
+_BOUNDS = {"low": 0.5, "high": 5.0}
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+_DPO = {"beta": 0.1, "label_smoothing": 0.0}
+_CLIPPED = {
+    **_CLIP, "dual_clip": None, "kl_coef": 0.0, "kl": "k3", "entropy_coef": 0.0, "weighted": False,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "ClippedLoss": _CLIPPED,
+    "CISPOLoss": {"clip_high": 0.2, "clip_low": None},
+    "GSPOLoss": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "IcePopLoss": {**_BOUNDS, **_CLIP},
+    "SAPOLoss": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "SFTLoss": {"weighted": False},
+    "SPOLoss": {"clip": 0.2},
+    "ImportanceLoss": {},
+    "IPOLoss": {"threshold": 0.1, "kl_coef": 1e-3},
+    "ReinforceLoss": {},
+    "GPGLoss": {},
+    "DPPOLoss": {"divergence": "tv", "low": 0.2, "high": 0.2, "cap": 20.0},
+    "DistillationLoss": {"kl": "k1", "policy_gradient": True, "cap": None, "clamp": None},
+    "LUSPOLoss": {"clip_low": 2e-3, "clip_high": 2.5e-3},
+    "GMPOLoss": {"clip_low": 0.4, "clip_high": 0.4},
+    "TOPRLoss": {"level": "sequence"},
+    "VESPOLoss": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "DROLoss": {"tau": 1.0, "level": "sequence"},
+    "KimiLoss": {"tau": 0.1, "level": "sequence"},
+    "FIPOLoss": {
+        **_CLIPPED, "clip_high": 0.28, "dual_clip": 10.0, "weighted": True, "half_life": 32.0,
+        "weight_clip": 0.2, "high_only": True, "safety": 4.0,
+    },
+    "M2POLoss": {"threshold": 0.04},
+    "ClipCovLoss": {**_CLIPPED, "share": 2e-4, "low": 1.0, "high": 5.0, "seed": 0},
+    "KLCovLoss": {"share": 2e-4, "kl_coef": 1.0},
+    "RegularizedLoss": {"kl_coef": 0.0, "kl": "k3", "kl_ratio": False, "entropy_coef": 0.0},
+    "kl_unbiased": {"kl": "k3"},
+    "truncated_sequence_weights": {"cap": 2.0, "ratio": "product", "veto": None, "seq_dim": 1},
+    "sequence_masked_importance_weights": {"low": 0.999, "high": 1.002, "seq_dim": 1},
+    "rejection_mask": {
+        "low": -math.inf, "estimator": "k1", "level": "token", "seq_dim": 1,
+    },
+    "top_entropy_mask": {"share": 0.2, "group": None},
+    "AdaptiveEntropy": {
+        "target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0, "value": 0.0, "entropy": None,
+    },
+    "aggregation": {
+        "mode": "token", "length": None, "answers": None, "averaged_ranks": 1, "micro_batches": 1,
+        "seq_dim": 1, "group": None,
+    },
+    "cpo_loss": {"beta": 0.1, "nll_coef": 1.0},
+    "simpo_loss": {"beta": 2.0, "gamma": 1.0},
+    "orpo_loss": {"beta": 0.1},
+    "kto_loss": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "truncated_importance_weights": {"cap": 2.0, "floor": 0.0},
+    "masked_importance_weights": _BOUNDS,
+    "masked_sequence_weights": {
+        "low": 0.0, "high": 2.0, "ratio": "product", "weighted": True, "seq_dim": 1,
+    },
+    "off_policy_sequence_mask": {"delta": 0.1, "seq_dim": 1},
+    "clip_fraction": _CLIP,
+    "sequence_sum": {"seq_dim": 1},
+    "sequence_mean": {"seq_dim": 1},
+    "dpo_loss": _DPO,
+    "dpo_advantages": _DPO,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_settings_by_default(name):
+    """Those of the papers, or of what they are compared with; a change is one of the API."""
+    parameters = inspect.signature(getattr(losses, name)).parameters.values()
+    found = {p.name: p.default for p in parameters if p.default is not p.empty}
+    assert found == DEFAULTS[name]
+
+
+def test_every_objective_s_settings_are_here():
+    assert losses.OBJECTIVES.keys() <= DEFAULTS.keys()
+
+
+def test_a_bound_itself_is_within():
+    double, half = (torch.tensor([math.log(x)], dtype=torch.float64) for x in (2.0, 0.5))
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    assert (double.exp().item(), half.exp().item()) == (2.0, 0.5)
+    weights = losses.masked_importance_weights
+    assert weights(double, zero, high=2.0).item() == 2.0
+    assert weights(half, zero, low=0.5).item() == 0.5
+    assert losses.clip_fraction(double, zero, one, clip_high=1.0).item() == 0.0
+    assert losses.clip_fraction(half, zero, -one, clip_low=0.5).item() == 0.0
+    far = torch.tensor([[0.5]])
+    mask = losses.off_policy_sequence_mask(far - 0.5, far, -torch.ones(1, 1), far > 0, delta=0.5)
+    assert mask.item() == 1.0
+    mask = losses.off_policy_sequence_mask(far, far, -torch.ones(1, 1), far > 0, delta=0.0)
+    assert mask.item() == 1.0
