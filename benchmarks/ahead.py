@@ -28,7 +28,7 @@ import torch
 from benchmarks.launches import dry_launches
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec
-from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 
 _THREADS, _WARPS = 32, 4
 _SHARED = 228 * 1024  # bytes of shared memory of a multiprocessor
@@ -218,18 +218,17 @@ def cases(width: int, valid: int | None = None) -> Iterator[Case]:
         for dtype, out in (("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")):
             chunk = Chunk(logits(dtype), valid, **how)
             coef = per_row[: len(spec.coefficients)]
-            given: Any = (chunk, target, row.unsqueeze(1), row, coef, spec)
-            call = partial(triton.grad, *given, out=logits(out))
+            terms = GradientTerms(target, row.unsqueeze(1), row, coef, spec)
+            call = partial(triton.grad, chunk, terms, out=logits(out))
             yield Case("gradient", what, f"{dtype}>{out}", call, size=_DTYPES[dtype].itemsize)
     for kind in KINDS:
         pair = PairSpec(kind)
         for what in ("logprob", "softcap"):
             s, t = (Chunk(logits("bf16"), valid, **_WANTED[what][1]) for _ in range(2))
-            norm = per_row[:2]
-            write: Any = (s, t, norm, norm, row, row, pair)
+            write: Any = (s, t, per_row, row, row, pair)
             steps: dict[str, Callable[[], object]] = {
                 "statistics": partial(triton.pair_stats, s, t, pair),
-                "sums": partial(triton.pair_sums, s, t, norm, norm, pair),
+                "sums": partial(triton.pair_sums, s, t, per_row, pair),
                 "gradient": partial(triton.pair_grad, *write, out=logits("bf16")),
             }
             for step, call in steps.items():

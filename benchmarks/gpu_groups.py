@@ -225,14 +225,15 @@ def kernels(run: GroupRun) -> None:
     """Statistics and gradient of logits, against a copy's bandwidth."""
     from mcore_logprobs.kernels import triton
     from mcore_logprobs.kernels.chunk import Chunk
-    from mcore_logprobs.kernels.stats import StatsSpec
+    from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 
     def gradient(chunk: Chunk, target: Tensor, spec: StatsSpec, out: Tensor) -> partial[None]:
         rows = len(target)
         shift = torch.full((rows,), 12.0, device=run.device)
         coef = run.randn(len(spec.coefficients), rows, dtype=torch.float32, std=0.1)
         column = target.unsqueeze(1)
-        return partial(triton.grad, chunk, column, shift.unsqueeze(1), shift, coef, spec, out=out)
+        terms = GradientTerms(column, shift.unsqueeze(1), shift, coef, spec)
+        return partial(triton.grad, chunk, terms, out=out)
 
     size = sizes(run)
     specs: dict[str, tuple[StatsSpec, float | None]] = {
@@ -298,7 +299,7 @@ def _pairs(run: GroupRun, rows: int, *, eager: bool) -> None:
     student, teacher = (run.randn(rows, vocab, std=std) for std in (4.0, 3.0))
     sides = Chunk(student, vocab), Chunk(teacher, vocab)
     leaf, out = student.detach().requires_grad_(), torch.empty_like(student)
-    norm = torch.full((2, rows), 12.0, device=run.device)  # a row's maximum, and log of its sum
+    softmax = torch.full((4, rows), 12.0, device=run.device)  # maxima, and logs of the sums
     upstream = torch.linspace(0.5, 1.5, rows, device=run.device)
     copy = _copy_ms(run, student, out, rows=rows, vocab=vocab)
 
@@ -318,8 +319,8 @@ def _pairs(run: GroupRun, rows: int, *, eager: bool) -> None:
         spec = PairSpec(kind)
         time(f"{kind}: statistics", partial(triton.pair_stats, *sides, spec), 1)
         if kind == "jsd":
-            time("jsd: sums", partial(triton.pair_sums, *sides, norm, norm, spec), 1)
-        given = (*sides, norm, norm, norm[0], upstream, spec)
+            time("jsd: sums", partial(triton.pair_sums, *sides, softmax, spec), 1)
+        given = (*sides, softmax, softmax[0], upstream, spec)
         time(f"{kind}: gradient", partial(triton.pair_grad, *given, out=out), 1.5)
     for kind in KINDS:
         time(f"{kind}, both", partial(both, kind, "triton"), 2.5 + (kind == "jsd"), peak=True)

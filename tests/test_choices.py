@@ -15,10 +15,11 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.ops import sampling_cut, topk
+from mcore_logprobs.kernels import largest
+from mcore_logprobs.kernels.largest import largest_columns
+from mcore_logprobs.ops import sampling_cut
 from mcore_logprobs.ops.sampling import CutGradient, SavedCut
 from mcore_logprobs.ops.source import given_logits
-from mcore_logprobs.ops.topk import stable_topk
 from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group
 
 # ---- top-k --------------------------------------------------------------------------------------
@@ -50,9 +51,32 @@ def test_equal_values_and_nan_are_chosen_by_column(dtype, k):
     x[5, [1, 8, 9]], x[6] = torch.nan, -torch.inf
     x[7:] = torch.randint(0, 3, (2, 12)).to(dtype)
     expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
-    assert torch.equal(stable_topk(x, k).sort(-1).values, expected)
+    assert torch.equal(largest_columns(x, k).sort(-1).values, expected)
     values, _ = vocab_parallel_topk(x, k)
     assert values[4:6, 0].isnan().all()
+
+
+@pytest.mark.parametrize("width", [9, 64, 1000, 4099])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_groups_of_columns_change_nothing(dtype, width):
+    """The k largest by the maxima of groups, among equals the first ones, and the same by keys."""
+    x = torch.randn(12, width + 5).to(dtype)[:, :width]
+    x[1], x[2, ::2], x[3, 1::7] = 1.0, 5.0, torch.nan
+    x[4], x[5, -3:] = torch.arange(width), torch.inf
+    x[6:9] = torch.randint(0, 3, (3, width)).to(dtype)
+    x[9], x[9, -1] = -torch.inf, -2.0
+    for k in (1, 2, 7, 128):
+        if k > width:
+            continue
+        expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+        assert torch.equal(largest_columns(x, k).sort(-1).values, expected)
+        assert torch.equal(largest._largest_of_keys(x, k).sort(-1).values, expected)
+        assert largest.sorted_columns(width, k) <= width
+
+
+def test_few_columns_are_sorted():
+    assert largest.sorted_columns(152064, 1) < 1000
+    assert largest.sorted_columns(152064, 128) < 5000
 
 
 def test_a_nan_of_either_sign_is_the_largest_by_keys_too():
@@ -61,8 +85,8 @@ def test_a_nan_of_either_sign_is_the_largest_by_keys_too():
     x = torch.tensor([[1.0, 3.0, 2.0, 5.0]])
     x[0, 2] = torch.copysign(nan, torch.tensor(-1.0))[0]
     x = torch.cat([x, x.roll(1, 1)])
-    assert topk._topk_of_keys(x, 1).tolist() == [[2], [3]]
-    assert topk._topk_of_keys(x.bfloat16(), 2).sort().values.tolist() == [[2, 3], [0, 3]]
+    assert largest._largest_of_keys(x, 1).tolist() == [[2], [3]]
+    assert largest._largest_of_keys(x.bfloat16(), 2).sort().values.tolist() == [[2, 3], [0, 3]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -76,10 +100,10 @@ def test_keys_tell_what_the_dtype_tells(dtype):
     x[4, 1::5] = torch.inf
     kept = x.clone()
     for k in (1, 7, 23):
-        columns = topk._topk_of_keys(x, k).sort(-1).values
+        columns = largest._largest_of_keys(x, k).sort(-1).values
         expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
         assert torch.equal(columns, expected)
-        assert torch.equal(stable_topk(x, k).sort(-1).values, expected)
+        assert torch.equal(largest_columns(x, k).sort(-1).values, expected)
         assert torch.equal(x.signbit(), kept.signbit())
         assert torch.equal(x, kept)
 
@@ -160,8 +184,9 @@ def test_a_target_made_again_below_the_cut_keeps_its_gradient(top_k, top_p):
     column, keep = torch.tensor([1]), torch.tensor([True])
     shard = VocabShard.of(4, None, None)
     opts = sampling_cut.FilterOptions(shard, 1.0, top_k, top_p)
-    values = sampling_cut.Values(list(given_logits(logits).chunks()), 1, torch.float32)
-    cut = sampling_cut.find_cut(values, column, keep, opts)
+    source = given_logits(logits)
+    local_sum = (logits - logits.max()).exp().sum(-1)
+    cut = sampling_cut.find_cut(source, list(source.chunks()), local_sum, column, keep, opts)
     assert cut.limit.item() == -1.0, "the target is the last one kept"
     upstream = torch.tensor([0.7])
     gradient = CutGradient(upstream, keep, column, SavedCut.of(cut), opts)

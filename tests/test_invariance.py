@@ -23,6 +23,14 @@ def test_every_guarantee_holds_here() -> None:
     assert set(guarantees.values()) == {True}
 
 
+def test_a_head_of_another_size() -> None:
+    """The checks ask for no size of their own: a GPU's are those of a real model's head."""
+    hidden, weight = torch.randn(15, 96), torch.randn(8 * 1024, 96)
+    found = dict(invariance._hidden_checks(hidden, weight, torch.arange(15) * 500))
+    assert len(found) == 5
+    assert set(found.values()) == {True}
+
+
 def test_products_of_another_shape_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_head, "batch_invariant_matmul", lambda a, b, out: product(a, b, out))
     broken = {name for name, holds in found().items() if not holds}

@@ -36,6 +36,9 @@ _ASKED: dict[str, Any] = {"entropy": True, "sum_pi_squared": True, "invariant_se
 # A block of all rows is under 32768 numbers, from which on torch wakes its threads for every step:
 # on a busy machine that costs milliseconds each time.
 _ROWS, _HIDDEN = 15, 40
+# A GPU's matrix library may divide a GEMM along its inner dimension where the output is small for
+# the chip: a head of a real model's size, h and V, shows whether it does.
+_REAL_HEAD = (4096, 131072)
 _CHUNKS = (2, 8)
 _SOME = (slice(0, 1), slice(0, 5), slice(3, None), slice(None, None, 2))
 
@@ -56,22 +59,26 @@ class Guarantee:
 def find_guarantees(device: str = "cpu") -> list[Guarantee]:
     """Bits across TP 1, 2 and 4, chunks, and other rows; from logits and from hidden states.
 
-    With what `auto` takes here. About a second, and the time to compile a few kernels where they
-    are not in inductor's cache on disk.
+    With what `auto` takes here. On a CPU about a second, and the time to compile a few kernels
+    where they are not in inductor's cache on disk; on a GPU also with a head of 4096 x 131072,
+    which takes up to 16 GiB.
     """
     generator = torch.Generator().manual_seed(0)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        hidden = torch.randn(_ROWS, _HIDDEN, generator=generator).to(device, dtype)
-        weight = torch.randn(_VOCAB, _HIDDEN, generator=generator).to(device, dtype) * 0.2
         logits = 3 * torch.randn(_ROWS, _VOCAB, generator=generator).to(device, dtype)
         target = torch.randint(_VOCAB, (_ROWS,), generator=generator).to(device)
         label = str(dtype).removeprefix("torch.")
         with _one_thread():  # no sum is divided among threads; a product may be
             checks = [(f"logits {label} {what}", ok) for what, ok in _logits_checks(logits, target)]
-        checks += [
-            (f"hidden {label} {what}", ok) for what, ok in _hidden_checks(hidden, weight, target)
-        ]
+        for h, vocab in (_HIDDEN, _VOCAB), *([_REAL_HEAD] if device == "cuda" else []):
+            hidden = torch.randn(_ROWS, h, generator=generator).to(device, dtype)
+            weight = torch.randn(vocab, h, generator=generator).to(device, dtype) * (1.3 / h**0.5)
+            size = f"{h} x {vocab} " if h > _HIDDEN else ""
+            checks += [
+                (f"hidden {size}{label} {what}", ok)
+                for what, ok in _hidden_checks(hidden, weight, target)
+            ]
         found += [Guarantee(name, holds) for name, holds in checks]
     return found
 
@@ -94,7 +101,7 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
     on_target = torch.linspace(-1, 1, _ROWS, device=logits.device)
 
     def sources(tp: int) -> Iterator[tuple[GivenLogits, Tensor]]:
-        for part in _shards(tp):
+        for part in _shards(_VOCAB, tp):
             source = given_logits(logits[:, part].contiguous(), invariant_segments=1)
             segments = Segments.of(_SEGMENTS, _VOCAB, tp)
             options = replace(source.options, segments=segments)
@@ -130,9 +137,9 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
     mask = torch.ones_like(target, dtype=torch.bool)
 
     def heads(tp: int) -> Iterator[tuple[HeadLogits, Tensor]]:
-        for part in _shards(tp):
+        for part in _shards(len(weight), tp):
             source = head_logits(hidden, weight[part].clone(), chunk_size=_ROWS)
-            segments = Segments.of(_SEGMENTS, _VOCAB, tp)
+            segments = Segments.of(_SEGMENTS, len(weight), tp)
             options = replace(source.options, segments=segments)
             yield options.open(*source.tensors), _own(target, part)
 
@@ -168,9 +175,10 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
         return linear_token_stats(*given, chunk_size=chunk_size, **_ASKED)
 
     yield "forward across TP", _same_at_any_tp(forward)
-    at = {tp: backward(tp) for tp in (1, *_SIZES)}
-    yield "dWeight across TP", all(torch.equal(at[tp][0], at[1][0]) for tp in _SIZES)
-    yield "dHidden across TP", all(torch.equal(at[tp][1], at[1][1]) for tp in _SIZES)
+    alone = backward(1)
+    same = [list(map(torch.equal, backward(tp), alone)) for tp in _SIZES]
+    for name, found in zip(("dWeight", "dHidden"), zip(*same, strict=True), strict=True):
+        yield f"{name} across TP", all(found)
     yield from _across_calls(stats)
 
 
@@ -183,8 +191,8 @@ class _Segments(HiddenGradient):
         self.parts = parts
 
 
-def _shards(tp: int) -> Iterator[slice]:
-    width = _VOCAB // tp
+def _shards(vocab: int, tp: int) -> Iterator[slice]:
+    width = vocab // tp
     return (slice(rank * width, (rank + 1) * width) for rank in range(tp))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import PairSpec
-from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 
 __all__ = [
     "BACKENDS",
@@ -53,40 +53,21 @@ class Backend(Protocol):
         chunk_size: int,
     ) -> Tensor: ...
 
-    def grad(
-        self,
-        chunk: Chunk,
-        columns: Tensor,
-        upstream: Tensor,
-        shift: Tensor | None,
-        coef: Tensor | None,
-        spec: StatsSpec,
-        *,
-        out: Tensor,
-        chunk_size: int,
-    ) -> None: ...
+    def grad(self, chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None: ...
 
     def pair_stats(
         self, student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int
     ) -> Tensor: ...
 
     def pair_sums(
-        self,
-        student: Chunk,
-        teacher: Chunk,
-        norm_s: Tensor,
-        norm_t: Tensor,
-        spec: PairSpec,
-        *,
-        chunk_size: int,
+        self, student: Chunk, teacher: Chunk, softmax: Tensor, spec: PairSpec, *, chunk_size: int
     ) -> Tensor: ...
 
     def pair_grad(
         self,
         student: Chunk,
         teacher: Chunk,
-        norm_s: Tensor,
-        norm_t: Tensor,
+        softmax: Tensor,
         inner: Tensor,
         upstream: Tensor,
         spec: PairSpec,

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, row_chunks
 from mcore_logprobs.kernels.reference import gather_target, pair_grad, pair_stats, pair_sums
-from mcore_logprobs.kernels.stats import LOG_ZERO, StatsSpec
+from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec
 
 __all__ = [
     "DTYPES",
@@ -101,64 +101,43 @@ def stats(
     )
 
 
-def grad(
-    chunk: Chunk,
-    columns: Tensor,
-    upstream: Tensor,
-    shift: Tensor | None,
-    coef: Tensor | None,
-    spec: StatsSpec,
-    *,
-    out: Tensor,
-    chunk_size: int,
-) -> None:
+def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None:
     """As `reference.grad`."""
     if (
-        _is_of_one_target(chunk, columns, coef, spec)
+        _is_of_one_target(chunk, terms)
         and chunk.logits.shape[0] > 1
         and chunk.valid >= _MIN_BLOCKS * BLOCK
         and chunk.logits.stride(-1) == out.stride(-1) == 1
     ):
         try:
-            _grad(chunk, columns, upstream, shift, coef, spec, out, call_compiled)
+            _grad(chunk, terms, out, call_compiled)
             return
         except NotCompiled:
             pass
-    reference.grad(chunk, columns, upstream, shift, coef, spec, out=out, chunk_size=chunk_size)
+    reference.grad(chunk, terms, out=out, chunk_size=chunk_size)
 
 
-def _invariant_grad(
-    chunk: Chunk,
-    columns: Tensor,
-    upstream: Tensor,
-    shift: Tensor | None,
-    coef: Tensor | None,
-    spec: StatsSpec,
-    *,
-    out: Tensor,
-    chunk_size: int,
-) -> None:
+def _invariant_grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None:
     """As `reference.grad`; a row's bits depend on its own numbers alone.
 
     Raises:
         RuntimeError: torch.compile failed, or is switched off here.
     """
-    if not _is_of_one_target(chunk, columns, coef, spec):
-        reference.grad(chunk, columns, upstream, shift, coef, spec, out=out, chunk_size=chunk_size)
+    if not _is_of_one_target(chunk, terms):
+        reference.grad(chunk, terms, out=out, chunk_size=chunk_size)
         return
     rows, valid = chunk.logits.shape[0], chunk.valid
     whole = valid - valid % _VECTOR
-    given = columns, upstream, shift, coef, spec
     strided = chunk.logits.stride(-1) != 1 or out.stride(-1) != 1
     head, tail = slice(0, whole), slice(whole, valid)
     if rows and whole and (strided or rows == 1):
         for part in row_chunks(rows, chunk_size):
-            _grad_of_copy(chunk, head, part, *given, out)
+            _grad_of_copy(chunk, head, part, terms, out)
     elif rows and whole:
-        own = torch.where(columns < whole, columns, -1)
-        _grad(chunk.columns(head), own, *given[1:], out[:, head], _call_or_raise)
+        own = torch.where(terms.columns < whole, terms.columns, -1)
+        _grad(chunk.columns(head), terms._replace(columns=own), out[:, head], _call_or_raise)
     if rows and whole < valid:
-        _grad_of_copy(chunk, tail, slice(0, rows), *given, out)
+        _grad_of_copy(chunk, tail, slice(0, rows), terms, out)
     out[:, valid:] = 0
 
 
@@ -182,8 +161,9 @@ def _is_common(chunk: Chunk) -> bool:
     )
 
 
-def _is_of_one_target(chunk: Chunk, columns: Tensor, coef: Tensor | None, spec: StatsSpec) -> bool:
-    return _is_common(chunk) and coef is not None and columns.shape[1] == 1 and not spec.smoothing
+def _is_of_one_target(chunk: Chunk, terms: GradientTerms) -> bool:
+    is_single = terms.coef is not None and terms.columns.shape[1] == 1
+    return is_single and not terms.spec.smoothing and _is_common(chunk)
 
 
 def _stats(
@@ -227,18 +207,10 @@ def _stats(
     return parts
 
 
-def _grad(
-    chunk: Chunk,
-    columns: Tensor,
-    upstream: Tensor,
-    shift: Tensor | None,
-    coef: Tensor | None,
-    spec: StatsSpec,
-    out: Tensor,
-    call: Callable[..., Any],
-) -> None:
+def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., Any]) -> None:
     """`grad` of at least two rows of one target each, without bias, softcap or label smoothing."""
-    assert shift is not None
+    columns, upstream, row_max, coef, spec = terms
+    assert row_max is not None
     assert coef is not None
     (target,), (given,) = columns.unbind(1), upstream.unbind(1)
     logits, multiplier = chunk.logits, _multipliers(chunk)
@@ -248,7 +220,7 @@ def _grad(
     # rounded once: near p = 1 it is the difference of two nearly equal numbers.
     column = target.clamp(min=0)
     rows = torch.arange(target.shape[0], device=logits.device)
-    shifted = logits[rows, column].float() * multiplier - shift
+    shifted = logits[rows, column].float() * multiplier - row_max
     shifted.clamp_(min=LOG_ZERO)
     own = shifted.exp()
     factor = row["weight"]
@@ -261,7 +233,7 @@ def _grad(
     source, result = logits[:, : chunk.valid], out[:, : chunk.valid]
     # A coefficient that is not there is not read: any other stands in its place.
     coefficients = [row.get(name, row["weight"]) for name in ("weight", "moment", "squares")]
-    factors = multiplier, shift, *coefficients, asked, spec.entropy, spec.sum_pi_squared
+    factors = multiplier, row_max, *coefficients, asked, spec.entropy, spec.sum_pi_squared
     if _same_memory(source, result):
         call(_grad_inplace_kernel, result, *factors)
     elif source.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
@@ -274,25 +246,18 @@ def _grad(
 
 
 def _grad_of_copy(
-    chunk: Chunk,
-    columns: slice,
-    rows: slice,
-    entries: Tensor,
-    upstream: Tensor,
-    shift: Tensor | None,
-    coef: Tensor | None,
-    spec: StatsSpec,
-    out: Tensor,
+    chunk: Chunk, columns: slice, rows: slice, terms: GradientTerms, out: Tensor
 ) -> None:
     """The gradient of some rows and columns, by a copy of at least two rows of whole vectors."""
-    assert shift is not None
+    entries, upstream, row_max, coef, spec = terms.rows(rows)
+    assert row_max is not None
     assert coef is not None
     some = chunk.rows(rows).columns(columns)
     count, width = some.logits.shape
     copy = some.logits.new_zeros((max(2, count), -(-width // _VECTOR) * _VECTOR))
     copy[:count, :width] = some.logits
     written = torch.empty_like(copy, dtype=out.dtype)
-    local = entries[rows] - columns.start
+    local = entries - columns.start
     local = torch.where((local >= 0) & (local < width), local, -1)
     temperature = some.temperature
     _grad(
@@ -302,11 +267,13 @@ def _grad_of_copy(
             logit_scale=some.logit_scale,
             temperature=_two_rows(temperature) if isinstance(temperature, Tensor) else temperature,
         ),
-        _two_rows(local),
-        _two_rows(upstream[rows]),
-        _two_rows(shift[rows]),
-        _two_rows(coef[:, rows].t()).t(),
-        spec,
+        GradientTerms(
+            _two_rows(local),
+            _two_rows(upstream),
+            _two_rows(row_max),
+            _two_rows(coef.t()).t(),
+            spec,
+        ),
         written,
         _call_or_raise,
     )

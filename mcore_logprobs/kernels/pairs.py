@@ -154,14 +154,13 @@ class FinalPair:
     Attributes:
         value: the divergence in nats; 0 for a kind of two passes.
         usable: bool, False in a row whose logits are all -inf on either side; value is 0 there.
-        norm_s, norm_t: `[2, n]`, either side's m and log sum; 0 in rows of -inf alone. Kept apart,
-            so that log p = (z - m) - log sum takes the difference of large numbers exactly.
+        softmax: `[4, n]`: m_s, log sum_s, m_t, log sum_t; 0 in rows of -inf alone. Kept apart, so
+            that log p = (z - m) - log sum takes the difference of large numbers exactly.
     """
 
     value: Tensor
     usable: Tensor
-    norm_s: Tensor
-    norm_t: Tensor
+    softmax: Tensor
 
 
 def finalize_pair(stats: Tensor, spec: PairSpec) -> FinalPair:
@@ -180,8 +179,9 @@ def finalize_pair(stats: Tensor, spec: PairSpec) -> FinalPair:
     return FinalPair(
         value=torch.where(no_s | no_t, 0.0, value),
         usable=~(no_s | no_t),
-        norm_s=torch.where(no_s, 0.0, torch.stack([max_s, log_s])),
-        norm_t=torch.where(no_t, 0.0, torch.stack([max_t, log_t])),
+        softmax=torch.where(
+            torch.stack([no_s, no_s, no_t, no_t]), 0.0, torch.stack([max_s, log_s, max_t, log_t])
+        ),
     )
 
 
@@ -192,13 +192,7 @@ def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 
 
 def pair_sums(
-    student: Chunk,
-    teacher: Chunk,
-    norm_s: Tensor,
-    norm_t: Tensor,
-    spec: PairSpec,
-    *,
-    chunk_size: int,
+    student: Chunk, teacher: Chunk, softmax: Tensor, spec: PairSpec, *, chunk_size: int
 ) -> Tensor:
     """A chunk's share of a divergence of two passes, and of sum p d; `[2, n]`.
 
@@ -206,14 +200,14 @@ def pair_sums(
     shards.
 
     Args:
-        norm_s, norm_t: `[2, n]`, of whole rows; see `FinalPair`.
+        softmax: `[4, n]`, of whole rows; see `FinalPair`.
         The others as in `pair_stats`.
     """
-    out = torch.zeros_like(norm_s)
+    out = torch.zeros_like(softmax[:2])
     if student.valid:
         for part in row_chunks(out.shape[1], chunk_size):
-            logp = _log_probs(student.rows(part), norm_s[:, part])
-            logq = _log_probs(teacher.rows(part), norm_t[:, part])
+            logp = _log_probs(student.rows(part), softmax[:2, part])
+            logq = _log_probs(teacher.rows(part), softmax[2:, part])
             p, share, derivative = _shares(logp, logq, spec)
             out[:, part] = torch.stack([share.sum(-1), derivative.mul_(p).sum(-1)])
     return out
@@ -241,8 +235,7 @@ def _shares(logp: Tensor, logq: Tensor, spec: PairSpec) -> tuple[Tensor, Tensor,
 def pair_grad(
     student: Chunk,
     teacher: Chunk,
-    norm_s: Tensor,
-    norm_t: Tensor,
+    softmax: Tensor,
     inner: Tensor,
     upstream: Tensor,
     spec: PairSpec,
@@ -270,8 +263,8 @@ def pair_grad(
         return
     for part in row_chunks(out.shape[0], chunk_size):
         own = student.rows(part)
-        logp = _log_probs(own, norm_s[:, part])
-        logq = _log_probs(teacher.rows(part), norm_t[:, part])
+        logp = _log_probs(own, softmax[:2, part])
+        logq = _log_probs(teacher.rows(part), softmax[2:, part])
         ds = _distribution_gradient(logp, logq, inner[part], spec)
         g = upstream[part].to(ds.dtype).unsqueeze(-1)
         own.to_raw_gradient(ds.mul_(g))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.chunk import Chunk, acc_dtype, gather_columns, row_chunks
 from mcore_logprobs.kernels.pairs import pair_grad, pair_stats, pair_sums
-from mcore_logprobs.kernels.stats import LOG_ZERO, StatsSpec, no_columns
+from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, no_columns
 
 __all__ = [
     "distribution_gradient",
@@ -139,22 +139,12 @@ def _count(values: Tensor, target: Tensor, threshold: Tensor) -> Tensor:
     return higher - own.long()
 
 
-def grad(
-    chunk: Chunk,
-    columns: Tensor,
-    upstream: Tensor,
-    shift: Tensor | None,
-    coef: Tensor | None,
-    spec: StatsSpec,
-    *,
-    out: Tensor,
-    chunk_size: int,
-) -> None:
+def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None:
     """Write the gradient with respect to raw logits, of statistics and of single entries of z.
 
-    With w = exp(z - shift), and per row the coefficients by name:
+    With w = exp(z - row_max), and per row the coefficients by name:
 
-        dz[v] = w[v] * (weight + moment * (z[v] - shift) + squares * w[v])
+        dz[v] = w[v] * (weight + moment * (z[v] - row_max) + squares * w[v])
                 + finite * [z[v] finite] + sum_j upstream[j] * [v == columns[j]]
         dy[v] = dz[v] * dz/dy,   0 at masked columns
 
@@ -163,13 +153,6 @@ def grad(
     its logits hold (NaN included: attention gives NaN at padding tokens).
 
     Args:
-        columns: `[n, j]` int64, columns of this chunk, repeated ones allowed, -1 for another's.
-        upstream: `[n, j]`, with respect to z there; those of other chunks' columns count where it
-            is asked whether all are 0. For log-probabilities j is 1: the target, and what
-            `kernels.stats.gradient_coefficients` says of it.
-        shift: `[n]`, each whole row's maximum (its lse does too, but has been rounded at the scale
-            of z, and w carries that error); None with coef.
-        coef: `[k, n]`, rows as `spec.coefficients` says; None: the entries alone.
         out: `[n, v]`, any dtype and row stride; may be the logits. Every entry is written.
         chunk_size: as in `stats`.
     """
@@ -178,12 +161,13 @@ def grad(
     if valid == 0:
         return
     for part in row_chunks(out.shape[0], chunk_size):
-        some, own, given = chunk.rows(part), columns[part], upstream[part]
-        if shift is None or coef is None:
+        some = chunk.rows(part)
+        own, given, row_max, coef, spec = terms.rows(part)
+        if row_max is None or coef is None:
             dz = some.logits.new_zeros((len(own), valid), dtype=acc_dtype(out.dtype))
         else:
-            dz = distribution_gradient(some, shift[part], coef[:, part], spec)
-            asked = (given != 0).any(-1) | (coef[:, part] != 0).any(0)
+            dz = distribution_gradient(some, row_max, coef, spec)
+            asked = (given != 0).any(-1) | (coef != 0).any(0)
             dz.masked_fill_(~asked.unsqueeze(-1), 0.0)
         row = torch.arange(len(own), device=out.device).unsqueeze(-1).expand_as(own)
         given = torch.where(own >= 0, given, 0.0).to(dz.dtype)
@@ -192,10 +176,10 @@ def grad(
         out[part, :valid] = dz
 
 
-def distribution_gradient(chunk: Chunk, shift: Tensor, coef: Tensor, spec: StatsSpec) -> Tensor:
+def distribution_gradient(chunk: Chunk, row_max: Tensor, coef: Tensor, spec: StatsSpec) -> Tensor:
     """dz of `grad` without single entries, `[n, valid]`, float32 or float64; new."""
     row = spec.named_coefficients(coef.unsqueeze(-1))
-    shifted = chunk.processed() - shift.unsqueeze(-1)
+    shifted = chunk.processed() - row_max.unsqueeze(-1)
     is_finite = ~shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     dz = shifted.exp()

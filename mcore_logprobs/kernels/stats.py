@@ -32,6 +32,7 @@ __all__ = [
     "IGNORED",
     "LOG_ZERO",
     "FinalStats",
+    "GradientTerms",
     "RowResults",
     "SoftmaxStats",
     "StatsSpec",
@@ -190,6 +191,38 @@ class SoftmaxStats(NamedTuple):
     entropy: Tensor | None
     finite: Tensor | None
     sum_pi_squared: Tensor | None
+
+
+class GradientTerms(NamedTuple):
+    """What a gradient of processed logits is made of, rows `[n]`; `kernels.reference.grad` has the
+    formula.
+
+    Attributes:
+        columns: `[n, j]` int64, columns of the chunk, repeated ones allowed, -1 for another's.
+        upstream: `[n, j]`, with respect to z there; those of other chunks' columns count where it
+            is asked whether all are 0. For log-probabilities j is 1: the target, and what
+            `gradient_coefficients` says of it.
+        row_max: `[n]`, each whole row's maximum (its lse does too, but has been rounded at the
+            scale of z, and w carries that error); None with coef.
+        coef: `[k, n]`, rows as `StatsSpec.coefficients` says; None: the entries alone.
+        spec: which coefficients there are.
+    """
+
+    columns: Tensor
+    upstream: Tensor
+    row_max: Tensor | None
+    coef: Tensor | None
+    spec: StatsSpec
+
+    def rows(self, part: slice) -> GradientTerms:
+        """Those of some rows."""
+        return GradientTerms(
+            self.columns[part],
+            self.upstream[part],
+            None if self.row_max is None else self.row_max[part],
+            None if self.coef is None else self.coef[:, part],
+            self.spec,
+        )
 
 
 class FinalStats(NamedTuple):

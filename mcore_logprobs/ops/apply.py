@@ -13,7 +13,14 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack
 from mcore_logprobs.kernels.segments import Segments, merge_segments
-from mcore_logprobs.kernels.stats import FinalStats, StatsSpec, finalize, merge, no_columns
+from mcore_logprobs.kernels.stats import (
+    FinalStats,
+    GradientTerms,
+    StatsSpec,
+    finalize,
+    merge,
+    no_columns,
+)
 from mcore_logprobs.ops.source import Entries, Gradient, Placed, Source, Tile
 
 Tensors = tuple[Any, ...]
@@ -92,16 +99,13 @@ class Operation:
         """`write(placed, out)`, which writes the gradient of a chunk's raw logits into out."""
         raise NotImplementedError
 
-    def backward(
-        self,
-        source: Any,
-        needs: Sequence[bool],
-        upstream: Tensors,
-        tensors: Tensors,
-        saved: Tensors,
-    ) -> Tensors:
-        """Gradients of the source's tensors from those of the results; None: 0."""
-        write = self.write_dlogits(source, upstream, tensors, saved)
+    def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
+        """Gradients of the source's tensors; None: 0.
+
+        Args:
+            given: the results' gradients, None for 0; what forward was given; what it saved.
+        """
+        write = self.write_dlogits(source, *given)
         gradient: Gradient = source.gradient(needs)
         for tile in source.tiles():
             for placed in tile.chunks():
@@ -189,21 +193,29 @@ def grid_entries(local_ids: Tensor, tile: Tile) -> Entries:
     return Entries(row.repeat_interleave(own.shape[1]), own.reshape(-1))
 
 
-def entries_backward(
-    source: Any, needs: Sequence[bool], local_ids: Tensor, upstream: Tensor
-) -> Tensors:
-    """Where processed logits at `[n, k]` columns have gradients, and all others none."""
-    gradient: Gradient = source.gradient(needs, sparse=source.recomputed)
-    write = write_entries(source, local_ids, upstream)
-    for tile in source.tiles():
-        if source.recomputed:
-            own = upstream[tile.rows].reshape(-1)
-            gradient.collect_entries(tile, grid_entries(local_ids, tile), own)
-        else:
-            for placed in tile.chunks():
-                gradient.collect(tile, placed, write)
-        gradient.end_tile(tile)
-    return gradient.finish()
+class EntryOperation(Operation):
+    """One whose first result, `[n, k]`, is of single entries; no other is differentiable."""
+
+    linear = True
+
+    def local_ids(self, tensors: Tensors, saved: Tensors) -> Tensor:
+        """Their columns, `[n, k]`; -1 for another rank's."""
+        raise NotImplementedError
+
+    def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
+        (upstream, *_), tensors, saved = given
+        local_ids = self.local_ids(tensors, saved)
+        gradient: Gradient = source.gradient(needs, sparse=source.recomputed)
+        write = write_entries(source, local_ids, upstream)
+        for tile in source.tiles():
+            if source.recomputed:
+                own = upstream[tile.rows].reshape(-1)
+                gradient.collect_entries(tile, grid_entries(local_ids, tile), own)
+            else:
+                for placed in tile.chunks():
+                    gradient.collect(tile, placed, write)
+            gradient.end_tile(tile)
+        return gradient.finish()
 
 
 def write_entries(
@@ -215,16 +227,13 @@ def write_entries(
     spec: StatsSpec | None = None,
 ) -> Any:
     """`Operation.write_dlogits` of entries `[n, k]`, and of statistics with these coefficients."""
+    terms = GradientTerms(local_ids, upstream, row_max, coef, spec or StatsSpec())
 
     def write(placed: Placed, out: Tensor) -> None:
-        rows, chunk = placed.rows, placed.chunk
+        own, chunk = terms.rows(placed.rows), placed.chunk
         source.backend(chunk).grad(
             chunk,
-            placed.local(local_ids[rows]),
-            upstream[rows],
-            None if row_max is None else row_max[rows],
-            None if coef is None else coef[:, rows],
-            spec or StatsSpec(),
+            own._replace(columns=placed.local(own.columns)),
             out=out,
             chunk_size=source.rows_at_a_time(chunk.logits.shape[1]),
         )

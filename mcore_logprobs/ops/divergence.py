@@ -10,10 +10,11 @@ import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.kernels import backend as backends
@@ -33,9 +34,6 @@ from mcore_logprobs.ops.head import HeadLogits, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.lora import LoRAInput
 from mcore_logprobs.ops.source import GivenLogits, Placed, given_logits, token_temperature
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
 
@@ -78,25 +76,18 @@ class Divergence(Operation):
                 for placed, chunk in pairs.of(tile):
                     rows = placed.rows
                     kernels, size = pairs.kernels(placed, chunk)
-                    norms = (done.norm_s[:, rows], done.norm_t[:, rows])
-                    found = kernels.pair_sums(placed.chunk, chunk, *norms, spec, chunk_size=size)
+                    own = done.softmax[:, rows]
+                    found = kernels.pair_sums(placed.chunk, chunk, own, spec, chunk_size=size)
                     sums[:, rows] += found
             value, inner = all_reduce_sum(sums, group)
             value = value.clamp(min=0.0)
         usable = done.usable & valid_mask
-        return (torch.where(usable, value, 0.0),), (usable, done.norm_s.t(), done.norm_t.t(), inner)
+        return (torch.where(usable, value, 0.0),), (usable, done.softmax.t(), inner)
 
-    def backward(
-        self,
-        source: Any,
-        needs: Sequence[bool],
-        upstream: Tensors,
-        tensors: Tensors,
-        saved: Tensors,
-    ) -> Tensors:
+    def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
+        upstream, tensors, saved = given
         _, index, *teacher = tensors
-        usable, norm_s, norm_t, inner = saved
-        norm_s, norm_t = norm_s.t(), norm_t.t()
+        usable, softmax, inner = saved
         g = torch.where(usable, upstream[0], 0.0)
         pairs = _Pairs(source, self.teacher.open(*teacher), index, self.backend)
 
@@ -106,8 +97,7 @@ class Divergence(Operation):
             kernels.pair_grad(
                 placed.chunk,
                 chunk,
-                norm_s[:, rows],
-                norm_t[:, rows],
+                softmax[rows].t(),
                 inner[rows],
                 g[rows],
                 self.spec,

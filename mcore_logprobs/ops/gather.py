@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.collectives import all_reduce_sum
@@ -20,10 +21,10 @@ from mcore_logprobs.kernels.stats import (
     gradient_spec,
 )
 from mcore_logprobs.ops.apply import (
+    EntryOperation,
     Operation,
     Tensors,
     apply,
-    entries_backward,
     finalize_shards_with,
     grid_entries,
     local_row_stats,
@@ -44,17 +45,12 @@ from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits, token_temperature
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 NORMALIZATIONS = ("vocab", "topk")
 
 
 @dataclass(frozen=True)
-class EntryLogits(Operation):
+class EntryLogits(EntryOperation):
     """Processed logits `[n, k]` at local ids `[n, k]`, 0 where no rank owns one."""
-
-    linear = True
 
     def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
         (local_ids,) = tensors
@@ -64,15 +60,8 @@ class EntryLogits(Operation):
             values[tile.rows] = found.view(-1, local_ids.shape[1])
         return (all_reduce_sum(values, source.shard.group),), ()
 
-    def backward(
-        self,
-        source: Source,
-        needs: Sequence[bool],
-        upstream: Tensors,
-        tensors: Tensors,
-        saved: Tensors,
-    ) -> Tensors:
-        return entries_backward(source, needs, tensors[0], upstream[0])
+    def local_ids(self, tensors: Tensors, saved: Tensors) -> Tensor:
+        return tensors[0]
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
+from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_called
 from mcore_logprobs.kernels.chunk import Chunk, processed_logits, row_chunks
@@ -26,9 +27,6 @@ from mcore_logprobs.ops.gather import masked_source
 from mcore_logprobs.ops.head import HeadLogits, HeadTile, head_logits
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.ops.source import GivenLogits, Placed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 MapFn = Callable[..., Any]
 
@@ -103,15 +101,8 @@ class Map(Operation):
         flags = self.structure.differentiable
         return not (flags and flags[place])
 
-    def backward(
-        self,
-        source: HeadLogits,
-        needs: Sequence[bool],
-        upstream: Tensors,
-        tensors: Tensors,
-        saved: Tensors,
-    ) -> Tensors:
-        valid_mask, *per_token = tensors
+    def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
+        upstream, (valid_mask, *per_token), _ = given
         asked = torch.zeros_like(valid_mask)
         grads: list[Tensor | None] = []
         for g in upstream:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import row_chunks
@@ -21,9 +22,6 @@ from mcore_logprobs.ops.apply import (
 )
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.source import GivenLogits, Placed, given_logits
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)

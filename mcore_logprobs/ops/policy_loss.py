@@ -7,10 +7,11 @@ can be formed while the chunk of logits still exists. Nothing is recomputed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.stats import IGNORED, RowResults
@@ -31,9 +32,6 @@ from mcore_logprobs.ops.loss_function import (
 )
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # Rows a tile on a GPU, if 2.5 GiB hold them: their three GEMMs take 20 times as long as reading
 # and writing dWeight in float32.

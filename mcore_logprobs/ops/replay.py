@@ -60,14 +60,8 @@ class Replay(Operation):
     def _parts(self) -> list[slice]:
         return [slice(*pair) for pair in zip(self.bounds[:-1], self.bounds[1:], strict=True)]
 
-    def backward(
-        self,
-        source: Any,
-        needs: Sequence[bool],
-        upstream: Tensors,
-        tensors: Tensors,
-        saved: Tensors,
-    ) -> Tensors:
+    def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
+        upstream, tensors, saved = given
         valid_mask, row, local_ids, hit = tensors
         row_max, log_sum, finite = saved
         on_row = torch.where(valid_mask & finite, upstream[0], 0.0).to(row_max.dtype)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import per_row, row_chunks
@@ -34,15 +35,11 @@ from mcore_logprobs.ops.sampling import Filters
 from mcore_logprobs.ops.sampling_cut import (
     Cut,
     FilterOptions,
-    Values,
     find_cut,
     kept_columns,
     multiplier_column,
 )
 from mcore_logprobs.ops.source import Placed, given_logits
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
 # signed integers of torch, which wrap.
@@ -100,10 +97,11 @@ class Sample(Operation):
             ids, z = best.of_all_ranks()
             logprobs = (z - row_max) - log_sum
         else:
-            cuts = [Cut.of_no_rows(source.acc_dtype, source.device)]
-            for tile in source.tiles():
-                cuts.append(self._filtered_tile(source, tile, valid_mask[tile.rows], best))
-            cut = Cut(*(torch.cat(parts) for parts in zip(*cuts, strict=True)))
+            cuts = [
+                self._filtered_tile(source, tile, valid_mask[tile.rows], best)
+                for tile in source.tiles()
+            ]
+            cut = Cut.join(cuts, source.acc_dtype, source.device)
             ids, x = best.of_all_ranks()
             multiplier = self.filters.options(source.shard, source.temperature).multiplier
             logprobs = (x - cut.row_max) * multiplier - cut.log_sum
@@ -113,8 +111,11 @@ class Sample(Operation):
     def _filtered_tile(self, source: Any, tile: Any, valid_mask: Tensor, best: _Best) -> Cut:
         chunks = list(tile.whole_rows())
         opts = self.filters.options(source.shard, per_row(source.temperature, tile.rows))
-        values = Values(chunks, source.rows_at_a_time(source.shard.width), source.acc_dtype)
-        cut = find_cut(values, no_targets(source, len(valid_mask)), valid_mask, opts)
+        none, local_sum = no_targets(source, len(valid_mask)), None
+        if opts.top_k is None:
+            spec = StatsSpec()
+            local_sum = spec.named(local_row_stats(source, chunks, none, spec))["sum"]
+        cut = find_cut(source, chunks, local_sum, none, valid_mask, opts)
         for placed in chunks:
             best.see(placed, _Kept(tile.rows.start, cut, opts))
         return cut

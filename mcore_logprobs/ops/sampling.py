@@ -8,10 +8,11 @@ What the sampler itself recorded is replayed (`replay`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_top_k, check_top_p
 from mcore_logprobs.collectives import all_reduce_sum
@@ -35,16 +36,12 @@ from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.sampling_cut import (
     Cut,
     FilterOptions,
-    Values,
     find_cut,
     kept_columns,
     multiplier_column,
 )
 from mcore_logprobs.ops.source import Placed, given_logits
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -93,19 +90,20 @@ class Filtered(Operation):
         local_target, valid_mask = tensors
         shard, spec = source.shard, self.whole
         stats = [local_row_stats(source, (), local_target[:0], spec or StatsSpec())]
-        cuts = [Cut.of_no_rows(source.acc_dtype, source.device)]
+        cuts: list[Cut] = []
         for tile in source.tiles():
-            own, threshold = local_target[tile.rows], None
+            own, threshold, local_sum = local_target[tile.rows], None, None
             chunks = list(tile.whole_rows())
-            if spec is not None:
-                if spec.rank:
-                    threshold = all_reduce_sum(tile.target_logits(own), shard.group)
-                stats.append(local_row_stats(source, chunks, own, spec, threshold))
-            values = Values(chunks, source.rows_at_a_time(shard.width), source.acc_dtype)
+            if spec is not None and spec.rank:
+                threshold = all_reduce_sum(tile.target_logits(own), shard.group)
+            if spec is not None or self.filters.top_k is None:
+                wanted = spec or StatsSpec()
+                stats.append(local_row_stats(source, chunks, own, wanted, threshold))
+                local_sum = wanted.named(stats[-1])["sum"]
             opts = self.filters.options(shard, per_row(source.temperature, tile.rows))
-            cuts.append(find_cut(values, own, valid_mask[tile.rows], opts))
-            del chunks, values
-        cut = Cut(*(torch.cat(parts) for parts in zip(*cuts, strict=True)))
+            cuts.append(find_cut(source, chunks, local_sum, own, valid_mask[tile.rows], opts))
+            del chunks
+        cut = Cut.join(cuts, source.acc_dtype, source.device)
         results: RowResults = RowResults()
         softmax: Tensors = ()
         if spec is not None:
@@ -312,7 +310,7 @@ def vocab_parallel_sampling_logprobs(
         ignore_index: as in `vocab_parallel_token_stats`.
         {shared}
 
-    With filters on, backend is checked, and the work is torch's everywhere.
+    With filters on the backend takes the statistics of whole rows; the rest is torch's everywhere.
 
     Collectives, forward, over TP: one all-gather of `[2 + c, n]` with c = top_k + 1 or 128; with
     top-p one all-reduce of `[n]`. Rows whose cut-off these c largest logits of each rank do not
@@ -321,7 +319,7 @@ def vocab_parallel_sampling_logprobs(
     Backward none.
     Replay: one all-gather of `[3, n]`. Filters off: as `vocab_parallel_logprobs`.
 
-    Host syncs: one a call, whether rows need the search, and one a round of it. None in replay.
+    Host syncs: one a call, whether rows need the search. None in replay.
 
     Memory: backward keeps the logits and six numbers a row; the gradient, in the logits' dtype, is
     the only `[..., V/TP]` tensor made.

@@ -28,16 +28,17 @@ and is a logit of the row, since A changes only there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.chunk import Chunk, acc_dtype, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.largest import largest_columns, sorted_columns
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.ops.source import Placed
 
@@ -49,7 +50,7 @@ _MAX_CANDIDATES = 1024
 _WAYS = 8
 _BY_VALUE = 4  # rounds before the look at the logits within
 _WITHIN = 128  # logits of each rank looked at
-_ROUNDS = 40  # float64's 64 bits in threes, and some rounds for the last few values
+_LAST = 3  # rounds for the last few values
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,11 @@ class Cut(NamedTuple):
     log_sum: Tensor
 
     @classmethod
-    def of_no_rows(cls, dtype: torch.dtype, device: torch.device) -> Cut:
-        """An empty one, to join others to."""
+    def join(cls, cuts: list[Cut], dtype: torch.dtype, device: torch.device) -> Cut:
+        """Of all tiles' rows; there may be none."""
         dtypes = (dtype, torch.bool, dtype, torch.int64, dtype, dtype)
-        return cls(*(torch.empty(0, dtype=each, device=device) for each in dtypes))
+        none = cls(*(torch.empty(0, dtype=each, device=device) for each in dtypes))
+        return cls(*(torch.cat(parts) for parts in zip(none, *cuts, strict=True)))
 
 
 class Values:
@@ -126,10 +128,12 @@ class Values:
 
     Args:
         chunks: of whole rows; the first row is the first of the n.
-        rows_at_a_time: of which float32 copies are made.
+        rows_at_a_time: columns -> rows of which float32 copies of so many columns are made.
     """
 
-    def __init__(self, chunks: list[Placed], rows_at_a_time: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, chunks: list[Placed], rows_at_a_time: Callable[[int], int], dtype: torch.dtype
+    ) -> None:
         first = chunks[0].rows.start if chunks else 0
         self._chunks = [
             (slice(rows.start - first, rows.stop - first), replace(chunk, temperature=1.0))
@@ -140,10 +144,13 @@ class Values:
         if all(chunk.is_plain for _, chunk in self._chunks) and chunks:
             self.raw_dtype = chunks[0].chunk.logits.dtype
 
-    def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """(slice of the n rows, `[c, valid]` in the logits' own dtype where they are plain)."""
+    def parts(self, k: int) -> Iterator[tuple[slice, Tensor]]:
+        """(slice of the n rows, `[c, valid]` in the logits' own dtype where they are plain), as
+        many rows as the k largest of them are found of at a time.
+        """
         for rows, chunk in self._chunks:
-            for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time):
+            copied = sorted_columns(chunk.valid, k) if chunk.is_plain else chunk.valid
+            for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time(copied)):
                 where = slice(rows.start + part.start, rows.start + part.stop)
                 yield where, _values(chunk.rows(part))
 
@@ -152,7 +159,7 @@ class Values:
         start = 0
         for rows, chunk in self._chunks:
             mine = index[(index >= rows.start) & (index < rows.stop)] - rows.start
-            for part in row_chunks(mine.shape[0], self._rows_at_a_time):
+            for part in row_chunks(mine.shape[0], self._rows_at_a_time(chunk.valid)):
                 picked = replace(chunk, logits=chunk.logits[mine[part]])
                 stop = start + part.stop - part.start
                 yield slice(start, stop), _values(picked).to(self.dtype)
@@ -163,21 +170,30 @@ def _values(chunk: Chunk) -> Tensor:
     return chunk.logits[:, : chunk.valid] if chunk.is_plain else chunk.processed()
 
 
-def find_cut(values: Values, local_target: Tensor, valid_mask: Tensor, opts: FilterOptions) -> Cut:
-    """Both filters for every row.
+def find_cut(
+    source: Any,
+    chunks: list[Placed],
+    local_sum: Tensor | None,
+    local_target: Tensor,
+    valid_mask: Tensor,
+    opts: FilterOptions,
+) -> Cut:
+    """Both filters for every row of a tile's chunks, which have all columns of theirs.
 
     Collectives: one all-gather of `[2 + candidates, n]`; with top-p an all-reduce of `[n]`; more
     only for rows that need a search. One host sync: whether any row does.
 
     Args:
+        local_sum: `[n]`, this rank's sum of exp(z - max z) about its own maximum; not read, and
+            None if you like, with top-k.
         local_target: `[n]` int64, the target as this rank's column, or -1.
         valid_mask: `[n]` bool, False for rows that do not count.
     """
-    shard = opts.shard
+    shard, values = opts.shard, Values(chunks, source.rows_at_a_time, source.acc_dtype)
     wanted = _TOP_P_CANDIDATES if opts.top_k is None else opts.top_k + 1
     if wanted > _MAX_CANDIDATES:
         wanted = _TOP_P_CANDIDATES
-    survey = _Survey(values, local_target, min(wanted, shard.width), opts)
+    survey = _Survey(values, local_sum, local_target, min(wanted, shard.width), opts)
     found = survey.cut()
     hard = found.hard & valid_mask & survey.row_max.isfinite()
     index = hard.nonzero().squeeze(-1)  # a host sync
@@ -246,21 +262,26 @@ class _Survey:
         edge: `[n]`, above which the list is complete; -inf where it is complete altogether.
     """
 
-    def __init__(self, values: Values, local_target: Tensor, c: int, opts: FilterOptions) -> None:
+    def __init__(
+        self,
+        values: Values,
+        local_sum: Tensor | None,
+        local_target: Tensor,
+        c: int,
+        opts: FilterOptions,
+    ) -> None:
         self._opts, shard = opts, opts.shard
         dtype, device, n = values.dtype, local_target.device, local_target.shape[0]
         packed = torch.zeros(2 + c, n, dtype=dtype, device=device)
         packed[2:] = -torch.inf
         self._columns = torch.zeros(n, c, dtype=torch.int64, device=device)
         found = min(c, shard.valid_width)
-        for part, x in values.parts() if found else ():
-            best = x.topk(found, dim=-1)
+        if local_sum is not None:
+            packed[1] = local_sum
+        for part, x in values.parts(found) if found else ():
             packed[0, part] = gather_target(x, local_target[part], 0.0).to(dtype)
-            packed[2 : 2 + found, part] = best.values.t().to(dtype)
-            self._columns[part, :found] = best.indices
-            if opts.top_k is None:
-                multiplier = multiplier_column(opts.multiplier, part, dtype)
-                packed[1, part] = _mass(x, best.values[:, :1], multiplier)
+            largest, self._columns[part, :found] = _descending(x, found)
+            packed[2 : 2 + found, part] = largest.t().to(dtype)
         everyone = all_gather_stack(packed, shard.group)  # [ranks, 2 + c, n]
         self.own_target, self.target = packed[0], everyone[:, 0].sum(0)
         self._candidates = everyone[:, 2:]
@@ -323,12 +344,11 @@ class _Survey:
         return torch.where(mine > 0, last.squeeze(-1), -1)
 
 
-def _mass(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
-    """sum exp(z - max z) of logits `[c, v]` with maximum `[c, 1]`; 0 for a row of -inf."""
-    dtype = acc_dtype(x.dtype)
-    row_max = row_max.to(dtype)
-    shifted = x.to(dtype) - torch.where(row_max.isneginf(), 0.0, row_max)
-    return shifted.mul_(multiplier).exp_().sum(-1)
+def _descending(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row and their columns, `[c, k]`, the largest first."""
+    columns = largest_columns(x, k)
+    values, order = x.gather(-1, columns).sort(-1, descending=True)
+    return values, columns.gather(-1, order)
 
 
 # ---- the search ----------------------------------------------------------------------------------
@@ -391,7 +411,7 @@ class _HardRows:
         out = torch.full((c, value.shape[0]), -torch.inf, dtype=self.dtype, device=value.device)
         for part, x in self.chunks():
             x.masked_fill_(x > value[part].unsqueeze(-1), -torch.inf)
-            found = x.topk(min(c, x.shape[-1]), dim=-1).values
+            found, _ = _descending(x, min(c, x.shape[-1]))
             out[: found.shape[-1], part] = found.t()
         everyone = all_gather_stack(out, self.shard.group)  # [ranks, c, r]
         listed = everyone.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
@@ -478,8 +498,8 @@ def _smallest_below(
     """
     ways = torch.arange(1, _WAYS, device=low.device).unsqueeze(-1)
     above_high = torch.zeros_like(limit)
-    for done in range(_ROUNDS):
-        if bool((high - low == 1).all()):  # a host sync a round
+    for done in range(_BY_VALUE + 1 + -(-keys.bits // 3) + _LAST):
+        if low.is_cpu and bool((high - low == 1).all()):  # elsewhere a host sync a round
             break
         if done == _BY_VALUE:
             found = _look_within(rows, keys.value(high), above_high, limit, count=count)
@@ -531,6 +551,7 @@ class _Keys:
         self._dtype = dtype
         self._integer = torch.int64 if dtype == torch.float64 else torch.int32
         self._shift = {torch.bfloat16: 16, torch.float16: 13}.get(raw, 0)
+        self.bits = torch.iinfo(self._integer).bits - self._shift
         self._mask = torch.iinfo(self._integer).max
 
     def _flip(self, bits: Tensor) -> Tensor:

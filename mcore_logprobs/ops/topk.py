@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import row_chunks
-from mcore_logprobs.ops.apply import Operation, Tensors, apply, entries_backward
+from mcore_logprobs.kernels.largest import largest_columns, sorted_columns
+from mcore_logprobs.ops.apply import EntryOperation, Tensors, apply
 from mcore_logprobs.ops.arguments import check_mask
 from mcore_logprobs.ops.gather import masked_source
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.source import Source, given_logits
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-_COPIES = 2  # of a chunk: an int64 key and its parts
+_COPIES = 2  # of what is sorted: an int64 key and its parts
 
 
 @dataclass(frozen=True)
-class TopK(Operation):
+class TopK(EntryOperation):
     """(values, global ids), each `[n, k]`."""
 
-    linear = True
     k: int
 
     def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
@@ -46,13 +42,15 @@ class TopK(Operation):
             for placed in tile.whole_rows() if found else ():
                 # The order is that of logits before the temperature, which changes no order.
                 chunk = replace(placed.chunk, temperature=1.0)
-                step = source.rows_at_a_time(chunk.logits.shape[1], _COPIES)
+                width = chunk.logits.shape[1]
+                copied = sorted_columns(width, found) if chunk.is_plain else width
+                step = source.rows_at_a_time(copied, _COPIES)
                 for part in row_chunks(chunk.logits.shape[0], step):
                     rows = slice(placed.rows.start + part.start, placed.rows.start + part.stop)
                     some = chunk.rows(part)
                     z = some.logits[:, : some.valid] if some.is_plain else some.processed()
                     # By column, hence by global id after the gather: the sort by value is stable.
-                    columns[rows, :found] = stable_topk(z, found).sort(-1).values
+                    columns[rows, :found] = largest_columns(z, found).sort(-1).values
                     values[rows, :found] = z.gather(-1, columns[rows, :found]).to(values.dtype)
                     del some, z
                 del placed, chunk  # a tile's logits, before the next is made
@@ -64,56 +62,8 @@ class TopK(Operation):
         local = (ids >= shard.start) & (ids < shard.end)
         return (values, ids), (torch.where(local, ids - shard.start, -1),)
 
-    def backward(
-        self,
-        source: Source,
-        needs: Sequence[bool],
-        upstream: Tensors,
-        tensors: Tensors,
-        saved: Tensors,
-    ) -> Tensors:
-        return entries_backward(source, needs, saved[0], upstream[0])
-
-
-def stable_topk(x: Tensor, k: int) -> Tensor:
-    """Columns of the k largest in each row, smaller columns first among equals; in any order.
-
-    NaN is the largest of all. torch.topk takes any of the values that tie at the k-th place: on a
-    CPU rows where some do are looked at again, elsewhere, without a host sync, all are.
-
-    Args:
-        x: `[c, v]`, not modified; k is at most v.
-
-    Returns:
-        `[c, k]` int64.
-    """
-    if k == x.shape[-1]:
-        return torch.arange(k, device=x.device).repeat(x.shape[0], 1)
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return _topk_of_keys(x, k)
-    best = x.topk(k + 1, dim=-1)
-    columns = best.indices[:, :k]
-    tied = ~(best.values[:, k - 1] > best.values[:, k])  # NaN too
-    again = tied.nonzero().squeeze(-1)
-    if again.numel():
-        picked = x[again]
-        columns[again] = _topk_of_keys(picked, k)
-    return columns
-
-
-def _topk_of_keys(x: Tensor, k: int) -> Tensor:
-    """`stable_topk` by int64 keys that cannot tie: the value's bits, made to increase with the
-    value, above the column's.
-    """
-    if x.dtype == torch.float64:  # no room for the column
-        return x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    exact = x.to(torch.float32, copy=True).add_(0.0)  # + 0.0: no minus zero
-    bits = exact.masked_fill_(exact.isnan(), torch.nan).view(torch.int32)  # nor a negative NaN
-    key = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()
-    del bits, exact
-    last = x.shape[-1] - 1
-    key.mul_(2**32).add_(torch.arange(last, -1, -1, device=x.device))
-    return last - (key.topk(k, dim=-1, sorted=False).values & 0xFFFFFFFF)
+    def local_ids(self, tensors: Tensors, saved: Tensors) -> Tensor:
+        return saved[0]
 
 
 def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.kernels.chunk import acc_dtype
@@ -17,9 +17,6 @@ from mcore_logprobs.ops.gather import gather
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.source import Source, given_logits
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 TAILS = ("renormalize", "bin", "ignore")
 

@@ -21,7 +21,7 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
-from mcore_logprobs.kernels.stats import StatsSpec, finalize
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize
 from tests.helpers.memory import TensorsMade
 from tests.kernels.common import row_stats
 
@@ -118,10 +118,10 @@ def test_gradients_are_the_references(dtype, strided, spec, inplace):
         coef[:, dead] = upstream[dead] = 0.0
     given = (target.unsqueeze(1), upstream, shift, coef, spec)
     want = torch.empty_like(logits)
-    reference.grad(chunk, *given, out=want, chunk_size=4)
+    reference.grad(chunk, GradientTerms(*given), out=want, chunk_size=4)
     # A gradient in place is given as another view of the same memory, as operations do.
     out = logits[:] if inplace else torch.empty_like(logits)
-    inductor.grad(chunk, *given, out=out, chunk_size=4)
+    inductor.grad(chunk, GradientTerms(*given), out=out, chunk_size=4)
     rtol = 4.0 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, want, rtol=rtol, atol=1e-7)
     for zero in (out[3], out[6], out[:, VALID:]):
@@ -134,7 +134,7 @@ def test_one_compilation_serves_every_size():
         chunk, ones = Chunk(logits, width), torch.ones(1, rows)
         inductor.stats(chunk, target[:, 0], PLAIN, chunk_size=1)
         given = (target, ones.t(), torch.zeros(rows), ones, PLAIN)
-        inductor.grad(chunk, *given, out=torch.empty_like(logits), chunk_size=1)
+        inductor.grad(chunk, GradientTerms(*given), out=torch.empty_like(logits), chunk_size=1)
 
     run(5, 3 * BLOCK)
     graphs = counters["stats"]["unique_graphs"]
@@ -151,7 +151,7 @@ def test_nothing_of_the_logits_size_is_made():
     def passes() -> None:
         inductor.stats(chunk, target[:, 0], FULL, threshold=shift, chunk_size=1)
         given = (target, ones[:1].t(), shift, ones, FULL)
-        inductor.grad(chunk, *given, out=logits[:], chunk_size=1)
+        inductor.grad(chunk, GradientTerms(*given), out=logits[:], chunk_size=1)
 
     passes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -234,7 +234,7 @@ def test_a_failed_compilation_is_said_once_and_leaves_other_kinds_compiled(compi
     logits, target = make_rows(torch.float32, strided=False)
     given = (target.unsqueeze(1), torch.ones(ROWS, 1), torch.zeros(ROWS), torch.ones(1, ROWS))
     out = torch.empty_like(logits)
-    inductor.grad(chunk_of(logits), *given, PLAIN, out=out, chunk_size=4)
+    inductor.grad(chunk_of(logits), GradientTerms(*given, PLAIN), out=out, chunk_size=4)
     assert [key[0] for key in inductor._kernels] == [inductor._grad_kernel]
 
 
@@ -266,7 +266,7 @@ def test_defaults_for_new_tensors_change_nothing(how, monkeypatch):
 
     def passes() -> list[Tensor]:
         out = torch.empty_like(logits)
-        inductor.grad(chunk, *given, out=out, chunk_size=4)
+        inductor.grad(chunk, GradientTerms(*given), out=out, chunk_size=4)
         return [out, inductor.stats(chunk, target, FULL, threshold=threshold, chunk_size=4)]
 
     compiled = []

@@ -13,7 +13,7 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.kernels.stats import StatsSpec, merge
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.helpers.memory import TensorsMade
 from tests.kernels.common import (
@@ -88,7 +88,7 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
         for shard, own in shards(whole, target, tp):
             parts.append(torch.empty_like(shard.logits))
             given = (own.unsqueeze(1), upstream, row_max, coef, EVERYTHING)
-            triton_backend.grad(shard, *given, out=parts[-1])
+            triton_backend.grad(shard, GradientTerms(*given), out=parts[-1])
         return torch.cat(parts, -1)
 
     row_max = EVERYTHING.named(alone)["max"].contiguous()
@@ -160,10 +160,9 @@ class Compiled:
         parts = []
         for shard, own in self.shards(tp, rows):
             out = shard.logits if inplace else torch.empty_like(shard.logits)
-            INVARIANT.grad(
-                shard, own.unsqueeze(1), self.upstream[rows], self.row_max[rows],
-                self.coef[:, rows], self.spec, out=out, chunk_size=64,
-            )  # fmt: skip
+            per_row = self.upstream[rows], self.row_max[rows], self.coef[:, rows]
+            terms = GradientTerms(own.unsqueeze(1), *per_row, self.spec)
+            INVARIANT.grad(shard, terms, out=out, chunk_size=64)
             parts.append(out)
         return torch.cat(parts, -1)
 

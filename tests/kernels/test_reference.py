@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, processed_logits, row_chunks
-from mcore_logprobs.kernels.stats import StatsSpec, finalize, merge
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize, merge
 from tests.helpers import oracles
 
 EVERYTHING = StatsSpec(entropy=True, rank=True, smoothing=True, sum_pi_squared=True)
@@ -148,7 +148,7 @@ def _grad(
     out = options.pop("out", torch.empty_like(chunk.logits))
     shift = torch.where(chunk.logits.isnan(), -torch.inf, chunk.logits).amax(-1)
     entries = target.unsqueeze(-1), upstream.unsqueeze(-1)
-    reference.grad(chunk, *entries, shift, coef, spec, out=out, **options)
+    reference.grad(chunk, GradientTerms(*entries, shift, coef, spec), out=out, **options)
     return out
 
 

@@ -23,7 +23,7 @@ from benchmarks.launches import dry_launches
 from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_token_stats
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.pairs import PairSpec
-from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton.gradient import grad_kernel
 from mcore_logprobs.kernels.triton.pair_gradient import pair_grad_kernel
 from mcore_logprobs.kernels.triton.pair_statistics import pair_stats_kernel, pair_sums_kernel
@@ -162,20 +162,19 @@ def test_no_call_of_a_run_compiles_a_variant() -> None:
 def test_what_is_rare_is_built_without_spills() -> None:
     logits = torch.zeros(16, 4096, dtype=torch.bfloat16)
     out, row = torch.zeros_like(logits), torch.zeros(16)
-    columns, norm = torch.zeros(16, 3, dtype=torch.int64), torch.zeros(2, 16)
+    columns, norm = torch.zeros(16, 3, dtype=torch.int64), torch.zeros(4, 16)
     how = {"bias": True, "rows": True, "softcap": 3.0, "logit_scale": 0.5}
     chunk, exact = make_chunk(logits, 4000, **how), make_chunk(logits.float(), 4000, **how)
     coef = torch.zeros(len(EVERYTHING.coefficients), 16)
-    entries = (columns, columns.float(), row, coef, EVERYTHING)
-    both = (chunk, exact, norm, norm, row, row)
+    entries = GradientTerms(columns, columns.float(), row, coef, EVERYTHING)
+    alone = GradientTerms(columns, columns.float(), None, None, StatsSpec())
+    both = (chunk, exact, norm, row, row)
     calls = {
         "stats_kernel": lambda: triton_backend.stats(
             chunk, columns[:, 0], EVERYTHING, threshold=row
         ),
-        "grad_kernel entries_kernel": lambda: triton_backend.grad(chunk, *entries, out=out),
-        "entries_kernel": lambda: triton_backend.grad(
-            chunk, *entries[:2], None, None, StatsSpec(), out=out
-        ),
+        "grad_kernel entries_kernel": lambda: triton_backend.grad(chunk, entries, out=out),
+        "entries_kernel": lambda: triton_backend.grad(chunk, alone, out=out),
         "pair_grad_kernel": lambda: triton_backend.pair_grad(*both, PairSpec("jsd"), out=out),
     }
     for names, call in calls.items():

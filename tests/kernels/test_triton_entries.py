@@ -17,7 +17,7 @@ from mcore_logprobs import (
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk
-from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton import gradient
 from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import (
@@ -47,17 +47,17 @@ def _check(chunk: Chunk, spec: StatsSpec, k: int) -> None:
     for statistics in ((shift, coef), (None, None)):
         exact = torch.empty(logits.shape, dtype=torch.float64, device=DEVICE)
         wide = [None if x is None else x.double() for x in (upstream, *statistics)]
-        reference.grad(doubled(chunk), column, *wide, spec, out=exact, chunk_size=4)
+        reference.grad(doubled(chunk), GradientTerms(column, *wide, spec), out=exact, chunk_size=4)
         plain = torch.empty_like(logits)
         given = (column, upstream, *statistics, spec)
-        reference.grad(chunk, *given, out=plain, chunk_size=4)
+        reference.grad(chunk, GradientTerms(*given), out=plain, chunk_size=4)
         copy = logits.clone()
         for source, out in (
             (logits, torch.full_like(logits, torch.nan)),
             (logits, lay_out(torch.zeros_like(logits), "wide")),
             (copy, copy),
         ):
-            triton_backend.grad(replace(chunk, logits=source), *given, out=out)
+            triton_backend.grad(replace(chunk, logits=source), GradientTerms(*given), out=out)
             assert_no_worse(out, plain, exact, name="gradient")
             assert (out[1::3] == 0).all()
             assert (out[:, chunk.valid :] == 0).all()

@@ -9,7 +9,7 @@ from torch import Tensor
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk
-from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import (
     DEVICE,
@@ -49,12 +49,12 @@ def _check(
     given = (target, upstream, shift, coef)
     exact = torch.full(logits.shape, torch.nan, dtype=torch.float64, device=DEVICE)
     wide = (target, *(x.double() for x in given[1:]))
-    reference.grad(doubled(chunk), *wide, spec, out=exact, chunk_size=16)
+    reference.grad(doubled(chunk), GradientTerms(*wide, spec), out=exact, chunk_size=16)
     plain = torch.full_like(exact, torch.nan, dtype=out_dtype or logits.dtype)
-    reference.grad(chunk, *given, spec, out=plain, chunk_size=16)
+    reference.grad(chunk, GradientTerms(*given, spec), out=plain, chunk_size=16)
     if out is None:
         out = torch.full_like(plain, torch.nan)
-    triton_backend.grad(chunk, *given, spec, out=out)
+    triton_backend.grad(chunk, GradientTerms(*given, spec), out=out)
     assert_no_worse(out, plain, exact, name="gradient")
     assert (out[:, chunk.valid :] == 0).all()
     assert (out[2::5] == 0).all()
@@ -97,7 +97,8 @@ def test_masked_columns_get_zero_whatever_they_hold():
             _check(make_chunk(logits, valid))
     out = torch.full_like(logits, torch.nan)
     nobody, ones = torch.full((4, 1), -1, device=DEVICE), torch.ones(4, 4, device=DEVICE)
-    triton_backend.grad(Chunk(logits, 0), nobody, ones[:, :1], ones[0], ones, ALL, out=out)
+    terms = GradientTerms(nobody, ones[:, :1], ones[0], ones, ALL)
+    triton_backend.grad(Chunk(logits, 0), terms, out=out)
     assert (out == 0).all()
 
 
@@ -110,7 +111,8 @@ def test_rows_without_coefficients_are_zero_whatever_they_hold():
     coef[0, 0] = 1.0
     target, shift = torch.tensor([[3], [4]], device=DEVICE), torch.tensor([8.0, torch.nan])
     upstream = torch.zeros(2, 1, device=DEVICE)
-    triton_backend.grad(Chunk(logits, 1152), target, upstream, shift.to(DEVICE), coef, ALL, out=out)
+    terms = GradientTerms(target, upstream, shift.to(DEVICE), coef, ALL)
+    triton_backend.grad(Chunk(logits, 1152), terms, out=out)
     assert (out[0] > 0).all()
     assert (out[1] == 0).all()
 
@@ -122,8 +124,8 @@ def test_in_place(dtype):
     out, target = torch.empty_like(logits), make_target(6, 1100, logits).unsqueeze(1)
     shift, coef = torch.full((6,), 10.0, device=DEVICE), torch.randn(4, 6, device=DEVICE)
     given = (target, torch.randn(6, 1, device=DEVICE), shift, coef, ALL)
-    triton_backend.grad(Chunk(logits, 1100), *given, out=out)
-    triton_backend.grad(Chunk(logits, 1100), *given, out=logits)
+    triton_backend.grad(Chunk(logits, 1100), GradientTerms(*given), out=out)
+    triton_backend.grad(Chunk(logits, 1100), GradientTerms(*given), out=logits)
     assert torch.equal(logits, out)
 
 

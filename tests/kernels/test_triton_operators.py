@@ -19,7 +19,7 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk
-from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton import gradient, pair_gradient, pair_statistics, statistics
 from mcore_logprobs.kernels.triton.operators import arguments
 from mcore_logprobs.ops.source import given_logits
@@ -213,7 +213,7 @@ def test_operators_declare_what_they_do():
     rows = torch.rand(6, device=DEVICE) + 0.5
     chunk = Chunk(logits, 190, **HOW)
     other = Chunk(logits.float(), 190, temperature=rows, bias=torch.randn(200, device=DEVICE))
-    out, norm = torch.empty_like(logits), torch.ones(2, 6, device=DEVICE)
+    out, softmax = torch.empty_like(logits), torch.ones(4, 6, device=DEVICE)
     columns, upstream = target[:, None].expand(6, 3), torch.randn(6, 3, device=DEVICE)
     ranked = StatsSpec(rank=True)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
@@ -223,8 +223,8 @@ def test_operators_declare_what_they_do():
         (gradient._grad, (chunk, columns[:, :1], upstream[:, :1], shift, coef, SPEC, out)),
         (gradient._grad, (other, columns, upstream, None, None, ranked, out)),
         (pair_statistics._pair_stats, (chunk, other, "reverse", 0.5)),
-        (pair_statistics._pair_sums, (chunk, other, norm, norm, "jsd", 0.5)),
-        (pair_gradient._pair_grad, (chunk, other, norm, norm, shift, rows, "jsd", 0.5, out)),
+        (pair_statistics._pair_sums, (chunk, other, softmax, "jsd", 0.5)),
+        (pair_gradient._pair_grad, (chunk, other, softmax, shift, rows, "jsd", 0.5, out)),
     ):
         torch.library.opcheck(operator, arguments(*given), test_utils=checks)
 
@@ -237,7 +237,8 @@ def test_one_graph_under_torch_compile(inplace):
         out = logits * 2 if inplace else torch.zeros_like(logits)
         chunk = Chunk(out if inplace else logits * 2, 190, **HOW)
         entries = target.unsqueeze(1), shift.unsqueeze(1)
-        triton_backend.grad(chunk, *entries, shift + stats[0, 0], coef, SPEC, out=out)
+        terms = GradientTerms(*entries, shift + stats[0, 0], coef, SPEC)
+        triton_backend.grad(chunk, terms, out=out)
         return stats, out + 1
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

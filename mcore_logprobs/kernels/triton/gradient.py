@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_logprobs.kernels.chunk import Chunk, gather_columns
-from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton.common import (
     UNIT,
     clamped,
@@ -262,19 +262,9 @@ def entries_kernel(
 # ---- launches ----------------------------------------------------------------------------------
 
 
-def grad(
-    chunk: Chunk,
-    columns: Tensor,
-    upstream: Tensor,
-    shift: Tensor | None,
-    coef: Tensor | None,
-    spec: StatsSpec,
-    *,
-    out: Tensor,
-    chunk_size: int = 0,
-) -> None:
+def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int = 0) -> None:
     """As `kernels.reference.grad`; dtypes and strides as in `stats`, for out too."""
-    _grad(*arguments(chunk, columns, upstream, shift, coef, spec, out))
+    _grad(*arguments(chunk, *terms, out))
 
 
 def _run(*given: Any) -> None:

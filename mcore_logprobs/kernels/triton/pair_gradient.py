@@ -39,6 +39,7 @@ from mcore_logprobs.kernels.triton.sides import (
     REVERSE,
     SIDE_POINTERS,
     load_side,
+    load_softmax,
     log_probs,
     shares,
     side_row,
@@ -54,7 +55,7 @@ _TILE = dict.fromkeys(ONE_PASS, 2048) | dict.fromkeys(TWO_PASS, 1024)
 
 @triton.jit
 def _write_tile(
-    student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+    student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor, beta,
     out_row_ptr, start, valid, width,
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
@@ -66,7 +67,7 @@ def _write_tile(
     columns = start + tl.arange(0, TILE)
     s, capped = load_side(student, student_bias_ptr, columns, valid, MASKED, STUDENT_SOFTCAP)
     t, _ = load_side(teacher, teacher_bias_ptr, columns, valid, MASKED, TEACHER_SOFTCAP)
-    max_s, log_s, max_t, log_t = norms
+    max_s, log_s, max_t, log_t = softmax
     if KIND == FORWARD or KIND == CROSS_ENTROPY:  # noqa: SIM109
         p = exp((s - max_s) - log_s)
         q = exp((t - max_t) - log_t)
@@ -91,10 +92,10 @@ def _write_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "valid", "width", "splits", "upstream_stride", "student_norm_stride", "teacher_norm_stride"
+        "valid", "width", "splits", "upstream_stride", "softmax_stride"
     ],
     do_not_specialize_on_alignment=[
-        *SIDE_POINTERS, "student_norm_ptr", "teacher_norm_ptr", "inner_ptr", "upstream_ptr"
+        *SIDE_POINTERS, "softmax_ptr", "inner_ptr", "upstream_ptr"
     ],
 )  # fmt: skip
 def pair_grad_kernel(
@@ -112,15 +113,13 @@ def pair_grad_kernel(
     teacher_temperature,
     student_stride,
     teacher_stride,
-    student_norm_ptr,  # [2, n]
-    teacher_norm_ptr,  # [2, n]
+    softmax_ptr,  # [4, n]
     inner_ptr,  # [n]
     upstream_ptr,  # [n], any stride
     out_ptr,  # [n, v]; may be student_ptr
     valid,
     width,
-    student_norm_stride,
-    teacher_norm_stride,
+    softmax_stride,
     upstream_stride,
     out_stride,
     splits,
@@ -149,11 +148,7 @@ def pair_grad_kernel(
             teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
             teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
         )  # fmt: skip
-        max_s = tl.load(student_norm_ptr + row)
-        log_s = tl.load(student_norm_ptr + student_norm_stride + row)
-        max_t = tl.load(teacher_norm_ptr + row)
-        log_t = tl.load(teacher_norm_ptr + teacher_norm_stride + row)
-        norms = (max_s, log_s, max_t, log_t)
+        softmax = load_softmax(softmax_ptr, softmax_stride, row)
         inner = tl.load(inner_ptr + row)
         factor = upstream * slope
         if student_temperature_ptr is not None:
@@ -162,19 +157,19 @@ def pair_grad_kernel(
         whole = start + (end - start) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
-                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor, beta,
                 out_row_ptr, at, valid, width,
                 False, TILE, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
             )  # fmt: skip
         for at in range(whole, end, TAIL):
             _write_tile(
-                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor, beta,
                 out_row_ptr, at, end, end,
                 True, TAIL, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
             )  # fmt: skip
         if end < stop:
             _write_tile(
-                student, teacher, student_bias_ptr, teacher_bias_ptr, norms, inner, factor, beta,
+                student, teacher, student_bias_ptr, teacher_bias_ptr, softmax, inner, factor, beta,
                 out_row_ptr, end, valid, stop,
                 True, UNIT, STUDENT_SOFTCAP, TEACHER_SOFTCAP, KIND,
             )  # fmt: skip
@@ -187,8 +182,7 @@ def pair_grad_kernel(
 def pair_grad(
     student: Chunk,
     teacher: Chunk,
-    norm_s: Tensor,
-    norm_t: Tensor,
+    softmax: Tensor,
     inner: Tensor,
     upstream: Tensor,
     spec: PairSpec,
@@ -197,32 +191,31 @@ def pair_grad(
     chunk_size: int = 0,
 ) -> None:
     """As `kernels.pairs.pair_grad`; dtypes and strides as in `stats`, for out too."""
-    given = student, teacher, norm_s, norm_t, inner, upstream, spec.kind, float(spec.beta), out
+    given = student, teacher, softmax, inner, upstream, spec.kind, float(spec.beta), out
     _pair_grad(*arguments(*given))
 
 
 def _run(*given: Any) -> None:
-    student, teacher, norm_s, norm_t, inner, upstream, kind, beta, out = chunks_of(2, given)
+    student, teacher, softmax, inner, upstream, kind, beta, out = chunks_of(2, given)
     if out.numel() == 0:
         return
     rows, width = out.shape
     splits, shape = span_plan(width, _TILE[kind])
-    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
+    softmax = with_unit_stride(softmax)
     slope = student.multiplier if student.row_temperature is None else student.logit_scale
     with rounded(out) as written:
         launch(
             pair_grad_kernel, rows * splits,
-            *sides_arguments(student, teacher), norm_s, norm_t, with_unit_stride(inner), upstream,
-            written,
-            student.valid, width, norm_s.stride(0), norm_t.stride(0), upstream.stride(0),
+            *sides_arguments(student, teacher), softmax, with_unit_stride(inner), upstream, written,
+            student.valid, width, softmax.stride(0), upstream.stride(0),
             written.stride(0), splits, float(slope), beta,
             KIND=KINDS.index(kind), **shape, **sides_constants(student, teacher),
         )  # fmt: skip
 
 
 _pair_grad = operator(
-    f"pair_grad({chunk_schema('student_')}, {chunk_schema('teacher_')}, Tensor norm_s, "
-    "Tensor norm_t, Tensor inner, Tensor upstream, str kind, float beta, Tensor(a!) out) -> ()",
+    f"pair_grad({chunk_schema('student_')}, {chunk_schema('teacher_')}, Tensor softmax, "
+    "Tensor inner, Tensor upstream, str kind, float beta, Tensor(a!) out) -> ()",
     _run,
     writes_out,
 )

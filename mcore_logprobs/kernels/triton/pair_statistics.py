@@ -32,6 +32,7 @@ from mcore_logprobs.kernels.triton.sides import (
     REVERSE,
     SIDE_POINTERS,
     load_side,
+    load_softmax,
     log_probs,
     pair_plan,
     shares,
@@ -223,11 +224,9 @@ def _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND: 
 
 
 @triton.jit(
-    do_not_specialize=["rows", "valid", "splits", "student_norm_stride", "teacher_norm_stride"],
-    do_not_specialize_on_alignment=[
-        *SIDE_POINTERS, "student_norm_ptr", "teacher_norm_ptr", "out_ptr"
-    ],
-)  # fmt: skip
+    do_not_specialize=["rows", "valid", "splits", "softmax_stride"],
+    do_not_specialize_on_alignment=[*SIDE_POINTERS, "softmax_ptr", "out_ptr"],
+)
 def pair_sums_kernel(
     student_ptr,  # [n, v]
     teacher_ptr,  # [n, v]
@@ -243,13 +242,11 @@ def pair_sums_kernel(
     teacher_temperature,
     student_stride,
     teacher_stride,
-    student_norm_ptr,  # [2, n]
-    teacher_norm_ptr,  # [2, n]
+    softmax_ptr,  # [4, n]
     out_ptr,  # [splits, 2, n] float32
     rows,
     valid,
-    student_norm_stride,
-    teacher_norm_stride,
+    softmax_stride,
     split_columns,
     splits,
     beta,
@@ -274,10 +271,7 @@ def pair_sums_kernel(
         teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
         teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
     )  # fmt: skip
-    max_s = tl.load(student_norm_ptr + row)
-    log_s = tl.load(student_norm_ptr + student_norm_stride + row)
-    max_t = tl.load(teacher_norm_ptr + row)
-    log_t = tl.load(teacher_norm_ptr + teacher_norm_stride + row)
+    max_s, log_s, max_t, log_t = load_softmax(softmax_ptr, softmax_stride, row)
 
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     value = tl.zeros([GROUPS], tl.float32)
@@ -343,43 +337,37 @@ def launch_pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, plan: Plan
 
 
 def pair_sums(
-    student: Chunk,
-    teacher: Chunk,
-    norm_s: Tensor,
-    norm_t: Tensor,
-    spec: PairSpec,
-    *,
-    chunk_size: int = 0,
+    student: Chunk, teacher: Chunk, softmax: Tensor, spec: PairSpec, *, chunk_size: int = 0
 ) -> Tensor:
     """As `kernels.pairs.pair_sums`; dtypes and strides as in `pair_stats`."""
-    return _pair_sums(*arguments(student, teacher, norm_s, norm_t, spec.kind, float(spec.beta)))
+    return _pair_sums(*arguments(student, teacher, softmax, spec.kind, float(spec.beta)))
 
 
 def _run_sums(*given: Any) -> Tensor:
-    student, teacher, norm_s, norm_t, *wanted = chunks_of(2, given)
+    student, teacher, softmax, *wanted = chunks_of(2, given)
     plan = pair_plan(student.logits, teacher.logits, student.valid)
-    return launch_pair_sums(student, teacher, norm_s, norm_t, PairSpec(*wanted), plan).sum(0)
+    return launch_pair_sums(student, teacher, softmax, PairSpec(*wanted), plan).sum(0)
 
 
 _pair_sums = operator(
-    f"pair_sums({_SIDES}, Tensor norm_s, Tensor norm_t, str kind, float beta) -> Tensor",
+    f"pair_sums({_SIDES}, Tensor softmax, str kind, float beta) -> Tensor",
     _run_sums,
     lambda student, *_: student.new_empty((2, len(student)), dtype=torch.float32),
 )
 
 
 def launch_pair_sums(
-    student: Chunk, teacher: Chunk, norm_s: Tensor, norm_t: Tensor, spec: PairSpec, plan: Plan
+    student: Chunk, teacher: Chunk, softmax: Tensor, spec: PairSpec, plan: Plan
 ) -> Tensor:
     """The sums of each split of the plan, `[splits, 2, n]`."""
     rows = student.logits.shape[0]
     out = student.logits.new_empty((plan.splits, 2, rows), dtype=torch.float32)
-    norm_s, norm_t = with_unit_stride(norm_s), with_unit_stride(norm_t)
+    softmax = with_unit_stride(softmax)
     if rows:
         launch(
             pair_sums_kernel, rows * plan.splits,
-            *sides_arguments(student, teacher), norm_s, norm_t, out,
-            rows, student.valid, norm_s.stride(0), norm_t.stride(0), plan.columns, plan.splits,
+            *sides_arguments(student, teacher), softmax, out,
+            rows, student.valid, softmax.stride(0), plan.columns, plan.splits,
             float(spec.beta),
             LANES=plan.lanes, GROUPS=plan.groups, KIND=KINDS.index(spec.kind),
             **sides_constants(student, teacher),

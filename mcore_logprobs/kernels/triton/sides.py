@@ -51,6 +51,17 @@ def side_row(
 
 
 @triton.jit
+def load_softmax(softmax_ptr, stride, row):
+    """(m_s, log sum_s, m_t, log sum_t) of one row."""
+    row_ptr = softmax_ptr + row
+    max_s = tl.load(row_ptr)
+    log_s = tl.load(row_ptr + stride)
+    max_t = tl.load(row_ptr + 2 * stride)
+    log_t = tl.load(row_ptr + 3 * stride)
+    return max_s, log_s, max_t, log_t
+
+
+@triton.jit
 def load_side(side, bias_ptr, columns, valid, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """(processed logits in float32, -inf at and past `valid`; the second of `processed`)."""
     row_ptr, scale, softcap, temperature = side
