@@ -131,9 +131,10 @@ def test_every_operation_of_the_package_is_in_readme() -> None:
 
 # ---- figures -----------------------------------------------------------------------------------
 
-LOGITS = "2026-11-amd-epyc-2-cores-logits.txt", "dtype bfloat16"
-LINEAR = "2026-11-amd-epyc-2-cores-linear.txt", "dtype float32"
-POLICY = "2026-11-amd-epyc-2-cores-policy.txt", "dtype float32"
+LOGITS = "2026-11-intel-xeon-2-cores-logits.txt", "dtype bfloat16"
+LINEAR = "2026-11-intel-xeon-2-cores-linear.txt", "dtype float32"
+LINEAR_BF16 = LINEAR[0], "dtype bfloat16"
+POLICY = "2026-11-intel-xeon-2-cores-policy.txt", "dtype float32"
 MEASURED = {
     "`vocab_parallel_logprobs`": (*LOGITS, "logprobs"),
     "with entropy": (*LOGITS, "+ entropy"),
@@ -144,6 +145,9 @@ MEASURED = {
     "materialised logits": (*LINEAR, "unfused (holds the logits)"),
     "`linear_policy_loss`": (*POLICY, "linear_policy_loss"),
     "policy loss, materialised logits": (*POLICY, "unfused (holds the logits)"),
+    "`linear_token_stats`, bf16 head": (*LINEAR_BF16, "fused"),
+    "bf16 head, `logits_dtype=torch.bfloat16`": (*LINEAR_BF16, "fused, bf16 logits"),
+    "bf16 head, materialised logits": (*LINEAR_BF16, "unfused (holds the logits)"),
 }
 
 

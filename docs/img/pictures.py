@@ -196,8 +196,8 @@ def points(name: str, varied: str) -> dict[str, list[tuple[int, float, float | N
 def costs(c: dict[str, str]) -> Any:
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.6), facecolor=c["paper"])
     sweeps = (
-        ("2026-11-amd-epyc-2-cores-sweep-rows.txt", "rows", "rows, V 32768"),
-        ("2026-11-amd-epyc-2-cores-sweep-vocab.txt", "vocab", "vocabulary V, 256 rows"),
+        ("2026-11-intel-xeon-2-cores-sweep-rows.txt", "rows", "rows, V 32768"),
+        ("2026-11-intel-xeon-2-cores-sweep-vocab.txt", "vocab", "vocabulary V, 256 rows"),
     )
     for column, (file, varied, label) in enumerate(sweeps):
         for name, curve in points(file, varied).items():

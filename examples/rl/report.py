@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Sequence
@@ -207,6 +208,7 @@ def plot_run(
     import matplotlib
 
     matplotlib.use("Agg")
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # fonts it looks for first
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 

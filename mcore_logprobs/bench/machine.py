@@ -65,8 +65,12 @@ def keep_heap() -> bool:
 
 
 def prefault(nbytes: int) -> None:
-    """Write that much memory once, so that a kept heap has it for what comes."""
-    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+    """Write that much memory once, so that a kept heap has it for what comes.
+
+    At most half of what is free: a system that runs out ends the process.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    torch.empty(min(nbytes, free // 2), dtype=torch.uint8).fill_(1)
 
 
 def release() -> None:

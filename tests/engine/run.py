@@ -353,6 +353,10 @@ def check(case: Case, runs: list[Found]) -> None:
         ulps += 2.0**15
     if s.get("values") == "large":  # and so are products' roundings
         ulps *= 4.0
+    if s.get("chunk_size") == 1:  # n sums one after the other, where a product's are blocked
+        ulps *= 2.0
+    if s["dtype"] == "float64" and s.get("tail", "none") in (None, "bin"):
+        ulps = 2.0**16  # a tail of 1e-6 is what is left of 1: six digits fewer
     exact, exact_grads = reference(case, torch.float64)
     plain, plain_grads = reference(case, wide(case))
     assert len({run.refused for run in runs}) == 1, (

@@ -303,6 +303,7 @@ def _real_weights(sections: dict) -> tuple[float, dict[str, float]]:
         )
 
 
+@pytest.mark.night
 def test_real_weights_against_transformers(ranks: Ranks) -> None:
     """SmolLM2-135M at TP 3: Megatron's log-probabilities are transformers' own."""
     sections = {"rollout": {"prompts": 1, "group_size": 2}, "grpo": {"micro_batch": 2}}
