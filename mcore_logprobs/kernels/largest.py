@@ -39,10 +39,12 @@ def largest_columns(x: Tensor, k: int) -> Tensor:
     return columns.gather(-1, _largest(x.gather(-1, columns), k))
 
 
-def sorted_columns(width: int, k: int) -> int:
-    """Columns of a row that `largest_columns` copies at a time, of `width` in all."""
+def copied_numbers(width: int, k: int) -> int:
+    """Float32 numbers that `largest_columns` makes a row of `width`: int64 keys and columns of what
+    it sorts.
+    """
     group = _group(width, k)
-    return max(width // group, k * group + width % group)
+    return 4 * max(width // group, k * group + width % group)
 
 
 def _group(width: int, k: int) -> int:

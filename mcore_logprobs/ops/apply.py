@@ -136,7 +136,7 @@ class _Apply(torch.autograd.Function):
         ctx: Any, operation: Operation, options: Any, counts: tuple[int, int], *tensors: Any
     ) -> Tensors:
         with without_autocast(tensors[0]):
-            source, given = _opened(options, counts, tensors)
+            source, given = _call_context(options, counts, tensors)
             results, saved = operation.forward(source, given)
             saved = tuple(None if x is None else source.pack(x) for x in saved)
             results = tuple(
@@ -165,7 +165,7 @@ class _Apply(torch.autograd.Function):
         *counts, end = ctx.counts
         tensors, saved = unpacked[:end], unpacked[end:]
         with without_autocast(tensors[0]):
-            source, given = _opened(ctx.options, counts, tensors)
+            source, given = _call_context(ctx.options, counts, tensors)
             upstream = tuple(
                 None if grad is None else source.flatten_rows(grad, fill=0.0) for grad in grads
             )
@@ -175,7 +175,7 @@ class _Apply(torch.autograd.Function):
         return (None, None, None, *found, *(None for _ in tensors[len(found) :]))
 
 
-def _opened(options: Any, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
+def _call_context(options: Any, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
     """The source, and what the operation takes besides."""
     own, per_token = counts
     source = options.open(*tensors[:own])

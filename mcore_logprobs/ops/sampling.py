@@ -130,9 +130,9 @@ class Filtered(Operation):
         coef: Tensor | None = None
         if any(grad is not None for grad in whole):
             assert self.whole is not None
-            norms = SoftmaxStats(*softmax)
+            stats = SoftmaxStats(*softmax)
             spec = gradient_spec(self.whole, whole)
-            coef, _ = gradient_coefficients(whole, norms, spec, valid_mask=valid_mask)
+            coef, _ = gradient_coefficients(whole, stats, spec, valid_mask=valid_mask)
 
         def write(placed: Placed, out: Tensor) -> None:
             first, width, valid = placed.columns.start, out.shape[1], placed.chunk.valid
@@ -146,7 +146,7 @@ class Filtered(Operation):
                 untempered = replace(some, temperature=1.0)
                 dz = filtered.of_logits(untempered.processed(), rows, first)
                 if coef is not None:
-                    base = distribution_gradient(some, norms.row_max[rows], coef[:, rows], spec)
+                    base = distribution_gradient(some, stats.row_max[rows], coef[:, rows], spec)
                     base.masked_fill_((coef[:, rows] == 0).all(0).unsqueeze(-1), 0.0)
                     dz += base.mul_(multiplier_column(opts.multiplier, rows, dz.dtype))
                 untempered.to_raw_gradient(dz)

@@ -38,7 +38,7 @@ from torch import Tensor
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import Chunk, row_chunks
-from mcore_logprobs.kernels.largest import largest_columns, sorted_columns
+from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.ops.source import Placed
 
@@ -149,7 +149,7 @@ class Values:
         many rows as the k largest of them are found of at a time.
         """
         for rows, chunk in self._chunks:
-            copied = sorted_columns(chunk.valid, k) if chunk.is_plain else chunk.valid
+            copied = copied_numbers(chunk.valid, k) + (not chunk.is_plain) * chunk.valid
             for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time(copied)):
                 where = slice(rows.start + part.start, rows.start + part.stop)
                 yield where, _values(chunk.rows(part))

@@ -12,15 +12,13 @@ from typing_extensions import Unpack
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import row_chunks
-from mcore_logprobs.kernels.largest import largest_columns, sorted_columns
+from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
 from mcore_logprobs.ops.apply import EntryOperation, Tensors, apply
 from mcore_logprobs.ops.arguments import check_mask
 from mcore_logprobs.ops.gather import masked_source
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.source import Source, given_logits
-
-_COPIES = 2  # of what is sorted: an int64 key and its parts
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,8 @@ class TopK(EntryOperation):
             for placed in tile.whole_rows() if found else ():
                 # The order is that of logits before the temperature, which changes no order.
                 chunk = replace(placed.chunk, temperature=1.0)
-                width = chunk.logits.shape[1]
-                copied = sorted_columns(width, found) if chunk.is_plain else width
-                step = source.rows_at_a_time(copied, _COPIES)
+                copied = copied_numbers(chunk.valid, found)
+                step = source.rows_at_a_time(copied + (not chunk.is_plain) * chunk.valid)
                 for part in row_chunks(chunk.logits.shape[0], step):
                     rows = slice(placed.rows.start + part.start, placed.rows.start + part.stop)
                     some = chunk.rows(part)

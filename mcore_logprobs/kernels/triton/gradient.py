@@ -60,7 +60,7 @@ def _dz(
     shifted, weight, moment, on_finite, squares,
     MOMENT: tl.constexpr, FINITE: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """dz of `kernels.reference.grad` from z - shift, without single entries."""
+    """dz of `kernels.reference.grad` from z - row_max, without single entries."""
     w = exp(shifted)
     factor = weight
     if MOMENT >= 0:
@@ -75,7 +75,7 @@ def _dz(
 
 @triton.jit
 def _write_tile(
-    row_ptr, out_row_ptr, bias_ptr, start, valid, width, column, shift,
+    row_ptr, out_row_ptr, bias_ptr, start, valid, width, column, row_max,
     weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
@@ -92,7 +92,7 @@ def _write_tile(
         mask = None
         y = tl.load(row_ptr + columns).to(tl.float32)
     z, capped = processed(y, bias_ptr, columns, mask, scale, softcap, temperature, HAS_SOFTCAP)
-    grad = _dz(z - shift, weight, moment, on_finite, squares, MOMENT, FINITE, SQUARES)
+    grad = _dz(z - row_max, weight, moment, on_finite, squares, MOMENT, FINITE, SQUARES)
     grad += tl.where(columns == column, on_target, 0.0)
     if HAS_SOFTCAP:
         grad = grad * (1.0 - capped * capped)
@@ -106,7 +106,7 @@ def _write_tile(
 @triton.jit(
     do_not_specialize=["valid", "width", "splits", "coef_stride"],
     do_not_specialize_on_alignment=[
-        "column_ptr", "upstream_ptr", "shift_ptr", "coef_ptr", "bias_ptr", "temperature_ptr",
+        "column_ptr", "upstream_ptr", "row_max_ptr", "coef_ptr", "bias_ptr", "temperature_ptr",
     ],
 )  # fmt: skip
 def grad_kernel(
@@ -114,7 +114,7 @@ def grad_kernel(
     out_ptr,  # [n, v]; may be logits_ptr
     column_ptr,  # [n] int64, one entry a row; None: no entries here
     upstream_ptr,  # [n]
-    shift_ptr,  # [n]
+    row_max_ptr,  # [n]
     coef_ptr,  # [k, n]
     bias_ptr,  # [v], or None
     temperature_ptr,  # [n], or None
@@ -158,7 +158,7 @@ def grad_kernel(
         on_target = tl.load(upstream_ptr + row).to(tl.float32)
     asked = (weight != 0.0) | (moment != 0.0) | (on_finite != 0.0) | (squares != 0.0)
     if asked | (on_target != 0.0):
-        shift = tl.load(shift_ptr + row).to(tl.float32)
+        row_max = tl.load(row_max_ptr + row).to(tl.float32)
         scale, softcap, temperature = row_transform(
             row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
         )
@@ -168,19 +168,19 @@ def grad_kernel(
         whole = start + (end - start) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
-                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, shift,
+                row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, row_max,
                 weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
                 False, TILE, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
             )  # fmt: skip
         for at in range(whole, end, TAIL):
             _write_tile(
-                row_ptr, out_row_ptr, bias_ptr, at, end, end, column, shift,
+                row_ptr, out_row_ptr, bias_ptr, at, end, end, column, row_max,
                 weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
                 True, TAIL, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
             )  # fmt: skip
         if end < stop:
             _write_tile(
-                row_ptr, out_row_ptr, bias_ptr, end, valid, stop, column, shift,
+                row_ptr, out_row_ptr, bias_ptr, end, valid, stop, column, row_max,
                 weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
                 True, UNIT, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
             )  # fmt: skip
@@ -192,7 +192,7 @@ def grad_kernel(
 @triton.jit(
     do_not_specialize=["j", "coef_stride", "out_stride", "splits"],
     do_not_specialize_on_alignment=[
-        "own_ptr", "column_ptr", "upstream_ptr", "shift_ptr", "coef_ptr", "bias_ptr",
+        "own_ptr", "column_ptr", "upstream_ptr", "row_max_ptr", "coef_ptr", "bias_ptr",
         "temperature_ptr", "out_ptr",
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def entries_kernel(
     own_ptr,  # [n, j], the raw logits at column
     column_ptr,  # [n, j] int64
     upstream_ptr,  # [n, j]
-    shift_ptr,  # [n], or None: no statistics
+    row_max_ptr,  # [n], or None: no statistics
     coef_ptr,  # [k, n]
     bias_ptr,  # [v], or None
     temperature_ptr,  # [n], or None
@@ -244,13 +244,13 @@ def entries_kernel(
         slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
     y = tl.load(own_ptr + row * j + at, mask=mine, other=0.0).to(tl.float32)
     z, capped = processed(y, bias_ptr, column, mine, scale, softcap, temperature, HAS_SOFTCAP)
-    if shift_ptr is not None:
+    if row_max_ptr is not None:
         weight = _coefficient(coef_ptr, WEIGHT, coef_stride, row)
         moment = _coefficient(coef_ptr, MOMENT, coef_stride, row)
         on_finite = _coefficient(coef_ptr, FINITE, coef_stride, row)
         squares = _coefficient(coef_ptr, SQUARES, coef_stride, row)
         asked = (weight != 0.0) | (moment != 0.0) | (on_finite != 0.0) | (squares != 0.0)
-        shifted = z - tl.load(shift_ptr + row)
+        shifted = z - tl.load(row_max_ptr + row)
         dz = _dz(shifted, weight, moment, on_finite, squares, MOMENT, FINITE, SQUARES)
         total += tl.where(asked, dz, 0.0)
     if HAS_SOFTCAP:
@@ -268,15 +268,15 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int = 0
 
 
 def _run(*given: Any) -> None:
-    chunk, columns, upstream, shift, coef, *wanted, out = chunks_of(1, given)
+    chunk, columns, upstream, row_max, coef, *wanted, out = chunks_of(1, given)
     if out.numel() == 0:
         return
     rows, width = out.shape
     j = columns.shape[1]
     columns, upstream = columns.contiguous(), upstream.contiguous()
-    shift, coef = with_unit_stride(shift), with_unit_stride(coef)
+    row_max, coef = with_unit_stride(row_max), with_unit_stride(coef)
     coef_stride = 0 if coef is None else coef.stride(0)
-    per_row = shift, coef, with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature)
+    per_row = row_max, coef, with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature)
     slope = chunk.logit_scale if chunk.row_temperature is not None else chunk.multiplier
     numbers = (float(slope), *transform(chunk))
     constants = {"HAS_SOFTCAP": chunk.softcap is not None} | _places(StatsSpec(*wanted))
@@ -305,8 +305,8 @@ def _run(*given: Any) -> None:
 
 
 _grad = operator(
-    f"grad({chunk_schema()}, Tensor columns, Tensor upstream, Tensor? shift, Tensor? coef, {SPEC}, "
-    "Tensor(a!) out) -> ()",
+    f"grad({chunk_schema()}, Tensor columns, Tensor upstream, Tensor? row_max, Tensor? coef, "
+    f"{SPEC}, Tensor(a!) out) -> ()",
     _run,
     writes_out,
 )
