@@ -41,7 +41,7 @@ from mcore_logprobs.kernels.triton.operators import (
 
 __all__ = ["entries_kernel", "grad", "grad_kernel"]
 
-_TILE = 4096  # columns of a tile at most
+_TILE_BYTES = 8192  # of a tile at most: more of float32 takes registers that blocks need
 _ENTRIES = 64  # entries a program
 _OTHERS = 16  # entries that they are compared with at a time
 
@@ -286,7 +286,7 @@ def _run(*given: Any) -> None:
         if coef is None:
             written.zero_()
         else:
-            splits, shape = span_plan(width, _TILE)
+            splits, shape = span_plan(width, _TILE_BYTES // chunk.logits.element_size())
             one = (columns, upstream) if j == 1 else (None, None)
             launch(
                 grad_kernel, rows * splits,
