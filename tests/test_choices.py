@@ -17,7 +17,7 @@ from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import largest
 from mcore_logprobs.kernels.largest import largest_columns
-from mcore_logprobs.ops import sampling_cut
+from mcore_logprobs.ops import sampling_cut, sampling_search
 from mcore_logprobs.ops.sampling import CutGradient, SavedCut
 from mcore_logprobs.ops.source import given_logits
 from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group
@@ -183,7 +183,7 @@ def test_a_target_made_again_below_the_cut_keeps_its_gradient(top_k, top_p):
     logits = torch.tensor([[3.0, 2.0, -4.0, -5.0]])
     column, keep = torch.tensor([1]), torch.tensor([True])
     shard = VocabShard.of(4, None, None)
-    opts = sampling_cut.FilterOptions(shard, 1.0, top_k, top_p)
+    opts = sampling_search.FilterOptions(shard, 1.0, top_k, top_p)
     source = given_logits(logits)
     local_sum = (logits - logits.max()).exp().sum(-1)
     cut = sampling_cut.find_cut(source, list(source.chunks()), local_sum, column, keep, opts)

@@ -69,8 +69,10 @@ def prefault(nbytes: int) -> None:
 
     At most half of what is free: a system that runs out ends the process.
     """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    torch.empty(min(nbytes, free // 2), dtype=torch.uint8).fill_(1)
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:  # not on every system
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        nbytes = min(nbytes, free // 2)
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
 
 
 def release() -> None:

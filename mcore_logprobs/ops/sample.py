@@ -32,13 +32,8 @@ from mcore_logprobs.ops.gather import masked_source
 from mcore_logprobs.ops.head import HeadLogits, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.sampling import Filters
-from mcore_logprobs.ops.sampling_cut import (
-    Cut,
-    FilterOptions,
-    find_cut,
-    kept_columns,
-    multiplier_column,
-)
+from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
+from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
 from mcore_logprobs.ops.source import Placed, given_logits
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the

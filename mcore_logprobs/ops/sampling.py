@@ -33,13 +33,8 @@ from mcore_logprobs.ops.head import HeadLogits, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.sampling_cut import (
-    Cut,
-    FilterOptions,
-    find_cut,
-    kept_columns,
-    multiplier_column,
-)
+from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
+from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
 from mcore_logprobs.ops.source import Placed, given_logits
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 

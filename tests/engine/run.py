@@ -353,9 +353,7 @@ def check(case: Case, runs: list[Found]) -> None:
         ulps += 2.0**15
     if s.get("values") == "large":  # and so are products' roundings
         ulps *= 4.0
-    if s.get("chunk_size") == 1:  # n sums one after the other, where a product's are blocked
-        ulps *= 2.0
-    if s["dtype"] == "float64" and s.get("tail", "none") in (None, "bin"):
+    if s["dtype"] == "float64" and s.get("tail", "none") in (None, "bin") and not s["generalized"]:
         ulps = 2.0**16  # a tail of 1e-6 is what is left of 1: six digits fewer
     exact, exact_grads = reference(case, torch.float64)
     plain, plain_grads = reference(case, wide(case))
@@ -386,7 +384,10 @@ def check(case: Case, runs: list[Found]) -> None:
     assert set(runs[0].grads) == set(exact_grads)
     for name, want in exact_grads.items():
         got = joined([run.grads[name] for run in runs], f"d{name}", dims.get(name, 0))
-        assert_no_worse(got, plain_grads[name], want, name=f"d{name}", ulps=ulps, factor=op.factor)
+        # A head's gradient is a sum over rows: one after the other, where a product's are blocked.
+        more = 2.0 if s.get("chunk_size") == 1 and name in ("weight", "bias", "A", "B") else 1.0
+        how: dict[str, Any] = {"ulps": more * ulps, "factor": op.factor}
+        assert_no_worse(got, plain_grads[name], want, name=f"d{name}", **how)
 
 
 def failures(cases: Sequence[Case]) -> list[str]:

@@ -1,0 +1,328 @@
+"""The cut of top-k and top-p in rows whose candidates do not show it (`sampling_cut`).
+
+The search is over the values that a logit can have. Floating-point numbers, read as integers the
+right way, keep their order. On these keys the search narrows an interval (lo, hi] eightfold a round
+until it holds one value: 15 rounds for float32, fewer for 16-bit logits. A round is one pass over
+the rows and one all-reduce of `[7, rows]`, whatever the vocabulary. The first rounds cut the
+interval into equal parts by value, after which each rank's largest logits within it mostly hold the
+cut, and are looked at once. Let A(t) be the mass (or number) of tokens above t. The cut is the
+smallest t with
+
+    A(t) < top_p * total      (top-p)            A(t) < k      (top-k, A counts)
+
+and is a logit of the row, since A changes only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
+from mcore_logprobs.ops.source import Placed
+
+_WAYS = 8
+_BY_VALUE = 4  # rounds before the look at the logits within
+_WITHIN = 128  # logits of each rank looked at
+_LAST = 3  # rounds for the last few values
+
+
+@dataclass(frozen=True)
+class FilterOptions:
+    """The settings of top-k and top-p, checked.
+
+    Attributes:
+        multiplier: one over the temperature: a number, or float64 `[n]`, one a row.
+        top_k: 1 to vocab_size - 1, or None for off.
+        top_p: in (0, 1), or None for off.
+    """
+
+    shard: VocabShard
+    multiplier: float | Tensor
+    top_k: int | None
+    top_p: float | None
+
+
+def multiplier_column(
+    multiplier: float | Tensor, part: slice, dtype: torch.dtype
+) -> float | Tensor:
+    """The multiplier of some rows, to multiply `[c, v]` by: the number, or `[c, 1]`."""
+    if not isinstance(multiplier, Tensor):
+        return multiplier
+    return multiplier[part].unsqueeze(-1).to(dtype)
+
+
+class Values:
+    """Logits before the temperature, a few rows at a time.
+
+    Args:
+        chunks: of whole rows; the first row is the first of the n.
+        rows_at_a_time: columns -> rows of which float32 copies of so many columns are made.
+    """
+
+    def __init__(
+        self, chunks: list[Placed], rows_at_a_time: Callable[[int], int], dtype: torch.dtype
+    ) -> None:
+        first = chunks[0].rows.start if chunks else 0
+        self._chunks = [
+            (slice(rows.start - first, rows.stop - first), replace(chunk, temperature=1.0))
+            for rows, _, chunk in chunks
+        ]
+        self._rows_at_a_time = rows_at_a_time
+        self.dtype = self.raw_dtype = dtype
+        if all(chunk.is_plain for _, chunk in self._chunks) and chunks:
+            self.raw_dtype = chunks[0].chunk.logits.dtype
+
+    def parts(self, k: int) -> Iterator[tuple[slice, Tensor]]:
+        """(slice of the n rows, `[c, valid]` in the logits' own dtype where they are plain), as
+        many rows as the k largest of them are found of at a time.
+        """
+        for rows, chunk in self._chunks:
+            copied = copied_numbers(chunk.valid, k) + (not chunk.is_plain) * chunk.valid
+            for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time(copied)):
+                where = slice(rows.start + part.start, rows.start + part.stop)
+                yield where, _values(chunk.rows(part))
+
+    def of_rows(self, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(slice of the index, `[c, valid]` new, float32 or float64) of rows `[r]`, ascending."""
+        start = 0
+        for rows, chunk in self._chunks:
+            mine = index[(index >= rows.start) & (index < rows.stop)] - rows.start
+            for part in row_chunks(mine.shape[0], self._rows_at_a_time(chunk.valid)):
+                picked = replace(chunk, logits=chunk.logits[mine[part]])
+                stop = start + part.stop - part.start
+                yield slice(start, stop), _values(picked).to(self.dtype)
+                start = stop
+
+
+def _values(chunk: Chunk) -> Tensor:
+    return chunk.logits[:, : chunk.valid] if chunk.is_plain else chunk.processed()
+
+
+def descending(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row and their columns, `[c, k]`, the largest first."""
+    columns = largest_columns(x, k)
+    values, order = x.gather(-1, columns).sort(-1, descending=True)
+    return values, columns.gather(-1, order)
+
+
+class HardRows:
+    """Some rows of the logits, in chunks of float32 (or float64) copies.
+
+    Args:
+        index: `[r]` int64, ascending.
+        row_max: `[r]` largest logit, finite.
+    """
+
+    def __init__(self, values: Values, index: Tensor, row_max: Tensor, opts: FilterOptions) -> None:
+        self.row_max, self.shard, self.opts = row_max, opts.shard, opts
+        self.dtype, self.raw_dtype = values.dtype, values.raw_dtype
+        self.multiplier = opts.multiplier
+        if isinstance(self.multiplier, Tensor):
+            self.multiplier = self.multiplier[index]
+        self._values, self._index = values, index
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(slice of the `r` rows, `[c, valid]` logits, new)."""
+        return self._values.of_rows(self._index)
+
+    def above(self, pivots: Tensor, *, count: bool) -> Tensor:
+        """Mass, or number, of tokens above each pivot: `[w, r]` -> `[w, r]` float64.
+
+        One all-reduce.
+        """
+        out = torch.zeros(pivots.shape, dtype=torch.float64, device=pivots.device)
+        for part, x in self.chunks():
+            weight = None if count else self._weight(x, part)
+            buffer = torch.empty_like(x)
+            for pivot, total in zip(pivots[:, part], out[:, part], strict=True):
+                torch.gt(x, pivot.unsqueeze(-1), out=buffer)
+                if weight is not None:
+                    buffer.mul_(weight)
+                total.copy_(buffer.sum(-1))
+        return all_reduce_sum(out, self.shard.group)
+
+    def around(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(mass above `value`, `[r]` float64; tokens equal to it on each rank, `[ranks, r]` int64).
+
+        One all-gather.
+        """
+        out = torch.zeros(2, value.shape[0], dtype=torch.float64, device=value.device)
+        for part, x in self.chunks():
+            limit = value[part].unsqueeze(-1)
+            out[1, part] = (x == limit).sum(-1).double()
+            out[0, part] = self._weight(x, part).mul_(x > limit).sum(-1).double()
+        everyone = all_gather_stack(out, self.shard.group)
+        return everyone[:, 0].sum(0), everyone[:, 1].long()
+
+    def largest_up_to(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logits of each row that are at most `value`, descending, `[r, m]`; and
+        `[r]` the edge above which none is missing. One all-gather.
+        """
+        c = min(_WITHIN, self.shard.width)
+        out = torch.full((c, value.shape[0]), -torch.inf, dtype=self.dtype, device=value.device)
+        for part, x in self.chunks():
+            x.masked_fill_(x > value[part].unsqueeze(-1), -torch.inf)
+            found, _ = descending(x, min(c, x.shape[-1]))
+            out[: found.shape[-1], part] = found.t()
+        everyone = all_gather_stack(out, self.shard.group)  # [ranks, c, r]
+        listed = everyone.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
+        return listed, everyone[:, -1].amax(0)
+
+    def largest_below(self, value: Tensor) -> Tensor:
+        """The largest logit under `value`, `[r]`. One all-gather."""
+        out = torch.full_like(value, -torch.inf)
+        for part, x in self.chunks():
+            x.masked_fill_(x >= value[part].unsqueeze(-1), -torch.inf)
+            out[part] = x.amax(-1) if x.shape[-1] else -torch.inf
+        return all_gather_stack(out, self.shard.group).amax(0)
+
+    def nth_tie(self, value: Tensor, nth: Tensor) -> Tensor:
+        """This rank's column of the `nth` token (from 1) equal to `value`; -1 where nth is 0."""
+        out = torch.full_like(nth, -1)
+        for part, x in self.chunks():
+            seen = (x == value[part].unsqueeze(-1)).cumsum(-1, dtype=torch.int32)
+            out[part] = (seen < nth[part].unsqueeze(-1)).sum(-1)
+        return torch.where(nth > 0, out, -1)
+
+    def weight_of(self, raw: Tensor) -> Tensor:
+        """exp(z - max z), `[r]` float64."""
+        return ((raw.double() - self.row_max) * self.multiplier).exp()
+
+    def _weight(self, x: Tensor, part: slice) -> Tensor:
+        multiplier = multiplier_column(self.multiplier, part, x.dtype)
+        return (x - self.row_max[part].unsqueeze(-1)).mul_(multiplier).exp_()
+
+
+def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
+    """(value, next, mass, last) as in `_Found`, `[r]` each.
+
+    Args:
+        total: `[r]` float64, the whole softmax's mass; not read with top-k.
+    """
+    opts = rows.opts
+    keys = _Keys(rows.raw_dtype, rows.dtype)
+    high = keys.of(rows.row_max)
+    low = keys.of(torch.full_like(rows.row_max, -torch.inf)) - 1
+    if opts.top_k is not None:
+        limit = torch.full_like(total, float(opts.top_k))
+        kth = _smallest_below(rows, keys, low, high, limit, count=True)
+        mass, ties = rows.around(kth)
+        total = mass + _times(ties.sum(0), rows.weight_of(kth))
+        if opts.top_p is None:
+            whole = torch.full_like(high, rows.shard.width)
+            return kth, rows.largest_below(kth), total, whole
+        low = keys.of(kth) - 1
+    else:
+        # V tokens below this logit have less mass than top_p leaves out: the cut is not there.
+        assert opts.top_p is not None
+        least = 0.99 * (1.0 - opts.top_p) * total / rows.shard.padded_size
+        lowest = (rows.row_max + least.log() / rows.multiplier).to(rows.dtype)
+        low = torch.maximum(low, keys.of(lowest) - 1)
+    limit = opts.top_p * total
+    value = _smallest_below(rows, keys, low, high, limit, count=False)
+    mass, ties = rows.around(value)
+    weight = rows.weight_of(value)
+    # Of the equal ones the first j stay, as long as mass + j * weight < limit for the next.
+    kept = ((limit - mass) / weight).ceil().nan_to_num(nan=1.0).clamp(min=1.0)
+    kept = torch.minimum(kept, ties.sum(0).double()).long()
+    mine = kept_on_rank(kept, ties, rows.shard.rank)
+    following = torch.where(kept < ties.sum(0), value, rows.largest_below(value))
+    return value, following, mass + _times(kept, weight), rows.nth_tie(value, mine)
+
+
+def kept_on_rank(kept: Tensor, ties: Tensor, rank: int) -> Tensor:
+    """How many of a rank's ties are among the first `kept` of all. `[n]`, `[ranks, n]` -> `[n]`."""
+    return torch.minimum((kept - ties[:rank].sum(0)).clamp(min=0), ties[rank])
+
+
+def _times(count: Tensor, weight: Tensor) -> Tensor:
+    return count.double() * weight
+
+
+def _smallest_below(
+    rows: HardRows, keys: _Keys, low: Tensor, high: Tensor, limit: Tensor, *, count: bool
+) -> Tensor:
+    """The smallest value whose A is under `limit`, `[r]`.
+
+    Args:
+        low, high: `[r]` int64 keys; A(low) is at least the limit, A(high) under it.
+    """
+    ways = torch.arange(1, _WAYS, device=low.device).unsqueeze(-1)
+    above_high = torch.zeros_like(limit)
+    for done in range(_BY_VALUE + 1 + -(-keys.bits // 3) + _LAST):
+        if low.is_cpu and bool((high - low == 1).all()):  # elsewhere a host sync a round
+            break
+        if done == _BY_VALUE:
+            found = _look_within(rows, keys.value(high), above_high, limit, count=count)
+            settled = found.isfinite()
+            high = torch.where(settled, keys.of(found), high)
+            low = torch.where(settled, high - 1, low)
+            continue
+        # high - low may overflow; the pivots cannot, and int64 wraps.
+        pivots = low + ways * ((high >> 3) - (low >> 3)).clamp(min=1)
+        if done < _BY_VALUE:
+            bottom, span = keys.value(low), keys.value(high) - keys.value(low)
+            by_value = keys.of(bottom + span * (ways / _WAYS).to(span.dtype))
+            pivots = torch.where(span.isfinite(), by_value, pivots)
+        # Between the bounds, and in order even where two of them are the same.
+        pivots = torch.minimum(pivots, high - 1).clamp(min=low + 1)
+        totals = rows.above(keys.value(pivots), count=count)
+        # A falls, so that the pivots under the limit are the last ones.
+        first = (totals >= limit).sum(0, keepdim=True)
+        bounds = torch.cat([low.unsqueeze(0), pivots, high.unsqueeze(0)])
+        low = bounds.gather(0, first).squeeze(0)
+        high = torch.maximum(bounds.gather(0, first + 1).squeeze(0), low + 1)
+        totals = torch.cat([totals, above_high.unsqueeze(0)])
+        above_high = totals.gather(0, first).squeeze(0)
+    return keys.value(high)
+
+
+def _look_within(
+    rows: HardRows, value: Tensor, above: Tensor, limit: Tensor, *, count: bool
+) -> Tensor:
+    """The cut where the largest logits up to `value`, whose A is `above`, show it; else NaN."""
+    listed, edge = rows.largest_up_to(value)
+    weight = torch.ones_like(listed, dtype=torch.float64)
+    if not count:
+        weight = rows.weight_of(listed.t()).t()
+    before = above.unsqueeze(-1) + weight.cumsum(-1) - weight
+    kept = (before < limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
+    found = listed.gather(-1, kept - 1).squeeze(-1)
+    return torch.where(found > edge, found, torch.nan)
+
+
+class _Keys:
+    """Integers in the order of the values of a floating-point type.
+
+    16-bit logits have 16-bit keys (float16: 19), so that the search is as short as it can be: the
+    low bits of their float32 forms are all 0.
+    """
+
+    def __init__(self, raw: torch.dtype, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._integer = torch.int64 if dtype == torch.float64 else torch.int32
+        self._shift = {torch.bfloat16: 16, torch.float16: 13}.get(raw, 0)
+        self.bits = torch.iinfo(self._integer).bits - self._shift
+        self._mask = torch.iinfo(self._integer).max
+
+    def _flip(self, bits: Tensor) -> Tensor:
+        """Bits that order as the numbers do: negative ones' grow with their magnitude, so all but
+        the sign are inverted. Its own inverse.
+        """
+        return bits ^ torch.where(bits < 0, self._mask, 0).to(self._integer)
+
+    def of(self, value: Tensor) -> Tensor:
+        return (self._flip((value + 0.0).view(self._integer)) >> self._shift).long()
+
+    def value(self, key: Tensor) -> Tensor:
+        bits = key << self._shift
+        # The low bits of a negative number's flipped bits are ones.
+        bits = torch.where(key < 0, bits | ((1 << self._shift) - 1), bits)
+        return self._flip(bits.to(self._integer)).view(self._dtype)
