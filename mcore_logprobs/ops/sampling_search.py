@@ -2,7 +2,8 @@
 
 The search is over the values that a logit can have. Floating-point numbers, read as integers the
 right way, keep their order. On these keys the search narrows an interval (lo, hi] eightfold a round
-until it holds one value: 15 rounds for float32, fewer for 16-bit logits. A round is one pass over
+until it holds one value: at most 15 rounds for float32, fewer for 16-bit logits; on a GPU, where to
+ask costs a host sync, as many as suffice in any case. A round is one pass over
 the rows and one all-reduce of `[7, rows]`, whatever the vocabulary. The first rounds cut the
 interval into equal parts by value, after which each rank's largest logits within it mostly hold the
 cut, and are looked at once. Let A(t) be the mass (or number) of tokens above t. The cut is the
