@@ -177,6 +177,33 @@ def test_collectives_of_peaked_rows(ranks):
             assert names == ["all_gather", *more]
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
+)
+def test_the_search_takes_as_many_rounds_as_suffice(dtype, monkeypatch):
+    """On a GPU nobody asks whether it is done: the same cut, found by a number of rounds alone."""
+    logits = torch.randn(8, 3000).mul(1e-2)
+    logits[1], logits[2, ::2], logits[3] = 0.0, 1.0, torch.randn(3000) * 50.0
+    logits[4], logits[5, 7:], logits[6] = logits[4] - 3e4, -torch.inf, logits[6] * 1e-4
+    logits[7] = torch.randint(0, 3, (3000,)).float()
+    logits = logits.to(dtype)
+    target = logits.argsort(-1, descending=True)[:, 900]
+    cases = ({"top_p": 0.5}, {"top_k": 1500}, {"top_k": 1500, "top_p": 0.7}, {"top_p": 0.999})
+    want = [vocab_parallel_sampling_logprobs(logits, target, **options) for options in cases]
+    for name in ("_TOP_P_CANDIDATES", "_MAX_CANDIDATES"):
+        monkeypatch.setattr(sampling_cut, name, 1)
+    asked = []
+    monkeypatch.setattr(
+        sampling_search, "_is_done", lambda low, high: asked.append(bool((high - low == 1).all()))
+    )
+    for options, expected in zip(cases, want, strict=True):
+        asked.clear()
+        found = vocab_parallel_sampling_logprobs(logits, target, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        assert len(asked) >= 13, "every row is searched for"
+        assert asked[-1], "the last round but one found every cut"
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, None), (None, 0.9)])
 def test_a_target_made_again_below_the_cut_keeps_its_gradient(top_k, top_p):
     """A backward from hidden states multiplies again, and a GPU may round the second time."""

@@ -258,7 +258,7 @@ def _smallest_below(
     ways = torch.arange(1, _WAYS, device=low.device).unsqueeze(-1)
     above_high = torch.zeros_like(limit)
     for done in range(_BY_VALUE + 1 + -(-keys.bits // 3) + _LAST):
-        if low.is_cpu and bool((high - low == 1).all()):  # elsewhere a host sync a round
+        if _is_done(low, high):
             break
         if done == _BY_VALUE:
             found = _look_within(rows, keys.value(high), above_high, limit, count=count)
@@ -283,6 +283,11 @@ def _smallest_below(
         totals = torch.cat([totals, above_high.unsqueeze(0)])
         above_high = totals.gather(0, first).squeeze(0)
     return keys.value(high)
+
+
+def _is_done(low: Tensor, high: Tensor) -> bool:
+    """Asked on a CPU alone: elsewhere that is a host sync a round, and the rounds suffice."""
+    return low.is_cpu and bool((high - low == 1).all())
 
 
 def _look_within(
