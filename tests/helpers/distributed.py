@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -45,6 +46,8 @@ _START_TIMEOUT = 120.0
 _GRACE = 20.0  # how long the others may take once one rank has raised
 _GOODBYE = 1.0 if "coverage" not in sys.modules else 10.0  # for a rank to end by itself
 _pools: dict[int, RankPool] = {}
+# What the ranks import sooner or later: done once, in the server. A folder's conftest adds its own.
+preloaded: list[str] = []
 
 
 class RankError(RuntimeError):
@@ -264,7 +267,7 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What this process has imported anyway the ranks are going to need: import it once for all.
     heavy = ("torch", "torch.distributed", "numpy", "pytest", "megatron.core")
-    context.set_forkserver_preload([name for name in heavy if name in sys.modules])
+    context.set_forkserver_preload([*(name for name in heavy if name in sys.modules), *preloaded])
     return context
 
 
@@ -362,6 +365,7 @@ def _die_with_parent() -> None:
 
 
 def _work(conn: Connection, rank: int, world_size: int, directory: str) -> None:
+    gc.freeze()  # the server's modules: a collection need not walk over them
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     stack = open(Path(directory, f"stack{rank}"), "w")  # noqa: SIM115 (open for life)
