@@ -44,16 +44,16 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
 # Blocks that do not run here: (where, number) -> the test that runs the same calls. Their own
 # imports, attributes and calls into this package are still resolved.
 ELSEWHERE = {
-    ("docs/megatron-flags.md", 0): "tests/megatron/test_pretrain.py",
-    ("docs/megatron-flags.md", 1): "tests/megatron/test_pretrain.py",
+    ("docs/megatron-flags.md", 0): "tests/megatron/pretrain_checks.py",
+    ("docs/megatron-flags.md", 1): "tests/megatron/pretrain_checks.py",
     ("docs/cuda-graphs.md", 0): "tests/test_no_sync.py",
     ("docs/frameworks/verl.md", 0): "tests/dropin/test_models.py",
     ("docs/frameworks/megatron_rl.md", 0): "tests/dropin/test_models.py",
     ("docs/frameworks/megatron_bridge.md", 0): "tests/dropin/test_switch.py",
-    ("mcore_logprobs/cpu_megatron/training.py", 0): "tests/megatron/test_pretrain.py",
+    ("mcore_logprobs/cpu_megatron/training.py", 0): "tests/megatron/pretrain_checks.py",
     ("mcore_logprobs/dropin/verl.py", 0): "tests/dropin/test_models.py",
     ("mcore_logprobs/dropin/megatron_rl.py", 0): "tests/dropin/test_models.py",
-    ("mcore_logprobs/megatron/entry.py", 0): "tests/megatron/test_pretrain.py",
+    ("mcore_logprobs/megatron/entry.py", 0): "tests/megatron/pretrain_checks.py",
     # Needs Megatron-Core 0.18 or later.
     (
         "mcore_logprobs/megatron/output_processor.py:logprob_output_processor",

@@ -5,10 +5,6 @@ Each case is a process of its own, in which nothing of a framework has been impo
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,8 +12,9 @@ import pytest
 
 from mcore_logprobs.dropin import switch
 from mcore_logprobs.dropin.installed import FRAMEWORKS
-from tests.dropin.frameworks import MAIN, REPO, checkout, source_root, versions
+from tests.dropin.frameworks import checkout, source_root, versions
 from tests.dropin.test_upstream import RECORDED
+from tests.helpers.fresh import fresh as run_fresh
 
 HELPERS = """
 import ast, importlib, sys, types
@@ -38,19 +35,7 @@ def part_of(path, wanted):
 
 
 def fresh(script: str, *paths: Path | str, **environment: str) -> str:
-    """What a new process prints, standard error included."""
-    python_path = os.pathsep.join([str(REPO), *map(str, paths)])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", HELPERS + textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": python_path, **environment},
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    return run_fresh(HELPERS + textwrap.dedent(script), *paths, **environment)
 
 
 # ---- every framework, as its main branch defines its names ---------------------------------------
@@ -282,14 +267,14 @@ def test_areal_s_command(tmp_path: Path, distribution: str, version: str) -> Non
         )
     )
     for how in (["-m", "server"], [str(tmp_path / "server.py")]):
-        command = [sys.executable, "-m", "mcore_logprobs.dropin", "areal", *how, "--role", "actor"]
-        path = os.pathsep.join([str(REPO), str(tmp_path)])
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-        )
-        printed = json.dumps(["--role", "actor"]).replace('"', "'")
-        assert done.stdout == f"__main__ mcore_logprobs.dropin.areal {printed}\n", done.stderr
-        assert "areal.utils.functional.vocab_parallel: gather_logprobs, " in done.stderr
+        script = f"""
+        import runpy
+        sys.argv = ["dropin", "areal", *{how!r}, "--role", "actor"]
+        runpy.run_module("mcore_logprobs.dropin", run_name="__main__", alter_sys=True)
+        """
+        printed = fresh(script, tmp_path)
+        assert "__main__ mcore_logprobs.dropin.areal ['--role', 'actor']\n" in printed
+        assert "areal.utils.functional.vocab_parallel: gather_logprobs, " in printed
     assert [switch.main([]), switch.main(["areal"]), switch.main(["areal", "-m"])] == [2, 2, 2]
 
 
@@ -333,56 +318,3 @@ def test_a_worker_class_by_its_path(tmp_path: Path, framework: str) -> None:
         f"{file}: vocab_parallel_entropy" if framework == "roll" else f"{file}: AllGatherCPTensor"
     )
     assert line in fresh(script, written(framework, tmp_path))
-
-
-# ---- Megatron-Bridge -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("distribution", "version"), versions("megatron-bridge"))
-def test_megatron_bridge_s_pre_wrap_hook(distribution: str, version: str) -> None:
-    """Bridge's own provider builds and wraps a real model; the hook has patched it."""
-    source = source_root(distribution, version) / ("src" if version == MAIN else "")
-    script = f"""
-    import torch
-    import mcore_logprobs as ml
-    from mcore_logprobs.cpu_megatron import models as mm
-    from mcore_logprobs.cpu_megatron.training import cpu_training
-    from tests.megatron.common import VOCAB, make_batch, relative, tiny_config
-
-    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.training"):
-        package(name, {str(source)!r} + "/" + name.replace(".", "/"))
-    package("megatron.bridge.training.utils", {str(source)!r} + "/megatron/bridge/training/utils")
-    vars(package("omegaconf")).update(OmegaConf=None, DictConfig=None)  # for configuration files
-    with cpu_training():
-        mm.init_model_parallel(tp=1)
-        from megatron.bridge.models.model_provider import ModelProviderMixin
-        from megatron.core import parallel_state
-
-        class Provider(ModelProviderMixin):
-            def __init__(self, config):
-                vars(self).update(vars(config), config=config)
-
-            def provide(self, pre_process=None, post_process=None, vp_stage=None):
-                return mm.build_gpt_model(self.config, vocab_size=VOCAB)
-
-            def finalize(self): ...
-
-        def build(**settings):
-            provider = Provider(tiny_config(dtype=torch.bfloat16))
-            if settings:
-                provider.register_pre_wrap_hook(ml.logprob_model_hook(ml.LogprobConfig(**settings)))
-            torch.manual_seed(0)
-            return provider.provide_distributed_model(
-                wrap_with_ddp=False, use_cpu_initialization=True, bf16=True
-            )[0]
-
-        batch = make_batch(parallel_state)
-        call = {{**batch["inputs"], "labels": batch["labels"]}}
-        patched, plain = build(entropy=True, fused="require"), build()
-        assert type(patched).__name__ == "Float16Module"
-        patched.load_state_dict(plain.state_dict())
-        stats = patched(**call)
-        print(type(stats).__name__, stats.entropy.shape, relative(stats.loss, plain(**call)) < 1e-2)
-    """
-    megatron = os.environ["MCORE_LOGPROBS_MEGATRON_019"]
-    assert "TokenStats torch.Size([2, 24]) True\n" in fresh(script, megatron)

@@ -46,7 +46,7 @@ _START_TIMEOUT = 120.0
 _GRACE = 20.0  # how long the others may take once one rank has raised
 _GOODBYE = 1.0 if "coverage" not in sys.modules else 10.0  # for a rank to end by itself
 _pools: dict[int, RankPool] = {}
-# What the ranks import sooner or later: done once, in the server. A folder's conftest adds its own.
+# What the ranks import sooner or later, seconds each for Megatron: done once, in the server.
 preloaded: list[str] = []
 
 

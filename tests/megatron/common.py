@@ -17,7 +17,19 @@ from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 from mcore_logprobs.megatron import patch_gpt_model
 from mcore_logprobs.ops.token_stats import TokenStats
+from tests.helpers.distributed import preloaded
 
+preloaded += [
+    "torch._dynamo",
+    "megatron.core.distributed",
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.mamba",
+    "megatron.core.models.multimodal.llava_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "tests.megatron.release_features",
+]
 VOCAB = 96
 SEQ = 24
 # Of a hybrid model's Mamba mixers: 8 heads in 4 groups, which TP 2 by CP 2 divides.

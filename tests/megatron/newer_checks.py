@@ -21,6 +21,8 @@ from mcore_logprobs.megatron import (
     patch_gpt_model,
 )
 from mcore_logprobs.ops.token_stats import TokenStats
+from tests.dropin.frameworks import MAIN, source_root, versions
+from tests.dropin.test_switch import fresh
 from tests.megatron import test_hybrid as hybrid
 from tests.megatron import test_mtp
 from tests.megatron.common import (
@@ -73,13 +75,26 @@ def through_the_hook(
         }
 
 
-@pytest.mark.parametrize("config", [{}, MUP, {"mtp_num_layers": 1}], ids=["plain", "mup", "mtp"])
-@pytest.mark.parametrize("settings", [{}, {"output": "loss"}, {"fused": False}], ids=str)
+LOSS, LOGITS, MTP = {"output": "loss"}, {"fused": False}, {"mtp_num_layers": 1}
+
+
 @pytest.mark.parametrize(
-    ("tp", "sp", "tied"), [(1, False, True), (2, True, True), (2, False, False)]
+    ("layout", "settings", "config"),  # every pair of them once
+    [
+        ((1, False, True), {}, {}),
+        ((1, False, True), LOSS, MUP),
+        ((1, False, True), LOGITS, MTP),
+        ((2, True, True), {}, MTP),
+        ((2, True, True), LOSS, {}),
+        ((2, True, True), LOGITS, MUP),
+        ((2, False, False), {}, MUP),
+        ((2, False, False), LOSS, MTP),
+        ((2, False, False), LOGITS, {}),
+    ],
+    ids=str,
 )
-def test_output_processor(ranks, tp, sp, tied, settings, config):
-    for errors in ranks(tp).run(through_the_hook, tp, sp, tied, settings, config):
+def test_output_processor(ranks, layout, settings, config):
+    for errors in ranks(layout[0]).run(through_the_hook, *layout, settings, config):
         assert max(errors.values()) < 1e-5
 
 
@@ -184,6 +199,7 @@ def test_schedules_of_a_hybrid_model(ranks, layout, pattern):
 
 def test_doctor_names_the_hooks():
     found = megatron_features()
+    assert tuple(int(n) for n in found["megatron-core"].split(".")[:2]) >= (0, 19)
     assert "forward(output_processor=)" in found["GPTModel"]
     assert "_scale_logits" in found["GPTModel"]
     assert "compute_language_model_loss" in found["HybridModel"]
@@ -198,3 +214,52 @@ def test_megatron_lm_s_parser_takes_the_flags(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags.split()])
     found = LogprobConfig.from_args(parse_args(extra_args_provider=add_logprob_args))
     assert found == LogprobConfig(entropy=True, fused="require", ignore_index=-1)
+
+
+@pytest.mark.parametrize(("distribution", "version"), versions("megatron-bridge"))
+def test_megatron_bridge_s_pre_wrap_hook(distribution: str, version: str) -> None:
+    """Bridge's own provider builds and wraps a real model; the hook has patched it."""
+    source = source_root(distribution, version) / ("src" if version == MAIN else "")
+    script = f"""
+    import torch
+    import mcore_logprobs as ml
+    from mcore_logprobs.cpu_megatron import models as mm
+    from mcore_logprobs.cpu_megatron.training import cpu_training
+    from tests.megatron.common import VOCAB, make_batch, relative, tiny_config
+
+    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.training"):
+        package(name, {str(source)!r} + "/" + name.replace(".", "/"))
+    package("megatron.bridge.training.utils", {str(source)!r} + "/megatron/bridge/training/utils")
+    vars(package("omegaconf")).update(OmegaConf=None, DictConfig=None)  # for configuration files
+    with cpu_training():
+        mm.init_model_parallel(tp=1)
+        from megatron.bridge.models.model_provider import ModelProviderMixin
+        from megatron.core import parallel_state
+
+        class Provider(ModelProviderMixin):
+            def __init__(self, config):
+                vars(self).update(vars(config), config=config)
+
+            def provide(self, pre_process=None, post_process=None, vp_stage=None):
+                return mm.build_gpt_model(self.config, vocab_size=VOCAB)
+
+            def finalize(self): ...
+
+        def build(**settings):
+            provider = Provider(tiny_config(dtype=torch.bfloat16))
+            if settings:
+                provider.register_pre_wrap_hook(ml.logprob_model_hook(ml.LogprobConfig(**settings)))
+            torch.manual_seed(0)
+            return provider.provide_distributed_model(
+                wrap_with_ddp=False, use_cpu_initialization=True, bf16=True
+            )[0]
+
+        batch = make_batch(parallel_state)
+        call = {{**batch["inputs"], "labels": batch["labels"]}}
+        patched, plain = build(entropy=True, fused="require"), build()
+        assert type(patched).__name__ == "Float16Module"
+        patched.load_state_dict(plain.state_dict())
+        stats = patched(**call)
+        print(type(stats).__name__, stats.entropy.shape, relative(stats.loss, plain(**call)) < 1e-2)
+    """
+    assert "TokenStats torch.Size([2, 24]) True\n" in fresh(script)

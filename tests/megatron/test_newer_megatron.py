@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore_logprobs.megatron import megatron_features
+from tests.megatron.pretrain_checks import FLAGS, PATCH, SCRIPT, TP_SP
 
 WHEEL = "MCORE_LOGPROBS_MEGATRON_019"
 HERE = Path(__file__).parent
@@ -18,22 +20,16 @@ REPO = HERE.parents[1]
 
 
 # What looks closest at a release's own code, and what stands on that.
-CLOSEST = ("newer_checks", "test_patch", "test_heads", "test_hybrid", "test_release_matrix")
+CLOSEST = ("newer_checks", "pretrain_checks", "test_release_matrix", "test_heads")
 OTHERS = (
-    *("test_mtp", "test_pipeline", "test_joints", "test_policy_loss", "test_schedule_plan"),
-    *("test_expert_parallel", "test_llava", "test_dynamic_cp", "test_autocast"),
-    *("test_megatron_fsdp", "test_offloading"),
+    *("test_patch", "test_hybrid", "test_mtp", "test_pipeline", "test_joints", "test_policy_loss"),
+    *("test_schedule_plan", "test_expert_parallel", "test_llava", "test_dynamic_cp"),
+    *("test_autocast", "test_megatron_fsdp", "test_offloading"),
 )
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("files", "least"),
-    [(CLOSEST, 60), pytest.param(OTHERS, 60, marks=pytest.mark.night)],
-    ids=["closest", "others"],
-)
-def test_on_newer_megatron(files, least):
-    """Its own checks and the older ones, in a process that has the unpacked wheel first."""
+def environment() -> dict[str, str]:
+    """Of a process that has the unpacked wheel first."""
     unpacked = os.environ.get(WHEEL)
     assert unpacked, (
         f"{WHEEL} is not set: it must name a folder with megatron-core 0.19 unpacked. "
@@ -41,17 +37,21 @@ def test_on_newer_megatron(files, least):
         "--only-binary=:all: megatron-core==0.19.2, unzip it, and set the variable"
     )
     assert (Path(unpacked) / "megatron" / "core").is_dir(), f"{WHEEL}={unpacked} holds no megatron"
-    env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join([unpacked, str(REPO), env.get("PYTHONPATH", "")])
-    probe = "from mcore_logprobs.megatron import *; print(megatron_features()['megatron-core'])"
-    version = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", probe], env=env, capture_output=True, text=True
-    ).stdout.split()[-1]
-    assert tuple(int(n) for n in version.split(".")[:2]) >= (0, 19), version
+    path = os.pathsep.join([unpacked, str(REPO), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("files", "least"),
+    [(CLOSEST, 80), pytest.param(OTHERS, 140, marks=pytest.mark.night)],
+    ids=["closest", "others"],
+)
+def test_on_newer_megatron(files, least):
+    """Its own checks and the older ones, in a process that has the unpacked wheel first."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *(str(HERE / f"{name}.py") for name in files)],
-        env=env,
+        env=environment(),
         cwd=REPO,
         capture_output=True,
         text=True,
@@ -66,3 +66,45 @@ def test_features_of_the_installed_megatron():
     found = megatron_features()
     assert "compute_language_model_loss" in found["GPTModel"]
     assert re.match(r"\d+\.\d+", found["megatron-core"])
+
+
+@pytest.mark.night
+@pytest.mark.timeout(300)
+def test_run_under_torchrun_and_a_plain_resume(tmp_path):
+    """Two real launches with Megatron's default checkpoints: patched, then resumed unpatched.
+
+    One iteration after the checkpoint: Megatron's float32 optimizer then gives every parameter one
+    and the same step count, which torch's AdamW counts up once a parameter, patched or not.
+    `pretrain_checks` resumes for longer, from the other checkpoint format.
+    """
+    flags = FLAGS.replace("--ckpt-format torch", "--save-interval 2 --vocab-size 64")
+    flags += " --train-iters 3"
+    patched = launch(["-m", "mcore_logprobs", "run", SCRIPT], f"{flags} {PATCH} --save {tmp_path}")
+    assert "INFO:mcore_logprobs:patched GPTModel" in patched
+    plain = launch([SCRIPT], f"{flags} --load {tmp_path} --ckpt-step 2")
+    assert "mcore_logprobs" not in plain.split("end of arguments")[1]
+    wanted = r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+)"
+    assert len(re.findall(wanted, patched)) == 3
+    assert re.findall(wanted, plain) == re.findall(wanted, patched)[2:]
+
+
+def launch(command: list[str], flags: str) -> str:
+    """Output of two ranks."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, f"--master-port={port}", *command, *flags.split(), *TP_SP.split()],
+        env={
+            **environment(),
+            "TORCHDYNAMO_DISABLE": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        },
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout + done.stderr
