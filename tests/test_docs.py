@@ -49,7 +49,7 @@ ELSEWHERE = {
     ("docs/cuda-graphs.md", 0): "tests/test_no_sync.py",
     ("docs/frameworks/verl.md", 0): "tests/dropin/test_models.py",
     ("docs/frameworks/megatron_rl.md", 0): "tests/dropin/test_models.py",
-    ("docs/frameworks/megatron_bridge.md", 0): "tests/dropin/test_switch.py",
+    ("docs/frameworks/megatron_bridge.md", 0): "tests/megatron/newer_checks.py",
     ("mcore_logprobs/cpu_megatron/training.py", 0): "tests/megatron/pretrain_checks.py",
     ("mcore_logprobs/dropin/verl.py", 0): "tests/dropin/test_models.py",
     ("mcore_logprobs/dropin/megatron_rl.py", 0): "tests/dropin/test_models.py",

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
+
 
 def covering(
     axes: dict[str, Sequence[Any]],
@@ -47,3 +49,9 @@ def covering(
             for group in groups:
                 wanted.pop(frozenset((name, row[name]) for name in group), None)
     return found
+
+
+def every_pair(**axes: Sequence[Any]) -> Any:
+    """`pytest.mark.parametrize` over few settings that hold every pair of values of the axes."""
+    found = [tuple(row[name] for name in axes) for row in covering(axes, lambda setting: True)]
+    return pytest.mark.parametrize(tuple(axes), found, ids=lambda value: str(value))

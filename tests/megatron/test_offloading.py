@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_logprobs import LogprobConfig, patch_model
 from mcore_logprobs.cpu_megatron import models as mm
+from tests.helpers.covering import every_pair
 from tests.megatron import test_lora
 from tests.megatron.common import (
     VOCAB,
@@ -138,22 +139,22 @@ def errors(tp: int, way: str, fused: Any, recompute: str = "", kind: str = "") -
         return found
 
 
-@pytest.mark.parametrize("fused", ["require", False], ids=["fused", "logits"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("tp", [1, 2])
+@every_pair(tp=(1, 2), way=tuple(WAYS), fused=("require", False))
 def test_offloading(ranks, tp, way, fused):
     for found in ranks(tp).run(errors, tp, way, fused):
         assert max(found.values()) < 1e-6, found
 
 
-@pytest.mark.parametrize("fused", ["require", False], ids=["fused", "logits"])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("kind", ["", "tied", "mtp", "lora", "autocast"])
-def test_offloading_and_recompute(ranks, kind, recompute, fused):
+@every_pair(
+    kind=("", "tied", "mtp", "lora", "autocast"),
+    recompute=("full", "selective"),
+    fused=("require", False),
+    way=("loss", "policy"),
+)
+def test_offloading_and_recompute(ranks, kind, recompute, fused, way):
     tp = 1 if kind == "autocast" else 2  # Megatron's sequence parallelism gathers one dtype
-    for way in ("loss", "policy"):
-        for found in ranks(tp).run(errors, tp, way, fused, recompute, kind):
-            assert max(found.values()) < 1e-6, found
+    for found in ranks(tp).run(errors, tp, way, fused, recompute, kind):
+        assert max(found.values()) < 1e-6, found
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -13,6 +13,7 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import patch_gpt_model, unpatch_gpt_model
 from mcore_logprobs.ops.token_stats import TokenStats
+from tests.helpers.covering import every_pair
 from tests.megatron.common import (
     VOCAB,
     loss_of,
@@ -54,10 +55,9 @@ def compare(
         }
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("tp", "cp", "sp"), LAYOUTS)
-def test_same_loss_and_gradients(ranks, tp, cp, sp, tied, fused):
+@every_pair(layout=LAYOUTS, tied=(True, False), fused=(True, False))
+def test_same_loss_and_gradients(ranks, layout, tied, fused):
+    tp, cp, sp = layout
     settings = {"fused": fused, "entropy": True, "target_rank": True}
     for errors in ranks(tp * cp).run(compare, tp, cp, sp, settings, tied=tied):
         assert errors["loss"] < 1e-5

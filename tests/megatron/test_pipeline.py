@@ -195,7 +195,7 @@ def gathered_loss_norm(cp: int, outputs: int, grad: str, per_token: bool) -> flo
 def test_context_parallel_loss_scale(ranks, outputs, per_token, right, wrong):
     """DESIGN section 4: with the right `grad` CP 1 and CP 2 agree, with the other they do not."""
     run = ranks(2).run
+    one = run(gathered_loss_norm, 1, outputs, right, per_token)
     for grad, factor in {right: 1.0, wrong: 2.0 if outputs == 2 else 0.5}.items():
-        one = run(gathered_loss_norm, 1, outputs, grad, per_token)
         two = run(gathered_loss_norm, 2, outputs, grad, per_token)
         assert two == pytest.approx([factor * norm for norm in one], rel=1e-5)
