@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.context_parallel import (
     context_parallel_gather,
     context_parallel_positions,
@@ -17,64 +19,57 @@ from mcore_logprobs.context_parallel import (
 )
 from tests.helpers.distributed import grid_groups
 
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "isend",
-    "irecv",
-    "recv",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "send",
-)
+
+def _counted(call: Any, *operands: torch.Tensor) -> list[list[tuple[str, int]]]:
+    """The collectives of a call's forward and of its backward, with the bytes put in."""
+    with CollectivesMade() as forward:
+        out = call(*operands)
+    upstream = torch.randn_like(out)
+    with CollectivesMade() as backward:
+        out.backward(upstream)
+    return [[(made.name, made.nbytes) for made in side.made] for side in (forward, backward)]
 
 
-class _Wire:
-    """Within it, every collective's name and the bytes that this rank puts in."""
-
-    def __enter__(self) -> list[tuple[str, int]]:
-        self.seen: list[tuple[str, int]] = []
-        self.saved = {name: getattr(dist, name) for name in COLLECTIVES}
-        for name, real in self.saved.items():
-            setattr(dist, name, self._watch(name, real))
-        return self.seen
-
-    def _watch(self, name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [a for a in args if isinstance(a, torch.Tensor)]
-            self.seen.append((name, tensors[-1].nbytes if tensors else 0))
-            return real(*args, **kwargs)
-
-        return call
-
-    def __exit__(self, *_: object) -> None:
-        for name, real in self.saved.items():
-            setattr(dist, name, real)
-
-
-def _gather_wire(grad: str) -> tuple:
-    group = grid_groups(cp=dist.get_world_size()).cp
+def _gather_wire(grad: str) -> list:
+    options = {"cp_group": grid_groups(cp=dist.get_world_size()).cp, "grad": grad}
     x = torch.randn(1, 1024, requires_grad=True)
-    with _Wire() as forward:
-        y = context_parallel_gather(x, cp_group=group, grad=grad)
-    upstream = torch.randn_like(y)
-    with _Wire() as backward:
-        y.backward(upstream)
-    return forward, backward
+    return _counted(lambda x: context_parallel_gather(x, **options), x)
 
 
 def test_gather_is_one_all_gather_and_its_sum_backward_one_reduce_scatter(ranks):
-    for forward, backward in ranks(2).run(_gather_wire, "sum"):
-        assert forward == [("all_gather_into_tensor", 4096)]
-        assert backward == [("reduce_scatter_tensor", 8192)]
-    for forward, backward in ranks(2).run(_gather_wire, "slice"):
-        assert forward == [("all_gather_into_tensor", 4096)]
-        assert backward == []
+    for grad, back in {"sum": [("reduce_scatter", 8192)], "slice": []}.items():
+        assert ranks(2).run(_gather_wire, grad) == [[[("all_gather", 4096)], back]] * 2
+
+
+def _shift_wire(case: tuple[str, list[int] | None]) -> list:
+    layout, cu = case
+    packed = None if cu is None else torch.tensor(cu)
+    size = dist.get_world_size()
+    options = {"cp_group": grid_groups(cp=size).cp, "layout": layout, "cu_seqlens": packed}
+    x = torch.randn(1, 4096 // size, 8, requires_grad=True)
+    return _counted(lambda x: context_parallel_shift(x, **options), x)
+
+
+def test_shift_sends_boundary_tokens_only(ranks):
+    layouts = {"zigzag": 2, "contiguous": 1, "contiguous_buffer": 1}
+    cases = [(layout, cu) for layout in layouts for cu in (None, [0, 256, 512, 4096])]
+    for (layout, cu), found in zip(cases, ranks(2).run_many(_shift_wire, cases), strict=True):
+        sequences = 1 if cu is None or layout == "contiguous_buffer" else 3
+        sent = layouts[layout] * sequences * 8 * 4
+        assert found == [[[("all_gather", sent)], [("reduce_scatter", 2 * sent)]]] * 2
+
+
+def _silent() -> list[str]:
+    group = grid_groups(cp=dist.get_world_size()).cp
+    with CollectivesMade() as made:
+        x = context_parallel_shard(torch.randn(2, 16, requires_grad=True), cp_group=group)
+        context_parallel_positions(16, cp_group=group)
+        x.sum().backward()
+    return made.names
+
+
+def test_shard_and_positions_say_nothing(ranks):
+    assert ranks(2).run(_silent) == [[], []]
 
 
 class _Copies(TorchDispatchMode):
@@ -114,44 +109,6 @@ def test_gather_is_one_permutation(ranks):
     # Slots that come in order are not permuted at all.
     for seen in ranks(2).run(_gather_copies, (64, 4, 8), 0, "contiguous_buffer"):
         assert seen == []
-
-
-def _shift_wire(layout: str, cu: list[int] | None, length: int) -> tuple:
-    size = dist.get_world_size()
-    group = grid_groups(cp=size).cp
-    x = torch.randn(1, length // size, 8, requires_grad=True)
-    packed = None if cu is None else torch.tensor(cu)
-    with _Wire() as forward:
-        y = context_parallel_shift(x, cp_group=group, layout=layout, cu_seqlens=packed)
-    upstream = torch.randn_like(y)
-    with _Wire() as backward:
-        y.backward(upstream)
-    return forward, backward
-
-
-@pytest.mark.parametrize(
-    ("layout", "tokens"), [("zigzag", 2), ("contiguous", 1), ("contiguous_buffer", 1)]
-)
-@pytest.mark.parametrize("cu", [None, [0, 256, 512, 4096]])
-def test_shift_sends_boundary_tokens_only(ranks, layout, tokens, cu):
-    sequences = 1 if cu is None or layout == "contiguous_buffer" else 3
-    sent = tokens * sequences * 8 * 4
-    for forward, backward in ranks(2).run(_shift_wire, layout, cu, 4096):
-        assert forward == [("all_gather_into_tensor", sent)]
-        assert backward == [("reduce_scatter_tensor", 2 * sent)]
-
-
-def _silent() -> list:
-    group = grid_groups(cp=dist.get_world_size()).cp
-    with _Wire() as seen:
-        x = context_parallel_shard(torch.randn(2, 16), cp_group=group)
-        context_parallel_positions(16, cp_group=group)
-        x.sum()
-    return seen
-
-
-def test_shard_and_positions_say_nothing(ranks):
-    assert ranks(2).run(_silent) == [[], []]
 
 
 class _NoReadingBack(TorchDispatchMode):
@@ -195,91 +152,64 @@ OPERATIONS = {
 }
 
 
-def _refuse(name: str, shape: tuple[int, ...], dtype: torch.dtype, options: dict) -> None:
+def _refuse(case: tuple[str, tuple[int, ...], torch.dtype, dict]) -> None:
+    name, shape, dtype, options = case
     group = grid_groups(cp=dist.get_world_size()).cp
-    options = {"cp_group": group, **options}
-    with _Wire() as seen:
+    with CollectivesMade() as made:
         try:
-            OPERATIONS[name](torch.ones(shape, dtype=dtype), **options)
+            OPERATIONS[name](torch.ones(shape, dtype=dtype), **{"cp_group": group, **options})
         finally:
-            assert seen == []
+            assert made.names == []
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "dtype", "options", "message"),
-    [
-        ("shard", (1, 6), torch.float32, {}, "expected a multiple of 4 .* got 6"),
-        ("gather", (1, 3), torch.float32, {}, "expected a multiple of 4 .* got 6"),
-        ("shift", (1, 3), torch.float32, {}, "expected a multiple of 4 .* got 6"),
-        ("shard", (1, 7), torch.float32, {"layout": "contiguous"}, "a multiple of 2 .* got 7"),
-        ("shard", (1, 8), torch.float32, {"layout": "ring"}, "layout: .* got 'ring'"),
-        ("gather", (1, 8), torch.float32, {"layout": None}, "layout: .* got None"),
-        ("gather", (1, 8), torch.float32, {"grad": "mean"}, "grad: .* got 'mean'"),
-        ("shard", (8,), torch.float32, {}, "seq_dim: expected -1 to 0 .* got 1"),
-        ("shift", (1, 8), torch.float32, {"seq_dim": -3}, "seq_dim: expected -2 to 1 .* got -3"),
-        (
-            "shard",
-            (1, 8),
-            torch.float32,
-            {"cu_seqlens": torch.tensor([0, 6, 8])},
-            "padded to a multiple of 4",
-        ),
-        (
-            "gather",
-            (1, 8),
-            torch.float32,
-            {"cu_seqlens": torch.tensor([0, 8])},
-            "end at the sequence length 16",
-        ),
-        ("shift", (1, 8), torch.int64, {"fill": 0.5}, "fill: expected a value of torch.int64"),
-        ("shift", (1, 8), torch.uint8, {"fill": -1}, "fill: expected a value of torch.uint8"),
-        ("shift", (1, 8), torch.int64, {"fill": float("nan")}, "fill: expected"),
-        ("shift", (1, 8), torch.float32, {"fill": None}, "fill: expected a number, got NoneType"),
-        ("shift", (1, 8), torch.float16, {"fill": 1e6}, "fill: expected a value of torch.float16"),
-        ("shift", (1, 8), torch.float32, {"fill": 1e300}, "fill: expected a value of"),
-        ("shift", (1, 8), torch.float32, {"fill": 1j}, "fill: expected a value of"),
-        ("shift", (1, 8), torch.int64, {"fill": 1j}, "fill: expected a value of"),
-        ("shift", (1, 8), torch.int64, {"fill": float("inf")}, "fill: expected a value of"),
-        ("shift", (1, 8), torch.complex64, {"fill": 1e300j}, "fill: expected a value of"),
-        ("shift", (1, 8), torch.float8_e4m3fn, {"fill": float("inf")}, "fill: expected a value"),
-        ("shift", (1, 8), torch.float8_e4m3fn, {"fill": 500}, "fill: expected a value of"),
-        ("shift", (1, 8), torch.bool, {"fill": 2}, "fill: expected a value of torch.bool"),
-        ("gather", (1, 8), torch.float32, {"seq_dim": 1.0}, "seq_dim: expected an int, got 1.0"),
-        (
-            "shift",
-            (1, 8),
-            torch.int64,
-            {"lengths": [3, 5]},
-            r"one a sequence, shape \[1\], got \[2\]",
-        ),
-        ("shift", (1, 8), torch.int64, {"lengths": [17]}, r"padded lengths \[16\], got \[17\]"),
-        ("shift", (1, 8), torch.int64, {"lengths": [-1]}, r"padded lengths \[16\], got \[-1\]"),
-        ("shift", (1, 8), torch.int64, {"lengths": [2.5]}, "lengths: expected a tensor or a list"),
-        ("shift", (1, 8), torch.int64, {"lengths": 3}, "lengths: expected a tensor or a list"),
-        (
-            "shift",
-            (1, 8),
-            torch.int64,
-            {"lengths": torch.tensor([2.0])},
-            "lengths: expected an int32 or int64 tensor, got torch.float32",
-        ),
-        (
-            "gather",
-            (1, 7),
-            torch.int64,
-            {"layout": "contiguous_buffer", "cu_seqlens": torch.tensor([0, 3, 13])},
-            "end at the sequence length 14",
-        ),
-        ("shard", (1, 8), torch.float32, {"cp_group": None}, "cp_group=None"),
-    ],
-)
-def test_mistakes_are_refused_on_every_rank_before_any_collective(
-    ranks, name, shape, dtype, options, message
-):
-    for error in ranks(2).run_expecting_errors(_refuse, name, shape, dtype, options):
-        assert isinstance(error, ValueError)
-        with pytest.raises(ValueError, match=message):
-            raise error
+ROW = (1, 8)
+FLOAT, INT = torch.float32, torch.int64
+# What lengths and cu_seqlens may be stands in test_layouts.py.
+MISTAKES: list[tuple[str, tuple[int, ...], torch.dtype, dict, str]] = [
+    ("shard", (1, 6), FLOAT, {}, "expected a multiple of 4 .* got 6"),
+    ("gather", (1, 3), FLOAT, {}, "expected a multiple of 4 .* got 6"),
+    ("shift", (1, 3), FLOAT, {}, "expected a multiple of 4 .* got 6"),
+    ("shard", ROW, FLOAT, {"layout": "ring"}, "layout: .* got 'ring'"),
+    ("gather", ROW, FLOAT, {"layout": None}, "layout: .* got None"),
+    ("gather", ROW, FLOAT, {"grad": "mean"}, "grad: .* got 'mean'"),
+    ("gather", ROW, FLOAT, {"seq_dim": 1.0}, "seq_dim: expected an int, got 1.0"),
+    ("shard", (8,), FLOAT, {}, "seq_dim: expected -1 to 0 .* got 1"),
+    ("shift", ROW, FLOAT, {"seq_dim": -3}, "seq_dim: expected -2 to 1 .* got -3"),
+    ("shard", ROW, FLOAT, {"cu_seqlens": torch.tensor([0, 6, 8])}, "padded to a multiple of 4"),
+    ("gather", ROW, FLOAT, {"cu_seqlens": torch.tensor([0, 8])}, "end at the sequence length 16"),
+    ("shard", ROW, FLOAT, {"cp_group": None}, "cp_group=None"),
+    *(
+        ("shift", ROW, dtype, {"fill": fill}, f"fill: expected a value of {dtype}")
+        for dtype, fill in (
+            (INT, 0.5),
+            (INT, float("nan")),
+            (INT, float("inf")),
+            (INT, 1j),
+            (torch.uint8, -1),
+            (torch.bool, 2),
+            (FLOAT, 1e300),
+            (FLOAT, 1j),
+            (torch.float16, 1e6),
+            (torch.float8_e4m3fn, float("inf")),
+            (torch.float8_e4m3fn, 500),
+            (torch.complex64, 1e300j),
+        )
+    ),
+    ("shift", ROW, FLOAT, {"fill": None}, "fill: expected a number, got NoneType"),
+    ("shift", ROW, INT, {"lengths": [3, 5]}, r"one a sequence, shape \[1\], got \[2\]"),
+    ("shift", ROW, INT, {"lengths": [17]}, r"padded lengths \[16\], got \[17\]"),
+    ("shift", ROW, INT, {"lengths": [-1]}, r"padded lengths \[16\], got \[-1\]"),
+    ("shift", ROW, INT, {"lengths": [2.5]}, "lengths: expected a tensor or a list"),
+    ("shift", ROW, INT, {"lengths": 3}, "lengths: expected a tensor or a list"),
+    ("shift", ROW, INT, {"lengths": torch.tensor([2.0])}, "int32 or int64 tensor, got torch.float"),
+]
+
+
+def test_mistakes_are_refused_on_every_rank_before_any_collective(ranks):
+    for *case, message in MISTAKES:
+        for error in ranks(2).run_expecting_errors(_refuse, tuple(case)):
+            assert isinstance(error, ValueError), (case, error)
+            assert re.search(message, str(error)), (case, error)
 
 
 def test_what_is_no_tensor_is_refused():
