@@ -14,6 +14,7 @@ from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import nemo_rl
 from tests.dropin.common import LAYOUTS, Rank, assert_near, next_token_logprobs, zigzag
 from tests.dropin.common import VOCAB as SMALL_VOCAB
+from tests.helpers.covering import every_pair
 from tests.helpers.memory import TensorsMade
 from tests.megatron.common import SEQ, VOCAB, make_batch, megatron, relative, tiny_config, worst
 
@@ -37,13 +38,9 @@ def run_hidden(tp: int, cp: int, d: dict[str, Tensor], chunk_size: Any) -> dict[
     return {"value": value, "hidden": hidden.grad, "weight": weight.grad}
 
 
-@pytest.mark.parametrize("chunk_size", [None, 3])
-@pytest.mark.parametrize(("length", "padded"), [(8, 8), (9, 12)])
-@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
-def test_hidden_states(
-    ranks, tp: int, cp: int, length: int, padded: int, chunk_size: int | None
-) -> None:
-    padded = max(padded, 2 * tp * cp)
+@every_pair(layout=LAYOUTS, lengths=((8, 8), (9, 12)), chunk_size=(None, 3))
+def test_hidden_states(ranks, layout: tuple, lengths: tuple, chunk_size: int | None) -> None:
+    (tp, cp), (length, padded) = layout, lengths
     d = {
         "hidden": torch.randn(B, padded, H),
         "weight": torch.randn(SMALL_VOCAB, H),
@@ -135,13 +132,14 @@ def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels
         }
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize(
-    ("tp", "cp", "sp"), [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
+@every_pair(
+    layout=((1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)),
+    packed=(False, True),
+    tied=(True, False),
 )
-def test_patched_forward(ranks, tp: int, cp: int, sp: bool, packed: bool, tied: bool) -> None:
-    for errors in ranks(tp * cp).run(run_model, tp, cp, sp, packed, tied, False):
+def test_patched_forward(ranks, layout: tuple, packed: bool, tied: bool) -> None:
+    tp, cp, _ = layout
+    for errors in ranks(tp * cp).run(run_model, *layout, packed, tied, False):
         assert errors["value"] < 1e-5
         assert errors["grad"] < 1e-5
         assert errors["zeros"] == 0

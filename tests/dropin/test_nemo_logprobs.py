@@ -1,10 +1,9 @@
-"""NeMo-RL's functions from logits to log-probabilities: TP, CP, padding, packing, DTensors."""
+"""NeMo-RL's log-probabilities of packed sequences and of DTensors."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +21,7 @@ from tests.dropin.common import (
     spread,
     zigzag,
 )
-
-B = 2
-SAMPLING = {
-    "none": None,
-    "off": SimpleNamespace(top_k=-1, top_p=1.0, temperature=0.5),
-    "top-k": SimpleNamespace(top_k=9, top_p=1.0, temperature=1.0),
-    "both": SimpleNamespace(top_k=14, top_p=0.8, temperature=1.0),
-}
+from tests.dropin.test_nemo_values import SAMPLING, B, Data, exact, loss_of
 
 
 def make(length: int, padded: int) -> dict[str, Tensor]:
@@ -53,65 +45,6 @@ def expected(d: dict[str, Tensor], sampling: Any) -> tuple[Tensor, Tensor]:
     value = next_token_logprobs(leaf, d["ids"], *filters)
     on_finite(value, d["upstream"].double()).backward()
     return value.detach(), leaf.grad
-
-
-def run(
-    tp: int, cp: int, d: dict[str, Tensor], sampling: str, chunk_size: int | None, route: str
-) -> dict[str, Tensor]:
-    r = Rank(tp, cp)
-    leaf = r.shard(d["logits"])
-    ids, parameters = d["ids"].clone(), SAMPLING[sampling]
-    if route == "from_parallel":
-        value = nemo_rl.from_parallel_logits_to_logprobs(
-            leaf, ids, *r.range, r.tp, False, r.cp_group, chunk_size, parameters
-        )
-    else:
-        value = nemo_rl.get_next_token_logprobs_from_logits(
-            ids,
-            leaf,
-            vocab_parallel_rank=r.tp.rank(),
-            vocab_parallel_group=r.tp,
-            context_parallel_group=r.cp_group,
-            sampling_params=parameters,
-        )
-    on_finite(value, d["upstream"]).backward()
-    assert torch.equal(ids, d["ids"])
-    quiet = nemo_rl.from_parallel_logits_to_logprobs(
-        leaf, ids, *r.range, r.tp, True, r.cp_group, chunk_size, parameters
-    )
-    assert not quiet.requires_grad
-    assert torch.equal(quiet, value.detach())
-    return {"value": value, "grad": leaf.grad}
-
-
-def run_case(case: tuple) -> dict[str, Tensor]:
-    return run(*case)
-
-
-@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
-def test_sharded(ranks, tp: int, cp: int) -> None:
-    settings = itertools.product(
-        ((8, 8), (9, 12)),
-        (("none", None), ("none", 2), ("off", 3), ("top-k", 2), ("both", 2)),
-        ("from_parallel", "get_next_token"),
-    )
-    cases = [
-        (tp, cp, make(*lengths), sampling, chunk_size, route)
-        for lengths, (sampling, chunk_size), route in settings
-    ]
-    for case, results in zip(cases, ranks(tp * cp).run_many(run_case, cases), strict=True):
-        assert isinstance(results, list), results
-        _, _, d, sampling, *_ = case
-        want, want_grad = expected(d, SAMPLING[sampling])
-        if sampling in ("top-k", "both") and d["ids"].shape[1] == 9:
-            assert 0 < want.isfinite().sum() < want.numel()
-        for result in results:
-            assert result["value"].shape == (B, d["ids"].shape[1] - 1)
-            assert result["value"].dtype == torch.float32
-            assert_near(result["value"], want)
-        # Every rank computes the whole loss, and the gather's backward sums over CP.
-        grad = spread([result["grad"] for result in results], tp, cp, d["logits"].shape)
-        assert_near(grad, want_grad * cp)
 
 
 def whole_logits(d: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -288,6 +221,32 @@ def test_dtensors(ranks, tp: int, cp: int, route: str, sampling: str) -> None:
         assert_near(result["value"], want)
         # DTensor's convention: every rank computes the same loss, once.
         assert_near(result["grad"], want_grad)
+
+
+def run_distillation(tp: int, cp: int) -> dict[str, Any]:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    d = Data(8, 8)
+    placements = [Shard(1), Shard(2)] if cp > 1 else [Shard(2)]
+    logits = torch.cat([zigzag(d.logits, rank, cp) for rank in range(cp)], 1)
+    leaf = distribute_tensor(logits, device_mesh(tp, cp), placements).detach().requires_grad_()
+    student, _, h_all = nemo_rl.get_distillation_topk_logprobs_from_logits(
+        leaf, d.top.values, d.top.indices, True, True
+    )
+    loss_of([student, h_all]).backward()
+    return {"values": [student, h_all], "grad": leaf.grad.to_local()}
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2)])
+def test_distillation_of_a_dtensor(ranks, tp: int, cp: int) -> None:
+    d = Data(8, 8)
+    wanted, want_grad = exact("distillation whole=True entropy=True", d, d.logits)
+    results = ranks(tp * cp).run(run_distillation, tp, cp)
+    for result in results:
+        for got, want in zip(result["values"], wanted, strict=True):
+            assert_near(got, want)
+    grad = spread([result["grad"] for result in results], tp, cp, d.logits.shape)
+    assert_near(grad, want_grad * cp)
 
 
 def missing_seq_index() -> None:
