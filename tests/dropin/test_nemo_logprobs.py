@@ -21,47 +21,26 @@ from tests.dropin.common import (
     spread,
     zigzag,
 )
-from tests.dropin.test_nemo_values import SAMPLING, B, Data, exact, loss_of
+from tests.dropin.test_nemo_values import SAMPLING, Data, exact, filters, loss_of
+from tests.helpers.covering import every_pair
 
 
-def make(length: int, padded: int) -> dict[str, Tensor]:
-    """Ids `[b, length]`; logits `[b, padded, V]`, as a model on padded ids gives them."""
-    generator = torch.Generator().manual_seed(length)
-    return {
-        "logits": torch.randn(B, padded, VOCAB, generator=generator) * 2,
-        "ids": torch.randint(0, VOCAB, (B, length), generator=generator),
-        "upstream": torch.randn(B, length - 1, generator=generator),
-    }
-
-
-def on_finite(value: Tensor, upstream: Tensor) -> Tensor:
-    """A loss that leaves out filtered targets."""
-    return (torch.where(value.isfinite(), value, 0.0) * upstream).sum()
-
-
-def expected(d: dict[str, Tensor], sampling: Any) -> tuple[Tensor, Tensor]:
-    leaf = d["logits"].double().requires_grad_()
-    filters = () if sampling is None else (sampling.top_k, sampling.top_p)
-    value = next_token_logprobs(leaf, d["ids"], *filters)
-    on_finite(value, d["upstream"].double()).backward()
-    return value.detach(), leaf.grad
-
-
-def whole_logits(d: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole_logits() -> dict[str, Tensor]:
     """Neither a group nor a DTensor: all columns are here, whatever the world is."""
-    leaf = d["logits"].clone().requires_grad_()
+    d = Data(6, 6)
+    leaf = d.logits.requires_grad_()
     value = nemo_rl.get_next_token_logprobs_from_logits(
-        d["ids"], leaf, sampling_params=SAMPLING["both"]
+        d.ids, leaf, sampling_params=SAMPLING["both"]
     )
-    on_finite(value, d["upstream"]).backward()
+    loss_of([value]).backward()
     return {"value": value, "grad": leaf.grad}
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_plain_logits(ranks, world: int) -> None:
-    d = make(6, 6)
-    want, want_grad = expected(d, SAMPLING["both"])
-    for result in ranks(world).run(whole_logits, d):
+    d = Data(6, 6)
+    (want,), want_grad = exact("get_next_token both", d, d.logits)
+    for result in ranks(world).run(whole_logits):
         assert_near(result["value"], want)
         assert_near(result["grad"], want_grad)
 
@@ -110,33 +89,34 @@ def run_packed(
         SAMPLING[sampling],
         rolled,
     )
-    on_finite(value, d["upstream"][:, : unpacked - 1]).backward()
+    loss_of([value]).backward()
     return {"value": value, "grad": leaf.grad}
 
 
-def expected_packed(d: dict[str, Tensor], unpacked: int, sampling: Any) -> tuple[Tensor, Tensor]:
+def expected_packed(d: dict[str, Tensor], unpacked: int, sampling: str) -> tuple[Tensor, Tensor]:
     leaf = d["logits"].double().requires_grad_()
-    filters = () if sampling is None else (sampling.top_k, sampling.top_p)
     out = torch.zeros(len(LENGTHS), unpacked - 1, dtype=torch.float64)
     for i, (a, b) in enumerate(itertools.pairwise(BOUNDS)):
-        one = next_token_logprobs(leaf[:, a:b], d["ids"][:, a:b], *filters)[0]
+        one = next_token_logprobs(leaf[:, a:b], d["ids"][:, a:b], *filters(sampling))[0]
         kept = min(len(one), unpacked - 1)
         out[i, :kept] = one[:kept]
-    on_finite(out, d["upstream"][:, : unpacked - 1].double()).backward()
+    loss_of([out]).backward()
     return out.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("rolled", [False, True])
-@pytest.mark.parametrize(("unpacked", "sampling"), [(16, "none"), (20, "none"), (7, "top-k")])
-@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
-def test_packed(ranks, tp: int, cp: int, unpacked: int, sampling: str, rolled: bool) -> None:
+@every_pair(
+    layout=LAYOUTS,
+    record=((16, "none"), (20, "none"), (7, "top-k")),
+    rolled=(False, True),
+)
+def test_packed(ranks, layout: tuple, record: tuple, rolled: bool) -> None:
+    (tp, cp), (unpacked, sampling) = layout, record
     generator = torch.Generator().manual_seed(4)
     d = {
         "logits": torch.randn(1, BOUNDS[-1], VOCAB, generator=generator) * 2,
         "ids": torch.randint(0, VOCAB, (1, BOUNDS[-1]), generator=generator),
-        "upstream": torch.randn(len(LENGTHS), 19, generator=generator),
     }
-    want, want_grad = expected_packed(d, unpacked, SAMPLING[sampling])
+    want, want_grad = expected_packed(d, unpacked, sampling)
     results = ranks(tp * cp).run(run_packed, tp, cp, d, unpacked, sampling, rolled)
     for result in results:
         assert result["value"].shape == (len(LENGTHS), unpacked - 1)
@@ -159,16 +139,13 @@ def device_mesh(tp: int, cp: int) -> Any:
     return init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
 
 
-def run_dtensor(
-    tp: int, cp: int, d: dict[str, Tensor], route: str, sampling: str
-) -> dict[str, Tensor]:
+def run_dtensor(tp: int, cp: int, route: str, sampling: str) -> dict[str, Tensor]:
     """On a mesh (cp, tp), the sequence lying in an order of its own, as seq_index says."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = device_mesh(tp, cp)
-    length = d["ids"].shape[1]
-    seq_index = None
-    logits, target = d["logits"], d["ids"]
+    d, length, seq_index = Data(8, 8), 8, None
+    logits, target = d.logits, d.ids
     if cp > 1:
         place = torch.arange(length)[None]
         seq_index = torch.cat([zigzag(place, rank, cp)[0] for rank in range(cp)])
@@ -198,7 +175,7 @@ def run_dtensor(
         value = nemo_rl.get_next_token_logprobs_from_logits(
             target, leaf, seq_index, sampling_params=parameters
         )
-    on_finite(value, d["upstream"]).backward()
+    loss_of([value]).backward()
     grad = leaf.grad.full_tensor()
     if seq_index is not None:
         grad = grad[:, seq_index.argsort()]
@@ -215,9 +192,9 @@ def run_dtensor(
 )
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_dtensors(ranks, tp: int, cp: int, route: str, sampling: str) -> None:
-    d = make(8, 8)
-    want, want_grad = expected(d, SAMPLING[sampling])
-    for result in ranks(tp * cp).run(run_dtensor, tp, cp, d, route, sampling):
+    d = Data(8, 8)
+    (want,), want_grad = exact(f"get_next_token {sampling}", d, d.logits)
+    for result in ranks(tp * cp).run(run_dtensor, tp, cp, route, sampling):
         assert_near(result["value"], want)
         # DTensor's convention: every rank computes the same loss, once.
         assert_near(result["grad"], want_grad)

@@ -67,15 +67,64 @@ def expected_responses(d: dict[str, Any], temperature: float, replay: bool) -> d
     return found
 
 
+def responses(
+    module: Any,
+    d: dict[str, Any],
+    local: Tensor,
+    weights: dict[str, float],
+    layout: Any,
+    **given: Any,
+) -> tuple[Any, dict[str, list[Tensor]]]:
+    """(what slime's or miles' function returned, each whole response's numbers); a backward too."""
+    returned = module.get_log_probs_and_entropy(
+        local,
+        unconcat_tokens=d["tokens"],
+        total_lengths=TOTALS,
+        response_lengths=RESPONSES,
+        with_entropy=True,
+        **given,
+    )
+    found = returned[1] if module is slime else returned
+    loss, values = torch.zeros(()), {part: [] for part in weights}
+    for part, weight in weights.items():
+        for x, *lengths, how in zip(found[part], TOTALS, RESPONSES, layout, strict=True):
+            if weight:
+                upstream = normal(lengths[1], seed=lengths[1]) * weight
+                loss = loss + (x * module.slice_log_prob_with_cp(upstream, *lengths, *how)).sum()
+            values[part].append(module.all_gather_with_cp(x.detach(), *lengths, *how))
+    loss.backward()
+    return returned, values
+
+
+def check_responses(
+    results: list[dict[str, Any]], d: dict[str, Any], weights: dict[str, float], replay: bool
+) -> None:
+    d["leaves"] = [logits.double().requires_grad_() for logits in d["logits"]]
+    want = expected_responses(d, 0.7, replay)
+    torch.stack(
+        [
+            (x * normal(len(x), seed=len(x)).double() * weight).sum()
+            for part, weight in weights.items()
+            for x in want[part]
+        ]
+    ).sum().backward()
+    for result in results:
+        for part, values in want.items():
+            for got, value in zip(result["values"][part], values, strict=True):
+                assert_near(got, value.detach())
+    for i, leaf in enumerate(d["leaves"]):  # each rank's columns of its tokens
+        assert_near(sum(result["grads"][i].double() for result in results), leaf.grad)
+
+
+SLIME = {"log_probs": 1.0, "entropy": 0.3}
+MILES = {"log_probs": 1.0, "entropy": 0.0}
+ARGS = {"rollout_temperature": 0.7, "log_probs_chunk_size": 4}
+
+
 def run_slime(tp: int, cp: int, d: dict[str, Any], replay: bool, contiguous: bool) -> dict:
     with megatron(tp=tp, cp=cp) as state:
         _, rank, mine = place(state)
-        args = SimpleNamespace(
-            rollout_temperature=0.7,
-            log_probs_chunk_size=4,
-            allgather_cp=contiguous,
-            entropy_coef=0.1,
-        )
+        args = SimpleNamespace(**ARGS, allgather_cp=contiguous, entropy_coef=0.1)
         wholes = [logits.clone().requires_grad_() for logits in d["logits"]]
         if contiguous and cp > 1:
             packed = torch.cat(wholes)
@@ -83,40 +132,14 @@ def run_slime(tp: int, cp: int, d: dict[str, Any], replay: bool, contiguous: boo
             local = packed.chunk(cp)[rank]
         else:
             local = torch.cat([slime.slice_with_cp(z, 0.0) for z in wholes])
+        local = local[None, :, mine]
         extra = {"top_p_token_ids": d["ids"], "top_p_token_offsets": d["offsets"]} if replay else {}
-        empty, found = slime.get_log_probs_and_entropy(
-            local[None, :, mine],
-            args=args,
-            unconcat_tokens=d["tokens"],
-            total_lengths=TOTALS,
-            response_lengths=RESPONSES,
-            with_entropy=True,
-            **extra,
-        )
+        layout = [()] * len(TOTALS)
+        (empty, _), values = responses(slime, d, local, SLIME, layout, args=args, **extra)
         assert empty.shape == (0,)
         with pytest.raises(ValueError, match="logits: expected at least "):
-            slime.get_log_probs_and_entropy(
-                local[None, : sum(TOTALS) // cp - 1, mine],
-                args=args,
-                unconcat_tokens=d["tokens"],
-                total_lengths=TOTALS,
-                response_lengths=RESPONSES,
-            )
-        lengths = list(zip(TOTALS, RESPONSES, strict=True))
-        loss = torch.zeros(())
-        for part, weight in (("log_probs", 1.0), ("entropy", 0.3)):
-            for x, (total, response) in zip(found[part], lengths, strict=True):
-                upstream = normal(response, seed=response) * weight
-                loss = loss + (x * slime.slice_log_prob_with_cp(upstream, total, response)).sum()
-        loss.backward()
-        gathered = {
-            part: [
-                slime.all_gather_with_cp(x.detach(), *pair)
-                for x, pair in zip(values, lengths, strict=True)
-            ]
-            for part, values in found.items()
-        }
-        return {"values": gathered, "grads": [z.grad for z in wholes], "columns": mine}
+            responses(slime, d, local[:, : sum(TOTALS) // cp - 1], SLIME, layout, args=args)
+        return {"values": values, "grads": [z.grad for z in wholes]}
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -124,22 +147,7 @@ def run_slime(tp: int, cp: int, d: dict[str, Any], replay: bool, contiguous: boo
 def test_slime(ranks, tp: int, cp: int, contiguous: bool, replay: bool) -> None:
     d = rollout()
     results = ranks(tp * cp).run(run_slime, tp, cp, d, replay, contiguous)
-    d["leaves"] = [logits.double().requires_grad_() for logits in d["logits"]]
-    want = expected_responses(d, 0.7, replay)
-    loss = torch.zeros((), dtype=torch.float64)
-    for part, weight in (("log_probs", 1.0), ("entropy", 0.3)):
-        for x in want[part]:
-            loss = loss + (x * normal(len(x), seed=len(x)).double() * weight).sum()
-    loss.backward()
-    for result in results:
-        for part, values in want.items():
-            for got, value in zip(result["values"][part], values, strict=True):
-                assert_near(got, value.detach())
-    for i, leaf in enumerate(d["leaves"]):
-        total = torch.zeros_like(leaf)
-        for result in results:  # each rank's columns of its tokens
-            total += result["grads"][i].double()
-        assert_near(total, leaf.grad)
+    check_responses(results, d, SLIME, replay)
 
 
 def test_slime_functions_by_themselves() -> None:
@@ -186,57 +194,27 @@ def test_slime_s_several_labels_a_row(ranks, rows: int, labels: int) -> None:
 def run_miles(cp: int, qkv_format: str, d: dict[str, Any]) -> dict[str, Any]:
     with megatron(tp=2, cp=cp) as state:
         _, _, mine = place(state)
+        rows = qkv_format == "bshd"
         args = SimpleNamespace(
-            rollout_temperature=0.7,
-            log_probs_chunk_size=4,
-            allgather_cp=False,
-            qkv_format=qkv_format,
-            true_on_policy_mode=False,
+            **ARGS, allgather_cp=False, qkv_format=qkv_format, true_on_policy_mode=False
         )
-        padded = [16] * len(TOTALS) if qkv_format == "bshd" else [None] * len(TOTALS)
-        layout = [(qkv_format, length) for length in padded]
+        layout = [(qkv_format, 16 if rows else None)] * len(TOTALS)
         wholes = [logits.clone().requires_grad_() for logits in d["logits"]]
         local = [miles.slice_with_cp(z, 0.0, *how) for z, how in zip(wholes, layout, strict=True)]
-        local = torch.stack(local) if qkv_format == "bshd" else torch.cat(local)[None]
-        found = miles.get_log_probs_and_entropy(
-            local[..., mine],
-            args=args,
-            unconcat_tokens=d["tokens"],
-            total_lengths=TOTALS,
-            response_lengths=RESPONSES,
-            with_entropy=True,
-            entropy_requires_grad=False,
-            max_seq_lens=padded if qkv_format == "bshd" else None,
+        local = torch.stack(local) if rows else torch.cat(local)[None]
+        given = {"args": args, "max_seq_lens": [16] * len(TOTALS) if rows else None}
+        found, values = responses(
+            miles, d, local[..., mine], MILES, layout, entropy_requires_grad=False, **given
         )
         assert not any(x.requires_grad for x in found["entropy"])
-        gathered: dict[str, list] = {"log_probs": [], "entropy": []}
-        loss = torch.zeros(())
-        for i, (total, response) in enumerate(zip(TOTALS, RESPONSES, strict=True)):
-            upstream = miles.slice_log_prob_with_cp(
-                normal(response, seed=response), total, response, *layout[i]
-            )
-            loss = loss + (found["log_probs"][i] * upstream).sum()
-            for part, values in gathered.items():
-                x = found[part][i].detach()
-                values.append(miles.all_gather_with_cp(x, total, response, *layout[i]))
-        loss.backward()
-        return {"values": gathered, "grads": [z.grad for z in wholes]}
+        return {"values": values, "grads": [z.grad for z in wholes]}
 
 
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_miles(ranks, cp: int, qkv_format: str) -> None:
     d = rollout()
-    results = ranks(2 * cp).run(run_miles, cp, qkv_format, d)
-    d["leaves"] = [logits.double().requires_grad_() for logits in d["logits"]]
-    want = expected_responses(d, 0.7, replay=False)
-    sum((x * normal(len(x), seed=len(x)).double()).sum() for x in want["log_probs"]).backward()
-    for result in results:
-        for part, values in want.items():
-            for got, value in zip(result["values"][part], values, strict=True):
-                assert_near(got, value.detach())
-    for i, leaf in enumerate(d["leaves"]):
-        assert_near(sum(result["grads"][i].double() for result in results), leaf.grad)
+    check_responses(ranks(2 * cp).run(run_miles, cp, qkv_format, d), d, MILES, replay=False)
 
 
 def test_what_miles_alone_asks_for() -> None:
