@@ -32,6 +32,7 @@ __all__ = [
     "exp",
     "launch",
     "launch_plan",
+    "own_columns",
     "processed",
     "rounded",
     "row_transform",
@@ -133,6 +134,16 @@ def row_transform(
         else:
             scale = scale / own
     return scale, softcap, temperature
+
+
+@triton.jit
+def own_columns(splits, split_columns, valid):
+    """(row, split, first column, the one behind the last) of a program, of `splits` a row."""
+    program = tl.program_id(0)
+    row = program // splits
+    split = program % splits
+    start = split * split_columns
+    return row, split, start, tl.minimum(start + split_columns, valid)
 
 
 @triton.jit
