@@ -23,27 +23,6 @@ from torch import Tensor
 from mcore_logprobs.kernels import stats
 from mcore_logprobs.kernels.chunk import Chunk
 
-__all__ = [
-    "INTERPRETED",
-    "UNIT",
-    "Plan",
-    "block_plan",
-    "clamped",
-    "exp",
-    "launch",
-    "launch_plan",
-    "own_columns",
-    "processed",
-    "rounded",
-    "row_transform",
-    "span_plan",
-    "tanh",
-    "transform",
-    "whole_units",
-    "with_unit_stride",
-    "write_zeros",
-]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
 # Columns by which a row is masked: 16-byte accesses need no fewer of them, in any dtype, and

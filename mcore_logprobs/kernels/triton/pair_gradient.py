@@ -47,8 +47,6 @@ from mcore_logprobs.kernels.triton.sides import (
     sides_constants,
 )
 
-__all__ = ["pair_grad", "pair_grad_kernel"]
-
 # Columns of a tile at most, fewer where a column takes more registers.
 _TILE = dict.fromkeys(ONE_PASS, 2048) | dict.fromkeys(TWO_PASS, 1024)
 

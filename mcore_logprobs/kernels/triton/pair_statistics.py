@@ -42,15 +42,6 @@ from mcore_logprobs.kernels.triton.sides import (
     sides_constants,
 )
 
-__all__ = [
-    "launch_pair_stats",
-    "launch_pair_sums",
-    "pair_stats",
-    "pair_stats_kernel",
-    "pair_sums",
-    "pair_sums_kernel",
-]
-
 STATS = tl.constexpr(PAIR_STATS)
 
 

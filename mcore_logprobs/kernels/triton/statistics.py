@@ -37,8 +37,6 @@ from mcore_logprobs.kernels.triton.operators import (
     operator,
 )
 
-__all__ = ["launch_stats", "stats", "stats_kernel"]
-
 
 @triton.jit
 def _accumulate(
