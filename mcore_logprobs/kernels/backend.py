@@ -20,16 +20,6 @@ from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import PairSpec
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 
-__all__ = [
-    "BACKENDS",
-    "PAIR_BACKENDS",
-    "Backend",
-    "Choice",
-    "default_chunk_size",
-    "explain",
-    "select",
-]
-
 BACKENDS = ("auto", "torch", "triton", "inductor")
 PAIR_BACKENDS = ("auto", "torch", "triton")
 logger = logging.getLogger("mcore_logprobs")

@@ -17,17 +17,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Chunk",
-    "acc_dtype",
-    "aligned_width",
-    "gather_columns",
-    "per_row",
-    "processed_logits",
-    "row_chunks",
-    "softcap_slope",
-]
-
 _Chunk = TypeVar("_Chunk", bound="Chunk")
 
 

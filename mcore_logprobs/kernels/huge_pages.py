@@ -17,8 +17,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["prefer_huge_pages"]
-
 _MIN_BYTES = 8 << 20
 _MADV_HUGEPAGE = 14  # Linux
 

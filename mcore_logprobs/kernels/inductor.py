@@ -43,19 +43,6 @@ from mcore_logprobs.kernels.chunk import Chunk, row_chunks
 from mcore_logprobs.kernels.reference import gather_target, pair_grad, pair_stats, pair_sums
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec
 
-__all__ = [
-    "DTYPES",
-    "INVARIANT",
-    "MIN_NUMEL",
-    "compiler",
-    "grad",
-    "obstacle",
-    "pair_grad",
-    "pair_stats",
-    "pair_sums",
-    "stats",
-]
-
 logger = logging.getLogger("mcore_logprobs")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,16 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "add_product",
-    "aligned",
-    "batch_invariant_matmul",
-    "matmul_dtype",
-    "matmul_input",
-    "product",
-    "rounded_product",
-]
-
 # Rows of a product of one fixed shape: enough for full speed, few enough for small calls.
 _FIXED_ROWS = {"cpu": 128, "other": 256}
 _ALIGNMENT = 64  # bytes; as torch allocates

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import StatsSpec, merge, no_columns
 
-__all__ = ["BLOCK", "Segments", "merge_segments"]
-
 # Columns a block at most: 8 KiB of float32, well within a first-level cache.
 BLOCK = 2048
 _MIN_BLOCK = 512

@@ -28,21 +28,6 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.chunk import acc_dtype
 
-__all__ = [
-    "IGNORED",
-    "LOG_ZERO",
-    "FinalStats",
-    "GradientTerms",
-    "RowResults",
-    "SoftmaxStats",
-    "StatsSpec",
-    "finalize",
-    "gradient_coefficients",
-    "gradient_spec",
-    "merge",
-    "no_columns",
-]
-
 # Stands in for log 0 wherever it is multiplied: exp(-1e4) is 0 in float32 and float64, and 0 * -1e4
 # is 0, where 0 * -inf would be NaN.
 LOG_ZERO = -1e4

@@ -21,8 +21,6 @@ from torch.autograd.function import once_differentiable
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
 
-__all__ = ["HeadLoRA", "adapter_reason", "base_layer", "head_lora", "is_adapter"]
-
 _PARTS = {"linear_in.weight", "linear_out.weight"}
 
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_integer, check_optional_integer, check_positive
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.stats import acc_dtype
+from mcore_logprobs.kernels.chunk import acc_dtype
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)

@@ -146,7 +146,6 @@ def topk_distill(
     source: Any,
     teacher_topk_logits: Tensor,
     teacher_topk_ids: Tensor,
-    *,
     normalize: str,
     entropy: bool,
     mask: Tensor | None,
@@ -329,15 +328,8 @@ def vocab_parallel_topk_distill(
             and on CPU ids outside [0, vocab_size) (on CUDA a device-side assert).
     """
     source = given_logits(student_logits, name="student_logits", **shared)
-    return topk_distill(
-        source,
-        teacher_topk_logits,
-        teacher_topk_ids,
-        normalize=normalize,
-        entropy=entropy,
-        mask=mask,
-        teacher_temperature=teacher_temperature,
-    )
+    teacher = teacher_topk_logits, teacher_topk_ids
+    return topk_distill(source, *teacher, normalize, entropy, mask, teacher_temperature)
 
 
 @shared_keywords(HeadKeywords, head_logits)
@@ -377,12 +369,5 @@ def linear_topk_distill(
             `linear_token_stats`.
     """
     source = head_logits(hidden, weight, **shared)
-    return topk_distill(
-        source,
-        teacher_topk_logits,
-        teacher_topk_ids,
-        normalize=normalize,
-        entropy=entropy,
-        mask=mask,
-        teacher_temperature=teacher_temperature,
-    )
+    teacher = teacher_topk_logits, teacher_topk_ids
+    return topk_distill(source, *teacher, normalize, entropy, mask, teacher_temperature)

@@ -37,6 +37,13 @@ class LogitsKeywords(TypedDict, total=False):
     backend: str
 
 
+class StatisticsKeywords(LogitsKeywords, total=False):
+    """Those of statistics, too."""
+
+    inplace_backward: bool
+    invariant_segments: int | None
+
+
 class LayerKeywords(TypedDict, total=False):
     """The shared keywords of an operation on hidden states that concern the LM head and rows."""
 
@@ -71,6 +78,12 @@ DOCS = {
     "chunk_size": "rows at a time; None: from a memory budget.",
     "backend": '"auto", "torch", "triton" (CUDA) or "inductor" (CPU; compiles at its first use); '
     "see `mcore_logprobs.kernels.backend`.",
+    "inplace_backward": "write the gradient over the logits. Saves the only large tensor made; the "
+    "logits must not be used after the backward.",
+    "invariant_segments": "g: values and the logits' gradient are the same bits for every TP size "
+    "that divides g, every chunk_size and whatever other rows are in the call, on one kind of "
+    "machine, with one backend, dtype and number of threads. V must be divisible by g. None: no "
+    "such promise.",
     "bias": "`[V/TP]`, added after scale and softcap, or None.",
     "lora": "None, or (A `[r, h]`, B `[V/TP, r]`, scale) in hidden's dtype: `scale * (hidden @ "
     "A^T) @ B^T` is added to the logits before logit_scale. A is whole and the same on every TP "

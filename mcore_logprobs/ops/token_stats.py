@@ -29,7 +29,12 @@ from mcore_logprobs.ops.apply import (
 )
 from mcore_logprobs.ops.arguments import check_target, global_to_local
 from mcore_logprobs.ops.head import head_logits
-from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.keywords import (
+    HeadKeywords,
+    LogitsKeywords,
+    StatisticsKeywords,
+    shared_keywords,
+)
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.source import Source, given_logits
 
@@ -105,7 +110,7 @@ def token_stats(
     return TokenStats(**RowResults(*results)._asdict())
 
 
-@shared_keywords(LogitsKeywords, given_logits)
+@shared_keywords(StatisticsKeywords, given_logits)
 def vocab_parallel_token_stats(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -115,9 +120,7 @@ def vocab_parallel_token_stats(
     sum_pi_squared: bool = False,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
-    inplace_backward: bool = False,
-    invariant_segments: int | None = None,
-    **shared: Unpack[LogitsKeywords],
+    **shared: Unpack[StatisticsKeywords],
 ) -> TokenStats:
     """Log-probability of each target and, if asked for, entropy and rank, in one pass.
 
@@ -137,12 +140,6 @@ def vocab_parallel_token_stats(
         label_smoothing: a in [0, 1): the target distribution has 1 - a on the target and
             a / (K - 1) on each of the K - 1 others (Megatron's convention, over the whole true
             vocabulary).
-        inplace_backward: write the gradient over the logits. Saves the only large tensor made; the
-            logits must not be used after the backward.
-        invariant_segments: g: values and the logits' gradient are the same bits for every TP size
-            that divides g, every chunk_size and whatever other rows are in the call, on one kind of
-            machine, with one backend, dtype and number of threads. V must be divisible by g. None:
-            no such promise.
         {shared}
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one more for each
@@ -158,26 +155,19 @@ def vocab_parallel_token_stats(
             and on CPU targets outside [0, vocab_size) (on CUDA a device-side assert).
         RuntimeError: with invariant_segments, where the backend's kernels do not compile.
     """
-    source = given_logits(
-        vocab_parallel_logits,
-        inplace_backward=inplace_backward,
-        invariant_segments=invariant_segments,
-        **shared,
-    )
+    source = given_logits(vocab_parallel_logits, **shared)
     wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
     return token_stats(source, target, wanted, ignore_index)
 
 
-@shared_keywords(LogitsKeywords, given_logits)
+@shared_keywords(StatisticsKeywords, given_logits)
 def vocab_parallel_logprobs(
     vocab_parallel_logits: Tensor,
     target: Tensor,
     *,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
-    inplace_backward: bool = False,
-    invariant_segments: int | None = None,
-    **shared: Unpack[LogitsKeywords],
+    **shared: Unpack[StatisticsKeywords],
 ) -> Tensor:
     """log p[target] in nats, differentiable; minus Megatron's `vocab_parallel_cross_entropy`.
 
@@ -188,23 +178,14 @@ def vocab_parallel_logprobs(
 
     Keywords, memory and errors are `vocab_parallel_token_stats`'s.
     """
-    source = given_logits(
-        vocab_parallel_logits,
-        inplace_backward=inplace_backward,
-        invariant_segments=invariant_segments,
-        **shared,
-    )
+    source = given_logits(vocab_parallel_logits, **shared)
     wanted = Statistics.of(label_smoothing=label_smoothing)
     return token_stats(source, target, wanted, ignore_index).logprobs
 
 
-@shared_keywords(LogitsKeywords, given_logits)
+@shared_keywords(StatisticsKeywords, given_logits)
 def vocab_parallel_entropy(
-    vocab_parallel_logits: Tensor,
-    *,
-    inplace_backward: bool = False,
-    invariant_segments: int | None = None,
-    **shared: Unpack[LogitsKeywords],
+    vocab_parallel_logits: Tensor, **shared: Unpack[StatisticsKeywords]
 ) -> Tensor:
     """-sum p log p over the whole vocabulary, in nats, differentiable.
 
@@ -215,12 +196,7 @@ def vocab_parallel_entropy(
 
     Keywords, memory and errors are `vocab_parallel_token_stats`'s.
     """
-    source = given_logits(
-        vocab_parallel_logits,
-        inplace_backward=inplace_backward,
-        invariant_segments=invariant_segments,
-        **shared,
-    )
+    source = given_logits(vocab_parallel_logits, **shared)
     local_target = torch.full(source.lead, -1, dtype=torch.int64, device=source.device)
     valid_mask = torch.ones_like(local_target, dtype=torch.bool)
     results = apply(Statistics(StatsSpec(entropy=True)), source, local_target, valid_mask)

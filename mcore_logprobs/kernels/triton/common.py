@@ -23,26 +23,6 @@ from torch import Tensor
 from mcore_logprobs.kernels import stats
 from mcore_logprobs.kernels.chunk import Chunk
 
-__all__ = [
-    "INTERPRETED",
-    "UNIT",
-    "Plan",
-    "block_plan",
-    "clamped",
-    "exp",
-    "launch",
-    "launch_plan",
-    "processed",
-    "rounded",
-    "row_transform",
-    "span_plan",
-    "tanh",
-    "transform",
-    "whole_units",
-    "with_unit_stride",
-    "write_zeros",
-]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
 # Columns by which a row is masked: 16-byte accesses need no fewer of them, in any dtype, and
@@ -133,6 +113,16 @@ def row_transform(
         else:
             scale = scale / own
     return scale, softcap, temperature
+
+
+@triton.jit
+def own_columns(splits, split_columns, valid):
+    """(row, split, first column, the one behind the last) of a program, of `splits` a row."""
+    program = tl.program_id(0)
+    row = program // splits
+    split = program % splits
+    start = split * split_columns
+    return row, split, start, tl.minimum(start + split_columns, valid)
 
 
 @triton.jit

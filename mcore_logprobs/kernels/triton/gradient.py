@@ -39,8 +39,6 @@ from mcore_logprobs.kernels.triton.operators import (
     writes_out,
 )
 
-__all__ = ["entries_kernel", "grad", "grad_kernel"]
-
 _TILE_BYTES = 8192  # of a tile at most: more of float32 takes registers that blocks need
 _ENTRIES = 64  # entries a program
 _OTHERS = 16  # entries that they are compared with at a time

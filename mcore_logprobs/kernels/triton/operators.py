@@ -16,8 +16,6 @@ from torch import Tensor
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.stats import StatsSpec
 
-__all__ = ["SPEC", "arguments", "chunk_schema", "chunks_of", "operator"]
-
 _CHUNK = 7  # arguments of one chunk
 # The declaration of a StatsSpec's arguments.
 SPEC = ", ".join(f"bool {field.name}" for field in fields(StatsSpec))

@@ -42,12 +42,10 @@ from mcore_logprobs.kernels.triton.sides import (
     load_softmax,
     log_probs,
     shares,
-    side_row,
+    side_rows,
     sides_arguments,
     sides_constants,
 )
-
-__all__ = ["pair_grad", "pair_grad_kernel"]
 
 # Columns of a tile at most, fewer where a column takes more registers.
 _TILE = dict.fromkeys(ONE_PASS, 2048) | dict.fromkeys(TWO_PASS, 1024)
@@ -99,20 +97,12 @@ def _write_tile(
     ],
 )  # fmt: skip
 def pair_grad_kernel(
-    student_ptr,  # [n, v]
-    teacher_ptr,  # [n, v]
-    student_bias_ptr,  # [v], or None
-    student_temperature_ptr,  # [n], or None
-    teacher_bias_ptr,
-    teacher_temperature_ptr,
-    student_scale,
-    student_softcap,
-    student_temperature,
-    teacher_scale,
-    teacher_softcap,
-    teacher_temperature,
-    student_stride,
-    teacher_stride,
+    student_ptr, teacher_ptr,  # [n, v]
+    student_bias_ptr, student_temperature_ptr,  # [v], [n], or None
+    teacher_bias_ptr, teacher_temperature_ptr,
+    student_scale, student_softcap, student_temperature,
+    teacher_scale, teacher_softcap, teacher_temperature,
+    student_stride, teacher_stride,
     softmax_ptr,  # [4, n]
     inner_ptr,  # [n]
     upstream_ptr,  # [n], any stride
@@ -131,7 +121,7 @@ def pair_grad_kernel(
     STUDENT_SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
     KIND: tl.constexpr,
-):
+):  # fmt: skip
     """The gradient of one row's columns `[split * TILES * TILE, ...)`."""
     program = tl.program_id(0)
     row = program // splits
@@ -140,12 +130,10 @@ def pair_grad_kernel(
     out_row_ptr = out_ptr + row.to(tl.int64) * out_stride
     upstream = tl.load(upstream_ptr + row.to(tl.int64) * upstream_stride)
     if upstream != 0.0:
-        student = side_row(
-            student_ptr, student_bias_ptr, student_temperature_ptr, row, student_stride,
+        student, teacher = side_rows(
+            row, student_ptr, student_bias_ptr, student_temperature_ptr, student_stride,
             student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
-        )  # fmt: skip
-        teacher = side_row(
-            teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
+            teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, teacher_stride,
             teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
         )  # fmt: skip
         softmax = load_softmax(softmax_ptr, softmax_stride, row)

@@ -22,6 +22,7 @@ from mcore_logprobs.kernels.triton.common import (
     Plan,
     exp,
     launch,
+    own_columns,
     whole_units,
     with_unit_stride,
 )
@@ -36,19 +37,10 @@ from mcore_logprobs.kernels.triton.sides import (
     log_probs,
     pair_plan,
     shares,
-    side_row,
+    side_rows,
     sides_arguments,
     sides_constants,
 )
-
-__all__ = [
-    "launch_pair_stats",
-    "launch_pair_sums",
-    "pair_stats",
-    "pair_stats_kernel",
-    "pair_sums",
-    "pair_sums_kernel",
-]
 
 STATS = tl.constexpr(PAIR_STATS)
 
@@ -134,20 +126,12 @@ def _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND: tl.constexpr):
     do_not_specialize_on_alignment=[*SIDE_POINTERS, "out_ptr"],
 )
 def pair_stats_kernel(
-    student_ptr,  # [n, v]
-    teacher_ptr,  # [n, v]
-    student_bias_ptr,  # [v], or None
-    student_temperature_ptr,  # [n], or None
-    teacher_bias_ptr,
-    teacher_temperature_ptr,
-    student_scale,
-    student_softcap,
-    student_temperature,
-    teacher_scale,
-    teacher_softcap,
-    teacher_temperature,
-    student_stride,
-    teacher_stride,
+    student_ptr, teacher_ptr,  # [n, v]
+    student_bias_ptr, student_temperature_ptr,  # [v], [n], or None
+    teacher_bias_ptr, teacher_temperature_ptr,
+    student_scale, student_softcap, student_temperature,
+    teacher_scale, teacher_softcap, teacher_temperature,
+    student_stride, teacher_stride,
     out_ptr,  # [splits, 5, n] float32
     rows,
     valid,
@@ -158,26 +142,20 @@ def pair_stats_kernel(
     STUDENT_SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
     KIND: tl.constexpr,
-):
+):  # fmt: skip
     """Pair statistics of one row's columns `[split * split_columns, ...)`.
 
     Every group of columns keeps its sums about its own maxima until the end.
     """
-    TILE: tl.constexpr = LANES * GROUPS
-    program = tl.program_id(0)
-    row = program // splits
-    split = program % splits
-    start = split * split_columns
-    stop = tl.minimum(start + split_columns, valid)
-    student = side_row(
-        student_ptr, student_bias_ptr, student_temperature_ptr, row, student_stride,
+    row, split, start, stop = own_columns(splits, split_columns, valid)
+    student, teacher = side_rows(
+        row, student_ptr, student_bias_ptr, student_temperature_ptr, student_stride,
         student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
-    )  # fmt: skip
-    teacher = side_row(
-        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
+        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, teacher_stride,
         teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
     )  # fmt: skip
 
+    TILE: tl.constexpr = LANES * GROUPS
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     max_s = tl.full([GROUPS], float("-inf"), tl.float32)
     sum_s = tl.zeros([GROUPS], tl.float32)
@@ -228,20 +206,12 @@ def _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND: 
     do_not_specialize_on_alignment=[*SIDE_POINTERS, "softmax_ptr", "out_ptr"],
 )
 def pair_sums_kernel(
-    student_ptr,  # [n, v]
-    teacher_ptr,  # [n, v]
-    student_bias_ptr,  # [v], or None
-    student_temperature_ptr,  # [n], or None
-    teacher_bias_ptr,
-    teacher_temperature_ptr,
-    student_scale,
-    student_softcap,
-    student_temperature,
-    teacher_scale,
-    teacher_softcap,
-    teacher_temperature,
-    student_stride,
-    teacher_stride,
+    student_ptr, teacher_ptr,  # [n, v]
+    student_bias_ptr, student_temperature_ptr,  # [v], [n], or None
+    teacher_bias_ptr, teacher_temperature_ptr,
+    student_scale, student_softcap, student_temperature,
+    teacher_scale, teacher_softcap, teacher_temperature,
+    student_stride, teacher_stride,
     softmax_ptr,  # [4, n]
     out_ptr,  # [splits, 2, n] float32
     rows,
@@ -255,24 +225,18 @@ def pair_sums_kernel(
     STUDENT_SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
     KIND: tl.constexpr,
-):
+):  # fmt: skip
     """`kernels.pairs.pair_sums` of one row's columns `[split * split_columns, ...)`."""
-    TILE: tl.constexpr = LANES * GROUPS
-    program = tl.program_id(0)
-    row = program // splits
-    split = program % splits
-    start = split * split_columns
-    stop = tl.minimum(start + split_columns, valid)
-    student = side_row(
-        student_ptr, student_bias_ptr, student_temperature_ptr, row, student_stride,
+    row, split, start, stop = own_columns(splits, split_columns, valid)
+    student, teacher = side_rows(
+        row, student_ptr, student_bias_ptr, student_temperature_ptr, student_stride,
         student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
-    )  # fmt: skip
-    teacher = side_row(
-        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
+        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, teacher_stride,
         teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
     )  # fmt: skip
     max_s, log_s, max_t, log_t = load_softmax(softmax_ptr, softmax_stride, row)
 
+    TILE: tl.constexpr = LANES * GROUPS
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     value = tl.zeros([GROUPS], tl.float32)
     inner = tl.zeros([GROUPS], tl.float32)

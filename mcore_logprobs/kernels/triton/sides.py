@@ -39,7 +39,7 @@ LN2_OF_BITS = tl.constexpr(0.6931471805599453 / 2**23)
 
 
 @triton.jit
-def side_row(
+def _side_row(
     logits_ptr, bias_ptr, temperature_ptr, row, stride, scale, softcap, temperature,
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -48,6 +48,25 @@ def side_row(
         row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
     )
     return logits_ptr + row.to(tl.int64) * stride, scale, softcap, temperature
+
+
+@triton.jit
+def side_rows(
+    row, student_ptr, student_bias_ptr, student_temperature_ptr, student_stride,
+    student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP: tl.constexpr,
+    teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, teacher_stride,
+    teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """`_side_row` of the student and of the teacher."""
+    student = _side_row(
+        student_ptr, student_bias_ptr, student_temperature_ptr, row, student_stride,
+        student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
+    )  # fmt: skip
+    teacher = _side_row(
+        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
+        teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
+    )  # fmt: skip
+    return student, teacher
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from mcore_logprobs.kernels.triton.common import (
     exp,
     launch,
     launch_plan,
+    own_columns,
     processed,
     row_transform,
     transform,
@@ -35,8 +36,6 @@ from mcore_logprobs.kernels.triton.operators import (
     chunks_of,
     operator,
 )
-
-__all__ = ["launch_stats", "stats", "stats_kernel"]
 
 
 @triton.jit
@@ -141,12 +140,8 @@ def stats_kernel(
     MAX to FINITE are the statistics' places in out (`StatsSpec.fields`), -1 for one not wanted.
     """
     TILE: tl.constexpr = LANES * GROUPS
-    program = tl.program_id(0)
-    row = program // splits
-    split = program % splits
+    row, split, start, stop = own_columns(splits, split_columns, valid)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    start = split * split_columns
-    stop = tl.minimum(start + split_columns, valid)
     scale, softcap, temperature = row_transform(
         row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
     )
