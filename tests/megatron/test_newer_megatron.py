@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("files", "least"),
-    [(CLOSEST, 80), pytest.param(OTHERS, 140, marks=pytest.mark.night)],
+    [(CLOSEST, 70), pytest.param(OTHERS, 140, marks=pytest.mark.night)],
     ids=["closest", "others"],
 )
 def test_on_newer_megatron(files, least):
