@@ -182,7 +182,7 @@ def test_every_folder_of_the_package_is_one() -> None:
 
 
 def test_works_with_torch_alone() -> None:
-    """Importing tries none of the optional packages; logits to log-probabilities needs none."""
+    """torch comes with the first name that is looked up, optional packages with none of them."""
     script = f"""
 import sys
 tried = []
@@ -192,24 +192,33 @@ class Refuse:
             tried.append(name)
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
+import mcore_logprobs
+assert "torch" not in sys.modules
+assert "linear_token_stats" in dir(mcore_logprobs)
 import torch
 tried.clear()
-import mcore_logprobs
-mcore_logprobs.LogprobConfig, mcore_logprobs.TokenStats
-mcore_logprobs.vocab_parallel_logprobs, mcore_logprobs.linear_token_stats
+assert mcore_logprobs.linear_token_stats.__module__ == "mcore_logprobs.ops.token_stats"
+assert mcore_logprobs.kernels.__name__ == "mcore_logprobs.kernels"
+names = {{}}
+exec("from mcore_logprobs import *", names)
+assert set(mcore_logprobs.__all__) <= set(names)
 assert not tried, tried
 assert not torch.cuda.is_initialized()
 logits = torch.randn(3, 11, dtype=torch.float64)
 target = torch.tensor([0, 10, 5])
 got = mcore_logprobs.vocab_parallel_logprobs(logits.float(), target)
 want = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
-print(float((got - want).abs().max()) < 1e-5)
+assert float((got - want).abs().max()) < 1e-5
+try:
+    mcore_logprobs.lineer_token_stats
+except AttributeError as error:
+    print(error)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "True"
+    assert done.stdout.strip() == "module 'mcore_logprobs' has no attribute 'lineer_token_stats'"
 
 
 # ---- layers ------------------------------------------------------------------------------------
