@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -58,12 +60,17 @@ OPERATIONS = (
 )
 
 
-def message(operation: str, width: int, **changes: Any) -> str:
+def refusal(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Why the call is refused, or nothing."""
     try:
-        call(operation, width, **changes)
+        fn(*args, **kwargs)
     except ValueError as error:
         return str(error)
     return ""
+
+
+message = partial(refusal, call)
+checking = mock.patch.dict(os.environ, {consistency.VARIABLE: "1"})
 
 
 def uneven(operation: str) -> tuple[str, str]:
@@ -143,12 +150,8 @@ def checked(operation: str, per_rank: dict[str, list[Any]]) -> tuple[str, list[s
     rank = dist.get_rank()
     changes = {name: values[rank] for name, values in per_rank.items()}
     operation, width = changes.pop("operation", operation), changes.pop("width", 12)
-    os.environ[consistency.VARIABLE] = "1"
-    try:
-        with _CheckAlone() if per_rank else CollectivesMade() as made:
-            return message(operation, width, **changes), made.names
-    finally:
-        del os.environ[consistency.VARIABLE]
+    with checking, _CheckAlone() if per_rank else CollectivesMade() as made:
+        return message(operation, width, **changes), made.names
 
 
 TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
@@ -216,7 +219,7 @@ def test_the_check_is_one_more_collective_where_all_agree(ranks, operation):
     for found, sent in ranks(2).run(checked, operation, {}):
         assert found == ""
         assert sent[0] == "all_gather"
-    (once, _) = ranks(2).run(without_the_check, operation)
+    once = ranks(2).run(without_the_check, operation)[0]
     assert len(sent) == len(once) + 1
 
 
@@ -236,15 +239,8 @@ def patched_models_that_differ(change: str) -> str:
         batch = make_batch(parallel_state)
         labels = batch["labels"] + (rank if change == "labels" else 0)
         temperature = 0.5 + (rank if change == "temperature" else 0)
-        os.environ[consistency.VARIABLE] = "1"
-        try:
-            with patch_gpt_model(model, ml.LogprobConfig(temperature=temperature)):
-                model(**batch["inputs"], labels=labels)
-        except ValueError as error:
-            return str(error)
-        finally:
-            del os.environ[consistency.VARIABLE]
-    return ""
+        with checking, patch_gpt_model(model, ml.LogprobConfig(temperature=temperature)):
+            return refusal(model, **batch["inputs"], labels=labels)
 
 
 def test_the_check_compares_what_a_patched_model_is_asked(ranks):
@@ -258,9 +254,9 @@ def test_the_check_compares_what_a_patched_model_is_asked(ranks):
 def many_tensors(last: list[float]) -> str:
     """A call whose arguments' description is longer than the message."""
     tensors = [torch.zeros(ROWS)] * 99 + [torch.full((ROWS,), last[dist.get_rank()])]
-    os.environ[consistency.VARIABLE] = "1"
-    try:
-        ml.linear_policy_loss(
+    with checking:
+        return refusal(
+            ml.linear_policy_loss,
             torch.ones(ROWS, HIDDEN),
             torch.ones(12, HIDDEN),
             torch.arange(ROWS),
@@ -268,11 +264,6 @@ def many_tensors(last: list[float]) -> str:
             *tensors,
             tp_group=dist.group.WORLD,
         )
-    except ValueError as error:
-        return str(error)
-    finally:
-        del os.environ[consistency.VARIABLE]
-    return ""
 
 
 def test_a_call_too_long_to_describe_is_compared_as_a_whole(ranks):
