@@ -87,8 +87,11 @@ def test_uneven_shards_raise_on_every_rank(ranks, operation):
         assert after == ""
 
 
-def alone_with_a_new_width(next_width: int = 14) -> str:
-    """One rank's width changes; the other makes no call, so that nothing is left to wait for."""
+def alone_with_a_new_width(next_width: int) -> tuple[str, str]:
+    """One rank's width changes; the other makes no call, so that nothing is left to wait for.
+
+    Returns what is raised, and what is left in the store after the next call.
+    """
     consistency._agreed.clear()
     assert message("logprobs", 12) == ""
     found = ""
@@ -99,13 +102,16 @@ def alone_with_a_new_width(next_width: int = 14) -> str:
     dist.barrier()
     # What it withdrew is in nobody's way.
     assert message("logprobs", next_width) == ""
-    return found
+    dist.barrier()
+    return found, collectives._reason_left(dist.group.WORLD)
 
 
-def test_a_width_that_is_new_on_one_rank_raises_there(ranks):
-    none, found = ranks(2).run(alone_with_a_new_width, timeout=60)
-    assert none == ""
+@pytest.mark.parametrize("next_width", [14, 12], ids=["an agreement", "a width agreed before"])
+def test_a_width_that_is_new_on_one_rank_raises_there(ranks, next_width):
+    none, (found, left) = ranks(2).run(alone_with_a_new_width, next_width, timeout=60)
+    assert none == ("", "")
     assert "13 columns on rank 1 of the TP group, a new width, but no new one" in found
+    assert left == ""
 
 
 def uneven_with_targets_that_one_rank_refuses() -> str:
@@ -200,18 +206,6 @@ def test_the_check_names_a_width_that_changes_on_one_rank_at_once(ranks):
     for found, seconds in ranks(2).run(changes_its_width_under_the_check, timeout=60):
         assert "(4, 12) float32 on rank 0, (4, 13) float32 on rank 1" in found
         assert seconds < 10.0
-
-
-def reason_is_withdrawn(next_width: int) -> str:
-    """What a rank left in the store is gone after the next call."""
-    alone_with_a_new_width(next_width)
-    dist.barrier()
-    return collectives._reason_left(dist.group.WORLD)
-
-
-@pytest.mark.parametrize("next_width", [14, 12], ids=["an agreement", "a width agreed before"])
-def test_a_reason_does_not_outlive_the_next_call(ranks, next_width):
-    assert ranks(2).run(reason_is_withdrawn, next_width, timeout=60) == ["", ""]
 
 
 @pytest.mark.parametrize("operation", ["logprobs", "linear_policy_loss", "sampling"])

@@ -49,11 +49,6 @@ def _sleep_forever() -> None:
         time.sleep(1000)
 
 
-def _die() -> None:
-    if dist.get_rank() == 1:
-        os._exit(3)
-
-
 class Unpicklable(Exception):
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
@@ -147,12 +142,6 @@ def test_many_cases_in_one_dispatch_each_with_its_answer(ranks, monkeypatch):
         else:
             assert answer == [(name, 2)] * 2
     assert ranks(2).run_many(_case, []) == []
-
-
-def test_a_rank_that_dies_is_reported(ranks):
-    with pytest.raises(RankError, match="the process died"):
-        ranks(2).run(_die)
-    assert ranks(2).run(_fail_on, ()) == [0, 1]
 
 
 def test_a_local_function_is_refused(ranks):
