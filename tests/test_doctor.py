@@ -118,6 +118,18 @@ def test_without_optional_packages() -> None:
     assert "All checks passed." in done.stdout
 
 
+def test_hooks_are_read_off_the_classes(monkeypatch) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    def forward(self, input_ids): ...
+    def forward_of_0_18(self, input_ids, output_processor=None): ...
+
+    for method, there in (forward, False), (forward_of_0_18, True):
+        monkeypatch.setattr(GPTModel, "forward", method)
+        assert ("output_processor" in doctor._megatron_hooks()["GPTModel"]) == there
+
+
+@pytest.mark.night
 def test_hooks_of_the_newest_megatron() -> None:
     """Found by looking at the classes, so the same code sees what 0.19 has and 0.16 has not."""
     unpacked = os.environ.get("MCORE_LOGPROBS_MEGATRON_019")

@@ -254,7 +254,7 @@ def test_resume_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None:
     class Interrupted:
-        """Two steps, then Ctrl-C in the third."""
+        """One step, then Ctrl-C in the second."""
 
         layout, step, engine = LAYOUT, 0, SimpleNamespace(name="vLLM")
         config = SimpleNamespace(
@@ -269,7 +269,7 @@ def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None
 
         def train_step(self) -> tuple:
             self.step += 1
-            if self.step == 3:
+            if self.step == 2:
                 raise KeyboardInterrupt
             sample = SimpleNamespace(reward=1.0, group=0, text="a")
             return _record(self.step), [sample], ["q"]
@@ -280,20 +280,16 @@ def test_an_interrupted_run_keeps_its_lines_and_its_plot(tmp_path: Path) -> None
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run_steps(Interrupted())
-    assert [text[:23] for text in said[:2]] == [
-        "step 1/5   reward 0.600",
-        "step 2/5   reward 1.100",
-    ]
-    assert "step 2, 1.1 s" in said[2]  # the table of the last step alone
+    assert said[0].startswith("step 1/5   reward 0.600")
+    assert "step 1, 0.6 s" in said[1]  # the table of the last step alone
     assert "best answer: 'q' -> 'a'" in said
     steps = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2]
+    assert steps == [1]
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("steps", [1, 80])
-def test_plot(tmp_path: Path, steps: int) -> None:
+def test_plot_with_held_out_questions(tmp_path: Path) -> None:
     path = tmp_path / "a" / "run.png"
-    held_out = [Evaluation(0, [0.0, 0.5]), Evaluation(steps, [1.0, 0.5])][: steps // 20]
-    plot_run([_record(i + 1) for i in range(steps)], path, title="a run", held_out=held_out)
+    held_out = [Evaluation(0, [0.0, 0.5]), Evaluation(80, [1.0, 0.5])]
+    plot_run([_record(i + 1) for i in range(80)], path, title="a run", held_out=held_out)
     assert path.stat().st_size > 20_000
