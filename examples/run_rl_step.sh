@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage() {  # needs no environment; tests/examples/test_run_script.py compares it with the parser's flags
+usage() {  # needs no environment; tests/examples/test_command_line.py compares it with the parser's flags
     cat <<'TEXT'
 usage: bash examples/run_rl_step.sh [arguments]
 

@@ -81,23 +81,3 @@ def test_the_tests_own_help_makes_no_environment(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "--coverage" in done.stdout
     assert "--matrix" in done.stdout
-
-
-def test_public_names_come_with_the_first_that_is_looked_up() -> None:
-    script = """
-import sys, mcore_logprobs
-assert "torch" not in sys.modules
-assert "linear_token_stats" in dir(mcore_logprobs)
-assert mcore_logprobs.linear_token_stats.__module__ == "mcore_logprobs.ops.token_stats"
-assert mcore_logprobs.kernels.__name__ == "mcore_logprobs.kernels"
-names = {}
-exec("from mcore_logprobs import *", names)
-assert set(mcore_logprobs.__all__) <= set(names)
-try:
-    mcore_logprobs.lineer_token_stats
-except AttributeError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "module 'mcore_logprobs' has no attribute 'lineer_token_stats'"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -58,12 +60,17 @@ OPERATIONS = (
 )
 
 
-def message(operation: str, width: int, **changes: Any) -> str:
+def refusal(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Why the call is refused, or nothing."""
     try:
-        call(operation, width, **changes)
+        fn(*args, **kwargs)
     except ValueError as error:
         return str(error)
     return ""
+
+
+message = partial(refusal, call)
+checking = mock.patch.dict(os.environ, {consistency.VARIABLE: "1"})
 
 
 def uneven(operation: str) -> tuple[str, str]:
@@ -80,8 +87,11 @@ def test_uneven_shards_raise_on_every_rank(ranks, operation):
         assert after == ""
 
 
-def alone_with_a_new_width(next_width: int = 14) -> str:
-    """One rank's width changes; the other makes no call, so that nothing is left to wait for."""
+def alone_with_a_new_width(next_width: int) -> tuple[str, str]:
+    """One rank's width changes; the other makes no call, so that nothing is left to wait for.
+
+    Returns what is raised, and what is left in the store after the next call.
+    """
     consistency._agreed.clear()
     assert message("logprobs", 12) == ""
     found = ""
@@ -92,13 +102,16 @@ def alone_with_a_new_width(next_width: int = 14) -> str:
     dist.barrier()
     # What it withdrew is in nobody's way.
     assert message("logprobs", next_width) == ""
-    return found
+    dist.barrier()
+    return found, collectives._reason_left(dist.group.WORLD)
 
 
-def test_a_width_that_is_new_on_one_rank_raises_there(ranks):
-    none, found = ranks(2).run(alone_with_a_new_width, timeout=60)
-    assert none == ""
+@pytest.mark.parametrize("next_width", [14, 12], ids=["an agreement", "a width agreed before"])
+def test_a_width_that_is_new_on_one_rank_raises_there(ranks, next_width):
+    none, (found, left) = ranks(2).run(alone_with_a_new_width, next_width, timeout=60)
+    assert none == ("", "")
     assert "13 columns on rank 1 of the TP group, a new width, but no new one" in found
+    assert left == ""
 
 
 def uneven_with_targets_that_one_rank_refuses() -> str:
@@ -143,12 +156,8 @@ def checked(operation: str, per_rank: dict[str, list[Any]]) -> tuple[str, list[s
     rank = dist.get_rank()
     changes = {name: values[rank] for name, values in per_rank.items()}
     operation, width = changes.pop("operation", operation), changes.pop("width", 12)
-    os.environ[consistency.VARIABLE] = "1"
-    try:
-        with _CheckAlone() if per_rank else CollectivesMade() as made:
-            return message(operation, width, **changes), made.names
-    finally:
-        del os.environ[consistency.VARIABLE]
+    with checking, _CheckAlone() if per_rank else CollectivesMade() as made:
+        return message(operation, width, **changes), made.names
 
 
 TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
@@ -199,24 +208,12 @@ def test_the_check_names_a_width_that_changes_on_one_rank_at_once(ranks):
         assert seconds < 10.0
 
 
-def reason_is_withdrawn(next_width: int) -> str:
-    """What a rank left in the store is gone after the next call."""
-    alone_with_a_new_width(next_width)
-    dist.barrier()
-    return collectives._reason_left(dist.group.WORLD)
-
-
-@pytest.mark.parametrize("next_width", [14, 12], ids=["an agreement", "a width agreed before"])
-def test_a_reason_does_not_outlive_the_next_call(ranks, next_width):
-    assert ranks(2).run(reason_is_withdrawn, next_width, timeout=60) == ["", ""]
-
-
 @pytest.mark.parametrize("operation", ["logprobs", "linear_policy_loss", "sampling"])
 def test_the_check_is_one_more_collective_where_all_agree(ranks, operation):
     for found, sent in ranks(2).run(checked, operation, {}):
         assert found == ""
         assert sent[0] == "all_gather"
-    (once, _) = ranks(2).run(without_the_check, operation)
+    once = ranks(2).run(without_the_check, operation)[0]
     assert len(sent) == len(once) + 1
 
 
@@ -236,15 +233,8 @@ def patched_models_that_differ(change: str) -> str:
         batch = make_batch(parallel_state)
         labels = batch["labels"] + (rank if change == "labels" else 0)
         temperature = 0.5 + (rank if change == "temperature" else 0)
-        os.environ[consistency.VARIABLE] = "1"
-        try:
-            with patch_gpt_model(model, ml.LogprobConfig(temperature=temperature)):
-                model(**batch["inputs"], labels=labels)
-        except ValueError as error:
-            return str(error)
-        finally:
-            del os.environ[consistency.VARIABLE]
-    return ""
+        with checking, patch_gpt_model(model, ml.LogprobConfig(temperature=temperature)):
+            return refusal(model, **batch["inputs"], labels=labels)
 
 
 def test_the_check_compares_what_a_patched_model_is_asked(ranks):
@@ -258,9 +248,9 @@ def test_the_check_compares_what_a_patched_model_is_asked(ranks):
 def many_tensors(last: list[float]) -> str:
     """A call whose arguments' description is longer than the message."""
     tensors = [torch.zeros(ROWS)] * 99 + [torch.full((ROWS,), last[dist.get_rank()])]
-    os.environ[consistency.VARIABLE] = "1"
-    try:
-        ml.linear_policy_loss(
+    with checking:
+        return refusal(
+            ml.linear_policy_loss,
             torch.ones(ROWS, HIDDEN),
             torch.ones(12, HIDDEN),
             torch.arange(ROWS),
@@ -268,11 +258,6 @@ def many_tensors(last: list[float]) -> str:
             *tensors,
             tp_group=dist.group.WORLD,
         )
-    except ValueError as error:
-        return str(error)
-    finally:
-        del os.environ[consistency.VARIABLE]
-    return ""
 
 
 def test_a_call_too_long_to_describe_is_compared_as_a_whole(ranks):

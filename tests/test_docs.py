@@ -211,7 +211,8 @@ def test_files_exist(page) -> None:
         return
     tops = ("mcore_logprobs/", "benchmarks/", "tests/", "docs/", "examples/", "configs/")
     named = {code.split()[0] for code in code_of(page) if code.startswith(tops)}
-    named |= set(re.findall(r"`(?:bash|python) ([\w/]+\.(?:sh|py))", page.read_text()))
+    commands = r"(?:^|`)(?:bash|python) ([\w/]+\.(?:sh|py))"
+    named |= set(re.findall(commands, page.read_text(), re.M))
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -7,15 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
 from mcore_logprobs import __main__
 from mcore_logprobs.debug import commands, doctor, oracle
-
-ROOT = Path(__file__).parent.parent
+from tests.helpers.documents import ROOT
 
 
 def test_report_is_complete_and_passes() -> None:
@@ -120,11 +118,28 @@ def test_without_optional_packages() -> None:
     assert "All checks passed." in done.stdout
 
 
+def test_hooks_are_read_off_the_classes(monkeypatch) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    def forward(self, input_ids): ...
+    def forward_of_0_18(self, input_ids, output_processor=None): ...
+
+    for method, there in (forward, False), (forward_of_0_18, True):
+        monkeypatch.setattr(GPTModel, "forward", method)
+        assert ("output_processor" in doctor._megatron_hooks()["GPTModel"]) == there
+
+
+@pytest.mark.night
 def test_hooks_of_the_newest_megatron() -> None:
     """Found by looking at the classes, so the same code sees what 0.19 has and 0.16 has not."""
     unpacked = os.environ.get("MCORE_LOGPROBS_MEGATRON_019")
     assert unpacked, "MCORE_LOGPROBS_MEGATRON_019 is not set: run tests/run.sh"
-    script = "import json; from mcore_logprobs import doctor; print(json.dumps(doctor.report()))"
+    script = """
+import json
+from mcore_logprobs.debug import doctor
+version = doctor._package("megatron-core", "megatron.core")["version"]
+print(json.dumps([version, doctor._megatron_hooks()]))
+"""
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([unpacked, str(ROOT)])},
@@ -133,11 +148,11 @@ def test_hooks_of_the_newest_megatron() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["packages"]["megatron-core"]["version"] == "0.19.2"
-    assert "output_processor" in found["megatron"]["GPTModel"]
-    assert "compute_language_model_loss" in found["megatron"]["HybridModel"]
-    assert "output_processor" not in found["megatron"]["HybridModel"]
+    version, hooks = json.loads(done.stdout.splitlines()[-1])
+    assert version == "0.19.2"
+    assert "output_processor" in hooks["GPTModel"]
+    assert "compute_language_model_loss" in hooks["HybridModel"]
+    assert "output_processor" not in hooks["HybridModel"]
 
 
 def groups_seen_by_a_rank() -> dict[str, object]:

@@ -27,10 +27,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -227,15 +229,12 @@ class RankPool:
         return "(no stack)"
 
 
+@dataclass
 class _Answer:
-    def __init__(
-        self,
-        value: Any = None,
-        error: BaseException | None = None,
-        text: str = "",
-        hung: bool = False,
-    ) -> None:
-        self.value, self.error, self.text, self.hung = value, error, text, hung
+    value: Any = None
+    error: BaseException | None = None
+    text: str = ""
+    hung: bool = False
 
 
 def _describe(answers: list[_Answer]) -> str:
@@ -267,6 +266,7 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What this process has imported anyway the ranks are going to need: import it once for all.
     heavy = ("torch", "torch.distributed", "numpy", "pytest", "megatron.core")
+    heavy += ("transformers.models.llama.modeling_llama", "transformers.generation.utils")
     context.set_forkserver_preload([*(name for name in heavy if name in sys.modules), *preloaded])
     return context
 
@@ -277,16 +277,8 @@ def _worker_environment() -> Any:
     changed = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if sys.platform == "linux":
         changed["GLOO_SOCKET_IFNAME"] = "lo"
-    saved = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
+    with mock.patch.dict(os.environ, changed):
         yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @atexit.register

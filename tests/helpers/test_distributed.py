@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.distributed import RankError, RankTimeout, get_pool, grid_groups
-
-REPO = Path(__file__).resolve().parents[2]
+from tests.helpers.documents import ROOT
 
 
 def _sum_of_ranks(x: torch.Tensor, *, scale: int = 1) -> dict:
@@ -48,11 +47,6 @@ def _case(case: str) -> tuple[str, int]:
 def _sleep_forever() -> None:
     if dist.get_rank() == 1:
         time.sleep(1000)
-
-
-def _die() -> None:
-    if dist.get_rank() == 1:
-        os._exit(3)
 
 
 class Unpicklable(Exception):
@@ -124,12 +118,12 @@ def test_an_exception_that_does_not_pickle_still_says_what_it_was(ranks):
 
 def test_a_hang_is_killed_and_says_where_it_was(ranks):
     with pytest.raises(RankTimeout, match="_sleep_forever"):
-        ranks(2).run(_sleep_forever, timeout=2)
+        ranks(2).run(_sleep_forever, timeout=1)
     assert ranks(2).run(_fail_on, ()) == [0, 1]
 
 
 def test_a_rank_left_waiting_by_another_s_error_is_a_failure(ranks, monkeypatch):
-    monkeypatch.setattr("tests.helpers.distributed._GRACE", 1.0)
+    monkeypatch.setattr("tests.helpers.distributed._GRACE", 0.5)
     with pytest.raises(RankTimeout, match="_one_raises_others_wait"):
         ranks(2).run_expecting_errors(_one_raises_others_wait)
     with pytest.raises(RankError, match="alone"):
@@ -138,7 +132,7 @@ def test_a_rank_left_waiting_by_another_s_error_is_a_failure(ranks, monkeypatch)
 
 
 def test_many_cases_in_one_dispatch_each_with_its_answer(ranks, monkeypatch):
-    monkeypatch.setattr("tests.helpers.distributed._GRACE", 1.0)
+    monkeypatch.setattr("tests.helpers.distributed._GRACE", 0.5)
     names = ["a", "alike", "b", "one", "c"]
     found = ranks(2).run_many(_case, names)
     for name, answer in zip(names, found, strict=True):
@@ -148,12 +142,6 @@ def test_many_cases_in_one_dispatch_each_with_its_answer(ranks, monkeypatch):
         else:
             assert answer == [(name, 2)] * 2
     assert ranks(2).run_many(_case, []) == []
-
-
-def test_a_rank_that_dies_is_reported(ranks):
-    with pytest.raises(RankError, match="the process died"):
-        ranks(2).run(_die)
-    assert ranks(2).run(_fail_on, ()) == [0, 1]
 
 
 def test_a_local_function_is_refused(ranks):
@@ -203,7 +191,7 @@ if __name__ == "__main__":
 def test_ranks_die_with_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env
     )

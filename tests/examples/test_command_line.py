@@ -1,17 +1,22 @@
-"""The example's configuration: the files in configs/ hold, and mistakes are told."""
+"""The example's configurations hold; a mistake is told once, before any process starts."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import rl_step
 from rl.config import RunConfig, SetupError, from_dict, load_config, override, validate
 
 from mcore_logprobs import LogprobConfig, add_logprob_args
+from tests.helpers.documents import ROOT
 
-ROOT = Path(__file__).parents[2]
 RANKS = {"smollm2-cpu": 3, "tiny-cpu": 4, "llama3-8b-gpu": 8}
 
 
@@ -110,3 +115,96 @@ def test_command_line_wins() -> None:
     assert (changed.parallel.tp, changed.parallel.cp, changed.parallel.pp) == (1, 2, 2)
     assert (changed.steps, changed.seed) == (7, 0)
     assert changed.parallel.sequence_parallel == config.parallel.sequence_parallel
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def test_help_needs_no_environment() -> None:
+    done = subprocess.run(
+        ["bash", "examples/run_rl_step.sh", "--help"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHON": "/none"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    flags = set(re.findall(r"--[a-z][a-z-]+", done.stdout.replace("--cp N --pp N", "--cp --pp")))
+    parser = (ROOT / "examples/rl/config.py").read_text()
+    assert flags == set(re.findall(r'add\("(--[a-z-]+)"', parser))
+    for config in ROOT.glob("configs/*.yaml"):
+        assert re.search(rf"configs/{config.name}: \S+", done.stdout)
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, arguments: list[str], **environment: str) -> int:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["rl_step.py", *arguments])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return rl_step.main()
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "message"),
+    [
+        ("smollm2-cpu.yaml --steps 0 --print-processes", {}, "steps: expected >= 1, got 0"),
+        (
+            "smollm2-cpu.yaml --print-processes",
+            {"NPROC": "4"},
+            "needs a multiple of 3 processes, got 4",
+        ),
+        ("missing.yaml --print-processes", {}, "config file configs/missing.yaml does not exist"),
+        ("tiny-cpu.yaml --tp 3 --print-processes", {}, "attention heads (4) do not divide by TP 3"),
+        (
+            "tiny-cpu.yaml --tp 3",
+            {"WORLD_SIZE": "4"},
+            "TP 3 x CP 2 x PP 1 needs a multiple of 6 processes, got 4",
+        ),
+    ],
+)
+def test_mistakes_are_told_once_before_any_process_starts(
+    given: str, environment: dict, message: str, monkeypatch, capsys
+) -> None:
+    assert _main(monkeypatch, f"--config configs/{given}".split(), **environment) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("error: ") == printed.err.count(message) == 1
+    assert len(printed.err.splitlines()) < 4
+
+
+def test_print_processes(monkeypatch, capsys) -> None:
+    """What run_rl_step.sh reads before it starts torchrun."""
+    with pytest.raises(SystemExit) as stopped:
+        _main(monkeypatch, ["--config", "configs/tiny-cpu.yaml", "--print-processes"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == "4 auto\n"
+
+
+STARTED = ["--config", "configs/tiny-cpu.yaml", "--steps", "0"]
+
+
+def test_one_rank_tells_a_mistake(monkeypatch, capsys) -> None:
+    """The ranks of torchrun find it alike; all but the first wait for torchrun to end them."""
+    waited: list[float] = []
+    monkeypatch.setattr(rl_step, "time", SimpleNamespace(sleep=waited.append))
+    for rank, expected in ("0", "error: steps: expected >= 1, got 0\n"), ("1", ""):
+        assert _main(monkeypatch, STARTED, WORLD_SIZE="4", RANK=rank) == 2
+        assert capsys.readouterr().err == expected
+    assert waited == [30]
+
+
+@pytest.mark.night
+def test_one_rank_tells_a_mistake_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "examples/rl_step.py", *STARTED]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("error: steps: expected >= 1, got 0") == 1
