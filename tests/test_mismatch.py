@@ -225,16 +225,19 @@ def test_rounding_in_the_layers_is_split_by_side(data: dict[str, Tensor], name: 
     assert any("rollout_hidden" in note for note in found.notes)
 
 
-def _pairs() -> list[tuple[str, str]]:
-    """One pair of causes for each two settings, every cause among them."""
+def _pairs() -> list[Any]:
+    """Causes of two settings each; by day one pair for each two settings, every cause among them."""
     by_setting: dict[str, list[str]] = {}
     for name, sides in CAUSES.items():
         (setting,) = {**sides[0], **sides[1]}
         by_setting.setdefault(setting, []).append(name)
-    return [
-        (ours[number % len(ours)], theirs[number % len(theirs)])
-        for number, (ours, theirs) in enumerate(itertools.combinations(by_setting.values(), 2))
-    ]
+    found = []
+    for number, (ours, theirs) in enumerate(itertools.combinations(by_setting.values(), 2)):
+        for i, j in itertools.product(range(len(ours)), range(len(theirs))):
+            by_day = (i, j) == (number % len(ours), number % len(theirs))
+            marks = () if by_day else pytest.mark.night
+            found.append(pytest.param(ours[i], theirs[j], marks=marks))
+    return found
 
 
 @pytest.mark.parametrize(("first", "second"), _pairs())
