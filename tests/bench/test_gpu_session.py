@@ -108,10 +108,10 @@ def good(run):
     run.time("call", lambda: None)
 
 now = time.monotonic()
-session = Session(out, now, now + 9.0, True, False)
+session = Session(out, now, now + 12.0, True, False)
 run_groups(
     [
-        Group("hangs", hangs, 1.0, least=1.0),
+        Group("hangs", hangs, 1.0, least=1.5),
         Group("crashes", crashes, 3.0, least=1.0),
         Group("raises", raises, 3.0, {"HERE": "yes"}, least=1.0),
         Group("late", late, 0.1, least=1.5),
@@ -128,7 +128,7 @@ run_groups([Group("after", good, 1.0)], session)
 def test_a_group_that_hangs_or_crashes_takes_no_other_with_it(tmp_path: Path) -> None:
     done, _ = _python(["-c", _SCRIPT, str(tmp_path)], 60)
     assert done.returncode == 0, done.stderr
-    assert 8.9 < float(done.stdout.splitlines()[-1]) < 11.0  # the deadline is kept
+    assert 11.9 < float(done.stdout.splitlines()[-1]) < 14.0  # the deadline is kept
     records = gpu_summary.read(tmp_path / "results.jsonl")
     found = {(r["group"], r["case"]): r for r in records}
     ends = {name: r["status"] for (name, case), r in found.items() if case == "group"}

@@ -65,15 +65,15 @@ def lay_out(logits: Tensor, layout: str) -> Tensor:
         home = torch.full((2 * rows, width), torch.nan, dtype=logits.dtype, device=DEVICE)
         view = home[::2]
     else:
-        assert layout == "far"  # the second row starts past 2^31 elements
+        assert layout == "far"  # the third row starts past 2^31 elements
         view = far_rows(rows, width, logits.dtype)
     view.copy_(logits)
     return view
 
 
 def far_rows(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """`[rows, width]`, its row stride over 2^31 elements; memory that is not touched is free."""
-    stride = (1 << 31) + 64
+    """`[rows, width]`, the third past 2^31 elements; memory that is not touched is free."""
+    stride = (1 << 30) + 64  # in 32 bits, as a row's number is: their product is not
     elements = (rows - 1) * stride + width
     if DEVICE == "cuda":
         home = torch.empty(elements, dtype=dtype, device=DEVICE)
@@ -95,8 +95,11 @@ def make_threshold(chunk: Chunk, target: Tensor) -> Tensor:
     column = target.clamp(min=0).unsqueeze(-1)
     if chunk.bias is None:
         return chunk.logits.float().gather(-1, column).squeeze(-1)
-    # No column but the target's own may be within an ulp of it, for z is rounded in several ways.
-    return chunk.processed().gather(-1, column).squeeze(-1) + torch.where(target < 0, 1e-3, 0.0)
+    # No other column may be within an ulp of it, for z is rounded in several ways; the target's own
+    # value is above it and does not count.
+    value = chunk.processed().gather(-1, column).squeeze(-1)
+    below = torch.nextafter(value, torch.full_like(value, -torch.inf))
+    return torch.where(target < 0, value + 1e-3, below)
 
 
 def make_chunk(
