@@ -72,6 +72,7 @@ def make_terms(chunk: Chunk, spec: StatsSpec, entries: int | None = None) -> Gra
     upstream = torch.randn(column.shape, device=DEVICE)
     coef = torch.randn(len(spec.coefficients), rows, device=DEVICE)
     coef[:, 2::5] = upstream[2::5] = 0.0
+    column, upstream = (x.t().contiguous().t() for x in (column, upstream))  # strided
     z = doubled(chunk).processed()
     shift = z.amax(-1) if rows else torch.zeros(0, device=DEVICE)
     shift = torch.where(shift.isneginf(), 0.0, shift).float()
