@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import cases as authors
+from benchmarks.launches import one_of_ranks
 from mcore_logprobs.bench import machine, main
 from mcore_logprobs.bench.cases import CASES, Shape, linear_case, logits_case, rows_case
 from mcore_logprobs.bench.cli import SIZES
@@ -150,23 +151,7 @@ def test_our_own_failure_ends_the_run_and_a_peers_is_noted() -> None:
         measure(Workload("t", {}, [Contender("ours", fail, [x])]), rounds=1, warmup=1)
 
 
-def _counted(rows: int, vocab: int, hidden: int) -> dict[str, tuple[int, int]]:
-    group = torch.distributed.group.WORLD
-    shape = Shape(rows, vocab, hidden, torch.float32, torch.device("cpu"), group)
-    found = {}
-    for case, names in (
-        (logits_case, ("logprobs", "+ entropy", "+ entropy + rank")),
-        (linear_case, ("fused", "fused + entropy")),
-    ):
-        load = case(shape)
-        load.contenders = [c for c in load.contenders if c.name in names]
-        for result in measure(load, rounds=1, warmup=1):
-            found[result.name] = (len(result.collectives), result.sent)
-    stop_megatron()
-    return found
-
-
-def test_what_is_sent_follows_the_formulas(ranks) -> None:
+def test_what_is_sent_follows_the_formulas() -> None:
     rows, vocab, hidden = 6, 64, 8
     # Collectives, and bytes that a rank puts in: k float32 statistics a row, and dHidden.
     expected = {
@@ -176,5 +161,13 @@ def test_what_is_sent_follows_the_formulas(ranks) -> None:
         "fused": (2, 4 * 3 * rows + 4 * rows * hidden),
         "fused + entropy": (2, 4 * 4 * rows + 4 * rows * hidden),
     }
-    for found in ranks(2).run(_counted, rows, vocab, hidden):
-        assert found == expected
+    found = {}
+    with one_of_ranks(2) as group:
+        shape = Shape(rows, vocab, hidden, torch.float32, torch.device("cpu"), group)
+        for case in (logits_case, linear_case):
+            load = case(shape)
+            load.contenders = [c for c in load.contenders if c.name in expected]
+            for result in measure(load, rounds=1, warmup=0):
+                found[result.name] = (len(result.collectives), result.sent)
+        stop_megatron()
+    assert found == expected

@@ -23,28 +23,35 @@ EVERYTHING = StatsSpec(entropy=True, rank=True, smoothing=True, sum_pi_squared=T
 # What `make_chunk` takes.
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "temperature": {"temperature": 0.7},
-    "scale": {"logit_scale": 0.25},
-    "softcap": {"softcap": 3.0},
-    "bias": {"bias": True},
-    "bias, hot": {"bias": True, "temperature": 1.7, "logit_scale": 0.5},
+    "scale": {"logit_scale": 0.25, "temperature": 0.7},
+    "softcap": {"softcap": 3.0, "temperature": 0.7},
+    "bias": {"bias": True, "temperature": 1.7, "logit_scale": 0.5},
     "all": {"bias": True, "temperature": 1.7, "logit_scale": 0.5, "softcap": 3.0},
+    "rows": {"rows": True, "logit_scale": 0.5},
+    "softcap, rows": {"rows": True, "softcap": 3.0},
+    "bias, rows": {"rows": True, "bias": True},
+    "all, rows": {"rows": True, "bias": True, "logit_scale": 0.5, "softcap": 3.0},
 }
+
+
+def setting_id(setting: dict[str, Any]) -> str:
+    """What pytest calls a setting of `covering`."""
+    return "; ".join(f"{name} {value}" for name, value in sorted(setting.items()))
 
 
 def make_logits(rows: int, width: int, dtype: torch.dtype, kind: str = "normal") -> Tensor:
     """`[rows, width]` on the device under test.
 
     Kinds: "low" and "high" lie within a few units of -120 and +80; "holes" has -inf in every third
-    column, in the whole first row, and everywhere but in one column of the last.
+    column, in the whole first row, and everywhere but in one late column of the last.
     """
     y = torch.randn(rows, width)
     y = {"normal": 3.0 * y, "low": y - 120.0, "high": y + 80.0, "holes": 3.0 * y}[kind]
     if kind == "holes" and rows:
         y[:, ::3] = -torch.inf
         y[0] = -torch.inf
-        y[-1, : width - 1] = -torch.inf
-        y[-1, width - 1] = 1.0
+        y[-1] = -torch.inf
+        y[-1, max(0, width - 9)] = 1.0
     return y.to(DEVICE, dtype)
 
 
@@ -58,15 +65,15 @@ def lay_out(logits: Tensor, layout: str) -> Tensor:
         home = torch.full((2 * rows, width), torch.nan, dtype=logits.dtype, device=DEVICE)
         view = home[::2]
     else:
-        assert layout == "far"  # the second row starts past 2^31 elements
+        assert layout == "far"  # the third row starts past 2^31 elements
         view = far_rows(rows, width, logits.dtype)
     view.copy_(logits)
     return view
 
 
 def far_rows(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """`[rows, width]`, its row stride over 2^31 elements; memory that is not touched is free."""
-    stride = (1 << 31) + 64
+    """`[rows, width]`, the third past 2^31 elements; memory that is not touched is free."""
+    stride = (1 << 30) + 64  # in 32 bits, as a row's number is: their product is not
     elements = (rows - 1) * stride + width
     if DEVICE == "cuda":
         home = torch.empty(elements, dtype=dtype, device=DEVICE)
@@ -84,9 +91,15 @@ def make_target(rows: int, valid: int, logits: Tensor) -> Tensor:
 
 
 def make_threshold(chunk: Chunk, target: Tensor) -> Tensor:
-    """What `higher` counts against: the target's value, any of the row's where there is none."""
-    values = chunk.logits.float() if chunk.bias is None else chunk.processed()
-    return values.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    """What `higher` counts against: the target's value, any near the row's where there is none."""
+    column = target.clamp(min=0).unsqueeze(-1)
+    if chunk.bias is None:
+        return chunk.logits.float().gather(-1, column).squeeze(-1)
+    # No other column may be within an ulp of it, for z is rounded in several ways; the target's own
+    # value is above it and does not count.
+    value = chunk.processed().gather(-1, column).squeeze(-1)
+    below = torch.nextafter(value, torch.full_like(value, -torch.inf))
+    return torch.where(target < 0, value + 1e-3, below)
 
 
 def make_chunk(

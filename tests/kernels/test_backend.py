@@ -65,11 +65,21 @@ def test_a_choice_is_logged_once(caplog, monkeypatch):
     ]
 
 
-IMPORT = """
+FRESH = """
+import logging
+import os
 import sys
 import torch
 import mcore_logprobs
 from mcore_logprobs.kernels import backend as backends
+
+def refusal(select):
+    try:
+        select()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it was taken")
+
 backends.select("auto", torch.zeros(2, 3))
 backends.explain("cpu")
 mcore_logprobs.vocab_parallel_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]))
@@ -78,57 +88,41 @@ assert "triton" not in sys.modules, "triton was imported"
 sys.modules["triton"] = None  # importing it now raises ImportError
 (triton, *_) = backends.explain("cuda")
 assert not triton.available and "does not import: ModuleNotFoundError" in triton.reason, triton
-"""
+del sys.modules["triton"]
+backends._triton_failure.clear()
 
-LATE = """
-import os
-import torch
-import triton
-os.environ["TRITON_INTERPRET"] = "1"
-from mcore_logprobs.kernels import backend as backends
-try:
-    backends.select("triton", torch.zeros(2, 3))
-except ValueError as error:
-    assert "before triton is first imported" in str(error), error
-else:
-    raise AssertionError("compiled kernels were taken for a CPU")
-"""
-
-# Before 3.3 Triton's language has no tuples.
-OLD = """
-import logging
-import os
-import torch
 import triton.language
 from torch._subclasses import FakeTensorMode
-from mcore_logprobs.kernels import backend as backends
 
-del triton.language.tuple
+tuples = triton.language.tuple
+del triton.language.tuple  # as before Triton 3.3
 records = []
 backends.logger.addHandler(logging.Handler())
 backends.logger.setLevel(logging.INFO)
 backends.logger.handlers[-1].emit = lambda record: records.append(record.getMessage())
 with FakeTensorMode():
     logits = torch.empty(2, 3, device="cuda")
+backends._logged.clear()
 for _ in range(2):
     assert backends.select("auto", logits) is backends.reference
     assert backends.select("auto", logits, logits) is backends.reference
 reason = f"Triton {triton.__version__} has no tuples in kernels: 3.3 or later is needed"
 assert records[0] == f"backend for cuda tensors: not triton ({reason})", records
 assert len(records) == 2, records
-for select in (backends.select, lambda name, x: backends.select(name, x, x)):
-    try:
-        select("triton", logits)
-    except ValueError as error:
-        assert str(error) == f"backend='triton' is unavailable: {reason}", error
-    else:
-        raise AssertionError("kernels were taken that do not compile")
+for sides in ((logits,), (logits, logits)):
+    message = refusal(lambda: backends.select("triton", *sides))
+    assert message == f"backend='triton' is unavailable: {reason}", message
+triton.language.tuple = tuples
+backends._triton_failure.clear()
+
+os.environ["TRITON_INTERPRET"] = "1"
+message = refusal(lambda: backends.select("triton", torch.zeros(2, 3)))
+assert "before triton is first imported" in message, message
 """
 
 
-@pytest.mark.parametrize("script", [IMPORT, LATE, OLD], ids=["import", "late", "old"])
-def test_in_a_fresh_process(script):
+def test_a_fresh_process_imports_triton_late_and_says_why_it_does_not_serve():
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def make_rows(dtype: torch.dtype, *, strided: bool) -> tuple[Tensor, Tensor]:
     y[3] = torch.nan
     target = torch.randint(0, VALID, (ROWS,))
     target[2], target[5] = 9, VALID - 1
-    target[3] = target[4] = -1
+    target[4] = target[7] = -1
     return y.to(dtype)[:, :WIDTH], target
 
 
@@ -62,7 +63,15 @@ def chunk_of(logits: Tensor, spec: StatsSpec = FULL) -> Chunk:
     return Chunk(logits, VALID, temperature=0.7 if spec == PLAIN else 1.0)
 
 
-CASES = pytest.mark.parametrize(
+def make_terms(logits: Tensor, target: Tensor, spec: StatsSpec) -> GradientTerms:
+    """Of one entry a row; nothing is asked of the NaN row and one more."""
+    shift = logits.float().nan_to_num(neginf=-1e4).amax(-1) * chunk_of(logits, spec).multiplier
+    coef, upstream = torch.randn(len(spec.coefficients), ROWS), torch.randn(ROWS, 1)
+    coef[:, [3, 6]] = upstream[[3, 6]] = 0.0
+    return GradientTerms(target.unsqueeze(1), upstream, shift, coef, spec)
+
+
+@pytest.mark.parametrize(
     ("dtype", "strided", "spec"),
     [
         (torch.bfloat16, True, FULL),
@@ -72,18 +81,26 @@ CASES = pytest.mark.parametrize(
     ],
     ids=["bf16 strided", "fp32", "fp32 strided", "fp16"],
 )
-
-
-@CASES
-def test_statistics_are_the_references(dtype, strided, spec):
+def test_statistics_and_gradients_are_the_references(dtype, strided, spec):
     logits, target = make_rows(dtype, strided=strided)
-    given = (chunk_of(logits, spec), target, spec, thresholds(logits, target, spec))
+    chunk = chunk_of(logits, spec)
+    given = (chunk, target, spec, thresholds(logits, target, spec))
     want, got = (row_stats(module, *given) for module in (reference, inductor))
     assert got.dtype == torch.float32
     for name, expected, actual in zip(spec.fields, want, got, strict=True):
         exact = name in ("max", "target", "higher")
         rtol = 0.0 if exact else 2e-6
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=0.0, equal_nan=True)
+
+    terms, want = make_terms(logits, target, spec), torch.empty_like(logits)
+    reference.grad(chunk, terms, out=want, chunk_size=4)
+    # A gradient in place is given as another view of the same memory, as operations do.
+    for out in (torch.empty_like(logits), logits[:]):
+        inductor.grad(chunk, terms, out=out, chunk_size=4)
+        rtol = 4.0 * torch.finfo(dtype).eps
+        torch.testing.assert_close(out, want, rtol=rtol, atol=1e-7)
+        for zero in (out[3], out[6], out[:, VALID:]):
+            assert torch.equal(zero, torch.zeros_like(zero))
 
 
 def test_rounding_is_below_the_references():
@@ -105,27 +122,6 @@ def test_rounding_is_below_the_references():
     assert logprobs <= 2e-6  # an ulp or two of a log-probability near 15
     assert entropy <= 4e-6
     assert logprobs <= error(reference)[0] + 1e-6
-
-
-@pytest.mark.parametrize("inplace", [False, True], ids=["apart", "in place"])
-@CASES
-def test_gradients_are_the_references(dtype, strided, spec, inplace):
-    logits, target = make_rows(dtype, strided=strided)
-    chunk = chunk_of(logits, spec)
-    shift = logits.float().nan_to_num(neginf=-1e4).amax(-1) * chunk.multiplier
-    coef, upstream = torch.randn(len(spec.coefficients), ROWS), torch.randn(ROWS, 1)
-    for dead in (3, 6):  # the NaN row and one more
-        coef[:, dead] = upstream[dead] = 0.0
-    given = (target.unsqueeze(1), upstream, shift, coef, spec)
-    want = torch.empty_like(logits)
-    reference.grad(chunk, GradientTerms(*given), out=want, chunk_size=4)
-    # A gradient in place is given as another view of the same memory, as operations do.
-    out = logits[:] if inplace else torch.empty_like(logits)
-    inductor.grad(chunk, GradientTerms(*given), out=out, chunk_size=4)
-    rtol = 4.0 * torch.finfo(dtype).eps
-    torch.testing.assert_close(out, want, rtol=rtol, atol=1e-7)
-    for zero in (out[3], out[6], out[:, VALID:]):
-        assert torch.equal(zero, torch.zeros_like(zero))
 
 
 def test_one_compilation_serves_every_size():
@@ -256,17 +252,24 @@ def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
         backends.select("inductor", large)
 
 
-@pytest.mark.parametrize("how", ["set_default_device", "with torch.device", "set_default_dtype"])
-def test_defaults_for_new_tensors_change_nothing(how, monkeypatch):
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_defaults_for_new_tensors_change_nothing(monkeypatch):
     logits, target = make_rows(torch.float32, strided=False)
     logits = logits.nan_to_num(nan=0.5)
     threshold, chunk = thresholds(logits, target), chunk_of(logits)
-    shift, coef = logits.nan_to_num(neginf=-1e4).amax(-1), torch.randn(2, ROWS)
-    given = (target.unsqueeze(1), torch.randn(ROWS, 1), shift, coef, FULL)
+    terms = make_terms(logits, target, FULL)
 
     def passes() -> list[Tensor]:
         out = torch.empty_like(logits)
-        inductor.grad(chunk, GradientTerms(*given), out=out, chunk_size=4)
+        inductor.grad(chunk, terms, out=out, chunk_size=4)
         return [out, inductor.stats(chunk, target, FULL, threshold=threshold, chunk_size=4)]
 
     compiled = []
@@ -280,22 +283,18 @@ def test_defaults_for_new_tensors_change_nothing(how, monkeypatch):
     monkeypatch.setattr(inductor, "call_compiled", spy)
     want = passes()
     try:
-        if how == "set_default_device":
-            torch.set_default_device("meta")
-            got = passes()
-        elif how == "set_default_dtype":
-            torch.set_default_dtype(torch.float64)
-            got = passes()
-        else:
-            with torch.device("meta"):
-                got = passes()
+        torch.set_default_device("meta")
+        found = [passes()]
     finally:
         torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-    assert len(compiled) == 2 * 3  # none went to the reference
-    for one, other in zip(got, want, strict=True):
-        assert one.device.type == "cpu"
-        assert torch.equal(one, other)
+    for default in (torch.device("meta"), default_dtype(torch.float64)):
+        with default:
+            found.append(passes())
+    assert len(compiled) == 4 * 3  # none went to the reference
+    for got in found:
+        for one, other in zip(got, want, strict=True):
+            assert one.device.type == "cpu"
+            assert torch.equal(one, other)
 
 
 def test_where_torch_compiles_nothing_the_reference_takes_over():

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for a Hopper GPU, read from the launches; needs no GPU.
+"""What calls launch on a Hopper GPU, and what the compiler makes of it; needs no GPU.
 
 A kernel that reads two bytes a thread, or that spills registers to memory, is right and slow: no
 other test would notice.
@@ -18,8 +18,9 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks import ahead, launches
 from benchmarks.ahead import Built, Case, cases, launched_code
-from benchmarks.launches import dry_launches
+from benchmarks.launches import CALLS, count, dry_launches, one_of_ranks
 from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_token_stats
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.pairs import PairSpec
@@ -34,10 +35,23 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
 )
 
-CASES = {f"{case.name}, {case.what}, {case.dtypes}": case for case in cases(1 << 14)}
+
+def _built_by_day(case: Case) -> bool:
+    """Of two sides what takes most registers, under a softcap, and one kind without it."""
+    return case.sides == 1 or case.what == "softcap" or case.name.endswith(" jsd")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.name}, {case.what}, {case.dtypes}",
+            marks=() if _built_by_day(case) else pytest.mark.night,
+        )
+        for case in cases(1 << 14)
+    ],
+)
 def test_whole_tiles_are_read_and_written_sixteen_bytes_at_a_time(case: Case) -> None:
     built = case.built
     assert_fit(built)
@@ -47,6 +61,7 @@ def test_whole_tiles_are_read_and_written_sixteen_bytes_at_a_time(case: Case) ->
     assert not built.narrow("ST")
     if "gradient" in case.name:
         assert built.wide("ST") >= 1
+        assert built.loads_in_flight >= 2
     elif case.sides == 1:
         assert built.covered == 1.0
         # Below what a read of two bytes an element leaves time for, but for a tanh.
@@ -62,6 +77,8 @@ def assert_fit(built: Built) -> None:
     assert loads <= 18
     assert stores <= 8
 
+
+# ---- public operations ----
 
 WIDTHS = {16032: 16032, 16160: 16160, 19008: 18950, 37984: 37984}  # V/TP, true vocabulary
 
@@ -124,14 +141,8 @@ def test_no_call_of_a_run_compiles_a_variant() -> None:
         some = logits[:rows, cut].detach().requires_grad_()
         softcap = 20.0 + number
         for temperature in (1.0 + number / 5, warm[:rows, cut]):
-            stats = vocab_parallel_token_stats(
-                some,
-                target[:rows, cut],
-                entropy=True,
-                temperature=temperature,
-                softcap=softcap,
-                **shared,
-            )
+            how: Any = shared | {"temperature": temperature, "softcap": softcap}
+            stats = vocab_parallel_token_stats(some, target[:rows, cut], entropy=True, **how)
             stats.logprobs.sum().backward()
         value = vocab_parallel_kl_div(
             some, logits[:rows, cut], kind="jsd", beta=0.1 + number / 40, **shared
@@ -184,13 +195,70 @@ def test_what_is_rare_is_built_without_spills() -> None:
 
 
 def test_every_launch_asks_for_fused_multiply_adds() -> None:
-    launches = [
+    found = [
         (file.name, [keyword.arg for keyword in call.keywords])
         for file in Path(triton_backend.__file__).parent.glob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
         if ast.unparse(call.func.value) == "kernel"
     ]
-    ((name, keywords),) = launches  # the one that all others go through
+    ((name, keywords),) = found  # the one that all others go through
     assert name == "common.py"
     assert "enable_fp_fusion" in keywords
+
+
+# ---- counts, and the commands that print them ----
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_logits_are_read_once_each_way(name: str, tp: int) -> None:
+    with one_of_ranks(tp) as group:
+        forward, backward = count(CALLS[name], rows=4, width=4 * 4096, group=group)
+    pair = "pair_" if "kl_div" in name else ""
+    jsd, ranked = "jsd" in name, "rank" in name or "everything" in name
+    expected = {f"{pair}stats_kernel": 1}
+    assert dict(forward.triton) == expected | ({"pair_sums_kernel": 1} if jsd else {})
+    assert forward.collectives.total() == (tp > 1) * (1 + ranked + jsd)
+    if name == "target_rank":
+        assert backward is None
+        return
+    assert backward is not None
+    assert dict(backward.triton) == {f"{pair}grad_kernel": 1}
+    assert not backward.collectives
+
+
+def test_the_command_prints_counts_and_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launches.main(["--rows", "4", "--width", "4096", "--tp", "1", "--calls", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in CALLS:
+        assert sum(line.startswith(name + " ") for line in lines) == 1, name
+
+
+def test_the_command_prints_what_the_compiler_made(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ahead.main(["--kernel", "gradient jsd", "--width", "8192"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()[1:]
+    assert "instr/elem" in head
+    assert len(lines) == 2
+    for line in lines:
+        *_, instructions, registers, blocks, spills, _, _, in_flight, _, ld, st = line.split()
+        assert 5.0 < float(instructions) < 128  # both sides, a mixture and a tanh
+        assert 16 <= int(registers) <= 128
+        assert (int(blocks) >= 4, int(spills), int(in_flight) >= 2) == (True, 0, True)
+        assert int(ld) + int(st) <= 20  # narrow ones
+
+
+def test_the_measure_of_loads_in_flight() -> None:
+    loop = (
+        "LDG.E.128 R4, desc[UR4][R2.64]",
+        "LDG.E.128 R8, desc[UR4][R2.64+0x800]",
+        "FADD R12, R4, R13",
+        "FADD R12, R11, R12",
+        "@P0 BRA 0x100",
+    )
+    built = Built(loop, loop, 16)
+    assert (built.loads_in_flight, built.covered) == (2, 3 / 5)
+    assert (built.wide("LD"), built.narrow("LD"), built.wide("ST"), built.spills) == (2, 0, 0, 0)
+    code = ("STL [R1], R2", "@!P1 LDL R2, [R1]", "LDG.E R3, [R2]")
+    assert Built(code, code, 16).spills == 2
+    assert Built(code, code, 16).narrow("LD") == 1

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_target_rank
+import mcore_logprobs as ml
 from mcore_logprobs import vocab_parallel_token_stats as token_stats
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.pairs import KINDS
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton import gradient, pair_gradient, pair_statistics, statistics
 from mcore_logprobs.kernels.triton.operators import arguments
 from mcore_logprobs.ops.source import given_logits
-from tests.kernels.common import DEVICE, make_logits
+from tests.engine import run
+from tests.engine.cases import Case, random_cases
+from tests.helpers.covering import covering
+from tests.helpers.distributed import get_pool
+from tests.helpers.invariance import FIELDS
+from tests.kernels.common import DEVICE, make_logits, setting_id
 from tests.kernels.interpreter import interpreted
+from tests.ops import OPERATIONS as TABLE
 
 SPEC = StatsSpec(entropy=True, smoothing=True)
 HOW = {"logit_scale": 0.5, "softcap": 4.0, "temperature": 0.8}
 
 
 def _inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
-    logits = make_logits(6, 200, dtype)
-    target = torch.tensor([0, 5, -1, 100, 189, 7], device=DEVICE)
-    return logits, target, torch.full((6,), 9.0, device=DEVICE), torch.randn(3, 6, device=DEVICE)
+    logits, target = make_logits(3, 40, dtype), torch.tensor([0, -1, 29], device=DEVICE)
+    return logits, target, torch.full((3,), 9.0, device=DEVICE), torch.randn(3, 3, device=DEVICE)
 
 
 @interpreted
@@ -49,67 +62,209 @@ def test_triton_is_had_by_name_and_serves_what_it_can():
         assert backends.select("auto", refused) is reference
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @interpreted
-def test_a_gradient_over_the_logits_is_seen_by_whoever_saved_them(backend):
+def test_a_gradient_over_the_logits_is_seen_by_whoever_saved_them():
     x = make_logits(3, 40, torch.float32).requires_grad_()
     logits = x * 1.0
     saved = logits.square().sum()
     target = torch.tensor([0, 5, 39], device=DEVICE)
-    stats = token_stats(logits, target, backend=backend, inplace_backward=True)
+    stats = token_stats(logits, target, backend="triton", inplace_backward=True)
     torch.autograd.grad(stats.logprobs.sum(), x, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(saved, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("blocks", [1, 3])
-@interpreted
-def test_operations_on_logits_agree_with_torch(dtype, inplace, blocks):
-    # [b, s, V] without its last position: of [s, b, V] that is one block, else one a sequence.
-    leaves = [make_logits(12, 300, dtype).view(4, 3, 300).requires_grad_() for _ in range(2)]
-    leaves[1].data.copy_(leaves[0].data)
-    target = torch.randint(280, (3, 3), device=DEVICE)
-    target[1, 1] = -100
-    upstream = torch.randn(3, 3, device=DEVICE)
-    results = []
-    for leaf, backend in zip(leaves, ("torch", "triton"), strict=True):
-        logits = leaf * 1.0
-        logits = (logits.transpose(0, 1) if blocks == 1 else logits.view(3, 4, 300))[:, :-1]
-        assert len(list(given_logits(logits).chunks())) == blocks
-        temperature = 0.9 if blocks == 1 else torch.linspace(0.5, 1.5, 9).view(3, 3).to(DEVICE)
-        options = {"temperature": temperature, "vocab_size": 280, "backend": backend}
-        rank = vocab_parallel_target_rank(logits, target, **options)
-        stats = token_stats(
-            logits, target, entropy=True, target_rank=True, label_smoothing=0.1,
-            sum_pi_squared=blocks > 1, inplace_backward=inplace, **options,
-        )  # fmt: skip
-        total = stats.logprobs - 0.5 * stats.entropy + 0.1 * stats.lse
-        (upstream * (total if blocks == 1 else total + stats.sum_pi_squared)).sum().backward()
-        assert torch.equal(stats.target_rank, rank)
-        results.append((stats.logprobs, stats.entropy, stats.lse, rank))
-    for name, torchs, tritons in zip(("logprobs", "entropy", "lse", "rank"), *results, strict=True):
-        torch.testing.assert_close(tritons, torchs, rtol=1e-6, atol=1e-5, msg=name)
-    tolerance = {"rtol": 2**-7, "atol": 1e-6} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(leaves[1].grad, leaves[0].grad, **tolerance)
+# ---- public operations agree with torch ---------------------------------------------------------
+
+LEAD, WIDTH, VALID = (2, 2), 300, 280
 
 
+class Call(NamedTuple):
+    """What an operation is given besides its logits."""
+
+    ids: Tensor  # [2, 2, 6], one of them twice; the first is the row's target
+    other: Tensor  # [2, 2, V], a teacher's logits
+    given: Tensor  # [2, 2, 6], a teacher's logits at ids
+    keep: Tensor  # [2, 2], whether the row counts
+    options: dict[str, Any]
+
+    @property
+    def target(self) -> Tensor:
+        return self.ids[..., 0].masked_fill(~self.keep, -100)
+
+
+def _distilled(z: Tensor, call: Call, normalize: Any) -> Sequence[Tensor]:
+    found = ml.vocab_parallel_topk_distill(
+        z, call.given, call.ids, normalize=normalize, entropy=True, **call.options
+    )
+    return found[0], found[2]
+
+
+def _statistics(z: Tensor, call: Call, **wanted: Any) -> Sequence[Tensor]:
+    ranks = ml.vocab_parallel_target_rank(z, call.target, **call.options)
+    found = token_stats(z, call.target, entropy=True, target_rank=True, **wanted, **call.options)
+    assert torch.equal(found.target_rank, ranks)
+    return [getattr(found, name) for name in FIELDS if getattr(found, name) is not None]
+
+
+def _divergence(z: Tensor, call: Call, kind: Any) -> Sequence[Tensor]:
+    options = call.options | {"teacher_temperature": 1.2, "mask": call.keep}
+    if kind == "cross_entropy":
+        return [ml.vocab_parallel_soft_cross_entropy(z, call.other, **options)]
+    return [ml.vocab_parallel_kl_div(z, call.other, kind=kind, beta=0.3, **options)]
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Call], Sequence[Tensor]]] = {
+    "statistics": _statistics,
+    "in place": partial(_statistics, label_smoothing=0.1, inplace_backward=True),
+    "squares": partial(_statistics, sum_pi_squared=True),
+    "gather": lambda z, call: [ml.vocab_parallel_gather(z, call.ids, **call.options)],
+    "log_softmax": lambda z, call: [
+        ml.vocab_parallel_gather(z, call.ids, log_softmax=True, **call.options)
+    ],
+    "largest": lambda z, call: ml.vocab_parallel_topk(z, 6, **call.options)[:1],
+    "distilled, vocab": partial(_distilled, normalize="vocab"),
+    "distilled, topk": partial(_distilled, normalize="topk"),
+    **{kind: partial(_divergence, kind=kind) for kind in KINDS},
+}
+# How `[2, 2, V]` rows lie, as a view of `[3, 2, V]`: one block with a transposed lead; one as it
+# is; or a block for each of the first dimension.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(0, 1)[:, :-1],
+    "one block": lambda x: x[1:],
+    "blocks": lambda x: x.view(2, 3, -1)[:, :-1],
+}
+CALLS: dict[str, tuple[str, ...]] = {
+    "operation": tuple(OPERATIONS),
+    "layout": tuple(LAYOUTS),
+    "dtype": ("bfloat16", "float32", "float16"),
+}
+
+
+@pytest.mark.parametrize("setting", covering(CALLS, lambda _: True), ids=setting_id)
 @interpreted
-def test_the_fused_path_agrees_with_torch():
-    hidden, weight = torch.randn(7, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
-    target = torch.randint(290, (7,), device=DEVICE)
-    results = []
+def test_operations_on_logits_agree_with_torch(setting):
+    dtype, seen = getattr(torch, setting["dtype"]), LAYOUTS[setting["layout"]]
+    raw, other = (make_logits(6, WIDTH, dtype).view(3, 2, WIDTH) for _ in range(2))
+    if setting["layout"] == "blocks":
+        assert len(list(given_logits(seen(raw)).chunks())) == 2
+    ids = torch.randint(VALID, (*LEAD, 6), device=DEVICE)
+    ids[..., 5] = ids[..., 0]
+    temperature = 0.9 if setting["layout"] == "one block" else torch.rand(2, 1, device=DEVICE) + 0.5
+    keep = torch.tensor([[True, True], [False, True]], device=DEVICE)
+    given = torch.randn(*LEAD, 6, device=DEVICE)
+    found = []
+    for backend in ("torch", "triton"):
+        options = {"temperature": temperature, "vocab_size": VALID, "backend": backend}
+        leaf = raw.clone().requires_grad_()
+        call = Call(ids, seen(other), given, keep, options)
+        values = OPERATIONS[setting["operation"]](seen(leaf * 1.0), call)
+        differentiated = [value for value in values if value.requires_grad]
+        upstream = [torch.linspace(-1, 1, v.numel()).view_as(v).to(v) for v in differentiated]
+        torch.autograd.backward(differentiated, upstream)
+        found.append((values, leaf.grad))
+    (torchs, torch_grad), (tritons, triton_grad) = found
+    for value, want in zip(tritons, torchs, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-5)
+    assert torch_grad.any()
+    # A difference of two roundings of the gradient's dtype.
+    step = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(triton_grad, torch_grad, rtol=step, atol=2e-6)
+
+
+HEADS: dict[str, Callable[..., Sequence[Tensor]]] = {
+    "statistics": lambda h, w, ids, x, bias, **how: [
+        getattr(ml.linear_token_stats(h, w, ids[:, 0], entropy=True, **how), name)
+        for name in ("logprobs", "entropy")
+    ],
+    "gather": lambda h, w, ids, x, bias, **how: [
+        ml.linear_gather(h, w, ids, log_softmax=True, bias=bias, **how)
+    ],
+    "kl, teacher's logits": lambda h, w, ids, x, bias, **how: [
+        ml.linear_kl_div(h, w, x.float() @ w.detach().flip(0).t(), kind="forward", **how)
+    ],
+    "kl, teacher's head": lambda h, w, ids, x, bias, **how: [
+        ml.linear_kl_div(
+            h, w, teacher_hidden=x, teacher_weight=w.detach().flip(0), teacher_bias=bias,
+            teacher_softcap=3.0, kind=kind, **how,
+        )
+        for kind in ("reverse", "jsd")
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", HEADS)
+@interpreted
+def test_the_fused_path_agrees_with_torch(operation):
+    hidden, weight = torch.randn(5, 8, device=DEVICE), torch.randn(WIDTH, 8, device=DEVICE)
+    ids, other = torch.randint(VALID, (5, 3), device=DEVICE), torch.randn(5, 8, device=DEVICE)
+    bias = torch.linspace(-1, 1, WIDTH, device=DEVICE)
+    found = []
     for backend in ("torch", "triton"):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        stats = linear_token_stats(
-            *leaves, target, entropy=True, softcap=5.0, temperature=0.7, vocab_size=290,
-            chunk_size=4, backend=backend,
+        values = HEADS[operation](
+            *leaves, ids, other, bias, softcap=5.0, temperature=0.7, vocab_size=VALID,
+            chunk_size=3, backend=backend,
         )  # fmt: skip
-        (stats.logprobs + stats.entropy).sum().backward()
-        results.append((stats.logprobs, stats.entropy, *(leaf.grad for leaf in leaves)))
-    for torchs, tritons in zip(*results, strict=True):
+        upstream = [torch.linspace(0.5, 2.0, v.numel()).view_as(v).to(v) for v in values]
+        torch.autograd.backward(values, upstream)
+        found.append((*values, *(leaf.grad for leaf in leaves)))
+    for torchs, tritons in zip(*found, strict=True):
         torch.testing.assert_close(tritons, torchs, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+def test_rows_of_nan_and_no_others():
+    logits = make_logits(4, 300, torch.float32)
+    logits[:3] = torch.nan
+    ids = torch.tensor([[3, 4]] * 4, device=DEVICE)
+    # Entries that cancel, so that no coefficient is left; one that does not; nothing at all.
+    upstream = torch.tensor([[1.0, -1.0], [1.0, 0.5], [0.0, 0.0], [1.0, 2.0]], device=DEVICE)
+    leaf = logits.requires_grad_()
+    values = ml.vocab_parallel_gather(leaf, ids, log_softmax=True, backend="triton")
+    values.backward(upstream)
+    assert values[:3].isnan().all()
+    assert leaf.grad[:2].isnan().all()
+    assert (leaf.grad[2] == 0).all()
+    assert leaf.grad[3].isfinite().all()
+
+
+@interpreted
+def test_a_nan_row_without_upstream_has_no_gradient_under_a_softcap():
+    hidden, weight = torch.randn(3, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
+    hidden[1] = torch.nan
+    hidden.requires_grad_()
+    ids = torch.randint(300, (3, 4), device=DEVICE)
+    upstream = torch.tensor([[0.7], [0.0], [-1.2]], device=DEVICE).expand(3, 4)
+    values = ml.linear_gather(hidden, weight, ids, log_softmax=True, softcap=5.0, backend="triton")
+    values.backward(upstream)
+    assert torch.equal(hidden.grad[1], torch.zeros(16, device=DEVICE))
+    assert hidden.grad[::2].isfinite().all()
+    assert hidden.grad[::2].any()
+
+
+@pytest.mark.night
+@pytest.mark.skipif(DEVICE == "cuda", reason="the ranks' tensors are the CPU's: interpreted alone")
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [(n, s) for n, op in TABLE.items() for s in op.sources if "backend" not in op.without],
+)
+@interpreted
+def test_the_table_of_operations(name, source):
+    """Random settings of the engine, at any world size, where `auto` takes Triton on a CPU."""
+    drawn = islice(random_cases(TABLE[name], source, random.Random(0)), 12)
+    for case in drawn:
+        tp = case.setting["tp"]
+        run.check(case, get_pool(tp).run(_by_triton, case))
+
+
+def _by_triton(case: Case) -> run.Found:
+    candidates = [replace(c, device_type="cpu") for c in backends._CANDIDATES if c.name == "triton"]
+    with mock.patch.object(backends, "_CANDIDATES", candidates):
+        return run.on_rank(case)
+
+
+# ---- operators of torch -------------------------------------------------------------------------
 
 
 class _Names(TorchDispatchMode):
@@ -139,24 +294,19 @@ def test_tensors_that_are_on_their_way_are_waited_for():
 
             logits, target, *_ = _inputs()
             target = target.clamp(min=0)
-            upstream = torch.randn(6, device=DEVICE)
-            temperature = torch.rand(6, device=DEVICE) + 0.5
+            upstream = torch.randn(3, device=DEVICE)
+            temperature = torch.rand(3, device=DEVICE) + 0.5
             found = []
             for wrap in (late, torch.Tensor.clone):
                 leaf = logits.clone().requires_grad_()
-                stats = token_stats(
-                    leaf,
-                    wrap(target),
-                    entropy=True,
-                    temperature=wrap(temperature),
-                    backend="triton",
-                )
+                options = {"temperature": wrap(temperature), "backend": "triton"}
+                stats = token_stats(leaf, wrap(target), entropy=True, **options)
                 value = stats.logprobs + stats.entropy
                 (grad,) = torch.autograd.grad(
                     value + _Late.apply(stats.lse, wrap), leaf, upstream, retain_graph=True
                 )
-                mask = wrap(upstream > -0.5)
-                kl = vocab_parallel_kl_div(leaf, wrap(logits.flip(0)), mask=mask, backend="triton")
+                mask, teacher = wrap(upstream > -0.5), wrap(logits.flip(0))
+                kl = ml.vocab_parallel_kl_div(leaf, teacher, mask=mask, backend="triton")
                 (other,) = torch.autograd.grad(_Late.apply(kl, wrap), leaf, upstream)
                 found.append((value.detach(), grad, kl.detach(), other))
             for one, plain in zip(*found, strict=True):
@@ -183,7 +333,7 @@ def test_whoever_looks_sees_the_operators():
     logits, target, *_ = _inputs()
 
     def stats(logits: torch.Tensor) -> torch.Tensor:
-        return triton_backend.stats(Chunk(logits, 190, **HOW), target, SPEC)
+        return triton_backend.stats(Chunk(logits, 30, **HOW), target, SPEC)
 
     name = "mcore_logprobs::stats"
     with torch.no_grad():
@@ -201,7 +351,7 @@ def test_whoever_looks_sees_the_operators():
             graph = make_fx(stats, pre_dispatch=pre_dispatch)(logits)
             assert name.replace("::", ".") in str(graph.code)
         fake = FakeTensorMode().from_tensor(logits)
-        found = triton_backend.stats(Chunk(fake, 190), fake[:, 0].long(), SPEC)
+        found = triton_backend.stats(Chunk(fake, 30), fake[:, 0].long(), SPEC)
         assert isinstance(found, FakeTensor)
         assert found.shape == plain.shape
 
@@ -210,17 +360,17 @@ def test_whoever_looks_sees_the_operators():
 def test_operators_declare_what_they_do():
     # Schema, fake implementation and what torch.compile sees, by torch's own checker.
     logits, target, shift, coef = _inputs()
-    rows = torch.rand(6, device=DEVICE) + 0.5
-    chunk = Chunk(logits, 190, **HOW)
-    other = Chunk(logits.float(), 190, temperature=rows, bias=torch.randn(200, device=DEVICE))
-    out, softmax = torch.empty_like(logits), torch.ones(4, 6, device=DEVICE)
-    columns, upstream = target[:, None].expand(6, 3), torch.randn(6, 3, device=DEVICE)
+    rows = torch.rand(3, device=DEVICE) + 0.5
+    chunk = Chunk(logits, 30, **HOW)
+    other = Chunk(logits.float(), 30, temperature=rows, bias=torch.randn(40, device=DEVICE))
+    out, softmax = torch.empty_like(logits), torch.ones(4, 3, device=DEVICE)
+    columns, upstream = target[:, None].expand(3, 2), torch.randn(3, 2, device=DEVICE)
     ranked = StatsSpec(rank=True)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for operator, given in (
         (statistics._stats, (chunk, target, None, None, SPEC)),
-        (statistics._stats, (other, target, shift, 64, ranked)),
-        (gradient._grad, (chunk, columns[:, :1], upstream[:, :1], shift, coef, SPEC, out)),
+        (statistics._stats, (other, target, shift, 16, ranked)),
+        (gradient._grad, (chunk, columns, upstream, shift, coef, SPEC, out)),
         (gradient._grad, (other, columns, upstream, None, None, ranked, out)),
         (pair_statistics._pair_stats, (chunk, other, "reverse", 0.5)),
         (pair_statistics._pair_sums, (chunk, other, softmax, "jsd", 0.5)),
@@ -233,18 +383,18 @@ def test_operators_declare_what_they_do():
 @interpreted
 def test_one_graph_under_torch_compile(inplace):
     def run(logits, target, shift, coef):
-        stats = triton_backend.stats(Chunk(logits * 2, 190, **HOW), target, SPEC)
+        stats = triton_backend.stats(Chunk(logits * 2, 30, **HOW), target, SPEC)
         out = logits * 2 if inplace else torch.zeros_like(logits)
-        chunk = Chunk(out if inplace else logits * 2, 190, **HOW)
+        chunk = Chunk(out if inplace else logits * 2, 30, **HOW)
         entries = target.unsqueeze(1), shift.unsqueeze(1)
         terms = GradientTerms(*entries, shift + stats[0, 0], coef, SPEC)
         triton_backend.grad(chunk, terms, out=out)
         return stats, out + 1
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for inputs in (_inputs(), _inputs(torch.float32)):
-        for got, expected in zip(compiled(*inputs), run(*inputs), strict=True):
-            assert torch.equal(got, expected)
+    inputs = _inputs(torch.float32 if inplace else torch.bfloat16)
+    for got, expected in zip(compiled(*inputs), run(*inputs), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
@@ -256,7 +406,7 @@ def test_captured_in_a_cuda_graph():
     target = target.clamp(min=0)
     with torch.cuda.graph(graph):
         stats = token_stats(logits, target, entropy=True)
-    logits.copy_(make_logits(6, 200, torch.bfloat16))
+    logits.copy_(make_logits(3, 40, torch.bfloat16))
     graph.replay()
     expected = token_stats(logits, target, entropy=True, backend="torch")
     torch.testing.assert_close(stats.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)

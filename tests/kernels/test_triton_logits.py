@@ -1,0 +1,320 @@
+"""The kernels for one side of logits against the reference in float64: statistics and gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from benchmarks.tiled_forward import TileConfig, tiled_row_stats
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels import triton as triton_backend
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
+from mcore_logprobs.kernels.triton import common, gradient
+from mcore_logprobs.kernels.triton.statistics import launch_stats
+from tests.helpers.covering import covering
+from tests.helpers.oracles import assert_no_worse
+from tests.kernels.common import (
+    DEVICE,
+    DTYPES,
+    EVERYTHING,
+    TRANSFORMS,
+    assert_stats,
+    doubled,
+    far_rows,
+    lay_out,
+    make_chunk,
+    make_logits,
+    make_target,
+    make_threshold,
+    row_stats,
+    setting_id,
+)
+from tests.kernels.interpreter import interpreted
+
+BF16, FP16, FP32 = DTYPES
+
+
+def check_statistics(chunk: Chunk, spec: StatsSpec = EVERYTHING, *, ulps: float = 4.0) -> Tensor:
+    before = chunk.logits.clone()
+    target = make_target(len(chunk.logits), chunk.valid, chunk.logits)
+    threshold = make_threshold(chunk, target) if spec.rank else None
+    got = row_stats(triton_backend, chunk, target, spec, threshold=threshold)
+    assert got.dtype == torch.float32
+    assert torch.equal(chunk.logits.nan_to_num(7.0), before.nan_to_num(7.0)), "was modified"
+    plain = row_stats(reference, chunk, target, spec, threshold=threshold)
+    limit = None if threshold is None else threshold.double()
+    exact = row_stats(reference, doubled(chunk), target, spec, threshold=limit)
+    if spec.rank:  # counts are exact in either dtype, but z of a bias is rounded in float32
+        exact[spec.fields.index("higher")] = plain[spec.fields.index("higher")].double()
+    assert_stats(got, plain, exact, spec, ulps=ulps)
+    return got
+
+
+def make_terms(chunk: Chunk, spec: StatsSpec, entries: int | None = None) -> GradientTerms:
+    """Of one entry a row, the target, or of several, some twice and some that are none.
+
+    Nothing is asked of every fifth row from the third on.
+    """
+    rows = len(chunk.logits)
+    column = make_target(rows, chunk.valid, chunk.logits).unsqueeze(1)
+    if entries is not None:
+        column = torch.randint(chunk.valid, (rows, entries), device=DEVICE)
+        column[:, 1::3] = column[:, :1]
+        column[:, 2::5] = -1
+    upstream = torch.randn(column.shape, device=DEVICE)
+    coef = torch.randn(len(spec.coefficients), rows, device=DEVICE)
+    coef[:, 2::5] = upstream[2::5] = 0.0
+    column, upstream = (x.t().contiguous().t() for x in (column, upstream))  # strided
+    z = doubled(chunk).processed()
+    shift = z.amax(-1) if rows else torch.zeros(0, device=DEVICE)
+    shift = torch.where(shift.isneginf(), 0.0, shift).float()
+    total = (z - shift.unsqueeze(-1)).exp().sum(-1).clamp(min=1.0)
+    for name, row in spec.named_coefficients(coef).items():
+        row /= {"finite": 1.0, "squares": total**2}.get(name, total)
+    return GradientTerms(column, upstream, shift, coef, spec)
+
+
+def check_gradient(chunk: Chunk, terms: GradientTerms, out: Tensor, *, inplace: bool = False):
+    """Written into out; inplace: and over the logits, too."""
+    rows = None if terms.row_max is None else terms.row_max.double()
+    coef = None if terms.coef is None else terms.coef.double()
+    wide = terms._replace(upstream=terms.upstream.double(), row_max=rows, coef=coef)
+    exact = torch.full(out.shape, torch.nan, dtype=torch.float64, device=DEVICE)
+    reference.grad(doubled(chunk), wide, out=exact, chunk_size=16)
+    plain = torch.full_like(out, torch.nan)
+    reference.grad(chunk, terms, out=plain, chunk_size=16)
+    copy = chunk.logits.clone()
+    for source, written in ((chunk.logits, out), *([(copy, copy)] if inplace else ())):
+        triton_backend.grad(replace(chunk, logits=source), terms, out=written)
+        assert_no_worse(written, plain, exact, name="gradient")
+        assert (written[:, chunk.valid :] == 0).all()
+        assert (written[2::5] == 0).all()
+    return out
+
+
+def check(chunk: Chunk, *, out: str = "fresh", ulps: float = 4.0) -> None:
+    """Statistics and gradients, of one entry a row and of several, with statistics and without."""
+    check_statistics(chunk, ulps=ulps)
+    dtype = chunk.logits.dtype
+    fresh = torch.full(chunk.logits.shape, torch.nan, dtype=getattr(torch, out, dtype))
+    fresh = fresh.to(DEVICE)
+    written = lay_out(fresh, out) if out == "wide" else fresh
+    one, several = (make_terms(chunk, EVERYTHING, entries) for entries in (None, 5))
+    check_gradient(chunk, one, written)
+    check_gradient(chunk, several, written.fill_(torch.nan), inplace=dtype == fresh.dtype)
+    check_gradient(chunk, several._replace(row_max=None, coef=None), written.fill_(torch.nan))
+
+
+# Rows and columns: a part of a tile; a masked tile and some columns more; one whole tile; several
+# tiles that several programs read, a masked one, and one column more.
+SHAPES = ((4, 33), (4, 300), (3, 512), (3, 4200))
+AXES: dict[str, tuple[Any, ...]] = {
+    "transform": tuple(TRANSFORMS),
+    "kind": ("normal", "low", "high", "holes"),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "shape": SHAPES,
+    "layout": ("", "wide", "every other"),
+    "out": ("fresh", "wide", "bfloat16", "float16"),
+}
+
+
+def fits(setting: dict[str, Any]) -> bool:
+    narrow = setting.get("out") in ("bfloat16", "float16")
+    return not narrow or setting.get("dtype", "float32") == "float32"
+
+
+@pytest.mark.parametrize("setting", covering(AXES, fits), ids=setting_id)
+@interpreted
+def test_every_pair_of_settings(setting):
+    rows, width = setting["shape"]
+    logits = make_logits(rows, width, getattr(torch, setting["dtype"]), setting["kind"])
+    if setting["layout"]:
+        logits = lay_out(logits, setting["layout"])
+    valid = width if width == 512 else width - 7
+    logits[:, valid:] = torch.nan  # what is masked may hold anything
+    chunk = make_chunk(logits, valid, **TRANSFORMS[setting["transform"]])
+    usual = (setting["transform"], setting["kind"]) == ("plain", "normal")
+    check(chunk, out=setting["out"], ulps=4.0 if usual else 8.0)
+
+
+@pytest.mark.parametrize("wanted", [{}, *({name: True} for name in vars(EVERYTHING))], ids=str)
+@interpreted
+def test_each_statistic_alone(wanted):
+    chunk, spec = make_chunk(make_logits(4, 300, BF16, "holes"), 290), StatsSpec(**wanted)
+    check_statistics(chunk, spec)
+    check_gradient(chunk, make_terms(chunk, spec), torch.full_like(chunk.logits, torch.nan))
+
+
+@interpreted
+def test_the_splits_of_a_row_merge_as_shards_do():
+    logits = make_logits(3, 620, FP32)
+    logits[0, :300] = -torch.inf  # the first split is empty there
+    logits[1] = -torch.inf
+    chunk, target = make_chunk(logits), torch.tensor([310, -1, 5], device=DEVICE)
+    given = chunk, target, EVERYTHING, make_threshold(chunk, target)
+    want = row_stats(reference, *given)
+    for splits in (1, 2, 5):  # up to five tiles a program
+        plan = common.Plan(splits, -(-620 // splits // 128) * 128, 4, 32)
+        found = launch_stats(*given, plan)
+        assert len(found) == splits
+        got = merge(found, EVERYTHING)
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-4)
+
+
+@interpreted
+def test_several_programs_write_a_row():
+    with mock.patch.object(common, "_SPAN", 4096):
+        for dtype, valid in ((BF16, 4190), (FP32, 4090)):  # the second program's: some, none
+            chunk = make_chunk(make_logits(3, 4200, dtype), valid)
+            splits, _ = common.span_plan(4200, gradient._TILE_BYTES // dtype.itemsize)
+            assert splits == 2
+            out = torch.full_like(chunk.logits, torch.nan)
+            check_gradient(chunk, make_terms(chunk, EVERYTHING), out)
+
+
+@interpreted
+def test_more_entries_than_a_program_writes_and_none():
+    assert gradient._ENTRIES < 130
+    chunk = make_chunk(make_logits(2, 300, FP16), 290)
+    for entries in (130, 0):
+        terms = make_terms(chunk, EVERYTHING, entries)
+        check_gradient(chunk, terms, torch.full_like(chunk.logits, torch.nan))
+
+
+@interpreted
+def test_in_place_is_the_same():
+    for dtype in DTYPES:
+        logits = make_logits(3, 300, dtype)
+        terms, out = make_terms(Chunk(logits, 290), EVERYTHING), torch.empty_like(logits)
+        triton_backend.grad(Chunk(logits, 290), terms, out=out)
+        triton_backend.grad(Chunk(logits, 290), terms, out=logits)
+        assert torch.equal(logits, out)
+
+
+@interpreted
+def test_rows_far_apart_that_share_memory_and_none_at_all():
+    far = lay_out(make_logits(4, 300, BF16), "far")
+    check_statistics(make_chunk(far))
+    terms = make_terms(make_chunk(far), EVERYTHING)
+    check_gradient(make_chunk(far), terms, far_rows(4, 300, BF16))
+    check_statistics(make_chunk(make_logits(1, 300, FP32).expand(3, -1)))
+    for width in (1, 300):
+        check(make_chunk(make_logits(1, width, BF16)))
+        nothing = make_chunk(make_logits(0, width, BF16))
+        check(nothing)
+        assert check_statistics(nothing).shape == (len(EVERYTHING.fields), 0) == (8, 0)
+
+
+@interpreted
+def test_a_shard_with_one_column_of_the_true_vocabulary_or_none():
+    logits = make_logits(3, 64, FP32)
+    spec, nobody = StatsSpec(entropy=True, smoothing=True), torch.full((3, 1), -1, device=DEVICE)
+    alone = row_stats(triton_backend, Chunk(logits, 64), nobody[:, 0], spec)
+    logits[:, 1:] = torch.nan
+    check(make_chunk(logits, 1))
+    logits[:] = torch.nan
+    empty = row_stats(triton_backend, Chunk(logits, 0), nobody[:, 0], spec)
+    assert torch.equal(empty[0], torch.full((3,), -torch.inf, device=DEVICE))
+    assert torch.equal(empty[1:], torch.zeros(len(spec.fields) - 1, 3, device=DEVICE))
+    assert torch.equal(merge(torch.stack([empty, alone]), spec), alone)
+    out, ones = torch.full_like(logits, torch.nan), torch.ones(4, 3, device=DEVICE)
+    terms = GradientTerms(nobody, ones[:1].t(), ones[0], ones, EVERYTHING)
+    triton_backend.grad(Chunk(logits, 0), terms, out=out)
+    assert (out == 0).all()
+
+
+@interpreted
+def test_nan_stays_in_its_row():
+    logits, spec = make_logits(3, 300, FP32), StatsSpec(entropy=True)
+    chunk, target = Chunk(logits, 300), torch.tensor([1, 2, 3], device=DEVICE)
+    clean = row_stats(triton_backend, chunk, target, spec)
+    for column in (5, 299):  # of the masked tile, and of the columns after it
+        logits[1, column] = torch.nan
+        got = row_stats(triton_backend, chunk, target, spec)
+        assert got[1, 1].isnan()
+        assert torch.equal(got[:, ::2], clean[:, ::2])
+        logits[1, column] = 0.0
+
+
+@interpreted
+def test_rows_without_coefficients_are_zero_whatever_they_hold():
+    logits = torch.full((2, 300), torch.nan, dtype=BF16, device=DEVICE)
+    logits[0] = 1.0
+    out = torch.full_like(logits, torch.nan)
+    coef = torch.zeros(4, 2, device=DEVICE)
+    coef[0, 0] = 1.0
+    target, shift = torch.tensor([[3], [4]], device=DEVICE), torch.tensor([8.0, torch.nan])
+    upstream = torch.zeros(2, 1, device=DEVICE)
+    terms = GradientTerms(target, upstream, shift.to(DEVICE), coef, EVERYTHING)
+    triton_backend.grad(Chunk(logits, 300), terms, out=out)
+    assert (out[0] > 0).all()
+    assert (out[1] == 0).all()
+
+
+@interpreted
+def test_smoothing_reaches_every_finite_column_however_unlikely():
+    logits = make_logits(2, 300, FP32)
+    logits[:, 7], logits[:, 8] = -3e4, -torch.inf
+    chunk = make_chunk(logits)
+    terms = make_terms(chunk, StatsSpec(smoothing=True))
+    out = check_gradient(chunk, terms, torch.full_like(logits, torch.nan))
+    assert (out[:, 7] != 0).all()
+    assert (out[:, 8] == 0).all()
+
+
+@interpreted
+def test_a_plan_covers_every_column_once():
+    for dtype in (BF16, FP32):
+        logits = torch.empty(0, dtype=dtype, device=DEVICE)
+        for rows in (1, 7, 1000, 8192):
+            for width in (0, 1, 33, 4096, 4097, 50257, 152064):
+                plan = common.launch_plan(rows, width, logits)
+                assert plan.splits * plan.columns >= width > (plan.splits - 1) * plan.columns or (
+                    plan.splits == 1 and width == 0
+                )
+                assert plan.columns % plan.tile == 0
+    if DEVICE == "cpu":
+        assert [common.launch_plan(rows, 9000, logits).splits for rows in (1, 4, 33)] == [5, 5, 1]
+
+
+@triton.jit
+def _tanh_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, common.tanh(tl.load(x_ptr + at)))
+
+
+@interpreted
+def test_tanh_is_right_to_a_few_units_in_the_last_place():
+    x = torch.cat([torch.logspace(-30, 2, 1020), torch.tensor([0.0, 0.5499, 0.55, torch.inf])])
+    x = torch.cat([x, -x]).to(DEVICE)
+    got = torch.empty_like(x)
+    exact = x.double().tanh()
+    _tanh_kernel[(1,)](x, got, SIZE=2048)
+    units = 4 if DEVICE == "cuda" else 2  # a GPU's exp2 is right to 2 units itself
+    assert ((got.double() - exact).abs() <= units * 2.0**-23 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@interpreted
+def test_the_tiled_forward_that_benchmarks_compare_gives_the_same_statistics(dtype):
+    # Not bfloat16, which the interpreter multiplies as integers.
+    rows, columns, valid, depth = 67, 333, 300, 96
+    hidden = torch.randn(rows, depth, device=DEVICE).to(dtype)
+    weight = (torch.randn(columns, depth, device=DEVICE) / 5).to(dtype)
+    exact = hidden.double() @ weight.double().t()
+    spec = StatsSpec(entropy=True)
+    target = make_target(rows, valid, exact)
+    got = tiled_row_stats(hidden, weight, target, valid, TileConfig(32, 64, 32, 4, 2))
+    plain = row_stats(reference, Chunk(exact.float(), valid), target, spec)
+    truth = row_stats(reference, Chunk(exact, valid), target, spec)
+    # tf32 is what Triton multiplies float32 in on a GPU.
+    ulps = 2e4 if dtype == FP32 and DEVICE == "cuda" else 8.0
+    assert_stats(got, plain, truth, spec, ulps=ulps)
