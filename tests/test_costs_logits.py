@@ -74,8 +74,7 @@ def _traffic(options: dict, dtype: torch.dtype, chunk_size: int | None) -> tuple
     return forward.names, forward.nbytes, backward.names
 
 
-@pytest.mark.parametrize("chunk_size", [None, 5])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "chunk_size"), [(2, 5), (3, None)])
 @pytest.mark.parametrize(
     ("options", "numbers"),
     [({}, 3), ({"entropy": True}, 4), ({"entropy": True, "label_smoothing": 0.1}, 6)],
@@ -141,8 +140,7 @@ def _summary(dtype: torch.dtype, options: dict, chunk_size: int) -> tuple:
     [{}, ALL, ALL | {"temperature": 0.5, "softcap": 9.0, "label_smoothing": 0.1}],
     ids=["plain", "all", "everything"],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16)], ids=str)
 def test_the_gradient_is_the_only_tensor_of_the_logits_size(ranks, world, dtype, options):
     for nbytes, chunk, made, peak, after, large, backward_peak in on_ranks(
         ranks, world, _summary, dtype, options, 4

@@ -9,17 +9,16 @@ from torch import Tensor
 
 from mcore_logprobs import (
     linear_gather,
-    linear_sampling_logprobs,
     linear_token_stats,
     linear_topk,
-    linear_topk_distill,
     vocab_parallel_token_stats,
     vocab_parallel_topk,
 )
+from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.ops.head import HeadLogits
 from tests.helpers import oracles
 from tests.helpers.heads import Problem, make_problem, shard_problem
-from tests.helpers.shards import on_ranks, world_group
+from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
 
 def _ties(world_vocab: int) -> tuple:
@@ -40,34 +39,6 @@ def test_ties_stand_by_id_over_blocks_and_ranks(ranks, world):
     for found, expected in on_ranks(ranks, world, _ties, 9_000):
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
-
-
-NAN_CALLS = {
-    "gather": lambda h, w, t: linear_gather(h, w, t.unsqueeze(-1)),
-    "log-softmax": lambda h, w, t: linear_gather(h, w, t.unsqueeze(-1), log_softmax=True),
-    "topk": lambda h, w, t: linear_topk(h, w, 3, mask=t >= 0)[0],
-    "top-p": lambda h, w, t: linear_sampling_logprobs(h, w, t, top_p=0.9),
-    "replay": lambda h, w, t: linear_sampling_logprobs(
-        h, w, t, kept_ids=(torch.arange(6).repeat(6), torch.arange(7) * 6)
-    ),
-    "distill": lambda h, w, t: linear_topk_distill(
-        h, w, torch.zeros(6, 2), torch.arange(12).view(6, 2), normalize="topk", mask=t >= 0
-    )[0],
-}
-
-
-@pytest.mark.parametrize("name", NAN_CALLS)
-def test_rows_that_do_not_count_may_hold_nan(name):
-    hidden = torch.randn(6, 4)
-    hidden[2] = torch.nan
-    target = torch.tensor([0, 1, -100, 3, 4, 5])
-    weight = torch.randn(24, 4, requires_grad=True)
-    hidden.requires_grad_()
-    out = NAN_CALLS[name](hidden, weight, target)
-    assert not out[2].any()
-    out[out.isfinite()].sum().backward()
-    assert not hidden.grad[2].any()
-    assert hidden.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -145,3 +116,62 @@ def test_weight_gradient_is_no_worse_in_256_chunks(dtype):
     # float32 sums differ in their last bits; bf16 is rounded once in either case.
     assert many <= (2.0 * one if dtype == torch.float32 else 1.001 * one)
     assert one < (1e-6 if dtype == torch.float32 else 3e-3)
+
+
+# ---- a LoRA --------------------------------------------------------------------------------------
+
+
+def test_an_entry_that_nobody_asks_for_adds_nothing():
+    """Rows that hold NaN, and ids that no gradient comes to, in the gradients of A and B."""
+    problem = make_problem((6,), lora=True)
+    hidden, (a, b, scale) = problem.hidden, problem.lora
+    ids = torch.tensor([[0, 3], [1, 1], [2, 3], [3, 9], [4, 5], [5, 0]])
+    upstream = torch.randn(6, 2)
+    upstream[2] = 0.0
+    found = []
+    for spoilt in (True, False):
+        x = hidden.clone()
+        if spoilt:
+            x[2] = torch.nan
+        leaves = [t.clone().requires_grad_() for t in (x, a, b)]
+        z = linear_gather(leaves[0], problem.weight, ids, lora=(*leaves[1:], scale), softcap=5.0)
+        found.append(torch.autograd.grad(z, leaves, upstream))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert other.any()
+
+
+def test_a_spoilt_row_that_is_asked_for_shows_before_the_lora_has_learnt():
+    """With B = 0, as a LoRA starts, too."""
+    problem = make_problem((6,), lora=True)
+    hidden, (a, b, scale) = problem.hidden.clone(), problem.lora
+    hidden[2] = torch.nan
+    leaves = [a.clone().requires_grad_(), torch.zeros_like(b).requires_grad_()]
+    z = linear_gather(hidden, problem.weight, torch.zeros(6, 2).long(), lora=(*leaves, scale))
+    for grad in torch.autograd.grad(z.sum(), leaves):
+        assert grad.isnan().any()
+
+
+def _sent(problem: Problem, learning_a: bool) -> list[tuple[str, int]]:
+    """What a call with a LoRA on a frozen head and its backward send more than one without."""
+    (a, b, scale), made = problem.lora, []
+    weight, b = (x.chunk(world_size())[world_rank()].clone() for x in (problem.weight, b))
+    for lora in (None, (a.clone().requires_grad_(learning_a), b.requires_grad_(), scale)):
+        hidden = problem.hidden.clone().requires_grad_()
+        with CollectivesMade() as calls:
+            stats = linear_token_stats(
+                hidden, weight, problem.target, lora=lora, tp_group=world_group()
+            )
+            stats.logprobs.sum().backward()
+        made.append([(call.name, call.nbytes) for call in calls.made])
+    without, with_lora = made
+    assert with_lora[: len(without)] == without
+    return with_lora[len(without) :]
+
+
+def test_one_small_all_reduce_for_the_gradient_of_a(ranks):
+    problem = make_problem(lora=True)
+    for more in ranks(2).run(_sent, problem, True):
+        assert more == [("all_reduce", 4 * problem.lora[0].numel())]
+    for more in ranks(2).run(_sent, problem, False):
+        assert more == []

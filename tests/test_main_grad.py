@@ -52,9 +52,9 @@ def _main_grad(
     return weight.main_grad, expected
 
 
-@pytest.mark.parametrize("chunk_size", [None, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "dtype", "chunk_size"), [(1, torch.bfloat16, None), (2, torch.float32, 5)], ids=str
+)
 def test_main_grad_accumulates_in_float32(ranks, world, dtype, chunk_size):
     problems = [make_problem((12,), dtype=dtype, names=("logprobs",)) for _ in range(4)]
     options = {"chunk_size": chunk_size, "vocab_size": 20}
@@ -113,3 +113,28 @@ def test_main_grad_is_what_megatrons_own_layer_accumulates(ranks):
     problems = [make_problem((6, 2), ignored=0.0, names=("logprobs",)) for _ in range(4)]
     for ours, theirs in ranks(2).run(_against_megatron, problems):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_low_precision_main_grad_is_rounded_once_a_tile(chunk_size):
+    """float32 products are added to a bf16 main_grad, as Megatron's own kernel does."""
+    problem = make_problem((7,), dtype=torch.bfloat16, ignored=0.0, names=("logprobs",))
+    upstream, before = problem.upstream["logprobs"], torch.randn(24, 8).bfloat16()
+    plain = problem.weight.float().requires_grad_()
+    weight = torch.nn.Parameter(problem.weight)
+    weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
+    expected = before.clone()
+    for rows in torch.arange(7).split(chunk_size or 7):
+        stats = linear_token_stats(problem.hidden[rows].float(), plain, problem.target[rows])
+        expected += torch.autograd.grad(stats.logprobs, plain, upstream[rows])[0]
+    stats = linear_token_stats(
+        problem.hidden.requires_grad_(),
+        weight,
+        problem.target,
+        gradient_accumulation_fusion=True,
+        chunk_size=chunk_size,
+    )
+    stats.logprobs.backward(upstream)
+    assert weight.main_grad.dtype == torch.bfloat16
+    # dLogits are rounded to bf16 before the product: an ulp or two of the sum.
+    torch.testing.assert_close(weight.main_grad, expected, rtol=2**-7, atol=2**-7)

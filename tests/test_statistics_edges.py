@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import mcore_logprobs as ml
@@ -84,16 +81,6 @@ def test_rows_of_infinities_and_nan() -> None:
     assert logits.grad[[0, 1, 3]].isfinite().all()
 
 
-def test_entropy_of_known_distributions():
-    uniform = vocab_parallel_entropy(torch.full((2, 64), 3.25), vocab_size=50)
-    torch.testing.assert_close(uniform, torch.full((2,), 50.0).log())
-    certain = torch.full((1, 64), -torch.inf)
-    certain[0, 3] = 2.0
-    assert vocab_parallel_entropy(certain).item() == 0.0
-    certain[0, 4] = 2.0
-    torch.testing.assert_close(vocab_parallel_entropy(certain), torch.tensor([2.0]).log())
-
-
 def _upstream_in_masked_columns() -> Tensor:
     logits, columns = torch.randn(5, VOCAB), torch.arange(VOCAB)
     logits[:, 11:] = torch.nan
@@ -126,27 +113,6 @@ def test_integer_targets_of_other_widths(dtype):
     )
 
 
-def test_statistics_are_none_unless_asked_for():
-    stats = vocab_parallel_token_stats(torch.randn(3, 7), torch.arange(3))
-    given = {f.name for f in dataclasses.fields(stats) if getattr(stats, f.name) is not None}
-    assert given == {"logprobs", "lse"}
-
-
-def test_a_temperature_that_is_no_number_above_zero_is_refused() -> None:
-    logits, target = torch.randn(4, 3, 6), torch.zeros(4, 3).long()
-    for bad, word in (
-        (torch.tensor([1.0, 0.0, 1.0]), "> 0"),
-        (torch.tensor([1.0, torch.nan, 1.0]), "> 0"),
-        (torch.ones(4), "broadcasts"),
-        (torch.ones(2, 4, 3), "broadcasts"),
-        (torch.ones(3, dtype=torch.bool), "real numbers"),
-        (torch.ones(3, requires_grad=True), "detach"),
-        (torch.ones(3, device="meta"), "device"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            vocab_parallel_logprobs(logits, target, temperature=bad)
-
-
 def test_a_cpu_scalar_is_a_number() -> None:
     logits, target, half = torch.randn(4, 6), torch.zeros(4).long(), torch.tensor(0.5)
     for call in (
@@ -157,22 +123,6 @@ def test_a_cpu_scalar_is_a_number() -> None:
         assert torch.equal(call(half), call(0.5))
     # Of no device, so that it goes with logits of any.
     assert check_temperature(half, torch.Size((4,)), torch.device("meta")) == 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_backend(dtype) -> None:
-    """Two whole blocks of 2048 columns and a rest, which goes to the reference."""
-    logits, target = (3 * torch.randn(6, 4500)).to(dtype), torch.randint(4500, (6,))
-    options = {"entropy": True, "sum_pi_squared": True, "temperature": torch.linspace(0.5, 2.0, 6)}
-    upstream, found = torch.randn(3, 6) * torch.tensor([[1.0], [1.0], [100.0]]), []
-    for backend in ("torch", "inductor"):
-        leaf = logits.clone().requires_grad_()
-        stats = vocab_parallel_token_stats(leaf, target, backend=backend, **options)
-        values = [stats.logprobs, stats.entropy, stats.sum_pi_squared]
-        found.append((*values, torch.autograd.grad(values, leaf, list(upstream))[0]))
-    torch.testing.assert_close(found[1][:3], found[0][:3], rtol=1e-5, atol=1e-6)
-    rtol = 1e-2 if dtype != torch.float32 else 1e-4
-    torch.testing.assert_close(found[1][3], found[0][3], rtol=rtol, atol=1e-6)
 
 
 # ---- groups -------------------------------------------------------------------------------------
@@ -217,17 +167,6 @@ def test_agrees_with_megatron_and_is_no_less_exact(ranks, world, smoothing, dtyp
     oracles.assert_no_worse(ours, theirs, exact, name="gradient")
 
 
-def _no_group(whole: Tensor) -> None:
-    assert dist.get_world_size() > 1
-    vocab_parallel_entropy(shard(whole)[1])
-
-
-def test_a_shard_never_passes_for_the_whole_vocabulary(ranks):
-    for error in ranks(2).run_expecting_errors(_no_group, torch.randn(3, VOCAB)):
-        assert isinstance(error, ValueError)
-        assert "tp_group=None" in str(error)
-
-
 # ---- autograd -----------------------------------------------------------------------------------
 
 
@@ -263,42 +202,3 @@ def test_no_grad_makes_no_graph():
         assert not getattr(detached, name).requires_grad
         assert getattr(attached, name).requires_grad == (name != "target_rank")
     assert torch.equal(out.logprobs, attached.logprobs)
-
-
-def test_gradcheck():
-    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
-    target = torch.tensor([0, -100, 6, 2])
-
-    def outputs(logits: Tensor) -> tuple[Tensor, ...]:
-        out = vocab_parallel_token_stats(
-            logits, target, entropy=True, temperature=0.8, softcap=4.0, label_smoothing=0.1
-        )
-        return out.logprobs, out.entropy, out.lse
-
-    torch.autograd.gradcheck(outputs, logits)
-    torch.autograd.gradcheck(lambda x: vocab_parallel_log_softmax(x, temperature=0.8), logits)
-
-
-def test_the_gradient_of_a_mean_over_kept_tokens():
-    """What a training loop does: a masked mean, whose upstream is 0 on some tokens."""
-    logits = torch.randn(4, 8, VOCAB, requires_grad=True)
-    target = make_target((4, 8), VOCAB, ignored=0.0)
-    mask = (torch.rand(4, 8) < 0.5).float()
-    (-(vocab_parallel_logprobs(logits, target) * mask).sum() / mask.sum()).backward()
-    assert not logits.grad[mask == 0].any()
-    leaf = logits.detach().double().requires_grad_()
-    (-(oracles.token_stats(leaf, target).logprobs * mask).sum() / mask.sum()).backward()
-    torch.testing.assert_close(logits.grad.double(), leaf.grad, rtol=1e-5, atol=1e-8)
-
-
-def test_upstream_of_other_strides():
-    """An expanded or transposed upstream gradient, as `sum()` and `.t()` make them."""
-    logits = torch.randn(4, 6, VOCAB, requires_grad=True)
-    logprobs = vocab_parallel_logprobs(logits, make_target((4, 6), VOCAB))
-    upstream = torch.randn(6, 4).t()
-    (strided,) = torch.autograd.grad(logprobs, logits, upstream, retain_graph=True)
-    (dense,) = torch.autograd.grad(logprobs, logits, upstream.contiguous(), retain_graph=True)
-    assert torch.equal(strided, dense)
-    (expanded,) = torch.autograd.grad(logprobs.sum(), logits, retain_graph=True)
-    (ones,) = torch.autograd.grad(logprobs, logits, torch.ones(4, 6))
-    assert torch.equal(expanded, ones)
