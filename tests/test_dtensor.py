@@ -57,7 +57,8 @@ def _compare(given: tuple[Case, int]) -> None:
             x.clone().requires_grad_() for _ in "ab" for x in (problem.head["hidden"], weight)
         ]
         head, local = tuple(leaves[:2]), tuple(leaves[2:])
-        mine, others = {}, {"teacher_logits": side["teacher_logits"].to_local()}
+        others["mask"] = whole["mask"]
+        side, mine = ({"teacher_logits": x["teacher_logits"]} for x in (side, mine))
     else:
         logits = _distributed(problem.head["logits"], True, cp).detach().requires_grad_()
         leaf = problem.head["logits"][rows].chunk(2, -1)[rank].clone().requires_grad_()
