@@ -17,7 +17,8 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.ops.arguments import check_temperature
 from tests.helpers import oracles
-from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group, world_size
+from tests.helpers.memory import TensorsMade
+from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group
 
 FIELDS = ("logprobs", "entropy", "lse")
 
@@ -128,45 +129,6 @@ def test_a_cpu_scalar_is_a_number() -> None:
 # ---- groups -------------------------------------------------------------------------------------
 
 
-def _against_megatron(whole: Tensor, target: Tensor, upstream: Tensor, smoothing: float) -> tuple:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
-    try:
-        theirs, _ = shard(whole)
-        # Megatron's writes over float32 logits, hence the copy.
-        loss = vocab_parallel_cross_entropy(theirs.clone(), target, smoothing)
-        loss.backward(upstream)
-        ours, _ = shard(whole)
-        # No group is given: Megatron's own must be found.
-        logprobs = vocab_parallel_logprobs(ours, target, label_smoothing=smoothing)
-        logprobs.backward(-upstream)
-        rank = vocab_parallel_target_rank(ours, target)
-        return loss.detach(), -logprobs.detach(), theirs.grad, ours.grad, rank
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("world", "smoothing"), [(2, 0.0), (1, 0.1)])
-def test_agrees_with_megatron_and_is_no_less_exact(ranks, world, smoothing, dtype):
-    # Megatron smooths over each rank's shard, which is over the vocabulary at TP 1 only.
-    whole = (torch.randn(6, 3, 96) * 3).to(dtype)
-    target = torch.randint(0, 96, (6, 3))
-    upstream = torch.randn(6, 3)
-    results = ranks(world).run(_against_megatron, whole, target, upstream, smoothing)
-    leaf = whole.double().requires_grad_()
-    stats = oracles.token_stats(leaf, target, label_smoothing=smoothing)
-    (exact,) = torch.autograd.grad(-stats.logprobs, leaf, upstream.double())
-    for their_loss, our_loss, *_, rank in results:
-        torch.testing.assert_close(our_loss, their_loss, rtol=1e-6, atol=2e-6)
-        oracles.assert_no_worse(our_loss, their_loss, -stats.logprobs, name="loss")
-        assert torch.equal(rank, stats.target_rank)
-    theirs, ours = (torch.cat([result[i] for result in results], -1) for i in (2, 3))
-    oracles.assert_no_worse(ours, theirs, exact, name="gradient")
-
-
 # ---- autograd -----------------------------------------------------------------------------------
 
 
@@ -202,3 +164,111 @@ def test_no_grad_makes_no_graph():
         assert not getattr(detached, name).requires_grad
         assert getattr(attached, name).requires_grad == (name != "target_rank")
     assert torch.equal(out.logprobs, attached.logprobs)
+
+
+# ---- inplace_backward=True -----------------------------------------------------------------------
+
+
+def _both(whole: Tensor, target: Tensor, upstream: Tensor, options: dict) -> tuple:
+    def grad(inplace: bool) -> tuple[Tensor, Tensor]:
+        leaf, _ = shard(whole)
+        logits = leaf * 1.5
+        out = vocab_parallel_token_stats(
+            logits,
+            target,
+            entropy=True,
+            tp_group=world_group(),
+            chunk_size=2,
+            inplace_backward=inplace,
+            **options,
+        )
+        loss = (out.logprobs * upstream).sum() + (out.entropy * upstream.flip(0)).sum()
+        (found,) = torch.autograd.grad(loss, leaf)
+        return out.logprobs, found
+
+    return *grad(False), *grad(True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "vocab_size": 13}], ids=str
+)
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], ids=str)
+def test_same_gradient(ranks, world, dtype, options):
+    whole = torch.randn(3, 5, VOCAB).to(dtype)
+    target = make_target((3, 5), options.get("vocab_size", VOCAB))
+    upstream = torch.randn(3, 5)
+    results = on_ranks(ranks, world, _both, whole, target, upstream, options)
+    assert any(grad.any() for *_, grad in results)
+    for plain, plain_grad, inplace, grad in results:
+        assert torch.equal(plain, inplace)
+        assert torch.equal(plain_grad, grad)
+
+
+def test_no_tensor_of_the_logits_size_is_made():
+    hidden = torch.randn(128, 8, requires_grad=True)
+    logits = hidden @ torch.randn(8, 4096)
+    target = make_target((128,), 4096)
+    logprobs = vocab_parallel_logprobs(logits, target, chunk_size=2, inplace_backward=True)
+    upstream = torch.randn(128)
+    chunk = 2 * 4096 * 4
+    with TensorsMade() as made:
+        # The gradient with respect to the logits is what the matrix product's backward gets.
+        torch.autograd.grad(logprobs, hidden, upstream)
+    assert made.larger_than(2 * chunk) == []
+    assert made.peak <= 5 * chunk
+
+
+def _logits() -> Tensor:
+    return torch.randn(4, VOCAB, requires_grad=True) * 2
+
+
+def _retained() -> Tensor:
+    logits = _logits()
+    logits.retain_grad()
+    return logits
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4, VOCAB, requires_grad=True),
+        _retained,
+        lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(4, VOCAB),
+        lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(2, VOCAB),
+        lambda: torch.tanh(_logits()),
+        lambda: torch.exp(_logits()),
+        lambda: torch.softmax(_logits(), -1),
+        lambda: torch.sigmoid(_logits()),
+    ],
+    ids=["leaf", "retained", "expanded", "expanded to 2", "tanh", "exp", "softmax", "sigmoid"],
+)
+def test_refused_where_the_logits_are_needed(make):
+    logits = make()
+    kept = logits.detach().clone()
+    with pytest.raises(ValueError, match="inplace_backward"):
+        vocab_parallel_logprobs(
+            logits, make_target(logits.shape[:-1], VOCAB), inplace_backward=True
+        )
+    assert torch.equal(logits.detach(), kept)
+
+
+def test_a_leaf_is_fine_where_no_gradient_is_asked_for():
+    logits = torch.randn(4, VOCAB, requires_grad=True)
+    target = make_target((4,), VOCAB)
+    expected = vocab_parallel_logprobs(logits, target)
+    with torch.no_grad():
+        found = vocab_parallel_logprobs(logits, target, inplace_backward=True)
+    assert torch.equal(found, expected)
+    found = vocab_parallel_logprobs(logits.detach(), target, inplace_backward=True)
+    assert torch.equal(found, expected)
+
+
+def test_one_row_may_have_any_stride():
+    whole = torch.randn(1, VOCAB, requires_grad=True)
+    target = torch.tensor([3])
+    upstream = torch.tensor([0.7])
+    logits = (whole * 2).as_strided((1, VOCAB), (0, 1))
+    values = vocab_parallel_logprobs(logits, target, inplace_backward=True)
+    (grad,) = torch.autograd.grad(values, whole, upstream)
+    expected = (whole * 2).log_softmax(-1)[:, 3]
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, whole, upstream)[0])
