@@ -200,11 +200,7 @@ def test_a_teacher_that_is_not_one() -> None:
         ({"teacher_hidden": hidden}, "teacher_weight: expected a torch.Tensor, got NoneType"),
         ({**teacher, "teacher_weight": torch.randn(9, 6)}, "teacher_weight: expected the student"),
         ({**teacher, "teacher_hidden": torch.randn(3, 6)}, "teacher_hidden: expected hidden's"),
-        ({"teacher_logits": logits, "kind": "?"}, "kind: expected one of"),
         ({"teacher_logits": logits, "compact": True}, "compact=True: expected a mask"),
-        ({"teacher_logits": logits, "compact": logits}, "compact: expected True or False"),
-        ({"teacher_logits": logits, "mask": torch.ones(4)}, "mask: expected a bool tensor"),
-        ({"teacher_logits": logits, "backend": "inductor"}, "backend: expected one of"),
     ]
     for options, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -1,4 +1,4 @@
-"""Operations from hidden states: tied logits over blocks, NaN rows, steps of a tile, precision."""
+"""Operations from hidden states: ties over blocks, precision, a LoRA, main_grad, linear_map."""
 
 from __future__ import annotations
 

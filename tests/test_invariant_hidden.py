@@ -1,4 +1,7 @@
-"""`invariant_segments`: the same bits at any TP, any chunk, in any company of rows, from hidden."""
+"""`invariant_segments`: the same bits at any TP, any chunk, in any company of rows, from hidden.
+
+What `doctor` says of it stands at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of whole sequences and batches: rejection, choices over ranks, denominators, preferences."""
+"""Of whole sequences and batches: weights and masks, choices over ranks, denominators."""
 
 from __future__ import annotations
 

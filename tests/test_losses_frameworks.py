@@ -232,31 +232,6 @@ def test_clip_cov_drops_tokens_that_verl_may_drop():
     assert dropped[0].sum() == dropped[1].sum() == int(0.1 * x["mask"].sum())
 
 
-FAR = {
-    "verl dro": (losses.DROLoss(tau=0.3, level="token"), "compute_policy_loss_dro"),
-    "verl kl_cov": (losses.KLCovLoss(share=0.1, kl_coef=0.7), "compute_policy_loss_kl_cov"),
-    "verl geo_mean": (losses.GMPOLoss(), "compute_policy_loss_geo_mean"),
-    "verl clip_cov": (losses.ClipCovLoss(share=0.1), "compute_policy_loss_clip_cov"),
-}
-
-
-@pytest.mark.parametrize("name", FAR)
-def test_far_from_the_rollout_ours_is_finite(name):
-    """Log ratios of 100 in float32: verl's kl_cov and clip_cov are inf and NaN there."""
-    x = {key: tensor.float() for key, tensor in _batch().items()}
-    x["old"] = torch.where(torch.arange(9) % 3 == 0, x["new"] - 100.0, x["old"])
-    loss, theirs = FAR[name]
-    new = x["new"].clone().requires_grad_()
-    value = _ours(loss)(x, new)
-    (grad,) = torch.autograd.grad(value, new)
-    assert value.isfinite()
-    assert grad.isfinite().all()
-    if "cov" in name:
-        same = x["new"].clone().requires_grad_()
-        (expected,) = torch.autograd.grad(_verl(theirs)(x, same), same)
-        assert not expected.isfinite().all()
-
-
 # ---- corrections ---------------------------------------------------------------------------------
 
 VERL_REJECTION = [

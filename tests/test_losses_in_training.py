@@ -1,4 +1,4 @@
-"""Ready-made losses where training takes them: far from the rollout, in the head, and under CP."""
+"""Ready-made losses where training takes them: far from the rollout, in the head, compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of logits: odd rows, odd arguments, and what a caller's autograd does with them."""
+"""Statistics of logits: odd rows and arguments, a caller's autograd, `inplace_backward=True`."""
 
 from __future__ import annotations
 
