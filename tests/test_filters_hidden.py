@@ -153,3 +153,19 @@ def test_replay_of_entries_in_several_steps(monkeypatch):
         strict=True,
     ):
         torch.testing.assert_close(one, other)
+
+
+def test_a_nan_row_without_upstream_has_no_gradient_beside_filters():
+    problem = make_problem((6,), ignored=0.0)
+    problem.hidden[2] = torch.nan
+    hidden, weight, _ = shard_problem(problem, False)
+    stats = linear_filtered_stats(hidden, weight, problem.target, top_k=5, entropy=True)
+    upstream = torch.randn(2, 6)
+    upstream[:, 2] = 0.0
+    upstream[0].masked_fill_(stats.logprobs.isneginf(), 0.0)
+    roots = [stats.logprobs, stats.entropy]
+    (grad,) = torch.autograd.grad(roots, hidden, list(upstream))
+    assert stats.entropy.isnan().tolist() == [row == 2 for row in range(6)]
+    assert not grad[2].any()
+    assert grad.isfinite().all()
+    assert grad[[0, 1, 3, 4, 5]].any(-1).all()
