@@ -40,10 +40,10 @@ TESTS = {
     f"{OPERATIONS}",
     "ops/topk": f"tests/test_choices.py tests/test_hidden_edges.py {OPERATIONS}",
     "ops/divergence": f"tests/test_divergences.py tests/test_nan_rows.py {OPERATIONS}",
-    "ops/policy": f"tests/test_policy_loss.py tests/test_loss_function.py {OPERATIONS}",
-    "ops/linear_map": f"tests/test_linear_map.py {OPERATIONS}",
-    "ops/": "tests/test_statistics_edges.py tests/test_partial_gradients.py tests/test_inplace.py "
-    f"tests/test_nan_rows.py tests/test_hidden_edges.py tests/test_costs_logits.py {OPERATIONS}",
+    "ops/policy": f"tests/test_policy_loss.py {OPERATIONS}",
+    "ops/linear_map": f"tests/test_hidden_edges.py {OPERATIONS}",
+    "ops/": "tests/test_statistics_edges.py tests/test_soundness.py tests/test_nan_rows.py "
+    f"tests/test_hidden_edges.py tests/test_costs_logits.py {OPERATIONS}",
     "kernels/reference": "tests/kernels/test_reference.py tests/test_invariant_logits.py "
     f"{OPERATIONS}",
     "losses": "tests/test_losses.py tests/test_losses_objectives.py tests/test_losses_batches.py "

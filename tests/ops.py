@@ -448,7 +448,20 @@ OPERATIONS = {
             options={"entropy": BOTH, "label_smoothing": (0.0, 0.1), "denominator": (1.0, 7.0)},
             axes=IGNORE_INDEX,
             left_out={"loss": None},
-            mistakes=[({"denominator": 0.0}, "denominator: expected")],
+            mistakes=[
+                *(
+                    ({"denominator": wrong}, "denominator: expected a finite number > 0, got")
+                    for bad in (0, -1, float("nan"), float("inf"), -float("inf"))
+                    for wrong in (bad, torch.tensor(bad), torch.tensor([bad]).double())
+                ),
+                *(
+                    ({"denominator": bad}, "denominator: expected a number")
+                    for bad in (True, "all", torch.ones(2), torch.ones((), requires_grad=True))
+                ),
+                ({"advantage": torch.zeros(2, 6)}, "per_token_tensors[0]: expected"),
+                ({"advantage": 1.0}, "per_token_tensors[0]: expected a torch.Tensor, got float"),
+                ({"advantage": torch.zeros(6, 2, requires_grad=True)}, "requires a gradient"),
+            ],
         ),
         exchanged("all_to_all_vp2sp", ml.all_to_all_vp2sp, -1, 0),
         exchanged("all_to_all_sp2vp", ml.all_to_all_sp2vp, 0, -1),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mcore_logprobs import collectives
 from mcore_logprobs.bench.counting import Collective, CollectivesMade
-from tests.helpers.distributed import grid_groups
 from tests.helpers.shards import WORLDS
 
 
@@ -163,24 +162,6 @@ def _nothing() -> list[tuple[int, ...]]:
 
 def test_nothing_to_send(ranks):
     assert ranks(2).run(_nothing) == [[(0, 3), (2, 2, 0), (0, 3), (0, 3), (2,)]] * 2
-
-
-def _subgroup() -> tuple[list[float], list[float]]:
-    groups = grid_groups(tp=2, cp=2)
-    x = torch.tensor([float(dist.get_rank())])
-    return (
-        collectives.all_gather_dim0(x, groups.tp).tolist(),
-        collectives.all_gather_dim0(x, groups.cp).tolist(),
-    )
-
-
-def test_the_group_that_is_given_is_the_one_that_talks(ranks):
-    assert ranks(4).run(_subgroup) == [
-        ([0.0, 1.0], [0.0, 2.0]),
-        ([0.0, 1.0], [1.0, 3.0]),
-        ([2.0, 3.0], [0.0, 2.0]),
-        ([2.0, 3.0], [1.0, 3.0]),
-    ]
 
 
 # ---- the recorder itself ------------------------------------------------------------------------

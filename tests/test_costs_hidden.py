@@ -1,213 +1,334 @@
-"""What linear_token_stats costs: products, collectives, memory; frozen inputs and compaction."""
+"""What operations from hidden states cost: products, collectives, memory; the order of it all."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from unittest import mock
 
-import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
+import megatron.core
 import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
-from mcore_logprobs import (
-    linear_gather,
-    linear_kl_div,
-    linear_map,
-    linear_policy_loss,
-    linear_sampling_logprobs,
-    linear_token_stats,
-    linear_topk,
-)
+import mcore_logprobs as ml
 from mcore_logprobs.bench.counting import CollectivesMade
+from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.ops import rows as rows_module
 from mcore_logprobs.ops.head import HeadTile, head_logits
 from mcore_logprobs.ops.head_gradients import WeightGradient
-from tests.helpers.heads import (
-    Problem,
-    make_problem,
-    plain_loss,
-    shard_problem,
-)
-from tests.helpers.memory import TensorsMade
+from tests.helpers.heads import Problem, make_problem, plain_loss, shard_problem
+from tests.helpers.memory import Made, TensorsMade
 from tests.helpers.shards import on_ranks, world_group, world_size
+from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
 
-ALL = {"entropy": True, "target_rank": True}
+ALL = {"entropy": True, "target_rank": True, "softcap": 20.0, "temperature": 0.5}
 
 
-def _products(problem: Problem, options: dict, frozen: str | None) -> tuple[float, float]:
-    """(forward, backward) in units of one product of the whole shapes."""
-    hidden, weight, _ = shard_problem(problem, False)
-    if frozen is not None:
-        {"hidden": hidden, "weight": weight}[frozen].requires_grad_(False)
-    one = 2 * problem.target.numel() * weight.numel()
-    with FlopCounterMode(display=False) as forward:
-        out = linear_token_stats(hidden, weight, problem.target, **options)
-    with FlopCounterMode(display=False) as backward:
-        out.logprobs.sum().backward()
-    assert (hidden.grad is None) == (frozen == "hidden")
-    assert (weight.grad is None) == (frozen == "weight")
-    return forward.get_total_flops() / one, backward.get_total_flops() / one
+def statistics(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    stats = ml.linear_token_stats(h, w, t, **options)
+    return stats.logprobs if stats.entropy is None else stats.logprobs + stats.entropy
+
+
+def policy_loss(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    return ml.linear_policy_loss(h, w, t, plain_loss, **options)[0]
+
+
+def divergence(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    teacher = {"teacher_hidden": h.detach() + 1.0, "teacher_weight": w.detach()}
+    return ml.linear_kl_div(h, w, **teacher, **options)
+
+
+def log_softmax_of_entries(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    return ml.linear_gather(h, w, t[:, None].expand(-1, 4), log_softmax=True, **options)
+
+
+def mapped(h: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    group = options.get("tp_group")
+
+    def fn(z: Tensor, t: Tensor) -> Tensor:
+        return ml.vocab_parallel_token_stats(z, t, tp_group=group, chunk_size=4).logprobs
+
+    return ml.linear_map(h, w, fn, t, **options)
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+class Flops(TorchDispatchMode):
+    """Floating-point operations of products; torch's own counter hooks modules, which ends fusion.
+
+    Attributes:
+        total: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+# The call, and its products forward and backward.
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], int, int]] = {
+    "statistics": (statistics, 1, 3),
+    "policy loss": (policy_loss, 3, 0),
+    "top-k": (lambda h, w, t, **k: ml.linear_sampling_logprobs(h, w, t, top_k=20, **k), 1, 3),
+    "top-p": (lambda h, w, t, **k: ml.linear_sampling_logprobs(h, w, t, top_p=0.5, **k), 1, 3),
+    "map": (mapped, 1, 3),
+    "divergence": (divergence, 2, 4),
+    "log-softmax of entries": (log_softmax_of_entries, 1, 3),
+    "entries": (lambda h, w, t, **k: ml.linear_gather(h, w, t[:, None], **k), 0, 0),
+}
+COUNT, WIDTH, COLUMNS = 40, 16, 24
+
+
+def products(
+    name: str, frozen: str | None = None, kept: int = COUNT, **options: Any
+) -> tuple[float, float]:
+    """Forward and backward, in units of one product of the whole shapes."""
+    hidden, weight = torch.randn(COUNT, WIDTH), torch.randn(COLUMNS, WIDTH)
+    leaves = {"hidden": hidden, "weight": weight}
+    for leaf in leaves:
+        leaves[leaf].requires_grad_(leaf != frozen)
+    rows = options.get("rows")
+    target = torch.arange(COUNT if rows is None else len(rows)) % COLUMNS
+    target[kept:] = -100
+    with Flops() as forward:
+        out = PRODUCTS[name][0](hidden, weight, target, **options)
+    with Flops() as backward:
+        out.sum().backward()
+    assert all((x.grad is None) == (leaf == frozen) for leaf, x in leaves.items())
+    one = 2 * COUNT * WIDTH * COLUMNS
+    return forward.total / one, backward.total / one
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_rows_cost_the_products_of_as_many_rows(name: str) -> None:
+    _, forward, backward = PRODUCTS[name]
+    assert products(name) == products(name, chunk_size=5) == (forward, backward)
+    for rows in (torch.tensor([3, 17, 17, 39]), torch.tensor([], dtype=torch.int64)):
+        share = len(rows) / COUNT
+        assert products(name, rows=rows) == pytest.approx((forward * share, backward * share))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
-@pytest.mark.parametrize(
-    ("frozen", "backward"), [(None, 3.0), ("weight", 2.0), ("hidden", 2.0)], ids=str
-)
-def test_a_frozen_input_skips_its_product(frozen, backward, chunk_size):
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_a_frozen_input_skips_its_product(frozen: str, chunk_size: int | None) -> None:
+    assert products("statistics", frozen, chunk_size=chunk_size) == (1.0, 2.0)
+    assert products("policy loss", frozen, chunk_size=chunk_size) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["statistics", "policy loss"])
+def test_compaction_is_paid_by_kept_rows_only(name: str) -> None:
+    _, forward, backward = PRODUCTS[name]
+    found = products(name, kept=15, compact=True)
+    assert found == pytest.approx((forward * 15 / COUNT, backward * 15 / COUNT))
+
+
+def test_entries_of_a_lora_need_its_small_products_alone() -> None:
+    """U twice, dA, dHidden; however many the ids."""
+    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(24, 8)
+    a, b = torch.randn(3, 8, requires_grad=True), torch.randn(24, 3, requires_grad=True)
+    ids = torch.zeros(12, 5, dtype=torch.int64)
+    with Flops() as flops:
+        ml.linear_gather(hidden, weight, ids, lora=(a, b, 0.5)).sum().backward()
+    assert flops.total == 4 * 2 * 12 * a.numel()
+
+
+@pytest.mark.parametrize("call", [statistics, policy_loss])
+def test_without_gradients_there_is_one_product_and_nothing_kept(call) -> None:
     problem = make_problem((12,))
-    options = {"chunk_size": chunk_size}
-    assert _products(problem, options, frozen) == (1.0, backward)
-
-
-def _saves_nothing(problem: Problem) -> None:
     hidden, weight, _ = shard_problem(problem, False)
-    with torch.no_grad(), TensorsMade() as made:
-        out = linear_token_stats(
-            hidden, weight, problem.target, entropy=True, tp_group=world_group()
-        )
-    assert not out.logprobs.requires_grad
+    with torch.no_grad(), TensorsMade() as made, Flops() as flops:
+        out = call(hidden, weight, problem.target)
+    assert flops.total == 2 * 12 * weight.numel()
+    assert not out.requires_grad
     del out
     assert made.live == 0
-    plain = linear_token_stats(hidden.detach(), weight.detach(), problem.target)
-    assert not plain.logprobs.requires_grad
+    assert not call(hidden.detach(), weight.detach(), problem.target).requires_grad
 
 
-def _sent_without_dhidden(problem: Problem, sequence_parallel: bool) -> set[str]:
+def _head_flops(layout: dict[str, Any]) -> list[int]:
+    with megatron(**layout) as parallel_state:
+        tp = layout.get("tp", 1)
+        model = mm.build_gpt_model(tiny_config(tp, sequence_parallel=tp > 1), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        flops = []
+        count = batch["labels"].numel()
+        for rows in (torch.arange(count), torch.arange(0, count, 4)):
+            model.zero_grad(set_to_none=True)
+            target = batch["labels"].reshape(-1)[rows]
+            with (
+                ml.patch_model(model) as handle,
+                handle.targets(target, rows=rows),
+                Flops() as counted,
+            ):
+                model(**batch["inputs"]).logprobs.sum().backward()
+            flops.append(counted.total)
+        product = 2 * model.config.hidden_size * VOCAB // tp
+        return [flops[0] - flops[1], 4 * product * (count - count // 4)]
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
+def test_rows_of_a_model(ranks, layout) -> None:
+    for saved, expected in ranks(layout.get("tp", 1)).run(_head_flops, layout):
+        assert saved == expected
+
+
+# ---- collectives --------------------------------------------------------------------------------
+
+
+def _traffic(problem: Problem, options: dict, sequence_parallel: bool, policy: bool) -> tuple:
     hidden, weight, _ = shard_problem(problem, sequence_parallel)
+    call = policy_loss if policy else statistics
     parallel = {"tp_group": world_group(), "sequence_parallel": sequence_parallel}
-    out = linear_token_stats(hidden.detach(), weight, problem.target, chunk_size=4, **parallel)
-    with CollectivesMade() as backward:
-        out.logprobs.sum().backward()
-    return set(backward.names)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_frozen_hidden_states_leave_nothing_to_sum(ranks, sequence_parallel):
-    expected = {"all_gather"} if sequence_parallel else set()
-    for names in ranks(2).run(_sent_without_dhidden, make_problem(), sequence_parallel):
-        assert names == expected
-
-
-def test_no_grad_saves_nothing():
-    _saves_nothing(make_problem())
-
-
-def test_compaction_is_paid_by_kept_rows_only():
-    problem = make_problem((40,), ignored=0.7)
-    share = (problem.target != -100).float().mean().item()
-    assert 0.1 < share < 0.6
-    forward, backward = _products(problem, {"compact": True}, None)
-    assert forward == pytest.approx(share)
-    assert backward == pytest.approx(3 * share)
-
-
-# ---- traffic and memory -------------------------------------------------------------------------
-
-
-def _traffic(problem: Problem, options: dict, sequence_parallel: bool) -> tuple:
-    hidden, weight, _ = shard_problem(problem, sequence_parallel)
     with CollectivesMade() as forward:
-        out = linear_token_stats(
-            hidden,
-            weight,
-            problem.target,
-            tp_group=world_group(),
-            sequence_parallel=sequence_parallel,
-            **options,
-        )
+        out = call(hidden, weight, problem.target, **parallel, **options)
     with CollectivesMade() as backward:
-        (out.logprobs * problem.upstream["logprobs"]).sum().backward()
-    return forward.made, backward.made
+        out.sum().backward()
+    with CollectivesMade() as frozen:
+        out = call(hidden.detach(), weight, problem.target, **parallel, **options)
+        out.sum().backward()
+    total: dict[str, int] = {}
+    for made in (*forward.made, *backward.made):
+        total[made.name] = total.get(made.name, 0) + made.nbytes
+    return forward.names, backward.names, total, frozen.names
 
 
-@pytest.mark.parametrize(("options", "k"), [({}, 3), ({"entropy": True}, 4)], ids=str)
+@pytest.mark.parametrize("chunk_size", [None, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", [2, 3])
-def test_one_all_gather_forward_and_one_reduction_backward(ranks, world, dtype, options, k):
+def test_one_all_gather_forward_and_one_reduction_backward(ranks, world, dtype, chunk_size):
     problem = make_problem((12, 2), dtype=dtype)
-    for forward, backward in ranks(world).run(_traffic, problem, options, False):
-        assert [made.name for made in forward] == ["all_gather"]
-        assert forward[0].nbytes == 24 * k * 4
-        assert [made.name for made in backward] == ["all_reduce"]
-        assert backward[0].nbytes == 24 * 8 * 4
-    for forward, backward in ranks(world).run(_traffic, problem, options, True):
+    chunks = 2 if chunk_size else 1
+    for options, numbers in (({}, 3), ({"entropy": True}, 4)):
+        told = options | {"chunk_size": chunk_size}
+        statistics_bytes, dhidden_bytes = 24 * numbers * 4, 24 * 8 * 4
+        for forward, backward, nbytes, frozen in ranks(world).run(
+            _traffic, problem, told, False, False
+        ):
+            assert forward == frozen == ["all_gather"]
+            assert backward == ["all_reduce"] * chunks
+            assert nbytes == {"all_gather": statistics_bytes, "all_reduce": dhidden_bytes}
         # Sequence parallelism gathers hidden besides, once forward and once to recompute.
-        assert [made.name for made in forward] == ["all_gather", "all_gather"]
-        assert forward[0].nbytes == problem.hidden.nbytes // world
-        assert forward[1].nbytes == 24 * k * 4
-        assert [made.name for made in backward] == ["all_gather", "reduce_scatter"]
-        assert backward[1].nbytes == 24 * 8 * 4
+        gathered = 2 * problem.hidden.nbytes // world
+        for forward, backward, nbytes, frozen in ranks(world).run(
+            _traffic, problem, told, True, False
+        ):
+            assert forward == ["all_gather"] * (chunks + 1)
+            assert sorted(backward) == ["all_gather"] * chunks + ["reduce_scatter"] * chunks
+            assert set(frozen) == {"all_gather"}
+            expected = {"all_gather": statistics_bytes + gathered, "reduce_scatter": dhidden_bytes}
+            assert nbytes == expected
 
 
-def test_chunks_need_no_more_statistics_and_send_dhidden_once(ranks):
-    problem = make_problem((12, 2))
-    for forward, backward in ranks(2).run(_traffic, problem, {"chunk_size": 5}, False):
-        assert [made.name for made in forward] == ["all_gather"]
-        assert {made.name for made in backward} == {"all_reduce"}
-        assert sum(made.nbytes for made in backward) == 24 * 8 * 4
+@pytest.mark.parametrize("chunk_size", [4, 12])
+def test_a_policy_loss_sends_all_of_it_forward(ranks, chunk_size):
+    problem, chunks = make_problem((12,)), 12 // chunk_size
+    told = {"chunk_size": chunk_size}
+    for forward, backward, nbytes, _ in ranks(2).run(_traffic, problem, told, False, True):
+        assert sorted(forward) == ["all_gather"] * chunks + ["all_reduce"] * chunks
+        assert nbytes == {"all_gather": 12 * 3 * 4, "all_reduce": 12 * 8 * 4}
+        assert backward == []
+    for forward, backward, nbytes, _ in ranks(2).run(_traffic, problem, told, True, True):
+        # Of hidden, and of statistics.
+        assert sorted(forward) == ["all_gather"] * 2 * chunks + ["reduce_scatter"] * chunks
+        assert nbytes["reduce_scatter"] == 12 * 8 * 4
+        assert backward == []
+    forward, backward, *_ = _traffic(problem, told, False, True)
+    assert forward == backward == []
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+ROWS, WIDE, CHUNK = 512, 8192, 32
+
+
+class Room(NamedTuple):
+    """How much a call may take at once, in chunks of float32 logits; what it keeps, in numbers."""
+
+    call: Callable[..., Tensor]
+    forward: int
+    backward: int
+    per_row: int = 40
+
+
+MEMORY: dict[str, Room] = {
+    "statistics": Room(statistics, 4, 4),
+    "all statistics": Room(lambda *a, **k: statistics(*a, **ALL, **k), 4, 4),
+    "policy loss": Room(policy_loss, 4, 0),
+    "map": Room(mapped, 2, 4),
+    # Raw logits beside the finished ones, and a passing copy.
+    "map with softcap": Room(lambda *a, **k: mapped(*a, softcap=20.0, **k), 4, 6),
+    "gather": Room(lambda h, w, t, **k: ml.linear_gather(h, w, t[:, None], **k), 6, 3, 160),
+    "log-softmax": Room(log_softmax_of_entries, 6, 3, 160),
+    "topk": Room(lambda h, w, t, **k: ml.linear_topk(h, w, 8, **k)[0], 6, 3, 160),
+    "divergence": Room(divergence, 8, 3, 160),  # which has two sides
+    "sampling": Room(
+        lambda h, w, t, **k: ml.linear_sampling_logprobs(h, w, t, top_p=0.9, **k), 6, 3, 160
+    ),
+}
 
 
 def _allocations(
-    rows: int, vocab: int, dtype: torch.dtype, options: dict, sequence_parallel: bool
-) -> tuple:
+    name: str, dtype: torch.dtype, sequence_parallel: bool
+) -> tuple[list[Made], int, int, int, int]:
     width = 32
-    local = rows // world_size() if sequence_parallel else rows
+    local = ROWS // world_size() if sequence_parallel else ROWS
     hidden = torch.randn(local, width).to(dtype).requires_grad_()
-    weight = torch.randn(vocab // world_size(), width).to(dtype).requires_grad_()
-    target = torch.arange(rows) % vocab
+    weight = torch.randn(WIDE // world_size(), width).to(dtype).requires_grad_()
+    options = {"tp_group": world_group(), "sequence_parallel": sequence_parallel}
     with TensorsMade() as forward:
-        out = linear_token_stats(
-            hidden,
-            weight,
-            target,
-            tp_group=world_group(),
-            sequence_parallel=sequence_parallel,
-            **options,
-        )
+        out = MEMORY[name].call(hidden, weight, torch.arange(ROWS), chunk_size=CHUNK, **options)
     kept = forward.live
-    total = out.logprobs.sum() + (0.0 if out.entropy is None else out.entropy.sum())
+    total = out[out.isfinite()].sum()
     with TensorsMade() as backward:
         total.backward()
-    grads = hidden.nbytes + weight.nbytes
-    wide = 4 * (rows * width + weight.numel())  # both gradients in float32
-    return forward.made, forward.peak, kept, backward.made, backward.peak, grads, wide
+    wide = 4 * (ROWS * width + weight.numel())  # both gradients in float32
+    return [*forward.made, *backward.made], forward.peak, kept, backward.peak, wide
+
+
+LAYOUTS = [(1, torch.float32), (1, torch.bfloat16), (2, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, ALL | {"softcap": 20.0, "temperature": 0.5}], ids=["plain", "all"]
+    ("name", "world", "dtype"),
+    [(name, *how) for name in MEMORY for how in LAYOUTS[: 3 if MEMORY[name].per_row == 40 else 1]],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", [(1, False), (2, True)], ids=str)
-def test_nothing_larger_than_two_chunks_is_made(ranks, layout, dtype, options):
-    world, sequence_parallel = layout
-    rows, vocab, chunk_size = 512, 8192, 32
-    chunk = chunk_size * (vocab // world) * 4
-    args = (rows, vocab, dtype, options | {"chunk_size": chunk_size}, sequence_parallel)
-    per_row = rows * 8 * 40
-    for made, peak, kept, made_backward, peak_backward, _, wide in on_ranks(
-        ranks, world, _allocations, *args
+def test_memory_is_a_few_chunks(ranks, name, world, dtype):
+    room, chunk = MEMORY[name], CHUNK * (WIDE // world) * 4
+    per_row = ROWS * 8 * room.per_row
+    for made, peak, kept, peak_backward, wide in on_ranks(
+        ranks, world, _allocations, name, dtype, world > 1
     ):
-        gradient_shapes = {(vocab // world, 32), (rows, 32), (rows // world, 32)}
-        for one in (*made, *made_backward):
+        gradient_shapes = {(WIDE // world, 32), (ROWS, 32), (ROWS // world, 32)}
+        for one in made:  # an int64 key of a chunk is twice its size; all logits would be 16
             assert one.nbytes <= 2 * chunk or one.shape in gradient_shapes, one
-        assert peak <= 4 * chunk + wide + per_row
-        assert kept <= per_row
-        assert peak_backward <= 4 * chunk + 2 * wide + per_row
+        held = wide if name == "policy loss" else 0
+        assert peak <= room.forward * chunk + wide + per_row
+        assert kept <= held + per_row
+        assert peak_backward <= room.backward * chunk + 2 * wide - held + per_row
 
 
 def test_the_default_budget_holds():
-    budget = 32 << 20
-    rows, vocab = 1024, 32768  # 128 MiB of float32 logits
-    _, peak, kept, _, peak_backward, _, wide = _allocations(
-        rows, vocab, torch.float32, {"entropy": True}, False
-    )
-    assert kept <= rows * 8 * 40
-    assert peak <= 2 * budget
-    assert peak_backward <= 2 * budget + wide
+    budget, rows, vocab = 32 << 20, 1024, 32768  # 128 MiB of float32 logits
+    hidden, weight = torch.randn(rows, 32), torch.randn(vocab, 32)
+    with TensorsMade() as forward:
+        out = statistics(hidden.requires_grad_(), weight.requires_grad_(), torch.arange(rows))
+    assert forward.live <= rows * 8 * 40
+    assert forward.peak <= 2 * budget
+    with TensorsMade() as backward:
+        out.sum().backward()
+    assert backward.peak <= 2 * budget + 4 * (hidden.numel() + weight.numel())
 
 
 # ---- order and sizes of products ----------------------------------------------------------------
@@ -237,9 +358,9 @@ def _order(problem: Problem, sequence_parallel: bool, policy: bool) -> list:
     small = mock.patch.dict(rows_module._CHUNK_BYTES, cpu=4 * 8 * 256)
     with small, _Order() as order:
         if policy:
-            loss, _ = linear_policy_loss(hidden, weight, problem.target, plain_loss, **parallel)
+            loss, _ = ml.linear_policy_loss(hidden, weight, problem.target, plain_loss, **parallel)
         else:
-            loss = linear_token_stats(hidden, weight, problem.target, **parallel).logprobs.sum()
+            loss = ml.linear_token_stats(hidden, weight, problem.target, **parallel).logprobs.sum()
             order.issued.clear()
         loss.backward()
     return order.issued
@@ -317,65 +438,11 @@ def test_one_tiles_dweight_is_multiplied_into_its_own_dtype(rows):
     assert (error <= exact.abs() * 2.0**-8 + rows**0.5 * 2.0**-20).all()
 
 
-# ---- the other operations -----------------------------------------------------------------------
-
-
-def test_a_gather_of_logits_needs_no_product():
-    problem = make_problem((12,))
-    hidden, weight, _ = shard_problem(problem, False)
-    with FlopCounterMode(display=False) as counter:
-        linear_gather(hidden, weight, torch.zeros(12, 3, dtype=torch.int64)).sum().backward()
-    assert counter.get_total_flops() == 0
-    a, b = torch.randn(3, 8, requires_grad=True), torch.randn(24, 3, requires_grad=True)
-    ids = torch.zeros(12, 5, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:  # U twice, dA, dHidden; however many the ids
-        linear_gather(hidden, weight, ids, lora=(a, b, 0.5)).sum().backward()
-    assert counter.get_total_flops() == 4 * 2 * 12 * a.numel()
-    with FlopCounterMode(display=False) as counter:
-        out = linear_gather(hidden, weight, torch.zeros(12, 3, dtype=torch.int64), log_softmax=True)
-        out.sum().backward()
-    assert counter.get_total_flops() == 4 * 2 * 12 * weight.numel()
-
-
-ROWS, VOCAB, CHUNK = 256, 8192, 16
-CALLS = {
-    "gather": lambda h, w: linear_gather(h, w, torch.zeros(ROWS, 4).long(), chunk_size=CHUNK),
-    "log-softmax": lambda h, w: linear_gather(
-        h, w, torch.zeros(ROWS, 4).long(), log_softmax=True, chunk_size=CHUNK
-    ),
-    "topk": lambda h, w: linear_topk(h, w, 8, chunk_size=CHUNK)[0],
-    "divergence": lambda h, w: linear_kl_div(
-        h, w, teacher_hidden=h.detach() + 1.0, teacher_weight=w.detach(), chunk_size=CHUNK
-    ),
-    "sampling": lambda h, w: linear_sampling_logprobs(
-        h, w, torch.zeros(ROWS).long(), top_p=0.9, chunk_size=CHUNK
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_memory_is_a_few_chunks(name):
-    hidden = torch.randn(ROWS, 32, requires_grad=True)
-    weight = torch.randn(VOCAB, 32, requires_grad=True)
-    chunk = CHUNK * VOCAB * 4
-    with TensorsMade() as forward:
-        out = CALLS[name](hidden, weight)
-    kept = forward.live
-    with TensorsMade() as backward:
-        out[out.isfinite()].sum().backward()
-    # An int64 key of a chunk is twice its size; all logits would be 16.
-    for one in (*forward.made, *backward.made):
-        assert one.nbytes <= 2 * chunk or one.shape == weight.shape, one
-    assert kept <= ROWS * 8 * 160
-    assert forward.peak <= (8 if name == "divergence" else 6) * chunk  # which has two sides
-    assert backward.peak <= 3 * chunk + 2 * weight.nbytes
-
-
 @pytest.mark.parametrize(
     "call",
     [
-        lambda h, w: linear_topk(h, w, 3, chunk_size=4)[0],
-        lambda h, w: linear_map(h, w, lambda z: z.logsumexp(-1), chunk_size=4),
+        lambda h, w: ml.linear_topk(h, w, 3, chunk_size=4)[0],
+        lambda h, w: ml.linear_map(h, w, lambda z: z.logsumexp(-1), chunk_size=4),
     ],
     ids=["topk", "map"],
 )
@@ -405,17 +472,3 @@ def test_a_tile_of_logits_is_gone_before_the_next_is_made(call, monkeypatch):
     call(hidden, torch.randn(40, 8)).sum().backward()
     assert len(made) >= 3
     assert all(ref.expired() for ref in made)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 5])
-def test_filters_take_four_products(chunk_size):
-    problem = make_problem((12,))
-    hidden, weight, _ = shard_problem(problem, False)
-    with FlopCounterMode(display=False) as forward:
-        out = linear_sampling_logprobs(
-            hidden, weight, problem.target, top_p=0.5, chunk_size=chunk_size
-        )
-    with FlopCounterMode(display=False) as backward:
-        out.backward(torch.randn(12))
-    one = 2 * 12 * weight.numel()
-    assert (forward.get_total_flops(), backward.get_total_flops()) == (one, 3 * one)

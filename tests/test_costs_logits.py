@@ -45,6 +45,8 @@ SENT = {
     "kl_div logits": "all_gather |",
     "kl_div logits kind=jsd": "all_gather all_reduce |",
     "kl_div hidden kind=jsd": "all_gather all_reduce | all_reduce",
+    "token_stats hidden lora=True frozen=A": "all_gather | all_reduce",
+    "token_stats hidden lora=True": "all_gather | all_reduce all_reduce",
     "soft_cross_entropy logits": "all_gather |",
     "sampling_logprobs logits replay=True": "all_gather |",
     "all_to_all_vp2sp logits": "all_to_all | all_to_all",
@@ -74,8 +76,7 @@ def _traffic(options: dict, dtype: torch.dtype, chunk_size: int | None) -> tuple
     return forward.names, forward.nbytes, backward.names
 
 
-@pytest.mark.parametrize("chunk_size", [None, 5])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "chunk_size"), [(2, 5), (3, None)])
 @pytest.mark.parametrize(
     ("options", "numbers"),
     [({}, 3), ({"entropy": True}, 4), ({"entropy": True, "label_smoothing": 0.1}, 6)],
@@ -85,14 +86,6 @@ def test_one_all_gather_forward_and_nothing_backward(ranks, world, options, numb
     for names, nbytes, backward in ranks(world).run(_traffic, options, torch.bfloat16, chunk_size):
         assert names == ["all_gather"]
         assert nbytes == numbers * 32 * 4
-        assert backward == []
-
-
-def test_the_rank_takes_one_collective_more(ranks):
-    for names, nbytes, backward in ranks(2).run(_traffic, ALL, torch.float32, 5):
-        assert len(names) == 2
-        assert names[-1] == "all_gather"
-        assert nbytes <= (5 + 1) * 32 * 4
         assert backward == []
 
 
@@ -141,8 +134,7 @@ def _summary(dtype: torch.dtype, options: dict, chunk_size: int) -> tuple:
     [{}, ALL, ALL | {"temperature": 0.5, "softcap": 9.0, "label_smoothing": 0.1}],
     ids=["plain", "all", "everything"],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16)], ids=str)
 def test_the_gradient_is_the_only_tensor_of_the_logits_size(ranks, world, dtype, options):
     for nbytes, chunk, made, peak, after, large, backward_peak in on_ranks(
         ranks, world, _summary, dtype, options, 4

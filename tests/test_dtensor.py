@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,36 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import mcore_logprobs as ml
+from tests.engine.cases import Case, Problem, parse
+from tests.engine.operation import SHARDED
+from tests.ops import OPERATIONS
 
-VOCAB, BATCH, SEQ = 24, 2, 6
-
-
-def _kept(target: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row kept its target and one other id."""
-    ids = torch.stack([target, (target + 5) % VOCAB], -1).flatten()
-    return ids, torch.arange(target.numel() + 1) * 2
-
-
-# Each gives one float tensor `[b, s, *]` from logits, targets and keywords.
-OPS: dict[str, Callable[..., Tensor]] = {
-    "logprobs": lambda x, t, **kw: ml.vocab_parallel_logprobs(x, t, **kw),
-    "entropy": lambda x, t, **kw: ml.vocab_parallel_entropy(x, **kw),
-    "rank": lambda x, t, **kw: ml.vocab_parallel_target_rank(x, t, **kw).float(),
-    "token_stats": lambda x, t, **kw: ml.vocab_parallel_token_stats(x, t, entropy=True, **kw).lse,
-    "topk": lambda x, t, **kw: ml.vocab_parallel_topk(x, 3, **kw)[0],
-    "argmax": lambda x, t, **kw: ml.vocab_parallel_argmax(x, **kw).float(),
-    "gather": lambda x, t, **kw: ml.vocab_parallel_gather(
-        x, t.unsqueeze(-1), log_softmax=True, **kw
-    ),
-    "sampling": lambda x, t, **kw: ml.vocab_parallel_sampling_logprobs(
-        x, t, top_k=20, top_p=0.99, **kw
-    ).nan_to_num(neginf=0.0),
-    "replay": lambda x, t, **kw: ml.vocab_parallel_sampling_logprobs(
-        x, t, kept_ids=_kept(t.to_local() if isinstance(t, DTensor) else t), **kw
-    ),
-    "log_softmax": lambda x, t, **kw: ml.vocab_parallel_log_softmax(x, **kw),
-}
-_NO_GRADIENT = ("rank", "argmax")
+LINES = [
+    *(f"{name} logits" for name, op in OPERATIONS.items() if op.from_logits and not op.same_dtype),
+    "gather logits log_softmax=True",
+    "sampling_logprobs logits top_k=6 top_p=0.8",
+    "sampling_logprobs logits replay=True",
+    "kl_div hidden",
+]
+BATCH, SEQ, VOCAB = 2, 6, 24
 
 
 @functools.lru_cache  # a mesh makes new groups each time
@@ -52,49 +33,72 @@ def _mesh(cp: int, tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
 
 
-def _compare(whole: Tensor, target: Tensor, name: str, cp: int, tp: int) -> None:
-    """A DTensor against the same rank's local shard and group: values and gradients."""
-    mesh = _mesh(cp, tp)
-    rows = [Shard(1)] if cp > 1 else []
-    logits = distribute_tensor(whole, mesh, [*rows, Shard(2)], src_data_rank=None)
-    ids = distribute_tensor(target, mesh, [*rows, Replicate()], src_data_rank=None)
-    logits.requires_grad_()
-    op = OPS[name]
-    out = op(logits, ids)
-    assert not isinstance(out, DTensor)
+def _distributed(x: Tensor, columns: bool, cp: int) -> DTensor:
+    """Rows `[s, ...]` over CP, and the last dimension over TP."""
+    rows = [Shard(0)] if cp > 1 else []
+    placements = [*rows, Shard(x.dim() - 1) if columns else Replicate()]
+    return distribute_tensor(x, _mesh(cp, 2), placements, src_data_rank=None)
 
-    rank, at = mesh.get_local_rank("tp"), mesh.get_local_rank("cp") if cp > 1 else 0
-    part = slice(at * SEQ // cp, (at + 1) * SEQ // cp)
-    columns = slice(rank * VOCAB // tp, (rank + 1) * VOCAB // tp)
-    leaf = whole[:, part, columns].clone().requires_grad_()
-    mine = target[:, part].contiguous()
-    expected = op(leaf, mine, tp_group=mesh.get_group("tp"))
-    assert torch.equal(out, expected)
+
+def _compare(given: tuple[Case, int]) -> None:
+    """DTensors against the same rank's local shard and group: values and gradients."""
+    case, cp = given
+    mesh, op, problem = _mesh(cp, 2), case.operation, Problem(case)
+    group, at = mesh.get_group("tp"), mesh.get_local_rank("cp") if cp > 1 else 0
+    rank = mesh.get_local_rank("tp")
+    rows = slice(at * 6 // cp, (at + 1) * 6 // cp)
+    whole = {name: x for name, x in problem.side.items() if isinstance(x, Tensor)}
+    side = {name: _distributed(x, name in SHARDED, cp) for name, x in whole.items()}
+    mine = {name: x.to_local().contiguous() for name, x in side.items()}
+    others = {name: x for name, x in problem.side.items() if name not in whole}
+    if case.source == "hidden":  # a teacher's DTensor alone brings the group
+        weight = problem.head["weight"].chunk(2)[rank]
+        leaves = [
+            x.clone().requires_grad_() for _ in "ab" for x in (problem.head["hidden"], weight)
+        ]
+        head, local = tuple(leaves[:2]), tuple(leaves[2:])
+        others["mask"] = whole["mask"]
+        side, mine = ({"teacher_logits": x["teacher_logits"]} for x in (side, mine))
+    else:
+        logits = _distributed(problem.head["logits"], True, cp).detach().requires_grad_()
+        leaf = problem.head["logits"][rows].chunk(2, -1)[rank].clone().requires_grad_()
+        head, local, leaves = (logits,), (leaf,), [logits, leaf]
+    keywords = {name: case.setting[name] for name in op.options if case.setting[name] is not None}
+    found = op(case.source, head, others | side, keywords)
+    expected = op(case.source, local, others | mine, keywords | {"tp_group": group})
     # Local targets beside DTensor logits, and the mesh's own group named.
-    assert torch.equal(op(logits, mine, tp_group=mesh.get_group("tp")), expected)
-    if name in _NO_GRADIENT:
+    again = op(case.source, head, others | mine, keywords | {"tp_group": group})
+    for name, x in expected.items():
+        assert not isinstance(found[name], DTensor)
+        assert torch.equal(found[name], x), name
+        assert torch.equal(again[name], x), name
+    roots = [name for name in op.differentiable if name in expected]
+    if not roots:
         return
-    upstream = torch.randn(expected.shape)
-    out.backward(upstream)
-    (grad,) = torch.autograd.grad(expected, leaf, upstream)
-    assert isinstance(logits.grad, DTensor)
-    assert logits.grad.placements == logits.placements
-    assert logits.grad.shape == whole.shape
-    assert torch.equal(logits.grad.to_local(), grad)
+    upstream = [torch.randn(expected[name].shape) for name in roots]
+    for outputs in (found, expected):
+        torch.autograd.backward([outputs[name] for name in roots], upstream)
+    half = len(leaves) // 2
+    for x, y in zip(leaves[:half], leaves[half:], strict=True):
+        grad = x.grad
+        if isinstance(x, DTensor):
+            assert isinstance(grad, DTensor)
+            assert grad.placements == x.placements
+            assert grad.shape == x.shape
+            grad = grad.to_local()
+        assert torch.equal(grad, y.grad)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_values_and_gradients(ranks, cp):
+    lines = [line for line in LINES if cp == 1 or not ("replay" in line or "hidden" in line)]
+    cases = [(parse([*line.split(), "tp=2", "ignored=True"]), cp) for line in lines]
+    for line, found in zip(lines, ranks(cp * 2).run_many(_compare, cases), strict=True):
+        assert isinstance(found, list), f"{line}: {found}"
 
 
 def _data() -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, SEQ, VOCAB) * 2, torch.randint(0, VOCAB, (BATCH, SEQ))
-
-
-def _compare_all(whole: Tensor, target: Tensor, cp: int, tp: int) -> None:
-    for name in OPS:
-        _compare(whole, target, name, cp, tp)
-
-
-@pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 2)])
-def test_values_and_gradients(ranks, cp, tp):
-    ranks(cp * tp).run(_compare_all, *_data(), cp, tp)
 
 
 def _whole_model(whole: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

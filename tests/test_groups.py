@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_logprobs import ParallelGroups, VocabShard
+from mcore_logprobs import ParallelGroups, VocabShard, vocab_parallel_logprobs
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group, resolve_tp_group
 from tests.helpers.distributed import grid_groups
 
@@ -129,23 +129,6 @@ def test_a_group_that_leaves_this_process_out_is_refused(ranks):
         ]
 
 
-def _rank_in_group() -> tuple:
-    groups = grid_groups(tp=2, cp=2)
-    return tuple(
-        (group_rank(resolve(group)), group_size(group), _members(group))
-        for resolve, group in zip(RESOLVERS, (groups.tp, groups.cp), strict=True)
-    )
-
-
-def test_ranks_are_counted_within_the_group(ranks):
-    assert ranks(4).run(_rank_in_group) == [
-        ((0, 2, [0, 1]), (0, 2, [0, 2])),
-        ((1, 2, [0, 1]), (0, 2, [1, 3])),
-        ((0, 2, [2, 3]), (1, 2, [0, 2])),
-        ((1, 2, [2, 3]), (1, 2, [1, 3])),
-    ]
-
-
 # ---- from a model, from a mesh ------------------------------------------------------------------
 
 
@@ -250,13 +233,24 @@ def test_shards_tile_the_padded_vocabulary(ranks, vocab_size, valid):
         assert shard == (rank, 3, 8 * rank, 8 * rank + 8, 24, vocab_size or 24, valid[rank])
 
 
-def test_one_process_owns_everything():
-    shard = VocabShard.of(24, None, 20)
-    assert (shard.rank, shard.tp_size, shard.start, shard.end) == (0, 1, 0, 24)
-    assert (shard.padded_size, shard.valid_width) == (24, 20)
+# ---- mistakes of one group ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocab_size", [0, -1, 25, True, 3.0, "24"])
-def test_vocab_size_out_of_range(vocab_size):
-    with pytest.raises(ValueError, match=r"vocab_size: expected .*got"):
-        VocabShard.of(24, None, vocab_size)
+def _different_batches() -> None:
+    """TP pairs with batches of their own: only one pair is wrong, and the other must go on."""
+    groups = grid_groups(tp=2, cp=2)
+    bad = groups.cp.rank() == 1
+    target = torch.full((4, 3), 24 if bad else 0)
+    vocab_parallel_logprobs(torch.zeros(4, 3, 12), target, tp_group=groups.tp)
+
+
+def test_the_wrong_group_fails_alone(ranks):
+    results = ranks(4).run_expecting_errors(_different_batches)
+    assert results[:2] == [None, None]
+    for error in results[2:]:
+        assert isinstance(error, ValueError)
+
+
+def test_a_backend_that_cannot_be_had_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"triton.*CUDA"):
+        vocab_parallel_logprobs(torch.zeros(2, 4), torch.zeros(2).long(), backend="triton")

@@ -1,6 +1,9 @@
-"""Operations from hidden states: tied logits over blocks, NaN rows, steps of a tile, precision."""
+"""Operations from hidden states: ties over blocks, precision, a LoRA, main_grad, linear_map."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
 
 import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
 import pytest
@@ -9,17 +12,20 @@ from torch import Tensor
 
 from mcore_logprobs import (
     linear_gather,
-    linear_sampling_logprobs,
+    linear_map,
     linear_token_stats,
     linear_topk,
-    linear_topk_distill,
     vocab_parallel_token_stats,
     vocab_parallel_topk,
 )
 from mcore_logprobs.ops.head import HeadLogits
 from tests.helpers import oracles
-from tests.helpers.heads import Problem, make_problem, shard_problem
-from tests.helpers.shards import on_ranks, world_group
+from tests.helpers.heads import (
+    Problem,
+    make_problem,
+    shard_problem,
+)
+from tests.helpers.shards import on_ranks, world_group, world_size
 
 
 def _ties(world_vocab: int) -> tuple:
@@ -40,34 +46,6 @@ def test_ties_stand_by_id_over_blocks_and_ranks(ranks, world):
     for found, expected in on_ranks(ranks, world, _ties, 9_000):
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
-
-
-NAN_CALLS = {
-    "gather": lambda h, w, t: linear_gather(h, w, t.unsqueeze(-1)),
-    "log-softmax": lambda h, w, t: linear_gather(h, w, t.unsqueeze(-1), log_softmax=True),
-    "topk": lambda h, w, t: linear_topk(h, w, 3, mask=t >= 0)[0],
-    "top-p": lambda h, w, t: linear_sampling_logprobs(h, w, t, top_p=0.9),
-    "replay": lambda h, w, t: linear_sampling_logprobs(
-        h, w, t, kept_ids=(torch.arange(6).repeat(6), torch.arange(7) * 6)
-    ),
-    "distill": lambda h, w, t: linear_topk_distill(
-        h, w, torch.zeros(6, 2), torch.arange(12).view(6, 2), normalize="topk", mask=t >= 0
-    )[0],
-}
-
-
-@pytest.mark.parametrize("name", NAN_CALLS)
-def test_rows_that_do_not_count_may_hold_nan(name):
-    hidden = torch.randn(6, 4)
-    hidden[2] = torch.nan
-    target = torch.tensor([0, 1, -100, 3, 4, 5])
-    weight = torch.randn(24, 4, requires_grad=True)
-    hidden.requires_grad_()
-    out = NAN_CALLS[name](hidden, weight, target)
-    assert not out[2].any()
-    out[out.isfinite()].sum().backward()
-    assert not hidden.grad[2].any()
-    assert hidden.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -91,25 +69,6 @@ def test_topk_of_a_tile_in_several_steps(monkeypatch, bias):
         strict=True,
     ):
         torch.testing.assert_close(grad, plain)
-
-
-def _tied(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The weight is used twice, as a tied embedding is; both gradients must reach it."""
-    hidden, weight, _ = shard_problem(problem, False)
-    out = linear_token_stats(hidden, weight, problem.target, tp_group=world_group())
-    other = (weight * 2.0).sum()
-    (out.logprobs.sum() + other).backward()
-    (alone,) = torch.autograd.grad(
-        linear_token_stats(hidden, weight, problem.target, tp_group=world_group()).logprobs.sum(),
-        weight,
-    )
-    assert weight.grad is not None
-    return weight.grad, alone + 2.0
-
-
-def test_a_weight_used_twice(ranks):
-    for found, expected in on_ranks(ranks, 2, _tied, make_problem()):
-        torch.testing.assert_close(found, expected)
 
 
 def test_a_bf16_head_s_rounding_is_avoided_and_can_be_asked_for():
@@ -145,3 +104,232 @@ def test_weight_gradient_is_no_worse_in_256_chunks(dtype):
     # float32 sums differ in their last bits; bf16 is rounded once in either case.
     assert many <= (2.0 * one if dtype == torch.float32 else 1.001 * one)
     assert one < (1e-6 if dtype == torch.float32 else 3e-3)
+
+
+# ---- a LoRA --------------------------------------------------------------------------------------
+
+
+def test_an_entry_that_nobody_asks_for_adds_nothing():
+    """Rows that hold NaN, and ids that no gradient comes to, in the gradients of A and B."""
+    problem = make_problem((6,), lora=True)
+    hidden, (a, b, scale) = problem.hidden, problem.lora
+    ids = torch.tensor([[0, 3], [1, 1], [2, 3], [3, 9], [4, 5], [5, 0]])
+    upstream = torch.randn(6, 2)
+    upstream[2] = 0.0
+    found = []
+    for spoilt in (True, False):
+        x = hidden.clone()
+        if spoilt:
+            x[2] = torch.nan
+        leaves = [t.clone().requires_grad_() for t in (x, a, b)]
+        z = linear_gather(leaves[0], problem.weight, ids, lora=(*leaves[1:], scale), softcap=5.0)
+        found.append(torch.autograd.grad(z, leaves, upstream))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert other.any()
+
+
+def test_a_spoilt_row_that_is_asked_for_shows_before_the_lora_has_learnt():
+    """With B = 0, as a LoRA starts, too."""
+    problem = make_problem((6,), lora=True)
+    hidden, (a, b, scale) = problem.hidden.clone(), problem.lora
+    hidden[2] = torch.nan
+    leaves = [a.clone().requires_grad_(), torch.zeros_like(b).requires_grad_()]
+    z = linear_gather(hidden, problem.weight, torch.zeros(6, 2).long(), lora=(*leaves, scale))
+    for grad in torch.autograd.grad(z.sum(), leaves):
+        assert grad.isnan().any()
+
+
+# ---- gradient_accumulation_fusion ----------------------------------------------------------------
+
+
+def _against_megatron(problems: list[Problem]) -> tuple[Tensor, Tensor]:
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
+    try:
+        vocab, width = problems[0].weight.shape
+        config = ModelParallelConfig(
+            tensor_model_parallel_size=world_size(), use_cpu_initialization=True
+        )
+        layer = ColumnParallelLinear(
+            width, vocab, config=config, init_method=torch.nn.init.normal_, bias=False
+        )
+        _, shard, _ = shard_problem(problems[0], False)
+        with torch.no_grad():
+            layer.weight.copy_(shard)
+        theirs = torch.zeros_like(layer.weight, dtype=torch.float32)
+        ours = torch.nn.Parameter(shard.detach())
+        ours.main_grad = torch.zeros_like(ours, dtype=torch.float32)
+        ours.grad_added_to_main_grad = False
+        for problem in problems:
+            upstream = problem.upstream["logprobs"]
+            hidden = problem.hidden.clone().requires_grad_()
+            logits, _ = layer(hidden)
+            loss = vocab_parallel_cross_entropy(logits.clone(), problem.target)
+            (loss * upstream).sum().backward()
+            theirs += layer.weight.grad  # what Megatron's data parallelism does after each
+            layer.weight.grad = None
+            same = problem.hidden.clone().requires_grad_()
+            out = linear_token_stats(
+                same, ours, problem.target, gradient_accumulation_fusion=True, chunk_size=5
+            )
+            ours.zero_out_wgrad = problem is problems[0]
+            (out.loss * upstream).sum().backward()
+            assert ours.grad_added_to_main_grad is True
+            # Data parallelism's hooks fire on a gradient of the right shape, which nobody adds.
+            assert ours.grad is not None
+            assert ours.grad.shape == ours.shape
+            assert not (ours.zero_out_wgrad and ours.grad.any())
+            ours.grad, ours.grad_added_to_main_grad = None, False
+            torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(same.grad, hidden.grad, rtol=1e-5, atol=1e-5)
+        return ours.main_grad, theirs
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_main_grad_is_what_megatrons_own_layer_accumulates(ranks):
+    problems = [make_problem((6, 2), ignored=0.0, names=("logprobs",)) for _ in range(4)]
+    for ours, theirs in ranks(2).run(_against_megatron, problems):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_low_precision_main_grad_is_rounded_once_a_tile(chunk_size):
+    """float32 products are added to a bf16 main_grad, as Megatron's own kernel does."""
+    problem = make_problem((7,), dtype=torch.bfloat16, ignored=0.0, names=("logprobs",))
+    upstream, before = problem.upstream["logprobs"], torch.randn(24, 8).bfloat16()
+    plain = problem.weight.float().requires_grad_()
+    weight = torch.nn.Parameter(problem.weight)
+    weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
+    expected = before.clone()
+    for rows in torch.arange(7).split(chunk_size or 7):
+        stats = linear_token_stats(problem.hidden[rows].float(), plain, problem.target[rows])
+        expected += torch.autograd.grad(stats.logprobs, plain, upstream[rows])[0]
+    stats = linear_token_stats(
+        problem.hidden.requires_grad_(),
+        weight,
+        problem.target,
+        gradient_accumulation_fusion=True,
+        chunk_size=chunk_size,
+    )
+    stats.logprobs.backward(upstream)
+    assert weight.main_grad.dtype == torch.bfloat16
+    # dLogits are rounded to bf16 before the product: an ulp or two of the sum.
+    torch.testing.assert_close(weight.main_grad, expected, rtol=2**-7, atol=2**-7)
+
+
+# ---- linear_map ----------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    spread: Tensor  # [rows]
+    pair: tuple[Tensor, None]  # [rows, 2], differentiable
+    ids: Tensor  # [rows, 2] int64
+    constant: Tensor  # [rows], cut off from the logits
+
+
+def _several(z: Tensor, scale: Tensor) -> Found:
+    values, ids = vocab_parallel_topk(z, 2)
+    return Found(z.var(-1) * scale[:, 0], (values, None), ids, z.detach().amax(-1))
+
+
+def test_against_plain_torch_in_float64():
+    """Results of several shapes in a named tuple; a per-token tensor with a dimension of its own.
+
+    10 rows in tiles of 4 leave a ragged tile; 9 columns, a width of 3.
+    """
+    hidden = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(5, 2, 1, dtype=torch.float64)
+    out = linear_map(hidden, weight, _several, scale, softcap=2.0, chunk_size=4)
+    assert isinstance(out, Found)
+
+    z = 2.0 * torch.tanh(hidden @ weight.t() / 2.0)
+    values, ids = z.topk(2, -1)
+    spread = z.var(-1) * scale[..., 0]
+    torch.testing.assert_close(out.spread, spread, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out.pair[0], values, rtol=1e-12, atol=1e-12)
+    assert out.pair[1] is None
+    assert torch.equal(out.ids, ids)
+    torch.testing.assert_close(out.constant, values[..., 0].detach(), rtol=1e-12, atol=1e-12)
+    assert [x.requires_grad for x in (out.spread, out.pair[0], out.ids, out.constant)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    upstream = [torch.randn_like(spread), torch.randn_like(values)]
+    found = torch.autograd.grad([out.spread, out.pair[0]], [hidden, weight], upstream)
+    expected = torch.autograd.grad([spread, values], [hidden, weight], upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return (z * self.temperature).logsumexp(-1)
+
+
+def _times(z: Tensor, factor: Tensor) -> Tensor:
+    return z.logsumexp(-1) * factor
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen head"])
+def test_learnt_tensors_are_refused_by_name(frozen):
+    hidden, weight, _ = shard_problem(make_problem((6,)), False)
+    if frozen:
+        hidden, weight = hidden.detach(), weight.detach()
+    learnt = torch.ones((), requires_grad=True)
+    fns = {
+        "'learnt'": lambda z: z.logsumexp(-1) * learnt.exp(),
+        "'factor'": functools.partial(_times, factor=learnt),
+        "'_Scaled.temperature'": _Scaled(),
+        "'learnt' (shape ())": lambda z: learnt.expand(z.shape[0]),
+    }
+    for name, fn in fns.items():
+        with pytest.raises(ValueError, match="requires a gradient") as error:
+            linear_map(hidden, weight, fn)
+        assert name in str(error.value)
+        with torch.no_grad():
+            linear_map(hidden, weight, fn)
+    with pytest.raises(ValueError, match=r"per_token_tensors\[0\]: requires a gradient"):
+        linear_map(hidden, weight, _times, torch.ones(6, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("fn", "tensors", "options", "message"),
+    [
+        ("sum", (), {}, "fn: expected a callable, got str"),
+        (lambda z: z.sum(), (), {}, r"fn: expected .*\[6, ...\], got \(\) as result 0"),
+        (lambda z: (z.sum(-1), 1.0), (), {}, "got float as result 1"),
+        (lambda z: z.sum(0), (), {}, r"got \(24,\)"),
+        (_times, (torch.ones(5),), {}, r"per_token_tensors\[0\].*\(6,\).*\(5,\)"),
+    ],
+    ids=range(5),
+)
+def test_mistakes(fn, tensors, options, message):
+    hidden, weight, _ = shard_problem(make_problem((6,)), False)
+    with pytest.raises(ValueError, match=message):
+        linear_map(hidden, weight, fn, *tensors, **options)
+
+
+def test_a_changing_structure_is_refused():
+    hidden, weight, _ = shard_problem(make_problem((6,)), False)
+    calls = []
+
+    def fn(z: Tensor) -> Any:
+        calls.append(z)
+        return z.sum(-1) if len(calls) < 2 else (z.sum(-1), z.sum(-1))
+
+    with pytest.raises(ValueError, match="structure and dtypes that its first call gave"):
+        linear_map(hidden, weight, fn, chunk_size=3)

@@ -1,4 +1,7 @@
-"""`invariant_segments`: the same bits at any TP, any chunk, in any company of rows, from hidden."""
+"""`invariant_segments`: the same bits at any TP, any chunk, in any company of rows, from hidden.
+
+What `doctor` says of it stands at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,12 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs import linear_policy_loss, linear_token_stats
+from mcore_logprobs.debug import doctor, invariance
+from mcore_logprobs.kernels.products import product
+from mcore_logprobs.kernels.stats import merge
+from mcore_logprobs.ops import apply
+from mcore_logprobs.ops import head as fused_head
+from mcore_logprobs.ops.head_gradients import HeadGradient
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
@@ -124,22 +133,12 @@ def test_without_the_flag_the_bits_differ(ranks: Any) -> None:
         assert not same_bits(found[0][name], found[1][name]), name
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-def test_any_chunk_size(chunk_size: int) -> None:
-    given = inputs(70 if chunk_size == 64 else 9, WIDE, torch.float32)
-    options = {"vocab_size": WIDE["vocab_size"], "invariant_segments": SEGMENTS}
-    whole = stats_and_gradients(given, gradients=False, **options)
-    again = stats_and_gradients(given, gradients=False, chunk_size=chunk_size, **options)
-    assert_same_bits(again, whole, f"chunk_size {chunk_size}")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_number_and_order_of_rows(dtype: torch.dtype) -> None:
     given = inputs(200, NARROW, dtype)
     options = {"vocab_size": NARROW["vocab_size"], "invariant_segments": SEGMENTS}
     whole = stats_and_gradients(given, gradients=False, **options)
-    step = 1 if dtype == torch.float32 else 17
-    orders = [torch.arange(count) for count in range(1, 200, step)]
+    orders = [torch.arange(count) for count in range(1, 200, 7)]
     orders += [torch.randperm(200), torch.randperm(200)[:131]]
     for some in orders:
         again = stats_and_gradients(chosen(given, some), gradients=False, **options)
@@ -166,18 +165,67 @@ def test_compiled_kernels_give_the_same_bits_for_any_chunk_and_rows() -> None:
         assert_same_bits(found(some), {n: v[some] for n, v in whole.items()}, f"{len(some)} rows")
 
 
-def test_compact_rows_and_low_precision_logits() -> None:
-    given = inputs(40, NARROW, torch.bfloat16)
-    given["target"][::3] = -100
-    options = {"invariant_segments": 2, "logits_dtype": torch.bfloat16}
-    whole = stats_and_gradients(given, gradients=False, **options)
-    assert_same_bits(
-        stats_and_gradients(given, gradients=False, compact=True, **options), whole, "compact"
-    )
-
-
 def test_wrong_segments_are_refused() -> None:
     hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
     for segments in (2, 0):
         with pytest.raises(ValueError, match="invariant_segments: expected"):
             linear_token_stats(hidden, weight, torch.tensor([0, 1]), invariant_segments=segments)
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+
+def found() -> dict[str, bool]:
+    return {g.name: g.holds for g in invariance.find_guarantees()}
+
+
+def test_every_guarantee_holds_here() -> None:
+    guarantees = found()
+    assert len(guarantees) == 18
+    assert set(guarantees.values()) == {True}
+
+
+def test_a_head_of_another_size() -> None:
+    """The checks ask for no size of their own: a GPU's are those of a real model's head."""
+    hidden, weight = torch.randn(15, 96), torch.randn(8 * 1024, 96)
+    found = dict(invariance._hidden_checks(hidden, weight, torch.arange(15) * 500))
+    assert len(found) == 5
+    assert set(found.values()) == {True}
+
+
+def test_products_of_another_shape_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_head, "batch_invariant_matmul", lambda a, b, out: product(a, b, out))
+    broken = {name for name, holds in found().items() if not holds}
+    assert "hidden float32 forward across rows" in broken
+    assert not any(name.startswith("logits") for name in broken)
+
+
+def test_sums_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(stats, spec, *, ordered=False):
+        flipped = stats.flip(0) if stats.shape[-1] % 2 else stats
+        return merge(flipped, spec, ordered=ordered)
+
+    monkeypatch.setattr(apply, "merge", backwards)
+    broken = {name for name, holds in found().items() if not holds}
+    assert "logits float32 forward across rows" in broken
+
+
+def test_parts_of_dhidden_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_segment = HeadGradient._add_segment
+
+    def spoiled(self, columns, dlogits, tile):
+        add_segment(self, columns, dlogits, tile)
+        if self._head.options.segments.local == 2:  # TP 4
+            self._parts[0].nextafter_(torch.tensor(torch.inf))
+
+    monkeypatch.setattr(HeadGradient, "_add_segment", spoiled)
+    broken = {name for name, holds in found().items() if not holds}
+    assert broken == {f"hidden {dtype} dHidden across TP" for dtype in ("float32", "bfloat16")}
+
+
+def test_doctor_prints_it() -> None:
+    assert "not tried: doctor --full does" in doctor.as_text(doctor.report())
+    report = doctor.report(full=True)
+    assert "cpu: 18 of 18 checks found them" in doctor.as_text(report)
+    report["invariant_segments"]["cpu"]["logits float32 forward across TP"] = False
+    assert "NOT logits float32 forward across TP" in doctor.as_text(report)

@@ -1,4 +1,4 @@
-"""Of whole sequences and batches: rejection, choices over ranks, denominators, preferences."""
+"""Of whole sequences and batches: weights and masks, choices over ranks, denominators."""
 
 from __future__ import annotations
 
@@ -131,6 +131,62 @@ def test_sequence_weights(ratio, veto, seq_dim):
     assert weights.isnan().flatten().tolist() == [True] + [False] * 5
 
 
+@pytest.mark.parametrize("seq_dim", [0, 1])
+def test_sequence_sums_and_means(seq_dim):
+    x = _batch()
+    values = torch.where(x["mask"], x["new"], torch.nan)
+    values, mask = (values, x["mask"]) if seq_dim else (values.t(), x["mask"].t())
+    sums = torch.stack([row[keep].sum() for row, keep in zip(x["new"], x["mask"], strict=True)])
+    found = losses.sequence_sum(values, mask, seq_dim=seq_dim)
+    assert found.shape == ((6, 1) if seq_dim else (1, 6))
+    torch.testing.assert_close(found.flatten(), sums)
+    for keep in (mask, mask.long(), mask.float()):
+        found = losses.sequence_mean(values, keep, seq_dim=seq_dim)
+        torch.testing.assert_close(found.flatten(), sums / x["mask"].sum(1).clamp(min=1))
+
+
+@pytest.mark.parametrize("seq_dim", [0, 1])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("ratio", ["product", "mean"])
+def test_masked_sequence_weights(ratio, weighted, seq_dim):
+    x = _batch()
+    rollout = torch.where(x["mask"], x["old"], torch.nan)  # what is masked may be anything
+    arguments = [t if seq_dim else t.t() for t in (x["new"], rollout, x["mask"])]
+    arguments[0].requires_grad_()
+    found = losses.masked_sequence_weights(
+        *arguments, low=0.9, high=1.2, ratio=ratio, weighted=weighted, seq_dim=seq_dim
+    )
+    assert not found.requires_grad
+    assert found.shape == ((6, 1) if seq_dim else (1, 6))
+    for i, keep in enumerate(x["mask"]):
+        log_ratio = (x["new"] - x["old"])[i, keep].sum().item()
+        s = math.exp(log_ratio / (max(int(keep.sum()), 1) if ratio == "mean" else 1))
+        expected = (s if weighted else 1.0) if 0.9 <= s <= 1.2 else 0.0
+        assert found.flatten()[i].item() == pytest.approx(expected, abs=1e-12)
+    assert 0 < found.count_nonzero() < 6
+
+
+@pytest.mark.parametrize("seq_dim", [0, 1])
+def test_off_policy_sequence_mask(seq_dim):
+    x = _batch()
+    drift = torch.tensor([[0.3], [0.3], [0.05], [-2.0], [0.05], [0.3]], dtype=F64)
+    rollout = torch.where(x["mask"], x["new"] + drift, torch.nan)
+    advantages = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0], [1.0], [-1.0]], dtype=F64)
+    logprobs = x["new"].requires_grad_()
+    arguments = [t if seq_dim else t.t() for t in (logprobs, rollout, advantages, x["mask"])]
+    found = losses.off_policy_sequence_mask(*arguments, delta=0.1, seq_dim=seq_dim)
+    assert not found.requires_grad
+    found = found if seq_dim else found.t()
+    assert torch.equal(found, torch.tensor([0.0, 1, 1, 1, 1, 1]).double()[:, None].expand(6, 8))
+    # As weights of the clipped loss the masked sequence has neither a value nor a gradient.
+    loss = losses.ClippedLoss(weighted=True)
+    value = loss(logprobs, None, x["old"], advantages.expand(6, 8), found)
+    (grad,) = torch.autograd.grad(value.sum(), logprobs)
+    assert not value[0].any()
+    assert not grad[0].any()
+    assert grad[1:].any(1).all()
+
+
 # ---- choices among all tokens, on several ranks --------------------------------------------------
 
 
@@ -194,12 +250,21 @@ def test_a_batch_without_a_token_and_one_with_a_nan():
         assert all(tensor.isfinite().all() for tensor in found.values())
 
 
-def _after(entropy: Tensor, mask: Tensor) -> losses.AdaptiveEntropy:
+def _of_all_ranks(x: dict[str, Tensor]) -> tuple[float, ...]:
+    part = {name: _rows_of_rank(tensor) for name, tensor in x.items()}
     control = losses.AdaptiveEntropy(target=0.5, step=0.1, value=0.15, high=0.3)
-    return control.after(_rows_of_rank(entropy), _rows_of_rank(mask), group=world_group())
+    found = control.after(part["entropy"], part["mask"], group=world_group())
+    reference = losses.kto_reference(part["new"], part["old"] - 3.0, group=world_group())
+    return found.value, found.entropy, reference.item()
 
 
-def test_adaptive_entropy(ranks):
+def test_numbers_of_all_ranks(ranks):
+    x = _batch()
+    for found in on_ranks(ranks, 3, _of_all_ranks, x):
+        assert found == pytest.approx(_of_all_ranks(x))
+
+
+def test_adaptive_entropy():
     control = losses.AdaptiveEntropy(target=0.5, step=0.1, high=0.2)
     mask, seen = torch.tensor([1, 1, 0]), []
     assert control.coef == 0.0
@@ -212,10 +277,6 @@ def test_adaptive_entropy(ranks):
     assert control.after(torch.ones(3), mask * 0) is control
     with pytest.raises(ValueError, match="entropy: expected finite numbers, got a mean of nan"):
         control.after(torch.tensor([torch.nan, 1.0, 1.0]), mask)
-    x = _batch()
-    whole = _after(x["entropy"], x["mask"])
-    for found in on_ranks(ranks, 3, _after, x["entropy"], x["mask"]):
-        assert (found.value, found.entropy) == pytest.approx((whole.value, whole.entropy))
 
 
 # ---- denominators --------------------------------------------------------------------------------
@@ -356,89 +417,3 @@ def test_two_passes_under_context_parallelism(ranks, name):
     torch.testing.assert_close(sum(part[0] for part in found), total)
     for _, part in found:
         torch.testing.assert_close(part, grad)
-
-
-# ---- preferences ---------------------------------------------------------------------------------
-
-
-def _log_sigmoid(x: float) -> float:
-    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
-
-
-def _log_odds(x: float) -> float:
-    return x - math.log(-math.expm1(x))
-
-
-PREFERENCES = {
-    "cpo": (losses.cpo_loss, {"beta": 0.3}, lambda c, r: -_log_sigmoid(0.3 * (c - r)) - c),
-    "simpo": (losses.simpo_loss, {}, lambda c, r: -_log_sigmoid(2.0 * (c - r) - 1.0)),
-    "orpo": (
-        losses.orpo_loss,
-        {"beta": 0.2},
-        lambda c, r: -c - 0.2 * _log_sigmoid(_log_odds(c) - _log_odds(r)),
-    ),
-}
-
-
-@pytest.mark.parametrize(("loss", "settings", "formula"), PREFERENCES.values(), ids=PREFERENCES)
-def test_preferences_without_a_reference(loss, settings, formula):
-    values = [-1e-3, -0.3, -1.0, -4.0, -100.0, -101.0]
-    pairs = torch.cartesian_prod(*[torch.tensor(values, dtype=F64)] * 2)
-    chosen, rejected = (x.clone().requires_grad_() for x in pairs.t())
-    found = loss(chosen, rejected, **settings)
-    grads = torch.autograd.grad(found.sum(), [chosen, rejected])
-    advantages = losses.preference_advantages(loss, chosen, rejected, **settings)
-    for i, (c, r) in enumerate(pairs.tolist()):
-        assert found[i].item() == pytest.approx(formula(c, r), rel=1e-9)
-        for side, (dc, dr) in enumerate(((1e-7, 0.0), (0.0, 1e-7))):
-            up, down = formula(c + dc, r + dr), formula(c - dc, r - dr)
-            assert grads[side][i].item() == pytest.approx((up - down) / 2e-7, rel=1e-3, abs=1e-5)
-            assert advantages[side][i] == -grads[side][i]
-            assert not advantages[side].requires_grad
-
-
-def test_orpo_of_a_certain_answer_is_finite():
-    chosen = torch.zeros(2, requires_grad=True)
-    rejected = torch.tensor([0.0, -200.0], requires_grad=True)
-    value = losses.orpo_loss(chosen, rejected)
-    assert value.isfinite().all()
-    assert all(g.isfinite().all() for g in torch.autograd.grad(value.sum(), [chosen, rejected]))
-
-
-def _reference(new: Tensor, ref: Tensor) -> Tensor:
-    return losses.kto_reference(_rows_of_rank(new), _rows_of_rank(ref), group=world_group())
-
-
-def test_kto(ranks):
-    new, ref = torch.randn(2, 9, dtype=F64) * 4
-    desirable = torch.arange(9) % 3 > 0
-    z = losses.kto_reference(new, ref - 3.0)
-    assert z.item() == pytest.approx(max((new - ref + 3.0).mean().item(), 0.0))
-    assert losses.kto_reference(new - 50.0, ref) == 0.0
-    for found in ranks(3).run(_reference, new, ref - 3.0):
-        torch.testing.assert_close(found, z)
-    new.requires_grad_()
-    settings = {"beta": 0.2, "desirable_weight": 1.33, "undesirable_weight": 0.7}
-    found = losses.kto_loss(new, ref, desirable, z, **settings)
-    (grad,) = torch.autograd.grad(found.sum(), new)
-    for i in range(9):
-        gain = 0.2 * (new[i] - ref[i] - z).item()
-        sign, weight = (1, 1.33) if desirable[i] else (-1, 0.7)
-        share = 1 / (1 + math.exp(-sign * gain))
-        assert found[i].item() == pytest.approx(weight * (1 - share))
-        assert grad[i].item() == pytest.approx(-sign * weight * 0.2 * share * (1 - share))
-    (advantages,) = losses.preference_advantages(
-        losses.kto_loss, new, ref_logprobs=ref, desirable=desirable, reference=z, **settings
-    )
-    torch.testing.assert_close(advantages, -grad)
-    far = torch.tensor([-1e4, 1e4], requires_grad=True)
-    value = losses.kto_loss(far, torch.zeros(2), torch.ones(2, dtype=torch.bool), 0.0)
-    assert value.tolist() == [1.0, 0.0]
-    assert torch.autograd.grad(value.sum(), far)[0].tolist() == [0.0, 0.0]
-
-
-@torch.inference_mode()
-def test_preference_advantages_in_inference_mode():
-    chosen, rejected = torch.randn(2, 3)
-    ours = losses.dpo_advantages(chosen, rejected, rejected, chosen)
-    assert all(x.isfinite().all() for x in ours)

@@ -1,4 +1,4 @@
-"""Ready-made losses where training takes them: far from the rollout, in the head, and under CP."""
+"""Ready-made losses where training takes them: far from the rollout, in the head, compiled."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs import (
-    context_parallel_gather,
-    context_parallel_shard,
     linear_token_stats,
     losses,
 )
-from mcore_logprobs.context_parallel.layouts import SequenceLayout
 from mcore_logprobs.ops.policy_loss import linear_policy_loss
-from tests.helpers.shards import WORLDS, on_ranks, world_group, world_rank, world_size
+from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
 # ---- far apart: a finite loss has a finite gradient ---------------------------------------------
 
@@ -173,81 +170,6 @@ def test_in_linear_policy_loss_as_on_log_probabilities(ranks, world):
                 torch.testing.assert_close(
                     fused, plain, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
                 )
-
-
-def _far_from_the_rollout(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight = torch.randn(12, 8).to(dtype), torch.randn(24, 8).to(dtype)
-    width = 24 // world_size()
-    mine = weight[world_rank() * width :][:width].clone().requires_grad_()
-    hidden.requires_grad_()
-    old = -torch.tensor([1.0, 200.0, 1e4] * 4)
-    advantages = torch.tensor([1.0, 0.5, 2.0, 0.0] * 3)
-    loss, _ = linear_policy_loss(
-        hidden,
-        mine,
-        torch.arange(12),
-        losses.ClippedLoss(dual_clip=3.0),
-        old,
-        advantages,
-        tp_group=world_group(),
-        chunk_size=5,
-    )
-    return (loss.detach(), *torch.autograd.grad(loss, (hidden, mine)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world", WORLDS)
-def test_far_ratios_train_in_linear_policy_loss(ranks, world, dtype):
-    """Clipped tokens and masked ones have no gradient; those near the rollout have theirs."""
-    results = on_ranks(ranks, world, _far_from_the_rollout, dtype)
-    for loss, on_hidden, _ in results:
-        assert loss.isfinite()
-        assert on_hidden.isfinite().all()
-        # Of rows 0, 3, 6, 9 (old = -1) row 3 is masked by its advantage.
-        moved = on_hidden.float().abs().amax(-1) > 0
-        assert moved.any()
-        assert not moved[[1, 2, 3, 4, 5, 7, 8, 10, 11]].any()
-        assert torch.equal(on_hidden, results[0][1])
-    on_weight = torch.cat([result[2] for result in results])
-    assert on_weight.isfinite().all()
-
-
-def _sequence_weights_over_cp(layout: str) -> tuple[Tensor, Tensor]:
-    """As the docstring says: gather, take the sequence's number, shard it again."""
-    options = {"cp_group": world_group(), "layout": layout}
-    train, rollout, mask, advantages = _sequence_batch()
-    part = [context_parallel_shard(x, **options) for x in (train, rollout, mask)]
-    whole = [context_parallel_gather(x, **options) for x in part]
-    weights = losses.masked_sequence_weights(*whole, low=0.5, high=1.5)
-    off_policy = losses.off_policy_sequence_mask(
-        whole[0], whole[1], advantages, whole[2], delta=0.01
-    )
-    return (
-        context_parallel_shard(weights.expand_as(train), **options),
-        context_parallel_shard(off_policy, **options),
-    )
-
-
-def _sequence_batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    train = -torch.rand(6, 16, generator=generator)
-    rollout = train + 0.2 * torch.randn(6, 16, generator=generator)
-    mask = torch.rand(6, 16, generator=generator) < 0.8
-    return train, rollout, mask, torch.tensor([[1.0], [-1.0]] * 3)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_sequence_weights_under_context_parallelism(ranks, cp, layout):
-    train, rollout, mask, advantages = _sequence_batch()
-    weights = losses.masked_sequence_weights(train, rollout, mask, low=0.5, high=1.5)
-    off_policy = losses.off_policy_sequence_mask(train, rollout, advantages, mask, delta=0.01)
-    assert 0 < (weights > 0).sum() < 6
-    assert 0 < off_policy.sum() < off_policy.numel()
-    for rank, (one, other) in enumerate(on_ranks(ranks, cp, _sequence_weights_over_cp, layout)):
-        mine = SequenceLayout.of(layout, cp, 16).positions(rank)
-        assert torch.equal(one, weights.expand_as(train)[:, mine])
-        assert torch.equal(other, off_policy[:, mine])
 
 
 @pytest.mark.parametrize("loss", FUSED.values(), ids=FUSED)

@@ -52,13 +52,28 @@ def _k3(x: float) -> float:
     return math.expm1(-x) + x
 
 
+def _ppo(low: float, high: float, dual: float = math.inf) -> Callable[[float, float, float], float]:
+    """INTELLECT-2's min(min(r, delta) A, clip(r) A) is the same as the dual clip."""
+
+    def loss(n: float, o: float, a: float) -> float:
+        r = math.exp(n - o)
+        objective = min(r * a, _clip(r, 1 - low, 1 + high) * a)
+        return -max(objective, dual * a) if a < 0 else -objective
+
+    return loss
+
+
+def _sapo(n: float, o: float, a: float) -> float:
+    tau = 0.5 if a > 0 else 3.0
+    return -4 / tau * a / (1 + math.exp(-tau * (math.exp(n - o) - 1)))
+
+
 # Value of (log p, log p_old, A); all of it has a gradient.
 SMOOTH: dict[str, tuple[Any, Callable[[float, float, float], float]]] = {
-    # INTELLECT-2: min(min(r, delta) A, clip(r) A)
-    "two-sided": (
-        losses.ClippedLoss(clip_high=0.28, dual_clip=4.0),
-        lambda n, o, a: -min(min(math.exp(n - o), 4.0) * a, _clip(math.exp(n - o), 0.8, 1.28) * a),
-    ),
+    "clipped": (losses.ClippedLoss(), _ppo(0.2, 0.2)),
+    "clipped, wide": (losses.ClippedLoss(0.3, 5.0, dual_clip=1.5), _ppo(0.3, 5.0, 1.5)),
+    "two-sided": (losses.ClippedLoss(clip_high=0.28, dual_clip=4.0), _ppo(0.2, 0.28, 4.0)),
+    "sapo": (losses.SAPOLoss(tau_pos=0.5, tau_neg=3.0), _sapo),
     "spo": (
         losses.SPOLoss(),
         lambda n, o, a: -(math.exp(n - o) * a - abs(a) / 0.4 * (math.exp(n - o) - 1) ** 2),
@@ -85,6 +100,17 @@ SMOOTH: dict[str, tuple[Any, Callable[[float, float, float], float]]] = {
 # The factor of -log p, without gradient.
 WEIGHTED: dict[str, tuple[Any, Callable[[float, float, float], float]]] = {
     "gpg": (losses.GPGLoss(), lambda n, o, a: a),
+    "reinforce": (losses.ReinforceLoss(), lambda n, o, a: a),
+    "sft": (losses.SFTLoss(), lambda n, o, a: 1.0),
+    "weighted sft": (losses.SFTLoss(weighted=True), lambda n, o, a: 1.0 + abs(a)),
+    "cispo": (
+        losses.CISPOLoss(clip_high=0.3),
+        lambda n, o, a: a * min(math.exp(n - o), 1.3),
+    ),
+    "cispo with a floor": (
+        losses.CISPOLoss(clip_low=0.2, clip_high=0.3),
+        lambda n, o, a: a * _clip(math.exp(n - o), 0.8, 1.3),
+    ),
     "dppo tv": (
         losses.DPPOLoss(),
         lambda n, o, a: a * _dppo(math.exp(n - o), math.exp(n), math.exp(o), a, "tv"),
@@ -108,7 +134,8 @@ WEIGHTED: dict[str, tuple[Any, Callable[[float, float, float], float]]] = {
 def _given(loss: Any, rows: list[tuple[float, float, float]]) -> tuple[Tensor, list[Tensor]]:
     new, log_ratio, a = torch.tensor(rows, dtype=F64).t()
     named = {"old_logprobs": new - log_ratio, "teacher_logprobs": new - log_ratio, "advantages": a}
-    return new.clone().requires_grad_(), [named[name] for name in loss.tensors]
+    named["weights"] = 1.0 + a.abs()
+    return new.clone().requires_grad_(), [named[n].requires_grad_() for n in loss.tensors]
 
 
 @pytest.mark.parametrize("name", [*SMOOTH, *WEIGHTED])
@@ -117,7 +144,10 @@ def test_the_formula_of_a_token(name):
     new, tensors = _given(loss, ROWS)
     value = loss(new, None, *tensors)
     upstream = torch.linspace(-1, 2, len(ROWS), dtype=F64)
-    (grad,) = torch.autograd.grad(value, new, upstream)
+    grad, *others = torch.autograd.grad(
+        value, [new, *tensors], upstream, allow_unused=True, materialize_grads=True
+    )
+    assert not any(x.any() for x in others), "a gradient flows to what is given"
     for i, (n, log_ratio, a) in enumerate(ROWS):
         if name in SMOOTH:
             expected, step = formula(n, n - log_ratio, a), 1e-6 * max(1.0, abs(n))
@@ -153,82 +183,46 @@ def test_a_trust_region_of_probabilities_keeps_its_kl_term():
     torch.testing.assert_close(grad, slope + 2e-3 * (new.detach() - old))
 
 
-# ---- KL terms around any objective ---------------------------------------------------------------
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4)])
+def test_clip_fraction_is_where_the_gradient_is_gone(low, high):
+    loss = losses.ClippedLoss(clip_low=low, clip_high=high)
+    new, (old, a) = _given(loss, [row for row in ROWS if abs(row[1]) <= 2.0])
+    (grad,) = torch.autograd.grad(loss(new, None, old, a).sum(), new)
+    found = losses.clip_fraction(new, old, a, clip_low=low, clip_high=high)
+    gone = (grad == 0) & (a != 0)
+    assert gone.any()
+    assert torch.equal(found.bool(), gone)
+    if loss == losses.ClippedLoss():  # the defaults are the same
+        assert torch.equal(losses.clip_fraction(new, old, a), found)
 
 
-@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-def test_an_unbiased_kl_has_the_gradient_of_kl(kl):
-    """Over all of a vocabulary, sampled from p_old: E[r KL estimate] and its gradient (k1, k3)."""
-    logits = torch.randn(5, 16, dtype=F64, requires_grad=True)
-    log_p = logits.log_softmax(-1)
-    log_q, log_old = torch.randn(2, 5, 16, dtype=F64).log_softmax(-1)
-    found = (log_old.exp() * losses.kl_unbiased(log_p, log_q, log_old, kl=kl)).sum()
-    if kl == "k2":
-        expected = (log_p.exp() * (log_p - log_q) ** 2 / 2).sum()
-    else:
-        expected = (log_p.exp() * (log_p - log_q)).sum()
-    torch.testing.assert_close(found, expected)
-    ours, theirs = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, expected))
-    torch.testing.assert_close(ours, theirs)
+@pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.0, 1.5)])
+def test_icepop(low, high):
+    """M(k) min(r A, clip(r) A), as the paper has it, is the clipped loss with these weights."""
+    clipped = losses.ClippedLoss(clip_low=0.2, clip_high=0.3, weighted=True)
+    loss = losses.IcePopLoss(low=low, high=high, clip_low=0.2, clip_high=0.3)
+    new, (old, a) = _given(losses.ClippedLoss(), ROWS)
+    rollout = old + torch.linspace(-1.0, 2.5, len(ROWS), dtype=F64)
+    weights = losses.masked_importance_weights(old, rollout, low=low, high=high)
+    ratio = (old - rollout).exp()
+    torch.testing.assert_close(weights, torch.where((ratio < low) | (ratio > high), 0.0, ratio))
+    assert 0 < weights.count_nonzero() < len(ROWS)
+    value, expected = loss(new, None, old, rollout, a), clipped(new, None, old, a, weights)
+    assert torch.equal(value, expected)
+    grads = (torch.autograd.grad(x.sum(), new, retain_graph=True)[0] for x in (value, expected))
+    assert torch.equal(*grads)
 
 
-def test_an_unbiased_k3_is_right_near_and_far():
-    log_p = torch.tensor([-1.0, -1.0, -1.0, -150.0, -1.0, -torch.inf], dtype=torch.float32)
-    log_q = torch.tensor([-1.001, -1.0001, -101.0, -50.0, -1.9, -2.0], dtype=torch.float32)
-    log_old = torch.tensor([-1.1, -1.0, -1.0, -50.0, -2.1, -1.0], dtype=torch.float32)
-    log_p.requires_grad_()
-    found = losses.kl_unbiased(log_p, log_q, log_old)
-    p, q, old = (x.detach().double() for x in (log_p, log_q, log_old))
-    x = torch.where(p.isinf(), 0.0, q - p)
-    ratio = (p - old).exp()
-    near = (x.abs() < 1) & ~p.isinf()
-    expected = torch.where(near, ratio * (x.expm1() - x), (q - old).exp() - ratio - ratio * x)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=1e-12)
-    (grad,) = torch.autograd.grad(found.sum(), log_p)
-    torch.testing.assert_close(grad.double(), -ratio * x, rtol=2e-3, atol=1e-12)
-
-
-def test_terms_and_weights_around_any_objective():
-    new = (-torch.rand(8, dtype=F64)).requires_grad_()
-    entropy = torch.rand(8, dtype=F64, requires_grad=True)
-    old, ref = new.detach() - 0.3, new.detach() + 0.2
-    a = torch.tensor([1.0, -1.0, 0.0, 2.0] * 2, dtype=F64)
-    inner = losses.CISPOLoss()
-    loss = losses.RegularizedLoss(inner, kl_coef=0.1, kl="k2", entropy_coef=0.2)
-    assert loss.tensors == ("old_logprobs", "advantages", "ref_logprobs")
-    found = loss(new, entropy, old, a, ref)
-    expected = inner(new, None, old, a) + 0.1 * losses.kl_k2(new, ref) - 0.2 * entropy
-    torch.testing.assert_close(found, expected)
-    # ClippedLoss's own terms are these.
-    clipped = losses.ClippedLoss(kl_coef=0.1, entropy_coef=0.2)(new, entropy, old, a, ref)
-    around = losses.RegularizedLoss(losses.ClippedLoss(), kl_coef=0.1, entropy_coef=0.2)
-    assert torch.equal(around(new, entropy, old, a, ref), clipped)
-    unbiased = losses.RegularizedLoss(losses.ReinforceLoss(), kl_coef=0.1, kl_ratio=True)
-    assert unbiased.tensors == ("advantages", "ref_logprobs", "old_logprobs")
-    expected = losses.ReinforceLoss()(new, None, a) + 0.1 * losses.kl_unbiased(new, ref, old)
-    torch.testing.assert_close(unbiased(new, None, a, ref, old), expected)
-    # A weight of 0 masks all of it, a NaN too.
-    weights = torch.tensor([1.0, 0.5, 2.0, 0.0] * 2, dtype=F64)
-    spoilt = torch.where(weights == 0, torch.nan, new)
-    weighted = losses.WeightedLoss(loss)(spoilt, entropy, old, a, ref, weights)
-    torch.testing.assert_close(weighted, torch.where(weights == 0, 0.0, weights * found))
-    grads = torch.autograd.grad(weighted.sum(), [new, entropy])
-    assert all(grad.isfinite().all() and not grad[weights == 0].any() for grad in grads)
-
-
-@pytest.mark.parametrize("kl", [losses.kl_k2, losses.kl_k3])
-def test_a_kl_of_minus_infinity_has_no_gradient_that_is_nan(kl):
-    """An upstream of 0 gives 0, and the other tokens keep theirs."""
-    new = torch.tensor([-torch.inf, -1.0, -2.0, -torch.inf], requires_grad=True)
-    ref = torch.tensor([-1.0, -1.5, -torch.inf, -torch.inf])
-    value = kl(new, ref)
-    assert value[:1].isinf().all()
-    assert value[2].isinf()
-    assert value[3].isnan()  # of two impossible tokens nothing is known
-    (grad,) = torch.autograd.grad(value, new, torch.tensor([0.0, 1.0, 0.0, 0.0]))
-    assert grad[0] == 0.0
-    assert grad[2] == 0.0
-    assert grad[1] != 0.0
+@pytest.mark.parametrize("floor", [0.0, 0.6])
+def test_truncated_importance_weights_with_a_floor(floor):
+    train = torch.linspace(-5.0, 1.0, 50, dtype=F64, requires_grad=True)
+    rollout = torch.full((50,), -2.0, dtype=F64)
+    found = losses.truncated_importance_weights(train, rollout, cap=1.5, floor=floor)
+    assert not found.requires_grad
+    expected = [max(min(math.exp(p + 2.0), 1.5), floor) for p in train.tolist()]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=F64))
+    assert (found == 1.5).any()
+    assert (found == floor).any() == (floor > 0)
 
 
 # ---- a sequence, a batch -------------------------------------------------------------------------

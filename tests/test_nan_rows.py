@@ -1,127 +1,206 @@
-"""Rows with NaN or +inf, and upstream gradients that are 0, NaN or inf: sampling and divergences.
+"""Rows with NaN or +inf, and upstream gradients that are 0, NaN or inf, in every operation.
 
 A diverged model must be seen, in its own row only, and a row whose upstream is 0 costs nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import traceback
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from mcore_logprobs import (
-    linear_kl_div,
     linear_token_stats,
-    vocab_parallel_entropy,
-    vocab_parallel_gather,
-    vocab_parallel_kl_div,
-    vocab_parallel_log_softmax,
-    vocab_parallel_logprobs,
     vocab_parallel_sampling_logprobs,
-    vocab_parallel_soft_cross_entropy,
     vocab_parallel_target_rank,
     vocab_parallel_token_stats,
-    vocab_parallel_topk_distill,
 )
-from mcore_logprobs.ops import sampling_cut
+from tests.engine import run
+from tests.engine.cases import Case, Problem, kept_rows, parse
 from tests.helpers.shards import VOCAB, on_ranks, shard, world_group
 
-TRUE = 17  # of VOCAB columns: the last shard of 2 and of 3 holds masked ones
+TRUE = 19  # of VOCAB columns: the last shard of 3 holds masked ones
 ROWS = 12
-DTYPES = (torch.float32, torch.bfloat16)
-BAD = {
-    0: (3, torch.nan),
-    2: (16, torch.nan),
-    5: (9, torch.inf),
-    7: (0, torch.nan),
-    9: (12, torch.inf),
-}
+SPOILT = {0: (3, torch.nan), 2: (16, torch.nan), 5: (9, torch.inf), 9: (12, torch.inf)}
 SILENT = [1, 2, 9]  # upstream 0
-IGNORED = 7
-CUTS = {
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.8},
-    "both": {"top_k": 9, "top_p": 0.7},
-    "replay": None,
-}
+
+KINDS = ("forward", "reverse", "jsd", "skewed_forward", "skewed_reverse", "total_variation")
+FILTERS = ("top_k=6", "top_p=0.8", "top_k=6 top_p=0.8", "replay=True")
+# Cases of the engine. What is spoilt is `logits` or `hidden`, where no name is given.
+LINES = [
+    *(
+        f"{name} logits"
+        for name in (
+            "token_stats entropy=True sum_pi_squared=True label_smoothing=0.1",
+            "logprobs",
+            "entropy",
+            "log_softmax",
+            "gather log_softmax=True",
+            "topk_distill entropy=True",
+            "soft_cross_entropy",
+            *(f"kl_div kind={kind}" for kind in KINDS),
+            *(f"sampling_logprobs {how}" for how in FILTERS),
+            "sampling_logprobs top_p=0.8 candidates=1 dtype=bfloat16",
+        )
+    ),
+    *(f"kl_div logits kind={kind} spoilt=teacher_logits" for kind in KINDS),
+    "soft_cross_entropy logits spoilt=teacher_logits",
+    *(
+        f"{name} hidden chunk_size=3 softcap=8.0 bias=True"
+        for name in (
+            "token_stats entropy=True sum_pi_squared=True",
+            "gather log_softmax=True",
+            "topk_distill",
+            *(f"kl_div kind={kind}" for kind in KINDS),
+            *(f"sampling_logprobs {how}" for how in FILTERS[:3]),
+            "linear_map",
+            "linear_policy_loss entropy=True",
+        )
+    ),
+    "kl_div hidden teacher=hidden spoilt=teacher_hidden",
+]
+# Of these a row may hold NaN that no gradient is made of, or, but for a divergence, no value.
+RAW = [
+    *(
+        f"{name} {source}"
+        for name in ("gather", "topk")
+        for source in ("logits", "hidden lora=True")
+    ),
+    "gather hidden softcap=8.0",
+    *(f"topk_kl_div {how}" for how in ("logits", "logits tail=renormalize", "hidden chunk_size=3")),
+    "sample logits",
+    "target_rank logits",
+]
 
 
-def _spoil(whole: Tensor) -> Tensor:
-    """NaN or +inf in one column of some rows, in all of row 4, and in masked columns of row 10."""
-    spoilt = whole.clone()
-    for row, (column, value) in BAD.items():
-        spoilt[row, column] = value
-    spoilt[4] = torch.nan
-    spoilt[10, TRUE:] = torch.nan
-    return spoilt
+class Found(NamedTuple):
+    values: dict[str, Tensor]
+    grad: Tensor | None  # of logits or hidden
 
 
-def _kept_ids(n: int) -> tuple[Tensor, Tensor]:
-    """Five ids a row, so that most spoilt columns are not among them."""
-    ids = torch.stack([torch.randperm(TRUE)[:5] for _ in range(n)])
-    return ids.flatten(), torch.arange(n + 1) * 5
+def case_of(line: str, tp: int) -> Case:
+    name, *words = line.split()
+    source = next(word for word in words if word in ("logits", "hidden"))
+    words.remove(source)
+    told = [f"tp={tp}", "lead=[n]", "ignored=True", f"vocab_size={TRUE}", "temperature=number"]
+    return parse([name, source, *told, *words])
+
+
+def spoil(case: Case, problem: Problem) -> Tensor:
+    """bool `[rows, columns]`: what is NaN or +inf now; all of row 4, and columns past the last."""
+    given = problem.head | problem.side
+    x = given[case.setting.get("spoilt", case.source)]
+    before = x.clone()
+    for row, (column, value) in SPOILT.items():  # a softcap of inf would be finite
+        x[row, column % x.shape[-1]] = value if x.shape[-1] == VOCAB else torch.nan
+    x[4] = torch.nan
+    if x.shape[-1] == VOCAB:
+        x[10, TRUE:] = torch.nan
+    return ~(x == before)
+
+
+def on_rank(given: tuple[Case, bool]) -> Found:
+    case, spoilt = given
+    problem = Problem(case)
+    if spoilt:
+        spoil(case, problem)
+    mine = run.place(case, problem)
+    outputs = case.operation(case.source, mine.head, mine.side, mine.keywords)
+    roots, incoming = [], []
+    for x, g in run.upstreams(case, outputs, case.setting["tp"]):
+        if g.dim():
+            g[SILENT] = 0.0
+        roots.append(x)
+        incoming.append(g)
+    if roots:
+        torch.autograd.backward(roots, incoming)
+    first = next(iter(mine.leaves.values()))
+    return Found({name: x.detach() for name, x in outputs.items()}, first.grad)
+
+
+def whole(case: Case, runs: list[Found]) -> Found:
+    """Outputs and gradients of all ranks."""
+    op, values = case.operation, {}
+    for name, x in runs[0].values.items():
+        parts = [one.values[name] for one in runs]
+        if op.output_dim is None:
+            assert all(torch.equal(part.nan_to_num(99), x.nan_to_num(99)) for part in parts)
+        values[name] = x if op.output_dim is None else torch.cat(parts, op.output_dim)
+    grads = [one.grad for one in runs if one.grad is not None]
+    if grads and case.source == "logits":
+        return Found(values, torch.cat(grads, -1))
+    return Found(values, grads[0] if grads else None)
+
+
+def per_row(x: Tensor) -> Tensor:
+    return x.flatten(1).any(1) if x.dim() > 1 else x
+
+
+def check(case: Case, sound: Found, found: Found, raw: bool) -> None:
+    problem = Problem(case)
+    keep, spoilt = kept_rows(problem.side), spoil(case, problem)
+    reached = torch.ones_like(spoilt)
+    if case.source == "logits":
+        reached[:, TRUE:] = False
+    if "kept_ids" in problem.side:  # nothing outside the record plays a part
+        ids, bounds = problem.side["kept_ids"]
+        recorded = torch.zeros_like(reached)
+        recorded[torch.arange(ROWS).repeat_interleave(bounds.diff()), ids] = True
+        reached &= recorded
+    bad = (spoilt & reached).any(1)
+    silent = torch.zeros(ROWS, dtype=torch.bool).index_fill_(0, torch.tensor(SILENT), True)
+    if "loss" in found.values:  # whose upstream is that of all rows
+        assert found.values["loss"].isnan()
+        silent[:] = False
+    ignored = torch.zeros_like(bad) if keep is None else ~keep
+    bad &= ~ignored
+    for name, x in found.values.items():
+        if name != "loss":
+            assert torch.equal(x[~bad], sound.values[name][~bad]), name
+        seen = not raw or case.op == "topk_kl_div"
+        if name not in ("loss", "teacher") and x.is_floating_point() and seen:
+            assert torch.equal(per_row(x.isnan() | x.isposinf()), bad), name
+    if found.grad is None or sound.grad is None:
+        return
+    assert torch.equal(found.grad[~bad], sound.grad[~bad])
+    assert not found.grad[silent | ignored].any()
+    loud = bad & ~silent
+    if not raw and case.source == "hidden":
+        assert found.grad[loud].isnan().all()
+    elif not raw and case.setting.get("spoilt") is None:
+        assert torch.equal(found.grad[loud].isnan(), reached[loud])
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_a_spoilt_row_is_nan_and_no_other(ranks: Any, tp: int) -> None:
+    cases = [case_of(line, tp) for line in (*LINES, *RAW)]
+    jobs = [(case, spoilt) for case in cases for spoilt in (False, True)]
+    runs = [[on_rank(job)] for job in jobs] if tp == 1 else ranks(tp).run_many(on_rank, jobs)
+    failed = []
+    for i, case in enumerate(cases):
+        try:
+            sound, found = (whole(case, one) for one in runs[2 * i : 2 * i + 2])
+            check(case, sound, found, raw=i >= len(LINES))
+        except Exception as error:
+            failed.append(f"{case}: {traceback.format_exc()} {error}")
+    assert not failed, "\n".join(failed)
+
+
+# ---- filters: upstream gradients, and rows of nothing --------------------------------------------
 
 
 def _sampling(
-    whole: Tensor, target: Tensor, upstream: Tensor, candidates: int | None, options: dict
+    whole: Tensor, target: Tensor, upstream: Tensor, options: dict
 ) -> tuple[Tensor, Tensor]:
     leaf, logits = shard(whole)
-    saved = sampling_cut._TOP_P_CANDIDATES, sampling_cut._MAX_CANDIDATES
-    if candidates is not None:
-        sampling_cut._TOP_P_CANDIDATES = sampling_cut._MAX_CANDIDATES = candidates
-    try:
-        out = vocab_parallel_sampling_logprobs(
-            logits, target, tp_group=world_group(), vocab_size=TRUE, temperature=0.8, **options
-        )
-    finally:
-        sampling_cut._TOP_P_CANDIDATES, sampling_cut._MAX_CANDIDATES = saved
+    out = vocab_parallel_sampling_logprobs(
+        logits, target, tp_group=world_group(), vocab_size=TRUE, temperature=0.8, **options
+    )
     (grad,) = torch.autograd.grad(out, leaf, upstream)
     return out.detach(), grad
-
-
-def _options(name: str) -> dict[str, Any]:
-    chosen = CUTS[name]
-    return {"kept_ids": _kept_ids(ROWS)} if chosen is None else chosen
-
-
-def _whole_gradient(results: list) -> Tensor:
-    for out, _ in results[1:]:
-        torch.testing.assert_close(out, results[0][0], rtol=0, atol=0, equal_nan=True)
-    return torch.cat([grad for _, grad in results], -1)
-
-
-@pytest.mark.parametrize(("dtype", "candidates"), [(torch.float32, None), (torch.bfloat16, 1)])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_spoilt_row_is_nan_and_no_other(ranks, world, dtype, cut, candidates):
-    whole = (torch.randn(ROWS, VOCAB) * 2).to(dtype)
-    target = torch.randint(0, TRUE, (ROWS,))
-    target[IGNORED] = -100
-    upstream = torch.randn(ROWS)
-    upstream[SILENT] = 0.0
-    options = _options(cut)
-    sound = on_ranks(ranks, world, _sampling, whole, target, upstream, candidates, options)
-    spoilt = on_ranks(ranks, world, _sampling, _spoil(whole), target, upstream, candidates, options)
-    unusable = ~(_spoil(whole) < torch.inf)[:, :TRUE]
-    reached = torch.ones_like(unusable)
-    if "kept_ids" in options:  # nothing outside the record plays a part
-        reached = torch.zeros_like(unusable)
-        reached.scatter_(1, options["kept_ids"][0].view(ROWS, -1), True)
-    bad = (unusable & reached).any(1)
-    assert bad.any()
-    bad[IGNORED] = False
-    value, grad = spoilt[0][0], _whole_gradient(spoilt)
-    assert torch.equal(value.isnan(), bad)
-    assert torch.equal(value[~bad], sound[0][0][~bad])
-    assert torch.equal(grad[~bad], _whole_gradient(sound)[~bad])
-    loud = bad.clone()
-    loud[SILENT] = False
-    assert torch.equal(grad[loud][:, :TRUE].isnan(), reached[loud])
-    assert not grad[:, TRUE:].any()
-    assert not grad[SILENT].any()
-    assert not grad[IGNORED].any()
 
 
 def _plain(whole: Tensor, target: Tensor, upstream: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,8 +211,7 @@ def _plain(whole: Tensor, target: Tensor, upstream: Tensor, kept: Tensor) -> tup
 
 
 @pytest.mark.parametrize("how", ["filter", "replay"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.bfloat16), (3, torch.float32)], ids=str)
 def test_upstream_of_kept_and_filtered_targets_as_in_plain_torch(ranks, world, dtype, how):
     """-g p over the kept columns for a target that is filtered out; NaN and inf pass through."""
     whole = torch.randn(ROWS, VOCAB).to(dtype)
@@ -150,13 +228,13 @@ def test_upstream_of_kept_and_filtered_targets_as_in_plain_torch(ranks, world, d
     if how == "replay":
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(-1).cumsum(0)])
         options = {"kept_ids": (kept.nonzero()[:, 1], offsets)}
-    results = on_ranks(ranks, world, _sampling, whole, target, upstream, None, options)
+    results = on_ranks(ranks, world, _sampling, whole, target, upstream, options)
     exact, exact_grad = _plain(whole, target, upstream, kept)
     exact_grad[upstream == 0] = 0.0
     assert exact.isneginf().any()
     assert exact.isfinite().any()
     torch.testing.assert_close(results[0][0].double(), exact, rtol=1e-5, atol=1e-5)
-    grad = _whole_gradient(results).double()
+    grad = torch.cat([grad for _, grad in results], -1).double()
     assert torch.equal(grad.isfinite(), exact_grad.isfinite())
     finite = exact_grad.isfinite()
     unit = torch.finfo(dtype).eps
@@ -165,139 +243,20 @@ def test_upstream_of_kept_and_filtered_targets_as_in_plain_torch(ranks, world, d
     assert not grad[~kept].any()
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("world", [1, 3])
-def test_rows_of_minus_infinity_alone(ranks, world, cut):
+def test_rows_of_minus_infinity_alone(ranks, world):
     """No NaN anywhere: the value is -inf, as without filters, and the gradient is finite."""
-    whole = torch.randn(ROWS, VOCAB)
+    whole, upstream = torch.randn(ROWS, VOCAB), torch.randn(ROWS)
     whole[[3, 8]] = -torch.inf
-    upstream = torch.randn(ROWS)
-    target = torch.randint(0, TRUE, (ROWS,))
-    args = (whole, target, upstream, None, _options(cut))
-    results = on_ranks(ranks, world, _sampling, *args)
-    assert results[0][0][[3, 8]].isneginf().all()
-    assert _whole_gradient(results).isfinite().all()
+    target, record = torch.randint(0, TRUE, (ROWS,)), torch.arange(ROWS * 5) % TRUE
+    kept_ids = (record, torch.arange(ROWS + 1) * 5)
+    for options in ({"top_k": 5}, {"top_p": 0.8}, {"kept_ids": kept_ids}):
+        for value, grad in on_ranks(ranks, world, _sampling, whole, target, upstream, options):
+            assert value[[3, 8]].isneginf().all()
+            assert grad.isfinite().all()
 
 
-# ---- divergences: zero upstream, by the caller or by the mask -----------------------------------
-
-KINDS = ("forward", "reverse", "jsd", "cross_entropy")
-
-
-def _divergence(student: Tensor, teacher: Tensor, kind: str, upstream: Tensor, mask: Tensor | None):
-    leaf, logits = shard(student)
-    _, other = shard(teacher)
-    options: dict[str, Any] = {"tp_group": world_group(), "mask": mask, "vocab_size": TRUE}
-    if kind == "cross_entropy":
-        out = vocab_parallel_soft_cross_entropy(logits, other, **options)
-    else:
-        out = vocab_parallel_kl_div(logits, other, kind=kind, **options)
-    return out.detach(), torch.autograd.grad(out, leaf, upstream)[0]
-
-
-@pytest.mark.parametrize("side", ["student", "teacher"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 3])
-def test_divergence_of_a_spoilt_row(ranks, world, kind, side):
-    whole = {"student": torch.randn(ROWS, VOCAB), "teacher": torch.randn(ROWS, VOCAB)}
-    upstream = torch.randn(ROWS)
-    upstream[SILENT] = 0.0
-    mask = torch.ones(ROWS, dtype=torch.bool)
-    mask[IGNORED] = False
-    sound = on_ranks(ranks, world, _divergence, *whole.values(), kind, upstream, mask)
-    whole[side] = _spoil(whole[side])
-    spoilt = on_ranks(ranks, world, _divergence, *whole.values(), kind, upstream, mask)
-    bad = torch.zeros(ROWS, dtype=torch.bool)
-    bad[[*BAD, 4]] = True
-    bad[IGNORED] = False
-    value, grad = spoilt[0][0], _whole_gradient(spoilt)
-    assert torch.equal(value.isnan(), bad)
-    assert torch.equal(value[~bad], sound[0][0][~bad])
-    assert torch.equal(grad[~bad], _whole_gradient(sound)[~bad])
-    loud = bad.clone()
-    loud[SILENT] = False
-    assert grad[loud][:, :TRUE].isnan().all()
-    assert not grad[:, TRUE:].any()
-    assert not grad[SILENT].any()
-    assert not grad[IGNORED].any()
-
-
-def _fused(hidden: Tensor, upstream: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    weight, teacher = torch.randn(VOCAB, 8), torch.randn(VOCAB, 8)
-    leaf = hidden.clone().requires_grad_()
-    mine, other = (shard(w.t())[1].detach().t() for w in (weight, teacher))
-    out = linear_kl_div(
-        leaf,
-        mine,
-        teacher_hidden=hidden.nan_to_num(),
-        teacher_weight=other,
-        kind=kind,
-        tp_group=world_group(),
-        vocab_size=TRUE,
-    )
-    return out.detach(), torch.autograd.grad(out, leaf, upstream)[0]
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-@pytest.mark.parametrize("world", [1, 3])
-def test_fused_divergence_of_a_spoilt_row(ranks, world, kind):
-    hidden = torch.randn(ROWS, 8)
-    hidden[[1, 4], 3] = torch.nan
-    upstream = torch.randn(ROWS)
-    upstream[1] = 0.0
-    for out, grad in on_ranks(ranks, world, _fused, hidden, upstream, kind):
-        assert torch.equal(out.isnan(), hidden.isnan().any(-1))
-        assert not grad[1].any()
-        assert grad[4].isnan().all()
-        assert grad[[row for row in range(ROWS) if row != 4]].isfinite().all()
-
-
-# ---- statistics, gather, log-softmax -------------------------------------------------------------
-
-IDS = torch.arange(ROWS * 3).reshape(ROWS, 3) % TRUE
-# From (logits, target, options) to `[rows, ...]`.
-OPERATIONS: dict[str, Any] = {
-    "logprobs": lambda x, t, options: vocab_parallel_logprobs(x, t, **options),
-    "entropy": lambda x, t, options: vocab_parallel_entropy(x, **options),
-    "gather": lambda x, t, options: vocab_parallel_gather(x, IDS, log_softmax=True, **options),
-    "distill": lambda x, t, options: vocab_parallel_topk_distill(
-        x, torch.ones(ROWS, 3), IDS, **options
-    )[0],
-    "log_softmax": lambda x, t, options: vocab_parallel_log_softmax(x, **options)[..., :3],
-}
-
-
-def _plain_operation(name: str, whole: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    leaf, logits = shard(whole)
-    options = {"tp_group": world_group(), "vocab_size": TRUE, "temperature": 0.8}
-    out = OPERATIONS[name](logits, target, options)
-    rows = torch.linspace(0.5, 1.5, ROWS)
-    rows[SILENT] = 0.0
-    upstream = rows if out.dim() == 1 else rows[:, None] * torch.tensor([1.0, -0.5, 2.0])
-    (grad,) = torch.autograd.grad(out, leaf, upstream)
-    return out.detach(), grad
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_spoilt_row_without_upstream_has_no_gradient(ranks, world, name):
-    whole = torch.randn(ROWS, VOCAB) * 2
-    target = torch.randint(0, TRUE, (ROWS,))
-    sound = on_ranks(ranks, world, _plain_operation, name, whole, target)
-    spoilt = on_ranks(ranks, world, _plain_operation, name, _spoil(whole), target)
-    bad = torch.zeros(ROWS, dtype=torch.bool)
-    bad[[*BAD, 4]] = True
-    grad = torch.cat([found for _, found in spoilt], -1)
-    assert torch.equal(grad[~bad], torch.cat([found for _, found in sound], -1)[~bad])
-    loud = bad.clone()
-    loud[SILENT] = False
-    assert grad[loud][:, :TRUE].isnan().all()
-    assert not grad[SILENT].any()
-    for value, _ in spoilt:
-        assert torch.equal(
-            value.isnan().flatten(1).any(-1) if value.dim() > 1 else value.isnan(), bad
-        )
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 def _ranks_of(whole: Tensor, target: Tensor) -> list[Tensor]:

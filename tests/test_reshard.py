@@ -10,9 +10,7 @@ from torch import Tensor
 from mcore_logprobs import (
     all_to_all_sp2vp,
     all_to_all_vp2sp,
-    linear_kl_div,
     reshard_vocabulary,
-    vocab_parallel_kl_div,
 )
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
@@ -56,32 +54,6 @@ def test_every_number_arrives(ranks, world, some, to_one):
         assert all(torch.equal(piece, expected) for piece in found)
     else:
         assert torch.equal(torch.cat(found), expected)
-
-
-def _draft(hidden: Tensor, weight: Tensor, teacher: Tensor, head: Tensor, ids: Tensor) -> Tensor:
-    group, world, rank = world_group(), world_size(), world_rank()
-    own = reshard_vocabulary(head.tensor_split(world)[rank], ids, dim=0, **_both(group))
-    return linear_kl_div(
-        hidden,
-        weight.tensor_split(world)[rank],
-        teacher_hidden=teacher,
-        teacher_weight=own,
-        tp_group=group,
-    )
-
-
-def _both(group: object) -> dict[str, object]:
-    return {"source_group": group, "tp_group": group}
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_draft_vocabulary(ranks, world):
-    hidden, weight = torch.randn(5, 3), torch.randn(6, 3)
-    teacher, head = torch.randn(5, 4), torch.randn(24, 4)
-    ids = torch.tensor([21, 4, 9, 0, 13, 12])
-    expected = vocab_parallel_kl_div(hidden @ weight.t(), (teacher @ head.t())[:, ids])
-    for found in on_ranks(ranks, world, _draft, hidden, weight, teacher, head, ids):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

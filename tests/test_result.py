@@ -72,12 +72,6 @@ def test_a_boolean_mask_carries_the_gradient():
     torch.testing.assert_close(got, logits.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_an_index_leaves_the_policy_loss_out():
-    stats = with_policy_loss()
-    assert stats[:2].policy_loss is None
-    assert stats.map(lambda x: x[:2]).policy_loss is stats.policy_loss
-
-
 def test_shape_device_and_requires_grad_are_the_per_token_tensors():
     logits, stats = made(3, 5)
     assert stats.shape == (3, 5)
@@ -88,11 +82,6 @@ def test_shape_device_and_requires_grad_are_the_per_token_tensors():
     assert not policy.requires_grad
     mixed = dataclasses.replace(stats.detach(), entropy=stats.entropy)
     assert mixed.requires_grad
-
-
-def test_the_loss_is_the_cross_entropy():
-    _, stats = made(3, 5)
-    assert torch.equal(stats.loss, -stats.logprobs)
 
 
 def test_detach_cuts_every_field():

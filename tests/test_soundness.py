@@ -1,9 +1,10 @@
-"""Between forward and backward: what is singular. The products of settings are in the engine."""
+"""Around forward and backward: what is singular. The products of settings are in the engine."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mcore_logprobs as ml
-from mcore_logprobs import losses
 from mcore_logprobs.ops.head import HeadLogits
 from tests.engine import cases, run
 from tests.ops import OPERATIONS
@@ -24,6 +24,107 @@ OF_ROWS = [  # from logits of any leading shape
     for name, op in OPERATIONS.items()
     if op.from_logits and op.differentiable and not op.same_dtype
 ]
+# Lines of the engine.
+DIFFERENTIABLE = [
+    *(f"{name} {source}" for name, source in CALLS if OPERATIONS[name].differentiable),
+    "gather hidden log_softmax=True",
+    "sampling_logprobs logits replay=True",
+    "sampling_logprobs hidden top_k=6 top_p=0.8",
+]
+LINEAR = ("topk logits", "gather logits", "all_to_all_vp2sp logits", "all_to_all_sp2vp logits")
+
+
+def opened(line: str) -> tuple[list[Tensor], Any]:
+    """Tensors that want gradients, and a function of them that gives the differentiable outputs."""
+    case = cases.parse(line.split())
+    mine = run.place(case, cases.Problem(case))
+
+    def call(*head: Tensor) -> list[Tensor]:
+        outputs = case.operation(case.source, head, mine.side, mine.keywords)
+        return [outputs[name] for name in case.operation.differentiable if name in outputs]
+
+    return list(mine.leaves.values()), call
+
+
+@pytest.mark.parametrize("line", [line for line in DIFFERENTIABLE if line not in LINEAR])
+def test_a_penalty_on_gradients_raises(line: str) -> None:
+    """A second derivative raises; the first one is the same under create_graph=True."""
+    scale = torch.ones((), requires_grad=True)
+    leaves, call = opened(line)
+    leaves = [x * scale for x in leaves]
+
+    def gradients(**options: bool) -> tuple[Tensor, ...]:
+        roots = call(*leaves)
+        incoming = [torch.linspace(0.5, 1.5, x.numel()).view(x.shape) for x in roots]
+        return torch.autograd.grad(roots, leaves, incoming, **options)
+
+    grads = gradients(create_graph=True)
+    for got, expected in zip(grads, gradients(), strict=True):
+        assert torch.equal(got.nan_to_num(99), expected.nan_to_num(99))
+    loss = sum((g * g).sum() for g in grads) + leaves[0].sum()
+    for last in (
+        lambda: torch.autograd.grad(loss, [scale], retain_graph=True),
+        lambda: torch.autograd.grad(grads[0], [scale], grads[0].detach(), retain_graph=True),
+        lambda: loss.backward(inputs=[scale], retain_graph=True),
+        loss.backward,
+    ):
+        with pytest.raises(RuntimeError, match="gradient of a gradient"):
+            last()
+    grads[0].mul_(0.5)  # as clipping does
+
+
+def test_a_linear_operation_has_no_second_derivative_to_lose() -> None:
+    (logits,), call = opened("topk logits")
+    (grad,) = torch.autograd.grad(call(logits)[0].sum(), logits, create_graph=True)
+    assert not grad.requires_grad
+
+
+class _Lost(torch.autograd.Function):
+    """Identity whose backward has no gradient for its input: the operation before gets None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("line", DIFFERENTIABLE)
+def test_outputs_that_get_no_gradient_give_none(line: str) -> None:
+    leaves, call = opened(line)
+    torch.stack([_Lost.apply(x).sum() for x in call(*leaves)]).sum().backward()
+    assert all(leaf.grad is None for leaf in leaves)
+
+
+@pytest.mark.parametrize("line", [line for line in DIFFERENTIABLE if "hidden" in line])
+def test_one_gradient_alone_is_the_same(line: str) -> None:
+    leaves, call = opened(f"{line} chunk_size=5 bias=True")
+
+    def gradients() -> list[Tensor | None]:
+        roots = call(*leaves[:2])
+        incoming = [torch.linspace(0.5, 1.5, x.numel()).view(x.shape) for x in roots]
+        wanted = [x for x in leaves if x.requires_grad]
+        found = iter(torch.autograd.grad(roots, wanted, incoming))
+        return [next(found) if x.requires_grad else None for x in leaves]
+
+    together = gradients()
+    for alone in range(3):
+        for i, leaf in enumerate(leaves):
+            leaf.requires_grad_(i == alone)
+        found, expected = gradients()[alone], together[alone]
+        assert found is not None
+        assert expected is not None
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        assert expected.any()
+
+
+def test_distillation_of_one_id() -> None:
+    hidden, weight, ids = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)[:, None]
+    student, teacher, _ = ml.linear_topk_distill(hidden, weight, torch.randn(7, 1), ids)
+    assert torch.equal(student, ml.linear_gather(hidden, weight, ids, log_softmax=True))
+    assert not teacher.any()
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
@@ -111,18 +212,6 @@ def test_main_grad_is_asked_for_only_where_there_is_a_gradient(without) -> None:
             hidden, weight, target, lambda p, _: -p, gradient_accumulation_fusion=True
         )
     torch.testing.assert_close(loss, -stats.logprobs.sum())
-
-
-@pytest.mark.parametrize("kl", [losses.kl_k2, losses.kl_k3])
-def test_a_kl_estimate_without_an_upstream_has_no_gradient(kl) -> None:
-    """A filtered target's log-probability is -inf; its loss is masked."""
-    logprobs = torch.tensor([-torch.inf, -1.0, -torch.inf, -2.0], requires_grad=True)
-    upstream = torch.tensor([0.0, 2.0, 0.0, 0.0])
-    kl(logprobs, torch.tensor([-1.0, -1.5, -torch.inf, -torch.inf])).backward(upstream)
-    assert logprobs.grad is not None
-    assert not logprobs.grad[[0, 2, 3]].any()
-    assert logprobs.grad[1].isfinite()
-    assert logprobs.grad[1] != 0
 
 
 def _gather_one_element(dtype: torch.dtype) -> list[int]:

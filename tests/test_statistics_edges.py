@@ -1,13 +1,10 @@
-"""Statistics of logits: odd rows, odd arguments, and what a caller's autograd does with them."""
+"""Statistics of logits: odd rows and arguments, a caller's autograd, `inplace_backward=True`."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import mcore_logprobs as ml
@@ -20,7 +17,8 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.ops.arguments import check_temperature
 from tests.helpers import oracles
-from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group, world_size
+from tests.helpers.memory import TensorsMade
+from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group
 
 FIELDS = ("logprobs", "entropy", "lse")
 
@@ -84,16 +82,6 @@ def test_rows_of_infinities_and_nan() -> None:
     assert logits.grad[[0, 1, 3]].isfinite().all()
 
 
-def test_entropy_of_known_distributions():
-    uniform = vocab_parallel_entropy(torch.full((2, 64), 3.25), vocab_size=50)
-    torch.testing.assert_close(uniform, torch.full((2,), 50.0).log())
-    certain = torch.full((1, 64), -torch.inf)
-    certain[0, 3] = 2.0
-    assert vocab_parallel_entropy(certain).item() == 0.0
-    certain[0, 4] = 2.0
-    torch.testing.assert_close(vocab_parallel_entropy(certain), torch.tensor([2.0]).log())
-
-
 def _upstream_in_masked_columns() -> Tensor:
     logits, columns = torch.randn(5, VOCAB), torch.arange(VOCAB)
     logits[:, 11:] = torch.nan
@@ -126,27 +114,6 @@ def test_integer_targets_of_other_widths(dtype):
     )
 
 
-def test_statistics_are_none_unless_asked_for():
-    stats = vocab_parallel_token_stats(torch.randn(3, 7), torch.arange(3))
-    given = {f.name for f in dataclasses.fields(stats) if getattr(stats, f.name) is not None}
-    assert given == {"logprobs", "lse"}
-
-
-def test_a_temperature_that_is_no_number_above_zero_is_refused() -> None:
-    logits, target = torch.randn(4, 3, 6), torch.zeros(4, 3).long()
-    for bad, word in (
-        (torch.tensor([1.0, 0.0, 1.0]), "> 0"),
-        (torch.tensor([1.0, torch.nan, 1.0]), "> 0"),
-        (torch.ones(4), "broadcasts"),
-        (torch.ones(2, 4, 3), "broadcasts"),
-        (torch.ones(3, dtype=torch.bool), "real numbers"),
-        (torch.ones(3, requires_grad=True), "detach"),
-        (torch.ones(3, device="meta"), "device"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            vocab_parallel_logprobs(logits, target, temperature=bad)
-
-
 def test_a_cpu_scalar_is_a_number() -> None:
     logits, target, half = torch.randn(4, 6), torch.zeros(4).long(), torch.tensor(0.5)
     for call in (
@@ -159,73 +126,7 @@ def test_a_cpu_scalar_is_a_number() -> None:
     assert check_temperature(half, torch.Size((4,)), torch.device("meta")) == 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_backend(dtype) -> None:
-    """Two whole blocks of 2048 columns and a rest, which goes to the reference."""
-    logits, target = (3 * torch.randn(6, 4500)).to(dtype), torch.randint(4500, (6,))
-    options = {"entropy": True, "sum_pi_squared": True, "temperature": torch.linspace(0.5, 2.0, 6)}
-    upstream, found = torch.randn(3, 6) * torch.tensor([[1.0], [1.0], [100.0]]), []
-    for backend in ("torch", "inductor"):
-        leaf = logits.clone().requires_grad_()
-        stats = vocab_parallel_token_stats(leaf, target, backend=backend, **options)
-        values = [stats.logprobs, stats.entropy, stats.sum_pi_squared]
-        found.append((*values, torch.autograd.grad(values, leaf, list(upstream))[0]))
-    torch.testing.assert_close(found[1][:3], found[0][:3], rtol=1e-5, atol=1e-6)
-    rtol = 1e-2 if dtype != torch.float32 else 1e-4
-    torch.testing.assert_close(found[1][3], found[0][3], rtol=rtol, atol=1e-6)
-
-
 # ---- groups -------------------------------------------------------------------------------------
-
-
-def _against_megatron(whole: Tensor, target: Tensor, upstream: Tensor, smoothing: float) -> tuple:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
-    try:
-        theirs, _ = shard(whole)
-        # Megatron's writes over float32 logits, hence the copy.
-        loss = vocab_parallel_cross_entropy(theirs.clone(), target, smoothing)
-        loss.backward(upstream)
-        ours, _ = shard(whole)
-        # No group is given: Megatron's own must be found.
-        logprobs = vocab_parallel_logprobs(ours, target, label_smoothing=smoothing)
-        logprobs.backward(-upstream)
-        rank = vocab_parallel_target_rank(ours, target)
-        return loss.detach(), -logprobs.detach(), theirs.grad, ours.grad, rank
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("world", "smoothing"), [(2, 0.0), (1, 0.1)])
-def test_agrees_with_megatron_and_is_no_less_exact(ranks, world, smoothing, dtype):
-    # Megatron smooths over each rank's shard, which is over the vocabulary at TP 1 only.
-    whole = (torch.randn(6, 3, 96) * 3).to(dtype)
-    target = torch.randint(0, 96, (6, 3))
-    upstream = torch.randn(6, 3)
-    results = ranks(world).run(_against_megatron, whole, target, upstream, smoothing)
-    leaf = whole.double().requires_grad_()
-    stats = oracles.token_stats(leaf, target, label_smoothing=smoothing)
-    (exact,) = torch.autograd.grad(-stats.logprobs, leaf, upstream.double())
-    for their_loss, our_loss, *_, rank in results:
-        torch.testing.assert_close(our_loss, their_loss, rtol=1e-6, atol=2e-6)
-        oracles.assert_no_worse(our_loss, their_loss, -stats.logprobs, name="loss")
-        assert torch.equal(rank, stats.target_rank)
-    theirs, ours = (torch.cat([result[i] for result in results], -1) for i in (2, 3))
-    oracles.assert_no_worse(ours, theirs, exact, name="gradient")
-
-
-def _no_group(whole: Tensor) -> None:
-    assert dist.get_world_size() > 1
-    vocab_parallel_entropy(shard(whole)[1])
-
-
-def test_a_shard_never_passes_for_the_whole_vocabulary(ranks):
-    for error in ranks(2).run_expecting_errors(_no_group, torch.randn(3, VOCAB)):
-        assert isinstance(error, ValueError)
-        assert "tp_group=None" in str(error)
 
 
 # ---- autograd -----------------------------------------------------------------------------------
@@ -265,40 +166,109 @@ def test_no_grad_makes_no_graph():
     assert torch.equal(out.logprobs, attached.logprobs)
 
 
-def test_gradcheck():
-    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
-    target = torch.tensor([0, -100, 6, 2])
+# ---- inplace_backward=True -----------------------------------------------------------------------
 
-    def outputs(logits: Tensor) -> tuple[Tensor, ...]:
+
+def _both(whole: Tensor, target: Tensor, upstream: Tensor, options: dict) -> tuple:
+    def grad(inplace: bool) -> tuple[Tensor, Tensor]:
+        leaf, _ = shard(whole)
+        logits = leaf * 1.5
         out = vocab_parallel_token_stats(
-            logits, target, entropy=True, temperature=0.8, softcap=4.0, label_smoothing=0.1
+            logits,
+            target,
+            entropy=True,
+            tp_group=world_group(),
+            chunk_size=2,
+            inplace_backward=inplace,
+            **options,
         )
-        return out.logprobs, out.entropy, out.lse
+        loss = (out.logprobs * upstream).sum() + (out.entropy * upstream.flip(0)).sum()
+        (found,) = torch.autograd.grad(loss, leaf)
+        return out.logprobs, found
 
-    torch.autograd.gradcheck(outputs, logits)
-    torch.autograd.gradcheck(lambda x: vocab_parallel_log_softmax(x, temperature=0.8), logits)
-
-
-def test_the_gradient_of_a_mean_over_kept_tokens():
-    """What a training loop does: a masked mean, whose upstream is 0 on some tokens."""
-    logits = torch.randn(4, 8, VOCAB, requires_grad=True)
-    target = make_target((4, 8), VOCAB, ignored=0.0)
-    mask = (torch.rand(4, 8) < 0.5).float()
-    (-(vocab_parallel_logprobs(logits, target) * mask).sum() / mask.sum()).backward()
-    assert not logits.grad[mask == 0].any()
-    leaf = logits.detach().double().requires_grad_()
-    (-(oracles.token_stats(leaf, target).logprobs * mask).sum() / mask.sum()).backward()
-    torch.testing.assert_close(logits.grad.double(), leaf.grad, rtol=1e-5, atol=1e-8)
+    return *grad(False), *grad(True)
 
 
-def test_upstream_of_other_strides():
-    """An expanded or transposed upstream gradient, as `sum()` and `.t()` make them."""
-    logits = torch.randn(4, 6, VOCAB, requires_grad=True)
-    logprobs = vocab_parallel_logprobs(logits, make_target((4, 6), VOCAB))
-    upstream = torch.randn(6, 4).t()
-    (strided,) = torch.autograd.grad(logprobs, logits, upstream, retain_graph=True)
-    (dense,) = torch.autograd.grad(logprobs, logits, upstream.contiguous(), retain_graph=True)
-    assert torch.equal(strided, dense)
-    (expanded,) = torch.autograd.grad(logprobs.sum(), logits, retain_graph=True)
-    (ones,) = torch.autograd.grad(logprobs, logits, torch.ones(4, 6))
-    assert torch.equal(expanded, ones)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "vocab_size": 13}], ids=str
+)
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], ids=str)
+def test_same_gradient(ranks, world, dtype, options):
+    whole = torch.randn(3, 5, VOCAB).to(dtype)
+    target = make_target((3, 5), options.get("vocab_size", VOCAB))
+    upstream = torch.randn(3, 5)
+    results = on_ranks(ranks, world, _both, whole, target, upstream, options)
+    assert any(grad.any() for *_, grad in results)
+    for plain, plain_grad, inplace, grad in results:
+        assert torch.equal(plain, inplace)
+        assert torch.equal(plain_grad, grad)
+
+
+def test_no_tensor_of_the_logits_size_is_made():
+    hidden = torch.randn(128, 8, requires_grad=True)
+    logits = hidden @ torch.randn(8, 4096)
+    target = make_target((128,), 4096)
+    logprobs = vocab_parallel_logprobs(logits, target, chunk_size=2, inplace_backward=True)
+    upstream = torch.randn(128)
+    chunk = 2 * 4096 * 4
+    with TensorsMade() as made:
+        # The gradient with respect to the logits is what the matrix product's backward gets.
+        torch.autograd.grad(logprobs, hidden, upstream)
+    assert made.larger_than(2 * chunk) == []
+    assert made.peak <= 5 * chunk
+
+
+def _logits() -> Tensor:
+    return torch.randn(4, VOCAB, requires_grad=True) * 2
+
+
+def _retained() -> Tensor:
+    logits = _logits()
+    logits.retain_grad()
+    return logits
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4, VOCAB, requires_grad=True),
+        _retained,
+        lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(4, VOCAB),
+        lambda: (torch.randn(1, VOCAB, requires_grad=True) * 2).expand(2, VOCAB),
+        lambda: torch.tanh(_logits()),
+        lambda: torch.exp(_logits()),
+        lambda: torch.softmax(_logits(), -1),
+        lambda: torch.sigmoid(_logits()),
+    ],
+    ids=["leaf", "retained", "expanded", "expanded to 2", "tanh", "exp", "softmax", "sigmoid"],
+)
+def test_refused_where_the_logits_are_needed(make):
+    logits = make()
+    kept = logits.detach().clone()
+    with pytest.raises(ValueError, match="inplace_backward"):
+        vocab_parallel_logprobs(
+            logits, make_target(logits.shape[:-1], VOCAB), inplace_backward=True
+        )
+    assert torch.equal(logits.detach(), kept)
+
+
+def test_a_leaf_is_fine_where_no_gradient_is_asked_for():
+    logits = torch.randn(4, VOCAB, requires_grad=True)
+    target = make_target((4,), VOCAB)
+    expected = vocab_parallel_logprobs(logits, target)
+    with torch.no_grad():
+        found = vocab_parallel_logprobs(logits, target, inplace_backward=True)
+    assert torch.equal(found, expected)
+    found = vocab_parallel_logprobs(logits.detach(), target, inplace_backward=True)
+    assert torch.equal(found, expected)
+
+
+def test_one_row_may_have_any_stride():
+    whole = torch.randn(1, VOCAB, requires_grad=True)
+    target = torch.tensor([3])
+    upstream = torch.tensor([0.7])
+    logits = (whole * 2).as_strided((1, VOCAB), (0, 1))
+    values = vocab_parallel_logprobs(logits, target, inplace_backward=True)
+    (grad,) = torch.autograd.grad(values, whole, upstream)
+    expected = (whole * 2).log_softmax(-1)[:, 3]
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, whole, upstream)[0])

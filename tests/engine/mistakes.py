@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.engine.operation import VOCAB
+
+
+def _of_lora(
+    a: Callable[[Tensor], Any] = lambda a: a,
+    b: Callable[[Tensor], Any] = lambda b: b,
+    scale: Any = 0.5,
+) -> Callable[[tuple], tuple]:
+    return lambda lora: (a(lora[0]), b(lora[1]), scale)
+
 
 # Argument: (a bad value, or what is made of the good one; words of the message).
 MISTAKES: dict[str, list[tuple[Any, str]]] = {
@@ -27,7 +37,32 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
         (Tensor.flatten, "weight: expected"),
     ],
     "bias": [(lambda b: b[1:], "bias: expected shape"), (Tensor.half, "bias: expected")],
-    "lora": [((1.0,), "lora: expected a tuple")],
+    "lora": [
+        ((1.0,), "lora: expected a tuple"),
+        (lambda lora: lora[0], "got Tensor"),
+        (lambda lora: lora[:2], "2 values"),
+        *(
+            (_of_lora(**made), f"lora: {words}")
+            for made, words in (
+                ({"a": Tensor.t}, "expected A of shape [r, 8]"),
+                ({"a": lambda a: a[0]}, "expected A of shape [r, 8]"),
+                ({"a": lambda a: a[:0], "b": lambda b: b[:, :0]}, "expected A of shape [r, 8]"),
+                ({"a": lambda a: a[:2]}, "expected B of shape [12, 2]"),
+                ({"b": lambda b: torch.cat([b, b])}, "expected B of shape [12, 3]"),
+                ({"a": Tensor.half}, "expected A"),
+                ({"b": Tensor.double}, "expected B"),
+                (
+                    {"b": lambda b: None},
+                    "expected (A [r, h], B [V/TP, r], scale), got NoneType for B",
+                ),
+                *(
+                    ({"scale": bad}, "expected a finite number for scale")
+                    for bad in (torch.tensor(2.0), True)
+                ),
+                ({"scale": float("inf")}, "expected a finite number for scale"),
+            )
+        ),
+    ],
     "target": [
         (Tensor.float, "target: expected an integer dtype"),
         (lambda t: t[1:], "target: expected shape"),
@@ -68,6 +103,11 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
         ("hot", "temperature: expected"),
         (torch.ones(5), "temperature: expected a number or a tensor that broadcasts"),
         (torch.zeros(6, 2), "temperature: expected finite numbers > 0"),
+        (torch.full((6, 2), torch.nan), "temperature: expected finite numbers > 0"),
+        (torch.ones(2, 6, 2), "broadcasts"),
+        (torch.ones(2, dtype=torch.bool), "real numbers"),
+        (torch.ones(2, requires_grad=True), "detach"),
+        (torch.ones(2, device="meta"), "device"),
     ],
     "vocab_size": [
         (0, "vocab_size: expected 1 to 24"),

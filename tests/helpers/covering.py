@@ -14,6 +14,7 @@ def covering(
     axes: dict[str, Sequence[Any]],
     fits: Callable[[dict[str, Any]], bool],
     together: Iterable[tuple[str, ...]] = (),
+    cheap: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """Settings, one value of every axis each, found greedily.
 
@@ -21,6 +22,7 @@ def covering(
         axes: the values of each.
         fits: whether some values go together; given a whole setting or a part of one.
         together: axes all of whose combinations are wanted, in addition to every pair of values.
+        cheap: axes whose first value is taken where another one holds no more that is new.
     """
     rng = random.Random(0)
     groups = [*itertools.combinations(axes, 2), *together]
@@ -43,7 +45,9 @@ def covering(
                 if not choices:  # no setting holds the combination
                     break
                 most = max(new_pairs(row, name, v) for v in choices)
-                row[name] = rng.choice([v for v in choices if new_pairs(row, name, v) == most])
+                best = [v for v in choices if new_pairs(row, name, v) == most]
+                drawn = rng.choice(best)
+                row[name] = best[0] if name in cheap else drawn
         if len(row) == len(axes) and fits(row):
             found.append(row)
             for group in groups:
