@@ -226,7 +226,7 @@ def test_rounding_in_the_layers_is_split_by_side(data: dict[str, Tensor], name: 
 
 
 def _pairs() -> list[Any]:
-    """Causes of two settings each; by day one pair for each two settings, every cause among them."""
+    """Causes of two settings each; by day one pair for each two settings, with every cause."""
     by_setting: dict[str, list[str]] = {}
     for name, sides in CAUSES.items():
         (setting,) = {**sides[0], **sides[1]}
