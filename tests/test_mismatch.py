@@ -187,6 +187,11 @@ def test_each_cause_is_found_alone(data: dict[str, Tensor], name: str) -> None:
 LAYERS: dict[str, tuple[dict, dict]] = {
     "trainer's layers": ({"trainer_layers": True}, {}),
     "engine's layers": ({}, {"engine_layers": True}),
+    "both layers": ({"trainer_layers": True}, {"engine_layers": True}),
+    "layers and the engine's head": (
+        {"trainer_layers": True},
+        {"engine_layers": True, "bf16_logits": True},
+    ),
     "layers and both heads": (
         {"trainer_layers": True, "bf16_logits": True},
         {"engine_layers": True, "bf16_logits": True},
@@ -226,7 +231,10 @@ def test_rounding_in_the_layers_is_split_by_side(data: dict[str, Tensor], name: 
 
 
 def _pairs() -> list[Any]:
-    """Causes of two settings each; by day one pair for each two settings, with every cause."""
+    """Causes of two settings each; by day one pair for each two settings, with every cause.
+
+    And every shift, which is looked for first, beside every other cause.
+    """
     by_setting: dict[str, list[str]] = {}
     for name, sides in CAUSES.items():
         (setting,) = {**sides[0], **sides[1]}
@@ -235,6 +243,7 @@ def _pairs() -> list[Any]:
     for number, (ours, theirs) in enumerate(itertools.combinations(by_setting.values(), 2)):
         for i, j in itertools.product(range(len(ours)), range(len(theirs))):
             by_day = (i, j) == (number % len(ours), number % len(theirs))
+            by_day |= ours is by_setting["alignment"]
             marks = () if by_day else pytest.mark.night
             found.append(pytest.param(ours[i], theirs[j], marks=marks))
     return found
