@@ -243,12 +243,30 @@ def test_a_nan_row_without_upstream_has_no_gradient_under_a_softcap():
     assert hidden.grad[::2].any()
 
 
-@pytest.mark.night
-@pytest.mark.skipif(DEVICE == "cuda", reason="the ranks' tensors are the CPU's: interpreted alone")
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [(n, s) for n, op in TABLE.items() for s in op.sources if "backend" not in op.without],
+INTERPRETED_RANKS = pytest.mark.skipif(
+    DEVICE == "cuda", reason="the ranks' tensors are the CPU's: interpreted alone"
 )
+BACKED = [(n, s) for n, op in TABLE.items() for s in op.sources if "backend" not in op.without]
+
+
+@INTERPRETED_RANKS
+@interpreted
+def test_the_table_of_operations_on_two_ranks():
+    """One setting of the engine for each operation, where `auto` takes Triton on a CPU."""
+    rng = random.Random(0)
+    dtypes = ("bfloat16", "float16", "float32")
+    cases = [
+        next(random_cases(TABLE[name], source, rng, tp=2, dtype=rng.choice(dtypes)))
+        for name, source in BACKED
+    ]
+    for case, found in zip(cases, get_pool(2).run_many(_by_triton, cases), strict=True):
+        assert isinstance(found, list), f"{case}: {found}"
+        run.check(case, found)
+
+
+@pytest.mark.night
+@INTERPRETED_RANKS
+@pytest.mark.parametrize(("name", "source"), BACKED)
 @interpreted
 def test_the_table_of_operations(name, source):
     """Random settings of the engine, at any world size, where `auto` takes Triton on a CPU."""
