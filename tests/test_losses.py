@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -397,6 +399,97 @@ def test_a_nan_stays_visible_where_it_decides():
     assert found[0].tolist() == [0.0, 1.0, 1.0, 0.0]
     share = losses.clip_fraction(rollout, logprobs, advantages)
     assert share[0].isnan().tolist() == [True, False, False, False]
+
+
+def test_weights_carry_no_gradient_of_either_side():
+    one, other = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
+    mask = torch.ones(2, 3)
+    for weights in (
+        losses.truncated_importance_weights(one, other),
+        losses.masked_importance_weights(one, other),
+        losses.masked_sequence_weights(one, other, mask),
+        losses.off_policy_sequence_mask(one, other, one, mask),
+        losses.clip_fraction(one, other, mask),
+    ):
+        assert not weights.requires_grad
+
+
+_BOUNDS = {"low": 0.5, "high": 5.0}
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+_DPO = {"beta": 0.1, "label_smoothing": 0.0}
+_CLIPPED = {
+    **_CLIP, "dual_clip": None, "kl_coef": 0.0, "kl": "k3", "entropy_coef": 0.0, "weighted": False,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "ClippedLoss": _CLIPPED,
+    "CISPOLoss": {"clip_high": 0.2, "clip_low": None},
+    "GSPOLoss": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "IcePopLoss": {**_BOUNDS, **_CLIP},
+    "SAPOLoss": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "SFTLoss": {"weighted": False},
+    "SPOLoss": {"clip": 0.2},
+    "ImportanceLoss": {},
+    "IPOLoss": {"threshold": 0.1, "kl_coef": 1e-3},
+    "ReinforceLoss": {},
+    "GPGLoss": {},
+    "DPPOLoss": {"divergence": "tv", "low": 0.2, "high": 0.2, "cap": 20.0},
+    "DistillationLoss": {"kl": "k1", "policy_gradient": True, "cap": None, "clamp": None},
+    "LUSPOLoss": {"clip_low": 2e-3, "clip_high": 2.5e-3},
+    "GMPOLoss": {"clip_low": 0.4, "clip_high": 0.4},
+    "TOPRLoss": {"level": "sequence"},
+    "VESPOLoss": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "DROLoss": {"tau": 1.0, "level": "sequence"},
+    "KimiLoss": {"tau": 0.1, "level": "sequence"},
+    "FIPOLoss": {
+        **_CLIPPED, "clip_high": 0.28, "dual_clip": 10.0, "weighted": True, "half_life": 32.0,
+        "weight_clip": 0.2, "high_only": True, "safety": 4.0,
+    },
+    "M2POLoss": {"threshold": 0.04},
+    "ClipCovLoss": {**_CLIPPED, "share": 2e-4, "low": 1.0, "high": 5.0, "seed": 0},
+    "KLCovLoss": {"share": 2e-4, "kl_coef": 1.0},
+    "RegularizedLoss": {"kl_coef": 0.0, "kl": "k3", "kl_ratio": False, "entropy_coef": 0.0},
+    "kl_unbiased": {"kl": "k3"},
+    "truncated_sequence_weights": {"cap": 2.0, "ratio": "product", "veto": None, "seq_dim": 1},
+    "sequence_masked_importance_weights": {"low": 0.999, "high": 1.002, "seq_dim": 1},
+    "rejection_mask": {
+        "low": -math.inf, "estimator": "k1", "level": "token", "seq_dim": 1,
+    },
+    "top_entropy_mask": {"share": 0.2, "group": None},
+    "AdaptiveEntropy": {
+        "target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0, "value": 0.0, "entropy": None,
+    },
+    "aggregation": {
+        "mode": "token", "length": None, "answers": None, "averaged_ranks": 1, "micro_batches": 1,
+        "seq_dim": 1, "group": None,
+    },
+    "cpo_loss": {"beta": 0.1, "nll_coef": 1.0},
+    "simpo_loss": {"beta": 2.0, "gamma": 1.0},
+    "orpo_loss": {"beta": 0.1},
+    "kto_loss": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "truncated_importance_weights": {"cap": 2.0, "floor": 0.0},
+    "masked_importance_weights": _BOUNDS,
+    "masked_sequence_weights": {
+        "low": 0.0, "high": 2.0, "ratio": "product", "weighted": True, "seq_dim": 1,
+    },
+    "off_policy_sequence_mask": {"delta": 0.1, "seq_dim": 1},
+    "clip_fraction": _CLIP,
+    "sequence_sum": {"seq_dim": 1},
+    "sequence_mean": {"seq_dim": 1},
+    "dpo_loss": _DPO,
+    "dpo_advantages": _DPO,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_settings_by_default(name):
+    """Those of the papers, or of what they are compared with; a change is one of the API."""
+    parameters = inspect.signature(getattr(losses, name)).parameters.values()
+    found = {p.name: p.default for p in parameters if p.default is not p.empty}
+    assert found == DEFAULTS[name]
+
+
+def test_every_objective_s_settings_are_here():
+    assert losses.OBJECTIVES.keys() <= DEFAULTS.keys()
 
 
 def test_a_bound_itself_is_within():
