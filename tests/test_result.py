@@ -57,6 +57,12 @@ def test_an_index_slices_every_field(index):
     assert got.shape == stats.logprobs[index].shape
 
 
+def test_an_index_leaves_the_policy_loss_out():
+    stats = with_policy_loss()
+    assert stats[:2].policy_loss is None
+    assert stats.map(lambda x: x[:2]).policy_loss is stats.policy_loss
+
+
 def test_a_boolean_mask_carries_the_gradient():
     logits, stats = made(3, 5)
     mask = torch.rand(3, 5) > 0.5

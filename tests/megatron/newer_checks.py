@@ -24,7 +24,7 @@ from mcore_logprobs.ops.token_stats import TokenStats
 from tests.dropin.frameworks import MAIN, source_root, versions
 from tests.dropin.test_switch import fresh
 from tests.megatron import test_hybrid as hybrid
-from tests.megatron import test_mtp
+from tests.megatron import test_mtp, test_patch
 from tests.megatron.common import (
     VOCAB,
     loss_of,
@@ -96,6 +96,11 @@ LOSS, LOGITS, MTP = {"output": "loss"}, {"fused": False}, {"mtp_num_layers": 1}
 def test_output_processor(ranks, layout, settings, config):
     for errors in ranks(layout[0]).run(through_the_hook, *layout, settings, config):
         assert max(errors.values()) < 1e-5
+
+
+def test_a_scaled_head_with_a_bias(ranks):
+    """Megatron scales the product with its bias."""
+    assert ranks(1).run(test_patch.biased_head, MUP)[0] < 1e-5
 
 
 def general_gemm(

@@ -301,12 +301,12 @@ def test_copies_and_frozen_weights(ranks):
     ranks(1).run(copies_and_frozen)
 
 
-def biased_head() -> float:
+def biased_head(settings: dict[str, Any]) -> float:
     """A head with a bias, which Megatron's own GPTModel never builds but wrappers do."""
     with megatron() as parallel_state:
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-        config = tiny_config()
+        config = tiny_config(**settings)
         model = mm.build_gpt_model(config, vocab_size=VOCAB, tied=False)
         model.output_layer = ColumnParallelLinear(
             config.hidden_size, VOCAB, config=config, init_method=config.init_method, bias=True
@@ -321,7 +321,7 @@ def biased_head() -> float:
 
 
 def test_head_with_a_bias(ranks):
-    assert ranks(1).run(biased_head)[0] < 1e-5
+    assert ranks(1).run(biased_head, {})[0] < 1e-5
 
 
 def config_from_the_model() -> None:
