@@ -18,6 +18,7 @@ from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
 from mcore_logprobs.ops.sample import gumbel_noise, streams
 from tests.helpers.memory import TensorsMade
+from tests.helpers.oracles import finished_logits
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, tiny_config, worst
 from tests.megatron.test_hybrid import hybrid_config
 from tests.megatron.test_policy_loss import gradients
@@ -207,17 +208,27 @@ def of_divergence(step: Step, with_rows: bool, kind: str, teacher: str) -> dict[
     keep = target != IGNORED
     b, s = step.shape
     hidden, weight = step.random(s, b, 10), 0.5 * step.random(VOCAB, 10)
-    other = (hidden @ weight.t()).double().transpose(0, 1)  # [b, s, V]
+    raw: Tensor = hidden @ weight.t()
+    given: dict[str, Any] = {"teacher_temperature": 0.9}
+    if teacher == "hidden":
+        bias, a, up = step.random(VOCAB), step.random(3, 10), step.random(VOCAB, 3)
+        raw = finished_logits(
+            raw + 0.5 * (hidden @ a.t()) @ up.t(), bias=bias, logit_scale=0.7, softcap=4.0
+        )
+        given |= {"teacher_logit_scale": 0.7, "teacher_softcap": 4.0}
+    other = raw.double().transpose(0, 1)  # [b, s, V]
     z = picked(step.logits(), rows) / 0.8
     logp, teacher_logp = z.log_softmax(-1), (picked(other, rows) / 0.9).log_softmax(-1)
-    given: dict[str, Any] = {"teacher_temperature": 0.9}
     beta = 0.3
     if teacher == "hidden":
         group = resolve_tp_group(None)
         if step.sequence_parallel:
             hidden = hidden.chunk(group_size(group))[group_rank(group)]
-        shard = weight.chunk(group_size(group))[group_rank(group)]
+        shard, bias, up = (
+            x.chunk(group_size(group))[group_rank(group)] for x in (weight, bias, up)
+        )
         given |= {"teacher_hidden": hidden, "teacher_weight": shard}
+        given |= {"teacher_bias": bias, "teacher_lora": (a, up, 0.5)}
     elif teacher == "logits":
         given |= {"teacher_logits": picked(step.own_columns(other), rows)}
     else:
