@@ -62,6 +62,11 @@ HIDDEN_AXES: dict[str, Sequence[Any]] = {
 KEYWORDS = ("vocab_size", "chunk_size", "softcap", "logit_scale", "compact", "sequence_parallel")
 KEYWORDS += ("gradient_accumulation_fusion", "ignore_index")
 MEMORY = ("layout", "hooks", "checkpoint")  # covered in threes
+SEVERAL_RANKS = (  # so are these
+    ("tp", "vocab_size", "chunk_size"),
+    ("tp", "sequence_parallel", "rows"),
+    ("tp", "sequence_parallel", "compact"),
+)
 
 
 def axes_of(op: Operation, source: str) -> dict[str, Sequence[Any]]:
@@ -127,9 +132,10 @@ class Case:
 
 
 def cases_of(op: Operation, source: str) -> list[Case]:
-    """Every pair of settings, and every three of those about memory."""
+    """Every pair of settings, and every three of those about memory and several ranks."""
     axes = axes_of(op, source)
     together = [MEMORY] if op.differentiable else []
+    together += [group for group in SEVERAL_RANKS if axes.keys() >= set(group)]
     rows = covering(axes, lambda s: allowed(op, {"source": source} | s), together, cheap=("tp",))
     return [Case(op.name, row) for row in rows]
 
