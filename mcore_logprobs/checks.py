@@ -100,11 +100,6 @@ check_logits_dtype = Check(
 )
 
 
-def check_chunk_size(chunk_size: int | None) -> None:
-    """None or an int of at least 1, or a ValueError."""
-    check_optional_count("chunk_size", chunk_size)
-
-
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
     """One of these strings, or a ValueError."""
     one_of(choices)(name, value)

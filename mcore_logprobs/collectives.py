@@ -262,19 +262,3 @@ def all_to_all_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if x.shape[0] % size:
         raise ValueError(f"all-to-all: expected dim 0 divisible by {size}, got {x.shape[0]}")
     return x if size == 1 else _AllToAll.apply(x, group)
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_sum(grads[0], ctx.group), None
-
-
-def sum_gradient(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Identity forward; backward sums the ranks' gradients (one all-reduce)."""
-    return x if group_size(group) == 1 else _SumGradient.apply(x, group)

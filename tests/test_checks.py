@@ -50,10 +50,3 @@ def test_choices() -> None:
             ValueError, match=r"kind: expected one of \('forward', 'reverse'\), got "
         ):
             checks.check_choice("kind", value, ["forward", "reverse"])
-
-
-def test_chunk_size_names_itself() -> None:
-    checks.check_chunk_size(None)
-    checks.check_chunk_size(3)
-    with pytest.raises(ValueError, match="chunk_size: expected None or an int >= 1, got 0"):
-        checks.check_chunk_size(0)

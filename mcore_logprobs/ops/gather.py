@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,12 +182,41 @@ def topk_distill(
         student = torch.where(mask.unsqueeze(-1), student, 0.0)
         found = None if found is None else torch.where(mask, found, 0.0)
     if normalize == "topk":
-        student = torch.log_softmax(student, dim=-1)
+        student = of_rows(lambda x: x.log_softmax(-1), student)
         if mask is not None:
             student = torch.where(mask.unsqueeze(-1), student, 0.0)
     teacher = teacher.detach().to(acc_dtype(teacher.dtype))
     teacher = teacher / (own.unsqueeze(-1) if isinstance(own, Tensor) else own)
     return student, torch.log_softmax(teacher, dim=-1), found
+
+
+class _Spoilt(torch.autograd.Function):
+    """NaN, of x's shape; the gradient of a row is NaN where one is asked of it, and else 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        asked = (grads[0] != 0).any(-1, keepdim=True)
+        return torch.where(asked, torch.nan, 0.0).to(grads[0].dtype).expand_as(grads[0])
+
+
+def of_rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """`function(*rows)` of rows `[..., k]`: `[...]` or `[..., k]`, differentiable by the first.
+
+    A row whose result holds a NaN is NaN, and so is its gradient where one is asked of it, but
+    exactly 0 where its upstream is 0. By autograd's rules alone it is 0 behind a clamp, whatever
+    upstream is, and elsewhere NaN even where that is 0.
+    """
+    with torch.no_grad():
+        spoilt = function(*rows).isnan()
+    is_number = spoilt.dim() < rows[0].dim()
+    of_row = spoilt.unsqueeze(-1) if is_number else spoilt.any(-1, keepdim=True)
+    found = function(*(torch.where(of_row, 0.0, x) for x in rows))
+    nan = _Spoilt.apply(rows[0])
+    return torch.where(spoilt, nan[..., 0], found) if is_number else torch.where(of_row, nan, found)
 
 
 def masked_source(source: Source, mask: Tensor | None) -> Source:

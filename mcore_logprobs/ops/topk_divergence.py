@@ -13,7 +13,7 @@ from mcore_logprobs.kernels.chunk import acc_dtype
 from mcore_logprobs.kernels.stats import LOG_ZERO
 from mcore_logprobs.ops.arguments import check_float_tensor, check_shape, check_target, unwrap_rows
 from mcore_logprobs.ops.divergence import check_kind
-from mcore_logprobs.ops.gather import gather
+from mcore_logprobs.ops.gather import gather, of_rows
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.source import Source, given_logits
@@ -113,11 +113,11 @@ def topk_kl_div(
     ids = check_target(ids, shape, source.device, name="ids")
     student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)
     if ignore_index is None:
-        return divergence.value(student, teacher)
+        return of_rows(divergence.value, student, teacher)
     valid_mask = ids != ignore_index
     # An ignored id has probability 0 on both sides.
     student, teacher = (torch.where(valid_mask, x, LOG_ZERO) for x in (student, teacher))
-    return torch.where(valid_mask.any(-1), divergence.value(student, teacher), 0.0)
+    return torch.where(valid_mask.any(-1), of_rows(divergence.value, student, teacher), 0.0)
 
 
 @shared_keywords(LogitsKeywords, given_logits)
