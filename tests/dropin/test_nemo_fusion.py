@@ -12,8 +12,10 @@ from torch import Tensor
 
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import nemo_rl
-from tests.dropin.common import LAYOUTS, Rank, assert_near, next_token_logprobs, zigzag
+from tests.dropin.common import LAYOUTS, Rank, assert_near, next_token_logprobs, spread, zigzag
 from tests.dropin.common import VOCAB as SMALL_VOCAB
+from tests.dropin.test_models import grads_of
+from tests.engine.truths import take
 from tests.helpers.covering import every_pair
 from tests.helpers.memory import TensorsMade
 from tests.megatron.common import SEQ, VOCAB, make_batch, megatron, relative, tiny_config, worst
@@ -23,7 +25,7 @@ B, H = 2, 6
 
 def run_hidden(tp: int, cp: int, d: dict[str, Tensor], chunk_size: Any) -> dict[str, Tensor]:
     r = Rank(tp, cp)
-    mine = zigzag(d["hidden"], r.cp.rank(), cp).transpose(0, 1)  # [s/CP, b, h]
+    mine = zigzag(d["hidden"], r.place, cp).transpose(0, 1)  # [s/CP, b, h]
     hidden = mine.chunk(tp)[r.tp.rank()].clone().requires_grad_()
     weight = d["weight"][r.range[0] : r.range[1]].clone().requires_grad_()
     value = nemo_rl.from_parallel_hidden_states_to_logprobs(
@@ -53,16 +55,11 @@ def test_hidden_states(ranks, layout: tuple, lengths: tuple, chunk_size: int | N
     results = ranks(tp * cp).run(run_hidden, tp, cp, d, chunk_size)
     for result in results:
         assert_near(result["value"], want.detach(), 5e-6)
-    weight = torch.zeros(SMALL_VOCAB, H, dtype=torch.float64)
-    hidden = torch.zeros(B, padded, H, dtype=torch.float64)
-    place = torch.arange(padded)[None]
-    for rank, result in enumerate(results):
-        rows = zigzag(place, rank // tp, cp)[0].chunk(tp)[rank % tp]
-        hidden[:, rows] = result["hidden"].transpose(0, 1).double()
-        width = SMALL_VOCAB // tp
-        weight[rank % tp * width :][:width] += result["weight"].double()
     # The backward of the gather over CP sums the same loss of every rank.
+    rows = [torch.cat([r["hidden"] for r in results[i:][:tp]]) for i in range(0, tp * cp, tp)]
+    hidden = spread([x.transpose(0, 1) for x in rows], 1, cp, (B, padded, H))
     assert_near(hidden, leaves["hidden"].grad * cp, 1e-5)
+    weight = torch.cat([sum(r["weight"].double() for r in results[i::tp]) for i in range(tp)])
     assert_near(weight, leaves["weight"].grad * cp, 1e-5)
 
 
@@ -71,12 +68,6 @@ def gathered(model: Any, batch: dict[str, Any]) -> Tensor:
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     return gather_from_tensor_model_parallel_region(model(**batch["inputs"]))
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels: bool) -> dict:
@@ -103,10 +94,9 @@ def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels
         # Expected: this rank's own tokens by plain torch, each with the weight it will have.
         mine = following[:, place[rank]]
         logp = gathered(model, batch).double().log_softmax(-1)
-        own = logp.gather(-1, mine.clamp(min=0)[..., None])[..., 0]
-        own = torch.where(mine >= 0, own, 0.0)
+        own = torch.where(mine >= 0, take(logp, mine), 0.0)
         (own * weights[:, place[rank]]).sum().backward()
-        expected_grads = gradients(model)
+        expected_grads = grads_of(model)
 
         nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
         try:
@@ -117,7 +107,7 @@ def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels
                 return_logprobs_for_linear_ce_fusion=True,
             )
             (got * weights[:, :-1] / cp).sum().backward()
-            grads = gradients(model)
+            grads = grads_of(model)
         finally:
             nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
         assert got.shape == (whole.shape[0], SEQ - 1)

@@ -25,26 +25,6 @@ from tests.dropin.test_nemo_values import SAMPLING, Data, exact, filters, loss_o
 from tests.helpers.covering import every_pair
 
 
-def whole_logits() -> dict[str, Tensor]:
-    """Neither a group nor a DTensor: all columns are here, whatever the world is."""
-    d = Data(6, 6)
-    leaf = d.logits.requires_grad_()
-    value = nemo_rl.get_next_token_logprobs_from_logits(
-        d.ids, leaf, sampling_params=SAMPLING["both"]
-    )
-    loss_of([value]).backward()
-    return {"value": value, "grad": leaf.grad}
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_plain_logits(ranks, world: int) -> None:
-    d = Data(6, 6)
-    (want,), want_grad = exact("get_next_token both", d, d.logits)
-    for result in ranks(world).run(whole_logits):
-        assert_near(result["value"], want)
-        assert_near(result["grad"], want_grad)
-
-
 def rank_mismatch() -> None:
     r = Rank(2, 1)
     nemo_rl.get_next_token_logprobs_from_logits(
@@ -75,7 +55,7 @@ def run_packed(
     target = d["ids"].clone()
     if rolled:
         parts = [target[:, a:b].roll(-1, 1) for a, b in itertools.pairwise(BOUNDS)]
-        target = zigzag(torch.cat(parts, 1), r.cp.rank(), cp, BOUNDS)
+        target = zigzag(torch.cat(parts, 1), r.place, cp, BOUNDS)
     value = nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(
         leaf,
         target,
