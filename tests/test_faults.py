@@ -132,22 +132,6 @@ def test_other_rows_on_one_rank_are_named(ranks, rows):
         assert "on rank 1" in message
 
 
-def no_rows() -> list[Tensor]:
-    call = shard()
-    call["hidden"] = call["hidden"].detach()[:0].requires_grad_()
-    call["target"] = call["target"][:0]
-    stats = linear_token_stats(**call, entropy=True)
-    (stats.logprobs.sum() + stats.entropy.sum()).backward()
-    return [stats.logprobs, call["hidden"].grad, call["weight"].grad]
-
-
-def test_zero_rows_on_every_rank_are_fine(ranks):
-    for logprobs, on_hidden, on_weight in ranks(2).run(no_rows, timeout=DEADLINE):
-        assert logprobs.shape == (0,)
-        assert on_hidden.shape == (0, HIDDEN)
-        assert not on_weight.any()
-
-
 # ---- NaN ---------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import types
 from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -227,6 +229,19 @@ def test_next_tokens(ranks, cp: int, bounds: str) -> None:
         assert max(errors.values()) < 2e-5, errors
 
 
+FLAG = {"return_logprobs_for_linear_ce_fusion": True}
+
+
+@contextlib.contextmanager
+def fused(**settings: Any) -> Iterator[None]:
+    """GPTModel's forward as NeMo-RL patches it."""
+    nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(**settings)
+    try:
+        yield
+    finally:
+        nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+
+
 def run_temperatures(tp: int, cp: int) -> dict[str, float]:
     """Of NeMo-RL's patch, and of a call that names another."""
     with megatron(tp=tp, cp=cp) as state:
@@ -234,14 +249,10 @@ def run_temperatures(tp: int, cp: int) -> dict[str, float]:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, VOCAB, (2, 16), generator=generator)
         local = on_this_rank(state, tokens)
-        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4, temperature=0.7)
-        try:
-            flags = {"labels": local[0], "return_logprobs_for_linear_ce_fusion": True}
-            by_patch = model(*local, None, **flags, is_spec_decode=None)
-            by_call = model(*local, None, **flags, temperature=0.5)
+        with fused(chunk_size=4, temperature=0.7):
+            by_patch = model(*local, None, labels=local[0], **FLAG, is_spec_decode=None)
+            by_call = model(*local, None, labels=local[0], **FLAG, temperature=0.5)
             assert torch.equal(model(*local, None, is_spec_decode=None), model(*local, None))
-        finally:
-            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
         return {
             name: relative(got.detach(), each_by_itself(state, model, tokens, (0, 16), t).detach())
             for name, got, t in (("patch", by_patch, 0.7), ("call", by_call, 0.5))

@@ -14,7 +14,7 @@ from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import nemo_rl
 from tests.dropin.common import LAYOUTS, Rank, assert_near, next_token_logprobs, spread, zigzag
 from tests.dropin.common import VOCAB as SMALL_VOCAB
-from tests.dropin.test_models import grads_of
+from tests.dropin.test_models import FLAG, fused, grads_of
 from tests.engine.truths import take
 from tests.helpers.covering import every_pair
 from tests.helpers.memory import TensorsMade
@@ -63,13 +63,6 @@ def test_hidden_states(ranks, layout: tuple, lengths: tuple, chunk_size: int | N
     assert_near(weight, leaves["weight"].grad * cp, 1e-5)
 
 
-def gathered(model: Any, batch: dict[str, Any]) -> Tensor:
-    """This CP rank's whole-vocabulary logits from the unpatched model, differentiable."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    return gather_from_tensor_model_parallel_region(model(**batch["inputs"]))
-
-
 def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels: bool) -> dict:
     """Errors of the patched forward against the unpatched model's own logits."""
     with megatron(tp=tp, cp=cp) as parallel_state:
@@ -93,23 +86,16 @@ def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels
 
         # Expected: this rank's own tokens by plain torch, each with the weight it will have.
         mine = following[:, place[rank]]
-        logp = gathered(model, batch).double().log_softmax(-1)
+        logp = model(**batch["inputs"], runtime_gather_output=True).double().log_softmax(-1)
         own = torch.where(mine >= 0, take(logp, mine), 0.0)
         (own * weights[:, place[rank]]).sum().backward()
         expected_grads = grads_of(model)
 
-        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
-        try:
+        with fused(chunk_size=5):
             logits_after = model(**batch["inputs"])
-            got = model(
-                **batch["inputs"],
-                labels=whole if whole_labels else ids,
-                return_logprobs_for_linear_ce_fusion=True,
-            )
+            got = model(**batch["inputs"], labels=whole if whole_labels else ids, **FLAG)
             (got * weights[:, :-1] / cp).sum().backward()
             grads = grads_of(model)
-        finally:
-            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
         assert got.shape == (whole.shape[0], SEQ - 1)
         assert torch.equal(logits_after, model(**batch["inputs"]))
         # The last position has no next token: drop it from what was expected.
@@ -148,26 +134,25 @@ def class_patch() -> None:
         ids = batch["inputs"]["input_ids"]
         model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
         before, names = GPTModel.forward, set(vars(GPTModel))
-        flag = "return_logprobs_for_linear_ce_fusion"
         nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()  # nothing to undo
         for chunk_size in (4, 7):  # the second call only changes the chunk size
             nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=chunk_size)
             assert GPTModel._linear_ce_fusion_chunk_size == chunk_size
         parameters = inspect.signature(GPTModel.forward).parameters
         assert set(parameters) == set(inspect.signature(before).parameters) | {
-            flag,
+            *FLAG,
             "is_spec_decode",
             "sampling_params",
             "temperature",
         }
         with pytest.raises(ValueError, match="expected labels"):
-            model(**batch["inputs"], **{flag: True})
+            model(**batch["inputs"], **FLAG)
         state = dict(vars(model))
         with torch.no_grad():
             direct = nemo_rl._gpt_forward_with_linear_ce_fusion(
-                model, ids, batch["inputs"]["position_ids"], None, labels=ids, **{flag: True}
+                model, ids, batch["inputs"]["position_ids"], None, labels=ids, **FLAG
             )
-            assert torch.equal(model(**batch["inputs"], labels=ids, **{flag: True}), direct)
+            assert torch.equal(model(**batch["inputs"], labels=ids, **FLAG), direct)
             plain = nemo_rl._gpt_forward_with_linear_ce_fusion(
                 model, ids, batch["inputs"]["position_ids"], None
             )
@@ -188,16 +173,8 @@ def largest_tensor() -> int:
     with megatron() as parallel_state:
         model = mm.build_gpt_model(tiny_config(), vocab_size=48 * VOCAB)
         batch = make_batch(parallel_state)
-        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=2)
-        try:
-            with TensorsMade() as made:
-                model(
-                    **batch["inputs"],
-                    labels=batch["inputs"]["input_ids"],
-                    return_logprobs_for_linear_ce_fusion=True,
-                )
-        finally:
-            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+        with fused(chunk_size=2), TensorsMade() as made:
+            model(**batch["inputs"], labels=batch["inputs"]["input_ids"], **FLAG)
         return max(tensor.nbytes for tensor in made.made)
 
 
