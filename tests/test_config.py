@@ -15,72 +15,48 @@ import yaml
 
 from mcore_logprobs.config import LogprobConfig, add_logprob_args
 
-# A value other than the default for every field, as Python, as flag text and as YAML text.
-OTHER = {
-    "output": ("loss", "loss", "loss"),
-    "fused": ("require", "require", "require"),
-    "entropy": (True, "true", "true"),
-    "target_rank": (True, "true", "yes"),
-    "sum_pi_squared": (True, "true", "true"),
-    "temperature": (0.5, "5e-1", "5e-1"),
-    "top_k": (50, "50", "50"),
-    "top_p": (0.9, "0.9", "9e-1"),
-    "vocab_size": (50257, "50257", "50257"),
-    "ignore_index": (-1, "-1", "-1"),
-    "label_smoothing": (0.1, "0.1", "0.1"),
-    "softcap": (30.0, "30", "30"),
-    "compact": (True, "true", "on"),
-    "mtp": ("off", "off", "off"),
-    "invariant_segments": (8, "8", "8"),
-    "logits_dtype": (torch.bfloat16, "bfloat16", "bf16"),
-    "chunk_size": (64, "64", "64"),
-    "backend": ("torch", "torch", "torch"),
+# Every field's default, which is the contract; then another value, as Python, as flag text and as
+# YAML text.
+SETTINGS = {
+    "output": ("stats", "loss", "loss", "loss"),
+    "fused": (True, "require", "require", "require"),
+    "entropy": (False, True, "true", "true"),
+    "target_rank": (False, True, "true", "yes"),
+    "sum_pi_squared": (False, True, "true", "true"),
+    "temperature": (1.0, 0.5, "5e-1", "5e-1"),
+    "top_k": (None, 50, "50", "50"),
+    "top_p": (1.0, 0.9, "0.9", "9e-1"),
+    "vocab_size": (None, 50257, "50257", "50257"),
+    "ignore_index": (-100, -1, "-1", "-1"),
+    "label_smoothing": (0.0, 0.1, "0.1", "0.1"),
+    "softcap": (None, 30.0, "30", "30"),
+    "compact": (False, True, "true", "on"),
+    "mtp": ("keep", "off", "off", "off"),
+    "invariant_segments": (None, 8, "8", "8"),
+    "logits_dtype": (torch.float32, torch.bfloat16, "bfloat16", "bf16"),
+    "chunk_size": (None, 64, "64", "64"),
+    "backend": ("auto", "torch", "torch", "torch"),
 }
 NAMES = [f.name for f in dataclasses.fields(LogprobConfig)]
 
-BAD = [
-    ("output", "logits"),
-    ("output", None),
-    ("fused", 1),
-    ("fused", "always"),
-    ("fused", None),
-    ("entropy", "yes"),
-    ("entropy", 0),
-    ("target_rank", None),
-    ("temperature", 0.0),
-    ("temperature", -1.0),
-    ("temperature", math.inf),
-    ("temperature", math.nan),
-    ("temperature", "1.0"),
-    ("temperature", True),
-    ("temperature", None),
-    ("vocab_size", 0),
-    ("vocab_size", 32000.0),
-    ("vocab_size", True),
-    ("ignore_index", None),
-    ("ignore_index", -100.0),
-    ("label_smoothing", -0.1),
-    ("label_smoothing", 1.0),
-    ("label_smoothing", math.nan),
-    ("softcap", 0.0),
-    ("softcap", -30.0),
-    ("logits_dtype", torch.int64),
-    ("logits_dtype", "fp12"),
-    ("chunk_size", 0),
-    ("chunk_size", 1.5),
-    ("backend", "cuda"),
-    ("top_k", -2),
-    ("top_k", 1.5),
-    ("top_k", True),
-    ("top_p", 0.0),
-    ("top_p", 1.5),
-    ("top_p", math.nan),
-    ("top_p", None),
-    ("compact", 1),
-    ("compact", "require"),
-    ("invariant_segments", 0),
-    ("invariant_segments", 2.0),
-]
+BAD = {
+    "output": ["logits", None],
+    "fused": [1, "always", None],
+    "entropy": ["yes", 0],
+    "target_rank": [None],
+    "temperature": [0.0, -1.0, math.inf, math.nan, "1.0", True, None],
+    "vocab_size": [0, 32000.0, True],
+    "ignore_index": [None, -100.0],
+    "label_smoothing": [-0.1, 1.0, math.nan],
+    "softcap": [0.0, -30.0],
+    "logits_dtype": [torch.int64, "fp12"],
+    "chunk_size": [0, 1.5],
+    "backend": ["cuda"],
+    "top_k": [-2, 1.5, True],
+    "top_p": [0.0, 1.5, math.nan, None],
+    "compact": [1, "require"],
+    "invariant_segments": [0, 2.0],
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,26 +68,8 @@ def flag(name: str) -> str:
 
 
 def test_defaults_are_the_contract() -> None:
-    assert dataclasses.asdict(LogprobConfig()) == {
-        "output": "stats",
-        "fused": True,
-        "entropy": False,
-        "target_rank": False,
-        "sum_pi_squared": False,
-        "temperature": 1.0,
-        "top_k": None,
-        "top_p": 1.0,
-        "vocab_size": None,
-        "ignore_index": -100,
-        "label_smoothing": 0.0,
-        "softcap": None,
-        "compact": False,
-        "mtp": "keep",
-        "invariant_segments": None,
-        "logits_dtype": torch.float32,
-        "chunk_size": None,
-        "backend": "auto",
-    }
+    defaults = dataclasses.asdict(LogprobConfig())
+    assert defaults == {name: row[0] for name, row in SETTINGS.items()}
 
 
 def test_every_way_in_gives_byte_equal_defaults(tmp_path) -> None:
@@ -132,7 +90,7 @@ def test_every_way_in_gives_byte_equal_defaults(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_setting_by_every_way_in(name, tmp_path) -> None:
-    value, flag_text, yaml_text = OTHER[name]
+    _, value, flag_text, yaml_text = SETTINGS[name]
     expected = LogprobConfig(**{name: value})
     assert expected != LogprobConfig()
     assert LogprobConfig.from_args(parser().parse_args([flag(name), flag_text])) == expected
@@ -161,7 +119,7 @@ def test_namespace_is_plain_data() -> None:
     assert json.loads(json.dumps(vars(args)))["logprob_logits_dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("name", "value"), BAD)
+@pytest.mark.parametrize(("name", "value"), [(n, bad) for n, row in BAD.items() for bad in row])
 def test_bad_value_names_field_expected_and_got(name, value) -> None:
     with pytest.raises(ValueError, match="expected") as caught:
         LogprobConfig(**{name: value})

@@ -25,8 +25,9 @@ ROWS, HIDDEN = 4, 3
 def call(operation: str, width: int, **changes: Any) -> Any:
     """One of the public operations on a shard of `width` columns; the same values on every rank."""
     torch.manual_seed(1)
-    logits, weight = torch.randn(ROWS, width), torch.randn(width, HIDDEN)
-    target = changes.pop("target", torch.arange(ROWS) * 5)
+    rows = changes.pop("rows", ROWS)
+    logits, weight = torch.randn(rows, width), torch.randn(width, HIDDEN)
+    target = changes.pop("target", torch.arange(rows) * 5)
     common = {"tp_group": dist.group.WORLD} | changes
     hidden = torch.randn(ROWS, HIDDEN)
     ids = target.unsqueeze(-1)
@@ -173,6 +174,8 @@ TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
             {"target": [TARGETS[0], TARGETS[0].int()]},
             ["target: (4,) int64", "(4,) int32", "on rank 1"],
         ),
+        ("logprobs", {"rows": [4, 5]}, ["target: (4,) int64", "(5,) int64", "on rank 1"]),
+        ("logprobs", {"rows": [4, 0]}, ["target: (4,) int64", "(0,) int64", "on rank 1"]),
         ("entropy", {"width": [12, 13]}, ["(4, 12) float32 on rank 0, (4, 13) float32 on rank 1"]),
         ("token_stats", {"vocab_size": [None, 20], "temperature": [2, 2]}, ["None on rank 0, 20"]),
         ("topk", {"operation": ["topk", "entropy"]}, ["operation: vocab_parallel_topk on rank 0"]),
@@ -185,7 +188,7 @@ TARGETS = [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]
         ("kl_div", {"kind": ["forward", "jsd"]}, ["kind: 'forward' on rank 0, 'jsd' on rank 1"]),
         ("gather", {"log_softmax": [False, True]}, ["log_softmax: False on rank 0, True on"]),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_the_check_names_rank_and_value(ranks, operation, per_rank, parts):
     for found, sent in ranks(2).run(checked, operation, per_rank, timeout=60):

@@ -23,6 +23,7 @@ from tests.helpers.documents import (
     PAGES,
     ROOT,
     Source,
+    cells,
     docstrings,
     fenced,
     headings,
@@ -149,18 +150,10 @@ def test_blocks_that_run_elsewhere_name_what_is_there() -> None:
     for (where, number), test in ELSEWHERE.items():
         tree = ast.parse(found[where].blocks[number].replace(", ...)", ")").replace("(...)", "()"))
         modules: dict[str, Any] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                "mcore_logprobs"
-            ):
-                for alias in node.names:
-                    modules[alias.asname or alias.name] = pkgutil.resolve_name(
-                        f"{node.module}.{alias.name}"
-                    )
-            elif isinstance(node, ast.Import):
-                for alias in node.names:
-                    if alias.name.startswith("mcore_logprobs"):
-                        modules[alias.asname or alias.name] = pkgutil.resolve_name(alias.name)
+        imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+        for text in map(ast.unparse, imports):
+            if text.startswith(("from mcore_logprobs", "import mcore_logprobs")):
+                exec(text, modules)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 owner = modules.get(node.value.id)
@@ -245,11 +238,7 @@ def test_calls_fit_their_signatures(page) -> None:
             continue
         call = ast.parse(code, mode="eval").body
         assert isinstance(call, ast.Call)
-        function = pkgutil.resolve_name(
-            f"mcore_logprobs:{match[1]}"
-            if match[1] in PUBLIC
-            else f"mcore_logprobs.losses:{match[1]}"
-        )
+        function = getattr(mcore_logprobs if match[1] in PUBLIC else losses, match[1])
         parameters = inspect.signature(function).parameters
         assert {k.arg for k in call.keywords} <= parameters.keys(), code
 
@@ -342,11 +331,11 @@ def test_measured_figures_of_costs_are_printed_ones() -> None:
         if not line.startswith("|"):
             header = []
             continue
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        row = cells(line)
         if not header:
-            header = cells
+            header = row
             continue
-        for title, cell in zip(header, cells, strict=True):
+        for title, cell in zip(header, row, strict=True):
             unit = (
                 "" if title in ("instructions", "registers", "spills") else "(?: (?:ms|MiB|KiB)|%)"
             )
@@ -354,7 +343,7 @@ def test_measured_figures_of_costs_are_printed_ones() -> None:
             if match is None:
                 continue
             if title == "formula":  # n V/TP b of 1024 rows of bf16
-                vocab, tp = int(cells[0]), int(cells[1])
+                vocab, tp = int(row[0]), int(row[1])
                 assert float(match[1]) == 1024 * vocab / tp * 2 / 2**20
             else:
                 assert match[1] in printed, f"{line}: {cell} is in no table of results"

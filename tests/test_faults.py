@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from mcore_logprobs import (
     unpatch_model,
     vocab_parallel_logprobs,
 )
-from mcore_logprobs.consistency import VARIABLE
 from mcore_logprobs.cpu_megatron import models as mm
 from tests.helpers.distributed import RankError, get_pool
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, step, tiny_config, worst
@@ -108,44 +106,6 @@ def test_a_width_that_changes_on_one_rank_is_named_on_the_others(how):
     survivor, _ = errors_of(raises_and_ends, how)
     assert isinstance(survivor, ValueError)
     assert "another rank stopped: vocabulary shards: 9 columns on rank 1" in str(survivor)
-
-
-# ---- one rank makes another call ---------------------------------------------------------------
-
-
-def other_rows(rows: list[int]) -> str:
-    logits = torch.randn(rows[dist.get_rank()], WIDTH)
-    target = torch.zeros(logits.shape[0], dtype=torch.int64)
-    with mock.patch.dict(os.environ, {VARIABLE: "1"}):
-        try:
-            vocab_parallel_logprobs(logits, target, tp_group=dist.group.WORLD)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("rows", [[4, 5], [4, 0]], ids=["other shapes", "zero rows on one rank"])
-def test_other_rows_on_one_rank_are_named(ranks, rows):
-    for message in ranks(2).run(other_rows, rows, timeout=DEADLINE):
-        assert f"target: ({rows[0]},) int64" in message
-        assert f"({rows[1]},) int64" in message
-        assert "on rank 1" in message
-
-
-def no_rows() -> list[Tensor]:
-    call = shard()
-    call["hidden"] = call["hidden"].detach()[:0].requires_grad_()
-    call["target"] = call["target"][:0]
-    stats = linear_token_stats(**call, entropy=True)
-    (stats.logprobs.sum() + stats.entropy.sum()).backward()
-    return [stats.logprobs, call["hidden"].grad, call["weight"].grad]
-
-
-def test_zero_rows_on_every_rank_are_fine(ranks):
-    for logprobs, on_hidden, on_weight in ranks(2).run(no_rows, timeout=DEADLINE):
-        assert logprobs.shape == (0,)
-        assert on_hidden.shape == (0, HIDDEN)
-        assert not on_weight.any()
 
 
 # ---- NaN ---------------------------------------------------------------------------------------

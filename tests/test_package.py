@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import mcore_logprobs
-from mcore_logprobs.dropin.installed import FRAMEWORKS
 
 PACKAGE = Path(mcore_logprobs.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -144,11 +142,6 @@ def test_classes_have_the_contract_s_members() -> None:
         assert callable(getattr(mcore_logprobs.PatchHandle, block))
     assert callable(mcore_logprobs.PatchHandle.remove)
     assert hasattr(mcore_logprobs.PatchHandle, "__enter__")
-
-
-@pytest.mark.parametrize("module", [*FRAMEWORKS, "settings"])
-def test_dropin_module_imports(module) -> None:
-    importlib.import_module(f"mcore_logprobs.dropin.{module}")
 
 
 # ---- docstrings --------------------------------------------------------------------------------

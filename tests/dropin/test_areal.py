@@ -13,6 +13,7 @@ from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import areal
 from mcore_logprobs.megatron import head_report, patch_gpt_model
 from tests.dropin.frameworks import MAIN, checkout, load
+from tests.engine.truths import entropy_of, take
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, step, tiny_config, worst
 
 HEAD = "areal.models.mcore.vocab_parallel_head"
@@ -41,12 +42,12 @@ def test_reused_logits(shape: str, dtype: torch.dtype) -> None:
     assert torch.equal(logits.detach(), before) is not reused
     z = before.double().requires_grad_()
     log_p = (z / 0.7).log_softmax(-1)
-    want = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0].where(labels >= 0, 0.0)
+    want = take(log_p, labels).where(labels >= 0, 0.0)
     (want * upstream).sum().backward()
     grad = logits.grad if shape == "leaf" else leaf.grad
     assert relative(logprobs, want) < 1e-6
     assert relative(grad, z.grad) < (1e-6 if dtype is torch.float32 else 1e-2)
-    assert relative(entropy, -(log_p.exp() * log_p).sum(-1).where(labels >= 0, 0.0)) < 1e-6
+    assert relative(entropy, entropy_of(log_p).where(labels >= 0, 0.0)) < 1e-6
 
 
 def written(model: Any, fp32_output: bool, fp32_operands: bool) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.dropin import areal, ms_swift, skyrl, verl
-from tests.dropin.common import VOCAB
+from tests.dropin.common import VOCAB, columns_of
 from tests.dropin.frameworks import MAIN, load, versions
+from tests.engine.truths import entropy_of, take
 from tests.megatron.common import megatron, relative
 
 ROWS = 9
@@ -111,13 +112,12 @@ def exact(framework: str, name: str, z: Tensor, t: Tensor) -> Tensor:
     if name == "topk":
         return z.topk(4, dim=-1).values
     log_p = z.log_softmax(-1)
-    logprobs = log_p.gather(-1, t.clamp(min=0)[..., None])[..., 0].where(t >= 0, 0.0)
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    logprobs, entropy = take(log_p, t).where(t >= 0, 0.0), entropy_of(log_p)
     if name == "kl":
         other = (z * 0.5 + 0.1 * z.detach() ** 2).log_softmax(-1)
         return (other.exp() * (other - log_p)).sum(-1)
     if framework == "skyrl" and name == "logprobs":
-        return log_p.gather(-1, t.roll(-1, 1)[..., None])[:, :-1, 0]
+        return take(log_p, t.roll(-1, 1))[:, :-1]
     weights = torch.linspace(0, 1, ROWS, dtype=z.dtype)
     return {
         "logprobs": logprobs,
@@ -134,9 +134,7 @@ def run(
     own = {"verl": verl, "areal": areal, "ms-swift": ms_swift, "skyrl": skyrl}[framework]
     found: dict[str, float] = {}
     with megatron(tp=tp) as parallel_state:
-        group = parallel_state.get_tensor_model_parallel_group()
-        width = VOCAB // tp
-        start, end = group.rank() * width, (group.rank() + 1) * width
+        start, end, group = columns_of(parallel_state)
         sides = {"ours": own, "theirs": theirs(framework, version)}
         made = {side: calls(framework, m, group, start, end) for side, m in sides.items()}
         assert made["ours"].keys() == made["theirs"].keys()

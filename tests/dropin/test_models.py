@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import types
 from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from torch import Tensor
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import megatron_rl, nemo_rl, verl
 from mcore_logprobs.dropin.settings import logprob_config
+from tests.dropin.common import columns_of
 from tests.dropin.frameworks import load, versions
 from tests.dropin.test_beside import theirs
+from tests.engine.truths import take
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, tiny_config, worst
 
 LENGTHS = (7, 12, 5)
@@ -157,104 +161,107 @@ def test_verl_s_fused_forward_under_mtp(ranks) -> None:
 # ---- Megatron-LM's RL and NeMo-RL's patched forward ----------------------------------------------
 
 
-def run_next_tokens(tp: int, cp: int) -> dict[str, float]:
+def each_by_itself(
+    state: Any, model: Any, tokens: Tensor, bounds: tuple[int, ...], temperature: float = 1.0
+) -> Tensor:
+    """`[b, 15]`: every sequence's next tokens, by NeMo-RL's function of the model's own logits."""
+    group = state.get_context_parallel_group()
+    found = []
+    for first, last in itertools.pairwise(bounds):
+        if last > first:
+            part = tokens[:, first:last]
+            inputs = on_this_rank(state, part, first)
+            logits = model(*inputs, None) / temperature
+            place = columns_of(state, VOCAB)
+            got = nemo_rl.from_parallel_logits_to_logprobs(logits, part, *place, cp_group=group)
+            found += [got, got.new_zeros(len(tokens), 1)]
+    return torch.cat(found, 1)[:, :-1]
+
+
+def on_this_rank(state: Any, tokens: Tensor, first: int = 0) -> list[Tensor]:
+    """A CP rank's (tokens, positions)."""
+    position = torch.arange(first, first + tokens.shape[1]).expand(tokens.shape)
+    rank, cp = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
+    return [nemo_rl._get_tokens_on_this_cp_rank(x, rank, cp) for x in (tokens, position)]
+
+
+def run_next_tokens(tp: int, cp: int, bounds: tuple[int, ...] | None) -> dict[str, float]:
     with megatron(tp=tp, cp=cp) as state:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
         model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB)
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, VOCAB, (2, 16), generator=generator)
-        position = torch.arange(16).expand(2, 16)
-        upstream = torch.randn(2, 15, generator=generator)
-        logprobs = megatron_rl.get_logprobs(model, tokens, position)
+        tokens = torch.randint(0, VOCAB, (1 if bounds else 2, 16), generator=generator)
+        upstream = torch.randn(len(tokens), 15, generator=generator)
+        given, params = {}, None
+        if bounds:
+            cu = torch.tensor(bounds, dtype=torch.int32)
+            params = PackedSeqParams("thd", cu, cu, max_seqlen_q=16, max_seqlen_kv=16)
+            given = {"packed_seq_params": params}
+        call = (model, tokens, torch.arange(16).expand(tokens.shape))
+        logprobs = megatron_rl.get_logprobs(*call, **given)
         (logprobs * upstream).sum().backward()
         grads = grads_of(model)
-        quiet = megatron_rl.get_logprobs(model, tokens, position, no_grad=True)
+        assert params is None or params.cu_seqlens_q_padded is None  # the caller's own
+        quiet = megatron_rl.get_logprobs(*call, **given, no_grad=True)
         assert not quiet.requires_grad
         assert torch.equal(quiet, logprobs.detach())
-
-        rank = state.get_context_parallel_rank()
-        local = [nemo_rl._get_tokens_on_this_cp_rank(x, rank, cp) for x in (tokens, position)]
-        logits = model(*local, None)
-        width = VOCAB // tp
-        start = state.get_tensor_model_parallel_rank() * width
-        place = (start, start + width, state.get_tensor_model_parallel_group())
-        groups = {"cp_group": state.get_context_parallel_group()}
-        want = nemo_rl.from_parallel_logits_to_logprobs(logits, tokens, *place, **groups)
+        want = each_by_itself(state, model, tokens, bounds or (0, 16))
         (want * upstream).sum().backward()
-        errors = {
+        return {
             "value": relative(logprobs.detach(), want.detach()),
             "gradients": worst(grads, grads_of(model)),
         }
-
-        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4, temperature=0.7)
-        try:
-            flags = {"labels": local[0], "return_logprobs_for_linear_ce_fusion": True}
-            by_patch = model(*local, None, **flags, is_spec_decode=None)
-            by_call = model(*local, None, **flags, temperature=0.5)
-            assert torch.equal(model(*local, None, is_spec_decode=None), model(*local, None))
-        finally:
-            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
-        for name, got, temperature in (("patch", by_patch, 0.7), ("call", by_call, 0.5)):
-            scaled = (logits / temperature).detach()
-            want = nemo_rl.from_parallel_logits_to_logprobs(scaled, tokens, *place, **groups)
-            errors[f"temperature by {name}"] = relative(got.detach(), want)
-        return errors
-
-
-@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2)])
-def test_next_tokens(ranks, tp: int, cp: int) -> None:
-    for errors in ranks(tp * cp).run(run_next_tokens, tp, cp):
-        assert max(errors.values()) < 2e-5, errors
 
 
 BOUNDS = {
     "one sequence": (0, 16),  # what Megatron-LM makes for every call that brings nothing
     "ghosts": (0, 16, 16, 16),  # its default where sequences are packed
     "a bin": (0, 8, 12, 16, 16),
+    "no parameters": None,
 }
-
-
-def run_bins(cp: int, bounds: str) -> dict[str, float]:
-    with megatron(tp=2, cp=cp) as state:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        model = mm.build_gpt_model(tiny_config(2), vocab_size=VOCAB)
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, VOCAB, (1, 16), generator=generator)
-        position = torch.arange(16)[None]
-        upstream = torch.randn(1, 15, generator=generator)
-        cu = torch.tensor(BOUNDS[bounds], dtype=torch.int32)
-        params = PackedSeqParams("thd", cu, cu, max_seqlen_q=16, max_seqlen_kv=16)
-        logprobs = megatron_rl.get_logprobs(model, tokens, position, packed_seq_params=params)
-        (logprobs * upstream).sum().backward()
-        grads = grads_of(model)
-        assert params.cu_seqlens_q_padded is None  # the caller's own
-
-        # Each sequence by itself, without parameters.
-        want, rank = torch.zeros(1, 15), state.get_context_parallel_rank()
-        width = VOCAB // 2
-        start = state.get_tensor_model_parallel_rank() * width
-        place = (start, start + width, state.get_tensor_model_parallel_group())
-        groups = {"cp_group": state.get_context_parallel_group()}
-        for first, last in itertools.pairwise(BOUNDS[bounds]):
-            if last == first:
-                continue
-            inputs = (tokens[:, first:last], position[:, first:last])
-            local = [nemo_rl._get_tokens_on_this_cp_rank(x, rank, cp) for x in inputs]
-            got = nemo_rl.from_parallel_logits_to_logprobs(
-                model(*local, None), inputs[0], *place, **groups
-            )
-            (got * upstream[:, first : last - 1]).sum().backward()
-            want[:, first : last - 1] = got.detach()
-        return {
-            "value": relative(logprobs.detach(), want),
-            "gradients": worst(grads, grads_of(model)),
-        }
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("cp", [1, 2])
-def test_bins_of_megatron_s_rl(ranks, cp: int, bounds: str) -> None:
-    for errors in ranks(2 * cp).run(run_bins, cp, bounds):
+def test_next_tokens(ranks, cp: int, bounds: str) -> None:
+    for errors in ranks(2 * cp).run(run_next_tokens, 2, cp, BOUNDS[bounds]):
+        assert max(errors.values()) < 2e-5, errors
+
+
+FLAG = {"return_logprobs_for_linear_ce_fusion": True}
+
+
+@contextlib.contextmanager
+def fused(**settings: Any) -> Iterator[None]:
+    """GPTModel's forward as NeMo-RL patches it."""
+    nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(**settings)
+    try:
+        yield
+    finally:
+        nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+
+
+def run_temperatures(tp: int, cp: int) -> dict[str, float]:
+    """Of NeMo-RL's patch, and of a call that names another."""
+    with megatron(tp=tp, cp=cp) as state:
+        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, VOCAB, (2, 16), generator=generator)
+        local = on_this_rank(state, tokens)
+        with fused(chunk_size=4, temperature=0.7):
+            by_patch = model(*local, None, labels=local[0], **FLAG, is_spec_decode=None)
+            by_call = model(*local, None, labels=local[0], **FLAG, temperature=0.5)
+            assert torch.equal(model(*local, None, is_spec_decode=None), model(*local, None))
+        return {
+            name: relative(got.detach(), each_by_itself(state, model, tokens, (0, 16), t).detach())
+            for name, got, t in (("patch", by_patch, 0.7), ("call", by_call, 0.5))
+        }
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2)])
+def test_temperatures_of_nemo_rl_s_patch(ranks, tp: int, cp: int) -> None:
+    for errors in ranks(tp * cp).run(run_temperatures, tp, cp):
         assert max(errors.values()) < 2e-5, errors
 
 
@@ -286,7 +293,7 @@ def test_parameters_that_megatron_s_rl_makes(ranks) -> None:
 
 def test_selective_log_softmax() -> None:
     logits, index = torch.randn(2, 3, 11), torch.randint(0, 11, (2, 3))
-    want = logits.double().log_softmax(-1).gather(-1, index[..., None])[..., 0]
+    want = take(logits.double().log_softmax(-1), index)
     assert relative(megatron_rl.selective_log_softmax(logits, index), want) < 1e-6
 
 
@@ -310,10 +317,7 @@ def test_settings_of_the_frameworks() -> None:
     assert logprob_config({"fused_lm_head_logprob": True, "top_k": -1, "top_p": 1.0}).fused is True
     with pytest.raises(ValueError, match="temperature"):
         logprob_config({"temperature": -1.0})
-
-
-def test_nodes_that_are_mappings_but_no_dicts() -> None:
-    """As OmegaConf's are, which this environment does not have."""
+    # Mappings that are no dicts, as OmegaConf's are, which this environment does not have.
     node = UserDict(log_probs_chunk_size=8, temperature=0.6)
     config = logprob_config(UserDict(use_fused_kernels=True), node)
     assert (config.fused, config.chunk_size, config.temperature) == (True, 8, 0.6)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import nemo_rl
-from tests.dropin.common import LAYOUTS, Rank, assert_near, next_token_logprobs, zigzag
+from tests.dropin.common import LAYOUTS, Rank, assert_near, next_token_logprobs, spread, zigzag
 from tests.dropin.common import VOCAB as SMALL_VOCAB
+from tests.dropin.test_models import FLAG, fused, grads_of
+from tests.engine.truths import take
 from tests.helpers.covering import every_pair
 from tests.helpers.memory import TensorsMade
 from tests.megatron.common import SEQ, VOCAB, make_batch, megatron, relative, tiny_config, worst
@@ -23,7 +25,7 @@ B, H = 2, 6
 
 def run_hidden(tp: int, cp: int, d: dict[str, Tensor], chunk_size: Any) -> dict[str, Tensor]:
     r = Rank(tp, cp)
-    mine = zigzag(d["hidden"], r.cp.rank(), cp).transpose(0, 1)  # [s/CP, b, h]
+    mine = zigzag(d["hidden"], r.place, cp).transpose(0, 1)  # [s/CP, b, h]
     hidden = mine.chunk(tp)[r.tp.rank()].clone().requires_grad_()
     weight = d["weight"][r.range[0] : r.range[1]].clone().requires_grad_()
     value = nemo_rl.from_parallel_hidden_states_to_logprobs(
@@ -53,30 +55,12 @@ def test_hidden_states(ranks, layout: tuple, lengths: tuple, chunk_size: int | N
     results = ranks(tp * cp).run(run_hidden, tp, cp, d, chunk_size)
     for result in results:
         assert_near(result["value"], want.detach(), 5e-6)
-    weight = torch.zeros(SMALL_VOCAB, H, dtype=torch.float64)
-    hidden = torch.zeros(B, padded, H, dtype=torch.float64)
-    place = torch.arange(padded)[None]
-    for rank, result in enumerate(results):
-        rows = zigzag(place, rank // tp, cp)[0].chunk(tp)[rank % tp]
-        hidden[:, rows] = result["hidden"].transpose(0, 1).double()
-        width = SMALL_VOCAB // tp
-        weight[rank % tp * width :][:width] += result["weight"].double()
     # The backward of the gather over CP sums the same loss of every rank.
+    rows = [torch.cat([r["hidden"] for r in results[i:][:tp]]) for i in range(0, tp * cp, tp)]
+    hidden = spread([x.transpose(0, 1) for x in rows], 1, cp, (B, padded, H))
     assert_near(hidden, leaves["hidden"].grad * cp, 1e-5)
+    weight = torch.cat([sum(r["weight"].double() for r in results[i::tp]) for i in range(tp)])
     assert_near(weight, leaves["weight"].grad * cp, 1e-5)
-
-
-def gathered(model: Any, batch: dict[str, Any]) -> Tensor:
-    """This CP rank's whole-vocabulary logits from the unpatched model, differentiable."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    return gather_from_tensor_model_parallel_region(model(**batch["inputs"]))
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels: bool) -> dict:
@@ -102,24 +86,16 @@ def run_model(tp: int, cp: int, sp: bool, packed: bool, tied: bool, whole_labels
 
         # Expected: this rank's own tokens by plain torch, each with the weight it will have.
         mine = following[:, place[rank]]
-        logp = gathered(model, batch).double().log_softmax(-1)
-        own = logp.gather(-1, mine.clamp(min=0)[..., None])[..., 0]
-        own = torch.where(mine >= 0, own, 0.0)
+        logp = model(**batch["inputs"], runtime_gather_output=True).double().log_softmax(-1)
+        own = torch.where(mine >= 0, take(logp, mine), 0.0)
         (own * weights[:, place[rank]]).sum().backward()
-        expected_grads = gradients(model)
+        expected_grads = grads_of(model)
 
-        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
-        try:
+        with fused(chunk_size=5):
             logits_after = model(**batch["inputs"])
-            got = model(
-                **batch["inputs"],
-                labels=whole if whole_labels else ids,
-                return_logprobs_for_linear_ce_fusion=True,
-            )
+            got = model(**batch["inputs"], labels=whole if whole_labels else ids, **FLAG)
             (got * weights[:, :-1] / cp).sum().backward()
-            grads = gradients(model)
-        finally:
-            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+            grads = grads_of(model)
         assert got.shape == (whole.shape[0], SEQ - 1)
         assert torch.equal(logits_after, model(**batch["inputs"]))
         # The last position has no next token: drop it from what was expected.
@@ -158,26 +134,25 @@ def class_patch() -> None:
         ids = batch["inputs"]["input_ids"]
         model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
         before, names = GPTModel.forward, set(vars(GPTModel))
-        flag = "return_logprobs_for_linear_ce_fusion"
         nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()  # nothing to undo
         for chunk_size in (4, 7):  # the second call only changes the chunk size
             nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=chunk_size)
             assert GPTModel._linear_ce_fusion_chunk_size == chunk_size
         parameters = inspect.signature(GPTModel.forward).parameters
         assert set(parameters) == set(inspect.signature(before).parameters) | {
-            flag,
+            *FLAG,
             "is_spec_decode",
             "sampling_params",
             "temperature",
         }
         with pytest.raises(ValueError, match="expected labels"):
-            model(**batch["inputs"], **{flag: True})
+            model(**batch["inputs"], **FLAG)
         state = dict(vars(model))
         with torch.no_grad():
             direct = nemo_rl._gpt_forward_with_linear_ce_fusion(
-                model, ids, batch["inputs"]["position_ids"], None, labels=ids, **{flag: True}
+                model, ids, batch["inputs"]["position_ids"], None, labels=ids, **FLAG
             )
-            assert torch.equal(model(**batch["inputs"], labels=ids, **{flag: True}), direct)
+            assert torch.equal(model(**batch["inputs"], labels=ids, **FLAG), direct)
             plain = nemo_rl._gpt_forward_with_linear_ce_fusion(
                 model, ids, batch["inputs"]["position_ids"], None
             )
@@ -198,16 +173,8 @@ def largest_tensor() -> int:
     with megatron() as parallel_state:
         model = mm.build_gpt_model(tiny_config(), vocab_size=48 * VOCAB)
         batch = make_batch(parallel_state)
-        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=2)
-        try:
-            with TensorsMade() as made:
-                model(
-                    **batch["inputs"],
-                    labels=batch["inputs"]["input_ids"],
-                    return_logprobs_for_linear_ce_fusion=True,
-                )
-        finally:
-            nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()
+        with fused(chunk_size=2), TensorsMade() as made:
+            model(**batch["inputs"], labels=batch["inputs"]["input_ids"], **FLAG)
         return max(tensor.nbytes for tensor in made.made)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_logprobs.dropin import nemo_rl
 from tests.dropin.common import LAYOUTS, VOCAB, Rank, assert_near, filtered, spread
 from tests.dropin.common import next_token_logprobs as next_tokens
+from tests.engine.truths import entropy_of, take
 
 B, K = 2, 5
 SAMPLING = {
@@ -53,10 +54,6 @@ class Row(NamedTuple):
     cp: bool = False
 
 
-def chosen(logp: Tensor, ids: Tensor) -> Tensor:
-    return logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
 def filters(sampling: str) -> tuple[int | None, float]:
     given = SAMPLING[sampling]
     return (None, 1.0) if given is None else (given.top_k, given.top_p)
@@ -66,11 +63,11 @@ def rows() -> Iterator[tuple[str, Row]]:
     functions: dict[str, tuple[Callable[[Rank, Data], tuple], Callable[[Tensor, Data], Tensor]]] = {
         "DistributedLogprob": (
             lambda r, d: (d.ids, *r.range, r.tp),
-            lambda z, d: chosen(z.log_softmax(-1), d.ids),
+            lambda z, d: take(z.log_softmax(-1), d.ids),
         ),
         "ChunkedDistributedLogprob": (
             lambda r, d: (d.ids, *r.range, 2, r.tp),
-            lambda z, d: chosen(z.log_softmax(-1), d.ids),
+            lambda z, d: take(z.log_softmax(-1), d.ids),
         ),
         "DistributedCrossEntropy": (
             lambda r, d: (r.columns(d.teacher), r.tp),
@@ -78,19 +75,19 @@ def rows() -> Iterator[tuple[str, Row]]:
         ),
         "DistributedLogprobWithSampling": (
             lambda r, d: (d.ids, r.tp, 12, 0.9),
-            lambda z, d: chosen(filtered(z, 12, 0.9).log_softmax(-1), d.ids),
+            lambda z, d: take(filtered(z, 12, 0.9).log_softmax(-1), d.ids),
         ),
         "ChunkedDistributedLogprobWithSampling": (
             lambda r, d: (d.ids, r.tp, None, 0.9, 2),
-            lambda z, d: chosen(filtered(z, None, 0.9).log_softmax(-1), d.ids),
+            lambda z, d: take(filtered(z, None, 0.9).log_softmax(-1), d.ids),
         ),
         "ChunkedDistributedGatherLogprob": (
             lambda r, d: (d.several, *r.range, 2, r.tp),
-            lambda z, d: z.log_softmax(-1).gather(-1, d.several),
+            lambda z, d: take(z.log_softmax(-1), d.several),
         ),
         "ChunkedDistributedEntropy": (
             lambda r, d: (2, r.tp),
-            lambda z, d: (z.softmax(-1) * z.log_softmax(-1)).sum(-1),
+            lambda z, d: -entropy_of(z.log_softmax(-1)),
         ),
     }
     for name, (given, truth) in functions.items():
@@ -105,43 +102,28 @@ def rows() -> Iterator[tuple[str, Row]]:
     def tempered(z: Tensor, d: Data) -> Tensor:
         return (z / 0.7).log_softmax(-1)
 
-    yield (
-        "vocab_parallel_log_softmax",
-        Row(
-            lambda r, z, d: nemo_rl.vocab_parallel_log_softmax(z, 0.7, tp_group=r.tp),
-            tempered,
-            split=True,
+    def gathered(r: Rank, z: Tensor, d: Data) -> Tensor:
+        place = {"vocab_start_index": r.range[0], "vocab_end_index": r.range[1]}
+        return nemo_rl.gather_logits_at_global_indices(
+            z, d.several, r.tp, r.cp_group, **place, chunk_size=3
+        )
+
+    one, every = nemo_rl.vocab_parallel_log_softmax, nemo_rl.vocab_parallel_full_log_softmax
+    columns = nemo_rl.vocab_parallel_gather_columns
+    yield from {
+        "vocab_parallel_log_softmax": Row(
+            lambda r, z, d: one(z, 0.7, tp_group=r.tp), tempered, split=True
         ),
-    )
-    yield (
-        "vocab_parallel_full_log_softmax",
-        Row(
-            lambda r, z, d: nemo_rl.vocab_parallel_full_log_softmax(z, 0.7, tp_group=r.tp), tempered
+        "vocab_parallel_full_log_softmax": Row(
+            lambda r, z, d: every(z, 0.7, tp_group=r.tp), tempered
         ),
-    )
-    yield (
-        "vocab_parallel_gather_columns",
-        Row(
-            lambda r, z, d: nemo_rl.vocab_parallel_gather_columns(z, d.columns, tp_group=r.tp),
-            lambda z, d: z[..., d.columns],
+        "vocab_parallel_gather_columns": Row(
+            lambda r, z, d: columns(z, d.columns, tp_group=r.tp), lambda z, d: z[..., d.columns]
         ),
-    )
-    yield (
-        "gather_logits_at_global_indices",
-        Row(
-            lambda r, z, d: nemo_rl.gather_logits_at_global_indices(
-                z,
-                d.several,
-                r.tp,
-                r.cp_group,
-                vocab_start_index=r.range[0],
-                vocab_end_index=r.range[1],
-                chunk_size=3,
-            ),
-            lambda z, d: z[:, : d.ids.shape[1]].gather(-1, d.several),
-            cp=True,
+        "gather_logits_at_global_indices": Row(
+            gathered, lambda z, d: take(z[:, : d.ids.shape[1]], d.several), cp=True
         ),
-    )
+    }.items()
     for sampling, chunk_size in {"none": None, "off": 3, "top-k": 2, "both": 2}.items():
 
         def by_position(
@@ -160,7 +142,7 @@ def rows() -> Iterator[tuple[str, Row]]:
             return nemo_rl.get_next_token_logprobs_from_logits(
                 d.ids,
                 z,
-                vocab_parallel_rank=r.tp.rank(),
+                vocab_parallel_rank=r.column,
                 vocab_parallel_group=r.tp,
                 context_parallel_group=r.cp_group,
                 sampling_params=SAMPLING[sampling],
@@ -183,7 +165,7 @@ def rows() -> Iterator[tuple[str, Row]]:
                     d.top.indices,
                     whole,
                     entropy,
-                    vocab_parallel_rank=r.tp.rank(),
+                    vocab_parallel_rank=r.column,
                     vocab_parallel_group=r.tp,
                     context_parallel_group=r.cp_group,
                 )
@@ -205,11 +187,10 @@ def rows() -> Iterator[tuple[str, Row]]:
 def distilled(z: Tensor, d: Data, whole: bool, entropy: bool) -> list[Tensor]:
     z = z[:, : d.ids.shape[1]]
     logp = z.log_softmax(-1)
-    student = logp.gather(-1, d.top.indices)
-    if not whole:
-        student = z.gather(-1, d.top.indices).log_softmax(-1)
+    ids = d.top.indices
+    student = take(logp, ids) if whole else take(z, ids).log_softmax(-1)
     found = [student[:, :-1]]
-    return [*found, (logp.exp() * logp).sum(-1)[:, :-1]] if entropy else found
+    return [*found, -entropy_of(logp)[:, :-1]] if entropy else found
 
 
 ROWS = dict(rows())
@@ -280,6 +261,30 @@ def test_every_function(ranks, tp: int, cp: int) -> None:
         assert_near(found, grad * cp)
 
 
+# Functions whose group may be left out.
+GROUPLESS = ("vocab_parallel", "gather_logits", "get_next_token", "distillation")
+
+
+def alone(name: str) -> dict[str, Any]:
+    """In a world of two ranks, too, None as a TP group is this process alone."""
+    logits = Data(6, 6).logits
+    assert torch.equal(nemo_rl.vocab_parallel_argmax(logits), logits.argmax(-1))
+    return run((name, 0, 1, 6, 6, torch.float32))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_group_is_no_tensor_parallelism(ranks, world: int) -> None:
+    names = [name for name in ROWS if name.startswith(GROUPLESS)]
+    d = Data(6, 6)
+    for name, results in zip(names, ranks(world).run_many(alone, names), strict=True):
+        assert isinstance(results, list), (name, results)
+        wanted, grad = exact(name, d, d.logits)
+        for result in results:
+            for got, want in zip(result["values"], wanted, strict=True):
+                assert_near(got, want)
+            assert_near(result["grad"], grad)
+
+
 def test_low_precision_logits_give_float32(ranks) -> None:
     names = ("ChunkedDistributedLogprob", "ChunkedDistributedEntropy")
     cases = [(name, 2, 1, 6, 6, torch.bfloat16) for name in names]
@@ -311,24 +316,17 @@ def no_gradient(tp: int) -> dict[str, Any]:
     assert not any(x.requires_grad for x in (logp, p, values, everything))
     with pytest.raises(ValueError):
         nemo_rl.all_to_all_vp2sq(flat[0], r.tp)
-    return {
-        "logp": logp,
-        "p": p,
-        "values": values,
-        "ids": ids,
-        "everything": everything,
-        "best": best,
-        "whole": whole,
-    }
+    found = {"logp": logp, "p": p, "values": values, "ids": ids, "everything": everything}
+    return found | {"best": best, "whole": whole}
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_without_gradients(ranks, tp: int) -> None:
     logits = Data(6, 6).logits
     results = ranks(tp).run(no_gradient, tp)
-    logp = logits.double().log_softmax(-1)
-    assert_near(torch.cat([result["logp"] for result in results], -1), logp)
-    assert_near(torch.cat([result["p"] for result in results], -1), logp.exp())
+    whole = {n: torch.cat([r[n] for r in results], -1) for n in ("logp", "p")}
+    assert_near(whole["logp"], logits.double().log_softmax(-1))
+    assert_near(whole["p"], logits.double().softmax(-1))
     top = logits.topk(K, dim=-1)
     for result in results:
         assert torch.equal(result["values"], top.values)
@@ -347,35 +345,6 @@ def uneven_rows() -> None:
 def test_uneven_rows_raise(ranks) -> None:
     errors = ranks(2).run_expecting_errors(uneven_rows)
     assert [type(error) for error in errors] == [ValueError, ValueError]
-
-
-def plain() -> dict[str, Tensor]:
-    """In a world of two ranks, None as a TP group is this process alone."""
-    d = Data(6, 6)
-    return {
-        "log_softmax": nemo_rl.vocab_parallel_log_softmax(d.logits, 2.0),
-        "full": nemo_rl.vocab_parallel_full_log_softmax(d.logits, 2.0),
-        "columns": nemo_rl.vocab_parallel_gather_columns(d.logits, d.columns),
-        "argmax": nemo_rl.vocab_parallel_argmax(d.logits),
-        "gather": nemo_rl.gather_logits_at_global_indices(
-            d.logits, d.several, vocab_start_index=0, vocab_end_index=VOCAB
-        ),
-        "distilled": nemo_rl.get_distillation_topk_logprobs_from_logits(
-            d.logits, d.top.values, d.top.indices, False, True
-        )[0],
-    }
-
-
-def test_no_group_is_no_tensor_parallelism(ranks) -> None:
-    d = Data(6, 6)
-    logp = (d.logits.double() / 2).log_softmax(-1)
-    for result in ranks(2).run(plain):
-        assert_near(result["log_softmax"], logp)
-        assert_near(result["full"], logp)
-        assert torch.equal(result["columns"], d.logits[..., d.columns])
-        assert torch.equal(result["argmax"], d.logits.argmax(-1))
-        assert torch.equal(result["gather"], d.logits.gather(-1, d.several))
-        assert_near(result["distilled"], distilled(d.logits.double(), d, False, True)[0])
 
 
 def test_a_top_k_of_nothing_is_refused() -> None:

@@ -26,6 +26,10 @@ def package(name, folder=None):
     sys.modules[name] = module
     return module
 
+def packages(root, *names):
+    for name in names:
+        package(name, str(root) + "/" + name.replace(".", "/"))
+
 def part_of(path, wanted):
     '''The statements of a file that `wanted` picks, compiled as they are.'''
     tree = ast.parse(open(path).read())
@@ -150,10 +154,7 @@ TENSOR_PARALLEL = """
 def test_verl_loads_its_plugin(distribution: str, version: str) -> None:
     """By VERL_USE_EXTERNAL_MODULES, in verl's own __init__; by external_lib, as its config does."""
     root = source_root(distribution, version)
-    packages = f"""
-    for name in ("verl", "verl.utils", "verl.utils.megatron"):
-        package(name, {str(root)!r} + "/" + name.replace(".", "/"))
-    """
+    packages = f'packages({str(root)!r}, "verl", "verl.utils", "verl.utils.megatron")'
     script = f"""
     {packages}
     # What stands in verl/__init__.py from the variable's name on to its use.
@@ -233,8 +234,7 @@ def test_ms_swift_imports_a_file(tmp_path: Path, distribution: str, version: str
     script = f"""
     import hashlib, importlib.util, os
     from typing import List
-    for name in ("swift", "swift.megatron", "swift.megatron.trainers"):
-        package(name, {str(root)!r} + "/" + name.replace(".", "/"))
+    packages({str(root)!r}, "swift", "swift.megatron", "swift.megatron.trainers")
     utils = {str(root / "swift/utils/utils.py")!r}
     def wanted(node):
         is_list = isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_external_files"

@@ -1,4 +1,4 @@
-"""slime, miles, SkyRL, AReaL, verl and ROLL at TP 2 x CP 2, against float64."""
+"""slime, miles, SkyRL, AReaL, verl and ROLL over TP and CP, against float64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.dropin import areal, miles, roll, skyrl, slime, verl
-from tests.dropin.common import VOCAB, assert_near, spread, zigzag
+from tests.dropin.common import LAYOUTS, VOCAB, assert_near, columns_of, spread, zigzag
+from tests.engine.truths import entropy_of, take
 from tests.megatron.common import megatron
 
-TP = CP = 2
 TOTALS, RESPONSES = [13, 6, 9], [8, 3, 9 - 1]
 
 
@@ -21,13 +21,9 @@ def normal(*shape: int, seed: int = 5) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def place(state: Any) -> tuple[int, int, slice]:
-    tp, cp = (
-        state.get_tensor_model_parallel_rank(),
-        state.get_context_parallel_rank(),
-    )
-    width = VOCAB // state.get_tensor_model_parallel_world_size()
-    return tp, cp, slice(tp * width, (tp + 1) * width)
+def place(state: Any) -> tuple[int, slice]:
+    """(CP rank, own columns)."""
+    return state.get_context_parallel_rank(), slice(*columns_of(state)[:2])
 
 
 # ---- slime ---------------------------------------------------------------------------------------
@@ -54,7 +50,7 @@ def expected_responses(d: dict[str, Any], temperature: float, replay: bool) -> d
         z = d["leaves"][i][total - response - 1 : total - 1] / temperature
         target = d["tokens"][i][total - response :]
         log_p = z.log_softmax(-1)
-        found["entropy"].append(-(log_p.exp() * log_p).sum(-1))
+        found["entropy"].append(entropy_of(log_p))
         if replay:
             keep = torch.ones_like(z, dtype=torch.bool)
             bounds = d["offsets"][i]
@@ -63,7 +59,7 @@ def expected_responses(d: dict[str, Any], temperature: float, replay: bool) -> d
                 keep[r, d["ids"][i][bounds[r] : bounds[r + 1]]] = True
                 keep[r, target[r]] = True
             log_p = z.masked_fill(~keep, -torch.inf).log_softmax(-1)
-        found["log_probs"].append(log_p.gather(-1, target[:, None])[:, 0])
+        found["log_probs"].append(take(log_p, target))
     return found
 
 
@@ -123,7 +119,7 @@ ARGS = {"rollout_temperature": 0.7, "log_probs_chunk_size": 4}
 
 def run_slime(tp: int, cp: int, d: dict[str, Any], replay: bool, contiguous: bool) -> dict:
     with megatron(tp=tp, cp=cp) as state:
-        _, rank, mine = place(state)
+        rank, mine = place(state)
         args = SimpleNamespace(**ARGS, allgather_cp=contiguous, entropy_coef=0.1)
         wholes = [logits.clone().requires_grad_() for logits in d["logits"]]
         if contiguous and cp > 1:
@@ -163,9 +159,8 @@ def test_slime_functions_by_themselves() -> None:
     want = z.masked_fill(~keep, -torch.inf).log_softmax(-1).gather(-1, tokens[:, None])
     assert_near(dense, want)
     assert_near(ragged, want)
-    log_p = z.log_softmax(-1)
     assert entropy is not None
-    assert_near(entropy, -(log_p.exp() * log_p).sum(-1))
+    assert_near(entropy, entropy_of(z.log_softmax(-1)))
     nothing, none = call(logits[:0], tokens[:0], None)
     assert nothing.shape == (0,)
     assert none is None
@@ -173,7 +168,7 @@ def test_slime_functions_by_themselves() -> None:
 
 def run_labels(logits: Tensor, labels: Tensor) -> Tensor:
     with megatron(tp=2) as state:
-        _, _, mine = place(state)
+        _, mine = place(state)
         return slime.get_label_token_log_probs_from_vocab_parallel_logits(
             logits[:, mine].clone().requires_grad_(), labels, reduction_chunk_size=2
         )
@@ -193,7 +188,7 @@ def test_slime_s_several_labels_a_row(ranks, rows: int, labels: int) -> None:
 
 def run_miles(cp: int, qkv_format: str, d: dict[str, Any]) -> dict[str, Any]:
     with megatron(tp=2, cp=cp) as state:
-        _, _, mine = place(state)
+        _, mine = place(state)
         rows = qkv_format == "bshd"
         args = SimpleNamespace(
             **ARGS, allgather_cp=False, qkv_format=qkv_format, true_on_policy_mode=False
@@ -241,17 +236,15 @@ LENGTHS = (7, 10, 4)
 
 def run_packed(tp: int, cp: int, d: dict[str, Tensor]) -> dict[str, Any]:
     with megatron(tp=tp, cp=cp) as state:
-        _, rank, mine = place(state)
-        group, cp_group = (
-            state.get_tensor_model_parallel_group(),
-            state.get_context_parallel_group(),
-        )
+        rank, mine = place(state)
+        start, end, group = columns_of(state)
+        cp_group = state.get_context_parallel_group()
         cu = torch.tensor(BOUNDS, dtype=torch.int32)
         weight = d["weight"][mine].clone().requires_grad_()
         hidden = zigzag(d["hidden"], rank, cp, BOUNDS).clone().requires_grad_()
         mask = torch.arange(13) < torch.tensor(LENGTHS)[:, None]
         layout = {"cp_group": cp_group, "attention_mask": mask}
-        arguments = (d["target"], cu, 13, mine.start, mine.stop, group)
+        arguments = (d["target"], cu, 13, start, end, group)
         found = {}
         found["logprobs"] = skyrl.from_parallel_hidden_to_logprobs_packed_sequences(
             hidden, weight, *arguments, **layout, chunk_size=3, temperature=0.7
@@ -264,7 +257,7 @@ def run_packed(tp: int, cp: int, d: dict[str, Tensor]) -> dict[str, Any]:
         )
         rows = {"cp_group": cp_group, "sub_seq_lengths": [[7, 10], [4]]}
         found["rows"] = skyrl.from_parallel_logits_to_logprobs_packed_sequences(
-            logits, d["target"], cu, 20, mine.start, mine.stop, group, **rows
+            logits, d["target"], cu, 20, start, end, group, **rows
         )
         actions = (cu, 13, 5, mask, d["loss_mask"])
         leaf = logits.clone().requires_grad_()
@@ -300,7 +293,7 @@ def test_packed_sequences(ranks, tp: int, cp: int) -> None:
     hidden, weight = (d[n].double().requires_grad_() for n in ("hidden", "weight"))
     logits = hidden[0] @ weight.T / 0.7
     log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    entropy = entropy_of(log_p)
     want = torch.zeros(3, 12, dtype=torch.float64)
     kept = torch.zeros(3, 12, dtype=torch.float64)
     place_of = torch.full((3, 12), -1)
@@ -325,17 +318,13 @@ def test_packed_sequences(ranks, tp: int, cp: int) -> None:
         assert_near(found["mean"], mean.detach(), 1e-5)
         assert_near(found["mean from hidden"], mean.detach(), 1e-5)
     # A rank's share of hidden's gradient: the TP ranks' add up to all of it.
-    total_hidden = torch.zeros_like(hidden)
-    total_weight = torch.zeros_like(weight)
-    for rank, result in enumerate(results):
-        where = zigzag(torch.arange(total)[None], rank // tp, cp, BOUNDS)[0]
-        total_hidden[:, where] += result["grads"]["hidden"].double()
-        width = VOCAB // tp
-        own = slice(rank % tp * width, (rank % tp + 1) * width)
-        total_weight[own] += result["grads"]["weight"].double()
-    assert_near(total_hidden, hidden.grad, 1e-5)
-    assert_near(total_weight, weight.grad, 1e-5)
-    shards = [result["grads"]["entropy"] for result in results]
+    grads = [result["grads"] for result in results]
+    by_column = [[g["hidden"] for g in grads[i::tp]] for i in range(tp)]
+    found = sum(spread(parts, 1, cp, hidden.shape, BOUNDS) for parts in by_column)
+    assert_near(found, hidden.grad, 1e-5)
+    found = torch.cat([sum(g["weight"].double() for g in grads[i::tp]) for i in range(tp)])
+    assert_near(found, weight.grad, 1e-5)
+    shards = [g["entropy"] for g in grads]
     assert_near(spread(shards, tp, cp, (1, total, VOCAB), BOUNDS)[0], leaf_grad, 1e-5)
 
 
@@ -344,18 +333,15 @@ def test_packed_sequences(ranks, tp: int, cp: int) -> None:
 
 def run_verl(d: dict[str, Tensor]) -> dict[str, Tensor]:
     with megatron(tp=2) as state:
-        _, _, mine = place(state)
+        _, mine = place(state)
         group = state.get_tensor_model_parallel_group()
         hidden = d["hidden"].clone().requires_grad_()
         weight = d["weight"][mine].clone().requires_grad_()
-        logprobs, entropy = verl.linear_cross_entropy(
-            hidden, weight, d["labels"], 0.7, "none", group
-        )
+        call = (hidden, weight, d["labels"])
+        logprobs, entropy = verl.linear_cross_entropy(*call, 0.7, "none", group)
         ((logprobs + 0.5 * entropy) * d["upstream"].reshape(-1)).sum().backward()
-        mean, _ = verl.LinearCrossEntropy.apply(hidden, weight, d["labels"], 0.7, "mean", group)
-        varied, _ = verl.linear_cross_entropy(
-            d["hidden"], weight, d["labels"], d["temperature"], "none", group
-        )
+        mean, _ = verl.LinearCrossEntropy.apply(*call, 0.7, "mean", group)
+        varied, _ = verl.linear_cross_entropy(*call, d["temperature"], "none", group)
         student = (d["hidden"] @ d["weight"].T)[..., mine].clone().requires_grad_()
         config = {"distillation_loss": {"log_prob_min_clamp": -4.0}}
         kl = verl.compute_forward_kl_topk(student, d["teacher"], d["ids"], config, "bshd")
@@ -397,12 +383,11 @@ def test_verl(ranks) -> None:
     results = ranks(2).run(run_verl, d)
     hidden, weight = (d[n].double().requires_grad_() for n in ("hidden", "weight"))
     log_p = (hidden @ weight.T / 0.7).log_softmax(-1)
-    logprobs = log_p.gather(-1, d["labels"][..., None])[..., 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    logprobs, entropy = take(log_p, d["labels"]), entropy_of(log_p)
     ((logprobs + 0.5 * entropy) * d["upstream"].double()).sum().backward()
     student = (d["hidden"] @ d["weight"].T).double().requires_grad_()
     q = d["teacher"].double().clamp_min(-4.0)
-    p = student.log_softmax(-1).gather(-1, ids).clamp_min(-4.0)
+    p = take(student.log_softmax(-1), ids).clamp_min(-4.0)
     per_id = q.exp() * (q - p)
     (per_id.sum(-1) * d["upstream"].double()).sum().backward()
     best = student.detach().topk(4, dim=-1).indices
@@ -410,19 +395,22 @@ def test_verl(ranks) -> None:
     advantage = (-per_id.detach() * overlap).sum(-1) / overlap.sum(-1).clamp(min=1)
     plain = student.detach().log_softmax(-1)
     varied = (student.detach() / d["temperature"].double()[..., None]).log_softmax(-1)
-    varied = varied.gather(-1, d["labels"][..., None])[..., 0]
+    varied = take(varied, d["labels"])
+    want = {
+        "logprobs": logprobs.reshape(-1),
+        "entropy": entropy.reshape(-1),
+        "mean": logprobs.mean(),
+        "kl": per_id.sum(-1),
+        "mass": p.exp().sum(-1),
+        "teacher mass": q.exp().sum(-1),
+        "advantage": advantage,
+    }
     for result in results:
-        assert_near(result["logprobs"], logprobs.detach().reshape(-1))
-        assert_near(result["entropy"], entropy.detach().reshape(-1))
-        assert_near(result["mean"], logprobs.detach().mean())
+        for name, value in want.items():
+            assert_near(result[name], value.detach())
         assert_near(result["varied"], varied.reshape(-1), 1e-5)
-        assert_near(result["kl"], per_id.sum(-1).detach())
-        assert_near(result["mass"], p.exp().sum(-1).detach())
-        assert_near(result["teacher mass"], q.exp().sum(-1))
         assert torch.equal(result["overlap"], overlap.sum(-1))
-        assert_near(result["advantage"], advantage)
-        second = plain[1, [0, 1]].gather(-1, d["labels"][1, 1:, None])[:, 0]
-        assert_near(result["rmpad"][1], second)
+        assert_near(result["rmpad"][1], take(plain[1, :2], d["labels"][1, 1:]))
         assert_near(result["rmpad"][0, 1], plain[0, 1, d["labels"][0, 2]])
         assert result["rmpad"][0, 0] == 0
     assert_near(sum(r["hidden"].double() for r in results), hidden.grad)
@@ -430,10 +418,44 @@ def test_verl(ranks) -> None:
     assert_near(torch.cat([r["d student"] for r in results], dim=-1), student.grad)
 
 
-# ---- ROLL's encoders -----------------------------------------------------------------------------
+# ---- ROLL ----------------------------------------------------------------------------------------
 
 
-def run_roll(items: list[Tensor], upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_roll(tp: int, cp: int, d: dict[str, Tensor]) -> dict[str, Tensor]:
+    with megatron(tp=tp, cp=cp) as state:
+        rank, mine = place(state)
+        leaf = zigzag(d["logits"][..., mine], rank, cp).clone().requires_grad_()
+        target = zigzag(d["target"], rank, cp)
+        logprobs = roll.vocab_parallel_logprobs(leaf, target)
+        entropy = roll.vocab_parallel_entropy(leaf)
+        found = {
+            "logprobs": roll.context_parallel_gather(logprobs),
+            "entropy": roll.context_parallel_gather(entropy, parallel_dim=1),
+            "rank": roll.context_parallel_gather(roll.vocab_parallel_target_rank(leaf, target)),
+        }
+        ((found["logprobs"] + 0.5 * found["entropy"]) * d["upstream"]).sum().backward()
+        return found | {"grad": leaf.grad}
+
+
+@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
+def test_roll(ranks, tp: int, cp: int) -> None:
+    d = {"logits": normal(2, 8, VOCAB), "upstream": normal(2, 8, seed=3)}
+    d["target"] = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(2))
+    leaf = d["logits"].double().requires_grad_()
+    logp = leaf.log_softmax(-1)
+    picked, entropy = take(logp, d["target"]), entropy_of(logp)
+    ((picked + 0.5 * entropy) * d["upstream"].double()).sum().backward()
+    results = ranks(tp * cp).run(run_roll, tp, cp, d)
+    for result in results:
+        assert_near(result["logprobs"], picked.detach())
+        assert_near(result["entropy"], entropy.detach())
+        assert result["rank"].dtype == torch.int64
+        assert torch.equal(result["rank"], (logp > picked[..., None]).sum(-1))
+    # Each rank takes its own part of the gradient of one and the same loss.
+    assert_near(spread([r["grad"] for r in results], tp, cp, leaf.shape), leaf.grad)
+
+
+def run_encoders(items: list[Tensor], upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with megatron(tp=2, cp=1) as state:
         rank = state.get_tensor_model_parallel_rank()
         plan = [[("a", 2), ("b", 0)], [("c", 1)]]
@@ -450,7 +472,7 @@ def test_roll_encoders(ranks) -> None:
     upstream = normal(9, 2)
     parts = upstream.split([3, 5, 1])
     for (whole, grad, same), mine in zip(
-        ranks(2).run(run_roll, items, upstream), ([2, 0], [1]), strict=True
+        ranks(2).run(run_encoders, items, upstream), ([2, 0], [1]), strict=True
     ):
         assert torch.equal(whole, torch.cat(items))
         assert torch.equal(grad, torch.cat([parts[i] for i in mine]))

@@ -58,6 +58,11 @@ def links(text: str) -> list[str]:
     return inline + re.findall(r"^\[[^\]]+\]: *(\S+)", prose, flags=re.M)
 
 
+def cells(line: str) -> list[str]:
+    """A row of a table."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def docstrings() -> Iterator[tuple[str, str]]:
     """(module path, or path and name, docstring) of everything in the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -181,11 +186,12 @@ def run_sources(sources: list[Source], folder: str) -> dict[str, dict[str, Any]]
                     model = names["model"]
                     before = set(vars(model))
                     code = "\n".join(source.blocks)
-                    if "handle." in code and "handle =" not in code:
+                    given = "handle." in code and "handle =" not in code
+                    if given:
                         names["handle"] = patch_model(model)
                     for number, block in enumerate(source.blocks):
                         exec(compile(block, f"{source.where} block {number}", "exec"), names)
-                    if "handle." in code and "handle =" not in code:
+                    if given:
                         names["handle"].remove()
                     assert set(vars(model)) == before, f"{source.where} left its patch behind"
                     grads = [p.grad for p in model.parameters()]

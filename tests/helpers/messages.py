@@ -8,10 +8,9 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "mcore_logprobs"
+from tests.helpers.documents import PACKAGE, ROOT
+
 PAGE = ROOT / "docs" / "errors.md"
 
 # Heading: what of the package is under it, by the start of the path.
