@@ -68,7 +68,6 @@ def test_features_of_the_installed_megatron():
     assert re.match(r"\d+\.\d+", found["megatron-core"])
 
 
-@pytest.mark.night
 @pytest.mark.timeout(300)
 def test_run_under_torchrun_and_a_plain_resume(tmp_path):
     """Two real launches with Megatron's default checkpoints: patched, then resumed unpatched.
