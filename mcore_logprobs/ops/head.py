@@ -120,6 +120,9 @@ class HeadOptions:
         chunk_size: as the caller gave it.
         segments: the segments that statistics are taken by, or None.
         main_grad: where the weight's gradient goes, or None.
+        by_column: which of the `HeadTensors` lay column by column. A saved-tensor hook may give one
+            back in the other order, in which a matrix library rounds a product otherwise: a
+            probability near 1 would then be off by all that the forward's logits were.
     """
 
     shard: VocabShard
@@ -139,9 +142,10 @@ class HeadOptions:
     segments: Segments | None
     lora_scale: float
     main_grad: MainGrad | None
+    by_column: tuple[bool, ...]
 
     def open(self, *tensors: Any) -> HeadLogits:
-        return HeadLogits(self, HeadTensors(*tensors))
+        return HeadLogits(self, HeadTensors(*map(_laid, tensors, self.by_column)))
 
 
 class HeadLogits:
@@ -299,6 +303,17 @@ class HeadLogits:
             temperature=per_row(self.temperature, rows),
             bias=None if self.bias is None else self.bias[columns],
         )
+
+
+def _lies_by_column(x: Tensor | None) -> bool:
+    return x is not None and x.dim() == 2 and x.stride(0) == 1 != x.stride(1)
+
+
+def _laid(x: Any, by_column: bool) -> Any:
+    """x itself where it lies as it did, or a copy that does."""
+    if x is None or _lies_by_column(x) == by_column:
+        return x
+    return x.t().contiguous().t() if by_column else x.contiguous()
 
 
 def _matmul_input(compute_dtype: torch.dtype, matmul_dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -466,6 +481,9 @@ def head_logits(
         lead = rows.shape
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
     accumulated = acc_dtype(compute_dtype)
+    a, b = (None, None) if lora is None else lora[:2]
+    own = temperature if isinstance(temperature, Tensor) else None
+    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, own
     options = HeadOptions(
         shard=shard,
         lead=lead,
@@ -484,12 +502,11 @@ def head_logits(
         segments=segments,
         lora_scale=1.0 if lora is None else float(lora[2]),
         main_grad=main_grad,
+        by_column=tuple(map(_lies_by_column, tensors)),
     )
     # A backend that is unavailable is refused here, before any collective.
     backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)
-    a, b = (None, None) if lora is None else lora[:2]
-    own = temperature if isinstance(temperature, Tensor) else None
-    return options.open(hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, own)
+    return options.open(*tensors)
 
 
 def _check_layer(
