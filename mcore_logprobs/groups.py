@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-def resolve_tp_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The tensor-parallel group that `group=None` means; see `_resolve`."""
-    return _resolve(group, "tp_group", "get_tensor_model_parallel_group")
-
-
-def resolve_cp_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The context-parallel group that `group=None` means; see `_resolve`."""
-    return _resolve(group, "cp_group", "get_context_parallel_group")
-
-
-def _resolve(group: ProcessGroup | None, name: str, getter: str) -> ProcessGroup | None:
+def _resolve(name: str, getter: str, group: ProcessGroup | None) -> ProcessGroup | None:
     """Turn a caller's `group` into an explicit one, or None for one process.
 
     In order: the caller's own; Megatron's, where `megatron.core.parallel_state` is initialised; one
@@ -51,6 +42,11 @@ def _resolve(group: ProcessGroup | None, name: str, getter: str) -> ProcessGroup
             "(a group of this rank alone where nothing is sharded)"
         )
     return None
+
+
+# The tensor-parallel and the context-parallel group that `group=None` means.
+resolve_tp_group = partial(_resolve, "tp_group", "get_tensor_model_parallel_group")
+resolve_cp_group = partial(_resolve, "cp_group", "get_context_parallel_group")
 
 
 def megatron_parallel_state() -> Any | None:

@@ -227,7 +227,12 @@ def select(backend: str, *logits: Tensor, invariant: bool = False) -> Backend:
         by_default = backend == "auto" and device_type == candidate.device_type
         if not (by_name or by_default) or (is_pair and candidate.name not in PAIR_BACKENDS):
             continue
-        reason = None if by_name else _unworthy(candidate.name, logits[0], invariant)
+        reason = None
+        if by_default and candidate.name == "inductor":  # what is cheap to ask comes first
+            if torch.compiler.is_compiling():  # nor can the search for a compiler be traced
+                reason = "the caller is being compiled already"
+            elif not invariant and logits[0].numel() < inductor.MIN_NUMEL:
+                reason = f"fewer than {inductor.MIN_NUMEL} logits"
         if reason is None:
             choice = candidate.availability(device_type)
             reasons = [choice.reason]
@@ -242,17 +247,6 @@ def select(backend: str, *logits: Tensor, invariant: bool = False) -> Backend:
         _log_once("not " + candidate.name, device_type, reason)
     _log_once("torch", device_type, _TORCH.reason)
     return reference
-
-
-def _unworthy(name: str, logits: Tensor, invariant: bool) -> str | None:
-    """Why `auto` leaves a call to torch that could be served; asked first, as it is cheap."""
-    if name != "inductor":
-        return None
-    if torch.compiler.is_compiling():  # nor can the search for a compiler be traced
-        return "the caller is being compiled already"
-    if not invariant and logits.numel() < inductor.MIN_NUMEL:
-        return f"fewer than {inductor.MIN_NUMEL} logits"
-    return None
 
 
 def _load(name: str, invariant: bool) -> Any:

@@ -20,7 +20,7 @@ maximum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -211,18 +211,24 @@ class GradientTerms(NamedTuple):
 
 
 class FinalStats(NamedTuple):
-    """Whole rows: the results before ignored rows are masked, and what the gradient needs."""
+    """Whole rows: the results, and what the gradient needs."""
 
     results: RowResults
     softmax: SoftmaxStats
 
-    def mask_ignored(self, valid_mask: Tensor) -> RowResults:
-        """The results, with what the contract gives to ignored rows, False in `[n]` bool."""
-        return self.results.map(lambda x, fill: torch.where(valid_mask, x, fill), IGNORED)
 
+def finalize(
+    stats: Tensor,
+    spec: StatsSpec,
+    *,
+    valid_mask: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> FinalStats:
+    """Whole rows' statistics `[k, n]` to log-probabilities, entropy and the rest.
 
-def finalize(stats: Tensor, spec: StatsSpec, label_smoothing: float = 0.0) -> FinalStats:
-    """Whole rows' statistics `[k, n]` to log-probabilities, entropy and the rest."""
+    Args:
+        valid_mask: `[n]` bool, False for rows that get `IGNORED`; None: there are none.
+    """
     row = spec.named(stats)
     empty = row["max"].isneginf()
     row_max = torch.where(empty, 0.0, row["max"])
@@ -242,10 +248,10 @@ def finalize(stats: Tensor, spec: StatsSpec, label_smoothing: float = 0.0) -> Fi
         assert finite is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, finite)
         logprobs = target_weight * logprobs + other_weight * (row["zsum"] - finite * log_sum)
-    return FinalStats(
-        RowResults(logprobs, entropy, rank, lse, sum_pi_squared),
-        SoftmaxStats(row_max, log_sum, entropy, finite, sum_pi_squared),
-    )
+    results = RowResults(logprobs, entropy, rank, lse, sum_pi_squared)
+    if valid_mask is not None:
+        results = results.map(lambda x, fill: torch.where(valid_mask, x, fill), IGNORED)
+    return FinalStats(results, SoftmaxStats(row_max, log_sum, entropy, finite, sum_pi_squared))
 
 
 def smoothing_weights(label_smoothing: float, finite: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,25 +265,13 @@ def smoothing_weights(label_smoothing: float, finite: Tensor) -> tuple[Tensor, T
     return 1.0 - other * finite, other
 
 
-def gradient_spec(spec: StatsSpec, upstream: RowResults) -> StatsSpec:
-    """The spec of a gradient: without the statistics that no upstream gradient asks for."""
-    return replace(
-        spec,
-        entropy=upstream.entropy is not None,
-        sum_pi_squared=upstream.sum_pi_squared is not None,
-        smoothing=spec.smoothing and upstream.logprobs is not None,
-        rank=False,
-    )
-
-
 def gradient_coefficients(
     upstream: RowResults,
     softmax: SoftmaxStats,
-    spec: StatsSpec,
     *,
     valid_mask: Tensor,
     label_smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[StatsSpec, Tensor, Tensor]:
     """Upstream gradients to the coefficients of `kernels.reference.grad`.
 
     With g, h, l, u upstream of logprob, entropy, lse and P2 = sum_pi_squared, and q the target
@@ -290,14 +284,19 @@ def gradient_coefficients(
 
     Args:
         upstream: `[n]` each, or None for zero.
-        spec: of the gradient (`gradient_spec`).
         valid_mask: `[n]` bool; other rows get 0 throughout, and with it exactly no gradient, as do
             rows whose upstream gradients are all 0, whatever their statistics are.
 
     Returns:
-        (`[k, n]` in the statistics' dtype, rows as `spec.coefficients` says; `[n]`, what the
-        target's own entry gets on top).
+        (which coefficients there are: those that an upstream gradient asks for; `[k, n]` in the
+        statistics' dtype, rows as `StatsSpec.coefficients` says; `[n]`, what the target's own entry
+        gets on top).
     """
+    spec = StatsSpec(
+        entropy=upstream.entropy is not None,
+        smoothing=label_smoothing > 0.0 and upstream.logprobs is not None,
+        sum_pi_squared=upstream.sum_pi_squared is not None,
+    )
     coef = softmax.log_sum.new_zeros(len(spec.coefficients), softmax.log_sum.shape[0])
     on_target = torch.zeros_like(softmax.log_sum)
     row = spec.named_coefficients(coef)
@@ -315,7 +314,7 @@ def gradient_coefficients(
         assert softmax.sum_pi_squared is not None
         row["weight"] -= 2.0 * upstream.sum_pi_squared * softmax.sum_pi_squared
         row["squares"] += 2.0 * upstream.sum_pi_squared
-    if label_smoothing > 0.0 and upstream.logprobs is not None:
+    if spec.smoothing:
         assert softmax.finite is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, softmax.finite)
         on_target *= target_weight
@@ -331,4 +330,4 @@ def gradient_coefficients(
         if gradient is not None:
             asked |= gradient != 0
     ignored = ~(valid_mask & asked)
-    return coef.masked_fill_(ignored, 0.0), on_target.masked_fill_(ignored, 0.0)
+    return spec, coef.masked_fill_(ignored, 0.0), on_target.masked_fill_(ignored, 0.0)

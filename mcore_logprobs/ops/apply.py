@@ -77,21 +77,18 @@ class Operation:
 
     Attributes:
         linear: results are linear in processed logits.
+        fills: what a token gets in each result that the source leaves out; None: 0.
+        differentiable: which results carry a gradient, once there are any; None: all of floating
+            point.
     """
 
     linear = False
+    fills: Sequence[float] | None = None
+    differentiable: Sequence[bool] | None = None
 
     def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
         """(results, what the backward needs besides source and tensors), `[n, ...]` each."""
         raise NotImplementedError
-
-    def fill(self, place: int) -> float:
-        """What a token gets in this result that the source leaves out."""
-        return 0.0
-
-    def non_differentiable(self, place: int) -> bool:
-        """Whether a floating-point result carries no gradient."""
-        return False
 
     def write_dlogits(
         self, source: Any, upstream: Tensors, tensors: Tensors, saved: Tensors
@@ -139,20 +136,21 @@ class _Apply(torch.autograd.Function):
             source, given = _call_context(options, counts, tensors)
             results, saved = operation.forward(source, given)
             saved = tuple(None if x is None else source.pack(x) for x in saved)
+            fills = operation.fills or (0.0,) * len(results)
             results = tuple(
-                None if x is None else source.unflatten(x, operation.fill(place))
-                for place, x in enumerate(results)
+                None if x is None else source.unflatten(x, fill).contiguous()
+                for x, fill in zip(results, fills, strict=True)
             )
         ctx.operation, ctx.options, ctx.counts = operation, options, (*counts, len(tensors))
         ctx.linear = operation.linear and source.linear
         ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
+        flags = operation.differentiable or (True,) * len(results)
         ctx.mark_non_differentiable(
             *(
                 x
-                for place, x in enumerate(results)
-                if x is not None
-                and (not x.is_floating_point() or operation.non_differentiable(place))
+                for x, flag in zip(results, flags, strict=True)
+                if x is not None and not (flag and x.is_floating_point())
             )
         )
         return results
@@ -279,14 +277,18 @@ def local_row_stats(
     if segments is not None:
         block = segments.block(source.device.type)
         of_a_segment = -(-segments.width // block)
-    found: dict[int, _Parts] = {}
+    # Of rows that begin at the key, by segment, `[parts, k, rows]` each in the order of columns.
+    found: dict[int, list[list[Tensor]]] = {}
     first = None
     for placed in chunks:
         rows = placed.rows
         first = rows.start if first is None else first
         own = slice(rows.start - first, rows.stop - first)
         parts = found.setdefault(rows.start, [[] for _ in range(segments.local if segments else 1)])
-        for number, some in _by_segment(placed, segments, block):
+        calls: Iterable[tuple[int, Placed]] = ((0, placed),)
+        if segments is not None and block is not None:
+            calls = _by_segment(placed, segments, block)
+        for number, some in calls:
             stats = source.backend(some.chunk).stats(
                 some.chunk,
                 some.local(column[own]),
@@ -301,40 +303,37 @@ def local_row_stats(
         like = column.new_empty(0, dtype=source.acc_dtype)
         none = no_columns(spec, column.shape[0], like=like)
         return none if segments is None else none.repeat(segments.local, 1, 1)
-    merged = [_merged(parts, spec, ordered=segments is not None) for parts in found.values()]
+    if segments is not None:
+        merged = [merge_segments(parts, spec) for parts in found.values()]
+    else:
+        merged = [
+            merge(torch.cat(parts) if len(parts) > 1 else parts[0], spec)
+            for (parts,) in found.values()
+        ]
     return merged[0] if len(merged) == 1 else torch.cat(merged, -1)
 
 
-_Parts = list[list[Tensor]]  # by segment, in the order of their columns: `[parts, k, rows]` each
-
-
-def _by_segment(
-    placed: Placed, segments: Segments | None, block: int | None
-) -> Iterator[tuple[int, Placed]]:
+def _by_segment(placed: Placed, segments: Segments, block: int) -> Iterator[tuple[int, Placed]]:
     """(number of its first segment, the chunk's columns of one call)."""
-    if segments is None or block is None:
-        yield 0, placed
-        return
     rows, columns, chunk = placed
     for number, some in segments.calls(columns, block):
         part = slice(some.start - columns.start, some.stop - columns.start)
         yield number, Placed(rows, some, chunk.columns(part))
 
 
-def _merged(parts: _Parts, spec: StatsSpec, *, ordered: bool) -> Tensor:
-    """`[k, rows]`; `[g/TP, k, rows]` where ordered."""
-    if ordered:
-        return merge_segments(parts, spec)
-    return merge(torch.cat(parts[0]) if len(parts[0]) > 1 else parts[0][0], spec)
-
-
 def finalize_shards(
-    stats: Tensor, spec: StatsSpec, group: ProcessGroup | None, *, label_smoothing: float = 0.0
+    stats: Tensor,
+    spec: StatsSpec,
+    group: ProcessGroup | None,
+    *,
+    valid_mask: Tensor | None = None,
+    label_smoothing: float = 0.0,
 ) -> FinalStats:
-    """Whole rows' statistics from this rank's `local_row_stats`: one all-gather over TP."""
+    """`finalize` of this rank's `local_row_stats`: one all-gather over TP."""
     ordered = stats.dim() == 3
     parts = all_gather_dim0(stats if ordered else stats.unsqueeze(0), group)
-    return finalize(merge(parts, spec, ordered=ordered), spec, label_smoothing)
+    whole = merge(parts, spec, ordered=ordered)
+    return finalize(whole, spec, valid_mask=valid_mask, label_smoothing=label_smoothing)
 
 
 def finalize_shards_with(

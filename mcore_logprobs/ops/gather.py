@@ -18,7 +18,6 @@ from mcore_logprobs.kernels.stats import (
     SoftmaxStats,
     StatsSpec,
     gradient_coefficients,
-    gradient_spec,
 )
 from mcore_logprobs.ops.apply import (
     EntryOperation,
@@ -110,8 +109,7 @@ class EntryLogprobs(Operation):
         if on_entropy is not None:
             asked |= on_entropy != 0
         results = RowResults(on_values.sum(-1) if self.log_softmax else None, on_entropy)
-        spec = gradient_spec(StatsSpec(entropy=self.entropy), results)
-        coef, _ = gradient_coefficients(results, softmax, spec, valid_mask=asked)
+        spec, coef, _ = gradient_coefficients(results, softmax, valid_mask=asked)
         # Entries that cancel leave coefficients of 0, but a row that holds a NaN is NaN throughout.
         coef = coef + torch.where(asked, 0.0 * softmax.log_sum, 0.0)
         return write_entries(source, local_ids, on_values, softmax.row_max, coef, spec)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import (
-    check_choice,
     check_flag,
     check_logits_dtype,
     check_optional_count,
@@ -321,6 +320,7 @@ def _matmul_input(compute_dtype: torch.dtype, matmul_dtype: torch.dtype, x: Tens
     return x.to(compute_dtype).to(matmul_dtype)
 
 
+@dataclass
 class HeadTile:
     """Some rows of a head.
 
@@ -330,8 +330,10 @@ class HeadTile:
         hidden: `[rows, h]`, as it is multiplied.
     """
 
-    def __init__(self, head: HeadLogits, number: int, rows: slice, hidden: Tensor) -> None:
-        self.head, self.number, self.rows, self.hidden = head, number, rows, hidden
+    head: HeadLogits
+    number: int
+    rows: slice
+    hidden: Tensor
 
     def chunks(self, *, hold: bool = False) -> Iterator[Placed]:
         """Block by block; each in a buffer that the next one overwrites.
@@ -452,7 +454,6 @@ def head_logits(
     check_flag("sequence_parallel", sequence_parallel)
     check_flag("compact", compact)
     check_flag("gradient_accumulation_fusion", gradient_accumulation_fusion)
-    check_choice("backend", backend, backends.BACKENDS)
     check_logits_dtype("logits_dtype", logits_dtype)
     check_optional_count("chunk_size", chunk_size)
     check_positive(f"{prefix}logit_scale", logit_scale)

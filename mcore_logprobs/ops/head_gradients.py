@@ -110,11 +110,12 @@ class HeadGradient:
         top. A head with both a softcap and a bias takes the two steps apart.
         """
         head, chunk = self._head, placed.chunk
-        raw, dtype = chunk.logits, head.matmul_dtype
-        if self._bias is None or chunk.softcap is None:
+        raw, dtype, bias = chunk.logits, head.matmul_dtype, self._bias
+        if bias is None or chunk.softcap is None:
             out = raw if raw.dtype == dtype else _empty_like(raw, dtype)
             write(placed, out)
-            self._add_bias(placed.columns, out, 1.0 / chunk.logit_scale)
+            if bias is not None:
+                bias[placed.columns] += out.sum(0, dtype=bias.dtype) * (1.0 / chunk.logit_scale)
             return out
         slope = softcap_slope(raw, chunk.logit_scale, chunk.softcap, head.acc_dtype)
         slope.mul_(chunk.logit_scale)
@@ -122,13 +123,8 @@ class HeadGradient:
         dz = _empty_like(raw, dtype)
         after = replace(chunk, logits=capped, logit_scale=1.0, softcap=None)
         write(placed._replace(chunk=after), dz)
-        self._add_bias(placed.columns, dz, 1.0)
+        bias[placed.columns] += dz.sum(0, dtype=bias.dtype)
         return (dz * slope.masked_fill_(dz == 0, 0.0)).to(dtype)
-
-    def _add_bias(self, columns: slice, dz: Tensor, factor: float) -> None:
-        """Add `factor * sum over rows of dz`."""
-        if self._bias is not None:
-            self._bias[columns] += dz.sum(0, dtype=self._bias.dtype) * factor
 
     def _add_segment(self, columns: slice, dlogits: Tensor, tile: HeadTile) -> None:
         """Add a chunk's part of dTile to its segment's sum."""

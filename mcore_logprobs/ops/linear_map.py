@@ -97,9 +97,9 @@ class Map(Operation):
             results.append(whole)
         return tuple(results), ()
 
-    def non_differentiable(self, place: int) -> bool:
-        flags = self.structure.differentiable
-        return not (flags and flags[place])
+    @property
+    def differentiable(self) -> list[bool] | None:  # type: ignore[override]
+        return self.structure.differentiable
 
     def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
         upstream, (valid_mask, *per_token), _ = given

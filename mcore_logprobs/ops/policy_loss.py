@@ -103,19 +103,22 @@ class _PolicyLoss(torch.autograd.Function):
             needs = [flag and loss.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
             gradient = source.gradient(needs, in_acc_dtype=True)
             total = torch.zeros((), dtype=torch.float64, device=source.device)
-            # Of no rows to begin with, so that a call without any has results too.
-            parts = [
-                _finalize(source, operation, (), local_target[:0]).mask_ignored(valid_mask[:0])
-            ]
+            spec, group = operation.spec, source.shard.group
+            parts: list[Any] = []
             for tile in source.tiles():
                 rows = tile.rows
                 target, mask, threshold = local_target[rows], valid_mask[rows], None
-                if operation.spec.rank:
-                    threshold = all_reduce_sum(tile.target_logits(target), source.shard.group)
+                if spec.rank:
+                    threshold = all_reduce_sum(tile.target_logits(target), group)
                 own = slice(0, rows.stop - rows.start)
                 chunks = [placed._replace(rows=own) for placed in tile.chunks(hold=True)]
-                done = _finalize(source, operation, chunks, target, threshold)
-                results = done.mask_ignored(mask)
+                results, softmax = finalize_shards(
+                    local_row_stats(source, chunks, target, spec, threshold),
+                    spec,
+                    group,
+                    valid_mask=mask,
+                    label_smoothing=operation.label_smoothing,
+                )
                 value, upstream = loss.value_and_upstream(
                     results, tuple(t[rows] for t in per_token), mask
                 )
@@ -123,11 +126,13 @@ class _PolicyLoss(torch.autograd.Function):
                 parts.append(results)
                 if not any(needs):
                     continue
-                write = operation.write_dlogits(source, upstream, (target, mask), done.softmax)
+                write = operation.write_dlogits(source, upstream, (target, mask), softmax)
                 for placed in chunks:
                     gradient.collect(tile, placed, write)
                 gradient.end_tile(tile)
             ctx.gradients = gradient.finish()
+            if not parts:  # no rows
+                parts = [operation.forward(source, (local_target, valid_mask))[0]]
             results = parts[0].map(lambda *x: torch.cat(x), *parts[1:])
             results = results.map(source.unflatten, IGNORED)
         ctx.save_for_backward(anchor)
@@ -170,19 +175,6 @@ def _anchor(tensors: tuple[Tensor | None, ...]) -> Tensor:
     # float32: autocast joins no float16 tensors on a CPU.
     parts = [x[..., :0].flatten().float() for x in learning]
     return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _finalize(
-    source: HeadLogits,
-    operation: Statistics,
-    chunks: Any,
-    local_target: Tensor,
-    threshold: Tensor | None = None,
-) -> Any:
-    stats = local_row_stats(source, chunks, local_target, operation.spec, threshold)
-    return finalize_shards(
-        stats, operation.spec, source.shard.group, label_smoothing=operation.label_smoothing
-    )
 
 
 def _times(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:

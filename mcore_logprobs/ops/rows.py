@@ -211,39 +211,33 @@ def _to_device(x: Tensor, device: torch.device) -> Tensor:
 # ---- hidden states as tiles --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class HiddenRows:
     """Hidden states `[n_local, h]` as tiles of the whole `[n, h]`.
 
     Attributes:
+        ranks: over which the rows are split.
+        count: rows over all ranks, n.
+        local: each tile's rows of this rank, or places in its selection.
+
+    Args:
         hidden: this rank's.
         group: over which the rows are split, or None.
         tile_rows: rows a tile, over all ranks.
         selection: which of them are computed; None: all.
     """
 
-    hidden: Tensor
-    group: ProcessGroup | None
-    tile_rows: int
-    selection: RowSelection | None
-
-    @property
-    def ranks(self) -> int:
-        return group_size(self.group)
-
-    @property
-    def _own(self) -> int:
-        return self.hidden.shape[0] if self.selection is None else self.selection.local.shape[0]
-
-    @property
-    def count(self) -> int:
-        """Rows over all ranks, n."""
-        return self._own * self.ranks
-
-    @property
-    def local(self) -> list[slice]:
-        """Each tile's rows of this rank, or places in its selection."""
-        return list(row_chunks(self._own, max(1, self.tile_rows // self.ranks)))
+    def __init__(
+        self,
+        hidden: Tensor,
+        group: ProcessGroup | None,
+        tile_rows: int,
+        selection: RowSelection | None,
+    ) -> None:
+        self.hidden, self.group, self.selection = hidden, group, selection
+        self.ranks = group_size(group)
+        own = hidden.shape[0] if selection is None else selection.local.shape[0]
+        self.count = own * self.ranks
+        self.local = list(row_chunks(own, max(1, tile_rows // self.ranks)))
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows as they are walked, `[rows, h]`) of each tile; the next one is on its way."""

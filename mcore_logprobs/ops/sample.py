@@ -77,9 +77,7 @@ class Sample(Operation):
     """
 
     filters: Filters
-
-    def non_differentiable(self, place: int) -> bool:
-        return True
+    differentiable = (False, False)
 
     def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
         valid_mask, stream, greedy = tensors

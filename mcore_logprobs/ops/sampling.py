@@ -25,7 +25,6 @@ from mcore_logprobs.kernels.stats import (
     SoftmaxStats,
     StatsSpec,
     gradient_coefficients,
-    gradient_spec,
 )
 from mcore_logprobs.ops.apply import Operation, Tensors, apply, finalize_shards, local_row_stats
 from mcore_logprobs.ops.arguments import check_target, global_to_local
@@ -77,9 +76,7 @@ class Filtered(Operation):
 
     filters: Filters
     whole: StatsSpec | None
-
-    def fill(self, place: int) -> float:
-        return IGNORED[place]
+    fills = IGNORED
 
     def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
         local_target, valid_mask = tensors
@@ -102,8 +99,8 @@ class Filtered(Operation):
         results: RowResults = RowResults()
         softmax: Tensors = ()
         if spec is not None:
-            done = finalize_shards(torch.cat(stats, -1), spec, shard.group)
-            results, softmax = done.mask_ignored(valid_mask), done.softmax
+            whole = torch.cat(stats, -1)
+            results, softmax = finalize_shards(whole, spec, shard.group, valid_mask=valid_mask)
         results = results._replace(logprobs=torch.where(valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
         own_target = torch.where(cut.kept, local_target, -1)
@@ -124,10 +121,8 @@ class Filtered(Operation):
         whole = results._replace(logprobs=None)
         coef: Tensor | None = None
         if any(grad is not None for grad in whole):
-            assert self.whole is not None
             stats = SoftmaxStats(*softmax)
-            spec = gradient_spec(self.whole, whole)
-            coef, _ = gradient_coefficients(whole, stats, spec, valid_mask=valid_mask)
+            spec, coef, _ = gradient_coefficients(whole, stats, valid_mask=valid_mask)
 
         def write(placed: Placed, out: Tensor) -> None:
             first, width, valid = placed.columns.start, out.shape[1], placed.chunk.valid

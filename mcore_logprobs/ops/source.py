@@ -163,7 +163,7 @@ class Source(Protocol):
         """
 
     def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
-        """The inverse, contiguous; `fill` at tokens that are not walked over."""
+        """The inverse; `fill` at tokens that are not walked over."""
 
     def pack(self, per_row: Tensor) -> Tensor:
         """`[n, ...]` as it is saved for the backward, however the tensors lie in memory then."""
@@ -235,6 +235,8 @@ class GivenLogits:
         if logits.stride(-1) != 1 and options.backend is not reference:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
         self.logits = logits
+        # 2-D views that cover the rows as they are walked.
+        self._views = [logits] if len(self.lead) == 1 else _collapse(self._ordered(logits))
 
     # ---- the order of rows ----
 
@@ -250,9 +252,6 @@ class GivenLogits:
         return x.permute((*self.options.order, *range(len(self.lead), x.dim())))
 
     def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
-        return self._unflattened(per_row).contiguous()
-
-    def _unflattened(self, per_row: Tensor) -> Tensor:
         if len(self.lead) == 1:
             return per_row
         order = self.options.order
@@ -267,11 +266,8 @@ class GivenLogits:
         order = tuple(range(len(self.lead)))
         return replace(self.options, order=order).open(*self.tensors)
 
-    def pack(self, per_row: Tensor) -> Tensor:
-        return self.unflatten(per_row)
-
-    def unpack(self, saved: Tensor) -> Tensor:
-        return self.flatten_rows(saved)
+    # Whatever a hook makes of their strides.
+    pack, unpack = unflatten, flatten_rows
 
     def compacted(self, valid_mask: Tensor) -> GivenLogits:
         return self
@@ -293,7 +289,7 @@ class GivenLogits:
     def chunks(self) -> Iterator[Placed]:
         """All columns of as many rows as one stride covers."""
         start, columns = 0, slice(0, self.shard.width)
-        for view in self._views():
+        for view in self._views:
             rows = slice(start, start + view.shape[0])
             yield Placed(rows, columns, self._chunk(view, rows, columns))
             start = rows.stop
@@ -303,13 +299,7 @@ class GivenLogits:
     @property
     def is_one_view(self) -> bool:
         """Whether one stride covers all rows."""
-        return len(self._views()) == 1
-
-    def _views(self) -> list[Tensor]:
-        """2-D views that cover the rows as they are walked."""
-        if len(self.lead) == 1:
-            return [self.logits]
-        return _collapse(self._ordered(self.logits))
+        return len(self._views) == 1
 
     def rectangle(self, rows: slice, columns: slice, index: Tensor | None = None) -> Chunk:
         """Any rows and columns; a copy where one stride does not cover them.
@@ -318,7 +308,7 @@ class GivenLogits:
             index: `[n]`, the token of each row; None: in the source's order.
         """
         if index is None and self.is_one_view:
-            return self._chunk(self._views()[0][rows, columns], rows, columns)
+            return self._chunk(self._views[0][rows, columns], rows, columns)
         row = torch.arange(rows.start, rows.stop, device=self.device)
         base = self.logits if self.lead else self.logits.unsqueeze(0)
         at = torch.unravel_index(
@@ -501,7 +491,7 @@ class GivenGradient:
         pass
 
     def finish(self) -> tuple[Tensor]:
-        return (self._flat if self._over else self._source._unflattened(self._flat),)
+        return (self._flat if self._over else self._source.unflatten(self._flat),)
 
 
 def entry_gradients(

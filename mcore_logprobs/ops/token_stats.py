@@ -17,7 +17,6 @@ from mcore_logprobs.kernels.stats import (
     SoftmaxStats,
     StatsSpec,
     gradient_coefficients,
-    gradient_spec,
 )
 from mcore_logprobs.ops.apply import (
     Operation,
@@ -45,6 +44,7 @@ class Statistics(Operation):
 
     spec: StatsSpec
     label_smoothing: float = 0.0
+    fills = IGNORED
 
     @classmethod
     def of(
@@ -62,9 +62,6 @@ class Statistics(Operation):
         spec = StatsSpec(entropy, target_rank, label_smoothing > 0.0, sum_pi_squared)
         return cls(spec, label_smoothing)
 
-    def fill(self, place: int) -> float:
-        return IGNORED[place]
-
     def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
         local_target, valid_mask = tensors
         group, parts = source.shard.group, []
@@ -76,27 +73,23 @@ class Statistics(Operation):
         if not parts:
             parts = [local_row_stats(source, (), local_target, self.spec)]
         stats = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        done = finalize_shards(stats, self.spec, group, label_smoothing=self.label_smoothing)
-        return done.mask_ignored(valid_mask), done.softmax
+        return finalize_shards(
+            stats, self.spec, group, valid_mask=valid_mask, label_smoothing=self.label_smoothing
+        )
 
     def write_dlogits(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
     ) -> Any:
         local_target, valid_mask = tensors
-        results, softmax = RowResults(*upstream), SoftmaxStats(*saved)
-        spec = gradient_spec(self.spec, results)
-        coef, on_target = gradient_coefficients(
-            results, softmax, spec, valid_mask=valid_mask, label_smoothing=self.label_smoothing
+        softmax = SoftmaxStats(*saved)
+        spec, coef, on_target = gradient_coefficients(
+            RowResults(*upstream),
+            softmax,
+            valid_mask=valid_mask,
+            label_smoothing=self.label_smoothing,
         )
-
-        return write_entries(
-            source,
-            local_target.unsqueeze(-1),
-            on_target.unsqueeze(-1),
-            softmax.row_max,
-            coef,
-            spec,
-        )
+        entries = local_target.unsqueeze(-1), on_target.unsqueeze(-1)
+        return write_entries(source, *entries, softmax.row_max, coef, spec)
 
 
 def token_stats(

@@ -73,7 +73,7 @@ def test_shards_merge_to_the_whole(drawn, cuts, chunk_size):
     # Rounding takes nothing out of its bounds.
     assert (merged.logprobs <= 0).all()
     assert (merged.entropy >= 0).all()
-    smoothed = finalize(merge(parts, EVERYTHING), EVERYTHING, 0.1).results.logprobs
+    smoothed = finalize(merge(parts, EVERYTHING), EVERYTHING, label_smoothing=0.1).results.logprobs
     given = (oracles.token_stats(logits, target, label_smoothing=0.1, dtype=dtype).logprobs
              for dtype in (torch.float32, torch.float64))  # fmt: skip
     oracles.assert_no_worse(smoothed, *given, name="label smoothing", ulps=8.0)
