@@ -287,14 +287,20 @@ def _multipliers(chunk: Chunk) -> Tensor:
 # ---- kernels: what torch.compile sees -----------------------------------------------------------
 
 
+# To the compiler a number in a closure is symbolic, as sizes are, and a text is not: so a block has
+# a static width, by which loops over it are vectorised.
+
+
 @cache
-def _stats_kernel(block: int) -> Callable[..., Any]:
-    """`[n, blocks * block]` -> each block's statistics by name, `[n, blocks]`; block is static."""
+def _stats_kernel(width: int) -> Callable[..., Any]:
+    """`[n, blocks * width]` -> each block's statistics by name, `[n, blocks]`."""
+    static = str(width)
 
     def stats_kernel(
         logits: Tensor, multiplier: Tensor, entropy: bool, squares: bool
     ) -> dict[str, Tensor]:
         assert_compiled()
+        block = int(static)
         blocks = logits.unflatten(1, (logits.shape[1] // block, block))
         z = blocks.float() * multiplier[:, None, None]
         block_max = z.amax(-1)
@@ -314,11 +320,13 @@ def _stats_kernel(block: int) -> Callable[..., Any]:
 
 
 @cache
-def _count_kernel(block: int) -> Callable[..., Any]:
-    """`[n, blocks * block]`, `[n]` -> how many of each block are higher, `[n, blocks]` float32."""
+def _count_kernel(width: int) -> Callable[..., Any]:
+    """`[n, blocks * width]`, `[n]` -> how many of each block are higher, `[n, blocks]` float32."""
+    static = str(width)
 
     def count_kernel(logits: Tensor, limit: Tensor) -> Tensor:
         assert_compiled()
+        block = int(static)
         blocks = logits.unflatten(1, (logits.shape[1] // block, block))
         # float32 holds every count of a block, and is summed faster than int64.
         return torch.where(blocks > limit[:, None, None], 1.0, 0.0).sum(-1)

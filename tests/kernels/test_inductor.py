@@ -139,6 +139,24 @@ def test_one_compilation_serves_every_size():
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.parametrize(
+    ("kernel", "flags"),
+    [(inductor._stats_kernel, (True, True)), (inductor._count_kernel, ())],
+    ids=["stats", "count"],
+)
+def test_a_block_s_width_is_a_constant_to_the_compiler(kernel, flags):
+    """A loop over a symbolic width takes a tenth longer: rows and columns alone may be symbols."""
+    symbols: list[int] = []
+
+    def as_it_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        symbols.extend(int(x) for x in inputs if isinstance(x, int | torch.SymInt))
+        return graph.forward
+
+    call = torch.compile(kernel(512), backend=as_it_is, dynamic=True, fullgraph=True)
+    call(torch.randn(9, 5 * 512), torch.ones(9), *flags)
+    assert sorted(symbols) == [9, 5 * 512]
+
+
 def test_nothing_of_the_logits_size_is_made():
     rows, width = 64, 8 * BLOCK
     logits, target = torch.randn(rows, width).bfloat16(), torch.zeros(rows, 1, dtype=torch.int64)
