@@ -104,6 +104,26 @@ def test_a_group_of_one_says_nothing(ranks):
     assert ranks(2).run(_alone) == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("kind", "copies"),
+    [
+        ("forward", 3),
+        ("reverse", 4),
+        ("jsd", 5),
+        ("skewed_forward", 6),
+        ("skewed_reverse", 7),
+        ("total_variation", 6),
+    ],
+)
+def test_a_divergence_s_gradient_makes_nothing_of_its_value(kind: str, copies: int) -> None:
+    """The gradient and what it takes of each column; the columns' shares would be three more."""
+    student, teacher = torch.randn(8, 1000, requires_grad=True), torch.randn(8, 1000)
+    value = ml.vocab_parallel_kl_div(student, teacher, kind=kind, backend="torch").sum()
+    with TensorsMade() as backward:
+        value.backward()
+    assert len(backward.larger_than(student.nbytes - 1)) <= copies
+
+
 def _allocations(dtype: torch.dtype, options: dict, chunk_size: int) -> tuple:
     rows, vocab = 64, 1024 * dist.get_world_size() if dist.is_initialized() else 1024
     leaf = shard(torch.randn(2, rows, vocab).to(dtype))[0]

@@ -32,6 +32,7 @@ truth.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -209,27 +210,36 @@ def pair_sums(
             logp = _log_probs(student.rows(part), softmax[:2, part])
             logq = _log_probs(teacher.rows(part), softmax[2:, part])
             p, share, derivative = _shares(logp, logq, spec)
-            out[:, part] = torch.stack([share.sum(-1), derivative.mul_(p).sum(-1)])
+            out[:, part] = torch.stack([share().sum(-1), derivative.mul_(p).sum(-1)])
     return out
 
 
-def _shares(logp: Tensor, logq: Tensor, spec: PairSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """(p, each column's share of the divergence, its derivative by p up to a constant).
+def _shares(
+    logp: Tensor, logq: Tensor, spec: PairSpec
+) -> tuple[Tensor, Callable[[], Tensor], Tensor]:
+    """(p; what makes each column's share of the divergence; the share's derivative by p up to a
+    constant).
 
-    The constant is such that the derivative is 0 where p and q are equal.
+    The constant is such that the derivative is 0 where p and q are equal. The gradient has no use
+    for the shares, which cost more than all else; they are made before the derivative changes.
     """
-    p, q, kept = logp.exp(), logq.exp(), 1.0 - spec.beta
+    p, kept = logp.exp(), 1.0 - spec.beta
     if spec.kind == "total_variation":
-        gap = p - q
-        return p, gap.abs().mul_(0.5), gap.sign().mul_(0.5)
+        derivative = (p - logq.exp()).sign_().mul_(0.5)
+        return p, lambda: derivative * (p - logq.exp()), derivative
     if spec.kind == "skewed_forward":
         over = _log_over_mixture(logq, logp, kept)
-        return p, q.mul_(over), over.expm1().mul_(-kept)
+        return p, lambda: logq.exp().mul_(over), over.expm1().mul_(-kept)
     over = _log_over_mixture(logp, logq, spec.beta)
     if spec.kind == "skewed_reverse":
-        return p, p * over, over - over.expm1().mul_(kept)
-    share = q.mul_(_log_over_mixture(logq, logp, kept)).mul_(spec.beta)
-    return p, share.add_(p * over, alpha=kept), over.mul_(kept)
+        return p, lambda: p * over, over - over.expm1().mul_(kept)
+    derivative = over.mul_(kept)
+
+    def share() -> Tensor:
+        to_teacher = _log_over_mixture(logq, logp, kept).mul_(logq.exp())
+        return to_teacher.mul_(spec.beta).addcmul_(p, derivative)
+
+    return p, share, derivative
 
 
 def pair_grad(
