@@ -144,7 +144,13 @@ def test_expanded_logits_under_a_hook_that_clones(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "vocabulary first"])
-@pytest.mark.parametrize("line", [line for line in DIFFERENTIABLE if "hidden" in line])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(line for line in DIFFERENTIABLE if "hidden" in line),
+        "kl_div hidden teacher=adapted kind=reverse",
+    ],
+)
 def test_logits_are_computed_again_from_operands_that_lie_as_they_did(
     line: str, layout: str
 ) -> None:
