@@ -44,8 +44,9 @@ TESTS = {
     "ops/linear_map": f"tests/test_hidden_edges.py {OPERATIONS}",
     "ops/": "tests/test_statistics_edges.py tests/test_soundness.py tests/test_nan_rows.py "
     f"tests/test_hidden_edges.py tests/test_costs_logits.py {OPERATIONS}",
-    "kernels/reference": "tests/kernels/test_reference.py tests/test_invariant_logits.py "
-    f"{OPERATIONS}",
+    "kernels/pairs": f"tests/test_divergences.py {OPERATIONS}",
+    "kernels/": "tests/kernels/test_reference.py tests/test_statistics_edges.py "
+    f"tests/kernels/test_inductor.py tests/test_invariant_logits.py {OPERATIONS}",
     "losses": "tests/test_losses.py tests/test_losses_objectives.py tests/test_losses_batches.py "
     "tests/test_losses_frameworks.py tests/test_losses_in_training.py",
     "context_parallel": "tests/context_parallel",

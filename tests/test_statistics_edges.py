@@ -68,6 +68,9 @@ def test_the_rank_of_infinities(ranks, world):
     assert (found[3], found[7]) == (0, VOCAB - 1)
     order = whole.argsort(-1, descending=True)
     assert torch.equal(found, (order == torch.arange(VOCAB)[:, None]).nonzero()[:, 1])
+    whole[:, 5] = torch.nan
+    found = on_ranks(ranks, world, _only_rank, whole, torch.full((VOCAB,), 5))[0]
+    assert (found == -1).all()
 
 
 def test_rows_of_infinities_and_nan() -> None:
@@ -77,6 +80,7 @@ def test_rows_of_infinities_and_nan() -> None:
     stats = vocab_parallel_token_stats(logits, torch.zeros(4).long(), sum_pi_squared=True)
     assert stats.sum_pi_squared[:2].tolist() == [0.0, 1.0]
     assert stats.sum_pi_squared[2].isnan()
+    torch.testing.assert_close(stats.sum_pi_squared[3], logits[3].softmax(-1).square().sum())
     stats.sum_pi_squared.sum().backward()
     assert logits.grad[2].isnan().all()
     assert logits.grad[[0, 1, 3]].isfinite().all()
