@@ -169,6 +169,14 @@ def _inductor_refusal(logits: Tensor, invariant: bool) -> str | None:
     return None
 
 
+def _inductor_passed_over(logits: Tensor, invariant: bool) -> str | None:
+    if torch.compiler.is_compiling():  # nor can the search for a compiler be traced
+        return "the caller is being compiled already"
+    if not invariant and logits.numel() < inductor.MIN_NUMEL:
+        return f"fewer than {inductor.MIN_NUMEL} logits"
+    return None
+
+
 def _has_strided_columns(logits: Tensor) -> bool:
     return logits.shape[-1] > 1 and logits.stride(-1) != 1
 
@@ -183,18 +191,21 @@ class _Candidate:
     Attributes:
         availability: device type -> Choice; may import what it needs.
         refusal: logits, invariant -> why it cannot serve this call, or None.
+        passed_over: likewise, why `auto` leaves it to torch all the same; asked first, as it is
+            cheap.
     """
 
     name: str
     device_type: str
     availability: Callable[[str], Choice]
     refusal: Callable[[Tensor, bool], str | None]
+    passed_over: Callable[[Tensor, bool], str | None] = lambda logits, invariant: None
 
 
 # torch, which serves everything, comes after both.
 _CANDIDATES = (
     _Candidate("triton", "cuda", _triton_availability, _triton_refusal),
-    _Candidate("inductor", "cpu", _inductor_availability, _inductor_refusal),
+    _Candidate("inductor", "cpu", _inductor_availability, _inductor_refusal, _inductor_passed_over),
 )
 
 
@@ -227,12 +238,7 @@ def select(backend: str, *logits: Tensor, invariant: bool = False) -> Backend:
         by_default = backend == "auto" and device_type == candidate.device_type
         if not (by_name or by_default) or (is_pair and candidate.name not in PAIR_BACKENDS):
             continue
-        reason = None
-        if by_default and candidate.name == "inductor":  # what is cheap to ask comes first
-            if torch.compiler.is_compiling():  # nor can the search for a compiler be traced
-                reason = "the caller is being compiled already"
-            elif not invariant and logits[0].numel() < inductor.MIN_NUMEL:
-                reason = f"fewer than {inductor.MIN_NUMEL} logits"
+        reason = candidate.passed_over(logits[0], invariant) if by_default else None
         if reason is None:
             choice = candidate.availability(device_type)
             reasons = [choice.reason]

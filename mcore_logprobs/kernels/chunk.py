@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ _Chunk = TypeVar("_Chunk", bound="Chunk")
 
 # Elements of which a row's stride is a multiple where a kernel reads and writes 16 bytes at a time.
 _UNIT = 16
-_AS_COLUMN = (slice(None), None)  # an index: `[n]` -> `[n, 1]`
 
 
 def aligned_width(columns: int) -> int:
@@ -70,9 +69,7 @@ class Chunk:
     @property
     def multiplier(self) -> float | Tensor:
         """z / y where there is neither softcap nor bias; float64 `[n]` where rows differ."""
-        if isinstance(self.temperature, Tensor):
-            return self.logit_scale / self.temperature.double()
-        return self.logit_scale / self.temperature
+        return _multiplier(self.logit_scale, self.temperature)
 
     @property
     def is_plain(self) -> bool:
@@ -82,25 +79,26 @@ class Chunk:
 
     def processed(self, dtype: torch.dtype | None = None) -> Tensor:
         """z, `[n, valid]`, in a dtype (None: the logits' `acc_dtype`); maybe the logits' memory."""
-        z = processed_logits(
-            self.logits[:, : self.valid],
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            bias=None if self.bias is None else self.bias[: self.valid],
-            temperature=per_row(self.temperature, _AS_COLUMN),
-        )
+        bias = None if self.bias is None else self.bias[: self.valid]
+        z = self._processed(self.logits[:, : self.valid], bias)
         return z if dtype is None else z.to(dtype)
 
     def processed_at(self, columns: Tensor) -> Tensor:
         """z at columns `[n, j]`, 0 where a column is negative (another shard's or ignored)."""
-        z = processed_logits(
-            gather_columns(self.logits, columns),
+        bias = None if self.bias is None else self.bias[columns.clamp(min=0)]
+        return torch.where(
+            columns >= 0, self._processed(gather_columns(self.logits, columns), bias), 0.0
+        )
+
+    def _processed(self, raw: Tensor, bias: Tensor | None) -> Tensor:
+        own = self.row_temperature
+        return processed_logits(
+            raw,
             logit_scale=self.logit_scale,
             softcap=self.softcap,
-            bias=None if self.bias is None else self.bias[columns.clamp(min=0)],
-            temperature=per_row(self.temperature, _AS_COLUMN),
+            bias=bias,
+            temperature=self.temperature if own is None else own.unsqueeze(-1),
         )
-        return torch.where(columns >= 0, z, 0.0)
 
     def to_raw_gradient(self, dz: Tensor) -> None:
         """The gradient of processed logits `[n, valid]` to that of raw ones, in place."""
@@ -131,10 +129,11 @@ def processed_logits(
         bias, temperature: what broadcasts to it.
     """
     z = logits.to(acc_dtype(logits.dtype))
-    if softcap is None and bias is None:  # times `Chunk.multiplier`
-        if isinstance(temperature, Tensor):
-            return z * (logit_scale / temperature.double()).to(z.dtype)
-        return z if logit_scale == temperature else z * (logit_scale / temperature)
+    if softcap is None and bias is None:
+        multiplier = _multiplier(logit_scale, temperature)
+        if isinstance(multiplier, Tensor):
+            return z * multiplier.to(z.dtype)
+        return z if multiplier == 1.0 else z * multiplier
     if softcap is not None:
         z = torch.tanh(z * (logit_scale / softcap)) * softcap
     elif logit_scale != 1.0:
@@ -152,13 +151,19 @@ def softcap_slope(logits: Tensor, logit_scale: float, softcap: float, dtype: tor
     return scaled.tanh_().square_().neg_().add_(1.0)
 
 
+def _multiplier(logit_scale: float, temperature: float | Tensor) -> float | Tensor:
+    if isinstance(temperature, Tensor):
+        return logit_scale / temperature.double()
+    return logit_scale / temperature
+
+
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """What tensors of this dtype are summed in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def per_row(value: float | Tensor, rows: Any) -> float | Tensor:
-    """Some rows, by any index, of what may be one number for all."""
+def per_row(value: float | Tensor, rows: slice | Tensor) -> float | Tensor:
+    """Some rows of what may be one number for all."""
     return value[rows] if isinstance(value, Tensor) else value
 
 

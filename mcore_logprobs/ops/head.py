@@ -51,6 +51,7 @@ from mcore_logprobs.ops.apply import autocast_enabled
 from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature
 from mcore_logprobs.ops.head_gradients import HeadGradient
 from mcore_logprobs.ops.lora import LoRA, LoRAInput, LowRank, check_lora
+from mcore_logprobs.ops.main_grad import MainGrad
 from mcore_logprobs.ops.rows import HiddenRows, RowSelection, Tiling, check_rows
 from mcore_logprobs.ops.source import Entries, Placed, check_segments
 
@@ -75,35 +76,6 @@ class HeadTensors(NamedTuple):
     lora_a: Tensor | None = None
     lora_b: Tensor | None = None
     temperature: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class MainGrad:
-    """Megatron's gradient buffer of a weight, apart from the weight's values.
-
-    What is saved for a backward may come back as another tensor, without the parameter's
-    attributes.
-    """
-
-    parameter: Any
-
-    @property
-    def buffer(self) -> Tensor:
-        return self.parameter.main_grad
-
-    def stand_in(self) -> Tensor | None:
-        """The gradient that autograd is given for a weight whose true one went into the buffer.
-
-        Megatron's convention: a parameter with the attribute `grad_added_to_main_grad` has it set,
-        and gets a tensor of the right shape whose values are not read (zeros if `zero_out_wgrad`),
-        so that the data-parallel hooks fire; any other gets None.
-        """
-        if not hasattr(self.parameter, "grad_added_to_main_grad"):
-            return None
-        self.parameter.grad_added_to_main_grad = True
-        if getattr(self.parameter, "zero_out_wgrad", False):
-            return torch.zeros_like(self.parameter)
-        return torch.empty_like(self.parameter)
 
 
 @dataclass(frozen=True)
@@ -458,7 +430,7 @@ def head_logits(
     check_optional_count("chunk_size", chunk_size)
     check_positive(f"{prefix}logit_scale", logit_scale)
     check_optional_positive(f"{prefix}softcap", softcap)
-    main_grad = _checked_main_grad(weight) if gradient_accumulation_fusion else None
+    main_grad = MainGrad.of(weight) if gradient_accumulation_fusion else None
     group = resolve_tp_group(tp_group)
     device = hidden.device
     check_call(weight.shape[0], group, device)
@@ -544,17 +516,3 @@ def _check_layer(
     if lora is not None:
         check_lora(lora, hidden, weight, prefix, autocast=autocast)
     return dtype
-
-
-def _checked_main_grad(weight: Any) -> MainGrad | None:
-    # Without gradients nothing goes there: a reference model has no buffers.
-    if not (weight.requires_grad and torch.is_grad_enabled()):
-        return None
-    main_grad = getattr(weight, "main_grad", None)
-    if not isinstance(main_grad, Tensor) or main_grad.shape != weight.shape:
-        got = None if main_grad is None else tuple(getattr(main_grad, "shape", ()))
-        raise ValueError(
-            "gradient_accumulation_fusion=True: expected weight.main_grad of shape "
-            f"{tuple(weight.shape)}, got {got}"
-        )
-    return MainGrad(weight)

@@ -36,7 +36,8 @@ from mcore_logprobs.ops.lora import LoRAGradient
 from mcore_logprobs.ops.source import Entries, Placed, Write, entry_gradients
 
 if TYPE_CHECKING:
-    from mcore_logprobs.ops.head import HeadLogits, HeadTile, MainGrad
+    from mcore_logprobs.ops.head import HeadLogits, HeadTile
+    from mcore_logprobs.ops.main_grad import MainGrad
 
 
 class HeadGradient:
