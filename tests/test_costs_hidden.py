@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import megatron.core
 import pytest
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 import mcore_logprobs as ml
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.ops import rows as rows_module
 from mcore_logprobs.ops.head import HeadTile, head_logits
 from mcore_logprobs.ops.head_gradients import WeightGradient
@@ -355,8 +356,8 @@ def _order(problem: Problem, sequence_parallel: bool, policy: bool) -> list:
     hidden, weight, _ = shard_problem(problem, sequence_parallel)
     parallel = {"tp_group": world_group(), "sequence_parallel": sequence_parallel, "chunk_size": 8}
     # 8 rows by 256 columns a chunk, of a shard of 320: two blocks of 192 and 128.
-    small = mock.patch.dict(rows_module._CHUNK_BYTES, cpu=4 * 8 * 256)
-    with small, _Order() as order:
+    small = replace(budgets.CPU, chunk_bytes=4 * 8 * 256)
+    with budgets.use(small), _Order() as order:
         if policy:
             loss, _ = ml.linear_policy_loss(hidden, weight, problem.target, plain_loss, **parallel)
         else:
@@ -387,37 +388,43 @@ def test_blocks_are_even_and_as_few_as_the_budget_allows():
             for step in (64, 128):
                 size = rows_module.even_parts(total, most, step)
                 parts = [min(size, total - at) for at in range(0, total, size)]
-                assert len(parts) == -(-total // most)
-                assert size <= most
+                whole = max(step, most - most % step) if most >= step else most
+                assert len(parts) == (1 if 0 < total <= most else -(-total // whole))
+                assert size <= max(1, most)
+                assert len(parts) < 2 or size % min(step, most) == 0
                 assert not parts or parts[0] - parts[-1] < step * len(parts)
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "least", "tile"),
+    ("rows", "width", "adds_per_tile", "tile"),
     [
-        (8192, 152064, 4096, 4096),
-        (32768, 152064, 4096, 4096),
-        (32768, 152064, 0, 1536),  # what 1 GiB holds
-        (32768, 19008, 4096, 11008),  # three even ones
-        (8192, 19008, 4096, 8192),
-        (4100, 262144, 4096, 2304),  # 2.5 GiB hold 2560: two even ones
-        (100, 262144, 4096, 100),
-        (0, 262144, 4096, 1),
-        (8, 1 << 29, 4096, 1),
+        (8192, 152064, True, 4096),
+        (32768, 152064, True, 4096),
+        (32768, 152064, False, 1536),  # what 1 GiB holds
+        (32768, 19008, True, 11008),  # three even ones
+        (8192, 19008, True, 8192),
+        (4100, 262144, True, 2304),  # 2.5 GiB hold 2560: two even ones
+        (100, 262144, True, 100),
+        (0, 262144, True, 1),
+        (8, 1 << 29, True, 1),
     ],
 )
-def test_rows_of_a_chunk_that_spans_all_columns_on_a_gpu(rows, width, least, tile):
-    assert rows_module._whole_row_tile(rows, width, torch.device("cuda"), least) == tile
+def test_rows_of_a_chunk_that_spans_all_columns_on_a_gpu(rows, width, adds_per_tile, tile):
+    cut = {"width": width, "adds_per_tile": adds_per_tile}
+    found = rows_module.Tiling.of_whole_rows(rows, width, None, torch.device("cuda"), **cut)
+    assert found.rows == tile
 
 
 def test_a_tile_of_hidden_states_is_no_larger_than_one_of_logits_may_be():
     hidden, weight = torch.zeros(1, 1).expand(40000, 1 << 13), torch.zeros(64, 1 << 13)
     source = head_logits(hidden, weight).in_whole_rows()
-    assert source.options.tiling.rows == 4096  # of 32 KiB each
+    assert source.options.tiling.rows == 4000  # of 32 KiB each, where 128 MiB hold 4096
 
 
 def test_on_a_cpu_such_chunks_keep_to_the_cache():
-    assert rows_module._whole_row_tile(1024, 65536, torch.device("cpu"), 4096) == 512
+    cut = {"width": 65536, "adds_per_tile": True}
+    tiling = rows_module.Tiling.of_whole_rows(1024, 65536, None, torch.device("cpu"), **cut)
+    assert tiling.rows == 512
 
 
 @pytest.mark.parametrize("rows", [1, 512, 4096])

@@ -17,7 +17,7 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.ops import head as head_module
+from mcore_logprobs.kernels import budgets
 from tests.helpers.heads import linear_filtered_stats, make_problem, shard_problem
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
@@ -139,7 +139,8 @@ def test_rows_of_a_tile_in_several_steps(monkeypatch, top_k, top_p):
 
 def test_replay_of_entries_in_several_steps(monkeypatch):
     """As with more entries of a tile than are gathered at a time."""
-    monkeypatch.setattr(head_module, "_GATHERED_BYTES", {"cpu": 8 * 8 * 3, "other": 0})
+    small = dataclasses.replace(budgets.CPU, gathered_bytes=8 * 8 * 3)
+    monkeypatch.setattr(budgets, "CPU", small)
     hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
     ids, offsets = torch.randperm(40)[:24], torch.arange(7) * 4
     target = ids.view(6, 4)[:, 2]

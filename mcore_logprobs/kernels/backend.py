@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels import inductor, reference
+from mcore_logprobs.kernels import budgets, inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import PairSpec
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
@@ -23,10 +23,6 @@ from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 BACKENDS = ("auto", "torch", "triton", "inductor")
 PAIR_BACKENDS = ("auto", "torch", "triton")
 logger = logging.getLogger("mcore_logprobs")
-
-# Bytes of one float32 copy of a chunk. On a CPU it should stay in the cache; on a GPU it must be
-# large enough to fill the chip. The torch backend holds at most two such copies.
-_CHUNK_BYTES = {"cpu": 2 << 20, "other": 64 << 20}
 
 
 class Backend(Protocol):
@@ -69,8 +65,7 @@ class Backend(Protocol):
 
 def default_chunk_size(width: int, device: torch.device) -> int:
     """Rows at a time for `width` columns, from the memory budget of the device."""
-    budget = _CHUNK_BYTES["cpu" if device.type == "cpu" else "other"]
-    return max(1, budget // (4 * max(1, width)))
+    return max(1, budgets.of(device.type).copy_bytes // (4 * max(1, width)))
 
 
 @dataclass(frozen=True)
@@ -156,8 +151,8 @@ def _inductor_availability(device_type: str) -> Choice:
         "inductor",
         True,
         f"torch.compile with {inductor.compiler()}: seconds at the first use, cached on "
-        f"disk; auto takes it from {inductor.MIN_NUMEL} logits on, and with invariant_segments; "
-        "softcap, bias and label smoothing go through eager torch",
+        f"disk; auto takes it from {budgets.of(device_type).compiled_numel} logits on, and with "
+        "invariant_segments; softcap, bias and label smoothing go through eager torch",
     )
 
 
@@ -172,8 +167,9 @@ def _inductor_refusal(logits: Tensor, invariant: bool) -> str | None:
 def _inductor_passed_over(logits: Tensor, invariant: bool) -> str | None:
     if torch.compiler.is_compiling():  # nor can the search for a compiler be traced
         return "the caller is being compiled already"
-    if not invariant and logits.numel() < inductor.MIN_NUMEL:
-        return f"fewer than {inductor.MIN_NUMEL} logits"
+    least = budgets.of(logits.device.type).compiled_numel
+    if not invariant and logits.numel() < least:
+        return f"fewer than {least} logits"
     return None
 
 

@@ -47,9 +47,6 @@ logger = logging.getLogger("mcore_logprobs")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Logits from which on `auto` takes this backend: eager passes over fewer take milliseconds.
-MIN_NUMEL = 1 << 21
-
 # Columns a block: 8 KiB of float32, well within a first-level cache.
 BLOCK = 2048
 _MIN_BLOCKS = 2  # torch.compile makes a kernel of its own for a size of 1

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows of a product of one fixed shape: enough for full speed, few enough for small calls.
-_FIXED_ROWS = {"cpu": 128, "other": 256}
+from mcore_logprobs.kernels import budgets
+
 _ALIGNMENT = 64  # bytes; as torch allocates
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -131,7 +131,7 @@ def batch_invariant_matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     lie in memory alike: a matrix library chooses how to add by shape and alignment. `b` must be
     `aligned`, or a transposed view of what is.
     """
-    rows = _FIXED_ROWS["cpu" if a.device.type == "cpu" else "other"]
+    rows = budgets.of(a.device.type).fixed_rows
     padded = fresh = None
     for start in range(0, a.shape[0], rows):
         left, result = a[start : start + rows], out[start : start + rows]

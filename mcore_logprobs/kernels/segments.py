@@ -19,11 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.kernels.stats import StatsSpec, merge, no_columns
-
-# Columns a block at most: 8 KiB of float32, well within a first-level cache.
-BLOCK = 2048
-_MIN_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,14 @@ class Segments:
     def block(self, device_type: str) -> int:
         """Columns a block; the last one of a segment is filled up with -inf if it is not whole.
 
-        A narrow segment is one block. On a CPU the largest divisor of the width between 512 and
-        2048, so that all are whole, or 2048 where there is none. Elsewhere 2048, for kernels there
-        read whole powers of two.
+        A narrow segment is one block. Otherwise the largest divisor of the width between
+        `Budgets.min_segment_block` and `segment_block`, so that all are whole, or `segment_block`
+        where there is none.
         """
-        if self.width <= BLOCK or device_type != "cpu":
-            return min(self.width, BLOCK)
-        sizes = range(BLOCK, _MIN_BLOCK - 1, -1)
-        return next((size for size in sizes if self.width % size == 0), BLOCK)
+        sizes = budgets.of(device_type)
+        most = min(self.width, sizes.segment_block)
+        divisors = range(most, sizes.min_segment_block - 1, -1)
+        return next((size for size in divisors if self.width % size == 0), most)
 
     def columns(self, valid: int, most: int | None = None) -> Iterator[slice]:
         """This rank's true columns, `most` at a time, counted from each segment's start.

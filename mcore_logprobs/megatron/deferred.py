@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.kernels.products import product
 from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
 from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
@@ -18,7 +19,6 @@ from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
 HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
 
 _INSIDE = "_mcore_logprobs_inside"
-_BEST_ELEMENTS = 1 << 23  # logits at a time when only the largest are wanted
 
 
 class Operands(NamedTuple):
@@ -221,7 +221,8 @@ class DeferredLogits:
         head = self.operands(hidden, weight)
         if self.sequence_parallel:
             head = head._replace(hidden=all_gather_dim0(head.hidden, self.tp_group))
-        rows = max(1, _BEST_ELEMENTS // (self.shape[1:].numel()))
+        numel = budgets.of(hidden.device.type).argmax_numel
+        rows = max(1, numel // self.shape[1:].numel())
         tiles = (head._replace(hidden=tile) for tile in head.hidden.split(rows))
         best = [self._finish(self._logits(tile)).max(dim=-1) for tile in tiles]
         values, indices = zip(*best, strict=True)

@@ -161,9 +161,7 @@ class _Pairs:
         teacher = self._teacher
         if isinstance(teacher, GivenLogits):
             return partial(teacher.rectangle, tile.rows, index=self._index)
-        return lambda columns: teacher.chunk(
-            teacher.product(tile.hidden, columns), tile.rows, columns
-        )
+        return tile.block
 
     def kernels(self, placed: Placed, chunk: Chunk) -> tuple[backends.Backend, int]:
         """What computes a pair, and rows of which two float32 copies of either side are made."""

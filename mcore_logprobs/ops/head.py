@@ -31,6 +31,7 @@ from mcore_logprobs.checks import (
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
@@ -54,12 +55,6 @@ from mcore_logprobs.ops.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.ops.main_grad import MainGrad
 from mcore_logprobs.ops.rows import HiddenRows, RowSelection, Tiling, check_rows
 from mcore_logprobs.ops.source import Entries, Placed, check_segments
-
-# Columns a GEMM under invariant_segments, at most and in whole blocks, whatever the tile: the
-# shape decides the bits.
-_FIXED_COLUMNS = {"cpu": 4096, "other": 8192}
-# Bytes of the two operands gathered at a time for dot products of single entries.
-_GATHERED_BYTES = {"cpu": 8 << 20, "other": 64 << 20}
 
 
 class HeadTensors(NamedTuple):
@@ -91,9 +86,6 @@ class HeadOptions:
         chunk_size: as the caller gave it.
         segments: the segments that statistics are taken by, or None.
         main_grad: where the weight's gradient goes, or None.
-        by_column: which of the `HeadTensors` lay column by column. A saved-tensor hook may give one
-            back in the other order, in which a matrix library rounds a product otherwise: a
-            probability near 1 would then be off by all that the forward's logits were.
     """
 
     shard: VocabShard
@@ -113,14 +105,18 @@ class HeadOptions:
     segments: Segments | None
     lora_scale: float
     main_grad: MainGrad | None
-    by_column: tuple[bool, ...]
 
     def open(self, *tensors: Any) -> HeadLogits:
-        return HeadLogits(self, HeadTensors(*map(_laid, tensors, self.by_column)))
+        return HeadLogits(self, HeadTensors(*tensors))
 
 
 class HeadLogits:
-    """Hidden states and an LM head as a `Source`; every chunk of logits lies in one buffer."""
+    """Hidden states and an LM head as a `Source`.
+
+    Operands are multiplied row by row, however they lie in memory: a matrix library rounds the
+    product of another layout differently, and saved-tensor hooks and checkpoints give a backward
+    tensors of other layouts. A probability near 1 would then be off by as much as its logits are.
+    """
 
     recomputed, linear = True, False
 
@@ -142,13 +138,13 @@ class HeadLogits:
         self.matmul_input = partial(_matmul_input, options.compute_dtype, self.matmul_dtype)
         self.lora = self.low_rank = None
         if tensors.lora_a is not None and tensors.lora_b is not None:
-            a, b = tensors.lora_a.detach(), tensors.lora_b.detach()
+            a, b = (x.detach().contiguous() for x in (tensors.lora_a, tensors.lora_b))
             self.lora = LoRA(a, b, options.lora_scale)
             self.low_rank = LowRank(self.lora, self.acc_dtype, self.matmul_input)
         self.temperature: float | Tensor = options.temperature
         if tensors.temperature is not None:
             self.temperature = self.flatten_rows(tensors.temperature)
-        self._buffer: Tensor | None = None
+        self._buffers: dict[torch.dtype, Tensor] = {}
         self._block: tuple[slice, Tensor] | None = None
 
     # ---- the order of rows ----
@@ -182,11 +178,11 @@ class HeadLogits:
 
     # ---- as a source ----
 
-    def in_whole_rows(self, *, least: int = 0, any_tp: bool = False) -> HeadLogits:
+    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> HeadLogits:
         """This head in tiles small enough to hold a tile's logits over all of the rank's columns.
 
         Args:
-            least: as in `Tiling.of_whole_rows`.
+            adds_per_tile: as in `Tiling.of_whole_rows`.
             any_tp: the same rows a tile whatever the tensor-parallel size is.
         """
         options, shard = self.options, self.shard
@@ -198,13 +194,13 @@ class HeadLogits:
             options.chunk_size,
             self.device,
             width=width,
-            least=least,
+            adds_per_tile=adds_per_tile,
         )
         return replace(options, tiling=tiling).open(*self.tensors)
 
     def tiles(self) -> Iterator[HeadTile]:
         for number, (rows, tile) in enumerate(self.hidden):
-            yield HeadTile(self, number, rows, self.matmul_input(tile))
+            yield HeadTile(self, number, rows, self.matmul_input(tile).contiguous())
 
     def tile_ends(self) -> list[int]:
         return [part.stop * self.hidden.ranks for part in self.hidden.local]
@@ -227,7 +223,7 @@ class HeadLogits:
         """`[columns, h]` of the weight as it is multiplied; the latest block is kept."""
         if self._block is None or self._block[0] != columns:
             self._block = None  # a cast block's memory can serve the next
-            block = self.matmul_input(self.weight[columns])
+            block = self.matmul_input(self.weight[columns]).contiguous()
             self._block = (columns, block if self.options.segments is None else aligned(block))
         return self._block[1]
 
@@ -236,33 +232,43 @@ class HeadLogits:
         valid, segments = self.shard.valid_width, self.options.segments
         if segments is None:
             return row_chunks(valid, self.options.tiling.columns)
-        most = _FIXED_COLUMNS["cpu" if self.device.type == "cpu" else "other"]
+        most = budgets.of(self.device.type).fixed_columns
         block = segments.block(self.device.type)
-        return segments.columns(valid, most // block * block)
+        return segments.columns(valid, max(block, most // block * block))
 
-    def product(self, tile: Tensor, columns: slice, *, start: int = 0) -> Tensor:
-        """Raw logits `[rows, columns]` in logits_dtype, in the buffer from element `start`."""
+    def product(self, tile: Tensor, columns: slice, out: Tensor) -> Tensor:
+        """Raw logits of a block of columns, rounded to logits_dtype, in `out` `[rows, columns]`.
+
+        Args:
+            out: of logits_dtype or of the accumulation dtype; no buffer of `buffer`'s of the
+                accumulation dtype where logits_dtype is another.
+        """
         weight, options = self.weight_block(columns), self.options
+        assert out.shape == (tile.shape[0], weight.shape[0]), "a block is as large as its place"
         fixed = options.segments is not None
-        low = options.logits_dtype == tile.dtype != self.acc_dtype
-        # Tensor cores, low-precision result.
-        if low and self.low_rank is None and not fixed:
-            return tile @ weight.t()  # pragma: no cover (CUDA, or a CPU with bfloat16 GEMMs)
-        stride = weight.shape[0] if fixed else aligned_width(weight.shape[0])
-        size = tile.shape[0] * stride
-        out = self._reserve(start + size)[start : start + size].view(tile.shape[0], stride)
-        out = out[:, : weight.shape[0]]
-        (batch_invariant_matmul if fixed else product)(tile, weight.t(), out)
+        if out.dtype == tile.dtype != self.acc_dtype and self.low_rank is None and not fixed:
+            # Tensor cores, low-precision result.
+            return torch.mm(tile, weight.t(), out=out)  # pragma: no cover (CUDA, or bfloat16 GEMMs)
+        wide = out
+        if out.dtype != self.acc_dtype:
+            wide = self.buffer(*out.shape, self.acc_dtype)
+        (batch_invariant_matmul if fixed else product)(tile, weight.t(), wide)
         if self.low_rank is not None:
-            self.low_rank.add_logits(tile, columns, out)
+            self.low_rank.add_logits(tile, columns, wide)
         # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
-        return out.to(options.logits_dtype)
+        if wide is not out:
+            return out.copy_(wide)
+        return out if options.logits_dtype == out.dtype else out.copy_(out.to(options.logits_dtype))
 
-    def _reserve(self, size: int) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = None
-            self._buffer = prefer_huge_pages(self.weight.new_empty(size, dtype=self.acc_dtype))
-        return self._buffer
+    def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """`[rows, columns]` of memory that every call for this dtype overwrites."""
+        stride = aligned_width(columns)
+        found = self._buffers.get(dtype)
+        if found is None or found.numel() < rows * stride:
+            self._buffers.pop(dtype, None)  # its memory can serve the next
+            found = prefer_huge_pages(self.weight.new_empty(rows * stride, dtype=dtype))
+            self._buffers[dtype] = found
+        return found[: rows * stride].view(rows, stride)[:, :columns]
 
     def chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
         """Raw logits of some rows and columns, and how they are processed."""
@@ -274,17 +280,6 @@ class HeadLogits:
             temperature=per_row(self.temperature, rows),
             bias=None if self.bias is None else self.bias[columns],
         )
-
-
-def _lies_by_column(x: Tensor | None) -> bool:
-    return x is not None and x.dim() == 2 and x.stride(0) == 1 != x.stride(1)
-
-
-def _laid(x: Any, by_column: bool) -> Any:
-    """x itself where it lies as it did, or a copy that does."""
-    if x is None or _lies_by_column(x) == by_column:
-        return x
-    return x.t().contiguous().t() if by_column else x.contiguous()
 
 
 def _matmul_input(compute_dtype: torch.dtype, matmul_dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -307,27 +302,36 @@ class HeadTile:
     rows: slice
     hidden: Tensor
 
-    def chunks(self, *, hold: bool = False) -> Iterator[Placed]:
-        """Block by block; each in a buffer that the next one overwrites.
+    def block(self, columns: slice, tile_logits: Tensor | None = None) -> Chunk:
+        """The chunk of a block of columns.
 
         Args:
-            hold: give each block a place of its own, so that all last until the next call.
+            tile_logits: `[rows, V/TP]`, into whose columns it goes; None: into a buffer that the
+                next such block overwrites.
         """
-        head, rows = self.head, self.hidden.shape[0]
-        if hold:
-            head._reserve(rows * aligned_width(head.shard.valid_width))
-        for columns in head.blocks():
-            start = rows * columns.start if hold else 0
-            logits = head.product(self.hidden, columns, start=start)
-            yield Placed(self.rows, columns, head.chunk(logits, self.rows, columns))
+        head = self.head
+        if tile_logits is None:
+            shape = self.hidden.shape[0], columns.stop - columns.start
+            out = head.buffer(*shape, head.options.logits_dtype)
+        else:
+            out = tile_logits[:, columns]
+        return head.chunk(head.product(self.hidden, columns, out), self.rows, columns)
+
+    def chunks(self, tile_logits: Tensor | None = None) -> Iterator[Placed]:
+        """Block by block; `tile_logits` as in `block`."""
+        for columns in self.head.blocks():
+            yield Placed(self.rows, columns, self.block(columns, tile_logits))
+
+    def held_chunks(self) -> list[Placed]:
+        """All chunks at once, which share a buffer that the next tile's overwrite."""
+        head = self.head
+        shape = self.hidden.shape[0], head.shard.valid_width
+        return list(self.chunks(head.buffer(*shape, head.options.logits_dtype)))
 
     def whole_rows(self) -> Iterator[Placed]:
-        """All columns of true vocabulary at once, in new memory; the same bits as the chunks'."""
-        head, columns = self.head, slice(0, self.head.shard.valid_width)
-        shape = (self.hidden.shape[0], columns.stop)
-        logits = prefer_huge_pages(head.weight.new_empty(shape, dtype=head.acc_dtype))
-        for placed in self.chunks():
-            logits[:, placed.columns] = placed.chunk.logits
+        """All columns of true vocabulary as one chunk, in new memory; the same bits as chunks'."""
+        columns = slice(0, self.head.shard.valid_width)
+        logits = self._new_logits(columns.stop)
         yield Placed(self.rows, columns, self.head.chunk(logits, self.rows, columns))
 
     def raw_logits(self) -> Tensor:
@@ -335,17 +339,16 @@ class HeadTile:
 
         -inf past the true vocabulary.
         """
-        head, valid = self.head, self.head.shard.valid_width
-        shape = (self.hidden.shape[0], head.shard.width)
-        out = prefer_huge_pages(head.weight.new_empty(shape, dtype=head.acc_dtype))
-        for columns in row_chunks(valid, head.options.tiling.columns):
-            if head.options.logits_dtype == head.acc_dtype:
-                product(self.hidden, head.weight_block(columns).t(), out[:, columns])
-                if head.low_rank is not None:
-                    head.low_rank.add_logits(self.hidden, columns, out[:, columns])
-            else:
-                out[:, columns] = head.product(self.hidden, columns)
-        out[:, valid:] = -torch.inf
+        out = self._new_logits(self.head.shard.width)
+        out[:, self.head.shard.valid_width :] = -torch.inf
+        return out
+
+    def _new_logits(self, width: int) -> Tensor:
+        """`[rows, width]` in the accumulation dtype, whose true columns are filled."""
+        head = self.head
+        out = head.weight.new_empty(self.hidden.shape[0], width, dtype=head.acc_dtype)
+        for _ in self.chunks(prefer_huge_pages(out)):
+            pass
         return out
 
     def target_logits(self, local_target: Tensor) -> Tensor:
@@ -383,7 +386,7 @@ class HeadTile:
 
     def parts(self, entries: Entries) -> Iterator[slice]:
         """Entries a few at a time, so that their operands stay as small as a chunk."""
-        budget = _GATHERED_BYTES["cpu" if self.head.device.type == "cpu" else "other"]
+        budget = budgets.of(self.head.device.type).gathered_bytes
         return row_chunks(entries.row.shape[0], max(1, budget // (8 * self.hidden.shape[1])))
 
 
@@ -475,7 +478,6 @@ def head_logits(
         segments=segments,
         lora_scale=1.0 if lora is None else float(lora[2]),
         main_grad=main_grad,
-        by_column=tuple(map(_lies_by_column, tensors)),
     )
     # A backend that is unavailable is refused here, before any collective.
     backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)

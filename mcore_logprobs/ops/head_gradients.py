@@ -303,10 +303,10 @@ class WeightGradient:
         self._sum: Tensor | None = None
         buffer = None if main_grad is None else main_grad.buffer
         if sparse and (buffer is None or buffer.dtype != self._acc_dtype):
-            self._sum = torch.zeros_like(weight, dtype=self._acc_dtype)
+            self._sum = weight.new_zeros(weight.shape, dtype=self._acc_dtype)
         elif buffer is None:
             dtype = self._dtype if tiles <= 1 else self._acc_dtype
-            self._sum = prefer_huge_pages(torch.empty_like(weight, dtype=dtype))
+            self._sum = prefer_huge_pages(weight.new_empty(weight.shape, dtype=dtype))
             self._sum[head.shard.valid_width if tiles else 0 :] = 0
         elif buffer.dtype == self._acc_dtype:
             self._sum = buffer

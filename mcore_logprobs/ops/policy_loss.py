@@ -33,10 +33,6 @@ from mcore_logprobs.ops.loss_function import (
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 
-# Rows a tile on a GPU, if 2.5 GiB hold them: their three GEMMs take 20 times as long as reading
-# and writing dWeight in float32.
-_TILE_ROWS = 4096
-
 
 @dataclass(frozen=True)
 class _Loss:
@@ -111,7 +107,7 @@ class _PolicyLoss(torch.autograd.Function):
                 if spec.rank:
                     threshold = all_reduce_sum(tile.target_logits(target), group)
                 own = slice(0, rows.stop - rows.start)
-                chunks = [placed._replace(rows=own) for placed in tile.chunks(hold=True)]
+                chunks = [placed._replace(rows=own) for placed in tile.held_chunks()]
                 results, softmax = finalize_shards(
                     local_row_stats(source, chunks, target, spec, threshold),
                     spec,
@@ -211,7 +207,7 @@ def policy_loss(
     check_loss_fn(loss_fn, per_token)
     divisor = float64_denominator(denominator, device)
     source = source.compacted(valid_mask)
-    source = source.in_whole_rows(least=_TILE_ROWS, any_tp=source.options.segments is not None)
+    source = source.in_whole_rows(adds_per_tile=True, any_tp=source.options.segments is not None)
     wants = any(x is not None and x.requires_grad for x in source.tensors)
     loss = _Loss(
         fn=loss_fn,

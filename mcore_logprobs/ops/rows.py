@@ -17,28 +17,13 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0_async, wait_for
 from mcore_logprobs.groups import group_rank, group_size
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.kernels.chunk import row_chunks
-
-# Bytes of one float32 chunk of logits.
-_CHUNK_BYTES = {"cpu": 32 << 20, "other": 256 << 20}
-# Rows a tile: enough that a GEMM of [rows, h] and [h, columns] runs at full speed, and that
-# reading and writing a block of the weight's gradient once a tile costs little against it.
-_TILE_ROWS = {"cpu": 2048, "other": 8192}
-_MAX_BLOCK = {"cpu": 4096, "other": 1 << 20}
-# Blocks are as wide as each other, up to multiples of this: whole tiles of a GEMM.
-_BLOCK_STEP = {"cpu": 64, "other": 128}
-# Bytes of one float32 chunk that spans all of a rank's columns. Each reads and writes the whole
-# float32 dWeight once, so that it must have enough rows to outweigh that: on a GPU as many as
-# `whole_rows` is told, where they fit into the larger limit. The same on every rank, whatever
-# memory is free there: ranks must cut alike.
-_WHOLE_ROW_BYTES = {"cpu": 128 << 20, "other": 1 << 30}
-_LARGEST_WHOLE = 5 << 29
-_ROW_STEP = 256
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows a tile and columns a block."""
+    """Rows per tile and columns per block."""
 
     rows: int
     columns: int
@@ -46,7 +31,7 @@ class Tiling:
     @classmethod
     def of(cls, rows: int, columns: int, chunk_size: int | None, device: torch.device) -> Tiling:
         """For `rows` rows and `columns` columns on a rank."""
-        tile = max(1, min(rows, chunk_size or _TILE_ROWS[_kind(device)]))
+        tile = max(1, min(rows, chunk_size or budgets.of(device.type).tile_rows))
         return cls(tile, _block_columns(tile, columns, chunk_size, device))
 
     @classmethod
@@ -58,48 +43,42 @@ class Tiling:
         device: torch.device,
         *,
         width: int,
-        least: int = 0,
+        adds_per_tile: bool = False,
     ) -> Tiling:
         """Tiles whose logits are held over all of a rank's columns.
 
         Args:
-            width: numbers a row that are held.
-            least: rows that a tile should have, for which the chunk may be larger on a GPU.
+            width: numbers held per row.
+            adds_per_tile: dWeight is read and written once per tile, so that a tile should have
+                `Budgets.held_rows`.
         """
-        tile = max(1, min(chunk_size or _whole_row_tile(rows, width, device, least), rows))
+        sizes, row_bytes = budgets.of(device.type), 4 * max(1, width)
+        most = sizes.held_bytes // row_bytes
+        if adds_per_tile:
+            most = max(most, min(sizes.held_rows, sizes.max_held_bytes // row_bytes))
+        tile = max(1, min(rows, chunk_size or even_parts(rows, max(1, most), sizes.row_step)))
         return cls(tile, _block_columns(tile, columns, chunk_size, device))
 
 
-def _kind(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "other"
-
-
 def _block_columns(tile: int, columns: int, chunk_size: int | None, device: torch.device) -> int:
-    kind = _kind(device)
-    most = max(_CHUNK_BYTES[kind] // (4 * tile), 256)
+    sizes = budgets.of(device.type)
+    most = max(sizes.chunk_bytes // (4 * tile), sizes.min_block)
     if chunk_size is None:
-        most = min(most, _MAX_BLOCK[kind])
-    return even_parts(columns, most, _BLOCK_STEP[kind])
-
-
-def _whole_row_tile(rows: int, width: int, device: torch.device, least: int) -> int:
-    row_bytes = 4 * max(1, width)
-    if device.type == "cpu":
-        return max(1, min(rows, _WHOLE_ROW_BYTES["cpu"] // row_bytes))
-    most = max(_WHOLE_ROW_BYTES["other"] // row_bytes, min(least, _LARGEST_WHOLE // row_bytes))
-    if most > _ROW_STEP:
-        most -= most % _ROW_STEP
-    return even_parts(rows, max(1, most), _ROW_STEP)
+        most = min(most, sizes.max_block)
+    return even_parts(columns, most, sizes.block_step)
 
 
 def even_parts(total: int, most: int, step: int) -> int:
-    """The size of as few parts as hold `most` each, all about as large: a multiple of `step`.
+    """The size of as few parts as hold `most` each, all about as large.
 
-    A GEMM of what is left over would run far below the speed of the others.
+    A GEMM of what is left over would run far below the speed of the others. One part is `total`;
+    several are a multiple of `step`, or of `most` where that is less than a step.
     """
-    parts = max(1, -(-total // most))
-    size = -(-total // (parts * step)) * step
-    return max(1, min(size, most, total))
+    if total <= most:
+        return max(1, total)
+    step = min(step, most)
+    parts = -(-total // (most - most % step))
+    return -(-total // (parts * step)) * step
 
 
 # ---- rows that are named or found --------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mcore_logprobs import vocab_parallel_target_rank, vocab_parallel_token_stats
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels import inductor, reference
+from mcore_logprobs.kernels import budgets, inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize
@@ -242,7 +242,7 @@ def test_a_failed_compilation_is_said_once_and_leaves_other_kinds_compiled(compi
     assert "stats_kernel" in record.getMessage()
     assert "RuntimeError: no such header; the torch backend" in record.getMessage()
     assert inductor.obstacle() is None
-    large = torch.zeros(inductor.MIN_NUMEL // BLOCK, BLOCK)
+    large = torch.zeros(budgets.CPU.compiled_numel // BLOCK, BLOCK)
     assert backends.select("auto", large) is inductor
     # Another kernel is compiled after it.
     logits, target = make_rows(torch.float32, strided=False)
@@ -264,7 +264,7 @@ def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
             inductor.stats(chunk_of(logits), target, PLAIN, chunk_size=4)
     assert len(caplog.records) == 3
     assert "no such header" in str(inductor.obstacle())
-    large = torch.zeros(inductor.MIN_NUMEL // BLOCK, BLOCK)
+    large = torch.zeros(budgets.CPU.compiled_numel // BLOCK, BLOCK)
     assert backends.select("auto", large) is reference
     with pytest.raises(ValueError, match=r"'inductor' is unavailable: .*no such header"):
         backends.select("inductor", large)
@@ -324,7 +324,7 @@ def test_where_torch_compiles_nothing_the_reference_takes_over():
 
 
 def test_auto_takes_it_for_large_logits_of_a_cpu(monkeypatch):
-    large = torch.zeros(inductor.MIN_NUMEL // BLOCK, BLOCK)
+    large = torch.zeros(budgets.CPU.compiled_numel // BLOCK, BLOCK)
     assert backends.select("auto", large) is inductor
     assert backends.select("auto", large[1:]) is reference
     assert backends.select("auto", large.double()) is reference

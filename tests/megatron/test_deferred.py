@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_logprobs.megatron import deferred as deferred_module
+from mcore_logprobs.kernels import budgets
 from mcore_logprobs.megatron.deferred import DeferredLogits
 
 
@@ -122,7 +123,7 @@ def test_scaled_handle_gives_scaled_logits():
 @pytest.mark.parametrize("budget", [1, 13, 1 << 20])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_largest_logits_without_the_logits(monkeypatch, budget, scaled):
-    monkeypatch.setattr(deferred_module, "_BEST_ELEMENTS", budget)
+    monkeypatch.setattr(budgets, "CPU", replace(budgets.CPU, argmax_numel=budget))
     head = Head()
     handle = head.handle()
     expected = head.logits().detach()

@@ -1,0 +1,137 @@
+"""Sizes that decide how a call is cut into tiles, blocks and steps: one object, `Budgets`.
+
+They change speed, memory and the order in which numbers are added, never what is computed. All
+ranks of a call must have the same ones: they cut alike, and exchange what they cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """How a call is cut on one type of device. Every field is an int of at least 1.
+
+    Attributes:
+        tile_rows: rows per tile where only a block of a head's logits exists: enough that a GEMM
+            runs at full speed, and that reading and writing a block of the weight's gradient once
+            per tile costs little against it.
+        chunk_bytes: of one float32 chunk of a head's logits.
+        min_block, max_block: columns per block at least (whatever `chunk_bytes` says) and, where
+            the caller gives no chunk_size, at most.
+        block_step: blocks are multiples of this many columns: whole tiles of a GEMM.
+        held_bytes: of one float32 tile that spans all of a rank's columns. Each such tile reads and
+            writes the whole float32 dWeight once.
+        held_rows, max_held_bytes: where an operation adds to dWeight once per tile, `held_bytes`
+            may grow up to `max_held_bytes` until this many rows fit.
+        row_step: such tiles are multiples of this many rows.
+        gathered_bytes: of the two operands of dot products of single logits.
+        fixed_columns, fixed_rows: columns at most, and rows, of a product under
+            invariant_segments, whatever the tile: the shape decides the bits.
+        segment_block, min_segment_block: columns per block of a segment's statistics at most, and
+            at least where blocks are to divide it.
+        copy_bytes: of one float32 copy of a chunk within a kernel. On a CPU it should stay in the
+            cache; on a GPU it must fill the chip. The torch backend holds at most two.
+        compiled_numel: logits from which on the compiled CPU backend is taken.
+        argmax_numel: logits computed at a time where only their largest are wanted.
+    """
+
+    tile_rows: int
+    chunk_bytes: int
+    min_block: int
+    max_block: int
+    block_step: int
+    held_bytes: int
+    held_rows: int
+    max_held_bytes: int
+    row_step: int
+    gathered_bytes: int
+    fixed_columns: int
+    fixed_rows: int
+    segment_block: int
+    min_segment_block: int
+    copy_bytes: int
+    compiled_numel: int
+    argmax_numel: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"Budgets.{field.name}: expected an int of at least 1, got {value!r}"
+                )
+        for low, high in (
+            ("min_block", "max_block"),
+            ("held_bytes", "max_held_bytes"),
+            ("min_segment_block", "segment_block"),
+        ):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(
+                    f"Budgets.{low}: expected at most {high}={getattr(self, high)}, "
+                    f"got {getattr(self, low)}"
+                )
+
+
+CPU = Budgets(
+    tile_rows=2048,
+    chunk_bytes=32 << 20,
+    min_block=256,
+    max_block=4096,
+    block_step=64,
+    held_bytes=128 << 20,
+    held_rows=1,
+    max_held_bytes=128 << 20,
+    row_step=1,
+    gathered_bytes=8 << 20,
+    fixed_columns=4096,
+    fixed_rows=128,
+    segment_block=2048,
+    min_segment_block=512,
+    copy_bytes=2 << 20,
+    compiled_numel=1 << 21,
+    argmax_numel=1 << 23,
+)
+# 2.5 GiB for 4096 rows of a policy loss: their three GEMMs take 20 times as long as reading and
+# writing dWeight in float32. The same on every rank, whatever memory is free there.
+GPU = Budgets(
+    tile_rows=8192,
+    chunk_bytes=256 << 20,
+    min_block=256,
+    max_block=1 << 20,
+    block_step=128,
+    held_bytes=1 << 30,
+    held_rows=4096,
+    max_held_bytes=5 << 29,
+    row_step=256,
+    gathered_bytes=64 << 20,
+    fixed_columns=8192,
+    fixed_rows=256,
+    segment_block=2048,
+    min_segment_block=2048,  # kernels read whole powers of two: no search for a divisor
+    copy_bytes=64 << 20,
+    compiled_numel=1 << 21,
+    argmax_numel=1 << 23,
+)
+
+_in_force: list[Budgets] = []  # a list, for backward runs in threads of autograd's own
+
+
+def of(device_type: str) -> Budgets:
+    """The budgets of a type of device, or those that `use` has put in their place."""
+    if _in_force:
+        return _in_force[-1]
+    return CPU if device_type == "cpu" else GPU
+
+
+@contextmanager
+def use(budgets: Budgets) -> Iterator[Budgets]:
+    """Cut by these within the block, on every device; a test's way to many tiles of few rows."""
+    _in_force.append(budgets)
+    try:
+        yield budgets
+    finally:
+        _in_force.pop()
