@@ -19,7 +19,7 @@ from torch import Tensor
 import mcore_logprobs as ml
 from mcore_logprobs.ops import sampling_cut
 from tests.engine.mistakes import BAD_RECORDS
-from tests.engine.operation import VOCAB, Draw, Operation, Side
+from tests.engine.operation import SEGMENTS, VOCAB, Draw, Operation, Side
 from tests.engine.truths import (
     at_ids,
     distilled,
@@ -145,6 +145,7 @@ def target_of(draw: Draw) -> Side:
 # ---- the table ----------------------------------------------------------------------------------
 
 BOTH = (False, True)
+SEGMENTED = {"invariant_segments": (None, SEGMENTS)}
 STATISTICS = {
     "entropy": BOTH,
     "target_rank": BOTH,
@@ -164,7 +165,7 @@ KINDS = {
 }
 IGNORE_INDEX = {"ignore_index": (-100, -1, None)}
 # Settings that only statistics of the vocabulary take.
-PLAIN = ("temperature", "vocab_size", "chunk_size", "ignored", "garbage", "backend")
+PLAIN = ("temperature", "vocab_size", "chunk_size", "ignored", "garbage", "backend", "budgets")
 
 
 def exchanged(name: str, fn: Any, input_dim: int, output_dim: int) -> Operation:
@@ -199,7 +200,7 @@ OPERATIONS = {
             differentiable=("logprobs", "entropy", "sum_pi_squared", "lse"),
             side=target_of,
             positional=("target",),
-            options=STATISTICS,
+            options=STATISTICS | SEGMENTED,
             axes={"softcap": (None, 8.0)} | IGNORE_INDEX,
             left_out={"target_rank": -1},
         ),
@@ -211,7 +212,7 @@ OPERATIONS = {
             differentiable=("logprobs",),
             side=target_of,
             positional=("target",),
-            options={"label_smoothing": (0.0, 0.1)},
+            options={"label_smoothing": (0.0, 0.1)} | SEGMENTED,
             axes={"softcap": (None, 8.0)} | IGNORE_INDEX,
         ),
         Operation(
@@ -220,6 +221,7 @@ OPERATIONS = {
             ml.vocab_parallel_entropy,
             outputs=("entropy",),
             differentiable=("entropy",),
+            options=SEGMENTED,
             axes={"softcap": (None, 8.0)},
             without=("ignored",),
         ),
@@ -445,7 +447,8 @@ OPERATIONS = {
             differentiable=("loss",),
             side=lambda draw: target_of(draw) | {"advantage": draw.randn().float()},
             call=call_policy_loss,
-            options={"entropy": BOTH, "label_smoothing": (0.0, 0.1), "denominator": (1.0, 7.0)},
+            options={"entropy": BOTH, "label_smoothing": (0.0, 0.1), "denominator": (1.0, 7.0)}
+            | SEGMENTED,
             axes=IGNORE_INDEX,
             left_out={"loss": None},
             mistakes=[

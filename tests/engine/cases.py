@@ -9,13 +9,14 @@ import random
 import shlex
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.engine.operation import VOCAB, Draw, Operation
+from mcore_logprobs.kernels.budgets import Budgets
+from tests.engine.operation import SEGMENTS, VOCAB, Draw, Operation
 from tests.helpers.covering import covering
 from tests.ops import OPERATIONS
 
@@ -23,6 +24,33 @@ WIDTH, LORA_RANK = 8, 3
 LEADS = {"[s, b]": (6, 2), "[n]": (12,), "[a, b, c]": (2, 3, 2)}
 UNUSUAL_LEADS = {"[]": (), "[1]": (1,), "[0]": (0,), "[4, 0]": (4, 0)}
 Setting = dict[str, Any]
+
+# ---- budgets -------------------------------------------------------------------------------------
+
+# How calls are cut, so that few rows and columns walk through several tiles and blocks of each, the
+# last of either shorter; blocks are no multiples of a vector, and tiles no multiple of the ranks.
+ONE_CELL = dict.fromkeys((field.name for field in fields(Budgets)), 1)
+NARROW = Budgets(
+    **ONE_CELL
+    | {"tile_rows": 5, "chunk_bytes": 4 * 5 * 7, "max_block": 7, "held_bytes": 4 * 5 * VOCAB}
+    | {"max_held_bytes": 4 * 5 * VOCAB, "gathered_bytes": 8 * WIDTH * 3, "copy_bytes": 4 * 2 * 7}
+    | {"fixed_columns": 10, "fixed_rows": 4, "segment_block": 5, "argmax_numel": 50}
+)
+BUDGETS = {
+    "narrow": NARROW,
+    "one cell": Budgets(**ONE_CELL),
+    "steps": replace(
+        NARROW,
+        **{"tile_rows": 4, "chunk_bytes": 4 * 4 * 20, "max_block": 20, "block_step": 16},
+        **{"held_bytes": 4 * 7 * 34, "max_held_bytes": 4 * 7 * 34, "row_step": 2},
+    ),
+    "gpu": replace(
+        NARROW,
+        **{"tile_rows": 8, "max_block": 1 << 20, "chunk_bytes": 4 * 8 * 33, "block_step": 16},
+        **{"held_bytes": 4 * 3 * 51, "held_rows": 6, "max_held_bytes": 4 * 9 * 51, "row_step": 2},
+        **{"min_segment_block": 5},
+    ),
+}
 
 # ---- axes: the first value is the default -------------------------------------------------------
 
@@ -35,10 +63,13 @@ AXES: dict[str, Sequence[Any]] = {
     "checkpoint": ("none", "reentrant", "non-reentrant"),
     "autocast": (False, True),
     "temperature": ("one", "number", "token", "sequence"),
-    "vocab_size": (None, 17, 11),  # of three shards the last keeps one column, or none
+    # Of three shards of 24 columns the last keeps one, or none; of 102 a block keeps some.
+    "vocab_size": (None, 17, 11, 95),
     "chunk_size": (None, 1, 3, 7),
     "ignored": (False, True, "all"),
     "upstream": ("all", "one output", "some rows"),
+    "budgets": ("shipped", *BUDGETS),
+    "vocab": (VOCAB, 102, 66),
 }
 LOGITS_AXES: dict[str, Sequence[Any]] = {
     "lead": tuple(LEADS),
@@ -63,6 +94,7 @@ KEYWORDS = ("vocab_size", "chunk_size", "softcap", "logit_scale", "compact", "se
 KEYWORDS += ("gradient_accumulation_fusion", "ignore_index")
 MEMORY = ("layout", "hooks", "checkpoint")  # covered in threes
 SEVERAL_RANKS = (  # so are these
+    ("budgets", "tp", "vocab"),
     ("tp", "vocab_size", "chunk_size"),
     ("tp", "sequence_parallel", "rows"),
     ("tp", "sequence_parallel", "compact"),
@@ -93,6 +125,8 @@ def allowed(op: Operation, setting: Setting) -> bool:
         or (s("values") in ("far", "large") and s("dtype") == "float64")  # no truth is wider
         or (s("values") == "far" and s("temperature", "one") != "one")  # a division rounds by 5e-4
         or (s("values") == "large" and s("logits_dtype", "float32") != "float32")
+        or (s("invariant_segments") and (s("lora") or s("vocab", VOCAB) % SEGMENTS))
+        or (s("vocab_size") == 95 and s("vocab", 102) != 102)
         or (s("tampered") and s("checkpoint", "none") != "none")  # recomputed from the new values
     )
 

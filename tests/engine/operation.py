@@ -12,6 +12,7 @@ from torch import Tensor
 import mcore_logprobs as ml
 
 VOCAB = 24  # padded; divides into 1, 2 and 3 shards
+SEGMENTS = 6  # of any vocabulary here; divide over 1, 2 and 3 ranks
 Outputs = dict[str, Tensor]
 Side = dict[str, Any]
 
