@@ -55,15 +55,18 @@ class DeferredLogits:
         weight: Tensor,
         bias: Tensor | None,
         sequence_parallel: bool,
-        compute: Callable[[], Tensor],
+        compute: HeadCall,
         tp_group: Any = None,
         lora: HeadLoRA | None = None,
         output_dtype: torch.dtype | None = None,
         scale: float = 1.0,
-        finish: Callable[[Tensor], Tensor] = lambda logits: logits,
         call_head: Callable[[HeadCall], Any] | None = None,
         unscaled: DeferredLogits | None = None,
+        apply_scale: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
+        """`compute(hidden, weight)` gives the real logits, before the scale; it, `call_head` and
+        `apply_scale` must not hold this handle, which Python's collector alone would free then.
+        """
         self.hidden = hidden
         self.weight = weight
         self.bias = bias
@@ -73,9 +76,9 @@ class DeferredLogits:
         self.sequence_parallel = sequence_parallel
         self.tp_group = tp_group
         self._compute = compute
-        self._finish = finish
         self._call_head = call_head
         self._unscaled = unscaled
+        self._apply_scale = apply_scale
         self._computed: dict[bool, Tensor] = {}
         self._versions: dict[bool, int] = {}
         self._largest: torch.return_types.max | None = None
@@ -113,8 +116,11 @@ class DeferredLogits:
         """
         grad = torch.is_grad_enabled()
         if grad not in self._computed:
-            self._computed[grad] = self._compute()
-            self._versions[grad] = self._computed[grad]._version
+            if self._unscaled is None:
+                logits = self.with_head(self._compute)
+            else:
+                logits = self._apply_scale(self._unscaled.materialize())
+            self._computed[grad], self._versions[grad] = logits, logits._version
         return self._computed[grad]
 
     def computed(self) -> Tensor | None:
@@ -167,11 +173,11 @@ class DeferredLogits:
             tp_group=self.tp_group,
             lora=self.lora,
             output_dtype=self.output_dtype,
-            compute=lambda: apply(self.materialize()),
             scale=self.scale * factor,
-            finish=lambda logits: apply(self._finish(logits)),
+            compute=self._compute,
             call_head=self._call_head,
             unscaled=self,
+            apply_scale=apply,
         )
 
     def size(self, dim: int | None = None) -> Any:
@@ -223,7 +229,7 @@ class DeferredLogits:
             head = head._replace(hidden=all_gather_dim0(head.hidden, self.tp_group))
         rows = max(1, _BEST_ELEMENTS // (self.shape[1:].numel()))
         tiles = (head._replace(hidden=tile) for tile in head.hidden.split(rows))
-        best = [self._finish(self._logits(tile)).max(dim=-1) for tile in tiles]
+        best = [self._scaled_as_here(self._logits(tile)).max(dim=-1) for tile in tiles]
         values, indices = zip(*best, strict=True)
         return torch.cat(values), torch.cat(indices)
 
@@ -243,6 +249,11 @@ class DeferredLogits:
             return logits
         a, b, scale = head.lora
         return logits + (hidden @ a.t() * scale) @ b.t()
+
+    def _scaled_as_here(self, logits: Tensor) -> Tensor:
+        """The layer's output, some rows of it, as the handles up to this one scale it."""
+        before = logits if self._unscaled is None else self._unscaled._scaled_as_here(logits)
+        return self._apply_scale(before)
 
     def __repr__(self) -> str:
         return (
@@ -333,8 +344,7 @@ class DeferringHead:
             with self.in_place():
                 return layer(input_, weight, runtime_gather_output, **{_INSIDE: fn})
 
-        again = call_again if reshards_after_forward(layer) else None
-        self.latest = handle = DeferredLogits(
+        self.latest = DeferredLogits(
             hidden=input_,
             weight=whose,
             bias=None if base.skip_bias_add else base.bias,
@@ -342,10 +352,10 @@ class DeferringHead:
             output_dtype=getattr(base, "output_dtype", None),
             sequence_parallel=sequence_parallel,
             tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
-            compute=lambda: handle.with_head(real),
-            call_head=again,
+            compute=real,
+            call_head=call_again if reshards_after_forward(layer) else None,
         )
-        return handle, base.bias if base.skip_bias_add else None
+        return self.latest, base.bias if base.skip_bias_add else None
 
     def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, Any]) -> str:
         reason = (self._refusal() if self._refusal else "") or call_reason(
