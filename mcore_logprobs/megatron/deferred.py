@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
 
 HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
 
-_INSIDE = "_mcore_logprobs_inside"
 _BEST_ELEMENTS = 1 << 23  # logits at a time when only the largest are wanted
 
 
@@ -282,35 +282,63 @@ class DeferredLogits:
         return func(*_materialized(args), **_materialized(kwargs))
 
 
+class Weak:
+    """A module that this does not keep alive; call it for the module, or None once that is gone.
+
+    What is put on a model may not hold it: Python's collector alone would free such a model. A copy
+    refers to the module's own copy.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    def __call__(self) -> Any:
+        return None if self._module is None else self._module()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Weak, (self(),)
+
+
+@contextlib.contextmanager
+def in_place(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """While open, calling the layer as a module runs its hooks around `forward`."""
+    before = vars(layer).get("forward")
+    vars(layer)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(layer)["forward"]
+        if before is not None:
+            vars(layer)["forward"] = before
+
+
 class DeferringHead:
     """In place of `output_layer.forward` of a ColumnParallelLinear: returns (handle, bias).
 
     Or of a LoRA around one.
 
     Attributes:
-        base: the ColumnParallelLinear itself.
         reason: why the latest call computed real logits; empty where it deferred them.
         latest: the latest handle.
     """
 
-    def __init__(self, layer: Any, refusal: Callable[[], str] | None = None) -> None:
-        """`refusal()` gives the caller's own reason against deferring a call, or an empty one."""
-        self.layer, self.base = layer, base_layer(layer)
+    def __init__(self, layer: Any) -> None:
+        self._layer = Weak(layer)
         self.reason = ""
         self.latest: DeferredLogits | None = None
-        self._refusal = refusal
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """While open, calling the layer as a module runs its hooks around `forward` below."""
-        before = vars(self.layer).get("forward")
-        vars(self.layer)["forward"] = self.forward
-        try:
-            yield
-        finally:
-            del vars(self.layer)["forward"]
-            if before is not None:
-                vars(self.layer)["forward"] = before
+    @property
+    def layer(self) -> Any:
+        return self._layer()
+
+    @property
+    def base(self) -> Any:
+        """The ColumnParallelLinear itself."""
+        return base_layer(self.layer)
+
+    def refusal(self) -> str:
+        """The caller's own reason against deferring this call, or ""."""
+        return ""
 
     def forward(
         self,
@@ -321,11 +349,8 @@ class DeferringHead:
     ) -> Any:
         """Calls that cannot be deferred, or that the layer refuses, are left to the layer."""
         layer, base = self.layer, self.base
-        inside: HeadCall | None = other.pop(_INSIDE, None)
         original = type(layer).forward
         whose = base.weight if weight is None else weight
-        if inside is not None:
-            return inside(input_, whose)
         self.latest = None
         self.reason = self._reason_against(whose, runtime_gather_output, other)
         if self.reason:
@@ -341,9 +366,13 @@ class DeferringHead:
                 base.sequence_parallel = now
 
         def call_again(fn: HeadCall) -> Any:
-            with self.in_place():
-                return layer(input_, weight, runtime_gather_output, **{_INSIDE: fn})
+            def instead(hidden: Tensor, weight: Tensor | None = None, *_: Any) -> Any:
+                return fn(hidden, base.weight if weight is None else weight)
 
+            with in_place(layer, instead):
+                return layer(input_, weight, runtime_gather_output)
+
+        # Neither function holds the handle or this object, which holds the handle.
         self.latest = DeferredLogits(
             hidden=input_,
             weight=whose,
@@ -358,9 +387,7 @@ class DeferringHead:
         return self.latest, base.bias if base.skip_bias_add else None
 
     def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, Any]) -> str:
-        reason = (self._refusal() if self._refusal else "") or call_reason(
-            self.layer, weight, gather=bool(gather)
-        )
+        reason = self.refusal() or call_reason(self.layer, weight, gather=bool(gather))
         if reason:
             return reason
         expected = (self.base.output_size_per_partition, self.base.input_size)
