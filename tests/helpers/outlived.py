@@ -134,7 +134,8 @@ class _Storages(TorchDispatchMode):
 @functools.cache
 def _makes_storage(func: Any) -> bool:
     """Whether an operator returns more than views and what it was given."""
-    if func is torch.ops.aten._unsafe_view.default:  # a view whose schema does not say so
+    # A view, and collectives into given tensors, whose schemas do not say so.
+    if func is torch.ops.aten._unsafe_view.default or func.namespace == "c10d":
         return False
     return any(x.alias_info is None for x in func._schema.returns)
 
