@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
 
 HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
 
-_INSIDE = "_mcore_logprobs_inside"
+_BEST_ELEMENTS = 1 << 23  # logits at a time when only the largest are wanted
 
 
 class Operands(NamedTuple):
@@ -55,15 +56,18 @@ class DeferredLogits:
         weight: Tensor,
         bias: Tensor | None,
         sequence_parallel: bool,
-        compute: Callable[[], Tensor],
+        compute: HeadCall,
         tp_group: Any = None,
         lora: HeadLoRA | None = None,
         output_dtype: torch.dtype | None = None,
         scale: float = 1.0,
-        finish: Callable[[Tensor], Tensor] = lambda logits: logits,
         call_head: Callable[[HeadCall], Any] | None = None,
         unscaled: DeferredLogits | None = None,
+        apply_scale: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
+        """`compute(hidden, weight)` gives the real logits, before the scale; it, `call_head` and
+        `apply_scale` must not hold this handle, which Python's collector alone would free then.
+        """
         self.hidden = hidden
         self.weight = weight
         self.bias = bias
@@ -73,9 +77,9 @@ class DeferredLogits:
         self.sequence_parallel = sequence_parallel
         self.tp_group = tp_group
         self._compute = compute
-        self._finish = finish
         self._call_head = call_head
         self._unscaled = unscaled
+        self._apply_scale = apply_scale
         self._computed: dict[bool, Tensor] = {}
         self._versions: dict[bool, int] = {}
         self._largest: torch.return_types.max | None = None
@@ -113,8 +117,11 @@ class DeferredLogits:
         """
         grad = torch.is_grad_enabled()
         if grad not in self._computed:
-            self._computed[grad] = self._compute()
-            self._versions[grad] = self._computed[grad]._version
+            if self._unscaled is None:
+                logits = self.with_head(self._compute)
+            else:
+                logits = self._apply_scale(self._unscaled.materialize())
+            self._computed[grad], self._versions[grad] = logits, logits._version
         return self._computed[grad]
 
     def computed(self) -> Tensor | None:
@@ -167,11 +174,11 @@ class DeferredLogits:
             tp_group=self.tp_group,
             lora=self.lora,
             output_dtype=self.output_dtype,
-            compute=lambda: apply(self.materialize()),
             scale=self.scale * factor,
-            finish=lambda logits: apply(self._finish(logits)),
+            compute=self._compute,
             call_head=self._call_head,
             unscaled=self,
+            apply_scale=apply,
         )
 
     def size(self, dim: int | None = None) -> Any:
@@ -224,7 +231,7 @@ class DeferredLogits:
         numel = budgets.of(hidden.device.type).argmax_numel
         rows = max(1, numel // self.shape[1:].numel())
         tiles = (head._replace(hidden=tile) for tile in head.hidden.split(rows))
-        best = [self._finish(self._logits(tile)).max(dim=-1) for tile in tiles]
+        best = [self._scaled_as_here(self._logits(tile)).max(dim=-1) for tile in tiles]
         values, indices = zip(*best, strict=True)
         return torch.cat(values), torch.cat(indices)
 
@@ -244,6 +251,11 @@ class DeferredLogits:
             return logits
         a, b, scale = head.lora
         return logits + (hidden @ a.t() * scale) @ b.t()
+
+    def _scaled_as_here(self, logits: Tensor) -> Tensor:
+        """The layer's output, some rows of it, as the handles up to this one scale it."""
+        before = logits if self._unscaled is None else self._unscaled._scaled_as_here(logits)
+        return self._apply_scale(before)
 
     def __repr__(self) -> str:
         return (
@@ -272,35 +284,63 @@ class DeferredLogits:
         return func(*_materialized(args), **_materialized(kwargs))
 
 
+class Weak:
+    """A module that this does not keep alive; call it for the module, or None once that is gone.
+
+    What is put on a model may not hold it: Python's collector alone would free such a model. A copy
+    refers to the module's own copy.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    def __call__(self) -> Any:
+        return None if self._module is None else self._module()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Weak, (self(),)
+
+
+@contextlib.contextmanager
+def in_place(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """While open, calling the layer as a module runs its hooks around `forward`."""
+    before = vars(layer).get("forward")
+    vars(layer)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(layer)["forward"]
+        if before is not None:
+            vars(layer)["forward"] = before
+
+
 class DeferringHead:
     """In place of `output_layer.forward` of a ColumnParallelLinear: returns (handle, bias).
 
     Or of a LoRA around one.
 
     Attributes:
-        base: the ColumnParallelLinear itself.
         reason: why the latest call computed real logits; empty where it deferred them.
         latest: the latest handle.
     """
 
-    def __init__(self, layer: Any, refusal: Callable[[], str] | None = None) -> None:
-        """`refusal()` gives the caller's own reason against deferring a call, or an empty one."""
-        self.layer, self.base = layer, base_layer(layer)
+    def __init__(self, layer: Any) -> None:
+        self._layer = Weak(layer)
         self.reason = ""
         self.latest: DeferredLogits | None = None
-        self._refusal = refusal
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """While open, calling the layer as a module runs its hooks around `forward` below."""
-        before = vars(self.layer).get("forward")
-        vars(self.layer)["forward"] = self.forward
-        try:
-            yield
-        finally:
-            del vars(self.layer)["forward"]
-            if before is not None:
-                vars(self.layer)["forward"] = before
+    @property
+    def layer(self) -> Any:
+        return self._layer()
+
+    @property
+    def base(self) -> Any:
+        """The ColumnParallelLinear itself."""
+        return base_layer(self.layer)
+
+    def refusal(self) -> str:
+        """The caller's own reason against deferring this call, or ""."""
+        return ""
 
     def forward(
         self,
@@ -311,11 +351,8 @@ class DeferringHead:
     ) -> Any:
         """Calls that cannot be deferred, or that the layer refuses, are left to the layer."""
         layer, base = self.layer, self.base
-        inside: HeadCall | None = other.pop(_INSIDE, None)
         original = type(layer).forward
         whose = base.weight if weight is None else weight
-        if inside is not None:
-            return inside(input_, whose)
         self.latest = None
         self.reason = self._reason_against(whose, runtime_gather_output, other)
         if self.reason:
@@ -331,11 +368,14 @@ class DeferringHead:
                 base.sequence_parallel = now
 
         def call_again(fn: HeadCall) -> Any:
-            with self.in_place():
-                return layer(input_, weight, runtime_gather_output, **{_INSIDE: fn})
+            def instead(hidden: Tensor, weight: Tensor | None = None, *_: Any) -> Any:
+                return fn(hidden, base.weight if weight is None else weight)
 
-        again = call_again if reshards_after_forward(layer) else None
-        self.latest = handle = DeferredLogits(
+            with in_place(layer, instead):
+                return layer(input_, weight, runtime_gather_output)
+
+        # Neither function holds the handle or this object, which holds the handle.
+        self.latest = DeferredLogits(
             hidden=input_,
             weight=whose,
             bias=None if base.skip_bias_add else base.bias,
@@ -343,15 +383,13 @@ class DeferringHead:
             output_dtype=getattr(base, "output_dtype", None),
             sequence_parallel=sequence_parallel,
             tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
-            compute=lambda: handle.with_head(real),
-            call_head=again,
+            compute=real,
+            call_head=call_again if reshards_after_forward(layer) else None,
         )
-        return handle, base.bias if base.skip_bias_add else None
+        return self.latest, base.bias if base.skip_bias_add else None
 
     def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, Any]) -> str:
-        reason = (self._refusal() if self._refusal else "") or call_reason(
-            self.layer, weight, gather=bool(gather)
-        )
+        reason = self.refusal() or call_reason(self.layer, weight, gather=bool(gather))
         if reason:
             return reason
         expected = (self.base.output_size_per_partition, self.base.input_size)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import NOT_TOLD, Call, OpenBlocks, Running
-from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, scale_deferred
+from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
 from mcore_logprobs.megatron.heads import (
@@ -33,32 +33,49 @@ from mcore_logprobs.megatron.heads import (
 from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
 
+# Of Megatron's dev branch: whether the output layer is asked for its own loss.
+_OWN_HEAD_LOSS = "fuse_linear_cross_entropy"
+
 
 def patch_of(language_model: Any) -> HeadPatch | None:
     """The patch that is on a language model now, or None."""
-    replaced = vars(language_model).get("compute_language_model_loss")
+    return _patch_behind(vars(language_model).get("compute_language_model_loss"))
+
+
+def _patch_behind(replaced: Any) -> HeadPatch | None:
     owner = getattr(replaced, "__self__", None)
     return owner if isinstance(owner, HeadPatch) else None
 
 
-class HeadPatch:
-    """One patched head. Bound methods of this object take the place of the model's, so that a
-    deep copy of the model gets a patch of its own."""
+class HeadPatch(DeferringHead):
+    """One patched head. Bound methods of this object take the place of the model's and its output
+    layer's, so that a deep copy of the model gets a patch of its own. It does not hold the model,
+    which goes when its owner drops it, as an unpatched one does."""
 
     def __init__(self, model: Any, config: LogprobConfig) -> None:
-        self.model = model
-        self.layer = model.output_layer
+        super().__init__(model.output_layer)
+        self._model = Weak(model)
         self.config = config
         self.own_loss = own_loss(model)
         self.report = head_report(model, softcap=config.softcap)
         if self.own_loss and config.output == "loss":
             self.report = HeadReport(False, loss_reason(model))
         self.installed = False
-        self._deferring = DeferringHead(self.layer, self._refusal)
-        self._replaced: list[tuple[Any, str, Any]] = []  # owner, name, what we put there
-        self._before: dict[str, Any] = {}  # instance attributes that were there, by owner and name
+        self._replaced: list[tuple[bool, str]] = []  # whether of the model or the layer, and name
+        self._before: dict[tuple[bool, str], Any] = {}  # instance attributes that were there
         self.blocks = OpenBlocks(config)
         self._running: list[Running] = []
+
+    @property
+    def model(self) -> Any:
+        """The model, or None for the layer of a model that is gone."""
+        return self._model()
+
+    @property
+    def layer(self) -> Any:
+        """The layer that was patched, or that which the model has instead if it has dropped it."""
+        layer = self._layer()
+        return self.model.output_layer if layer is None else layer
 
     def check(self, config: LogprobConfig) -> None:
         """`check_head`, where the head would be fused."""
@@ -72,69 +89,75 @@ class HeadPatch:
 
     def install(self) -> None:
         model = self.model
-        self._replace(model, "compute_language_model_loss", self.compute_language_model_loss)
-        self._deferring.reason = kind_reason(self.layer)
-        if not self._deferring.reason:
-            self._replace(self.layer, "forward", self._deferring.forward)
+        self._replace("compute_language_model_loss", self.compute_language_model_loss)
+        self.reason = kind_reason(self.layer)
+        if not self.reason:
+            self._replace("forward", self.forward, of_model=False)
         if hasattr(model, "_scale_logits") and not scale_reason(model._scale_logits):
-            self._replace(model, "_scale_logits", self.scale_logits)
+            self._replace("_scale_logits", self.scale_logits)
         name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
-        self._replace(model, name, _WithLabels(self, self._original(model, name)))
-        if vars(model).get("fuse_linear_cross_entropy") and not self.own_loss:
+        self._replace(name, _WithLabels(self, name))
+        if vars(model).get(_OWN_HEAD_LOSS) and not self.own_loss:
             # The output layer would be asked for its own loss, and the model's not be called.
-            self._replace(model, "fuse_linear_cross_entropy", False)
+            self._replace(_OWN_HEAD_LOSS, False)
         if hasattr(model, "build_schedule_plan"):
-            self._replace(model, "build_schedule_plan", self.build_schedule_plan)
+            self._replace("build_schedule_plan", self.build_schedule_plan)
         if self.config.fused and self.report.reason:
             say_unfused(self.report.reason, head_tp_group(self.layer))
         self.installed = True
 
     def check_removable(self) -> None:
-        for owner, name, ours in self._replaced:
-            # Bound methods are equal, not identical, from one look-up to the next.
-            if vars(owner).get(name) != ours:
+        for of_model, name in self._replaced:
+            owner = self._owner(of_model)
+            if owner is None:
+                continue
+            present = vars(owner).get(name)
+            ours = present is False if name == _OWN_HEAD_LOSS else _patch_behind(present) is self
+            if not ours:
                 raise ValueError(
                     f"{type(owner).__name__}.{name} was replaced by something else after the "
                     "patch; undo that first"
                 )
 
     def remove(self) -> None:
-        for owner, name, _ in reversed(self._replaced):
-            key = self._key(owner, name)
-            if key in self._before:
-                vars(owner)[name] = self._before[key]
+        for of_model, name in reversed(self._replaced):
+            owner = self._owner(of_model)
+            attributes = {name: None} if owner is None else vars(owner)
+            if (of_model, name) in self._before:
+                attributes[name] = self._before[of_model, name]
             else:
-                del vars(owner)[name]
+                del attributes[name]
         self._replaced.clear()
         self._before.clear()
         self.installed = False
 
-    def _replace(self, owner: Any, name: str, ours: Any) -> None:
-        if name in vars(owner):
-            self._before[self._key(owner, name)] = vars(owner)[name]
-        vars(owner)[name] = ours
-        self._replaced.append((owner, name, ours))
+    def _owner(self, of_model: bool) -> Any:
+        """None for a layer that the model has dropped since."""
+        return self.model if of_model else self._layer()
 
-    def _key(self, owner: Any, name: str) -> str:
-        return ("model." if owner is self.model else "output_layer.") + name
+    def _replace(self, name: str, ours: Any, *, of_model: bool = True) -> None:
+        attributes = vars(self._owner(of_model))
+        if name in attributes:
+            self._before[of_model, name] = attributes[name]
+        attributes[name] = ours
+        self._replaced.append((of_model, name))
 
-    def _original(self, owner: Any, name: str) -> Callable[..., Any]:
-        """The attribute as it would be without this patch."""
-        key = self._key(owner, name)
-        if key in self._before:
-            return self._before[key]
-        return getattr(type(owner), name).__get__(owner)
+    def original(self, name: str) -> Callable[..., Any]:
+        """The model's attribute as it would be without this patch."""
+        if (True, name) in self._before:
+            return self._before[True, name]
+        return getattr(type(self.model), name).__get__(self.model)
 
     # What the model calls.
 
     def scale_logits(self, logits: Any) -> Any:
         """In place of `model._scale_logits`."""
-        original = self._original(self.model, "_scale_logits")
+        original = self.original("_scale_logits")
         return scale_deferred(logits, self.model.config, original)
 
     def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's: a plan whose head runs with the blocks that are open now."""
-        plan = self._original(self.model, "build_schedule_plan")(*args, **kwargs)
+        plan = self.original("build_schedule_plan")(*args, **kwargs)
         call = self.call
         carry_stats(plan, functools.partial(self.blocks.open, lambda _: call))
         return plan
@@ -146,7 +169,7 @@ class HeadPatch:
             yield
         finally:
             self._running.pop()
-            self._deferring.latest = None  # hidden states are large
+            self.latest = None  # hidden states are large
 
     def check_reached(self, call: Call, running: Running) -> None:
         """After a forward with labels, which ends in the patched loss.
@@ -165,8 +188,10 @@ class HeadPatch:
             raise RuntimeError(f"{reason}: expected output='loss', or a patch put on after that")
         require_fused(call.config, reason, head_tp_group(self.layer))
 
-    def _refusal(self) -> str:
+    def refusal(self) -> str:
         """Why this call's logits are not deferred, whatever the layer."""
+        if self.model is None:
+            return "its model is gone"
         config = self.call.config
         if self._running and self._running[-1].labels is None:
             return "there are no labels"
@@ -180,15 +205,15 @@ class HeadPatch:
         self, labels: Tensor, logits: Any, *args: Any, **kwargs: Any
     ) -> TokenStats | Tensor:
         """In place of the model's: labels [b, s], logits [s, b, V/TP] or a handle."""
-        original = self._original(self.model, "compute_language_model_loss")
+        original = self.original("compute_language_model_loss")
         call, tp_group = self.call, head_tp_group(self.layer)
         running = self._running[-1] if self._running else Running(NOT_TOLD, NOT_TOLD)
         main = running.labels is NOT_TOLD or labels is running.labels
         running.reached |= main
         if main and not (self.own_loss and call.is_plain):
-            return head_output(labels, logits, call, head=self._deferring, tp_group=tp_group)
+            return head_output(labels, logits, call, head=self, tp_group=tp_group)
         if not isinstance(logits, DeferredLogits):
-            check_gradient(logits, self._deferring.latest)
+            check_gradient(logits, self.latest)
         elif self.own_loss:
             logits = logits.materialize()
         elif (known := logits.computed()) is not None:
@@ -198,7 +223,7 @@ class HeadPatch:
                 labels,
                 logits,
                 call.config,
-                head=self._deferring,
+                head=self,
                 tp_group=tp_group,
                 loss_mask=running.loss_mask,
             )
@@ -223,14 +248,15 @@ class _WithLabels:
     shifted copies of it (0.15 to 0.19).
     """
 
-    def __init__(self, patch: HeadPatch, original: Callable[..., Any]) -> None:
-        self._patch = patch
-        self._wrapped = original
-        self.__signature__ = inspect.signature(original)
+    def __init__(self, patch: HeadPatch, name: str) -> None:
+        self.__self__ = patch  # as a bound method has it
+        self._name = name
+        self.__signature__ = inspect.signature(patch.original(name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = _Arguments(self.__signature__, args, kwargs)
-        call = self._patch.call
+        patch = self.__self__
+        call, wrapped = patch.call, patch.original(self._name)
         labels, mtp = given["labels"], call.config.mtp
         own = _DRAWN if call.draw is not None else call.target
         if own is not None:
@@ -239,23 +265,23 @@ class _WithLabels:
                 raise ValueError(f"inside PatchHandle.{block}: expected a call without labels")
             given["labels"] = labels = own
             mtp = "off" if call.draw is not None else mtp
-        if call.rows is not None and mtp == "keep" and mtp_layers(self._patch.model):
+        if call.rows is not None and mtp == "keep" and mtp_layers(patch.model):
             raise ValueError(
                 "rows: expected mtp='off' for a model with multi-token prediction, whose losses "
                 "are of whole sequences (PatchHandle.options(mtp='off'))"
             )
         running = Running(labels, given["loss_mask"])
-        with self._patch.running(running):
+        with patch.running(running):
             if labels is None or mtp == "keep":
-                output = self._wrapped(*given.args, **given.kwargs)
+                output = wrapped(*given.args, **given.kwargs)
             else:
-                with _without_mtp(self._patch.model, given):
-                    output = self._wrapped(*given.args, **given.kwargs)
+                with _without_mtp(patch.model, given):
+                    output = wrapped(*given.args, **given.kwargs)
         if labels is None or callable(given["output_processor"]):
             return output
         if labels is not NOT_TOLD:
-            self._patch.check_reached(call, running)
-        return attach_backward_hooks(output, self._patch.model, self._patch.layer)
+            patch.check_reached(call, running)
+        return attach_backward_hooks(output, patch.model, patch.layer)
 
 
 class _Arguments:

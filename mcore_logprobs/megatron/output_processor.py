@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import Call
-from mcore_logprobs.megatron.deferred import DeferringHead, scale_deferred
+from mcore_logprobs.megatron.deferred import DeferringHead, in_place, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import head_output
 from mcore_logprobs.megatron.heads import (
@@ -60,20 +59,24 @@ def logprob_output_processor(
     if labels is None:
         return scale(output_layer(hidden_states, **call)[0]).transpose(0, 1).contiguous()
 
-    head = DeferringHead(
-        output_layer,
-        functools.partial(_refusal, output_layer, scale_logits, context),
-    )
+    head = _Head(output_layer, scale_logits, context)
     logits = scale_deferred(_call(head, hidden_states, call), config, scale)
     tp_group = head_tp_group(output_layer)
     output = head_output(labels, logits, Call(context), head=head, tp_group=tp_group)
     return attach_backward_hooks(output, output_layer, output_layer, output_weight)
 
 
-def _refusal(layer: Any, scale_logits: Any, context: LogprobConfig) -> str:
-    if not context.fused:
-        return "fused=False"
-    return scale_reason(scale_logits) or softcap_reason(layer, context.softcap)
+class _Head(DeferringHead):
+    """What stands in for the output layer's forward in one call."""
+
+    def __init__(self, layer: Any, scale_logits: Any, context: LogprobConfig) -> None:
+        super().__init__(layer)
+        self._scale_logits, self._context = scale_logits, context
+
+    def refusal(self) -> str:
+        if not self._context.fused:
+            return "fused=False"
+        return scale_reason(self._scale_logits) or softcap_reason(self.layer, self._context.softcap)
 
 
 def _call(head: DeferringHead, hidden: Tensor, call: dict[str, Any]) -> Any:
@@ -82,5 +85,5 @@ def _call(head: DeferringHead, hidden: Tensor, call: dict[str, Any]) -> Any:
     head.reason = kind_reason(layer)
     if head.reason:
         return layer(hidden, **call)[0]
-    with head.in_place():
+    with in_place(layer, head.forward):
         return layer(hidden, **call)[0]

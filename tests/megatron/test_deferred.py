@@ -24,8 +24,11 @@ class Head:
         self.calls = 0
 
     def logits(self) -> Tensor:
+        return self.compute(self.hidden, self.weight)
+
+    def compute(self, hidden: Tensor, weight: Tensor) -> Tensor:
         self.calls += 1
-        return self.hidden @ self.weight.t()
+        return hidden @ weight.t()
 
     def handle(self) -> DeferredLogits:
         return DeferredLogits(
@@ -33,7 +36,7 @@ class Head:
             weight=self.weight,
             bias=None,
             sequence_parallel=False,
-            compute=self.logits,
+            compute=self.compute,
         )
 
 
@@ -165,7 +168,7 @@ def test_largest_logits_in_the_logits_dtype(own, output_dtype):
         bias=None,
         sequence_parallel=False,
         output_dtype=output_dtype,
-        compute=lambda: logits,
+        compute=lambda hidden, weight: logits,
     )
     expected = logits.max(-1)
     ties = (expected.indices != precise.argmax(-1)).sum()

@@ -24,7 +24,7 @@ CLOSEST = ("newer_checks", "pretrain_checks", "test_release_matrix", "test_heads
 OTHERS = (
     *("test_patch", "test_hybrid", "test_mtp", "test_pipeline", "test_joints", "test_policy_loss"),
     *("test_schedule_plan", "test_expert_parallel", "test_llava", "test_dynamic_cp"),
-    *("test_autocast", "test_megatron_fsdp", "test_offloading"),
+    *("test_autocast", "test_megatron_fsdp", "test_offloading", "test_outlived"),
 )
 
 

@@ -271,7 +271,7 @@ def copies_and_frozen() -> None:
         model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
         with patch_gpt_model(model):
             # Methods of a copy must look at the copy's weights.
-            twin = _copy_without_groups(model)
+            twin = copy_without_groups(model)
             with torch.no_grad():
                 twin.output_layer.weight.zero_()
             uniform = twin(**batch["inputs"], labels=batch["labels"]).logprobs
@@ -285,7 +285,7 @@ def copies_and_frozen() -> None:
                 assert not model(**batch["inputs"], labels=batch["labels"]).lse.requires_grad
 
 
-def _copy_without_groups(model: Any) -> Any:
+def copy_without_groups(model: Any) -> Any:
     """copy.deepcopy, with process groups shared (they cannot be copied)."""
     memo: dict[int, Any] = {}
     for module in model.modules():
