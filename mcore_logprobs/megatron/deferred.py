@@ -19,8 +19,6 @@ from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
 
 HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
 
-_BEST_ELEMENTS = 1 << 23  # logits at a time when only the largest are wanted
-
 
 class Operands(NamedTuple):
     """What the layer multiplies: hidden `[s, b, h]`, weight `[V/TP, h]`, a LoRA's (A, B, scale)."""
