@@ -15,8 +15,8 @@ from mcore_logprobs import linear_policy_loss, linear_token_stats
 from mcore_logprobs.debug import doctor, invariance
 from mcore_logprobs.kernels.products import product
 from mcore_logprobs.kernels.stats import merge
-from mcore_logprobs.ops import apply
 from mcore_logprobs.ops import head as fused_head
+from mcore_logprobs.ops import row_statistics
 from mcore_logprobs.ops.head_gradients import HeadGradient
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
@@ -205,7 +205,7 @@ def test_sums_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         flipped = stats.flip(0) if stats.shape[-1] % 2 else stats
         return merge(flipped, spec, ordered=ordered)
 
-    monkeypatch.setattr(apply, "merge", backwards)
+    monkeypatch.setattr(row_statistics, "merge", backwards)
     broken = {name for name, holds in found().items() if not holds}
     assert "logits float32 forward across rows" in broken
 

@@ -33,7 +33,7 @@ class ContrastOptions:
     weight: float
     segments: None = None
 
-    def open(self, first: Tensor, second: Tensor) -> ContrastLogits:
+    def bind(self, first: Tensor, second: Tensor) -> ContrastLogits:
         return ContrastLogits(self, first, second)
 
 

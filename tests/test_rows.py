@@ -60,7 +60,7 @@ def test_a_backward_walks_as_its_forward_did(x, random):
     order = list(range(x.dim()))
     random.shuffle(order)
     inverse = sorted(range(x.dim()), key=order.__getitem__)
-    again = source.options.open(x.permute(order).contiguous().permute(inverse))
+    again = source.options.bind(x.permute(order).contiguous().permute(inverse))
     walked = [torch.cat([chunk.logits for *_, chunk in s.chunks()]) for s in (source, again)]
     assert torch.equal(*walked)
 

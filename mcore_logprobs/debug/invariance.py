@@ -17,12 +17,13 @@ from torch import Tensor
 
 from mcore_logprobs.collectives import ordered_sum_dim0
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.kernels.stats import StatsSpec, merge
-from mcore_logprobs.ops.apply import local_row_stats, write_entries
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
+from mcore_logprobs.ops.driver import show
 from mcore_logprobs.ops.head import HeadLogits, head_logits
 from mcore_logprobs.ops.head_gradients import HiddenGradient
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.source import GivenLogits, given_logits
+from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.ops.source import GivenLogits, Source, given_logits
 from mcore_logprobs.ops.token_stats import (
     Statistics,
     linear_token_stats,
@@ -105,21 +106,20 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
             source = given_logits(logits[:, part].contiguous(), invariant_segments=1)
             segments = Segments.of(_SEGMENTS, _VOCAB, tp)
             options = replace(source.options, segments=segments)
-            yield options.open(*source.tensors), _own(target, part)
+            yield options.bind(*source.tensors), _own(target, part)
 
     def forward(tp: int) -> Tensor:
-        parts = [local_row_stats(source, source.chunks(), own, spec) for source, own in sources(tp)]
+        parts = [_local_stats(source, own, spec) for source, own in sources(tp)]
         return merge(torch.cat(parts), spec, ordered=True)
 
     def backward(tp: int) -> Tensor:
         parts = []
         for source, own in sources(tp):
-            write = write_entries(
-                source, own.unsqueeze(-1), on_target.unsqueeze(-1), top, coef, spec
-            )
+            entries = own.unsqueeze(-1), on_target.unsqueeze(-1)
+            gradient = LogitGradient(source, GradientTerms(*entries, top, coef, spec))
             for placed in source.chunks():
                 parts.append(torch.empty_like(placed.chunk.logits))
-                write(placed, parts[-1])
+                gradient.write(placed, parts[-1])
         return torch.cat(parts, -1)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
@@ -141,15 +141,10 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
             source = head_logits(hidden, weight[part].clone(), chunk_size=_ROWS)
             segments = Segments.of(_SEGMENTS, len(weight), tp)
             options = replace(source.options, segments=segments)
-            yield options.open(*source.tensors), _own(target, part)
+            yield options.bind(*source.tensors), _own(target, part)
 
     def forward(tp: int) -> Tensor:
-        parts = [
-            local_row_stats(source, tile.chunks(), own, operation.spec)
-            for source, own in heads(tp)
-            for tile in source.tiles()
-        ]
-        return torch.cat(parts)
+        return torch.cat([_local_stats(source, own, operation.spec) for source, own in heads(tp)])
 
     def backward(tp: int) -> tuple[Tensor, Tensor]:
         weights: list[Tensor] = []
@@ -159,7 +154,7 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
         for source, own in heads(tp):
             gradient = source.gradient((True, True, False, False, False))
             gradient.hidden = collected = _Segments(source, in_acc_dtype=False)
-            write = operation.write_dlogits(source, upstream, (own, mask), softmax)
+            write = operation.backward(source, upstream, (own, mask), softmax).write
             (tile,) = source.tiles()
             for placed in tile.chunks():
                 gradient.collect(tile, placed, write)
@@ -180,6 +175,13 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
     for name, found in zip(("dWeight", "dHidden"), zip(*same, strict=True), strict=True):
         yield f"{name} across TP", all(found)
     yield from _across_calls(stats)
+
+
+def _local_stats(source: Source, column: Tensor, spec: StatsSpec) -> Tensor:
+    """A rank's statistics, `[g/TP, k, n]`."""
+    run = LocalStatistics(source, spec, column)
+    show(run, source)
+    return run.stats.whole()
 
 
 class _Segments(HiddenGradient):

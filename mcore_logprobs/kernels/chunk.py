@@ -48,6 +48,10 @@ class Chunk:
     temperature: float | Tensor = 1.0
     bias: Tensor | None = None
 
+    @property
+    def width(self) -> int:
+        return self.logits.shape[1]
+
     def rows(self: _Chunk, part: slice) -> _Chunk:
         """Some of its rows."""
         return replace(self, logits=self.logits[part], temperature=per_row(self.temperature, part))

@@ -158,7 +158,7 @@ class _Asked:
         stats = self._stats(source, target, keep)
         if call.teacher is not None:
             # Without segments, of whose bits a divergence promises nothing.
-            plain = replace(source.options, segments=None).open(*source.tensors)
+            plain = replace(source.options, segments=None).bind(*source.tensors)
             stats = replace(stats, divergence=self._divergence(plain, keep, call.teacher))
         return stats
 

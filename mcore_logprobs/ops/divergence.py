@@ -7,8 +7,7 @@ The teacher is given logits or hidden states with a head of its own, whatever th
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,156 +16,114 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
-from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.chunk import Chunk, row_chunks
 from mcore_logprobs.kernels.pairs import (
     PAIR_STATS,
     TWO_PASS,
+    FinalPair,
     PairSpec,
     finalize_pair,
     merge_pairs,
     pair_dtype,
 )
-from mcore_logprobs.ops.apply import Operation, Tensors, apply
 from mcore_logprobs.ops.arguments import check_mask, check_shape, unwrap_logits
-from mcore_logprobs.ops.gather import masked_source
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.head import HeadLogits, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.lora import LoRAInput
-from mcore_logprobs.ops.source import GivenLogits, Placed, given_logits, token_temperature
+from mcore_logprobs.ops.pair_source import PairSource, beside
+from mcore_logprobs.ops.source import (
+    GivenLogits,
+    Placed,
+    given_logits,
+    masked_source,
+    token_temperature,
+)
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
 
 
 @dataclass(frozen=True)
 class Divergence(Operation):
-    """Divergences `[n]`; 0 in rows that the valid mask leaves out.
-
-    Tensors: the valid mask `[n]`; which token of the teacher stands at each row of the walk, `[n]`
-    int64, or None; the teacher's own.
-
-    Attributes:
-        teacher: the options of the teacher's source.
-        backend: as the caller named it.
-    """
+    """Divergences `[n]` of a `PairSource`; 0 in rows that the valid mask `[n]` leaves out."""
 
     spec: PairSpec
-    teacher: Any
-    backend: str
 
-    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        valid_mask, index, *teacher = tensors
-        other, group, spec = self.teacher.open(*teacher), source.shard.group, self.spec
-        dtype = pair_dtype(source.acc_dtype, other.acc_dtype)
-        stats = torch.zeros(PAIR_STATS, source.count, dtype=dtype, device=source.device)
-        stats[0] = stats[2] = -torch.inf  # what a rank without true vocabulary says
-        pairs = _Pairs(source, other, index, self.backend)
-        for tile in source.tiles():
-            for placed, chunk in pairs.of(tile):
-                kernels, size = pairs.kernels(placed, chunk)
-                found = kernels.pair_stats(placed.chunk, chunk, spec, chunk_size=size)
-                before = stats[:, placed.rows]
-                before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec))
-        done = finalize_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
+    def forward(self, source: PairSource, tensors: Tensors) -> Forward:
+        return _DivergenceForward(self.spec, source, tensors[0])
+
+    def backward(
+        self, source: PairSource, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        return _DivergenceGradient(self.spec, source, upstream[0], *saved)
+
+
+class _DivergenceForward(Forward):
+    def __init__(self, spec: PairSpec, source: PairSource, valid_mask: Tensor) -> None:
+        self._spec, self._source, self._valid_mask = spec, source, valid_mask
+        self.passes = 2 if spec.two_pass else 1
+        dtype = pair_dtype(source.acc_dtype, source.teacher.acc_dtype)
+        shape = (PAIR_STATS, source.count)
+        self._stats = torch.zeros(shape, dtype=dtype, device=source.device)
+        # What a rank without true vocabulary says.
+        self._stats[0] = self._stats[2] = -torch.inf
+        self._done: FinalPair | None = None
+        self._sums = self._stats.new_zeros(2, source.count)
+
+    def see(self, placed: Placed) -> None:
+        spec, rows, (student, teacher) = self._spec, placed.rows, (placed.chunk, placed.other)
+        assert teacher is not None
+        kernels, size = self._source.backend(placed), self._source.rows_at_a_time(teacher.width)
+        if self._done is None:
+            found = kernels.pair_stats(student, teacher, spec, chunk_size=size)
+            before = self._stats[:, rows]
+            before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec))
+        else:
+            own = self._done.softmax[:, rows]
+            sums = kernels.pair_sums(student, teacher, own, spec, chunk_size=size)
+            self._sums[:, rows] += sums
+
+    def end_pass(self) -> None:
+        if self._done is None:
+            shards = all_gather_stack(self._stats, self._source.shard.group)
+            self._done = finalize_pair(merge_pairs(shards, self._spec), self._spec)
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        done = self._done
+        assert done is not None
         value, inner = done.value, done.value
-        if spec.two_pass:
-            sums = stats.new_zeros(2, source.count)
-            pairs = _Pairs(source, other, index, self.backend)
-            for tile in source.tiles():
-                for placed, chunk in pairs.of(tile):
-                    rows = placed.rows
-                    kernels, size = pairs.kernels(placed, chunk)
-                    own = done.softmax[:, rows]
-                    found = kernels.pair_sums(placed.chunk, chunk, own, spec, chunk_size=size)
-                    sums[:, rows] += found
-            value, inner = all_reduce_sum(sums, group)
+        if self._spec.two_pass:
+            value, inner = all_reduce_sum(self._sums, self._source.shard.group)
             value = value.clamp(min=0.0)
-        usable = done.usable & valid_mask
+        usable = done.usable & self._valid_mask
         return (torch.where(usable, value, 0.0),), (usable, done.softmax.t(), inner)
 
-    def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
-        upstream, tensors, saved = given
-        _, index, *teacher = tensors
-        usable, softmax, inner = saved
-        g = torch.where(usable, upstream[0], 0.0)
-        pairs = _Pairs(source, self.teacher.open(*teacher), index, self.backend)
 
-        def write(placed: Placed, out: Tensor, *, chunk: Chunk) -> None:
-            rows = placed.rows
-            kernels, size = pairs.kernels(placed, chunk)
-            kernels.pair_grad(
-                placed.chunk,
-                chunk,
-                softmax[rows].t(),
-                inner[rows],
-                g[rows],
-                self.spec,
-                out=out,
-                chunk_size=size,
-            )
-
-        gradient = source.gradient(needs)
-        for tile in source.tiles():
-            for placed, chunk in pairs.of(tile):
-                gradient.collect(tile, placed, partial(write, chunk=chunk))
-            gradient.end_tile(tile)
-        return gradient.finish()
-
-
-class _Pairs:
-    """The student's chunks, and the teacher's of the same rows and columns."""
-
+class _DivergenceGradient(Backward):
     def __init__(
         self,
-        student: GivenLogits | HeadLogits,
-        teacher: GivenLogits | HeadLogits,
-        index: Tensor | None,
-        backend: str,
+        spec: PairSpec,
+        source: PairSource,
+        upstream: Tensor,
+        usable: Tensor,
+        softmax: Tensor,
+        inner: Tensor,
     ) -> None:
-        self._student, self._teacher, self._index = student, teacher, index
-        self._backend = backend
-        self._tiles = iter(teacher.tiles()) if isinstance(teacher, HeadLogits) else None
+        self._spec, self._source, self._softmax, self._inner = spec, source, softmax, inner
+        self._upstream = torch.where(usable, upstream, 0.0)
 
-    def of(self, tile: Any) -> Iterator[tuple[Placed, Chunk]]:
-        """Chunks of a tile of the student's, one after the other."""
-        student = self._student
-        if isinstance(student, GivenLogits):
-            for rows, blocks, chunk_of in self._beside_given(student):
-                for columns in blocks:
-                    placed = Placed(rows, columns, student.rectangle(rows, columns))
-                    yield placed, chunk_of(columns)
-            return
-        # A teacher's tile is gathered on every rank, also where the rank has no true vocabulary.
-        chunk_of = self._chunk_of(next(self._tiles) if self._tiles else tile)
-        for placed in tile.chunks():
-            yield placed, chunk_of(placed.columns)
-
-    def _beside_given(self, student: GivenLogits) -> Iterator[tuple[slice, Any, Any]]:
-        """(rows, blocks of columns, the teacher's chunk by block)."""
-        width = student.shard.width
-        if self._tiles is not None:
-            for tile in self._tiles:
-                step = tile.head.options.tiling.columns
-                yield tile.rows, row_chunks(width, step), self._chunk_of(tile)
-            return
-        assert isinstance(self._teacher, GivenLogits)
-        step = max(1, student.count)
-        if not (student.is_one_view and self._teacher.is_one_view):
-            step = student.rows_at_a_time(width, copies=2)  # some rows are copied
-        for rows in row_chunks(student.count, step):
-            yield rows, (slice(0, width),), partial(self._teacher.rectangle, rows)
-
-    def _chunk_of(self, tile: Any) -> Any:
-        """The teacher's chunk of a tile's rows, by columns."""
-        teacher = self._teacher
-        if isinstance(teacher, GivenLogits):
-            return partial(teacher.rectangle, tile.rows, index=self._index)
-        return tile.block
-
-    def kernels(self, placed: Placed, chunk: Chunk) -> tuple[backends.Backend, int]:
-        """What computes a pair, and rows of which two float32 copies of either side are made."""
-        kernels = backends.select(self._backend, placed.chunk.logits, chunk.logits)
-        return kernels, self._student.rows_at_a_time(chunk.logits.shape[1], copies=2)
+    def write(self, placed: Placed, out: Tensor) -> None:
+        rows, teacher = placed.rows, placed.other
+        assert teacher is not None
+        self._source.backend(placed).pair_grad(
+            placed.chunk,
+            teacher,
+            self._softmax[rows].t(),
+            self._inner[rows],
+            self._upstream[rows],
+            self._spec,
+            out=out,
+            chunk_size=self._source.rows_at_a_time(teacher.width),
+        )
 
 
 def kl_div(
@@ -185,30 +142,8 @@ def kl_div(
     student = masked_source(student, mask)
     if mask is None:
         mask = torch.ones(student.lead, dtype=torch.bool, device=student.device)
-    index, options = None, teacher.options
-    if isinstance(student, GivenLogits):
-        if isinstance(teacher, GivenLogits):
-            # Both are walked in the student's order.
-            teacher = replace(options, order=student.options.order).open(*teacher.tensors)
-        else:
-            student = student.in_token_order()
-    elif isinstance(teacher, HeadLogits):
-        own = student.options
-        options = replace(options, tiling=own.tiling, selection=own.selection)
-        teacher = options.open(*teacher.tensors)
-    else:
-        teacher = teacher.in_token_order()
-        if student.options.selection is not None or student.options.sequence_parallel:
-            tokens = torch.arange(student.lead.numel(), device=student.device)
-            index = student.flatten_rows(tokens.view(student.lead))
-    # A backend asked for by name that cannot serve both sides is refused before any collective.
-    sides = (
-        x.logits if isinstance(x, GivenLogits) else x.weight[:0, :1] for x in (student, teacher)
-    )
-    backends.select(backend, *sides)
-    operation = Divergence(PairSpec(kind, float(beta)), teacher.options, backend)
-    own = (x if x is None else x.detach() for x in teacher.tensors)
-    return apply(operation, student, mask, constants=(index, *own))[0]
+    pair = beside(student, teacher, backend)
+    return apply(Divergence(PairSpec(kind, float(beta))), pair, mask)[0]
 
 
 def check_kind(kind: str, beta: float) -> None:
@@ -484,7 +419,7 @@ def any_teacher(
             f"teacher_hidden: expected hidden's leading shape {tuple(student.lead)}, got "
             f"{tuple(teacher.lead)}"
         )
-    if sequence_parallel and isinstance(student, GivenLogits):
+    if sequence_parallel and not student.recomputed:
         # Rows in the order of the tokens, as the student's are.
         assert hidden is not None
         return open_head(all_gather_dim0(hidden.detach(), teacher.shard.group))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +14,11 @@ from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import acc_dtype
 from mcore_logprobs.kernels.stats import (
+    GradientTerms,
     RowResults,
     SoftmaxStats,
     StatsSpec,
     gradient_coefficients,
-)
-from mcore_logprobs.ops.apply import (
-    EntryOperation,
-    Operation,
-    Tensors,
-    apply,
-    finalize_shards_with,
-    grid_entries,
-    local_row_stats,
-    no_targets,
-    write_entries,
 )
 from mcore_logprobs.ops.arguments import (
     check_float_tensor,
@@ -40,27 +30,51 @@ from mcore_logprobs.ops.arguments import (
     global_to_local,
     unwrap_rows,
 )
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.entries import EntryGradient, grid_entries
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits, token_temperature
+from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient, no_targets
+from mcore_logprobs.ops.source import (
+    Placed,
+    Source,
+    Tile,
+    given_logits,
+    masked_source,
+    token_temperature,
+)
 
 NORMALIZATIONS = ("vocab", "topk")
 
 
 @dataclass(frozen=True)
-class EntryLogits(EntryOperation):
+class EntryLogits(Operation):
     """Processed logits `[n, k]` at local ids `[n, k]`, 0 where no rank owns one."""
 
-    def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        (local_ids,) = tensors
-        values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
-        for tile in source.tiles():
-            found = tile.processed_logits(grid_entries(local_ids, tile))
-            values[tile.rows] = found.view(-1, local_ids.shape[1])
-        return (all_reduce_sum(values, source.shard.group),), ()
+    linear = True
 
-    def local_ids(self, tensors: Tensors, saved: Tensors) -> Tensor:
-        return tensors[0]
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _EntryForward(source, tensors[0])
+
+    def backward(
+        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        return EntryGradient(source, tensors[0], upstream[0])
+
+
+class _EntryForward(Forward):
+    reads = "nothing"
+
+    def __init__(self, source: Source, local_ids: Tensor) -> None:
+        self._source, self._local_ids = source, local_ids
+        self._values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
+
+    def begin_tile(self, tile: Tile, rows: slice) -> None:
+        found = tile.processed_logits(grid_entries(self._local_ids, tile.rows))
+        self._values[rows] = found.view(-1, self._local_ids.shape[1])
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        return (all_reduce_sum(self._values, self._source.shard.group),), ()
 
 
 @dataclass(frozen=True)
@@ -74,31 +88,12 @@ class EntryLogprobs(Operation):
     log_softmax: bool
     entropy: bool
 
-    def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        local_ids, valid_mask = tensors
-        spec = StatsSpec(entropy=self.entropy)
-        values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
-        parts = [local_row_stats(source, (), no_targets(source, 0), spec)]
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _LogprobForward(self, source, tensors)
 
-        def with_entries(tile: Tile) -> Iterator[Placed]:
-            for placed in tile.chunks():
-                local = placed.local(local_ids[placed.rows])
-                values[placed.rows] += placed.chunk.processed_at(local)
-                yield placed
-
-        for tile in source.tiles():
-            none = no_targets(source, tile.rows.stop - tile.rows.start)
-            parts.append(local_row_stats(source, with_entries(tile), none, spec))
-        done, values = finalize_shards_with(torch.cat(parts, -1), values, spec, source.shard.group)
-        if self.log_softmax:
-            # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-            row_max, log_sum = done.softmax.row_max, done.softmax.log_sum
-            values = (values - row_max.unsqueeze(-1)) - log_sum.unsqueeze(-1)
-        return (torch.where(valid_mask, values, 0.0), done.results.entropy), done.softmax
-
-    def write_dlogits(
+    def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
-    ) -> Any:
+    ) -> Backward:
         local_ids, valid_mask = tensors
         on_values, on_entropy = upstream
         softmax = SoftmaxStats(*saved)
@@ -112,7 +107,31 @@ class EntryLogprobs(Operation):
         spec, coef, _ = gradient_coefficients(results, softmax, valid_mask=asked)
         # Entries that cancel leave coefficients of 0, but a row that holds a NaN is NaN throughout.
         coef = coef + torch.where(asked, 0.0 * softmax.log_sum, 0.0)
-        return write_entries(source, local_ids, on_values, softmax.row_max, coef, spec)
+        terms = GradientTerms(local_ids, on_values, softmax.row_max, coef, spec)
+        return LogitGradient(source, terms)
+
+
+class _LogprobForward(LocalStatistics):
+    def __init__(self, operation: EntryLogprobs, source: Source, tensors: Tensors) -> None:
+        spec = StatsSpec(entropy=operation.entropy)
+        super().__init__(source, spec, no_targets(source.count, source.device))
+        self._operation, (self._local_ids, self._valid_mask) = operation, tensors
+        shape, device = self._local_ids.shape, source.device
+        self._values = torch.zeros(shape, dtype=source.acc_dtype, device=device)
+
+    def see(self, placed: Placed) -> None:
+        rows = placed.rows
+        self._values[rows] += placed.chunk.processed_at(placed.local(self._local_ids[rows]))
+        super().see(placed)
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        done, values = self.stats.finalize_with(self._values)
+        if self._operation.log_softmax:
+            # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
+            row_max, log_sum = done.softmax.row_max, done.softmax.log_sum
+            values = (values - row_max.unsqueeze(-1)) - log_sum.unsqueeze(-1)
+        values = torch.where(self._valid_mask, values, 0.0)
+        return (values, done.results.entropy), done.softmax
 
 
 def gather(
@@ -218,19 +237,6 @@ def of_rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     found = function(*(torch.where(of_row, 0.0, x) for x in rows))
     nan = _Spoilt.apply(rows[0])
     return torch.where(spoilt, nan[..., 0], found) if is_number else torch.where(of_row, nan, found)
-
-
-def masked_source(source: Source, mask: Tensor | None) -> Source:
-    """The source of the tokens that a mask keeps, if it was asked to be compact.
-
-    Raises:
-        ValueError: compact without a mask.
-    """
-    if mask is None:
-        if getattr(source.options, "compact", False):
-            raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
-        return source
-    return source.compacted(mask)
 
 
 @shared_keywords(LogitsKeywords, given_logits)

@@ -48,8 +48,8 @@ from mcore_logprobs.kernels.products import (
     product,
 )
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.ops.apply import autocast_enabled
 from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature
+from mcore_logprobs.ops.autograd import autocast_enabled
 from mcore_logprobs.ops.head_gradients import HeadGradient
 from mcore_logprobs.ops.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.ops.main_grad import MainGrad
@@ -106,7 +106,7 @@ class HeadOptions:
     lora_scale: float
     main_grad: MainGrad | None
 
-    def open(self, *tensors: Any) -> HeadLogits:
+    def bind(self, *tensors: Any) -> HeadLogits:
         return HeadLogits(self, HeadTensors(*tensors))
 
 
@@ -174,9 +174,12 @@ class HeadLogits:
         rows = valid_mask.reshape(-1).cpu().nonzero().squeeze(1)  # the host sync
         count = self.lead.numel()
         selection = RowSelection(rows, count, self.hidden.group, self.device, tokens=True)
-        return replace(options, selection=selection).open(*self.tensors)
+        return replace(options, selection=selection).bind(*self.tensors)
 
     # ---- as a source ----
+
+    def in_token_order(self) -> HeadLogits:
+        return self
 
     def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> HeadLogits:
         """This head in tiles small enough to hold a tile's logits over all of the rank's columns.
@@ -196,7 +199,7 @@ class HeadLogits:
             width=width,
             adds_per_tile=adds_per_tile,
         )
-        return replace(options, tiling=tiling).open(*self.tensors)
+        return replace(options, tiling=tiling).bind(*self.tensors)
 
     def tiles(self) -> Iterator[HeadTile]:
         for number, (rows, tile) in enumerate(self.hidden):
@@ -343,6 +346,12 @@ class HeadTile:
         out[:, self.head.shard.valid_width :] = -torch.inf
         return out
 
+    def blocks_of(self, raw_logits: Tensor) -> Iterator[Placed]:
+        """The chunks of a tile's raw logits `[rows, V/TP]`, block by block."""
+        for columns in self.head.blocks():
+            chunk = self.head.chunk(raw_logits[:, columns], self.rows, columns)
+            yield Placed(self.rows, columns, chunk)
+
     def _new_logits(self, width: int) -> Tensor:
         """`[rows, width]` in the accumulation dtype, whose true columns are filled."""
         head = self.head
@@ -481,7 +490,7 @@ def head_logits(
     )
     # A backend that is unavailable is refused here, before any collective.
     backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)
-    return options.open(*tensors)
+    return options.bind(*tensors)
 
 
 def _check_layer(

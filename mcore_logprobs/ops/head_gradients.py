@@ -349,4 +349,4 @@ class WeightGradient:
             return self._sum.to(self._dtype)
         if self._sum is not None and self._sum is not self._main_grad.buffer:
             self._main_grad.buffer.add_(self._sum)
-        return self._main_grad.stand_in()
+        return self._main_grad.dummy_wgrad()

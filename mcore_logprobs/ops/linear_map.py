@@ -7,7 +7,7 @@ for each tile of rows:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +19,14 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_called
-from mcore_logprobs.kernels.chunk import Chunk, processed_logits, row_chunks
-from mcore_logprobs.ops.apply import Operation, Tensors, apply, autocast_enabled
+from mcore_logprobs.kernels.chunk import Chunk, processed_logits
 from mcore_logprobs.ops.arguments import check_mask, check_per_token
+from mcore_logprobs.ops.autograd import autocast_enabled
 from mcore_logprobs.ops.captured import name_of, walk_graph
-from mcore_logprobs.ops.gather import masked_source
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.head import HeadLogits, HeadTile, head_logits
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
-from mcore_logprobs.ops.source import GivenLogits, Placed
+from mcore_logprobs.ops.source import Placed, masked_source
 
 MapFn = Callable[..., Any]
 
@@ -62,7 +62,7 @@ class Map(Operation):
     autocast: tuple[Any, ...] | None
     structure: _Structure
 
-    def _results(self, z: Tensor, per_token: Sequence[Tensor], rows: slice) -> list[Tensor | None]:
+    def call(self, z: Tensor, per_token: Sequence[Tensor], rows: slice) -> list[Tensor | None]:
         """fn of one tile, flat and checked; the first call settles the structure."""
         with _autocast(self.autocast):
             flat, spec = flat_results(self.fn(z, *(t[rows] for t in per_token)), z.shape[0])
@@ -76,79 +76,89 @@ class Map(Operation):
             )
         return flat
 
-    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        valid_mask, *per_token = tensors
-        parts: list[list[Tensor | None]] = []
-        for rows, z in _processed_tiles(source):
-            # Once with autograd, to see what depends on the logits, and on what else.
-            tried = self.grad_enabled and not parts
-            with torch.set_grad_enabled(tried):
-                found = self._results(z.requires_grad_(tried), per_token, rows)
-            if tried:
-                _refuse_captured(found, z, self.fn)
-                self.structure.differentiable = [x is not None and x.requires_grad for x in found]
-            parts.append([None if x is None else x.detach() for x in found])
-            del z, found
-        results: list[Tensor | None] = []
-        for pieces in zip(*parts, strict=True):
-            whole = None if pieces[0] is None else torch.cat(pieces)
-            if whole is not None and self.masked:
-                whole = torch.where(_like(valid_mask, whole), whole, torch.zeros_like(whole[:1]))
-            results.append(whole)
-        return tuple(results), ()
+    def forward(self, source: HeadLogits, tensors: Tensors) -> Forward:
+        return _MapForward(self, source, tensors)
 
     @property
     def differentiable(self) -> list[bool] | None:  # type: ignore[override]
         return self.structure.differentiable
 
-    def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
-        upstream, (valid_mask, *per_token), _ = given
-        asked = torch.zeros_like(valid_mask)
-        grads: list[Tensor | None] = []
+    def backward(
+        self, source: HeadLogits, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        return _MapGradient(self, upstream, tensors)
+
+
+class _MapForward(Forward):
+    reads = "nothing"
+
+    def __init__(self, operation: Map, source: HeadLogits, tensors: Tensors) -> None:
+        self._operation, self._source = operation, source
+        self._valid_mask, *self._per_token = tensors
+        self._parts: list[list[Tensor | None]] = []
+
+    def begin_tile(self, tile: HeadTile, rows: slice) -> None:
+        self._call(_processed(tile)[1], rows)
+
+    def _call(self, z: Tensor, rows: slice) -> None:
+        operation = self._operation
+        # Once with autograd, to see what depends on the logits, and on what else.
+        tried = operation.grad_enabled and not self._parts
+        with torch.set_grad_enabled(tried):
+            found = operation.call(z.requires_grad_(tried), self._per_token, rows)
+        if tried:
+            _refuse_captured(found, z, operation.fn)
+            operation.structure.differentiable = [x is not None and x.requires_grad for x in found]
+        self._parts.append([None if x is None else x.detach() for x in found])
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        source = self._source
+        if not self._parts:  # no rows: fn says what the shapes are
+            none = torch.empty(0, source.shard.width, dtype=source.acc_dtype, device=source.device)
+            self._call(none, slice(None))
+        whole = [None if x[0] is None else torch.cat(x) for x in zip(*self._parts, strict=True)]
+        if self._operation.masked:
+            whole = [None if x is None else _masked_rows(x, self._valid_mask) for x in whole]
+        return tuple(whole), ()
+
+
+class _MapGradient(Backward):
+    whole_tile = True
+
+    def __init__(self, operation: Map, upstream: Tensors, tensors: Tensors) -> None:
+        valid_mask, *self._per_token = tensors
+        self._operation = operation
+        self._asked = torch.zeros_like(valid_mask)
+        self._upstream: list[Tensor | None] = []
         for g in upstream:
             if g is not None:
-                g = torch.where(_like(valid_mask, g), g, 0.0) if self.masked else g
-                asked |= (g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0
-            grads.append(g)
-        gradient = source.gradient(needs)
-        for tile in source.tiles():
-            raw, z = _processed(tile)
-            with torch.enable_grad():
-                found = self._results(z.requires_grad_(), per_token, tile.rows)
-            pairs = [
-                (x, g[tile.rows])
-                for x, g in zip(found, grads, strict=True)
-                if x is not None and g is not None and x.requires_grad
-            ]
-            dz = None
-            if pairs:
-                outputs, incoming = zip(*pairs, strict=True)
-                (dz,) = torch.autograd.grad(outputs, z, incoming, allow_unused=True)
-                del outputs, incoming
-            del found, pairs
-            dz = torch.zeros_like(raw) if dz is None else dz
+                g = torch.where(_like(valid_mask, g), g, 0.0) if operation.masked else g
+                self._asked |= (g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0
+            self._upstream.append(g)
+        self._dz = torch.empty(0)  # the tile's
 
-            def write(
-                placed: Placed, out: Tensor, dz: Tensor = dz, rows: slice = tile.rows
-            ) -> None:
-                grad = torch.where(asked[rows].unsqueeze(-1), dz[:, placed.columns], 0.0)
-                placed.chunk.to_raw_gradient(grad)
-                out.copy_(grad)
+    def begin_tile(self, tile: HeadTile) -> Tensor:
+        self._dz = torch.empty(0)  # the last tile's is gone before this one's logits are made
+        raw, z = _processed(tile)
+        with torch.enable_grad():
+            found = self._operation.call(z.requires_grad_(), self._per_token, tile.rows)
+        pairs = [
+            (x, g[tile.rows])
+            for x, g in zip(found, self._upstream, strict=True)
+            if x is not None and g is not None and x.requires_grad
+        ]
+        dz = None
+        if pairs:
+            outputs, incoming = zip(*pairs, strict=True)
+            (dz,) = torch.autograd.grad(outputs, z, incoming, allow_unused=True)
+        self._dz = torch.zeros_like(raw) if dz is None else dz
+        return raw
 
-            for columns in row_chunks(source.shard.valid_width, source.options.tiling.columns):
-                chunk = source.chunk(raw[:, columns], tile.rows, columns)
-                gradient.collect(tile, Placed(tile.rows, columns, chunk), write)
-            gradient.end_tile(tile)
-            del raw, z, dz, write, chunk
-        return gradient.finish()
-
-
-def _processed_tiles(source: HeadLogits) -> Iterator[tuple[slice, Tensor]]:
-    """Each tile's rows and logits; those of no rows where there are none, to know the shapes."""
-    for tile in source.tiles():
-        yield tile.rows, _processed(tile)[1]
-    if source.count == 0:
-        yield slice(None), source.weight.new_empty(0, source.shard.width, dtype=source.acc_dtype)
+    def write(self, placed: Placed, out: Tensor) -> None:
+        asked = self._asked[placed.rows].unsqueeze(-1)
+        grad = torch.where(asked, self._dz[:, placed.columns], 0.0)
+        placed.chunk.to_raw_gradient(grad)
+        out.copy_(grad)
 
 
 def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
@@ -179,6 +189,11 @@ def flat_results(found: Any, rows: int) -> tuple[list[Tensor | None], Any]:
                 f"[{rows}, ...], got {got} as result {place}"
             )
     return flat, spec
+
+
+def _masked_rows(x: Tensor, valid_mask: Tensor) -> Tensor:
+    # Not 0, with which a bool would become an integer.
+    return torch.where(_like(valid_mask, x), x, torch.zeros_like(x[:1]))
 
 
 def _like(valid_mask: Tensor, x: Tensor) -> Tensor:
@@ -222,10 +237,9 @@ def map_logits(
     lead, device = source.lead, source.device
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
     mask = check_mask(mask, lead, device)
-    if isinstance(source, HeadLogits):
-        source = masked_source(source, mask)
+    source = masked_source(source, mask)
     check_called("fn", fn, ("logits",), len(tensors))
-    if isinstance(source, GivenLogits):
+    if not source.recomputed:
         z = processed_logits(
             source.logits, logit_scale=source.options.logit_scale, softcap=source.options.softcap
         )
@@ -235,7 +249,6 @@ def map_logits(
         if mask is not None:
             found = [None if x is None else _masked(x, mask) for x in found]
         return pytree.tree_unflatten(found, spec)
-    assert isinstance(source, HeadLogits)
     source = source.in_whole_rows()
     operation = Map(
         fn=fn,

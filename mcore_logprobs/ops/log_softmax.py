@@ -3,76 +3,96 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.chunk import row_chunks
-from mcore_logprobs.kernels.stats import StatsSpec
-from mcore_logprobs.ops.apply import (
-    Operation,
-    Tensors,
-    apply,
-    finalize_shards,
-    local_row_stats,
-    no_targets,
-)
+from mcore_logprobs.kernels.stats import SoftmaxStats, StatsSpec
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.source import GivenLogits, Placed, given_logits
+from mcore_logprobs.ops.row_statistics import LocalStatistics, no_targets
+from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits
 
 
 @dataclass(frozen=True)
 class LogSoftmax(Operation):
     """`[n, V/TP]`."""
 
-    def forward(self, source: GivenLogits, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        none = no_targets(source, source.count)
-        stats = local_row_stats(source, source.chunks(), none, StatsSpec())
-        row_max, log_sum, *_ = finalize_shards(stats, StatsSpec(), source.shard.group).softmax
-        shape = (source.count, source.shard.width)
-        result = torch.empty(shape, dtype=source.acc_dtype, device=source.device)
-        for rows, _, chunk in source.chunks():
-            for part in row_chunks(len(chunk.logits), source.rows_at_a_time(shape[1])):
-                where = slice(rows.start + part.start, rows.start + part.stop)
-                out = result[where]
-                # Not z - lse: the difference of large numbers is taken exactly.
-                z = chunk.rows(part).processed()
-                torch.sub(z, row_max[where].unsqueeze(-1), out=out[:, : chunk.valid])
-                out[:, : chunk.valid] -= log_sum[where].unsqueeze(-1)
-                out[:, chunk.valid :] = -torch.inf
-        return (result,), (row_max, log_sum)
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _LogSoftmaxForward(source)
 
-    def write_dlogits(
-        self, source: GivenLogits, upstream: Tensors, tensors: Tensors, saved: Tensors
-    ) -> Any:
-        row_max, log_sum = saved
-        (wanted,) = upstream
-        valid, step = source.shard.valid_width, source.rows_at_a_time(source.shard.width)
+    def backward(
+        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        return _LogSoftmaxGradient(source, upstream[0], *saved)
+
+
+class _LogSoftmaxForward(LocalStatistics):
+    passes = 2  # the normalizers, and what they normalize
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source, StatsSpec(), no_targets(source.count, source.device))
+        self._source = source
+        self._softmax: SoftmaxStats | None = None
+        self._result = torch.empty(0)
+
+    def see(self, placed: Placed) -> None:
+        if self._softmax is None:
+            super().see(placed)
+            return
+        width = placed.chunk.logits.shape[1]
+        for rows, _, some in placed.steps(self._source.rows_at_a_time(width)):
+            out = self._result[rows, placed.columns]
+            # Not z - lse: the difference of large numbers is taken exactly.
+            row_max, log_sum = (x[rows].unsqueeze(-1) for x in self._softmax[:2])
+            torch.sub(some.processed(), row_max, out=out[:, : some.valid])
+            out[:, : some.valid] -= log_sum
+            out[:, some.valid :] = -torch.inf
+
+    def end_tile(self, tile: Tile, rows: slice) -> None:
+        if self._softmax is None:
+            super().end_tile(tile, rows)
+
+    def end_pass(self) -> None:
+        if self._softmax is None:
+            self._softmax = self.stats.finalize().softmax
+            shape = (self._source.count, self._source.shard.width)
+            dtype, device = self._source.acc_dtype, self._source.device
+            self._result = torch.empty(shape, dtype=dtype, device=device)
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        assert self._softmax is not None
+        row_max, log_sum, *_ = self._softmax
+        return (self._result,), (row_max, log_sum)
+
+
+class _LogSoftmaxGradient(Backward):
+    def __init__(self, source: Source, wanted: Tensor, row_max: Tensor, log_sum: Tensor) -> None:
+        self._wanted, self._row_max = wanted[:, : source.shard.valid_width], row_max
+        self._step = source.rows_at_a_time(source.shard.width)
         total, asked = torch.empty_like(log_sum), torch.empty_like(log_sum, dtype=torch.bool)
-        for part in row_chunks(source.count, step):
-            some = wanted[part, :valid]
-            total[part], asked[part] = some.sum(-1), (some != 0).any(-1)
+        for some, one_total, one_asked in zip(
+            *(x.split(self._step) for x in (self._wanted, total, asked)), strict=True
+        ):
+            torch.sum(some, -1, out=one_total)
+            torch.any(some != 0, -1, out=one_asked)
         total = all_reduce_sum(total, source.shard.group)
-        asked |= total != 0
-        total = total * log_sum.neg().exp()  # p = exp(z - row_max) / s
+        self._asked = asked | (total != 0)
+        self._total = total * log_sum.neg().exp()  # p = exp(z - row_max) / s
 
-        def write(placed: Placed, out: Tensor) -> None:
-            rows, _, chunk = placed
-            out[:, chunk.valid :] = 0
-            for part in row_chunks(len(out), step):
-                where = slice(rows.start + part.start, rows.start + part.stop)
-                some = chunk.rows(part)
-                p = some.processed() - row_max[where].unsqueeze(-1)
-                p.exp_().mul_(total[where].unsqueeze(-1))
-                dz = torch.sub(wanted[where, :valid], p, out=p)
-                some.to_raw_gradient(dz)
-                # A row that asks for nothing gets exactly 0, whatever its logits hold.
-                out[part, :valid] = dz.masked_fill_(~asked[where].unsqueeze(-1), 0.0)
-
-        return write
+    def write(self, placed: Placed, out: Tensor) -> None:
+        columns = slice(placed.columns.start, placed.columns.start + placed.chunk.valid)
+        out[:, placed.chunk.valid :] = 0
+        for rows, part, some in placed.steps(self._step):
+            p = some.processed() - self._row_max[rows].unsqueeze(-1)
+            p.exp_().mul_(self._total[rows].unsqueeze(-1))
+            dz = torch.sub(self._wanted[rows, columns], p, out=p)
+            some.to_raw_gradient(dz)
+            # A row that asks for nothing gets exactly 0, whatever its logits hold.
+            asked = self._asked[rows].unsqueeze(-1)
+            out[part, : some.valid] = dz.masked_fill_(~asked, 0.0)
 
 
 @shared_keywords(LogitsKeywords, given_logits)

@@ -41,7 +41,7 @@ class MainGrad:
     def buffer(self) -> Tensor:
         return self.parameter.main_grad
 
-    def stand_in(self) -> Tensor | None:
+    def dummy_wgrad(self) -> Tensor | None:
         """The gradient that autograd is given for a weight whose true one went into the buffer.
 
         Megatron's convention: a parameter with the attribute `grad_added_to_main_grad` has it set,

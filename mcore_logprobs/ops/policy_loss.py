@@ -13,16 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.stats import IGNORED, RowResults
-from mcore_logprobs.ops.apply import (
-    finalize_shards,
-    local_row_stats,
-    once_differentiable,
-    without_autocast,
-)
+from mcore_logprobs.kernels.stats import RowResults
 from mcore_logprobs.ops.arguments import check_per_token, check_target, global_to_local
-from mcore_logprobs.ops.head import HeadLogits, HeadOptions, HeadTensors, head_logits
+from mcore_logprobs.ops.driver import Tensors, apply_eagerly
+from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, shared_keywords
 from mcore_logprobs.ops.loss_function import (
     LossFn,
@@ -36,7 +30,7 @@ from mcore_logprobs.ops.token_stats import Statistics, token_stats
 
 @dataclass(frozen=True)
 class _Loss:
-    """The loss and what it takes.
+    """A loss per token as an objective of its statistics.
 
     Attributes:
         denominator: a float64 scalar.
@@ -50,9 +44,10 @@ class _Loss:
     backward: bool
 
     def value_and_upstream(
-        self, results: RowResults, per_token: tuple[Tensor, ...], valid_mask: Tensor
+        self, results: RowResults, tensors: Tensors, per_token: Tensors
     ) -> tuple[Tensor, RowResults]:
         """(sum of the rows' losses over the denominator, its gradients by logprobs and entropy)."""
+        _, valid_mask = tensors
         with torch.set_grad_enabled(self.grad_enabled):
             leaves = RowResults(logprobs=results.logprobs, entropy=results.entropy).map(
                 lambda x: x.detach().requires_grad_(self.backward)
@@ -79,108 +74,6 @@ class _Loss:
         return total.detach(), upstream
 
 
-class _PolicyLoss(torch.autograd.Function):
-    """(loss, *RowResults of `[*lead]` tensors); all but the loss for information."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        operation: Statistics,
-        loss: _Loss,
-        options: HeadOptions,
-        count: int,
-        *tensors: Any,
-    ) -> Any:
-        inputs = HeadTensors(*tensors[:count])
-        *per_token, anchor = tensors[count:]
-        with without_autocast(inputs.hidden):
-            source = options.open(*inputs)
-            local_target, valid_mask, *per_token = map(source.flatten_rows, per_token)
-            needs = [flag and loss.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
-            gradient = source.gradient(needs, in_acc_dtype=True)
-            total = torch.zeros((), dtype=torch.float64, device=source.device)
-            spec, group = operation.spec, source.shard.group
-            parts: list[Any] = []
-            for tile in source.tiles():
-                rows = tile.rows
-                target, mask, threshold = local_target[rows], valid_mask[rows], None
-                if spec.rank:
-                    threshold = all_reduce_sum(tile.target_logits(target), group)
-                own = slice(0, rows.stop - rows.start)
-                chunks = [placed._replace(rows=own) for placed in tile.held_chunks()]
-                results, softmax = finalize_shards(
-                    local_row_stats(source, chunks, target, spec, threshold),
-                    spec,
-                    group,
-                    valid_mask=mask,
-                    label_smoothing=operation.label_smoothing,
-                )
-                value, upstream = loss.value_and_upstream(
-                    results, tuple(t[rows] for t in per_token), mask
-                )
-                total += value
-                parts.append(results)
-                if not any(needs):
-                    continue
-                write = operation.write_dlogits(source, upstream, (target, mask), softmax)
-                for placed in chunks:
-                    gradient.collect(tile, placed, write)
-                gradient.end_tile(tile)
-            ctx.gradients = gradient.finish()
-            if not parts:  # no rows
-                parts = [operation.forward(source, (local_target, valid_mask))[0]]
-            results = parts[0].map(lambda *x: torch.cat(x), *parts[1:])
-            results = results.map(source.unflatten, IGNORED)
-        ctx.save_for_backward(anchor)
-        ctx.main_grad, ctx.count = options.main_grad, len(tensors)
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in results if x is not None))
-        return (total.to(source.acc_dtype), *results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        upstream = grads[0]
-        if upstream is None:
-            return (None,) * len(ctx.needs_input_grad)
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "linear_policy_loss: the gradients formed in the forward went to the first "
-                "backward; a second one needs a second forward"
-            )
-        formed, ctx.gradients = ctx.gradients, None
-        found: list[Tensor | None] = []
-        for name, grad, dtype in zip(HeadTensors._fields, formed, ctx.dtypes, strict=False):
-            if grad is not None and name == "weight" and ctx.main_grad is not None:
-                grad.masked_fill_(upstream == 0.0, 0.0)  # as in `_times`
-                ctx.main_grad.buffer.addcmul_(grad, upstream)
-                grad = ctx.main_grad.stand_in()
-            elif grad is not None:
-                grad = _times(upstream, grad, dtype)
-            found.append(grad)
-        return (None, None, None, None, *found, *(None for _ in range(ctx.count - len(found))))
-
-
-def _anchor(tensors: tuple[Tensor | None, ...]) -> Tensor:
-    """No number, with a graph that reaches all tensors which require a gradient, and holds none.
-
-    Gradients that are differentiated again must raise for them (`once_differentiable`).
-    """
-    learning = [x for x in tensors if x is not None and x.requires_grad]
-    # float32: autocast joins no float16 tensors on a CPU.
-    parts = [x[..., :0].flatten().float() for x in learning]
-    return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _times(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad times upstream in a dtype; exactly 0 where upstream is 0, though grad may be NaN."""
-    # In place where it can be: it is ours alone, and may be of the weight's size.
-    out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
-    torch.mul(grad, upstream, out=out)
-    return out.masked_fill_(upstream == 0.0, 0.0)
-
-
 def policy_loss(
     source: Any,
     target: Tensor,
@@ -191,7 +84,7 @@ def policy_loss(
     ignore_index: int | None,
 ) -> tuple[Tensor, TokenStats]:
     """`linear_policy_loss` of any source; of given logits from their statistics."""
-    if not isinstance(source, HeadLogits):
+    if not source.recomputed:
         stats = token_stats(source, target, wanted, ignore_index)
         valid_mask = torch.ones_like(target, dtype=torch.bool)
         if ignore_index is not None:
@@ -215,17 +108,7 @@ def policy_loss(
         grad_enabled=torch.is_grad_enabled(),
         backward=torch.is_grad_enabled() and wants,
     )
-    value, *results = _PolicyLoss.apply(
-        wanted,
-        loss,
-        source.options,
-        len(source.tensors),
-        *source.tensors,
-        local_target,
-        valid_mask,
-        *per_token,
-        _anchor(source.tensors),
-    )
+    value, *results = apply_eagerly(wanted, source, loss, local_target, valid_mask, own=per_token)
     return value, TokenStats(**RowResults(*results)._asdict())
 
 

@@ -6,7 +6,7 @@ hidden states, no GEMM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.stats import StatsSpec, finalize, merge
-from mcore_logprobs.ops.apply import Operation, Tensors, apply
 from mcore_logprobs.ops.arguments import check_target, global_to_local
-from mcore_logprobs.ops.source import Entries, GivenLogits
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.source import Entries, Source, Tile
 
 
 @dataclass(frozen=True)
@@ -34,47 +34,70 @@ class Replay(Operation):
 
     bounds: tuple[int, ...]
 
-    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        valid_mask, row, local_ids, hit = tensors
-        z = torch.zeros(row.shape, dtype=source.acc_dtype, device=source.device)
-        for part, tile in zip(self._parts(), source.tiles(), strict=True):
-            z[part] = tile.processed_logits(Entries(row[part], local_ids[part]))
-        own, spec = local_ids >= 0, StatsSpec()
-        stats = z.new_zeros(len(spec.fields), source.count)
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _ReplayForward(source, tensors, self._parts())
+
+    def backward(
+        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        return _ReplayGradient(upstream[0], tensors, saved, self._parts())
+
+    def _parts(self) -> Iterator[slice]:
+        """Each tile's entries."""
+        return (slice(*pair) for pair in zip(self.bounds[:-1], self.bounds[1:], strict=True))
+
+
+class _ReplayForward(Forward):
+    reads = "nothing"
+
+    def __init__(self, source: Source, tensors: Tensors, parts: Iterator[slice]) -> None:
+        self._source, self._parts = source, parts
+        self._valid_mask, self._row, self._local_ids, self._hit = tensors
+        self._z = torch.zeros(self._row.shape, dtype=source.acc_dtype, device=source.device)
+
+    def begin_tile(self, tile: Tile, rows: slice) -> None:
+        part = next(self._parts)
+        self._z[part] = tile.processed_logits(Entries(self._row[part], self._local_ids[part]))
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        z, row, hit, count = self._z, self._row, self._hit, self._source.count
+        own, spec = self._local_ids >= 0, StatsSpec()
+        stats = z.new_zeros(len(spec.fields), count)
         local = spec.named(stats)
         local["max"].fill_(-torch.inf)
         local["max"].scatter_reduce_(0, row, torch.where(own, z, -torch.inf), "amax")
         shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
         local["sum"].index_add_(0, row, torch.where(own, (z - shift[row]).exp(), 0.0))
         local["target"].index_add_(0, row, torch.where(own & hit, z, 0.0))
-        merged = merge(all_gather_stack(stats, source.shard.group), spec)
+        merged = merge(all_gather_stack(stats, self._source.shard.group), spec)
         results, softmax = finalize(merged, spec)
         # -inf where the target is not among the kept ids, or all of them are -inf.
-        kept = z.new_zeros(source.count).index_add_(0, row, hit.to(z.dtype)) > 0
+        kept = z.new_zeros(count).index_add_(0, row, hit.to(z.dtype)) > 0
         finite = ~spec.named(merged)["max"].isneginf()
         logprobs = torch.where(kept & finite, results.logprobs, -torch.inf)
         logprobs = torch.where(softmax.row_max.isnan(), torch.nan, logprobs)
         row_max, log_sum, *_ = softmax
-        return (torch.where(valid_mask, logprobs, 0.0),), (row_max, log_sum, finite)
+        return (torch.where(self._valid_mask, logprobs, 0.0),), (row_max, log_sum, finite)
 
-    def _parts(self) -> list[slice]:
-        return [slice(*pair) for pair in zip(self.bounds[:-1], self.bounds[1:], strict=True)]
 
-    def backward(self, source: Any, needs: Sequence[bool], *given: Tensors) -> Tensors:
-        upstream, tensors, saved = given
-        valid_mask, row, local_ids, hit = tensors
-        row_max, log_sum, finite = saved
-        on_row = torch.where(valid_mask & finite, upstream[0], 0.0).to(row_max.dtype)
-        gradient = source.gradient(needs, sparse=True)
-        for part, tile in zip(self._parts(), source.tiles(), strict=True):
-            entries, g = Entries(row[part], local_ids[part]), on_row[row[part]]
-            z = tile.processed_logits(entries)
-            p = ((z - row_max[entries.row]) - log_sum[entries.row]).exp()
-            # A target that was not kept gets nothing, the kept ids what plain torch gives.
-            dz = torch.where(g != 0, g * (hit[part].to(g.dtype) - p), 0.0)
-            gradient.collect_entries(tile, entries, dz)
-            gradient.end_tile(tile)
-        return gradient.finish()
+class _ReplayGradient(Backward):
+    entries = True
+
+    def __init__(
+        self, upstream: Tensor, tensors: Tensors, saved: Tensors, parts: Iterator[slice]
+    ) -> None:
+        valid_mask, self._row, self._local_ids, self._hit = tensors
+        self._row_max, self._log_sum, finite = saved
+        self._parts = parts
+        self._on_row = torch.where(valid_mask & finite, upstream, 0.0).to(self._row_max.dtype)
+
+    def at(self, tile: Tile) -> tuple[Entries, Tensor]:
+        part = next(self._parts)
+        row, hit = self._row[part], self._hit[part]
+        entries, g = Entries(row, self._local_ids[part]), self._on_row[row]
+        p = ((tile.processed_logits(entries) - self._row_max[row]) - self._log_sum[row]).exp()
+        # A target that was not kept gets nothing, the kept ids what plain torch gives.
+        return entries, torch.where(g != 0, g * (hit.to(g.dtype) - p), 0.0)
 
 
 def replay(
@@ -99,8 +122,7 @@ def replay(
     _, valid_mask = global_to_local(target, source.shard, ignore_index)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
     source = source.compacted(valid_mask)
-    if isinstance(source, GivenLogits):
-        source = source.in_token_order()
+    source = source.in_token_order()
     # The record in the order of the rows of the walk: of each entry where it stands.
     if places is None:
         places = torch.arange(target.numel(), device=source.device).view(source.lead)

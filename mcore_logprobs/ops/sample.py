@@ -8,7 +8,6 @@ compare one score a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,24 +16,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_gather_stack
-from mcore_logprobs.kernels.chunk import per_row, row_chunks
+from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.stats import StatsSpec
-from mcore_logprobs.ops.apply import (
-    Operation,
-    Tensors,
-    apply,
-    finalize_shards,
-    local_row_stats,
-    no_targets,
-)
 from mcore_logprobs.ops.arguments import check_mask, check_seed
-from mcore_logprobs.ops.gather import masked_source
-from mcore_logprobs.ops.head import HeadLogits, head_logits
+from mcore_logprobs.ops.driver import Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.row_statistics import RowStatistics, no_targets
 from mcore_logprobs.ops.sampling import Filters
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
-from mcore_logprobs.ops.source import Placed, given_logits
+from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits, masked_source
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
 # signed integers of torch, which wrap.
@@ -79,39 +71,60 @@ class Sample(Operation):
     filters: Filters
     differentiable = (False, False)
 
-    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        valid_mask, stream, greedy = tensors
-        best = _Best(source, stream, greedy)
-        if self.filters.off:
-            spec = StatsSpec()
-            none = no_targets(source, source.count)
-            stats = local_row_stats(source, best.watch(source), none, spec)
-            row_max, log_sum, *_ = finalize_shards(stats, spec, source.shard.group).softmax
-            ids, z = best.of_all_ranks()
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _SampleForward(self.filters, source, tensors)
+
+
+class _SampleForward(Forward):
+    def __init__(self, filters: Filters, source: Source, tensors: Tensors) -> None:
+        self._filters, self._source = filters, source
+        self._valid_mask, stream, self._greedy = tensors
+        self.reads = "blocks" if filters.off else "rows"
+        self._best = _Best(source, stream, self._greedy)
+        self._no_target = no_targets(source.count, source.device)
+        self._stats = None if filters.top_k is not None else RowStatistics(source, StatsSpec())
+        self._chunks: list[Placed] = []  # the tile's, where filters see whole rows
+        self._cuts: list[Cut] = []
+
+    def see(self, placed: Placed) -> None:
+        if self._stats is not None:
+            self._stats.see(placed, self._no_target[placed.rows])
+        if self._filters.off:
+            self._best.see(placed)
+        else:
+            self._chunks.append(placed)
+
+    def end_tile(self, tile: Tile, rows: slice) -> None:
+        source, local_sum = self._source, None
+        if self._stats is not None:
+            of_tile = self._stats.end_tile(rows.stop - rows.start)
+            local_sum = self._stats.spec.named(of_tile)["sum"]
+        if self._filters.off:
+            return
+        opts = self._filters.options(source.shard, per_row(source.temperature, rows))
+        own = self._no_target[rows], self._valid_mask[rows]
+        cut = find_cut(source, self._chunks, local_sum, *own, opts)
+        for placed in self._chunks:
+            self._best.see(placed, _Kept(rows.start, cut, opts))
+        self._chunks = []
+        self._cuts.append(cut)
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        source = self._source
+        if self._filters.off:
+            assert self._stats is not None
+            row_max, log_sum, *_ = self._stats.finalize().softmax
+            ids, z = self._best.of_all_ranks()
             logprobs = (z - row_max) - log_sum
         else:
-            cuts = [
-                self._filtered_tile(source, tile, valid_mask[tile.rows], best)
-                for tile in source.tiles()
-            ]
-            cut = Cut.join(cuts, source.acc_dtype, source.device)
-            ids, x = best.of_all_ranks()
-            multiplier = self.filters.options(source.shard, source.temperature).multiplier
+            cut = Cut.join(self._cuts, source.acc_dtype, source.device)
+            ids, x = self._best.of_all_ranks()
+            multiplier = self._filters.options(source.shard, source.temperature).multiplier
             logprobs = (x - cut.row_max) * multiplier - cut.log_sum
-        logprobs = torch.where(greedy & logprobs.isfinite(), 0.0, logprobs).to(source.acc_dtype)
+        certain = self._greedy & logprobs.isfinite()
+        logprobs = torch.where(certain, 0.0, logprobs).to(source.acc_dtype)
+        valid_mask = self._valid_mask
         return (torch.where(valid_mask, ids, 0), torch.where(valid_mask, logprobs, 0.0)), ()
-
-    def _filtered_tile(self, source: Any, tile: Any, valid_mask: Tensor, best: _Best) -> Cut:
-        chunks = list(tile.whole_rows())
-        opts = self.filters.options(source.shard, per_row(source.temperature, tile.rows))
-        none, local_sum = no_targets(source, len(valid_mask)), None
-        if opts.top_k is None:
-            spec = StatsSpec()
-            local_sum = spec.named(local_row_stats(source, chunks, none, spec))["sum"]
-        cut = find_cut(source, chunks, local_sum, none, valid_mask, opts)
-        for placed in chunks:
-            best.see(placed, _Kept(tile.rows.start, cut, opts))
-        return cut
 
 
 @dataclass(frozen=True)
@@ -139,22 +152,13 @@ class _Best:
         self._found = stream.new_zeros(3, source.count, dtype=torch.float64)
         self._found[0] = self._found[2] = -torch.inf
 
-    def watch(self, source: Any) -> Iterator[Placed]:
-        """All chunks of a source, each looked at."""
-        for tile in source.tiles():
-            for placed in tile.chunks():
-                self.see(placed)
-                yield placed
-
     def see(self, placed: Placed, kept: _Kept | None = None) -> None:
         chunk, shard = placed.chunk, self._source.shard
         if chunk.valid == 0:
             return
         first = shard.start + placed.columns.start
         step = self._source.rows_at_a_time(chunk.valid, _COPIES)
-        for part in row_chunks(chunk.logits.shape[0], step):
-            rows = slice(placed.rows.start + part.start, placed.rows.start + part.stop)
-            some = chunk.rows(part)
+        for rows, _, some in placed.steps(step):
             score = gumbel_noise(self._stream[rows], first, chunk.valid)
             score.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
             if kept is None:
@@ -206,7 +210,7 @@ def sample(
     source = masked_source(source, mask)
     if mask is None:
         mask = torch.ones(lead, dtype=torch.bool, device=device)
-    if isinstance(source, HeadLogits) and not filters.off:
+    if not filters.off:
         source = source.in_whole_rows()
     with torch.no_grad():
         ids, logprobs = apply(Sample(filters), source, mask, stream, taken)

@@ -15,9 +15,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_top_k, check_top_p
-from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.chunk import per_row, row_chunks
+from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.reference import distribution_gradient
 from mcore_logprobs.kernels.stats import (
     IGNORED,
@@ -26,15 +25,16 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.apply import Operation, Tensors, apply, finalize_shards, local_row_stats
 from mcore_logprobs.ops.arguments import check_target, global_to_local
-from mcore_logprobs.ops.head import HeadLogits, head_logits
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.row_statistics import RowStatistics, TargetThresholds
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
-from mcore_logprobs.ops.source import Placed, given_logits
+from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 
 
@@ -76,73 +76,103 @@ class Filtered(Operation):
 
     filters: Filters
     whole: StatsSpec | None
-    fills = IGNORED
+    ignored_values = IGNORED
 
-    def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        local_target, valid_mask = tensors
-        shard, spec = source.shard, self.whole
-        stats = [local_row_stats(source, (), local_target[:0], spec or StatsSpec())]
-        cuts: list[Cut] = []
-        for tile in source.tiles():
-            own, threshold, local_sum = local_target[tile.rows], None, None
-            chunks = list(tile.whole_rows())
-            if spec is not None and spec.rank:
-                threshold = all_reduce_sum(tile.target_logits(own), shard.group)
-            if spec is not None or self.filters.top_k is None:
-                wanted = spec or StatsSpec()
-                stats.append(local_row_stats(source, chunks, own, wanted, threshold))
-                local_sum = wanted.named(stats[-1])["sum"]
-            opts = self.filters.options(shard, per_row(source.temperature, tile.rows))
-            cuts.append(find_cut(source, chunks, local_sum, own, valid_mask[tile.rows], opts))
-            del chunks
-        cut = Cut.join(cuts, source.acc_dtype, source.device)
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _FilteredForward(self, source, tensors)
+
+    def backward(
+        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        return _FilteredGradient(self, source, RowResults(*upstream), tensors, saved)
+
+
+class _FilteredForward(Forward):
+    reads = "rows"
+
+    def __init__(self, operation: Filtered, source: Source, tensors: Tensors) -> None:
+        self._operation, self._source = operation, source
+        self._local_target, self._valid_mask = tensors
+        self._thresholds = TargetThresholds(source, operation.whole, self._local_target)
+        self._stats = None
+        if operation.whole is not None or operation.filters.top_k is None:
+            self._stats = RowStatistics(source, operation.whole or StatsSpec())
+        self._chunks: list[Placed] = []
+        self._cuts: list[Cut] = []
+
+    def begin_tile(self, tile: Tile, rows: slice) -> None:
+        self._thresholds.begin_tile(tile, rows)
+
+    def see(self, placed: Placed) -> None:
+        self._chunks.append(placed)
+        if self._stats is not None:
+            rows = placed.rows
+            self._stats.see(placed, self._local_target[rows], self._thresholds.of(rows))
+
+    def end_tile(self, tile: Tile, rows: slice) -> None:
+        local_sum, source = None, self._source
+        if self._stats is not None:
+            of_tile = self._stats.end_tile(rows.stop - rows.start)
+            local_sum = self._stats.spec.named(of_tile)["sum"]
+        opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
+        own, valid_mask = self._local_target[rows], self._valid_mask[rows]
+        self._cuts.append(find_cut(source, self._chunks, local_sum, own, valid_mask, opts))
+        self._chunks = []
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        cut = Cut.join(self._cuts, self._source.acc_dtype, self._source.device)
         results: RowResults = RowResults()
         softmax: Tensors = ()
-        if spec is not None:
-            whole = torch.cat(stats, -1)
-            results, softmax = finalize_shards(whole, spec, shard.group, valid_mask=valid_mask)
-        results = results._replace(logprobs=torch.where(valid_mask, cut.logprobs, 0.0))
+        if self._operation.whole is not None:
+            assert self._stats is not None
+            results, softmax = self._stats.finalize(valid_mask=self._valid_mask)
+        results = results._replace(logprobs=torch.where(self._valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
-        own_target = torch.where(cut.kept, local_target, -1)
+        own_target = torch.where(cut.kept, self._local_target, -1)
         return results, (own_target, *SavedCut.of(cut), *softmax)
 
-    def write_dlogits(
-        self, source: Any, upstream: Tensors, tensors: Tensors, saved: Tensors
-    ) -> Any:
+
+class _FilteredGradient(Backward):
+    def __init__(
+        self,
+        operation: Filtered,
+        source: Source,
+        upstream: RowResults,
+        tensors: Tensors,
+        saved: Tensors,
+    ) -> None:
         _, valid_mask = tensors
         own_target, *rest = saved
         cut, softmax = SavedCut(*rest[:4]), rest[4:]
-        results = RowResults(*upstream)
-        on_filtered = results.logprobs
+        on_filtered = upstream.logprobs
         if on_filtered is None:
             on_filtered = torch.zeros_like(cut.row_max)
-        opts = self.filters.options(source.shard, source.temperature)
-        filtered = CutGradient(on_filtered, valid_mask, own_target, cut, opts)
-        whole = results._replace(logprobs=None)
-        coef: Tensor | None = None
+        self._source = source
+        self._opts = operation.filters.options(source.shard, source.temperature)
+        self._filtered = CutGradient(on_filtered, valid_mask, own_target, cut, self._opts)
+        whole = upstream._replace(logprobs=None)
+        self._coef: Tensor | None = None
         if any(grad is not None for grad in whole):
-            stats = SoftmaxStats(*softmax)
-            spec, coef, _ = gradient_coefficients(whole, stats, valid_mask=valid_mask)
+            self._softmax = SoftmaxStats(*softmax)
+            self._spec, self._coef, _ = gradient_coefficients(
+                whole, self._softmax, valid_mask=valid_mask
+            )
 
-        def write(placed: Placed, out: Tensor) -> None:
-            first, width, valid = placed.columns.start, out.shape[1], placed.chunk.valid
-            out[:, valid:] = 0
-            if valid == 0:
-                return
-            for part in row_chunks(out.shape[0], source.rows_at_a_time(width)):
-                some = placed.chunk.rows(part)
-                start = placed.rows.start
-                rows = slice(start + part.start, start + part.stop)
-                untempered = replace(some, temperature=1.0)
-                dz = filtered.of_logits(untempered.processed(), rows, first)
-                if coef is not None:
-                    base = distribution_gradient(some, stats.row_max[rows], coef[:, rows], spec)
-                    base.masked_fill_((coef[:, rows] == 0).all(0).unsqueeze(-1), 0.0)
-                    dz += base.mul_(multiplier_column(opts.multiplier, rows, dz.dtype))
-                untempered.to_raw_gradient(dz)
-                out[part, :valid] = dz
-
-        return write
+    def write(self, placed: Placed, out: Tensor) -> None:
+        coef, first, valid = self._coef, placed.columns.start, placed.chunk.valid
+        out[:, valid:] = 0
+        if valid == 0:
+            return
+        for rows, part, some in placed.steps(self._source.rows_at_a_time(out.shape[1])):
+            untempered = replace(some, temperature=1.0)
+            dz = self._filtered.of_logits(untempered.processed(), rows, first)
+            if coef is not None:
+                row_max = self._softmax.row_max[rows]
+                base = distribution_gradient(some, row_max, coef[:, rows], self._spec)
+                base.masked_fill_((coef[:, rows] == 0).all(0).unsqueeze(-1), 0.0)
+                dz += base.mul_(multiplier_column(self._opts.multiplier, rows, dz.dtype))
+            untempered.to_raw_gradient(dz)
+            out[part, :valid] = dz
 
 
 class SavedCut(NamedTuple):
@@ -229,8 +259,7 @@ def filtered_stats(
     target = check_target(target, source.lead, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
-    if isinstance(source, HeadLogits):
-        source = source.in_whole_rows()
+    source = source.in_whole_rows()
     operation = Filtered(filters, None if whole is None else whole.spec)
     results = apply(operation, source, local_target, valid_mask)
     return TokenStats(**RowResults(*results)._asdict())

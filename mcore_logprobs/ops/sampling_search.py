@@ -72,8 +72,11 @@ class Values:
     ) -> None:
         first = chunks[0].rows.start if chunks else 0
         self._chunks = [
-            (slice(rows.start - first, rows.stop - first), replace(chunk, temperature=1.0))
-            for rows, _, chunk in chunks
+            (
+                slice(placed.rows.start - first, placed.rows.stop - first),
+                replace(placed.chunk, temperature=1.0),
+            )
+            for placed in chunks
         ]
         self._rows_at_a_time = rows_at_a_time
         self.dtype = self.raw_dtype = dtype

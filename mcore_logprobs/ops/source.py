@@ -33,6 +33,7 @@ from mcore_logprobs.kernels.chunk import (
     acc_dtype,
     per_row,
     processed_logits,
+    row_chunks,
     softcap_slope,
 )
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
@@ -42,11 +43,22 @@ from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature, 
 
 
 class Placed(NamedTuple):
-    """A chunk and its place: rows in the source's order, columns of this rank's shard."""
+    """A chunk and its place: rows in the source's order, columns of this rank's shard.
+
+    Attributes:
+        other: the chunk of the same rows and columns of a second source, where two are compared.
+    """
 
     rows: slice
     columns: slice
     chunk: Chunk
+    other: Chunk | None = None
+
+    def steps(self, size: int) -> Iterator[tuple[slice, slice, Chunk]]:
+        """(rows in the source's order, rows in the chunk, these rows) `size` at a time."""
+        for part in row_chunks(self.chunk.logits.shape[0], max(1, size)):
+            start = self.rows.start
+            yield slice(start + part.start, start + part.stop), part, self.chunk.rows(part)
 
     def local(self, column: Tensor) -> Tensor:
         """The shard's columns of its rows as the chunk's own, -1 where they are not in it."""
@@ -90,6 +102,19 @@ class Tile(Protocol):
         """Processed logits at entries, `[e]`; 0 where the column is -1."""
 
 
+class RecomputedTile(Tile, Protocol):
+    """Some rows of a source whose logits are computed when they are asked for."""
+
+    def held_chunks(self) -> list[Placed]:
+        """Its chunks, all at one time."""
+
+    def raw_logits(self) -> Tensor:
+        """`[rows, V/TP]` in the accumulation dtype; -inf past the true vocabulary."""
+
+    def blocks_of(self, raw_logits: Tensor) -> Iterator[Placed]:
+        """The chunks of such logits."""
+
+
 class Gradient(Protocol):
     """Collects the gradients of a source's tensors, tile by tile."""
 
@@ -113,7 +138,7 @@ class Source(Protocol):
         temperature: a number, or `[n]` as the rows are walked.
         recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
         linear: whether processed logits are linear in the tensors.
-        options: all that is not a tensor of autograd's: `options.open(*tensors)` is the source.
+        options: all that is not a tensor of autograd's: `options.bind(*tensors)` is the source.
         tensors: what gradients may be wanted of.
         shard: this rank's columns of the vocabulary.
         lead: the shape of the tokens: of targets, masks and results.
@@ -178,6 +203,30 @@ class Source(Protocol):
             valid_mask: bool `[*lead]`.
         """
 
+    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> Source:
+        """The source in tiles of which all logits of a rank may exist at one time.
+
+        Args:
+            adds_per_tile: each tile adds to a gradient of the weight's size.
+            any_tp: the same rows per tile whatever the tensor-parallel size is.
+        """
+
+    def in_token_order(self) -> Source:
+        """The source with rows in the order of the tokens, where it can choose their order."""
+
+
+def masked_source(source: Source, mask: Tensor | None) -> Source:
+    """The source of the tokens that a mask keeps, if it was asked to be compact.
+
+    Raises:
+        ValueError: compact without a mask.
+    """
+    if mask is None:
+        if getattr(source.options, "compact", False):
+            raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
+        return source
+    return source.compacted(mask)
+
 
 # ---- given logits ------------------------------------------------------------------------------
 
@@ -207,7 +256,7 @@ class GivenOptions:
     segments: Segments | None
     inplace_backward: bool
 
-    def open(self, logits: Tensor, temperature: Tensor | None = None) -> GivenLogits:
+    def bind(self, logits: Tensor, temperature: Tensor | None = None) -> GivenLogits:
         return GivenLogits(self, logits, temperature)
 
 
@@ -264,12 +313,15 @@ class GivenLogits:
     def in_token_order(self) -> GivenLogits:
         """These logits with rows in the order of the tokens, not of the memory."""
         order = tuple(range(len(self.lead)))
-        return replace(self.options, order=order).open(*self.tensors)
+        return replace(self.options, order=order).bind(*self.tensors)
 
     # Whatever a hook makes of their strides.
     pack, unpack = unflatten, flatten_rows
 
     def compacted(self, valid_mask: Tensor) -> GivenLogits:
+        return self
+
+    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> GivenLogits:
         return self
 
     # ---- as a source and a tile ----
@@ -413,7 +465,7 @@ def given_logits(
         segments=segments,
         inplace_backward=inplace_backward,
     )
-    return options.open(logits, temperature if isinstance(temperature, Tensor) else None)
+    return options.bind(logits, temperature if isinstance(temperature, Tensor) else None)
 
 
 def token_temperature(source: Any) -> float | Tensor:
@@ -469,8 +521,8 @@ class GivenGradient:
             self._flat = prefer_huge_pages(source.logits.new_empty(shape))
 
     def collect(self, tile: GivenLogits, placed: Placed, write: Write) -> None:
-        rows, columns, chunk = placed
-        write(placed, chunk.logits if self._over else self._flat[rows, columns])
+        out = placed.chunk.logits if self._over else self._flat[placed.rows, placed.columns]
+        write(placed, out)
 
     def collect_entries(self, tile: GivenLogits, entries: Entries, upstream: Tensor) -> None:
         assert not self._over

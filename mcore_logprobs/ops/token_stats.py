@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_flag, check_fraction
-from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.stats import (
     IGNORED,
+    GradientTerms,
     RowResults,
     SoftmaxStats,
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.apply import (
-    Operation,
-    Tensors,
-    apply,
-    finalize_shards,
-    local_row_stats,
-    write_entries,
-)
 from mcore_logprobs.ops.arguments import check_target, global_to_local
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import (
     HeadKeywords,
@@ -35,6 +27,7 @@ from mcore_logprobs.ops.keywords import (
     shared_keywords,
 )
 from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
 from mcore_logprobs.ops.source import Source, given_logits
 
 
@@ -44,7 +37,7 @@ class Statistics(Operation):
 
     spec: StatsSpec
     label_smoothing: float = 0.0
-    fills = IGNORED
+    ignored_values = IGNORED
 
     @classmethod
     def of(
@@ -62,24 +55,12 @@ class Statistics(Operation):
         spec = StatsSpec(entropy, target_rank, label_smoothing > 0.0, sum_pi_squared)
         return cls(spec, label_smoothing)
 
-    def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        local_target, valid_mask = tensors
-        group, parts = source.shard.group, []
-        for tile in source.tiles():
-            own, threshold = local_target[tile.rows], None
-            if self.spec.rank:
-                threshold = all_reduce_sum(tile.target_logits(own), group)
-            parts.append(local_row_stats(source, tile.chunks(), own, self.spec, threshold))
-        if not parts:
-            parts = [local_row_stats(source, (), local_target, self.spec)]
-        stats = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return finalize_shards(
-            stats, self.spec, group, valid_mask=valid_mask, label_smoothing=self.label_smoothing
-        )
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _StatisticsForward(self, source, tensors)
 
-    def write_dlogits(
+    def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
-    ) -> Any:
+    ) -> Backward:
         local_target, valid_mask = tensors
         softmax = SoftmaxStats(*saved)
         spec, coef, on_target = gradient_coefficients(
@@ -89,7 +70,19 @@ class Statistics(Operation):
             label_smoothing=self.label_smoothing,
         )
         entries = local_target.unsqueeze(-1), on_target.unsqueeze(-1)
-        return write_entries(source, *entries, softmax.row_max, coef, spec)
+        return LogitGradient(source, GradientTerms(*entries, softmax.row_max, coef, spec))
+
+
+class _StatisticsForward(LocalStatistics):
+    def __init__(self, operation: Statistics, source: Source, tensors: Tensors) -> None:
+        local_target, self._valid_mask = tensors
+        super().__init__(source, operation.spec, local_target)
+        self._label_smoothing = operation.label_smoothing
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        return self.stats.finalize(
+            valid_mask=self._valid_mask, label_smoothing=self._label_smoothing
+        )
 
 
 def token_stats(

@@ -11,56 +11,69 @@ from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.chunk import row_chunks
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
-from mcore_logprobs.ops.apply import EntryOperation, Tensors, apply
 from mcore_logprobs.ops.arguments import check_mask
-from mcore_logprobs.ops.gather import masked_source
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.entries import EntryGradient
 from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.source import Source, given_logits
+from mcore_logprobs.ops.source import Placed, Source, given_logits, masked_source
 
 
 @dataclass(frozen=True)
-class TopK(EntryOperation):
+class TopK(Operation):
     """(values, global ids), each `[n, k]`."""
 
     k: int
+    linear = True
 
-    def forward(self, source: Source, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        shard = source.shard
-        width = min(self.k, shard.width)
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _TopKForward(self.k, source)
+
+    def backward(
+        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        return EntryGradient(source, saved[0], upstream[0])
+
+
+class _TopKForward(Forward):
+    reads = "rows"
+
+    def __init__(self, k: int, source: Source) -> None:
+        shard, device = source.shard, source.device
+        self._k, self._source = k, source
         # A rank with less true vocabulary than that pads with -inf. Such ranks come last, so that
         # in the stable sort below the padding comes after every true column.
-        found = min(width, shard.valid_width)
-        shape, device = (source.count, width), source.device
-        values = torch.full(shape, -torch.inf, dtype=source.acc_dtype, device=device)
-        columns = torch.zeros(shape, dtype=torch.int64, device=device)
-        for tile in source.tiles():  # gathered on every rank, also where there is nothing to find
-            for placed in tile.whole_rows() if found else ():
-                # The order is that of logits before the temperature, which changes no order.
-                chunk = replace(placed.chunk, temperature=1.0)
-                copied = copied_numbers(chunk.valid, found)
-                step = source.rows_at_a_time(copied + (not chunk.is_plain) * chunk.valid)
-                for part in row_chunks(chunk.logits.shape[0], step):
-                    rows = slice(placed.rows.start + part.start, placed.rows.start + part.stop)
-                    some = chunk.rows(part)
-                    z = some.logits[:, : some.valid] if some.is_plain else some.processed()
-                    # By column, hence by global id after the gather: the sort by value is stable.
-                    columns[rows, :found] = largest_columns(z, found).sort(-1).values
-                    values[rows, :found] = z.gather(-1, columns[rows, :found]).to(values.dtype)
-                    del some, z
-                del placed, chunk  # a tile's logits, before the next is made
-        values, ids = gather_pairs(values, columns + shard.start, shard.group)
-        order = values.sort(dim=-1, descending=True, stable=True).indices[:, : self.k]
+        width = min(k, shard.width)
+        self._own = min(width, shard.valid_width)
+        shape = (source.count, width)
+        self._values = torch.full(shape, -torch.inf, dtype=source.acc_dtype, device=device)
+        self._columns = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def see(self, placed: Placed) -> None:
+        own, values, columns = self._own, self._values, self._columns
+        if own == 0:
+            return
+        # The order is that of logits before the temperature, which changes no order.
+        chunk = replace(placed.chunk, temperature=1.0)
+        copied = copied_numbers(chunk.valid, own) + (not chunk.is_plain) * chunk.valid
+        steps = placed._replace(chunk=chunk).steps(self._source.rows_at_a_time(copied))
+        for rows, _, some in steps:
+            z = some.logits[:, : some.valid] if some.is_plain else some.processed()
+            # By column, hence by global id after the gather: the sort by value is stable.
+            columns[rows, :own] = largest_columns(z, own).sort(-1).values
+            values[rows, :own] = z.gather(-1, columns[rows, :own]).to(values.dtype)
+            del some, z
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        shard = self._source.shard
+        values, ids = gather_pairs(self._values, self._columns + shard.start, shard.group)
+        order = values.sort(dim=-1, descending=True, stable=True).indices[:, : self._k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
-        own = source.temperature
+        own = self._source.temperature
         values /= own.unsqueeze(-1) if isinstance(own, Tensor) else own
         local = (ids >= shard.start) & (ids < shard.end)
         return (values, ids), (torch.where(local, ids - shard.start, -1),)
-
-    def local_ids(self, tensors: Tensors, saved: Tensors) -> Tensor:
-        return saved[0]
 
 
 def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowResults, StatsSpec, finalize, merge
-from mcore_logprobs.ops.apply import local_row_stats
+from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.ops.source import Placed
 from tests.helpers.oracles import assert_no_worse
 
@@ -145,7 +145,9 @@ def segment_stats(
         rows_at_a_time=lambda _: chunk_size,
     )
     placed = Placed(slice(0, rows), slice(0, width), chunk)
-    return local_row_stats(source, [placed], target, spec, threshold)
+    stats = RowStatistics(source, spec)
+    stats.see(placed, target, threshold)
+    return stats.end_tile(rows)
 
 
 def assert_stats(

@@ -1,0 +1,371 @@
+"""The one autograd function over a source of logits, and the only loops over tiles and chunks.
+
+    recompute   forward: the operation looks at each chunk and reduces what it saw over the ranks
+                backward: each chunk is formed again, and its gradient written over it
+    eager       the gradient of a tile is formed in the forward, while its logits exist
+
+An operation says what it takes of a chunk (`Forward`) and what the gradient of a chunk is
+(`Backward`); it does not know how rows are cut, nor where logits come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.ops.autograd import once_differentiable, without_autocast
+from mcore_logprobs.ops.source import Entries, Placed, Source, Tile
+
+Tensors = tuple[Any, ...]
+
+
+class Forward:
+    """An operation's forward over one source: the driver shows it tile by tile, chunk by chunk.
+
+    Attributes:
+        reads: what `see` is given of a tile: "blocks", one at a time in memory that the next
+            overwrites; "rows", all columns at once in memory that lasts as long as it is held;
+            "nothing", where `begin_tile` takes what it needs.
+        passes: how often the tiles are gone through.
+    """
+
+    reads = "blocks"
+    passes = 1
+
+    def begin_tile(self, tile: Any, rows: slice) -> None:
+        """Take what concerns a whole tile; `rows` are its rows of the operation's tensors."""
+
+    def see(self, placed: Placed) -> None:
+        """Take what is needed of a chunk of logits."""
+
+    def end_tile(self, tile: Tile, rows: slice) -> None:
+        """All of the tile's chunks were seen."""
+
+    def end_pass(self) -> None:
+        """All tiles were seen; once a pass."""
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        """(results, what the backward needs besides source and tensors), `[n, ...]` each."""
+        raise NotImplementedError
+
+
+class Backward:
+    """The gradient of an operation's logits, chunk by chunk.
+
+    Attributes:
+        entries: it is of single logits: `at` gives them and `write` is not called.
+        whole_tile: `begin_tile` gives a tile's raw logits, of which the chunks are columns.
+    """
+
+    entries = False
+    whole_tile = False
+
+    def begin_tile(self, tile: Any) -> Tensor:
+        """The tile's raw logits `[rows, V/TP]`; called with `whole_tile`."""
+        raise NotImplementedError
+
+    def write(self, placed: Placed, out: Tensor) -> None:
+        """Write the gradient of a chunk's raw logits into out; out may be the logits' memory."""
+        raise NotImplementedError
+
+    def at(self, tile: Tile) -> tuple[Entries, Tensor]:
+        """(single logits of a tile, the gradient of their processed values `[e]`)."""
+        raise NotImplementedError
+
+
+class Operation:
+    """An operation on a source; a frozen dataclass of its options, without tensors.
+
+    Per-row tensors are `[n, ...]` in the order of the source's rows.
+
+    Attributes:
+        linear: results are linear in processed logits.
+        ignored_values: what a token gets in each result that the source leaves out; None: 0.
+        differentiable: which results carry a gradient, once there are any; None: all of floating
+            point.
+    """
+
+    linear = False
+    ignored_values: Sequence[float] | None = None
+    differentiable: Sequence[bool] | None = None
+
+    def forward(self, source: Any, tensors: Tensors) -> Forward:
+        raise NotImplementedError
+
+    def backward(
+        self, source: Any, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        """The gradient; an upstream of None stands for 0."""
+        raise NotImplementedError
+
+
+# ---- the loops ----------------------------------------------------------------------------------
+
+
+def _forward(operation: Operation, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    run = operation.forward(source, tensors)
+    show(run, source)
+    return run.results()
+
+
+def show(run: Forward, source: Any) -> None:
+    """Show it all tiles of a source."""
+    for _ in range(run.passes):
+        for tile in source.tiles():
+            _show_tile(run, tile, tile.rows)
+        run.end_pass()
+
+
+def _show_tile(run: Forward, tile: Tile, rows: slice, held: Sequence[Placed] | None = None) -> None:
+    run.begin_tile(tile, rows)
+    if run.reads != "nothing":
+        chunks: Iterable[Placed] = tile.whole_rows() if run.reads == "rows" else tile.chunks()
+        for placed in chunks if held is None else held:
+            run.see(placed)
+            del placed  # a tile's logits may be the only large memory: gone before the next
+    run.end_tile(tile, rows)
+
+
+def _backward(backward: Backward, source: Any, needs: Sequence[bool]) -> Tensors:
+    gradient = source.gradient(needs, sparse=backward.entries)
+    for tile in source.tiles():
+        if backward.entries:
+            gradient.collect_entries(tile, *backward.at(tile))
+        else:
+            raw = backward.begin_tile(tile) if backward.whole_tile else None
+            for placed in tile.chunks() if raw is None else tile.blocks_of(raw):
+                gradient.collect(tile, placed, backward.write)
+                del placed
+            del raw
+        gradient.end_tile(tile)
+    return gradient.finish()
+
+
+# ---- recompute mode -----------------------------------------------------------------------------
+
+
+def apply(
+    operation: Operation, source: Any, *per_token: Tensor, constants: Tensors = ()
+) -> Tensors:
+    """The operation's results, `[*lead, ...]` each; differentiable by the source's tensors.
+
+    Args:
+        per_token: tensors `[*lead, ...]` that the operation takes as `[n, ...]`.
+        constants: other tensors, or None; they follow.
+
+    No gradient flows to either. They are saved for the backward as they are, so that autograd sees
+    it if they change before, and so that it does not matter how the logits lie in memory then.
+    """
+    counts = len(source.tensors), len(per_token)
+    return _Recompute.apply(
+        operation, source.options, counts, *source.tensors, *per_token, *constants
+    )
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, operation: Operation, options: Any, counts: tuple[int, int], *tensors: Any
+    ) -> Tensors:
+        with without_autocast(tensors[0]):
+            source, given = _call_context(options, counts, tensors)
+            results, saved = _forward(operation, source, given)
+            saved = tuple(None if x is None else source.pack(x) for x in saved)
+            fills = operation.ignored_values or (0.0,) * len(results)
+            results = tuple(
+                None if x is None else source.unflatten(x, fill).contiguous()
+                for x, fill in zip(results, fills, strict=True)
+            )
+        ctx.operation, ctx.options, ctx.counts = operation, options, (*counts, len(tensors))
+        ctx.linear = operation.linear and source.linear
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.set_materialize_grads(False)
+        flags = operation.differentiable or (True,) * len(results)
+        ctx.mark_non_differentiable(
+            *(
+                x
+                for x, flag in zip(results, flags, strict=True)
+                if x is not None and not (flag and x.is_floating_point())
+            )
+        )
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        *counts, end = ctx.counts
+        tensors, saved = unpacked[:end], unpacked[end:]
+        with without_autocast(tensors[0]):
+            source, given = _call_context(ctx.options, counts, tensors)
+            upstream = tuple(
+                None if grad is None else source.flatten_rows(grad, fill=0.0) for grad in grads
+            )
+            saved = tuple(None if x is None else source.unpack(x) for x in saved)
+            needs = ctx.needs_input_grad[3 : 3 + counts[0]]
+            found = _backward(ctx.operation.backward(source, upstream, given, saved), source, needs)
+        return (None, None, None, *found, *(None for _ in tensors[len(found) :]))
+
+
+def _call_context(options: Any, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
+    """The source, and what the operation takes besides."""
+    own, per_token = counts
+    source = options.bind(*tensors[:own])
+    rows = (source.flatten_rows(x) for x in tensors[own : own + per_token])
+    return source, (*rows, *tensors[own + per_token :])
+
+
+# ---- eager mode ---------------------------------------------------------------------------------
+
+
+class Objective(Protocol):
+    """What makes one number of an operation's results, tile by tile.
+
+    Attributes:
+        backward: whether a gradient is wanted.
+    """
+
+    @property
+    def backward(self) -> bool: ...
+
+    def value_and_upstream(
+        self, results: Any, tensors: Tensors, own: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        """(a scalar, its gradient by each result or None) of some rows.
+
+        Args:
+            results, tensors: the operation's, of these rows.
+            own: the objective's own tensors.
+        """
+
+
+def apply_eagerly(
+    operation: Operation,
+    source: Source,
+    objective: Objective,
+    *per_token: Tensor,
+    own: Sequence[Tensor] = (),
+) -> Tensors:
+    """(the sum of the tiles' values, the operation's results without gradient).
+
+    The gradient is formed in the forward; the first backward multiplies it by its upstream and
+    takes it.
+
+    Args:
+        source: whose tiles hold all of their chunks at one time.
+        per_token: as in `apply`.
+        own: tensors `[*lead, ...]` of the objective.
+    """
+    counts = len(source.tensors), len(per_token), len(own)
+    return _Eager.apply(
+        operation,
+        objective,
+        source.options,
+        counts,
+        *source.tensors,
+        *per_token,
+        *own,
+        _anchor(source.tensors),
+    )
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: Operation,
+        objective: Objective,
+        options: Any,
+        counts: tuple[int, int, int],
+        *tensors: Any,
+    ) -> Any:
+        count, per_token, _ = counts
+        *tensors, anchor = tensors  # type: ignore[assignment]
+        inputs = tensors[:count]
+        with without_autocast(inputs[0]):
+            source = options.bind(*inputs)
+            rows = [source.flatten_rows(x) for x in tensors[count:]]
+            needs = [flag and objective.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
+            gradient = source.gradient(needs, in_acc_dtype=True)
+            total = torch.zeros((), dtype=torch.float64, device=source.device)
+            parts: list[Tensors] = []
+            for tile in source.tiles():
+                own_rows = slice(0, tile.rows.stop - tile.rows.start)
+                chunks = [placed._replace(rows=own_rows) for placed in tile.held_chunks()]
+                own = tuple(x[tile.rows] for x in rows)
+                taken, others = own[:per_token], own[per_token:]
+                run = operation.forward(source, taken)
+                _show_tile(run, tile, own_rows, chunks)
+                results, saved = run.results()
+                value, upstream = objective.value_and_upstream(results, taken, others)
+                total += value
+                parts.append(results)
+                if any(needs):
+                    backward = operation.backward(source, upstream, taken, saved)
+                    for placed in chunks:
+                        gradient.collect(tile, placed, backward.write)
+                    gradient.end_tile(tile)
+            ctx.gradients = gradient.finish()
+            if not parts:  # no rows
+                parts = [_forward(operation, source, tuple(rows[:per_token]))[0]]
+            whole = [
+                None if pieces[0] is None else torch.cat(pieces)
+                for pieces in zip(*parts, strict=True)
+            ]
+            fills = operation.ignored_values or (0.0,) * len(whole)
+            results = tuple(
+                None if x is None else source.unflatten(x, fill)
+                for x, fill in zip(whole, fills, strict=True)
+            )
+        ctx.save_for_backward(anchor)
+        ctx.main_grad = getattr(options, "main_grad", None)
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in results if x is not None))
+        return (total.to(source.acc_dtype), *results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        upstream, none = grads[0], len(ctx.needs_input_grad)
+        if upstream is None:
+            return (None,) * none
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "linear_policy_loss: the gradients formed in the forward went to the first "
+                "backward; a second one needs a second forward"
+            )
+        formed, ctx.gradients = ctx.gradients, None
+        found: list[Tensor | None] = []
+        for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
+            if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's
+                grad.masked_fill_(upstream == 0.0, 0.0)  # as in `_times`
+                ctx.main_grad.buffer.addcmul_(grad, upstream)
+                grad = ctx.main_grad.dummy_wgrad()
+            elif grad is not None:
+                grad = _times(upstream, grad, dtype)
+            found.append(grad)
+        return (None, None, None, None, *found, *(None for _ in range(none - 4 - len(found))))
+
+
+def _anchor(tensors: tuple[Tensor | None, ...]) -> Tensor:
+    """No number, with a graph that reaches all tensors which require a gradient, and holds none.
+
+    Gradients that are differentiated again must raise for them (`once_differentiable`).
+    """
+    learning = [x for x in tensors if x is not None and x.requires_grad]
+    # float32: autocast joins no float16 tensors on a CPU.
+    parts = [x[..., :0].flatten().float() for x in learning]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _times(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad times upstream in a dtype; exactly 0 where upstream is 0, though grad may be NaN."""
+    # In place where it can be: it is ours alone, and may be of the weight's size.
+    out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
+    torch.mul(grad, upstream, out=out)
+    return out.masked_fill_(upstream == 0.0, 0.0)

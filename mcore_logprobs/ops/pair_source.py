@@ -1,0 +1,175 @@
+"""Two sources of the same tokens side by side: a chunk of either, of the same rows and columns.
+
+Either may be given logits or a head. Where the student is a head its tiles decide, and a teacher's
+head is cut alike; where it is given, the teacher's tiles do. Gradients are the student's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.ops.head import HeadLogits
+from mcore_logprobs.ops.source import GivenLogits, Placed, Write
+
+AnySource = GivenLogits | HeadLogits
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Both sides' options, and how many of the tensors are the student's.
+
+    Attributes:
+        backend: as the caller named it.
+    """
+
+    student: Any
+    teacher: Any
+    count: int
+    backend: str
+    segments: None = None
+
+    def bind(self, *tensors: Any) -> PairSource:
+        own, (index, *other) = tensors[: self.count], tensors[self.count :]
+        return PairSource(self, self.student.bind(*own), self.teacher.bind(*other), index)
+
+
+class PairSource:
+    """A student and a teacher as a `Source`, whose chunks bring the teacher's as `Placed.other`.
+
+    Args:
+        index: `[n]` int64, which token of a given teacher stands at each row; None: in order.
+    """
+
+    def __init__(
+        self, options: PairOptions, student: AnySource, teacher: AnySource, index: Tensor | None
+    ) -> None:
+        self.options, self.student, self.teacher, self.index = options, student, teacher, index
+        # Constants: no gradient is formed of them.
+        others = (None if x is None else x.detach() for x in teacher.tensors)
+        self.tensors = (*student.tensors, index, *others)
+        self.shard, self.lead, self.count = student.shard, student.lead, student.count
+        self.device, self.acc_dtype = student.device, student.acc_dtype
+        self.temperature, self.linear = student.temperature, False
+        self.recomputed = student.recomputed
+        self.flatten_rows, self.unflatten = student.flatten_rows, student.unflatten
+        self.pack, self.unpack = student.pack, student.unpack
+        self.rows_at_a_time = partial(student.rows_at_a_time, copies=2)  # of either side
+
+    def backend(self, placed: Placed) -> backends.Backend:
+        """What computes a chunk of both sides."""
+        assert placed.other is not None
+        return backends.select(self.options.backend, placed.chunk.logits, placed.other.logits)
+
+    def tiles(self) -> Iterator[PairTile]:
+        student, teacher = self.student, self.teacher
+        if isinstance(student, HeadLogits) and isinstance(teacher, HeadLogits):
+            # A teacher's tile is gathered on every rank, also on one without true vocabulary.
+            for own, other in zip(student.tiles(), teacher.tiles(), strict=True):
+                yield PairTile(own, own.rows, own.chunks, other.block)
+        elif isinstance(student, HeadLogits):
+            assert isinstance(teacher, GivenLogits)
+            for own in student.tiles():
+                of_teacher = partial(teacher.rectangle, own.rows, index=self.index)
+                yield PairTile(own, own.rows, own.chunks, of_teacher)
+        elif isinstance(teacher, HeadLogits):
+            for other in teacher.tiles():
+                blocks = list(row_chunks(student.shard.width, teacher.options.tiling.columns))
+                yield self._of_given(student, other.rows, blocks, other.block)
+        else:
+            step = max(1, student.count)
+            if not (student.is_one_view and teacher.is_one_view):
+                step = self.rows_at_a_time(student.shard.width)  # some rows are copied
+            for rows in row_chunks(student.count, step):
+                blocks = [slice(0, student.shard.width)]
+                yield self._of_given(student, rows, blocks, partial(teacher.rectangle, rows))
+
+    def _of_given(
+        self,
+        student: GivenLogits,
+        rows: slice,
+        blocks: list[slice],
+        of_teacher: Callable[[slice], Chunk],
+    ) -> PairTile:
+        def chunks() -> Iterator[Placed]:
+            return (Placed(rows, block, student.rectangle(rows, block)) for block in blocks)
+
+        return PairTile(student, rows, chunks, of_teacher)
+
+    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> PairGradient:
+        return PairGradient(self.student.gradient(needs[: len(self.student.tensors)]))
+
+
+@dataclass(frozen=True)
+class PairTile:
+    """Some rows of both.
+
+    Attributes:
+        own: the student's tile.
+        own_chunks: gives its chunks.
+        of_teacher: gives the teacher's chunk of these rows, by columns.
+    """
+
+    own: Any
+    rows: slice
+    own_chunks: Callable[[], Iterator[Placed]]
+    of_teacher: Callable[[slice], Chunk]
+
+    def chunks(self) -> Iterator[Placed]:
+        for placed in self.own_chunks():
+            yield placed._replace(other=self.of_teacher(placed.columns))
+
+
+class PairGradient:
+    """The student's gradient, tile by tile of the pair."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def collect(self, tile: PairTile, placed: Placed, write: Write) -> None:
+        self._own.collect(tile.own, placed, write)
+
+    def end_tile(self, tile: PairTile) -> None:
+        self._own.end_tile(tile.own)
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        return self._own.finish()
+
+
+def beside(student: AnySource, teacher: AnySource, backend: str) -> PairSource:
+    """The pair, both sides' rows in one order.
+
+    Raises:
+        ValueError: a backend asked for by name that cannot serve both sides.
+    """
+    index: Tensor | None = None
+    options: Any = teacher.options
+    if isinstance(student, GivenLogits):
+        if isinstance(teacher, GivenLogits):
+            # Both in the student's order.
+            options = replace(options, order=student.options.order)
+            teacher = options.bind(*teacher.tensors)
+        else:
+            student = student.in_token_order()
+    elif isinstance(teacher, HeadLogits):
+        own = student.options
+        options = replace(options, tiling=own.tiling, selection=own.selection)
+        teacher = options.bind(*teacher.tensors)
+    else:
+        teacher = teacher.in_token_order()
+        if student.options.selection is not None or student.options.sequence_parallel:
+            tokens = torch.arange(student.lead.numel(), device=student.device)
+            index = student.flatten_rows(tokens.view(student.lead))
+    sides = (
+        x.logits if isinstance(x, GivenLogits) else x.weight[:0, :1] for x in (student, teacher)
+    )
+    backends.select(backend, *sides)
+    pair = PairOptions(student.options, teacher.options, len(student.tensors), backend)
+    return PairSource(pair, student, teacher, index)
