@@ -484,16 +484,22 @@ def failures(cases: Sequence[Case]) -> list[str]:
         some = [case for case in cases if case.setting["tp"] == tp]
         answers = get_pool(tp).run_many(on_rank, some) if tp > 1 else map(_here, some)
         for case, answer in zip(some, answers, strict=True):
-            try:
-                if isinstance(answer, RankError):
-                    raise next(e for e in answer.errors if e is not None)
-                if isinstance(answer, Exception):
-                    raise answer
-                check(case, answer)
-            except Exception as error:
-                reason = (str(error).strip() or "?").splitlines()[0]
-                found.append(f"{case}\n    {type(error).__name__}: {reason}")
+            found += told(case, answer)
     return found
+
+
+def told(case: Case, answer: Any) -> list[str]:
+    """How to rerun a case and why it fails, from what the ranks found or raised; or nothing."""
+    try:
+        if isinstance(answer, RankError):
+            raise next(e for e in answer.errors if e is not None)
+        if isinstance(answer, Exception):
+            raise answer
+        check(case, answer)
+    except Exception as error:
+        reason = (str(error).strip() or "?").splitlines()[0]
+        return [f"{case}\n    {type(error).__name__}: {reason}"]
+    return []
 
 
 def _here(case: Case) -> Any:
