@@ -186,9 +186,8 @@ def policy_case(
     rows: int, width: int, h: int = 4, chunk_size: int | None = None, seed: int = 0
 ) -> Case:
     """`linear_policy_loss` with all other settings as they are by default."""
-    setting = {
-        name: v[0] for name, v in axes_of(OPERATIONS["linear_policy_loss"], "hidden").items()
-    }
+    op = OPERATIONS["linear_policy_loss"]
+    setting = {name: values[0] for name, values in axes_of(op, "hidden").items()}
     setting |= {"lead": f"[{rows}]", "vocab": width, "h": h, "chunk_size": chunk_size}
     return Case(op.name, setting, seed)
 
