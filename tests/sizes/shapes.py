@@ -193,9 +193,9 @@ def policy_case(
 
 
 def sample_case(op: str) -> Case:
-    """V 200064 over TP 32, two blocks; a row behind the first tile; other settings by default."""
+    """V 151936 over TP 32, two blocks; a row behind the first tile; other settings by default."""
     row = {name: values[0] for name, values in axes("hidden").items()}
-    told = {"op": op, "source": "hidden", "vocab": 200064, "share": 32, "off": 1}
+    told = {"op": op, "source": "hidden", "vocab": 151936, "share": 32, "off": 1}
     if op in _IN_WHOLE_ROWS:
-        told["chunk_size"] = 1000
+        told["chunk_size"] = 300
     return case_of(row | told, seed=1)
