@@ -118,6 +118,8 @@ def case_of(row: Setting, seed: int = 0) -> Case:
     rng = random.Random(seed)
     options = {name: rng.choice(values) for name, values in op.options.items()}
     setting |= options if op.allowed(setting | options) else {}
+    if "invariant_segments" in op.options:  # a kernel for each width: test_large.py has them
+        setting["invariant_segments"] = None
     statistics = ("entropy", "target_rank", "sum_pi_squared")
     setting |= {name: True for name in statistics if name in op.options}
     if "k" in known:
