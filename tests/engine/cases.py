@@ -22,7 +22,7 @@ from tests.ops import OPERATIONS
 
 WIDTH, LORA_RANK = 8, 3
 LEADS = {"[s, b]": (6, 2), "[n]": (12,), "[a, b, c]": (2, 3, 2)}
-UNUSUAL_LEADS = {"[]": (), "[1]": (1,), "[0]": (0,), "[4, 0]": (4, 0)}
+UNUSUAL_LEADS = ("[]", "[1]", "[0]", "[4, 0]")
 Setting = dict[str, Any]
 
 # ---- budgets -------------------------------------------------------------------------------------
@@ -101,6 +101,11 @@ SEVERAL_RANKS = (  # so are these
 )
 
 
+def shape_of(lead: str) -> tuple[int, ...]:
+    """A leading shape by its name, or as it is written: "[2200]", "[1100, 2]"."""
+    return LEADS[lead] if lead in LEADS else tuple(ast.literal_eval(lead))
+
+
 def axes_of(op: Operation, source: str) -> dict[str, Sequence[Any]]:
     axes = AXES | (HIDDEN_AXES if source == "hidden" else LOGITS_AXES) | op.axes | op.options
     without = op.without if op.differentiable else (*op.without, "hooks", "checkpoint", "upstream")
@@ -110,8 +115,9 @@ def axes_of(op: Operation, source: str) -> dict[str, Sequence[Any]]:
 def allowed(op: Operation, setting: Setting) -> bool:
     """Whether settings, some of which may be missing, go together."""
     s = setting.get
+    flat = "lead" in setting and len(shape_of(setting["lead"])) == 1
     return op.allowed(setting) and not (
-        (s("lead") == "[n]" and (s("layout") == "transposed" or s("temperature") == "sequence"))
+        (flat and (s("layout") == "transposed" or s("temperature") == "sequence"))
         or (s("sequence_parallel") and s("tp") == 1)
         or (s("dtype") == "float64" and s("logits_dtype", "float32") != "float32")
         or (s("gradient_accumulation_fusion") and s("frozen") == "weight")
@@ -246,8 +252,8 @@ class Problem:
 
     def __init__(self, case: Case) -> None:
         s, op = case.setting, case.operation
-        lead, dtype = (LEADS | UNUSUAL_LEADS)[s["lead"]], getattr(torch, s["dtype"])
-        columns = s.get("vocab", VOCAB)
+        lead, dtype = shape_of(s["lead"]), getattr(torch, s["dtype"])
+        columns, width = s.get("vocab", VOCAB), s.get("h", WIDTH)
         true, ignored = s.get("vocab_size") or columns, s.get("ignored", False)
         generator = case.generator("tensors")
         self.rows = named_rows(s.get("rows"), math.prod(lead), generator)
@@ -256,12 +262,12 @@ class Problem:
         if case.source == "logits":
             self.head = {"logits": draw.logits()}
         else:
-            self.head = {"hidden": draw.spread(*lead, WIDTH), "weight": draw.spread(columns, WIDTH)}
+            self.head = {"hidden": draw.spread(*lead, width), "weight": draw.spread(columns, width)}
             self.head["hidden"] *= 12.0 if s["values"] == "large" else 1.0
         if s.get("bias"):
             self.head["bias"] = draw.spread(columns)
         if s.get("lora"):
-            self.head["A"] = draw.spread(LORA_RANK, WIDTH, step=1 / 4)
+            self.head["A"] = draw.spread(LORA_RANK, width, step=1 / 4)
             self.head["B"] = draw.spread(columns, LORA_RANK, step=1 / 4)
         self.side = op.side(draw)
         kind = s.get("temperature", "one")
@@ -327,6 +333,9 @@ def parse(words: Sequence[str]) -> Case:
     setting = {name: values[0] for name, values in axes_of(OPERATIONS[op], source).items()}
     for word in told:
         name, _, value = word.partition("=")
+        if name == "lead":
+            setting[name] = value
+            continue
         try:
             setting[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -39,10 +39,10 @@ class Draw:
         return torch.randn((*self.lead, *shape), generator=self.generator).to(self.dtype)
 
     def spread(self, *shape: int, step: float = 1 / 16) -> Tensor:
-        """Numbers within +-2. Where products are rounded to a lower precision, multiples of `step`:
-        their products are exact before, so that there is one way to round them."""
+        """Numbers within +-2. Where products are rounded to a lower precision, or the case says
+        `exact`, multiples of `step`: then products are exact, and so is which one is larger."""
         x = 4.0 * torch.rand(shape, generator=self.generator, dtype=torch.float64) - 2.0
-        if self.setting.get("logits_dtype", "float32") != "float32":
+        if self.setting.get("logits_dtype", "float32") != "float32" or self.setting.get("exact"):
             x = (x / step).round() * step
         return x.to(self.dtype)
 
@@ -75,7 +75,7 @@ class Draw:
     def distinct_ids(self, k: int) -> Tensor:
         """int64 `[..., k]`, each id at most once a row."""
         noise = torch.rand(*self.lead, self.vocab, generator=self.generator)
-        return noise.argsort(-1)[..., :k]
+        return noise.topk(k, largest=False).indices
 
     def target(self) -> Tensor:
         """int64 `[...]`, ignore_index in the rows that are left out."""

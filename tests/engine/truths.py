@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,24 +150,25 @@ def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
     return z
 
 
-def splitmix(state: int, number: int) -> int:
-    """The number-th output of SplitMix64 from a state."""
-    bits = (state + number * 0x9E3779B97F4A7C15) % 2**64
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
-    return bits ^ (bits >> 31)
+def splitmix(state: Any, number: Any) -> Any:
+    """The number-th output of SplitMix64 from a state; both uint64 arrays or integers."""
+    state, number = (np.asarray(x).astype(np.uint64) for x in (state, number))
+    with np.errstate(over="ignore"):  # modulo 2^64
+        bits = state + number * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def drawn(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     logp = kept_logits(z, o).log_softmax(-1)
     flat = logp.reshape(-1, logp.shape[-1])
-    seeds = torch.as_tensor(side["seed"]).expand(logp.shape[:-1]).flatten().tolist()
-    ids = torch.zeros(len(flat), dtype=torch.int64)
-    for row, seed in enumerate(seeds):
-        stream = splitmix(splitmix(seed, 1), row + 1)
-        uniform = [(splitmix(stream, i + 1) // 2**12 + 0.5) / 2**52 for i in range(flat.shape[1])]
-        ids[row] = (flat[row].double() - torch.tensor(uniform).double().log().neg().log()).argmax()
-    ids = ids.view(logp.shape[:-1])
+    seeds = torch.as_tensor(side["seed"]).expand(logp.shape[:-1]).reshape(-1, 1).numpy()
+    row = o["first_row"] + np.arange(len(flat)).reshape(-1, 1)
+    stream = splitmix(splitmix(seeds, 1), row + 1)
+    bits = splitmix(stream, np.arange(1, flat.shape[1] + 1)) >> np.uint64(12)
+    uniform = torch.from_numpy((bits.astype(np.float64) + 0.5) / 2.0**52)
+    ids = (flat.double() - uniform.log().neg().log()).argmax(-1).view(logp.shape[:-1])
     return {"ids": ids, "logprobs": take(logp, ids)}
 
 
