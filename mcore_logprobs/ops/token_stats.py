@@ -74,7 +74,12 @@ class Statistics(Operation):
             parts = [local_row_stats(source, (), local_target, self.spec)]
         stats = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return finalize_shards(
-            stats, self.spec, group, valid_mask=valid_mask, label_smoothing=self.label_smoothing
+            stats,
+            self.spec,
+            group,
+            source.multiplier,
+            valid_mask=valid_mask,
+            label_smoothing=self.label_smoothing,
         )
 
     def write_dlogits(

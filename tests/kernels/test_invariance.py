@@ -70,7 +70,7 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
             )
             for shard, own in shards(some, target[rows], tp)
         ]  # fmt: skip
-        return merge(torch.cat(parts), EVERYTHING, ordered=True)
+        return merge(torch.cat(parts), EVERYTHING, multiplier=some.multiplier, ordered=True)
 
     everything = torch.arange(ROWS, device=DEVICE)
     alone = stats_on(1, everything, triton_backend)
@@ -153,7 +153,8 @@ class Compiled:
             )
             for shard, own in self.shards(tp, rows)
         ]  # fmt: skip
-        return merge(torch.cat(parts), self.spec, ordered=True)
+        multiplier = 1.0 / self.temperature[rows].double()
+        return merge(torch.cat(parts), self.spec, multiplier=multiplier, ordered=True)
 
     def gradient(self, tp: int, rows: Tensor, *, inplace: bool = False) -> Tensor:
         parts = []
