@@ -15,6 +15,7 @@ from mcore_logprobs.kernels.chunk import (
     gather_columns,
     row_chunks,
     times_multiplier,
+    unscaled_logits,
 )
 from mcore_logprobs.kernels.pairs import pair_grad, pair_stats, pair_sums
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, no_columns
@@ -55,9 +56,10 @@ def stats(
     Args:
         target: `[n]` int64, a column of this chunk, or -1 where the target is not in it.
         spec: which statistics are wanted.
-        threshold: `[n]`, with `spec.rank`: the target's value, against which `higher` counts.
-            Raw logits in the logits' own units without a bias (the way from y to z increases, and
-            raw values compare exactly on every backend), x with one.
+        threshold: with `spec.rank`: the target's raw logit `[n]`, or with a bias `[2, n]`, that
+            and its bias. `higher` counts columns whose x is larger than the target's, which is made
+            here as the columns' own are: a softcap may make equals of different raw logits, and
+            equal raw logits must not differ by how a tanh is rounded.
         block: columns a block. Part i is then of columns `[i * block, (i + 1) * block)`, and a
             row's bits depend on its own numbers and on `block` alone: every reduction runs over
             `block` neighbouring numbers in fresh memory, the last block filled up with -inf, so
@@ -91,7 +93,7 @@ def stats(
         first["target"].copy_(gather_target(x, own, 0.0))
         if spec.rank:
             assert threshold is not None
-            first["higher"].copy_(_count(raw if chunk.bias is None else x, own, threshold[part]))
+            first["higher"].copy_(_count_higher(some, x, own, threshold[..., part]))
         is_copy = raw.dtype != dtype or not some.is_raw
         memory = x if is_copy else None  # a copy may be overwritten, the caller's logits not
         if buffer is not None:
@@ -140,13 +142,23 @@ def _reduce_blocks(
         part["squares"].copy_(weight.square_().sum(-1).t())
 
 
-def _count(values: Tensor, target: Tensor, threshold: Tensor) -> Tensor:
-    # The threshold came from a value of this dtype, so that the way back is exact. The target's own
-    # column is left out by name: on another path its value may differ from the threshold by an ulp.
-    limit = threshold.to(values.dtype)
-    higher = (values > limit.unsqueeze(-1)).sum(-1)
-    own = gather_target(values, target, -torch.inf) > limit
-    return higher - own.long()
+def _count_higher(chunk: Chunk, x: Tensor, target: Tensor, threshold: Tensor) -> Tensor:
+    """How many unscaled logits x `[n, valid]` are above the target's; `stats` has the arguments."""
+    raw = chunk.logits[:, : chunk.valid]
+    own, *bias = threshold.view(-1, threshold.shape[-1]).unsqueeze(-1)
+    limit = own.to(raw.dtype)  # it came from a logit of this dtype: exact
+    # Without a bias x rises with y: raw logits decide, where no softcap makes them equal.
+    higher = raw > limit if chunk.bias is None else x.new_ones(x.shape, dtype=torch.bool)
+    if not chunk.is_raw:
+        higher &= x > unscaled_logits(
+            limit,
+            logit_scale=chunk.logit_scale,
+            softcap=chunk.softcap,
+            bias=bias[0] if bias else None,
+        )
+    # The target's own column is left out by name: on another path its value may differ from the
+    # threshold by an ulp.
+    return higher.sum(-1) - gather_target(higher, target, 0.0).long()
 
 
 def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None:

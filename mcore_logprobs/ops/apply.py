@@ -270,7 +270,7 @@ def local_row_stats(
     Args:
         chunks: what covers n rows, whose first is the first of the n.
         column: `[n]`, the target's column in the shard or -1.
-        threshold: `[n]`, with `spec.rank` only: as in `kernels.reference.stats`.
+        threshold: with `spec.rank` only: as in `kernels.reference.stats`.
     """
     segments: Segments | None = source.options.segments
     block = of_a_segment = None
@@ -295,7 +295,7 @@ def local_row_stats(
                 some.chunk,
                 some.local(column[own]),
                 spec,
-                threshold=None if threshold is None else threshold[own],
+                threshold=None if threshold is None else threshold[..., own],
                 block=block,
                 chunk_size=source.rows_at_a_time(some.chunk.logits.shape[1]),
             )

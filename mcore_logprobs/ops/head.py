@@ -361,9 +361,10 @@ class HeadTile:
         """By one dot product a row."""
         row = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
         entries = Entries(row, local_target)
-        if self.head.bias is not None:
-            return self.unscaled_logits(entries)
-        return torch.where(local_target >= 0, self.raw_entries(entries), 0.0)
+        found, bias = self.raw_entries(entries), self.head.bias
+        if bias is not None:
+            found = torch.stack([found, bias[local_target.clamp(min=0)].to(found.dtype)])
+        return torch.where(local_target >= 0, found, 0.0)
 
     def unscaled_logits(self, entries: Entries) -> Tensor:
         head, bias = self.head, self.head.bias

@@ -82,9 +82,8 @@ class Tile(Protocol):
         """Chunks of whole rows, all of this rank's columns: without bias and softcap left to do."""
 
     def target_logits(self, local_target: Tensor) -> Tensor:
-        """The logit of each row's target, `[rows]`, against which its rank is counted; 0 where -1.
-
-        Raw; unscaled where there is a bias, for then raw logits do not say which one is higher.
+        """The raw logit of each row's target, `[rows]`, against which its rank is counted; 0 where
+        -1. With a bias `[2, rows]`, that and the bias there.
         """
 
     def unscaled_logits(self, entries: Entries) -> Tensor:

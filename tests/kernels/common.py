@@ -91,15 +91,10 @@ def make_target(rows: int, valid: int, logits: Tensor) -> Tensor:
 
 
 def make_threshold(chunk: Chunk, target: Tensor) -> Tensor:
-    """What `higher` counts against: the target's value, any near the row's where there is none."""
-    column = target.clamp(min=0).unsqueeze(-1)
-    if chunk.bias is None:
-        return chunk.logits.float().gather(-1, column).squeeze(-1)
-    # No other column may be within an ulp of it, for z is rounded in several ways; the target's own
-    # value is above it and does not count.
-    value = chunk.unscaled().gather(-1, column).squeeze(-1)
-    below = torch.nextafter(value, torch.full_like(value, -torch.inf))
-    return torch.where(target < 0, value + 1e-3, below)
+    """What `higher` counts against: the target's logit, or the first column's; and its bias."""
+    column = target.clamp(min=0)
+    raw = chunk.logits.float().gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    return raw if chunk.bias is None else torch.stack([raw, chunk.bias[column]])
 
 
 def make_chunk(

@@ -66,7 +66,7 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
         parts = [
             segment_stats(
                 module, shard, own, EVERYTHING, Segments.of(SEGMENTS, width, tp),
-                threshold=threshold[rows], chunk_size=ROWS,
+                threshold=threshold[..., rows], chunk_size=ROWS,
             )
             for shard, own in shards(some, target[rows], tp)
         ]  # fmt: skip
@@ -264,7 +264,7 @@ def test_a_row_is_split_by_its_width_alone_where_it_must_not_vary(bias):
     def found(rows: Tensor, given: Tensor) -> Tensor:
         return segment_stats(
             triton_backend, replace(chunk, logits=given), target[rows], spec, segments,
-            threshold=threshold[rows], chunk_size=16,
+            threshold=threshold[..., rows], chunk_size=16,
         )  # fmt: skip
 
     everything = torch.arange(3, device=DEVICE)

@@ -70,6 +70,19 @@ def tanh(x):
 
 
 @triton.jit
+def before_bias(y, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """`unscaled` up to the bias."""
+    x = y
+    capped = y
+    if HAS_SOFTCAP:
+        capped = tanh(y * scale)
+        x = capped * softcap
+    elif HAS_BIAS:
+        x = y * scale
+    return x, capped
+
+
+@triton.jit
 def unscaled(y, bias_ptr, columns, mask, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """x of raw logits `y` in float32 (`kernels.chunk`); the caller masks afterwards.
 
@@ -81,18 +94,12 @@ def unscaled(y, bias_ptr, columns, mask, scale, softcap, HAS_SOFTCAP: tl.constex
     Returns:
         (x, tanh(logit_scale * y / softcap), or any number where there is no softcap).
     """
-    x = y
-    capped = y
-    if HAS_SOFTCAP:
-        capped = tanh(y * scale)
-        x = capped * softcap
+    x, capped = before_bias(y, scale, softcap, bias_ptr is not None, HAS_SOFTCAP)
     if bias_ptr is not None:
         if mask is None:
             bias = tl.load(bias_ptr + columns)
         else:
             bias = tl.load(bias_ptr + columns, mask=mask, other=0.0)
-        if not HAS_SOFTCAP:
-            x = y * scale
         x += bias.to(tl.float32)
     return x, capped
 

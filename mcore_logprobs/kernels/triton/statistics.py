@@ -17,6 +17,7 @@ from mcore_logprobs.kernels.stats import StatsSpec, merge
 from mcore_logprobs.kernels.triton.common import (
     UNIT,
     Plan,
+    before_bias,
     block_plan,
     clamped,
     exp,
@@ -39,6 +40,18 @@ from mcore_logprobs.kernels.triton.operators import (
 
 
 @triton.jit
+def _is_higher(y, x, limit, limit_x, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Whether x is above the target's; where raw logits y are equal, so are x without a bias."""
+    if HAS_BIAS:
+        above = x > limit_x
+    elif HAS_SOFTCAP:
+        above = (y > limit) & (x > limit_x)
+    else:
+        above = y > limit
+    return above
+
+
+@triton.jit
 def _accumulate(
     group_max,  # [groups], the running maximum of x
     total,  # [groups], sum exp(d), d = multiplier * (x - group_max)
@@ -50,6 +63,7 @@ def _accumulate(
     y,  # [groups, lanes], raw logits; -inf where masked
     bias_ptr,
     limit,
+    limit_x,
     pivot,
     start,
     stop,
@@ -75,10 +89,8 @@ def _accumulate(
     if MASKED:
         x = tl.where(mask, x, float("-inf"))
     if RANK:
-        if bias_ptr is None:
-            higher += tl.sum((y > limit).to(tl.int32), 1)
-        else:
-            higher += tl.sum((x > limit).to(tl.int32), 1)
+        above = _is_higher(y, x, limit, limit_x, bias_ptr is not None, HAS_SOFTCAP)
+        higher += tl.sum(above.to(tl.int32), 1)
     if SMOOTHING:
         is_finite = x != float("-inf")
         zsum += tl.sum(tl.where(is_finite, x - pivot, 0.0), 1)
@@ -110,7 +122,7 @@ def _accumulate(
 def stats_kernel(
     logits_ptr,  # [n, v], rows any stride apart
     target_ptr,  # [n] int64
-    threshold_ptr,  # [n] float32, or None: no rank
+    threshold_ptr,  # [n] float32, the target's raw logit; with a bias [2, n]; None: no rank
     bias_ptr,  # [v], or None
     temperature_ptr,  # [n], or None
     out_ptr,  # [splits, fields, n] float32
@@ -144,10 +156,12 @@ def stats_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     multiplier = over_temperature(multiplier, row, temperature_ptr)
     limit = 0.0
+    limit_x = 0.0
     if HIGHER >= 0:
-        limit = tl.load(threshold_ptr + row).to(tl.float32)
-        if bias_ptr is None:
-            limit = limit.to(logits_ptr.dtype.element_ty).to(tl.float32)
+        limit = tl.load(threshold_ptr + row).to(logits_ptr.dtype.element_ty).to(tl.float32)
+        limit_x, _ = before_bias(limit, scale, softcap, bias_ptr is not None, HAS_SOFTCAP)
+        if bias_ptr is not None:
+            limit_x += tl.load(threshold_ptr + rows + row).to(tl.float32)
 
     # What logits are summed about: any number near theirs.
     pivot = 0.0
@@ -171,7 +185,8 @@ def stats_kernel(
     for at in tl.range(start, whole, TILE, num_stages=3):
         y = tl.load(row_ptr + at + offsets)
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, limit_x,
+            pivot,
             at, end, scale, softcap, multiplier, False, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
@@ -179,7 +194,8 @@ def stats_kernel(
         rest = whole + offsets
         y = tl.load(row_ptr + rest, mask=rest < end, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, limit_x,
+            pivot,
             whole, end, scale, softcap, multiplier, True, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
@@ -187,7 +203,8 @@ def stats_kernel(
         rest = end + tl.arange(0, GROUPS)[:, None]
         y = tl.load(row_ptr + rest, mask=rest < stop, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, limit_x,
+            pivot,
             end, stop, scale, softcap, multiplier, True, 1, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
@@ -216,8 +233,8 @@ def stats_kernel(
         tl.store(out + SQUARES * rows, tl.sum(squares * decay * decay, 0))
     if HIGHER >= 0:
         # Not counted by name, as its value may differ from the limit by an ulp.
-        own_value = own_y if bias_ptr is None else own_x
-        counted = (own & (own_value > limit)).to(tl.int32)
+        above = _is_higher(own_y, own_x, limit, limit_x, bias_ptr is not None, HAS_SOFTCAP)
+        counted = (own & above).to(tl.int32)
         tl.store(out + HIGHER * rows, (tl.sum(higher, 0) - counted).to(tl.float32))
     if ZSUM >= 0:
         count = tl.sum(finite, 0).to(tl.float32)
@@ -282,10 +299,11 @@ def launch_stats(
     logits, rows = chunk.logits, chunk.logits.shape[0]
     out = logits.new_empty((plan.splits, len(spec.fields), rows), dtype=torch.float32)
     assert threshold is not None or not spec.rank
+    limits = threshold.contiguous() if threshold is not None and spec.rank else None
     if rows:
         launch(
             stats_kernel, rows * plan.splits,
-            logits, with_unit_stride(target), with_unit_stride(threshold if spec.rank else None),
+            logits, with_unit_stride(target), limits,
             with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature), out,
             rows, logits.stride(0) if rows > 1 else 0,  # of one row it may be any number
             chunk.valid, plan.columns, plan.splits, *transform(chunk),
