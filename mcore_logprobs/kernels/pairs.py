@@ -24,8 +24,8 @@ The other kinds need both log-sum-exps first and a second pass. With M = beta q 
     total_variation    sum |p - q| / 2
 
 It sums each column's share of the divergence, and p times the share's derivative by p, from which
-the gradient follows. log 0 is `LOG_ZERO`, so that a column that one of the two lacks costs much,
-but not infinitely much.
+the gradient follows. log 0 of a logit of -inf is `LOG_ZERO`, so that a column that one of the two
+lacks costs much, but not infinitely much.
 
 `pair_stats`, `pair_sums` and `pair_grad` are the torch backend's: eager, readable, the ground
 truth.
@@ -86,9 +86,12 @@ def _log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
     """`[n, valid]`, new, in the dtype of the normaliser `[2, n]`."""
     row_max, log_sum = norm.unsqueeze(-1)
     shifted = chunk.unscaled(norm.dtype) - row_max
-    return (
-        times_multiplier(shifted, chunk.multiplier, out=shifted).sub_(log_sum).clamp_(min=LOG_ZERO)
-    )
+    return _bounded(times_multiplier(shifted, chunk.multiplier, out=shifted).sub_(log_sum))
+
+
+def _bounded(log_ratios: Tensor) -> Tensor:
+    """-inf as LOG_ZERO, in place; a finite number stays, however small it is, and NaN NaN."""
+    return log_ratios.masked_fill_(log_ratios.isneginf(), LOG_ZERO)
 
 
 def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int) -> Tensor:
@@ -132,7 +135,7 @@ def _about(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
     empty = row_max.isneginf()
     shifted = x - torch.where(empty, 0.0, row_max)
     times_multiplier(shifted, multiplier, out=shifted)
-    return shifted.clamp_(min=LOG_ZERO).masked_fill_(empty, 0.0)
+    return _bounded(shifted).masked_fill_(empty, 0.0)
 
 
 def merge_pairs(stats: Tensor, spec: PairSpec, multipliers: Multipliers = (1.0, 1.0)) -> Tensor:
@@ -159,7 +162,7 @@ def merge_pairs(stats: Tensor, spec: PairSpec, multipliers: Multipliers = (1.0, 
 def _merge_max(parts: Tensor, multiplier: float | Tensor) -> tuple[Tensor, Tensor]:
     row_max = parts.amax(0)
     shift = parts - torch.where(row_max.isneginf(), 0.0, row_max)
-    return row_max, times_per_row(shift, multiplier).clamp(min=LOG_ZERO)
+    return row_max, _bounded(times_per_row(shift, multiplier))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from mcore_logprobs.kernels.triton.sides import (
     FORWARD,
     REVERSE,
     SIDE_POINTERS,
+    instead_of_infinity,
     load_side,
     load_softmax,
     log_probs,
@@ -51,7 +52,7 @@ STATS = tl.constexpr(PAIR_STATS)
 
 @triton.jit
 def _base(group_max):
-    """What to subtract from a side's logits, and the least that a difference counts as.
+    """What to subtract from a side's logits, and what a difference of -inf counts as.
 
     Where all is -inf so far both are 0: such a side has no log-probability yet to be far from.
     """
@@ -82,8 +83,8 @@ def _merged(max_s, sum_s, max_t, sum_t, cross, multiplier_s, multiplier_t, KIND:
     shift_t = (max_t - base_t) * multiplier_t
     decay_s = exp(shift_s)
     decay_t = exp(shift_t)
-    shift_s = tl.maximum(shift_s, floor_s)
-    shift_t = tl.maximum(shift_t, floor_t)
+    shift_s = instead_of_infinity(shift_s, floor_s)
+    shift_t = instead_of_infinity(shift_t, floor_t)
     cross = tl.sum(_moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND), 0)
     sum_s = tl.sum(sum_s * decay_s, 0)
     sum_t = tl.sum(sum_t * decay_t, 0)
@@ -108,17 +109,16 @@ def _take_in(
     shift_t = (max_t - base_t) * multiplier_t
     decay_s = exp(shift_s)
     decay_t = exp(shift_t)
-    shift_s = tl.maximum(shift_s, floor_s)
-    shift_t = tl.maximum(shift_t, floor_t)
+    shift_s = instead_of_infinity(shift_s, floor_s)
+    shift_t = instead_of_infinity(shift_t, floor_t)
     cross = _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND)
 
     s = (s - base_s[:, None]) * multiplier_s
     t = (t - base_t[:, None]) * multiplier_t
     weight_s = exp(s)
     weight_t = exp(t)
-    # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
-    s = tl.maximum(s, floor_s[:, None])
-    t = tl.maximum(t, floor_t[:, None])
+    s = instead_of_infinity(s, floor_s[:, None])
+    t = instead_of_infinity(t, floor_t[:, None])
     if KIND == FORWARD:
         cross += tl.sum(weight_t * (t - s), 1)
     elif KIND == REVERSE:

@@ -14,8 +14,8 @@ from torch import Tensor
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import KINDS
 from mcore_logprobs.kernels.triton.common import (
+    LOG_ZERO,
     Plan,
-    clamped,
     exp,
     launch_plan,
     over_temperature,
@@ -92,6 +92,12 @@ def load_side(side, bias_ptr, columns, valid, MASKED: tl.constexpr, HAS_SOFTCAP:
 
 
 @triton.jit
+def instead_of_infinity(x, floor):
+    """x, and `floor` where it is -inf: for what is multiplied by a probability that may be 0."""
+    return tl.where(x == float("-inf"), floor, x)
+
+
+@triton.jit
 def multiplier_of(side):
     """`Chunk.multiplier` of a side's row."""
     _, _, _, multiplier = side
@@ -100,8 +106,8 @@ def multiplier_of(side):
 
 @triton.jit
 def log_probs(x, side, row_max, log_sum):
-    """Log-probabilities, at least LOG_ZERO; a row's NaN is in `row_max` and may be lost here."""
-    return clamped((x - row_max) * multiplier_of(side) - log_sum)
+    """Log-probabilities, LOG_ZERO for -inf; a row's NaN is in `row_max`."""
+    return instead_of_infinity((x - row_max) * multiplier_of(side) - log_sum, LOG_ZERO)
 
 
 @triton.jit
