@@ -270,7 +270,7 @@ def local_row_stats(
     Args:
         chunks: what covers n rows, whose first is the first of the n.
         column: `[n]`, the target's column in the shard or -1.
-        threshold: `[n]`, with `spec.rank` only: as in `kernels.reference.stats`.
+        threshold: with `spec.rank` only: as in `kernels.reference.stats`.
     """
     segments: Segments | None = source.options.segments
     block = of_a_segment = None
@@ -279,12 +279,14 @@ def local_row_stats(
         of_a_segment = -(-segments.width // block)
     # Of rows that begin at the key, by segment, `[parts, k, rows]` each in the order of columns.
     found: dict[int, list[list[Tensor]]] = {}
+    multipliers: dict[int, float | Tensor] = {}
     first = None
     for placed in chunks:
         rows = placed.rows
         first = rows.start if first is None else first
         own = slice(rows.start - first, rows.stop - first)
         parts = found.setdefault(rows.start, [[] for _ in range(segments.local if segments else 1)])
+        multipliers[rows.start] = placed.chunk.multiplier
         calls: Iterable[tuple[int, Placed]] = ((0, placed),)
         if segments is not None and block is not None:
             calls = _by_segment(placed, segments, block)
@@ -293,7 +295,7 @@ def local_row_stats(
                 some.chunk,
                 some.local(column[own]),
                 spec,
-                threshold=None if threshold is None else threshold[own],
+                threshold=None if threshold is None else threshold[..., own],
                 block=block,
                 chunk_size=source.rows_at_a_time(some.chunk.logits.shape[1]),
             )
@@ -304,11 +306,13 @@ def local_row_stats(
         none = no_columns(spec, column.shape[0], like=like)
         return none if segments is None else none.repeat(segments.local, 1, 1)
     if segments is not None:
-        merged = [merge_segments(parts, spec) for parts in found.values()]
+        merged = [merge_segments(parts, spec, multipliers[at]) for at, parts in found.items()]
     else:
         merged = [
-            merge(torch.cat(parts) if len(parts) > 1 else parts[0], spec)
-            for (parts,) in found.values()
+            merge(
+                torch.cat(parts) if len(parts) > 1 else parts[0], spec, multiplier=multipliers[at]
+            )
+            for at, (parts,) in found.items()
         ]
     return merged[0] if len(merged) == 1 else torch.cat(merged, -1)
 
@@ -325,6 +329,7 @@ def finalize_shards(
     stats: Tensor,
     spec: StatsSpec,
     group: ProcessGroup | None,
+    multiplier: float | Tensor,
     *,
     valid_mask: Tensor | None = None,
     label_smoothing: float = 0.0,
@@ -332,12 +337,22 @@ def finalize_shards(
     """`finalize` of this rank's `local_row_stats`: one all-gather over TP."""
     ordered = stats.dim() == 3
     parts = all_gather_dim0(stats if ordered else stats.unsqueeze(0), group)
-    whole = merge(parts, spec, ordered=ordered)
-    return finalize(whole, spec, valid_mask=valid_mask, label_smoothing=label_smoothing)
+    whole = merge(parts, spec, multiplier=multiplier, ordered=ordered)
+    return finalize(
+        whole,
+        spec,
+        multiplier=multiplier,
+        valid_mask=valid_mask,
+        label_smoothing=label_smoothing,
+    )
 
 
 def finalize_shards_with(
-    stats: Tensor, numbers: Tensor, spec: StatsSpec, group: ProcessGroup | None
+    stats: Tensor,
+    numbers: Tensor,
+    spec: StatsSpec,
+    group: ProcessGroup | None,
+    multiplier: float | Tensor,
 ) -> tuple[FinalStats, Tensor]:
     """`finalize_shards`, and numbers `[n, j]` summed over the ranks in the same all-gather.
 
@@ -345,8 +360,8 @@ def finalize_shards_with(
     """
     fields = stats.shape[0]
     shards = all_gather_stack(torch.cat([stats, numbers.t()]), group)
-    whole = merge(shards[:, :fields].contiguous(), spec)
-    return finalize(whole, spec), shards[:, fields:].sum(0).t()
+    whole = merge(shards[:, :fields].contiguous(), spec, multiplier=multiplier)
+    return finalize(whole, spec, multiplier=multiplier), shards[:, fields:].sum(0).t()
 
 
 def no_targets(source: Source, rows: int) -> Tensor:

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
 from mcore_logprobs.kernels.pairs import (
     PAIR_STATS,
     TWO_PASS,
@@ -60,14 +60,18 @@ class Divergence(Operation):
         dtype = pair_dtype(source.acc_dtype, other.acc_dtype)
         stats = torch.zeros(PAIR_STATS, source.count, dtype=dtype, device=source.device)
         stats[0] = stats[2] = -torch.inf  # what a rank without true vocabulary says
+        multipliers = source.multiplier, other.multiplier
+        if index is not None:
+            multipliers = source.multiplier, per_row(other.multiplier, index)
         pairs = _Pairs(source, other, index, self.backend)
         for tile in source.tiles():
             for placed, chunk in pairs.of(tile):
                 kernels, size = pairs.kernels(placed, chunk)
                 found = kernels.pair_stats(placed.chunk, chunk, spec, chunk_size=size)
-                before = stats[:, placed.rows]
-                before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec))
-        done = finalize_pair(merge_pairs(all_gather_stack(stats, group), spec), spec)
+                before, both = stats[:, placed.rows], (placed.chunk.multiplier, chunk.multiplier)
+                before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec, both))
+        whole = merge_pairs(all_gather_stack(stats, group), spec, multipliers)
+        done = finalize_pair(whole, spec)
         value, inner = done.value, done.value
         if spec.two_pass:
             sums = stats.new_zeros(2, source.count)

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.chunk import acc_dtype
+from mcore_logprobs.kernels.chunk import acc_dtype, times_multiplier
 from mcore_logprobs.kernels.stats import (
     RowResults,
     SoftmaxStats,
@@ -55,9 +55,10 @@ class EntryLogits(EntryOperation):
         (local_ids,) = tensors
         values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
         for tile in source.tiles():
-            found = tile.processed_logits(grid_entries(local_ids, tile))
+            found = tile.unscaled_logits(grid_entries(local_ids, tile))
             values[tile.rows] = found.view(-1, local_ids.shape[1])
-        return (all_reduce_sum(values, source.shard.group),), ()
+        values = all_reduce_sum(values, source.shard.group)
+        return (times_multiplier(values, source.multiplier),), ()
 
     def local_ids(self, tensors: Tensors, saved: Tensors) -> Tensor:
         return tensors[0]
@@ -83,17 +84,20 @@ class EntryLogprobs(Operation):
         def with_entries(tile: Tile) -> Iterator[Placed]:
             for placed in tile.chunks():
                 local = placed.local(local_ids[placed.rows])
-                values[placed.rows] += placed.chunk.processed_at(local)
+                values[placed.rows] += placed.chunk.unscaled_at(local)
                 yield placed
 
         for tile in source.tiles():
             none = no_targets(source, tile.rows.stop - tile.rows.start)
             parts.append(local_row_stats(source, with_entries(tile), none, spec))
-        done, values = finalize_shards_with(torch.cat(parts, -1), values, spec, source.shard.group)
+        stats, group, multiplier = torch.cat(parts, -1), source.shard.group, source.multiplier
+        done, values = finalize_shards_with(stats, values, spec, group, multiplier)
         if self.log_softmax:
             # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-            row_max, log_sum = done.softmax.row_max, done.softmax.log_sum
-            values = (values - row_max.unsqueeze(-1)) - log_sum.unsqueeze(-1)
+            values = values - done.softmax.row_max.unsqueeze(-1)
+        values = times_multiplier(values, multiplier)
+        if self.log_softmax:
+            values = values - done.softmax.log_sum.unsqueeze(-1)
         return (torch.where(valid_mask, values, 0.0), done.results.entropy), done.softmax
 
     def write_dlogits(

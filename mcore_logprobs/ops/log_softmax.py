@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.chunk import row_chunks
+from mcore_logprobs.kernels.chunk import row_chunks, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec
 from mcore_logprobs.ops.apply import (
     Operation,
@@ -31,7 +31,8 @@ class LogSoftmax(Operation):
     def forward(self, source: GivenLogits, tensors: Tensors) -> tuple[Tensors, Tensors]:
         none = no_targets(source, source.count)
         stats = local_row_stats(source, source.chunks(), none, StatsSpec())
-        row_max, log_sum, *_ = finalize_shards(stats, StatsSpec(), source.shard.group).softmax
+        done = finalize_shards(stats, StatsSpec(), source.shard.group, source.multiplier)
+        row_max, log_sum, *_ = done.softmax
         shape = (source.count, source.shard.width)
         result = torch.empty(shape, dtype=source.acc_dtype, device=source.device)
         for rows, _, chunk in source.chunks():
@@ -39,9 +40,10 @@ class LogSoftmax(Operation):
                 where = slice(rows.start + part.start, rows.start + part.stop)
                 out = result[where]
                 # Not z - lse: the difference of large numbers is taken exactly.
-                z = chunk.rows(part).processed()
-                torch.sub(z, row_max[where].unsqueeze(-1), out=out[:, : chunk.valid])
-                out[:, : chunk.valid] -= log_sum[where].unsqueeze(-1)
+                some, valid = chunk.rows(part), out[:, : chunk.valid]
+                torch.sub(some.unscaled(), row_max[where].unsqueeze(-1), out=valid)
+                times_multiplier(valid, some.multiplier, out=valid)
+                valid -= log_sum[where].unsqueeze(-1)
                 out[:, chunk.valid :] = -torch.inf
         return (result,), (row_max, log_sum)
 
@@ -65,7 +67,8 @@ class LogSoftmax(Operation):
             for part in row_chunks(len(out), step):
                 where = slice(rows.start + part.start, rows.start + part.stop)
                 some = chunk.rows(part)
-                p = some.processed() - row_max[where].unsqueeze(-1)
+                p = some.unscaled() - row_max[where].unsqueeze(-1)
+                times_multiplier(p, some.multiplier, out=p)
                 p.exp_().mul_(total[where].unsqueeze(-1))
                 dz = torch.sub(wanted[where, :valid], p, out=p)
                 some.to_raw_gradient(dz)

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.stats import IGNORED, RowResults
 from mcore_logprobs.ops.apply import (
     finalize_shards,
@@ -112,6 +113,7 @@ class _PolicyLoss(torch.autograd.Function):
                     local_row_stats(source, chunks, target, spec, threshold),
                     spec,
                     group,
+                    per_row(source.multiplier, rows),
                     valid_mask=mask,
                     label_smoothing=operation.label_smoothing,
                 )

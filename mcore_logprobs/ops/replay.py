@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec, finalize, merge
 from mcore_logprobs.ops.apply import Operation, Tensors, apply
 from mcore_logprobs.ops.arguments import check_target, global_to_local
@@ -36,21 +37,23 @@ class Replay(Operation):
 
     def forward(self, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
         valid_mask, row, local_ids, hit = tensors
-        z = torch.zeros(row.shape, dtype=source.acc_dtype, device=source.device)
+        x = torch.zeros(row.shape, dtype=source.acc_dtype, device=source.device)
         for part, tile in zip(self._parts(), source.tiles(), strict=True):
-            z[part] = tile.processed_logits(Entries(row[part], local_ids[part]))
+            x[part] = tile.unscaled_logits(Entries(row[part], local_ids[part]))
+        multiplier = source.multiplier
         own, spec = local_ids >= 0, StatsSpec()
-        stats = z.new_zeros(len(spec.fields), source.count)
+        stats = x.new_zeros(len(spec.fields), source.count)
         local = spec.named(stats)
         local["max"].fill_(-torch.inf)
-        local["max"].scatter_reduce_(0, row, torch.where(own, z, -torch.inf), "amax")
+        local["max"].scatter_reduce_(0, row, torch.where(own, x, -torch.inf), "amax")
         shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
-        local["sum"].index_add_(0, row, torch.where(own, (z - shift[row]).exp(), 0.0))
-        local["target"].index_add_(0, row, torch.where(own & hit, z, 0.0))
-        merged = merge(all_gather_stack(stats, source.shard.group), spec)
-        results, softmax = finalize(merged, spec)
+        weight = times_multiplier(x - shift[row], per_row(multiplier, row)).exp()
+        local["sum"].index_add_(0, row, torch.where(own, weight, 0.0))
+        local["target"].index_add_(0, row, torch.where(own & hit, x, 0.0))
+        merged = merge(all_gather_stack(stats, source.shard.group), spec, multiplier=multiplier)
+        results, softmax = finalize(merged, spec, multiplier=multiplier)
         # -inf where the target is not among the kept ids, or all of them are -inf.
-        kept = z.new_zeros(source.count).index_add_(0, row, hit.to(z.dtype)) > 0
+        kept = x.new_zeros(source.count).index_add_(0, row, hit.to(x.dtype)) > 0
         finite = ~spec.named(merged)["max"].isneginf()
         logprobs = torch.where(kept & finite, results.logprobs, -torch.inf)
         logprobs = torch.where(softmax.row_max.isnan(), torch.nan, logprobs)
@@ -68,8 +71,9 @@ class Replay(Operation):
         gradient = source.gradient(needs, sparse=True)
         for part, tile in zip(self._parts(), source.tiles(), strict=True):
             entries, g = Entries(row[part], local_ids[part]), on_row[row[part]]
-            z = tile.processed_logits(entries)
-            p = ((z - row_max[entries.row]) - log_sum[entries.row]).exp()
+            below = tile.unscaled_logits(entries) - row_max[entries.row]
+            below = times_multiplier(below, per_row(source.multiplier, entries.row))
+            p = (below - log_sum[entries.row]).exp()
             # A target that was not kept gets nothing, the kept ids what plain torch gives.
             dz = torch.where(g != 0, g * (hit[part].to(g.dtype) - p), 0.0)
             gradient.collect_entries(tile, entries, dz)

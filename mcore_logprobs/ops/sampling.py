@@ -100,7 +100,9 @@ class Filtered(Operation):
         softmax: Tensors = ()
         if spec is not None:
             whole = torch.cat(stats, -1)
-            results, softmax = finalize_shards(whole, spec, shard.group, valid_mask=valid_mask)
+            results, softmax = finalize_shards(
+                whole, spec, shard.group, source.multiplier, valid_mask=valid_mask
+            )
         results = results._replace(logprobs=torch.where(valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
         own_target = torch.where(cut.kept, local_target, -1)

@@ -74,7 +74,12 @@ class Statistics(Operation):
             parts = [local_row_stats(source, (), local_target, self.spec)]
         stats = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return finalize_shards(
-            stats, self.spec, group, valid_mask=valid_mask, label_smoothing=self.label_smoothing
+            stats,
+            self.spec,
+            group,
+            source.multiplier,
+            valid_mask=valid_mask,
+            label_smoothing=self.label_smoothing,
         )
 
     def write_dlogits(
@@ -211,7 +216,8 @@ def vocab_parallel_target_rank(
 
     Shape:
         vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> int64 `[...]`; -1 where
-        the target is ignore_index, or its logit is NaN. Ties count as not higher.
+        the target is ignore_index, or its logit is NaN. Ties count as not higher, also those that
+        the softcap makes.
 
     Collectives: one all-reduce of `[n]` over TP and one all-gather of `[4, n]`. The logits are read
     once.
