@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from typing import Any
@@ -236,3 +237,12 @@ def test_a_bin_is_a_lower_bound_and_certain_rows_stay_finite():
         assert value.isfinite().all()
         assert grad.isfinite().all()
         assert abs(value[0]) < 1e-6 < value[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_finite_logits_are_not_bounded_however_far_apart(dtype):
+    near, far = torch.tensor([[0.0, 0.0]], dtype=dtype), torch.tensor([[0.0, -300.0]], dtype=dtype)
+    exact = 15000.0 - math.log(2.0)  # at a temperature of 0.01
+    for kind, student, teacher in (("reverse", near, far), ("forward", far, near)):
+        found = vocab_parallel_kl_div(student, teacher, kind=kind, temperature=0.01)
+        assert abs(float(found) - exact) < 1e-6 * exact

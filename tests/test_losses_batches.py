@@ -234,6 +234,37 @@ def test_the_top_of_the_entropy():
     assert losses.top_entropy_mask(entropy, mask)[mask.bool()].isnan().all()
 
 
+@pytest.mark.parametrize("seq_dim", [0, 1])
+@pytest.mark.parametrize("name", ["GSPOLoss", "LUSPOLoss", "GMPOLoss", "FIPOLoss"])
+def test_sequences_of_no_token_at_all(name, seq_dim):
+    loss = getattr(losses, name)()
+    shape = (3, 0) if seq_dim == 1 else (0, 3)
+    none = torch.zeros(shape, dtype=F64)
+    given = none, none, none, none.bool()
+    found = loss.second_pass(*given, seq_dim=seq_dim)
+    assert all(tensor.shape == shape for tensor in found.values())
+    tensors = (found.get(key, none) for key in loss.tensors)
+    assert loss(none, None, *tensors).shape == shape
+
+
+@pytest.mark.parametrize("name", ["GSPOLoss", "LUSPOLoss"])
+def test_a_masked_token_that_was_nan_in_the_first_pass_asks_for_nothing(name):
+    x, loss = _batch(), getattr(losses, name)(clip_low=0.9, clip_high=9.0)
+    first = torch.where(x["mask"], x["new"], torch.nan)
+    numbers = loss.second_pass(first, x["old"], x["a"], x["mask"])
+    clean = loss.second_pass(x["new"], x["old"], x["a"], x["mask"])
+    gradients = []
+    for given, second in ((numbers, first), (numbers, x["new"]), (clean, x["new"])):
+        logprobs = second.clone().requires_grad_()
+        value = loss(logprobs, None, *(given[key] for key in loss.tensors))
+        (grad,) = torch.autograd.grad((value * x["mask"]).sum(), logprobs)
+        gradients.append(grad)
+    assert gradients[2].any()
+    assert not gradients[0][~x["mask"]].any()
+    assert torch.equal(gradients[0], gradients[2])
+    assert torch.equal(gradients[1], gradients[2])
+
+
 def test_a_batch_without_a_token_and_one_with_a_nan():
     x = _batch()
     nothing = torch.zeros_like(x["mask"])

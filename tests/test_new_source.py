@@ -40,7 +40,7 @@ class ContrastOptions:
 class ContrastLogits:
     """`first - weight * second`, both `[n, V/TP]`, as a `Source`."""
 
-    recomputed, linear, temperature = True, True, 1.0
+    recomputed, linear, temperature, multiplier = True, True, 1.0, 1.0
 
     def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
         self.options, self.tensors, self.shard = options, (first, second), options.shard
@@ -95,7 +95,7 @@ class ContrastTile:
         found = self._logits.gather(1, local_target.clamp(min=0).unsqueeze(1)).squeeze(1)
         return torch.where(local_target >= 0, found, 0.0)
 
-    def processed_logits(self, entries: Entries) -> Tensor:
+    def unscaled_logits(self, entries: Entries) -> Tensor:
         found = self._logits[entries.row - self.rows.start, entries.column.clamp(min=0)]
         return torch.where(entries.column >= 0, found, 0.0)
 

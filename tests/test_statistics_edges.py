@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
 import pytest
 import torch
@@ -9,11 +11,13 @@ from torch import Tensor
 
 import mcore_logprobs as ml
 from mcore_logprobs import (
+    linear_token_stats,
     vocab_parallel_entropy,
     vocab_parallel_log_softmax,
     vocab_parallel_logprobs,
     vocab_parallel_target_rank,
     vocab_parallel_token_stats,
+    vocab_parallel_topk,
 )
 from mcore_logprobs.ops.arguments import check_temperature
 from tests.helpers import oracles
@@ -45,15 +49,40 @@ def test_logits_of_every_size_in_one_row(options):
         oracles.assert_no_worse(*values, name=name)
 
 
-def test_softcap_and_temperature_keep_the_rank():
-    """float32's tanh makes ties of different logits; the rank must not see them."""
-    whole = torch.randn(16, VOCAB) * 200
-    target = make_target((16,), VOCAB)
-    exact = oracles.token_stats(whole, target).target_rank
-    for softcap in (2.0, 30.0):
-        options = {"softcap": softcap, "temperature": 1.7, "target_rank": True}
-        found = vocab_parallel_token_stats(whole, target, **options).target_rank
-        assert torch.equal(found, exact)
+def _ranks_under(softcap: float, whole: Tensor, target: Tensor) -> list[Tensor]:
+    """From logits, from hidden states without and with a bias of 0; and the largest ids."""
+    own, group = shard(whole)[0].detach(), world_group()
+    options: Any = {"softcap": softcap, "temperature": 1.7, "tp_group": group}
+    ids = vocab_parallel_topk(own, whole.shape[1], **options)[1]
+    eye, head = torch.eye(len(whole)), own.t().contiguous()
+    found = [vocab_parallel_target_rank(own, target, **options)]
+    for bias in (None, torch.zeros(own.shape[1])):
+        fused = linear_token_stats(eye, head, target, target_rank=True, bias=bias, **options)
+        found.append(fused.target_rank)
+    return [*found, ids]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_columns_that_the_softcap_makes_equal_are_ties(ranks, world):
+    """Which those are is float32's affair; of others the order is the raw logits'."""
+    whole = torch.randn(16, VOCAB) * 100
+    whole[0] = 0.0
+    whole[0, :3] = torch.tensor([100.0, 200.0, 300.0])
+    target = torch.randint(0, VOCAB, (16,))
+    target[0] = 0
+    for softcap in (3.0, 30.0):
+        z = torch.tanh(whole / softcap) * softcap
+        exact = (z > z.gather(1, target.unsqueeze(1))).sum(-1)
+        assert exact[0] == (0 if softcap == 3.0 else 2)
+        raw = (whole > whole.gather(1, target.unsqueeze(1))).sum(-1)
+        assert softcap == 30.0 or not torch.equal(exact, raw)
+        for *found, ids in on_ranks(ranks, world, _ranks_under, softcap, whole, target):
+            for rank in found:
+                assert torch.equal(rank, exact)
+            # In the list a target stands behind all that are higher, among its equals.
+            place = (ids == target.unsqueeze(1)).int().argmax(-1)
+            ties = (z == z.gather(1, target.unsqueeze(1))).sum(-1)
+            assert ((exact <= place) & (place < exact + ties)).all()
 
 
 def _only_rank(whole: Tensor, target: Tensor) -> Tensor:

@@ -6,6 +6,14 @@ From raw logits y come the processed logits
 
 with every column at or past `valid` left out, that is -inf: the mask comes last, so that no later
 step revives a masked column.
+
+A softmax is of differences, and z near 1e4 has been rounded by up to 5e-4. So kernels compare and
+subtract the *unscaled logits* x, and multiply the difference:
+
+    z - max z = multiplier * (x - max x)
+
+Without softcap and bias x is y itself, exact, and the multiplier is logit_scale / temperature; with
+either x is what stands in the brackets, and the multiplier is 1 / temperature.
 """
 
 from __future__ import annotations
@@ -71,38 +79,51 @@ class Chunk:
         return self.temperature if isinstance(self.temperature, Tensor) else None
 
     @property
+    def is_raw(self) -> bool:
+        """Whether x is y."""
+        return self.softcap is None and self.bias is None
+
+    @property
     def multiplier(self) -> float | Tensor:
-        """z / y where there is neither softcap nor bias; float64 `[n]` where rows differ."""
-        return _multiplier(self.logit_scale, self.temperature)
+        """z / x; float64 `[n]` where rows differ."""
+        return logit_multiplier(self.temperature, self.logit_scale, is_raw=self.is_raw)
+
+    @property
+    def slope(self) -> float | Tensor:
+        """dz / dy without the softcap's own slope; float64 `[n]` where rows differ."""
+        return logit_multiplier(self.temperature, self.logit_scale, is_raw=True)
 
     @property
     def is_plain(self) -> bool:
         """Whether z is y itself."""
-        unscaled = not isinstance(self.multiplier, Tensor) and self.multiplier == 1.0
-        return unscaled and self.softcap is None and self.bias is None
+        multiplier = self.multiplier
+        return self.is_raw and not isinstance(multiplier, Tensor) and multiplier == 1.0
 
-    def processed(self, dtype: torch.dtype | None = None) -> Tensor:
-        """z, `[n, valid]`, in a dtype (None: the logits' `acc_dtype`); maybe the logits' memory."""
+    def unscaled(self, dtype: torch.dtype | None = None) -> Tensor:
+        """x, `[n, valid]`, in a dtype (None: the logits' `acc_dtype`); maybe the logits' memory."""
         bias = None if self.bias is None else self.bias[: self.valid]
-        z = self._processed(self.logits[:, : self.valid], bias)
-        return z if dtype is None else z.to(dtype)
-
-    def processed_at(self, columns: Tensor) -> Tensor:
-        """z at columns `[n, j]`, 0 where a column is negative (another shard's or ignored)."""
-        bias = None if self.bias is None else self.bias[columns.clamp(min=0)]
-        return torch.where(
-            columns >= 0, self._processed(gather_columns(self.logits, columns), bias), 0.0
-        )
-
-    def _processed(self, raw: Tensor, bias: Tensor | None) -> Tensor:
-        own = self.row_temperature
-        return processed_logits(
-            raw,
+        x = unscaled_logits(
+            self.logits[:, : self.valid],
             logit_scale=self.logit_scale,
             softcap=self.softcap,
             bias=bias,
-            temperature=self.temperature if own is None else own.unsqueeze(-1),
         )
+        return x if dtype is None else x.to(dtype)
+
+    def unscaled_at(self, columns: Tensor) -> Tensor:
+        """x at columns `[n, j]`, 0 where a column is negative (another shard's or ignored)."""
+        x = unscaled_logits(
+            gather_columns(self.logits, columns),
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            bias=None if self.bias is None else self.bias[columns.clamp(min=0)],
+        )
+        return torch.where(columns >= 0, x, 0.0)
+
+    def processed(self, dtype: torch.dtype | None = None) -> Tensor:
+        """z, as `unscaled` gives x."""
+        x = self.unscaled(dtype)
+        return x if self.is_plain else times_multiplier(x, self.multiplier)
 
     def to_raw_gradient(self, dz: Tensor) -> None:
         """The gradient of processed logits `[n, valid]` to that of raw ones, in place."""
@@ -111,54 +132,67 @@ class Chunk:
             slope = softcap_slope(raw, self.logit_scale, self.softcap, dz.dtype)
             # A row with NaN that asks for nothing gets nothing: 0 times a NaN slope would be NaN.
             dz.mul_(slope.masked_fill_(dz == 0, 0.0))
-        multiplier = self.multiplier
-        if isinstance(multiplier, Tensor):
-            dz.mul_(multiplier.to(dz.dtype).unsqueeze(-1))
-        elif multiplier != 1.0:
-            dz.mul_(multiplier)
+        times_multiplier(dz, self.slope, out=dz)
 
 
-def processed_logits(
+def unscaled_logits(
     logits: Tensor,
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    """z of the module's formula, float32 or float64; logits itself where nothing is to be done.
+    """x of the module's formula, float32 or float64; logits itself where nothing is to be done.
 
     Args:
         logits: of any shape; not modified.
-        bias, temperature: what broadcasts to it.
+        bias: what broadcasts to it.
     """
-    z = logits.to(acc_dtype(logits.dtype))
+    x = logits.to(acc_dtype(logits.dtype))
     if softcap is None and bias is None:
-        multiplier = _multiplier(logit_scale, temperature)
-        if isinstance(multiplier, Tensor):
-            return z * multiplier.to(z.dtype)
-        return z if multiplier == 1.0 else z * multiplier
+        return x
     if softcap is not None:
-        z = torch.tanh(z * (logit_scale / softcap)) * softcap
+        x = torch.tanh(x * (logit_scale / softcap)) * softcap
     elif logit_scale != 1.0:
-        z = z * logit_scale
-    if bias is not None:
-        z = z + bias
-    if isinstance(temperature, Tensor):
-        return z / temperature.to(z.dtype)
-    return z / temperature if temperature != 1.0 else z
+        x = x * logit_scale
+    return x if bias is None else x + bias
+
+
+def logit_multiplier(
+    temperature: float | Tensor, logit_scale: float, *, is_raw: bool
+) -> float | Tensor:
+    """z / x, in float64 where temperature is a tensor.
+
+    Args:
+        is_raw: whether x is y: there is neither softcap nor bias.
+    """
+    scale = logit_scale if is_raw else 1.0
+    return scale / (temperature.double() if isinstance(temperature, Tensor) else temperature)
+
+
+def times_multiplier(x: Tensor, multiplier: float | Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x `[n, ...]` times a number, or one for each row; x itself where that is 1."""
+    if isinstance(multiplier, Tensor):
+        return torch.mul(x, row_numbers(multiplier, x), out=out)
+    return x if multiplier == 1.0 else torch.mul(x, multiplier, out=out)
+
+
+def times_per_row(x: Tensor, multiplier: float | Tensor) -> Tensor:
+    """`times_multiplier` of x `[..., n]`, rows last."""
+    if isinstance(multiplier, Tensor):
+        return x * multiplier.to(x.dtype)
+    return x if multiplier == 1.0 else x * multiplier
+
+
+def row_numbers(per_row: Tensor, like: Tensor) -> Tensor:
+    """Numbers `[n]` in the dtype of `[n, ...]`, to be combined with it."""
+    return per_row.to(like.dtype).view(-1, *(1,) * (like.dim() - 1))
 
 
 def softcap_slope(logits: Tensor, logit_scale: float, softcap: float, dtype: torch.dtype) -> Tensor:
     """The derivative of softcap * tanh(x / softcap) at x = logit_scale * logits; new, in dtype."""
     scaled = logits.to(dtype, copy=True).mul_(logit_scale / softcap)
     return scaled.tanh_().square_().neg_().add_(1.0)
-
-
-def _multiplier(logit_scale: float, temperature: float | Tensor) -> float | Tensor:
-    if isinstance(temperature, Tensor):
-        return logit_scale / temperature.double()
-    return logit_scale / temperature
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:

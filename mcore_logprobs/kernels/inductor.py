@@ -172,7 +172,7 @@ def _stats(
     part = spec.named(parts[:count], dim=1)
     for name, values in found.items():
         part[name].copy_(values[:rows].t())
-    part["target"][0] = gather_target(head, head_target, 0.0).float() * multiplier
+    part["target"][0] = gather_target(head, head_target, 0.0).float()
     if spec.rank:
         assert threshold is not None
         limit = threshold.to(raw.dtype)
@@ -204,7 +204,7 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., A
     # rounded once: near p = 1 it is the difference of two nearly equal numbers.
     column = target.clamp(min=0)
     rows = torch.arange(target.shape[0], device=logits.device)
-    shifted = logits[rows, column].float() * multiplier - row_max
+    shifted = (logits[rows, column].float() - row_max).mul_(multiplier)
     shifted.clamp_(min=LOG_ZERO)
     own = shifted.exp()
     factor = row["weight"]
@@ -274,7 +274,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _multipliers(chunk: Chunk) -> Tensor:
-    """z / y of each row, `[n]`: a tensor, for torch.compile would make a kernel for each float."""
+    """Each row's `Chunk.multiplier`, `[n]`: torch.compile would make a kernel for each float."""
     multiplier, shape = chunk.multiplier, chunk.logits.shape[:1]
     if isinstance(multiplier, Tensor):
         return multiplier.float()
@@ -299,10 +299,11 @@ def _stats_kernel(width: int) -> Callable[..., Any]:
         assert_compiled()
         block = int(static)
         blocks = logits.unflatten(1, (logits.shape[1] // block, block))
-        z = blocks.float() * multiplier[:, None, None]
-        block_max = z.amax(-1)
+        x = blocks.float()
+        block_max = x.amax(-1)
         # Apart: stacked, the maximum's loop and the sum's would not be fused.
-        shifted = z - torch.where(block_max == -torch.inf, 0.0, block_max).unsqueeze(-1)
+        shifted = x - torch.where(block_max == -torch.inf, 0.0, block_max).unsqueeze(-1)
+        shifted = shifted * multiplier[:, None, None]
         if entropy:
             shifted = shifted.clamp(min=LOG_ZERO)
         weight = shifted.exp()
@@ -342,7 +343,7 @@ def _grad_values(
     with_entropy: bool,
     with_squares: bool,
 ) -> Tensor:
-    shifted = logits.float() * multiplier[:, None] - shift[:, None]
+    shifted = (logits.float() - shift[:, None]) * multiplier[:, None]
     factor = weight[:, None]
     if with_entropy:
         shifted = shifted.clamp(min=LOG_ZERO)

@@ -1,7 +1,8 @@
 """Two distributions over the same columns: divergences in one pass, mergeable over blocks.
 
 With processed student logits s and teacher logits t (`kernels.chunk`), p = softmax(s) and
-q = softmax(t), a chunk of either yields five numbers a row, the *pair statistics*:
+q = softmax(t), a chunk of either yields five numbers a row, the *pair statistics*; the maxima are
+kept of unscaled logits, as in `kernels.stats`:
 
     max_s, sum_s    m = max s, sum exp(s - m)         max_t, sum_t    likewise of t
     cross           forward        sum exp(t - m_t) ((t - m_t) - (s - m_s))
@@ -23,8 +24,8 @@ The other kinds need both log-sum-exps first and a second pass. With M = beta q 
     total_variation    sum |p - q| / 2
 
 It sums each column's share of the divergence, and p times the share's derivative by p, from which
-the gradient follows. log 0 is `LOG_ZERO`, so that a column that one of the two lacks costs much,
-but not infinitely much.
+the gradient follows. log 0 of a logit of -inf is `LOG_ZERO`, so that a column that one of the two
+lacks costs much, but not infinitely much.
 
 `pair_stats`, `pair_sums` and `pair_grad` are the torch backend's: eager, readable, the ground
 truth.
@@ -38,13 +39,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import Chunk, acc_dtype, row_chunks
+from mcore_logprobs.kernels.chunk import (
+    Chunk,
+    acc_dtype,
+    row_chunks,
+    times_multiplier,
+    times_per_row,
+)
 from mcore_logprobs.kernels.stats import LOG_ZERO
 
 ONE_PASS = ("forward", "reverse", "cross_entropy")
 TWO_PASS = ("jsd", "skewed_forward", "skewed_reverse", "total_variation")
 KINDS = (*ONE_PASS, *TWO_PASS)
 PAIR_STATS = 5  # rows of the tensor of pair statistics
+
+# `Chunk.multiplier` of the student and of the teacher, numbers or `[n]`.
+Multipliers = tuple[float | Tensor, float | Tensor]
 
 # |log p - log q| beyond which the rarer of the two is 0 to float64's precision.
 _FAR = 60.0
@@ -75,7 +85,13 @@ def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
 def _log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
     """`[n, valid]`, new, in the dtype of the normaliser `[2, n]`."""
     row_max, log_sum = norm.unsqueeze(-1)
-    return (chunk.processed(norm.dtype) - row_max).sub_(log_sum).clamp_(min=LOG_ZERO)
+    shifted = chunk.unscaled(norm.dtype) - row_max
+    return _bounded(times_multiplier(shifted, chunk.multiplier, out=shifted).sub_(log_sum))
+
+
+def _bounded(log_ratios: Tensor) -> Tensor:
+    """-inf as LOG_ZERO, in place; a finite number stays, however small it is, and NaN NaN."""
+    return log_ratios.masked_fill_(log_ratios.isneginf(), LOG_ZERO)
 
 
 def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int) -> Tensor:
@@ -100,9 +116,9 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
 
 
 def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) -> None:
-    s, t = student.processed(out.dtype), teacher.processed(out.dtype)
+    s, t = student.unscaled(out.dtype), teacher.unscaled(out.dtype)
     out[0], out[2] = s.amax(-1), t.amax(-1)
-    s, t = _about(s, out[0]), _about(t, out[2])
+    s, t = _about(s, out[0], student.multiplier), _about(t, out[2], teacher.multiplier)
     exp_s, exp_t = s.exp(), t.exp()
     out[1], out[3] = exp_s.sum(-1), exp_t.sum(-1)
     if spec.kind == "forward":
@@ -113,15 +129,16 @@ def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) ->
         out[4] = exp_t.mul_(s).sum(-1).neg_()
 
 
-def _about(z: Tensor, row_max: Tensor) -> Tensor:
-    """z - row_max, new; 0 in a row of -inf alone, whose weight the merge takes to 0."""
+def _about(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
+    """z - max z, new; 0 in a row of -inf alone, whose weight the merge takes to 0."""
     row_max = row_max.unsqueeze(-1)
     empty = row_max.isneginf()
-    shifted = z - torch.where(empty, 0.0, row_max)
-    return shifted.clamp_(min=LOG_ZERO).masked_fill_(empty, 0.0)
+    shifted = x - torch.where(empty, 0.0, row_max)
+    times_multiplier(shifted, multiplier, out=shifted)
+    return _bounded(shifted).masked_fill_(empty, 0.0)
 
 
-def merge_pairs(stats: Tensor, spec: PairSpec) -> Tensor:
+def merge_pairs(stats: Tensor, spec: PairSpec, multipliers: Multipliers = (1.0, 1.0)) -> Tensor:
     """`[parts, 5, n]`, statistics of blocks or shards of the same rows -> `[5, n]` of their union.
 
     One part is returned as it is.
@@ -129,8 +146,8 @@ def merge_pairs(stats: Tensor, spec: PairSpec) -> Tensor:
     if stats.shape[0] == 1:
         return stats[0]
     max_s, sum_s, max_t, sum_t, cross = stats.unbind(1)
-    row_max_s, shift_s = _merge_max(max_s)
-    row_max_t, shift_t = _merge_max(max_t)
+    row_max_s, shift_s = _merge_max(max_s, multipliers[0])
+    row_max_t, shift_t = _merge_max(max_t, multipliers[1])
     exp_s, exp_t = shift_s.exp(), shift_t.exp()
     if spec.kind == "forward":
         cross = exp_t * (cross + (shift_t - shift_s) * sum_t)
@@ -142,10 +159,10 @@ def merge_pairs(stats: Tensor, spec: PairSpec) -> Tensor:
     return torch.stack([row_max_s, sum_s, row_max_t, sum_t, cross.sum(0)])
 
 
-def _merge_max(parts: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_max(parts: Tensor, multiplier: float | Tensor) -> tuple[Tensor, Tensor]:
     row_max = parts.amax(0)
     shift = parts - torch.where(row_max.isneginf(), 0.0, row_max)
-    return row_max, shift.clamp(min=LOG_ZERO)
+    return row_max, _bounded(times_per_row(shift, multiplier))
 
 
 @dataclass(frozen=True)
@@ -155,8 +172,8 @@ class FinalPair:
     Attributes:
         value: the divergence in nats; 0 for a kind of two passes.
         usable: bool, False in a row whose logits are all -inf on either side; value is 0 there.
-        softmax: `[4, n]`: m_s, log sum_s, m_t, log sum_t; 0 in rows of -inf alone. Kept apart, so
-            that log p = (z - m) - log sum takes the difference of large numbers exactly.
+        softmax: `[4, n]`: max_s, log sum_s, max_t, log sum_t; 0 in rows of -inf alone. Kept apart,
+            so that log p = (z - m) - log sum takes the difference of large numbers exactly.
     """
 
     value: Tensor

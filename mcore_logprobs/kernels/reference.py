@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import Chunk, acc_dtype, gather_columns, row_chunks
+from mcore_logprobs.kernels.chunk import (
+    Chunk,
+    acc_dtype,
+    gather_columns,
+    row_chunks,
+    times_multiplier,
+    unscaled_logits,
+)
 from mcore_logprobs.kernels.pairs import pair_grad, pair_stats, pair_sums
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, no_columns
 
@@ -49,9 +56,10 @@ def stats(
     Args:
         target: `[n]` int64, a column of this chunk, or -1 where the target is not in it.
         spec: which statistics are wanted.
-        threshold: `[n]`, with `spec.rank`: the target's value, against which `higher` counts.
-            Raw logits in the logits' own units without a bias (the way from y to z increases, and
-            raw values compare exactly on every backend), z with one.
+        threshold: with `spec.rank`: the target's raw logit `[n]`, or with a bias `[2, n]`, that
+            and its bias. `higher` counts columns whose x is larger than the target's, which is made
+            here as the columns' own are: a softcap may make equals of different raw logits, and
+            equal raw logits must not differ by how a tanh is rounded.
         block: columns a block. Part i is then of columns `[i * block, (i + 1) * block)`, and a
             row's bits depend on its own numbers and on `block` alone: every reduction runs over
             `block` neighbouring numbers in fresh memory, the last block filled up with -inf, so
@@ -80,24 +88,25 @@ def stats(
         buffer = torch.full(shape, -torch.inf, dtype=dtype, device=device)
     for part in row_chunks(rows, chunk_size):
         some, own = chunk.rows(part), target[part]
-        raw, z = some.logits[:, :valid], some.processed()
+        raw, x = some.logits[:, :valid], some.unscaled()
         first = spec.named(out[0, :, part])
-        first["target"].copy_(gather_target(z, own, 0.0))
+        first["target"].copy_(gather_target(x, own, 0.0))
         if spec.rank:
             assert threshold is not None
-            first["higher"].copy_(_count(raw if chunk.bias is None else z, own, threshold[part]))
-        is_copy = raw.dtype != dtype or not some.is_plain
-        memory = z if is_copy else None  # a copy may be overwritten, the caller's logits not
+            first["higher"].copy_(_count_higher(some, x, own, threshold[..., part]))
+        is_copy = raw.dtype != dtype or not some.is_raw
+        memory = x if is_copy else None  # a copy may be overwritten, the caller's logits not
         if buffer is not None:
-            memory = buffer[: len(z)]
+            memory = buffer[: len(x)]
             if is_copy or valid < memory.shape[1] or raw.stride(1) != 1:
-                memory[:, :valid] = z
-                z = memory
+                memory[:, :valid] = x
+                x = memory
         shape = (blocks, size)
         _reduce_blocks(
-            z.unflatten(1, shape),
+            x.unflatten(1, shape),
             None if memory is None else memory.unflatten(1, shape),
             spec,
+            some.multiplier,
             out[:, :, part],
         )
         if buffer is not None:
@@ -105,23 +114,26 @@ def stats(
     return out
 
 
-def _reduce_blocks(z: Tensor, memory: Tensor | None, spec: StatsSpec, out: Tensor) -> None:
-    """Statistics over the last dimension of z `[c, blocks, block]`, into out `[blocks, k, c]`.
+def _reduce_blocks(
+    x: Tensor, memory: Tensor | None, spec: StatsSpec, multiplier: float | Tensor, out: Tensor
+) -> None:
+    """Statistics over the last dimension of x `[c, blocks, block]`, into out `[blocks, k, c]`.
 
-    The sums run over `memory`, of z's shape, which may be z itself; None: over fresh memory.
+    The sums run over `memory`, of x's shape, which may be x itself; None: over fresh memory.
     """
     part = spec.named(out, dim=1)
-    block_max = z.amax(-1)
+    block_max = x.amax(-1)
     part["max"].copy_(block_max.t())
     base = torch.where(block_max.isneginf(), 0.0, block_max).unsqueeze(-1)
     if spec.smoothing:
-        is_finite = ~z.isneginf()
+        is_finite = ~x.isneginf()
         part["finite"].copy_(is_finite.sum(-1).t())
-        # In fresh memory, so that how z lies does not decide how it is added.
-        finite = torch.where(is_finite, z - base, 0.0).contiguous()
-        part["zsum"].copy_(finite.sum(-1).t())
+        # In fresh memory, so that how x lies does not decide how it is added.
+        finite = torch.where(is_finite, x - base, 0.0).contiguous()
+        part["zsum"].copy_(times_multiplier(finite.sum(-1), multiplier).t())
         del finite
-    shifted = torch.sub(z, base, out=memory)
+    shifted = torch.sub(x, base, out=memory)
+    times_multiplier(shifted, multiplier, out=shifted)
     weight = shifted.clamp_(min=LOG_ZERO).exp() if spec.entropy else shifted.exp_()
     part["sum"].copy_(weight.sum(-1).t())
     if spec.entropy:
@@ -130,22 +142,32 @@ def _reduce_blocks(z: Tensor, memory: Tensor | None, spec: StatsSpec, out: Tenso
         part["squares"].copy_(weight.square_().sum(-1).t())
 
 
-def _count(values: Tensor, target: Tensor, threshold: Tensor) -> Tensor:
-    # The threshold came from a value of this dtype, so that the way back is exact. The target's own
-    # column is left out by name: on another path its value may differ from the threshold by an ulp.
-    limit = threshold.to(values.dtype)
-    higher = (values > limit.unsqueeze(-1)).sum(-1)
-    own = gather_target(values, target, -torch.inf) > limit
-    return higher - own.long()
+def _count_higher(chunk: Chunk, x: Tensor, target: Tensor, threshold: Tensor) -> Tensor:
+    """How many unscaled logits x `[n, valid]` are above the target's; `stats` has the arguments."""
+    raw = chunk.logits[:, : chunk.valid]
+    own, *bias = threshold.view(-1, threshold.shape[-1]).unsqueeze(-1)
+    limit = own.to(raw.dtype)  # it came from a logit of this dtype: exact
+    # Without a bias x rises with y: raw logits decide, where no softcap makes them equal.
+    higher = raw > limit if chunk.bias is None else x.new_ones(x.shape, dtype=torch.bool)
+    if not chunk.is_raw:
+        higher &= x > unscaled_logits(
+            limit,
+            logit_scale=chunk.logit_scale,
+            softcap=chunk.softcap,
+            bias=bias[0] if bias else None,
+        )
+    # The target's own column is left out by name: on another path its value may differ from the
+    # threshold by an ulp.
+    return higher.sum(-1) - gather_target(higher, target, 0.0).long()
 
 
 def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None:
     """Write the gradient with respect to raw logits, of statistics and of single entries of z.
 
-    With w = exp(z - row_max), and per row the coefficients by name:
+    With d = multiplier * (x - row_max), w = exp(d), and per row the coefficients by name:
 
-        dz[v] = w[v] * (weight + moment * (z[v] - row_max) + squares * w[v])
-                + finite * [z[v] finite] + sum_j upstream[j] * [v == columns[j]]
+        dz[v] = w[v] * (weight + moment * d[v] + squares * w[v])
+                + finite * [x[v] finite] + sum_j upstream[j] * [v == columns[j]]
         dy[v] = dz[v] * dz/dy,   0 at masked columns
 
     summed in float32 and rounded once: near p = 1 the target's entry is the difference of two
@@ -179,7 +201,8 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
 def distribution_gradient(chunk: Chunk, row_max: Tensor, coef: Tensor, spec: StatsSpec) -> Tensor:
     """dz of `grad` without single entries, `[n, valid]`, float32 or float64; new."""
     row = spec.named_coefficients(coef.unsqueeze(-1))
-    shifted = chunk.processed() - row_max.unsqueeze(-1)
+    shifted = chunk.unscaled() - row_max.unsqueeze(-1)
+    times_multiplier(shifted, chunk.multiplier, out=shifted)
     is_finite = ~shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     dz = shifted.exp()

@@ -95,10 +95,13 @@ class Segments:
             yield number, slice(start, min(columns.stop, (number + 1) * self.width))
 
 
-def merge_segments(parts: list[list[Tensor]], spec: StatsSpec) -> Tensor:
+def merge_segments(
+    parts: list[list[Tensor]], spec: StatsSpec, multiplier: float | Tensor = 1.0
+) -> Tensor:
     """Each segment's blocks, merged: all segments at once, as rows of their own.
 
     Args:
+        multiplier: `Chunk.multiplier`, a number or `[n]`.
         parts: by segment, its blocks' statistics in the order of their columns, `[blocks, k, n]`
             each. One without true vocabulary has none.
 
@@ -113,5 +116,7 @@ def merge_segments(parts: list[list[Tensor]], spec: StatsSpec) -> Tensor:
         for blocks, count in zip(parts, counts, strict=True)
     ]
     every = torch.stack(full, -2)  # [blocks, k, local, n]
-    merged = merge(every.flatten(-2), spec, ordered=True)
+    if isinstance(multiplier, Tensor):
+        multiplier = multiplier.repeat(len(parts))
+    merged = merge(every.flatten(-2), spec, multiplier=multiplier, ordered=True)
     return merged.unflatten(-1, every.shape[-2:]).transpose(0, 1).contiguous()

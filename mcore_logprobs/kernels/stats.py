@@ -4,17 +4,18 @@ This module is the one place that knows which statistics there are, in which ord
 `[k, n]` tensor, how they merge, what they finalize to, what ignored rows get, and which
 coefficients the gradient takes. Everything else refers to them by name.
 
-Of the processed logits z of some columns of one row (`kernels.chunk`) are taken
+Of some columns of one row are taken, with unscaled logits x and d = multiplier * (x - max x), which
+is z - max z of the processed logits (`kernels.chunk`),
 
-    max     m = max z                   sum      s = sum exp(z - m)
-    target  z[target], or 0             entropy  e = sum (z - m) exp(z - m)
-    squares sum exp(2 (z - m))
-    higher  how many columns but the target's have z > z[target]
-    zsum    sum of the finite z - m     finite   how many z are finite
+    max     max x                       sum      s = sum exp(d)
+    target  x[target], or 0             entropy  e = sum d exp(d)
+    squares sum exp(2 d)
+    higher  how many columns but the target's have x > x[target]
+    zsum    sum of the finite d         finite   how many x are finite
 
 `entropy` and `zsum` are about the block's own maximum, unlike the textbook's sum z exp(z - m), so
 that logits near 1e4 do not cancel. All but `max` add up over shards once they refer to the same
-maximum.
+maximum. How far that is away takes the multiplier, a number or one for each row.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import acc_dtype
+from mcore_logprobs.kernels.chunk import acc_dtype, times_per_row
 
 # Stands in for log 0 wherever it is multiplied: exp(-1e4) is 0 in float32 and float64, and 0 * -1e4
 # is 0, where 0 * -inf would be NaN.
@@ -87,11 +88,14 @@ def no_columns(spec: StatsSpec, rows: int, *, like: Tensor) -> Tensor:
     return stats
 
 
-def merge(stats: Tensor, spec: StatsSpec, *, ordered: bool = False) -> Tensor:
+def merge(
+    stats: Tensor, spec: StatsSpec, *, multiplier: float | Tensor = 1.0, ordered: bool = False
+) -> Tensor:
     """Statistics of several blocks or shards of the same rows, as those of their union.
 
     Args:
         stats: `[parts, k, n]`, float32 or float64, rows as `spec.fields` says.
+        multiplier: `Chunk.multiplier`, a number or `[n]`.
         ordered: add the parts one after the other, so that a row's bits depend on nothing else.
 
     Returns:
@@ -103,7 +107,8 @@ def merge(stats: Tensor, spec: StatsSpec, *, ordered: bool = False) -> Tensor:
     part = spec.named(stats, dim=1)
     row_max = part["max"].amax(0)
     # A part of -inf alone has s = e = 0: its shift must be finite for 0 times it to be 0.
-    shift = (part["max"] - torch.where(row_max.isneginf(), 0.0, row_max)).clamp(min=LOG_ZERO)
+    shift = part["max"] - torch.where(row_max.isneginf(), 0.0, row_max)
+    shift = times_per_row(shift, multiplier).clamp(min=LOG_ZERO)
     weight = shift.exp()
     merged = total(stats)
     whole = spec.named(merged)
@@ -115,6 +120,7 @@ def merge(stats: Tensor, spec: StatsSpec, *, ordered: bool = False) -> Tensor:
         whole["squares"].copy_(total(part["squares"] * weight.square()))
     if spec.smoothing:
         moved = torch.where(part["finite"] > 0, part["max"] - row_max, 0.0)
+        moved = times_per_row(moved, multiplier)
         whole["zsum"].copy_(total(part["zsum"] + moved * part["finite"]))
     return merged
 
@@ -165,8 +171,9 @@ class SoftmaxStats(NamedTuple):
     """What the gradient needs of whole rows, `[n]` each.
 
     Attributes:
-        row_max, log_sum: the two terms of lse, the maximum and log s. Take (z - row_max) - log_sum
-            for log p where z may be large: their sum has been rounded, by up to 5e-4 at z = 1e4.
+        row_max, log_sum: the maximum of the unscaled logits x, and log s. Take
+            multiplier * (x - row_max) - log_sum for log p, not z - lse: those have been rounded, by
+            up to 5e-4 at z = 1e4.
         entropy, finite, sum_pi_squared: the entropy, the number of finite z, and sum p^2; None
             where not taken.
     """
@@ -187,8 +194,8 @@ class GradientTerms(NamedTuple):
         upstream: `[n, j]`, with respect to z there; those of other chunks' columns count where it
             is asked whether all are 0. For log-probabilities j is 1: the target, and what
             `gradient_coefficients` says of it.
-        row_max: `[n]`, each whole row's maximum (its lse does too, but has been rounded at the
-            scale of z, and w carries that error); None with coef.
+        row_max: `[n]`, each whole row's largest unscaled logit (its lse would do too, but has been
+            rounded at the scale of z, and w carries that error); None with coef.
         coef: `[k, n]`, rows as `StatsSpec.coefficients` says; None: the entries alone.
         spec: which coefficients there are.
     """
@@ -221,21 +228,23 @@ def finalize(
     stats: Tensor,
     spec: StatsSpec,
     *,
+    multiplier: float | Tensor = 1.0,
     valid_mask: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> FinalStats:
     """Whole rows' statistics `[k, n]` to log-probabilities, entropy and the rest.
 
     Args:
+        multiplier: as in `merge`.
         valid_mask: `[n]` bool, False for rows that get `IGNORED`; None: there are none.
     """
     row = spec.named(stats)
     empty = row["max"].isneginf()
     row_max = torch.where(empty, 0.0, row["max"])
     log_sum = torch.where(empty, 0.0, row["sum"].log())
-    lse = row_max + log_sum
+    lse = times_per_row(row_max, multiplier) + log_sum
     # (t - m) - log s, not t - (m + log s): the difference of two large numbers is taken exactly.
-    logprobs = (row["target"] - row_max) - log_sum
+    logprobs = times_per_row(row["target"] - row_max, multiplier) - log_sum
     entropy = rank = sum_pi_squared = None
     if spec.entropy:
         entropy = torch.where(empty, 0.0, log_sum - row["entropy"] / row["sum"]).clamp(min=0.0)
@@ -279,8 +288,8 @@ def gradient_coefficients(
 
         dz = g (q - p) - h p (log p + H) + l p + 2 u p (p - P2)
 
-    The kernels take w = exp(z - m) and z - m about the row's maximum m, where p = w / s and
-    log p = (z - m) - log s.
+    The kernels take d = z - m about the row's maximum m and w = exp(d), where p = w / s and
+    log p = d - log s.
 
     Args:
         upstream: `[n]` each, or None for zero.
@@ -307,7 +316,7 @@ def gradient_coefficients(
         on_target += upstream.logprobs
     if upstream.entropy is not None:
         assert softmax.entropy is not None
-        # Of log p = (z - m) - log s the kernels take z - m.
+        # Of log p = d - log s the kernels take d.
         row["weight"] += upstream.entropy * (softmax.log_sum - softmax.entropy)
         row["moment"] -= upstream.entropy
     if upstream.sum_pi_squared is not None:

@@ -90,7 +90,13 @@ class GSPOLoss(TokenLoss):
 
     def numbers(self, given: Given) -> dict[str, Tensor]:
         log_s = sequence_mean(given["log_ratio"], given["mask"], seq_dim=given["seq_dim"])
-        return {"first_logprobs": given["logprobs"], "sequence_log_ratio": log_s}
+        # A masked token may be NaN, and 0 times the gradient of a NaN is one: it gets none at all.
+        valid_mask = counted(given["mask"], given["logprobs"], given["seq_dim"])
+        return {
+            "first_logprobs": torch.where(valid_mask, given["logprobs"], 0.0),
+            "sequence_log_ratio": log_s,
+            "advantages": torch.where(valid_mask, given["advantages"], 0.0),
+        }
 
     def policy(self, logprobs: Tensor, given: Given) -> Tensor:
         # Of a token at -inf in both passes the sequence's ratio is 0, and there is no step.
@@ -317,6 +323,8 @@ class FIPOLoss(ClippedLoss):
 def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
     """`[..., s]` -> sum over k >= t of gamma^(k - t) values_k. In blocks, each one product."""
     length = values.shape[-1]
+    if length == 0:
+        return values
     blocks = F.pad(values, (0, -length % block)).unflatten(-1, (-1, block))
     place = torch.arange(block, device=values.device, dtype=values.dtype)
     power = (place.unsqueeze(1) - place).clamp(min=0.0)  # k - t

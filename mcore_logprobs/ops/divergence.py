@@ -75,8 +75,8 @@ class _DivergenceForward(Forward):
         kernels, size = self._source.backend(placed), self._source.rows_at_a_time(teacher.width)
         if self._done is None:
             found = kernels.pair_stats(student, teacher, spec, chunk_size=size)
-            before = self._stats[:, rows]
-            before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec))
+            before, both = self._stats[:, rows], (student.multiplier, teacher.multiplier)
+            before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec, both))
         else:
             own = self._done.softmax[:, rows]
             sums = kernels.pair_sums(student, teacher, own, spec, chunk_size=size)
@@ -85,7 +85,8 @@ class _DivergenceForward(Forward):
     def end_pass(self) -> None:
         if self._done is None:
             shards = all_gather_stack(self._stats, self._source.shard.group)
-            self._done = finalize_pair(merge_pairs(shards, self._spec), self._spec)
+            whole = merge_pairs(shards, self._spec, self._source.multipliers)
+            self._done = finalize_pair(whole, self._spec)
 
     def results(self) -> tuple[Tensors, Tensors]:
         done = self._done

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.chunk import acc_dtype
+from mcore_logprobs.kernels.chunk import acc_dtype, times_multiplier
 from mcore_logprobs.kernels.stats import (
     GradientTerms,
     RowResults,
@@ -70,11 +70,12 @@ class _EntryForward(Forward):
         self._values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
-        found = tile.processed_logits(grid_entries(self._local_ids, tile.rows))
+        found = tile.unscaled_logits(grid_entries(self._local_ids, tile.rows))
         self._values[rows] = found.view(-1, self._local_ids.shape[1])
 
     def results(self) -> tuple[Tensors, Tensors]:
-        return (all_reduce_sum(self._values, self._source.shard.group),), ()
+        values = all_reduce_sum(self._values, self._source.shard.group)
+        return (times_multiplier(values, self._source.multiplier),), ()
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,17 @@ class _LogprobForward(LocalStatistics):
 
     def see(self, placed: Placed) -> None:
         rows = placed.rows
-        self._values[rows] += placed.chunk.processed_at(placed.local(self._local_ids[rows]))
+        self._values[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
         super().see(placed)
 
     def results(self) -> tuple[Tensors, Tensors]:
         done, values = self.stats.finalize_with(self._values)
         if self._operation.log_softmax:
             # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-            row_max, log_sum = done.softmax.row_max, done.softmax.log_sum
-            values = (values - row_max.unsqueeze(-1)) - log_sum.unsqueeze(-1)
+            values = values - done.softmax.row_max.unsqueeze(-1)
+        values = times_multiplier(values, self.stats.multiplier)
+        if self._operation.log_softmax:
+            values = values - done.softmax.log_sum.unsqueeze(-1)
         values = torch.where(self._valid_mask, values, 0.0)
         return (values, done.results.entropy), done.softmax
 

@@ -36,9 +36,10 @@ from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
     aligned_width,
+    logit_multiplier,
     per_row,
-    processed_logits,
     row_chunks,
+    unscaled_logits,
 )
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import (
@@ -144,6 +145,11 @@ class HeadLogits:
         self.temperature: float | Tensor = options.temperature
         if tensors.temperature is not None:
             self.temperature = self.flatten_rows(tensors.temperature)
+        self.multiplier = logit_multiplier(
+            self.temperature,
+            options.logit_scale,
+            is_raw=options.softcap is None and tensors.bias is None,
+        )
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._block: tuple[slice, Tensor] | None = None
 
@@ -364,20 +370,20 @@ class HeadTile:
         """By one dot product a row."""
         row = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
         entries = Entries(row, local_target)
-        if self.head.bias is not None:
-            return self.processed_logits(entries)
-        return torch.where(local_target >= 0, self.raw_entries(entries), 0.0)
+        found, bias = self.raw_entries(entries), self.head.bias
+        if bias is not None:
+            found = torch.stack([found, bias[local_target.clamp(min=0)].to(found.dtype)])
+        return torch.where(local_target >= 0, found, 0.0)
 
-    def processed_logits(self, entries: Entries) -> Tensor:
+    def unscaled_logits(self, entries: Entries) -> Tensor:
         head, bias = self.head, self.head.bias
-        z = processed_logits(
+        x = unscaled_logits(
             self.raw_entries(entries),
             logit_scale=head.options.logit_scale,
             softcap=head.options.softcap,
             bias=None if bias is None else bias[entries.column.clamp(min=0)].to(head.acc_dtype),
-            temperature=per_row(head.temperature, entries.row),
         )
-        return torch.where(entries.column >= 0, z, 0.0)
+        return torch.where(entries.column >= 0, x, 0.0)
 
     def raw_entries(self, entries: Entries) -> Tensor:
         """By dot products, `[e]` in the accumulation dtype; any value where the column is -1."""

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_called
-from mcore_logprobs.kernels.chunk import Chunk, processed_logits
+from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.ops.arguments import check_mask, check_per_token
 from mcore_logprobs.ops.autograd import autocast_enabled
 from mcore_logprobs.ops.captured import name_of, walk_graph
@@ -240,11 +240,11 @@ def map_logits(
     source = masked_source(source, mask)
     check_called("fn", fn, ("logits",), len(tensors))
     if not source.recomputed:
-        z = processed_logits(
-            source.logits, logit_scale=source.options.logit_scale, softcap=source.options.softcap
-        )
+        scale, softcap = source.options.logit_scale, source.options.softcap
+        flat_logits = source.logits.reshape(-1, source.logits.shape[-1])
+        z = Chunk(flat_logits, flat_logits.shape[1], logit_scale=scale, softcap=softcap).processed()
         rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
-        flat, spec = flat_results(fn(z.reshape(-1, z.shape[-1]), *rows), source.count)
+        flat, spec = flat_results(fn(z, *rows), source.count)
         found = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
         if mask is not None:
             found = [None if x is None else _masked(x, mask) for x in found]

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_reduce_sum
+from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
@@ -47,8 +48,10 @@ class _LogSoftmaxForward(LocalStatistics):
             out = self._result[rows, placed.columns]
             # Not z - lse: the difference of large numbers is taken exactly.
             row_max, log_sum = (x[rows].unsqueeze(-1) for x in self._softmax[:2])
-            torch.sub(some.processed(), row_max, out=out[:, : some.valid])
-            out[:, : some.valid] -= log_sum
+            valid = out[:, : some.valid]
+            torch.sub(some.unscaled(), row_max, out=valid)
+            times_multiplier(valid, some.multiplier, out=valid)
+            valid -= log_sum
             out[:, some.valid :] = -torch.inf
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
@@ -86,7 +89,8 @@ class _LogSoftmaxGradient(Backward):
         columns = slice(placed.columns.start, placed.columns.start + placed.chunk.valid)
         out[:, placed.chunk.valid :] = 0
         for rows, part, some in placed.steps(self._step):
-            p = some.processed() - self._row_max[rows].unsqueeze(-1)
+            p = some.unscaled() - self._row_max[rows].unsqueeze(-1)
+            times_multiplier(p, some.multiplier, out=p)
             p.exp_().mul_(self._total[rows].unsqueeze(-1))
             dz = torch.sub(self._wanted[rows, columns], p, out=p)
             some.to_raw_gradient(dz)

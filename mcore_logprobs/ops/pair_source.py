@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
 from mcore_logprobs.ops.head import HeadLogits
 from mcore_logprobs.ops.source import GivenLogits, Placed, Write
 
@@ -58,6 +58,9 @@ class PairSource:
         self.shard, self.lead, self.count = student.shard, student.lead, student.count
         self.device, self.acc_dtype = student.device, student.acc_dtype
         self.temperature, self.linear = student.temperature, False
+        own = teacher.multiplier
+        self.multiplier = student.multiplier
+        self.multipliers = student.multiplier, own if index is None else per_row(own, index)
         self.recomputed = student.recomputed
         self.flatten_rows, self.unflatten = student.flatten_rows, student.unflatten
         self.pack, self.unpack = student.pack, student.unpack

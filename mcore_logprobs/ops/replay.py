@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec, finalize, merge
 from mcore_logprobs.ops.arguments import check_target, global_to_local
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
@@ -40,7 +41,7 @@ class Replay(Operation):
     def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
     ) -> Backward:
-        return _ReplayGradient(upstream[0], tensors, saved, self._parts())
+        return _ReplayGradient(source.multiplier, upstream[0], tensors, saved, self._parts())
 
     def _parts(self) -> Iterator[slice]:
         """Each tile's entries."""
@@ -53,26 +54,29 @@ class _ReplayForward(Forward):
     def __init__(self, source: Source, tensors: Tensors, parts: Iterator[slice]) -> None:
         self._source, self._parts = source, parts
         self._valid_mask, self._row, self._local_ids, self._hit = tensors
-        self._z = torch.zeros(self._row.shape, dtype=source.acc_dtype, device=source.device)
+        self._x = torch.zeros(self._row.shape, dtype=source.acc_dtype, device=source.device)
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
         part = next(self._parts)
-        self._z[part] = tile.processed_logits(Entries(self._row[part], self._local_ids[part]))
+        self._x[part] = tile.unscaled_logits(Entries(self._row[part], self._local_ids[part]))
 
     def results(self) -> tuple[Tensors, Tensors]:
-        z, row, hit, count = self._z, self._row, self._hit, self._source.count
+        x, row, hit, count = self._x, self._row, self._hit, self._source.count
+        multiplier = self._source.multiplier
         own, spec = self._local_ids >= 0, StatsSpec()
-        stats = z.new_zeros(len(spec.fields), count)
+        stats = x.new_zeros(len(spec.fields), count)
         local = spec.named(stats)
         local["max"].fill_(-torch.inf)
-        local["max"].scatter_reduce_(0, row, torch.where(own, z, -torch.inf), "amax")
+        local["max"].scatter_reduce_(0, row, torch.where(own, x, -torch.inf), "amax")
         shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
-        local["sum"].index_add_(0, row, torch.where(own, (z - shift[row]).exp(), 0.0))
-        local["target"].index_add_(0, row, torch.where(own & hit, z, 0.0))
-        merged = merge(all_gather_stack(stats, self._source.shard.group), spec)
-        results, softmax = finalize(merged, spec)
+        weight = times_multiplier(x - shift[row], per_row(multiplier, row)).exp()
+        local["sum"].index_add_(0, row, torch.where(own, weight, 0.0))
+        local["target"].index_add_(0, row, torch.where(own & hit, x, 0.0))
+        shards = all_gather_stack(stats, self._source.shard.group)
+        merged = merge(shards, spec, multiplier=multiplier)
+        results, softmax = finalize(merged, spec, multiplier=multiplier)
         # -inf where the target is not among the kept ids, or all of them are -inf.
-        kept = z.new_zeros(count).index_add_(0, row, hit.to(z.dtype)) > 0
+        kept = x.new_zeros(count).index_add_(0, row, hit.to(x.dtype)) > 0
         finite = ~spec.named(merged)["max"].isneginf()
         logprobs = torch.where(kept & finite, results.logprobs, -torch.inf)
         logprobs = torch.where(softmax.row_max.isnan(), torch.nan, logprobs)
@@ -84,8 +88,14 @@ class _ReplayGradient(Backward):
     entries = True
 
     def __init__(
-        self, upstream: Tensor, tensors: Tensors, saved: Tensors, parts: Iterator[slice]
+        self,
+        multiplier: float | Tensor,
+        upstream: Tensor,
+        tensors: Tensors,
+        saved: Tensors,
+        parts: Iterator[slice],
     ) -> None:
+        self._multiplier = multiplier
         valid_mask, self._row, self._local_ids, self._hit = tensors
         self._row_max, self._log_sum, finite = saved
         self._parts = parts
@@ -95,7 +105,9 @@ class _ReplayGradient(Backward):
         part = next(self._parts)
         row, hit = self._row[part], self._hit[part]
         entries, g = Entries(row, self._local_ids[part]), self._on_row[row]
-        p = ((tile.processed_logits(entries) - self._row_max[row]) - self._log_sum[row]).exp()
+        below = tile.unscaled_logits(entries) - self._row_max[row]
+        below = times_multiplier(below, per_row(self._multiplier, row))
+        p = (below - self._log_sum[row]).exp()
         # A target that was not kept gets nothing, the kept ids what plain torch gives.
         return entries, torch.where(g != 0, g * (hit.to(g.dtype) - p), 0.0)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
+from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.segments import Segments, merge_segments
 from mcore_logprobs.kernels.stats import (
     FinalStats,
@@ -39,7 +40,9 @@ class RowStatistics:
         if self._segments is not None:
             self._block = self._segments.block(source.device.type)
             self._per_segment = -(-self._segments.width // self._block)
-        self._rows: slice | None = None  # those of the latest chunk
+        self._rows: slice | None = None  # those of the latest chunk, and its multiplier
+        self._multiplier: float | Tensor = 1.0
+        self._seen = slice(0, 0)  # rows of the source, of all tiles
         self._parts: list[list[Tensor]] = []  # by segment, their blocks' statistics
         self._of_tile: list[Tensor] = []
         self._tiles: list[Tensor] = []
@@ -49,11 +52,11 @@ class RowStatistics:
 
         Args:
             column: of each of its rows, the target's column in the shard or -1.
-            threshold: of each of its rows, with `spec.rank` only: as in `kernels.reference.stats`.
+            threshold: with `spec.rank` only: as in `kernels.reference.stats`.
         """
         if placed.rows != self._rows:
             self._merge_rows()
-            self._rows = placed.rows
+            self._rows, self._multiplier = placed.rows, placed.chunk.multiplier
             self._parts = [[] for _ in range(self._segments.local if self._segments else 1)]
         for segment, some in self._calls(placed):
             stats = self._source.backend(some.chunk).stats(
@@ -67,11 +70,13 @@ class RowStatistics:
             for place, blocks in enumerate(stats.split(self._per_segment or len(stats)), segment):
                 self._parts[place].append(blocks)
 
-    def end_tile(self, rows: int) -> Tensor:
-        """The tile's statistics; of no column where the rank has no true vocabulary."""
+    def end_tile(self, rows: slice) -> Tensor:
+        """The statistics of a tile, rows of the source; of no column where the rank has none."""
         self._merge_rows()
         found, self._of_tile = self._of_tile, []
-        self._tiles.append(_joined(found) if found else self._of_no_column(rows))
+        count = rows.stop - rows.start
+        self._tiles.append(_joined(found) if found else self._of_no_column(count))
+        self._seen = slice(self._seen.start if self._seen.stop else rows.start, rows.stop)
         return self._tiles[-1]
 
     def whole(self) -> Tensor:
@@ -84,8 +89,15 @@ class RowStatistics:
         """`kernels.stats.finalize` over all ranks: one all-gather over TP."""
         stats, ordered = self.whole(), self._segments is not None
         shards = all_gather_dim0(stats if ordered else stats.unsqueeze(0), self._group)
-        merged = merge(shards, self.spec, ordered=ordered)
-        return finalize(merged, self.spec, valid_mask=valid_mask, label_smoothing=label_smoothing)
+        multiplier = self.multiplier
+        merged = merge(shards, self.spec, multiplier=multiplier, ordered=ordered)
+        return finalize(
+            merged,
+            self.spec,
+            multiplier=multiplier,
+            valid_mask=valid_mask,
+            label_smoothing=label_smoothing,
+        )
 
     def finalize_with(self, numbers: Tensor) -> tuple[FinalStats, Tensor]:
         """`finalize`, and numbers `[n, j]` summed over the ranks in the same all-gather.
@@ -94,8 +106,15 @@ class RowStatistics:
         """
         fields = len(self.spec.fields)
         shards = all_gather_stack(torch.cat([self.whole(), numbers.t()]), self._group)
-        merged = merge(shards[:, :fields].contiguous(), self.spec)
-        return finalize(merged, self.spec), shards[:, fields:].sum(0).t()
+        multiplier = self.multiplier
+        merged = merge(shards[:, :fields].contiguous(), self.spec, multiplier=multiplier)
+        done = finalize(merged, self.spec, multiplier=multiplier)
+        return done, shards[:, fields:].sum(0).t()
+
+    @property
+    def multiplier(self) -> float | Tensor:
+        """What differences of unscaled logits are multiplied by, in the rows of the tiles."""
+        return per_row(self._source.multiplier, self._seen)
 
     @property
     def _group(self) -> ProcessGroup | None:
@@ -111,10 +130,11 @@ class RowStatistics:
         if self._rows is None:
             return
         if self._segments is not None:
-            merged = merge_segments(self._parts, self.spec)
+            merged = merge_segments(self._parts, self.spec, self._multiplier)
         else:
             (parts,) = self._parts
-            merged = merge(torch.cat(parts) if len(parts) > 1 else parts[0], self.spec)
+            stats = torch.cat(parts) if len(parts) > 1 else parts[0]
+            merged = merge(stats, self.spec, multiplier=self._multiplier)
         self._of_tile.append(merged)
         self._rows = None
 
@@ -145,7 +165,7 @@ class TargetThresholds:
         """Those of some of the tile's rows."""
         if not self._wanted:
             return None
-        return self._of_tile[rows.start - self._start : rows.stop - self._start]
+        return self._of_tile[..., rows.start - self._start : rows.stop - self._start]
 
 
 class LocalStatistics(Forward):
@@ -168,7 +188,7 @@ class LocalStatistics(Forward):
         self.stats.see(placed, self._column[rows], self._thresholds.of(rows))
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
-        self.stats.end_tile(rows.stop - rows.start)
+        self.stats.end_tile(tile.rows)
 
 
 class LogitGradient(Backward):

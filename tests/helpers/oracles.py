@@ -98,8 +98,8 @@ def token_stats(
         on_target = (1.0 - label_smoothing) * on_target + label_smoothing * mean
     entropy = -torch.where(possible, logp.exp() * logp, 0.0).sum(-1)
     with torch.no_grad():
-        # Scale, softcap and temperature keep the order, and float64's tanh may saturate where the
-        # numbers themselves differ: without a bias the raw logits decide.
+        # Scale and temperature keep the order, and a softcap does where it does not saturate, of
+        # which float64's makes more of than float32's: without a bias the raw logits decide.
         ordered = z if options.get("bias") is not None else raw.masked_fill(~possible, -torch.inf)
         higher = ordered > ordered.gather(-1, column)
         rank = higher.scatter(-1, column, False).sum(-1)

@@ -91,15 +91,10 @@ def make_target(rows: int, valid: int, logits: Tensor) -> Tensor:
 
 
 def make_threshold(chunk: Chunk, target: Tensor) -> Tensor:
-    """What `higher` counts against: the target's value, any near the row's where there is none."""
-    column = target.clamp(min=0).unsqueeze(-1)
-    if chunk.bias is None:
-        return chunk.logits.float().gather(-1, column).squeeze(-1)
-    # No other column may be within an ulp of it, for z is rounded in several ways; the target's own
-    # value is above it and does not count.
-    value = chunk.processed().gather(-1, column).squeeze(-1)
-    below = torch.nextafter(value, torch.full_like(value, -torch.inf))
-    return torch.where(target < 0, value + 1e-3, below)
+    """What `higher` counts against: the target's logit, or the first column's; and its bias."""
+    column = target.clamp(min=0)
+    raw = chunk.logits.float().gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    return raw if chunk.bias is None else torch.stack([raw, chunk.bias[column]])
 
 
 def make_chunk(
@@ -123,7 +118,8 @@ def row_stats(
     backend: Any, chunk: Chunk, target: Tensor, spec: StatsSpec, threshold: Tensor | None = None
 ) -> Tensor:
     """Statistics of whole rows, `[k, n]`."""
-    return merge(backend.stats(chunk, target, spec, threshold=threshold, chunk_size=16), spec)
+    parts = backend.stats(chunk, target, spec, threshold=threshold, chunk_size=16)
+    return merge(parts, spec, multiplier=chunk.multiplier)
 
 
 def segment_stats(
@@ -147,14 +143,22 @@ def segment_stats(
     placed = Placed(slice(0, rows), slice(0, width), chunk)
     stats = RowStatistics(source, spec)
     stats.see(placed, target, threshold)
-    return stats.end_tile(rows)
+    return stats.end_tile(slice(0, rows))
 
 
 def assert_stats(
-    got: Tensor, plain: Tensor, exact: Tensor, spec: StatsSpec, *, ulps: float = 4.0
+    got: Tensor,
+    plain: Tensor,
+    exact: Tensor,
+    spec: StatsSpec,
+    *,
+    multiplier: float | Tensor = 1.0,
+    ulps: float = 4.0,
 ) -> None:
     """`[k, n]` statistics, finalized, are no worse than plain torch's against float64's."""
-    done: list[RowResults] = [finalize(stats, spec).results for stats in (got, plain, exact)]
+    done: list[RowResults] = [
+        finalize(stats, spec, multiplier=multiplier).results for stats in (got, plain, exact)
+    ]
     assert_no_worse(*(d.lse for d in done), ulps=ulps, name="lse")
     # A shard of -inf alone has no log-probability, and one without the target gives no meaning to
     # it; both still have to merge, which takes `target` as it is.

@@ -66,11 +66,11 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
         parts = [
             segment_stats(
                 module, shard, own, EVERYTHING, Segments.of(SEGMENTS, width, tp),
-                threshold=threshold[rows], chunk_size=ROWS,
+                threshold=threshold[..., rows], chunk_size=ROWS,
             )
             for shard, own in shards(some, target[rows], tp)
         ]  # fmt: skip
-        return merge(torch.cat(parts), EVERYTHING, ordered=True)
+        return merge(torch.cat(parts), EVERYTHING, multiplier=some.multiplier, ordered=True)
 
     everything = torch.arange(ROWS, device=DEVICE)
     alone = stats_on(1, everything, triton_backend)
@@ -153,7 +153,8 @@ class Compiled:
             )
             for shard, own in self.shards(tp, rows)
         ]  # fmt: skip
-        return merge(torch.cat(parts), self.spec, ordered=True)
+        multiplier = 1.0 / self.temperature[rows].double()
+        return merge(torch.cat(parts), self.spec, multiplier=multiplier, ordered=True)
 
     def gradient(self, tp: int, rows: Tensor, *, inplace: bool = False) -> Tensor:
         parts = []
@@ -263,7 +264,7 @@ def test_a_row_is_split_by_its_width_alone_where_it_must_not_vary(bias):
     def found(rows: Tensor, given: Tensor) -> Tensor:
         return segment_stats(
             triton_backend, replace(chunk, logits=given), target[rows], spec, segments,
-            threshold=threshold[rows], chunk_size=16,
+            threshold=threshold[..., rows], chunk_size=16,
         )  # fmt: skip
 
     everything = torch.arange(3, device=DEVICE)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.chunk import Chunk, processed_logits, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, row_chunks
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize, merge
 from tests.helpers import oracles
 
@@ -171,7 +171,7 @@ def test_processed_logits_take_their_steps_in_order():
         (None, torch.randn(9)), (None, 2.5), (1.0, 0.25), (1.0, 0.6)
     ):
         options = {"logit_scale": scale, "softcap": softcap, "temperature": temperature}
-        found = processed_logits(raw, bias=bias, **options)
+        found = Chunk(raw, raw.shape[1], bias=bias, **options).processed()
         exact = oracles.finished_logits(raw, bias=bias, **options)
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
         assert torch.equal(raw, kept)
@@ -180,7 +180,7 @@ def test_processed_logits_take_their_steps_in_order():
 def test_processed_logits_of_every_dtype():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raw = torch.randn(2, 3).to(dtype)
-        found = processed_logits(raw)
+        found = Chunk(raw, raw.shape[1]).processed()
         assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert torch.equal(found.double(), raw.double())
 

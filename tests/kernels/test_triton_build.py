@@ -182,7 +182,7 @@ def test_what_is_rare_is_built_without_spills() -> None:
     both = (chunk, exact, norm, row, row)
     calls = {
         "stats_kernel": lambda: triton_backend.stats(
-            chunk, columns[:, 0], EVERYTHING, threshold=row
+            chunk, columns[:, 0], EVERYTHING, threshold=torch.stack([row, row])
         ),
         "grad_kernel entries_kernel": lambda: triton_backend.grad(chunk, entries, out=out),
         "entries_kernel": lambda: triton_backend.grad(chunk, alone, out=out),

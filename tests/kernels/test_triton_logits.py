@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.tiled_forward import TileConfig, tiled_row_stats
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, times_multiplier
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
 from mcore_logprobs.kernels.triton import common, gradient
 from mcore_logprobs.kernels.triton.statistics import launch_stats
@@ -52,9 +52,9 @@ def check_statistics(chunk: Chunk, spec: StatsSpec = EVERYTHING, *, ulps: float 
     plain = row_stats(reference, chunk, target, spec, threshold=threshold)
     limit = None if threshold is None else threshold.double()
     exact = row_stats(reference, doubled(chunk), target, spec, threshold=limit)
-    if spec.rank:  # counts are exact in either dtype, but z of a bias is rounded in float32
+    if spec.rank:  # with a softcap or a bias it is float32's own values that are compared
         exact[spec.fields.index("higher")] = plain[spec.fields.index("higher")].double()
-    assert_stats(got, plain, exact, spec, ulps=ulps)
+    assert_stats(got, plain, exact, spec, multiplier=chunk.multiplier, ulps=ulps)
     return got
 
 
@@ -73,10 +73,11 @@ def make_terms(chunk: Chunk, spec: StatsSpec, entries: int | None = None) -> Gra
     coef = torch.randn(len(spec.coefficients), rows, device=DEVICE)
     coef[:, 2::5] = upstream[2::5] = 0.0
     column, upstream = (x.t().contiguous().t() for x in (column, upstream))  # strided
-    z = doubled(chunk).processed()
-    shift = z.amax(-1) if rows else torch.zeros(0, device=DEVICE)
+    x = doubled(chunk).unscaled()
+    shift = x.amax(-1) if rows else torch.zeros(0, device=DEVICE)
     shift = torch.where(shift.isneginf(), 0.0, shift).float()
-    total = (z - shift.unsqueeze(-1)).exp().sum(-1).clamp(min=1.0)
+    below = times_multiplier(x - shift.unsqueeze(-1), chunk.multiplier)
+    total = below.exp().sum(-1).clamp(min=1.0)
     for name, row in spec.named_coefficients(coef).items():
         row /= {"finite": 1.0, "squares": total**2}.get(name, total)
     return GradientTerms(column, upstream, shift, coef, spec)

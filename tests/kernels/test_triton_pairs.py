@@ -45,7 +45,8 @@ def _run(kernels: Any, student: Chunk, teacher: Chunk, kind: str, upstream: Tens
     """(value, KL from the mixture, gradient) of whole rows, by these kernels."""
     spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
     stats = kernels.pair_stats(student, teacher, spec, **size)
-    done = finalize_pair(merge_pairs(stats, spec), spec)
+    multipliers = student.multiplier, teacher.multiplier
+    done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
     value, inner = done.value, done.value
     norms = (done.softmax,)
     if spec.two_pass:

@@ -22,7 +22,7 @@ from tests.megatron.common import (
     worst,
 )
 from tests.megatron.test_joints import log_lines, same_traces, traces
-from tests.megatron.test_patch import _copy_without_groups
+from tests.megatron.test_patch import copy_without_groups
 from tests.megatron.test_pipeline import train_step, wrapped_chunks
 
 LOSS = ClippedLoss(clip_low=0.2, clip_high=0.3, kl_coef=0.05)
@@ -409,7 +409,7 @@ def blocks_and_copies(pp: int) -> None:
         twins = []
 
         def copied() -> None:
-            twins.append(_copy_without_groups(model))
+            twins.append(copy_without_groups(model))
 
         outer, inner = handle.options(temperature=2.0, entropy=True), handle.options(top_p=0.9)
         loss = handle.policy_loss(lambda logprobs, entropy, w: -logprobs * w, weights)

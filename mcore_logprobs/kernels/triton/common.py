@@ -1,4 +1,4 @@
-"""What the Triton kernels share: processed logits, an accurate tanh, and how work is laid out.
+"""What the Triton kernels share: unscaled logits, an accurate tanh, and how work is laid out.
 
 Every kernel walks a row in tiles of `groups x lanes` columns, `lanes` being what one thread reads
 with one 16-byte load. A reduction over the lanes never leaves its thread, so that the loop over the
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_logprobs.kernels import stats
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, logit_multiplier
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
@@ -70,49 +70,46 @@ def tanh(x):
 
 
 @triton.jit
-def processed(
-    y, bias_ptr, columns, mask, scale, softcap, temperature,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """z of raw logits `y` in float32 (`kernels.chunk`); the caller masks afterwards.
+def before_bias(y, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """`unscaled` up to the bias."""
+    x = y
+    capped = y
+    if HAS_SOFTCAP:
+        capped = tanh(y * scale)
+        x = capped * softcap
+    elif HAS_BIAS:
+        x = y * scale
+    return x, capped
+
+
+@triton.jit
+def unscaled(y, bias_ptr, columns, mask, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """x of raw logits `y` in float32 (`kernels.chunk`); the caller masks afterwards.
 
     Args:
         bias_ptr: `[v]` or None.
         mask: of the columns, or None.
-        scale, softcap, temperature: what `transform` gives.
+        scale, softcap: what `transform` gives.
 
     Returns:
-        (z, tanh(logit_scale * y / softcap), or y where there is no softcap).
+        (x, tanh(logit_scale * y / softcap), or any number where there is no softcap).
     """
-    z = y * scale
-    capped = z
-    if HAS_SOFTCAP:
-        capped = tanh(z)
-        z = capped * softcap
+    x, capped = before_bias(y, scale, softcap, bias_ptr is not None, HAS_SOFTCAP)
     if bias_ptr is not None:
         if mask is None:
             bias = tl.load(bias_ptr + columns)
         else:
             bias = tl.load(bias_ptr + columns, mask=mask, other=0.0)
-        # Divided and rounded as torch does it: with a bias, ranks compare z of two origins.
-        z = tl.div_rn(z + bias.to(tl.float32), temperature)
-    return z, capped
+        x += bias.to(tl.float32)
+    return x, capped
 
 
 @triton.jit
-def row_transform(
-    row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr
-):
-    """(scale, softcap, temperature) of `processed` for a row that may have its own temperature."""
+def over_temperature(number, row, temperature_ptr):
+    """A number of `transform`, for a row that may have its own temperature."""
     if temperature_ptr is not None:
-        own = tl.load(temperature_ptr + row).to(tl.float32)
-        if bias_ptr is not None:
-            temperature = own
-        elif HAS_SOFTCAP:
-            softcap = softcap / own
-        else:
-            scale = scale / own
-    return scale, softcap, temperature
+        number = tl.div_rn(number, tl.load(temperature_ptr + row).to(tl.float32))
+    return number
 
 
 @triton.jit
@@ -150,19 +147,24 @@ def write_zeros(row_ptr, start, stop, TILE: tl.constexpr):
 
 
 def transform(chunk: Chunk) -> tuple[float, float, float]:
-    """(scale, softcap, temperature), numbers for `row_transform` and `processed`.
+    """(scale, softcap, multiplier), numbers for `unscaled` and `Chunk.multiplier`.
 
-    Without a bias the temperature goes into the scale or the softcap; a bias comes between, and a
-    division a column is left.
+    Where rows have temperatures of their own, the multiplier is still to be divided by them.
     """
-    own = 1.0 if isinstance(chunk.temperature, Tensor) else float(chunk.temperature)
     scale, softcap = chunk.logit_scale, 1.0
     if chunk.softcap is not None:
-        scale = chunk.logit_scale / chunk.softcap
-        softcap = chunk.softcap if chunk.bias is not None else chunk.softcap / own
-    elif chunk.bias is None:
-        scale = chunk.logit_scale / own
-    return float(scale), float(softcap), own
+        scale, softcap = chunk.logit_scale / chunk.softcap, chunk.softcap
+    return float(scale), float(softcap), _number(chunk, is_raw=chunk.is_raw)
+
+
+def raw_slope(chunk: Chunk) -> float:
+    """`Chunk.slope`, likewise."""
+    return _number(chunk, is_raw=True)
+
+
+def _number(chunk: Chunk, *, is_raw: bool) -> float:
+    own = 1.0 if isinstance(chunk.temperature, Tensor) else chunk.temperature
+    return float(logit_multiplier(own, chunk.logit_scale, is_raw=is_raw))
 
 
 @overload
@@ -176,7 +178,7 @@ def with_unit_stride(tensor: Tensor | None) -> Tensor | None:
 
 # Whether the kernels run in Triton's interpreter: decided when Triton was first imported. Its own
 # functions and ours are decorated at different moments, and both must agree.
-INTERPRETED = not any(isinstance(function, triton.JITFunction) for function in (tl.sum, processed))
+INTERPRETED = not any(isinstance(function, triton.JITFunction) for function in (tl.sum, unscaled))
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any):

@@ -21,11 +21,12 @@ from mcore_logprobs.kernels.triton.common import (
     clamped,
     exp,
     launch,
-    processed,
+    over_temperature,
+    raw_slope,
     rounded,
-    row_transform,
     span_plan,
     transform,
+    unscaled,
     whole_units,
     with_unit_stride,
     write_zeros,
@@ -58,7 +59,7 @@ def _dz(
     shifted, weight, moment, on_finite, squares,
     MOMENT: tl.constexpr, FINITE: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """dz of `kernels.reference.grad` from z - row_max, without single entries."""
+    """dz of `kernels.reference.grad` from its d, without single entries."""
     w = exp(shifted)
     factor = weight
     if MOMENT >= 0:
@@ -74,7 +75,7 @@ def _dz(
 @triton.jit
 def _write_tile(
     row_ptr, out_row_ptr, bias_ptr, start, valid, width, column, row_max,
-    weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
+    weight, moment, on_finite, squares, on_target, slope, scale, softcap, multiplier,
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -89,8 +90,9 @@ def _write_tile(
     else:
         mask = None
         y = tl.load(row_ptr + columns).to(tl.float32)
-    z, capped = processed(y, bias_ptr, columns, mask, scale, softcap, temperature, HAS_SOFTCAP)
-    grad = _dz(z - row_max, weight, moment, on_finite, squares, MOMENT, FINITE, SQUARES)
+    x, capped = unscaled(y, bias_ptr, columns, mask, scale, softcap, HAS_SOFTCAP)
+    shifted = (x - row_max) * multiplier
+    grad = _dz(shifted, weight, moment, on_finite, squares, MOMENT, FINITE, SQUARES)
     grad += tl.where(columns == column, on_target, 0.0)
     if HAS_SOFTCAP:
         grad = grad * (1.0 - capped * capped)
@@ -125,7 +127,7 @@ def grad_kernel(
     slope,
     scale,
     softcap,
-    temperature,
+    multiplier,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     TAIL: tl.constexpr,
@@ -157,29 +159,26 @@ def grad_kernel(
     asked = (weight != 0.0) | (moment != 0.0) | (on_finite != 0.0) | (squares != 0.0)
     if asked | (on_target != 0.0):
         row_max = tl.load(row_max_ptr + row).to(tl.float32)
-        scale, softcap, temperature = row_transform(
-            row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
-        )
-        if temperature_ptr is not None:
-            slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
+        multiplier = over_temperature(multiplier, row, temperature_ptr)
+        slope = over_temperature(slope, row, temperature_ptr)
         end = whole_units(start, tl.minimum(stop, valid))
         whole = start + (end - start) // TILE * TILE
         for at in range(start, whole, TILE):
             _write_tile(
                 row_ptr, out_row_ptr, bias_ptr, at, valid, width, column, row_max,
-                weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
+                weight, moment, on_finite, squares, on_target, slope, scale, softcap, multiplier,
                 False, TILE, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
             )  # fmt: skip
         for at in range(whole, end, TAIL):
             _write_tile(
                 row_ptr, out_row_ptr, bias_ptr, at, end, end, column, row_max,
-                weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
+                weight, moment, on_finite, squares, on_target, slope, scale, softcap, multiplier,
                 True, TAIL, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
             )  # fmt: skip
         if end < stop:
             _write_tile(
                 row_ptr, out_row_ptr, bias_ptr, end, valid, stop, column, row_max,
-                weight, moment, on_finite, squares, on_target, slope, scale, softcap, temperature,
+                weight, moment, on_finite, squares, on_target, slope, scale, softcap, multiplier,
                 True, UNIT, HAS_SOFTCAP, MOMENT, FINITE, SQUARES,
             )  # fmt: skip
             write_zeros(out_row_ptr, end + UNIT, stop, TAIL)
@@ -210,7 +209,7 @@ def entries_kernel(
     slope,
     scale,
     softcap,
-    temperature,
+    multiplier,
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -235,20 +234,17 @@ def entries_kernel(
         given = tl.load(upstream_ptr + row * j + other, mask=other < j, other=0.0).to(tl.float32)
         total += tl.sum(tl.where(column[:, None] == same[None, :], given[None, :], 0.0), 1)
 
-    scale, softcap, temperature = row_transform(
-        row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
-    )
-    if temperature_ptr is not None:
-        slope = slope / tl.load(temperature_ptr + row).to(tl.float32)
+    multiplier = over_temperature(multiplier, row, temperature_ptr)
+    slope = over_temperature(slope, row, temperature_ptr)
     y = tl.load(own_ptr + row * j + at, mask=mine, other=0.0).to(tl.float32)
-    z, capped = processed(y, bias_ptr, column, mine, scale, softcap, temperature, HAS_SOFTCAP)
+    x, capped = unscaled(y, bias_ptr, column, mine, scale, softcap, HAS_SOFTCAP)
     if row_max_ptr is not None:
         weight = _coefficient(coef_ptr, WEIGHT, coef_stride, row)
         moment = _coefficient(coef_ptr, MOMENT, coef_stride, row)
         on_finite = _coefficient(coef_ptr, FINITE, coef_stride, row)
         squares = _coefficient(coef_ptr, SQUARES, coef_stride, row)
         asked = (weight != 0.0) | (moment != 0.0) | (on_finite != 0.0) | (squares != 0.0)
-        shifted = z - tl.load(row_max_ptr + row)
+        shifted = (x - tl.load(row_max_ptr + row)) * multiplier
         dz = _dz(shifted, weight, moment, on_finite, squares, MOMENT, FINITE, SQUARES)
         total += tl.where(asked, dz, 0.0)
     if HAS_SOFTCAP:
@@ -275,8 +271,7 @@ def _run(*given: Any) -> None:
     row_max, coef = with_unit_stride(row_max), with_unit_stride(coef)
     coef_stride = 0 if coef is None else coef.stride(0)
     per_row = row_max, coef, with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature)
-    slope = chunk.logit_scale if chunk.row_temperature is not None else chunk.multiplier
-    numbers = (float(slope), *transform(chunk))
+    numbers = (raw_slope(chunk), *transform(chunk))
     constants = {"HAS_SOFTCAP": chunk.softcap is not None} | _places(StatsSpec(*wanted))
     # Before the gradient, which may go over it.
     own = gather_columns(chunk.logits, columns) if j > 1 or coef is None else None

@@ -20,6 +20,8 @@ from mcore_logprobs.kernels.triton.common import (
     UNIT,
     exp,
     launch,
+    over_temperature,
+    raw_slope,
     rounded,
     span_plan,
     whole_units,
@@ -41,6 +43,7 @@ from mcore_logprobs.kernels.triton.sides import (
     load_side,
     load_softmax,
     log_probs,
+    multiplier_of,
     shares,
     side_rows,
     sides_arguments,
@@ -67,12 +70,12 @@ def _write_tile(
     t, _ = load_side(teacher, teacher_bias_ptr, columns, valid, MASKED, TEACHER_SOFTCAP)
     max_s, log_s, max_t, log_t = softmax
     if KIND == FORWARD or KIND == CROSS_ENTROPY:  # noqa: SIM109
-        p = exp((s - max_s) - log_s)
-        q = exp((t - max_t) - log_t)
+        p = exp((s - max_s) * multiplier_of(student) - log_s)
+        q = exp((t - max_t) * multiplier_of(teacher) - log_t)
         ds = p - q
     else:
-        logp = log_probs(s, max_s, log_s)
-        logq = log_probs(t, max_t, log_t)
+        logp = log_probs(s, student, max_s, log_s)
+        logq = log_probs(t, teacher, max_t, log_t)
         if KIND == REVERSE:
             p, derivative = exp(logp), logp - logq
         else:
@@ -100,8 +103,8 @@ def pair_grad_kernel(
     student_ptr, teacher_ptr,  # [n, v]
     student_bias_ptr, student_temperature_ptr,  # [v], [n], or None
     teacher_bias_ptr, teacher_temperature_ptr,
-    student_scale, student_softcap, student_temperature,
-    teacher_scale, teacher_softcap, teacher_temperature,
+    student_scale, student_softcap, student_multiplier,
+    teacher_scale, teacher_softcap, teacher_multiplier,
     student_stride, teacher_stride,
     softmax_ptr,  # [4, n]
     inner_ptr,  # [n]
@@ -131,16 +134,14 @@ def pair_grad_kernel(
     upstream = tl.load(upstream_ptr + row.to(tl.int64) * upstream_stride)
     if upstream != 0.0:
         student, teacher = side_rows(
-            row, student_ptr, student_bias_ptr, student_temperature_ptr, student_stride,
-            student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
-            teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, teacher_stride,
-            teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
+            row, student_ptr, student_temperature_ptr, student_stride,
+            student_scale, student_softcap, student_multiplier,
+            teacher_ptr, teacher_temperature_ptr, teacher_stride,
+            teacher_scale, teacher_softcap, teacher_multiplier,
         )  # fmt: skip
         softmax = load_softmax(softmax_ptr, softmax_stride, row)
         inner = tl.load(inner_ptr + row)
-        factor = upstream * slope
-        if student_temperature_ptr is not None:
-            factor = factor / tl.load(student_temperature_ptr + row).to(tl.float32)
+        factor = upstream * over_temperature(slope, row, student_temperature_ptr)
         end = whole_units(start, tl.minimum(stop, valid))
         whole = start + (end - start) // TILE * TILE
         for at in range(start, whole, TILE):
@@ -190,13 +191,12 @@ def _run(*given: Any) -> None:
     rows, width = out.shape
     splits, shape = span_plan(width, _TILE[kind])
     softmax = with_unit_stride(softmax)
-    slope = student.multiplier if student.row_temperature is None else student.logit_scale
     with rounded(out) as written:
         launch(
             pair_grad_kernel, rows * splits,
             *sides_arguments(student, teacher), softmax, with_unit_stride(inner), upstream, written,
             student.valid, width, softmax.stride(0), upstream.stride(0),
-            written.stride(0), splits, float(slope), beta,
+            written.stride(0), splits, raw_slope(student), beta,
             KIND=KINDS.index(kind), **shape, **sides_constants(student, teacher),
         )  # fmt: skip
 

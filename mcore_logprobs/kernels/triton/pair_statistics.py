@@ -32,9 +32,11 @@ from mcore_logprobs.kernels.triton.sides import (
     FORWARD,
     REVERSE,
     SIDE_POINTERS,
+    instead_of_infinity,
     load_side,
     load_softmax,
     log_probs,
+    multiplier_of,
     pair_plan,
     shares,
     side_rows,
@@ -50,7 +52,7 @@ STATS = tl.constexpr(PAIR_STATS)
 
 @triton.jit
 def _base(group_max):
-    """What to subtract from a side's logits, and the least that a difference counts as.
+    """What to subtract from a side's logits, and what a difference of -inf counts as.
 
     Where all is -inf so far both are 0: such a side has no log-probability yet to be far from.
     """
@@ -71,16 +73,18 @@ def _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND: tl.con
 
 
 @triton.jit
-def _merged(max_s, sum_s, max_t, sum_t, cross, KIND: tl.constexpr):
+def _merged(max_s, sum_s, max_t, sum_t, cross, multiplier_s, multiplier_t, KIND: tl.constexpr):
     """Statistics of several groups, of which one may be empty, as one."""
     row_max_s = tl.max(max_s, 0)
     row_max_t = tl.max(max_t, 0)
     base_s, floor_s = _base(row_max_s)
     base_t, floor_t = _base(row_max_t)
-    decay_s = exp(max_s - base_s)
-    decay_t = exp(max_t - base_t)
-    shift_s = tl.maximum(max_s - base_s, floor_s)
-    shift_t = tl.maximum(max_t - base_t, floor_t)
+    shift_s = (max_s - base_s) * multiplier_s
+    shift_t = (max_t - base_t) * multiplier_t
+    decay_s = exp(shift_s)
+    decay_t = exp(shift_t)
+    shift_s = instead_of_infinity(shift_s, floor_s)
+    shift_t = instead_of_infinity(shift_t, floor_t)
     cross = tl.sum(_moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND), 0)
     sum_s = tl.sum(sum_s * decay_s, 0)
     sum_t = tl.sum(sum_t * decay_t, 0)
@@ -91,25 +95,30 @@ def _merged(max_s, sum_s, max_t, sum_t, cross, KIND: tl.constexpr):
 
 
 @triton.jit
-def _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND: tl.constexpr):
+def _take_in(
+    s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, KIND: tl.constexpr
+):  # fmt: skip
     """Statistics `[groups]` and one tile `[groups, lanes]` more: one exp a side and column."""
+    multiplier_s = multiplier_of(student)
+    multiplier_t = multiplier_of(teacher)
     new_s = tl.maximum(max_s, tl.max(s, 1))
     new_t = tl.maximum(max_t, tl.max(t, 1))
     base_s, floor_s = _base(new_s)
     base_t, floor_t = _base(new_t)
-    decay_s = exp(max_s - base_s)
-    decay_t = exp(max_t - base_t)
-    shift_s = tl.maximum(max_s - base_s, floor_s)
-    shift_t = tl.maximum(max_t - base_t, floor_t)
+    shift_s = (max_s - base_s) * multiplier_s
+    shift_t = (max_t - base_t) * multiplier_t
+    decay_s = exp(shift_s)
+    decay_t = exp(shift_t)
+    shift_s = instead_of_infinity(shift_s, floor_s)
+    shift_t = instead_of_infinity(shift_t, floor_t)
     cross = _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND)
 
-    s = s - base_s[:, None]
-    t = t - base_t[:, None]
+    s = (s - base_s[:, None]) * multiplier_s
+    t = (t - base_t[:, None]) * multiplier_t
     weight_s = exp(s)
     weight_t = exp(t)
-    # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
-    s = tl.maximum(s, floor_s[:, None])
-    t = tl.maximum(t, floor_t[:, None])
+    s = instead_of_infinity(s, floor_s[:, None])
+    t = instead_of_infinity(t, floor_t[:, None])
     if KIND == FORWARD:
         cross += tl.sum(weight_t * (t - s), 1)
     elif KIND == REVERSE:
@@ -129,8 +138,8 @@ def pair_stats_kernel(
     student_ptr, teacher_ptr,  # [n, v]
     student_bias_ptr, student_temperature_ptr,  # [v], [n], or None
     teacher_bias_ptr, teacher_temperature_ptr,
-    student_scale, student_softcap, student_temperature,
-    teacher_scale, teacher_softcap, teacher_temperature,
+    student_scale, student_softcap, student_multiplier,
+    teacher_scale, teacher_softcap, teacher_multiplier,
     student_stride, teacher_stride,
     out_ptr,  # [splits, 5, n] float32
     rows,
@@ -149,10 +158,10 @@ def pair_stats_kernel(
     """
     row, split, start, stop = own_columns(splits, split_columns, valid)
     student, teacher = side_rows(
-        row, student_ptr, student_bias_ptr, student_temperature_ptr, student_stride,
-        student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
-        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, teacher_stride,
-        teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
+        row, student_ptr, student_temperature_ptr, student_stride,
+        student_scale, student_softcap, student_multiplier,
+        teacher_ptr, teacher_temperature_ptr, teacher_stride,
+        teacher_scale, teacher_softcap, teacher_multiplier,
     )  # fmt: skip
 
     TILE: tl.constexpr = LANES * GROUPS
@@ -167,19 +176,25 @@ def pair_stats_kernel(
     for at in range(start, whole, TILE):
         s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER_SOFTCAP)
-        max_s, sum_s, max_t, sum_t, cross = _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND)
+        max_s, sum_s, max_t, sum_t, cross = _take_in(
+            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, KIND
+        )  # fmt: skip
     if whole < end:
         s, _ = load_side(student, student_bias_ptr, whole + offsets, end, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, end, True, TEACHER_SOFTCAP)
-        max_s, sum_s, max_t, sum_t, cross = _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND)
+        max_s, sum_s, max_t, sum_t, cross = _take_in(
+            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, KIND
+        )  # fmt: skip
     if end < stop:  # under UNIT columns, one a group
         rest = end + tl.arange(0, GROUPS)[:, None]
         s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
-        max_s, sum_s, max_t, sum_t, cross = _take_in(s, t, max_s, sum_s, max_t, sum_t, cross, KIND)
+        max_s, sum_s, max_t, sum_t, cross = _take_in(
+            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, KIND
+        )  # fmt: skip
 
     row_max_s, row_sum_s, row_max_t, row_sum_t, row_cross = _merged(
-        max_s, sum_s, max_t, sum_t, cross, KIND
+        max_s, sum_s, max_t, sum_t, cross, multiplier_of(student), multiplier_of(teacher), KIND
     )
     out = out_ptr + split.to(tl.int64) * STATS * rows + row
     tl.store(out, row_max_s)
@@ -193,10 +208,12 @@ def pair_stats_kernel(
 
 
 @triton.jit
-def _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND: tl.constexpr):
+def _take_in_shares(
+    value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND: tl.constexpr
+):  # fmt: skip
     """Both sums `[groups]` and one tile more."""
-    logp = log_probs(s, max_s, log_s)
-    logq = log_probs(t, max_t, log_t)
+    logp = log_probs(s, student, max_s, log_s)
+    logq = log_probs(t, teacher, max_t, log_t)
     p, share, derivative = shares(logp, logq, beta, KIND)
     return value + tl.sum(share, 1), inner + tl.sum(p * derivative, 1)
 
@@ -209,8 +226,8 @@ def pair_sums_kernel(
     student_ptr, teacher_ptr,  # [n, v]
     student_bias_ptr, student_temperature_ptr,  # [v], [n], or None
     teacher_bias_ptr, teacher_temperature_ptr,
-    student_scale, student_softcap, student_temperature,
-    teacher_scale, teacher_softcap, teacher_temperature,
+    student_scale, student_softcap, student_multiplier,
+    teacher_scale, teacher_softcap, teacher_multiplier,
     student_stride, teacher_stride,
     softmax_ptr,  # [4, n]
     out_ptr,  # [splits, 2, n] float32
@@ -229,10 +246,10 @@ def pair_sums_kernel(
     """`kernels.pairs.pair_sums` of one row's columns `[split * split_columns, ...)`."""
     row, split, start, stop = own_columns(splits, split_columns, valid)
     student, teacher = side_rows(
-        row, student_ptr, student_bias_ptr, student_temperature_ptr, student_stride,
-        student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
-        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, teacher_stride,
-        teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
+        row, student_ptr, student_temperature_ptr, student_stride,
+        student_scale, student_softcap, student_multiplier,
+        teacher_ptr, teacher_temperature_ptr, teacher_stride,
+        teacher_scale, teacher_softcap, teacher_multiplier,
     )  # fmt: skip
     max_s, log_s, max_t, log_t = load_softmax(softmax_ptr, softmax_stride, row)
 
@@ -245,16 +262,22 @@ def pair_sums_kernel(
     for at in range(start, whole, TILE):
         s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER_SOFTCAP)
-        value, inner = _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND)
+        value, inner = _take_in_shares(
+            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
+        )  # fmt: skip
     if whole < end:
         s, _ = load_side(student, student_bias_ptr, whole + offsets, end, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, end, True, TEACHER_SOFTCAP)
-        value, inner = _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND)
+        value, inner = _take_in_shares(
+            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
+        )  # fmt: skip
     if end < stop:  # under UNIT columns, one a group
         rest = end + tl.arange(0, GROUPS)[:, None]
         s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
-        value, inner = _take_in_shares(value, inner, s, t, max_s, log_s, max_t, log_t, beta, KIND)
+        value, inner = _take_in_shares(
+            value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
+        )  # fmt: skip
 
     nan = (max_s + log_s + max_t + log_t) * 0.0  # of a row that holds one, else 0
     out = out_ptr + split.to(tl.int64) * 2 * rows + row
@@ -274,7 +297,8 @@ def _run_stats(*given: Any) -> Tensor:
     student, teacher, *wanted = chunks_of(2, given)
     spec = PairSpec(*wanted)
     plan = pair_plan(student.logits, teacher.logits, student.valid)
-    return merge_pairs(launch_pair_stats(student, teacher, spec, plan), spec).unsqueeze(0)
+    parts = launch_pair_stats(student, teacher, spec, plan)
+    return merge_pairs(parts, spec, (student.multiplier, teacher.multiplier)).unsqueeze(0)
 
 
 _SIDES = f"{chunk_schema('student_')}, {chunk_schema('teacher_')}"

@@ -14,13 +14,13 @@ from torch import Tensor
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import KINDS
 from mcore_logprobs.kernels.triton.common import (
+    LOG_ZERO,
     Plan,
-    clamped,
     exp,
     launch_plan,
-    processed,
-    row_transform,
+    over_temperature,
     transform,
+    unscaled,
     with_unit_stride,
 )
 
@@ -39,32 +39,27 @@ LN2_OF_BITS = tl.constexpr(0.6931471805599453 / 2**23)
 
 
 @triton.jit
-def _side_row(
-    logits_ptr, bias_ptr, temperature_ptr, row, stride, scale, softcap, temperature,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """What `load_side` needs of one row: its address, its own scale, softcap and temperature."""
-    scale, softcap, temperature = row_transform(
-        row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
-    )
-    return logits_ptr + row.to(tl.int64) * stride, scale, softcap, temperature
+def _side_row(logits_ptr, temperature_ptr, row, stride, scale, softcap, multiplier):
+    """What `load_side` needs of one row: its address, scale, softcap and own multiplier."""
+    multiplier = over_temperature(multiplier, row, temperature_ptr)
+    return logits_ptr + row.to(tl.int64) * stride, scale, softcap, multiplier
 
 
 @triton.jit
 def side_rows(
-    row, student_ptr, student_bias_ptr, student_temperature_ptr, student_stride,
-    student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP: tl.constexpr,
-    teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, teacher_stride,
-    teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP: tl.constexpr,
+    row, student_ptr, student_temperature_ptr, student_stride,
+    student_scale, student_softcap, student_multiplier,
+    teacher_ptr, teacher_temperature_ptr, teacher_stride,
+    teacher_scale, teacher_softcap, teacher_multiplier,
 ):  # fmt: skip
     """`_side_row` of the student and of the teacher."""
     student = _side_row(
-        student_ptr, student_bias_ptr, student_temperature_ptr, row, student_stride,
-        student_scale, student_softcap, student_temperature, STUDENT_SOFTCAP,
+        student_ptr, student_temperature_ptr, row, student_stride,
+        student_scale, student_softcap, student_multiplier,
     )  # fmt: skip
     teacher = _side_row(
-        teacher_ptr, teacher_bias_ptr, teacher_temperature_ptr, row, teacher_stride,
-        teacher_scale, teacher_softcap, teacher_temperature, TEACHER_SOFTCAP,
+        teacher_ptr, teacher_temperature_ptr, row, teacher_stride,
+        teacher_scale, teacher_softcap, teacher_multiplier,
     )  # fmt: skip
     return student, teacher
 
@@ -82,24 +77,37 @@ def load_softmax(softmax_ptr, stride, row):
 
 @triton.jit
 def load_side(side, bias_ptr, columns, valid, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """(processed logits in float32, -inf at and past `valid`; the second of `processed`)."""
-    row_ptr, scale, softcap, temperature = side
+    """(unscaled logits in float32, -inf at and past `valid`; the second of `unscaled`)."""
+    row_ptr, scale, softcap, _ = side
     if MASKED:
         mask = columns < valid
         y = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     else:
         mask = None
         y = tl.load(row_ptr + columns).to(tl.float32)
-    z, capped = processed(y, bias_ptr, columns, mask, scale, softcap, temperature, HAS_SOFTCAP)
+    x, capped = unscaled(y, bias_ptr, columns, mask, scale, softcap, HAS_SOFTCAP)
     if MASKED:
-        z = tl.where(mask, z, float("-inf"))
-    return z, capped
+        x = tl.where(mask, x, float("-inf"))
+    return x, capped
 
 
 @triton.jit
-def log_probs(z, row_max, log_sum):
-    """Log-probabilities, at least LOG_ZERO; a row's NaN is in `row_max` and may be lost here."""
-    return clamped((z - row_max) - log_sum)
+def instead_of_infinity(x, floor):
+    """x, and `floor` where it is -inf: for what is multiplied by a probability that may be 0."""
+    return tl.where(x == float("-inf"), floor, x)
+
+
+@triton.jit
+def multiplier_of(side):
+    """`Chunk.multiplier` of a side's row."""
+    _, _, _, multiplier = side
+    return multiplier
+
+
+@triton.jit
+def log_probs(x, side, row_max, log_sum):
+    """Log-probabilities, LOG_ZERO for -inf; a row's NaN is in `row_max`."""
+    return instead_of_infinity((x - row_max) * multiplier_of(side) - log_sum, LOG_ZERO)
 
 
 @triton.jit

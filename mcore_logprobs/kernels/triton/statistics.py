@@ -17,15 +17,16 @@ from mcore_logprobs.kernels.stats import StatsSpec, merge
 from mcore_logprobs.kernels.triton.common import (
     UNIT,
     Plan,
+    before_bias,
     block_plan,
     clamped,
     exp,
     launch,
     launch_plan,
+    over_temperature,
     own_columns,
-    processed,
-    row_transform,
     transform,
+    unscaled,
     whole_units,
     with_unit_stride,
 )
@@ -39,23 +40,36 @@ from mcore_logprobs.kernels.triton.operators import (
 
 
 @triton.jit
+def _is_higher(y, x, limit, limit_x, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Whether x is above the target's; where raw logits y are equal, so are x without a bias."""
+    if HAS_BIAS:
+        above = x > limit_x
+    elif HAS_SOFTCAP:
+        above = (y > limit) & (x > limit_x)
+    else:
+        above = y > limit
+    return above
+
+
+@triton.jit
 def _accumulate(
-    group_max,  # [groups], the running maximum of z
-    total,  # [groups], sum exp(z - group_max)
-    weighted,  # [groups], sum (z - group_max) exp(z - group_max)
-    squares,  # [groups], sum exp(2 (z - group_max))
+    group_max,  # [groups], the running maximum of x
+    total,  # [groups], sum exp(d), d = multiplier * (x - group_max)
+    weighted,  # [groups], sum d exp(d)
+    squares,  # [groups], sum exp(2 d)
     higher,  # [groups] int32
-    zsum,  # [groups], sum (z - pivot) of the finite z
+    zsum,  # [groups], sum (x - pivot) of the finite x
     finite,  # [groups] int32
     y,  # [groups, lanes], raw logits; -inf where masked
     bias_ptr,
     limit,
+    limit_x,
     pivot,
     start,
     stop,
     scale,
     softcap,
-    temperature,
+    multiplier,
     MASKED: tl.constexpr,
     LANES: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -71,28 +85,26 @@ def _accumulate(
     mask = None
     if MASKED:
         mask = columns < stop
-    z, _ = processed(y, bias_ptr, columns, mask, scale, softcap, temperature, HAS_SOFTCAP)
+    x, _ = unscaled(y, bias_ptr, columns, mask, scale, softcap, HAS_SOFTCAP)
     if MASKED:
-        z = tl.where(mask, z, float("-inf"))
+        x = tl.where(mask, x, float("-inf"))
     if RANK:
-        if bias_ptr is None:
-            higher += tl.sum((y > limit).to(tl.int32), 1)
-        else:
-            higher += tl.sum((z > limit).to(tl.int32), 1)
+        above = _is_higher(y, x, limit, limit_x, bias_ptr is not None, HAS_SOFTCAP)
+        higher += tl.sum(above.to(tl.int32), 1)
     if SMOOTHING:
-        is_finite = z != float("-inf")
-        zsum += tl.sum(tl.where(is_finite, z - pivot, 0.0), 1)
+        is_finite = x != float("-inf")
+        zsum += tl.sum(tl.where(is_finite, x - pivot, 0.0), 1)
         finite += tl.sum(is_finite.to(tl.int32), 1)
 
-    new_max = tl.maximum(group_max, tl.max(z, 1))
+    new_max = tl.maximum(group_max, tl.max(x, 1))
     # Where all is -inf so far, about 0: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN.
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    shifted = z - base[:, None]
+    shifted = (x - base[:, None]) * multiplier
     weight = exp(shifted)
-    decay = exp(group_max - base)
+    decay = exp((group_max - base) * multiplier)
     if ENTROPY:
         # Clamped only where multiplied, for a NaN must not pass as a probability of 0.
-        moved = clamped(group_max - base)
+        moved = clamped((group_max - base) * multiplier)
         weighted = (weighted + moved * total) * decay
         weighted += tl.sum(weight * clamped(shifted), 1)
     if SQUARES:
@@ -110,7 +122,7 @@ def _accumulate(
 def stats_kernel(
     logits_ptr,  # [n, v], rows any stride apart
     target_ptr,  # [n] int64
-    threshold_ptr,  # [n] float32, or None: no rank
+    threshold_ptr,  # [n] float32, the target's raw logit; with a bias [2, n]; None: no rank
     bias_ptr,  # [v], or None
     temperature_ptr,  # [n], or None
     out_ptr,  # [splits, fields, n] float32
@@ -121,7 +133,7 @@ def stats_kernel(
     splits,
     scale,
     softcap,
-    temperature,
+    multiplier,
     LANES: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -142,21 +154,21 @@ def stats_kernel(
     TILE: tl.constexpr = LANES * GROUPS
     row, split, start, stop = own_columns(splits, split_columns, valid)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    scale, softcap, temperature = row_transform(
-        row, temperature_ptr, bias_ptr, scale, softcap, temperature, HAS_SOFTCAP
-    )
+    multiplier = over_temperature(multiplier, row, temperature_ptr)
     limit = 0.0
+    limit_x = 0.0
     if HIGHER >= 0:
-        limit = tl.load(threshold_ptr + row).to(tl.float32)
-        if bias_ptr is None:
-            limit = limit.to(logits_ptr.dtype.element_ty).to(tl.float32)
+        limit = tl.load(threshold_ptr + row).to(logits_ptr.dtype.element_ty).to(tl.float32)
+        limit_x, _ = before_bias(limit, scale, softcap, bias_ptr is not None, HAS_SOFTCAP)
+        if bias_ptr is not None:
+            limit_x += tl.load(threshold_ptr + rows + row).to(tl.float32)
 
     # What logits are summed about: any number near theirs.
     pivot = 0.0
     if ZSUM >= 0:
         some = start < stop
         first = tl.load(row_ptr + start, mask=some, other=0.0).to(tl.float32)
-        first, _ = processed(first, bias_ptr, start, some, scale, softcap, temperature, HAS_SOFTCAP)
+        first, _ = unscaled(first, bias_ptr, start, some, scale, softcap, HAS_SOFTCAP)
         pivot = tl.where(tl.abs(first) < float("inf"), first, 0.0)
 
     group_max = tl.full([GROUPS], float("-inf"), tl.float32)
@@ -173,30 +185,33 @@ def stats_kernel(
     for at in tl.range(start, whole, TILE, num_stages=3):
         y = tl.load(row_ptr + at + offsets)
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
-            at, end, scale, softcap, temperature, False, LANES, GROUPS,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, limit_x,
+            pivot,
+            at, end, scale, softcap, multiplier, False, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
     if whole < end:
         rest = whole + offsets
         y = tl.load(row_ptr + rest, mask=rest < end, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
-            whole, end, scale, softcap, temperature, True, LANES, GROUPS,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, limit_x,
+            pivot,
+            whole, end, scale, softcap, multiplier, True, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
     if end < stop:  # under UNIT columns, one a group
         rest = end + tl.arange(0, GROUPS)[:, None]
         y = tl.load(row_ptr + rest, mask=rest < stop, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
-            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, pivot,
-            end, stop, scale, softcap, temperature, True, 1, GROUPS,
+            group_max, total, weighted, squares, higher, zsum, finite, y, bias_ptr, limit, limit_x,
+            pivot,
+            end, stop, scale, softcap, multiplier, True, 1, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
 
     row_max = tl.max(group_max, 0)
     base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    decay = exp(group_max - base)
+    decay = exp((group_max - base) * multiplier)
     row_total = tl.sum(total * decay, 0)
     # A maximum may overlook NaN; the sum never does.
     row_max = tl.where(row_total == row_total, row_max, row_total)
@@ -205,25 +220,25 @@ def stats_kernel(
     column = tl.load(target_ptr + row)
     own = (column >= 0) & (split == 0)
     own_y = tl.load(row_ptr + column, mask=own, other=0.0).to(tl.float32)
-    own_z, _ = processed(own_y, bias_ptr, column, own, scale, softcap, temperature, HAS_SOFTCAP)
+    own_x, _ = unscaled(own_y, bias_ptr, column, own, scale, softcap, HAS_SOFTCAP)
 
     out = out_ptr + split.to(tl.int64) * FIELDS * rows + row
     tl.store(out + MAX * rows, row_max)
     tl.store(out + SUM * rows, row_total)
-    tl.store(out + TARGET * rows, tl.where(own, own_z, 0.0))
+    tl.store(out + TARGET * rows, tl.where(own, own_x, 0.0))
     if ENTROPY >= 0:
-        moved = clamped(group_max - base)
+        moved = clamped((group_max - base) * multiplier)
         tl.store(out + ENTROPY * rows, tl.sum((weighted + moved * total) * decay, 0))
     if SQUARES >= 0:
         tl.store(out + SQUARES * rows, tl.sum(squares * decay * decay, 0))
     if HIGHER >= 0:
         # Not counted by name, as its value may differ from the limit by an ulp.
-        own_value = own_y if bias_ptr is None else own_z
-        counted = (own & (own_value > limit)).to(tl.int32)
+        above = _is_higher(own_y, own_x, limit, limit_x, bias_ptr is not None, HAS_SOFTCAP)
+        counted = (own & above).to(tl.int32)
         tl.store(out + HIGHER * rows, (tl.sum(higher, 0) - counted).to(tl.float32))
     if ZSUM >= 0:
         count = tl.sum(finite, 0).to(tl.float32)
-        tl.store(out + ZSUM * rows, tl.sum(zsum, 0) + count * (pivot - base))
+        tl.store(out + ZSUM * rows, (tl.sum(zsum, 0) + count * (pivot - base)) * multiplier)
         tl.store(out + FINITE * rows, count)
 
 
@@ -259,7 +274,8 @@ def _run(*given: Any) -> Tensor:
         return launch_stats(_aligned(chunk), target, spec, threshold, plan)
     plan = launch_plan(logits.shape[0], chunk.valid, logits)
     # Merged here, so that how many parts there are does not depend on the rows and the chip.
-    return merge(launch_stats(chunk, target, spec, threshold, plan), spec).unsqueeze(0)
+    parts = launch_stats(chunk, target, spec, threshold, plan)
+    return merge(parts, spec, multiplier=chunk.multiplier).unsqueeze(0)
 
 
 def _fake(*given: Any) -> Tensor:
@@ -283,10 +299,11 @@ def launch_stats(
     logits, rows = chunk.logits, chunk.logits.shape[0]
     out = logits.new_empty((plan.splits, len(spec.fields), rows), dtype=torch.float32)
     assert threshold is not None or not spec.rank
+    limits = threshold.contiguous() if threshold is not None and spec.rank else None
     if rows:
         launch(
             stats_kernel, rows * plan.splits,
-            logits, with_unit_stride(target), with_unit_stride(threshold if spec.rank else None),
+            logits, with_unit_stride(target), limits,
             with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature), out,
             rows, logits.stride(0) if rows > 1 else 0,  # of one row it may be any number
             chunk.valid, plan.columns, plan.splits, *transform(chunk),
