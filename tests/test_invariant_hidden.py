@@ -201,9 +201,9 @@ def test_products_of_another_shape_are_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sums_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backwards(stats, spec, *, ordered=False):
+    def backwards(stats, spec, *, multiplier=1.0, ordered=False):
         flipped = stats.flip(0) if stats.shape[-1] % 2 else stats
-        return merge(flipped, spec, ordered=ordered)
+        return merge(flipped, spec, multiplier=multiplier, ordered=ordered)
 
     monkeypatch.setattr(row_statistics, "merge", backwards)
     broken = {name for name, holds in found().items() if not holds}

@@ -19,6 +19,7 @@ from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.ops.gather import gather
+from mcore_logprobs.ops.sampling import sampling_logprobs
 from mcore_logprobs.ops.source import Entries, Placed, Source
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.ops.topk import topk
@@ -78,6 +79,12 @@ class ContrastLogits:
     def compacted(self, valid_mask: Tensor) -> ContrastLogits:
         return self
 
+    def in_whole_rows(self, **_: Any) -> ContrastLogits:
+        return self
+
+    def in_token_order(self) -> ContrastLogits:
+        return self
+
 
 class ContrastTile:
     def __init__(self, source: ContrastLogits, rows: slice) -> None:
@@ -118,7 +125,8 @@ class ContrastGradient:
 
 
 def weighted(x: Tensor) -> Tensor:
-    """A sum whose grad_output differs from place to place."""
+    """A sum whose grad_output differs from place to place; nothing of what is filtered out."""
+    x = torch.where(x.isneginf(), 0.0, x) if x.is_floating_point() else x
     return (x * torch.linspace(-1.0, 2.0, x.numel(), dtype=x.dtype).view_as(x)).sum()
 
 
@@ -129,6 +137,11 @@ def operations(source: Source, target: Tensor, ids: Tensor) -> dict[str, Tensor]
     found["gather"] = gather(source, ids)
     found["log_softmax"] = gather(source, ids, log_softmax=True)
     found["values"], found["ids"] = topk(source, 3)
+    found["top-k"] = sampling_logprobs(source, target, top_k=4)
+    found["top-p"] = sampling_logprobs(source, target, top_p=0.9)
+    kept = torch.cat([target.unsqueeze(1), (target.unsqueeze(1) + 1) % VOCAB], 1)
+    record = kept.flatten(), torch.arange(ROWS + 1) * 2
+    found["replay"] = sampling_logprobs(source, target, kept_ids=record)
     return found
 
 
@@ -146,7 +159,25 @@ def expected(logits: Tensor, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
         "log_softmax": log_p.gather(1, ids),
         "values": top.values,
         "ids": top.indices,
+        "top-k": kept_alone(logits, logits >= logits.topk(4).values[:, -1:], target),
+        "top-p": kept_alone(logits, within(log_p.exp(), 0.9), target),
+        "replay": torch.cat(
+            [at, logits.gather(1, (target.unsqueeze(1) + 1) % VOCAB)], 1
+        ).log_softmax(-1)[:, 0],
     }
+
+
+def kept_alone(logits: Tensor, kept: Tensor, target: Tensor) -> Tensor:
+    log_p = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    return log_p.gather(1, target.unsqueeze(1)).squeeze(1)
+
+
+def within(p: Tensor, top_p: float) -> Tensor:
+    """The columns before which less than top_p of the probability lies."""
+    ordered, order = p.sort(-1, descending=True)
+    return (
+        torch.zeros_like(p).scatter(1, order, (ordered.cumsum(-1) - ordered < top_p).double()) > 0
+    )
 
 
 def on_a_rank(first: Tensor, second: Tensor, target: Tensor, ids: Tensor) -> dict[str, Any]:

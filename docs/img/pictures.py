@@ -139,7 +139,9 @@ def one_way(c: dict[str, str]) -> Any:
     ink, faint = c["ink"], c["faint"]
     _box(axis, c, (0.3, 3.75), (2.5, 1.1), "ours2", "GivenLogits", "a tensor", "ops/source.py")
     _box(axis, c, (0.3, 1.15), (2.5, 1.1), "ours2", "HeadLogits", "hidden, weight", "ops/head.py")
-    _box(axis, c, (4.2, 2.05), (2.6, 1.9), "ours", "apply", "one autograd function", "ops/apply.py")
+    _box(
+        axis, c, (4.2, 2.05), (2.6, 1.9), "ours", "apply", "one autograd function", "ops/driver.py"
+    )
     _box(
         axis, c, (4.2, 4.35), (2.6, 1.0), "ours", "an operation", "its mathematics", "ops/gather.py"
     )
@@ -160,7 +162,7 @@ def one_way(c: dict[str, str]) -> Any:
     _arrow(axis, ink, (2.8, 1.9), (4.2, 2.6), "<|-|>")
     _say(axis, 3.5, 3.0, "chunks\nand their\ngradients", ink, fontsize=FONT - 1.5)
     _arrow(axis, ink, (5.5, 4.35), (5.5, 3.95), "<|-|>")
-    _say(axis, 5.6, 4.15, "forward, write_dlogits", ink, ha="left", fontsize=FONT - 1.5)
+    _say(axis, 5.6, 4.15, "forward, backward", ink, ha="left", fontsize=FONT - 1.5)
     _arrow(axis, ink, (5.5, 2.05), (5.5, 1.3), "<|-|>")
     _say(axis, 5.6, 1.68, "row statistics [k, n]", ink, ha="left", fontsize=FONT - 1.5)
     _arrow(axis, ink, (6.8, 3.0), (8.2, 3.0), "<|-|>")

@@ -210,7 +210,7 @@ def narrow_cases() -> Iterator[Case]:
     widths = ((1, 7), (1, 127), (1, 800), (2, 127), (2, 800), (3, 7))
     for op, (tp, width) in itertools.product(OPERATIONS.values(), widths):
         for source in op.sources:
-            fixed = {"tp": tp, "vocab": tp * width, "vocab_size": None, "k": 3}
+            fixed = {"tp": tp, "vocab": tp * width, "vocab_size": None, "k": 3, "budgets": "steps"}
             known = {"vocab", *axes_of(op, source)}
             fixed = {name: x for name, x in fixed.items() if name in known}
             yield next(random_cases(op, source, rng, **fixed))
@@ -234,6 +234,7 @@ def wide_cases(op: Operation) -> list[Case]:
     found, rng = [], random.Random(0)
     for vocab_size in (None, 3 * 4200 - 5) * 2:
         fixed = {"vocab": 3 * 4200, "vocab_size": vocab_size, "chunk_size": None}
+        fixed["budgets"] = "shipped"
         found.append(next(random_cases(op, "hidden", rng, dtype="float64", **fixed)))
     return found
 
