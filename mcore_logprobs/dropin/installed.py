@@ -30,6 +30,7 @@ class Framework:
         distributions: names that pip may know it by.
         ours_alone: names in `__all__` that the framework does not define.
         source_root: folder of the repository that is not part of an installed path.
+        methods_of: classes of which only the carried methods are replaced.
     """
 
     module: str
@@ -38,6 +39,7 @@ class Framework:
     distributions: tuple[str, ...]
     ours_alone: tuple[str, ...] = ()
     source_root: str = ""
+    methods_of: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         """Every name carried; `Class.method` for a class that is no autograd function."""
@@ -56,6 +58,10 @@ class Framework:
     def installed_path(self, path: str) -> str:
         """A repository's path as it is below site-packages."""
         return path.removeprefix(self.source_root)
+
+    def module_name(self, path: str) -> str:
+        """The name that a repository's file is imported by."""
+        return self.installed_path(path).removesuffix(".py").replace("/", ".")
 
 
 def _framework(module: str, repository: str, *files: str, **more: Any) -> Framework:
@@ -77,9 +83,12 @@ _DESCRIBED = (
         "mcore_adapter/src/mcore_adapter/parallel_functions/vocab_parallel.py",
         "mcore_adapter/src/mcore_adapter/parallel_functions/context_parallel.py",
         "mcore_adapter/src/mcore_adapter/parallel_functions/encoder_sequence_parallel.py",
+        "mcore_adapter/src/mcore_adapter/parallel_functions/fused_cross_entropy.py",
         "roll/third_party/megatron/tensor_parallel.py",
+        "roll/distributed/strategy/megatron_strategy.py",
         distributions=("mcore-adapter", "roll"),
         source_root="mcore_adapter/src/",
+        methods_of=("MegatronInferStrategy",),
     ),
     _framework(
         "megatron_rl",
