@@ -21,15 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_logprobs.dropin.installed import FRAMEWORKS, carried, misfit, signatures
+from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
 from mcore_logprobs.megatron.imports import after_import
 
 __all__ = ["environment", "main", "miles", "slime", "switch_off", "switch_on"]
 
 logger = logging.getLogger("mcore_logprobs")
 
-# Called by verl's FSDP models, not by its Megatron engine.
-_LEFT_ALONE = {"verl": {"LinearCrossEntropy"}}
 _on: dict[str, _Switch] = {}
 
 
@@ -37,12 +35,13 @@ def switch_on(framework: str) -> None:
     """Make the names that `mcore_logprobs.dropin.<framework>` carries the framework's, from now on.
 
     In this process, in each of the framework's files as it is imported (now where it has been), and
-    in its other modules that have imported the names already. One log line a file, from rank 0. A
-    second call does nothing.
+    in its other modules that have imported the names already. One log line per file from rank 0,
+    and one if another version is installed than the drop-in was compared with. A second call does
+    nothing.
 
     Raises:
-        ValueError: an unknown framework; here, or where a file is imported, a name whose calls the
-            drop-in's does not take.
+        ValueError: an unknown framework; a name whose calls the drop-in does not take. All files on
+            `sys.path` are checked before any is replaced, others when they are imported.
     """
     _check(framework)
     if framework not in _on:
@@ -69,26 +68,21 @@ class _Switch:
     def __init__(self, framework: str) -> None:
         self.undo = contextlib.ExitStack()
         self._framework = FRAMEWORKS[framework]
-        left_alone = _LEFT_ALONE.get(framework, set())
-        self._missing = {name for name in self._framework.names() if name not in left_alone}
+        self._missing = set(self._framework.names()) - set(self._framework.left_alone)
         self._to_come = set(self._framework.files)
 
     def watch(self) -> None:
+        if line := check_installed(self._framework):
+            _say(line)
         for file in self._framework.files:
             name = self._framework.module_name(file)
             self.undo.callback(after_import(name, functools.partial(self._replace, file)))
 
     def _replace(self, file: str, module: Any) -> None:
-        theirs = signatures(Path(module.__file__).read_text(encoding="utf-8"), self._missing)
-        for name, text in theirs.items():
-            if why := misfit(carried(self._framework.module, name), text):
-                raise ValueError(
-                    f"{module.__name__}.{name}: expected a release whose calls "
-                    f"mcore_logprobs.dropin.{self._framework.module} takes, got one that differs: "
-                    f"{why}"
-                )
+        text = Path(module.__file__).read_text(encoding="utf-8")
+        theirs = check_fits(self._framework, module.__name__, text, self._missing)
         dropin = importlib.import_module(f"mcore_logprobs.dropin.{self._framework.module}")
-        names = sorted({self._replaced_whole(name) for name in theirs})
+        names = sorted({self._framework.replaced_as(name) for name in theirs})
         for name in names:
             if "." in name:
                 self._put_method(name, module, dropin)
@@ -103,11 +97,6 @@ class _Switch:
         if self._missing and not self._to_come:
             missing = ", ".join(sorted(self._missing))
             _say(f"{self._framework.repository}: found nowhere, and left as it is: {missing}")
-
-    def _replaced_whole(self, name: str) -> str:
-        """Of `Class.method` the class, unless the drop-in carries only some of its methods."""
-        owner = name.partition(".")[0]
-        return name if owner in self._framework.methods_of else owner
 
     def _put_method(self, name: str, module: Any, dropin: Any) -> None:
         owner, _, method = name.partition(".")
