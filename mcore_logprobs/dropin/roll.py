@@ -3,7 +3,9 @@
     from mcore_logprobs.dropin.roll import vocab_parallel_logprobs, vocab_parallel_target_rank
 
 `MegatronInferStrategy` has only the method of ROLL's class that works on sharded logits;
-`switch_on("roll")` puts that method into ROLL's class and leaves the rest of it. On Megatron's own groups. Targets are used as they are (not shifted); log-probabilities are positive
+`switch_on("roll")` puts that method into ROLL's class and leaves the rest of it.
+
+On Megatron's own groups. Targets are used as they are (not shifted); log-probabilities are positive
 (not a loss); a target of -100 gives 0.
 """
 
@@ -89,9 +91,7 @@ def vocab_parallel_entropy(
 class MegatronInferStrategy:
     """The methods of ROLL's class of this name that work on sharded logits."""
 
-    def op_compute_topk_logits(
-        self, logits: Tensor, topk: int = 0
-    ) -> tuple[Tensor, Tensor | None]:
+    def op_compute_topk_logits(self, logits: Tensor, topk: int = 0) -> tuple[Tensor, Tensor | None]:
         """(values, global ids) of the largest logits; for topk=0 (all logits, None).
 
         Shape: `[b, s/CP, V/TP]` -> `[b, s, topk]` each, or `[b, s, V]`; values in the logits'

@@ -8,6 +8,7 @@ which module's `gather_logprobs` each role's worker calls.
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 import types
@@ -38,13 +39,18 @@ def _probe(self: Any) -> list[str]:
 
 
 # An engine that a worker agrees to make, with nothing in it but the question.
-_members = {name: _refuses for name in TrainEngine.__abstractmethods__}
+_members = dict.fromkeys(TrainEngine.__abstractmethods__, _refuses)
 _members |= {"initialized": False, "__init__": lambda self, *args, **kwargs: None}
 _members |= {"probe": _probe, "__module__": __name__}
 Probe = types.new_class("Probe", (TrainEngine,), {}, lambda names: names.update(_members))
 
 
+# A forked worker imports AReaL anew, for longer than a minute on a machine that is busy.
+_wait = functools.partial(LocalScheduler._wait_for_fork_ready, timeout=300)
+
+
 def main(command: str) -> None:
+    LocalScheduler._wait_for_fork_ready = staticmethod(_wait)
     with tempfile.TemporaryDirectory() as folder:
         scheduler = LocalScheduler(
             gpu_devices=[0],
@@ -63,9 +69,7 @@ def main(command: str) -> None:
                 scheduler.create_workers(Job(replicas=1, tasks=[spec], role=role, **more))
                 (worker,) = scheduler.get_workers(role, timeout=120)
                 engine = f"{role}/0"
-                run_async_task(
-                    scheduler.create_engine, worker.id, f"{__spec__.name}.Probe", engine
-                )
+                run_async_task(scheduler.create_engine, worker.id, f"{__spec__.name}.Probe", engine)
                 found = scheduler.call_engine(worker.id, "probe", engine)
                 print("FOUND", role, *found, flush=True)
         finally:
