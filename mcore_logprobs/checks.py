@@ -10,11 +10,24 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether code may not branch on x's values: torch.compile, export or make_fx is tracing it."""
+    if torch.compiler.is_compiling():
+        return True
+    # Nothing is fake or traced by proxies before these modules have been imported.
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if fake is not None and isinstance(x, fake.FakeTensor):
+        return True
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 def check_called(name: str, fn: Any, first: tuple[str, ...], tensors: int) -> None:
@@ -90,6 +103,9 @@ check_optional_positive = check_positive.optional
 check_not_negative = Check(
     "a finite number >= 0", lambda v: _is_real(v) and math.isfinite(v) and v >= 0.0
 )
+check_above_minus_one = Check(
+    "a finite number > -1", lambda v: _is_real(v) and math.isfinite(v) and v > -1.0
+)
 check_optional_above_one = Check("a number > 1", lambda v: _is_real(v) and v > 1.0).optional
 check_fraction = Check("a number in [0, 1)", lambda v: _is_real(v) and 0.0 <= v < 1.0)
 check_top_k = Check("an int >= -1", lambda v: _is_int(v) and v >= -1).optional
@@ -97,6 +113,10 @@ check_top_p = Check("a number in (0, 1]", lambda v: _is_real(v) and 0.0 < v <= 1
 check_logits_dtype = Check(
     "torch.float32, torch.bfloat16 or torch.float16",
     lambda v: isinstance(v, torch.dtype) and v in _LOGITS_DTYPES,
+)
+
+check_floating = Check(
+    "a floating torch.dtype", lambda v: isinstance(v, torch.dtype) and v.is_floating_point
 )
 
 

@@ -341,11 +341,16 @@ def test_an_aggregation(name, seq_dim):
     x["mask"][2:4] = False  # a prompt without a token
     arguments = [t if seq_dim else t.t() for t in (x["new"], x["mask"])]
     for mask in (arguments[1], arguments[1].long(), arguments[1].float()):
-        found = losses.aggregation(mask, seq_dim=seq_dim, **MODES[name])
+        found = losses.aggregation(mask, seq_dim=seq_dim, dtype=F64, **MODES[name])
         weights = 1.0 if found.weights is None else found.weights
         total = torch.where(mask != 0, arguments[0] * weights, 0.0).sum() / found.denominator
         torch.testing.assert_close(total, _expected(name, x["new"], x["mask"]))
     assert losses.aggregation(arguments[1] & False, seq_dim=seq_dim, **MODES[name]).denominator > 0
+    # By default nothing turns a float32 loss into a float64 one.
+    single = losses.aggregation(arguments[1], seq_dim=seq_dim, **MODES[name])
+    torch.testing.assert_close(single.denominator, found.denominator.float())
+    loss = arguments[0].float() if found.weights is None else arguments[0].float() * single.weights
+    assert (loss.sum() / single.denominator).dtype is torch.float32
 
 
 def _megatron_step(
@@ -368,6 +373,7 @@ def _megatron_step(
         mask,
         averaged_ranks=dp if outputs == 2 else dp * cp,
         micro_batches=len(mask),
+        dtype=F64,
         group=groups[part],
         **MODES[name],
     )
@@ -430,7 +436,7 @@ def _two_passes(name: str, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     whole = context_parallel_gather(new.detach(), **options)
     numbers = loss.second_pass(whole, x["old"], x["a"], x["mask"])
     tensors = [context_parallel_shard(numbers[key], **options) for key in loss.tensors]
-    found = losses.aggregation(x["mask"], **how)
+    found = losses.aggregation(x["mask"], dtype=F64, **how)
     if found.weights is not None:
         loss = losses.WeightedLoss(loss)
         tensors.append(context_parallel_shard(found.weights, **options))

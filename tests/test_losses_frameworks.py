@@ -114,7 +114,7 @@ def _ours(loss: losses.TokenLoss, **how: Any) -> Callable[[dict[str, Tensor], Te
         if loss.passes == 2:
             numbers |= loss.second_pass(new, x["old"], x["a"], x["mask"])
         per_token = loss(new, None, *(numbers[name] for name in loss.tensors))
-        found = losses.aggregation(x["mask"], **how)
+        found = losses.aggregation(x["mask"], dtype=F64, **how)
         weights = 1.0 if found.weights is None else found.weights
         return (per_token * weights * x["mask"]).sum() / found.denominator
 

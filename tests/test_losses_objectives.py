@@ -107,6 +107,14 @@ WEIGHTED: dict[str, tuple[Any, Callable[[float, float, float], float]]] = {
         losses.CISPOLoss(clip_high=0.3),
         lambda n, o, a: a * min(math.exp(n - o), 1.3),
     ),
+    "cispo without a lower bound": (
+        losses.CISPOLoss(clip_low=1.0, clip_high=0.3),
+        lambda n, o, a: a * min(math.exp(n - o), 1.3),
+    ),
+    "cispo, an upper bound below 1": (
+        losses.CISPOLoss(clip_low=0.4, clip_high=-0.1),
+        lambda n, o, a: a * _clip(math.exp(n - o), 0.6, 0.9),
+    ),
     "cispo with a floor": (
         losses.CISPOLoss(clip_low=0.2, clip_high=0.3),
         lambda n, o, a: a * _clip(math.exp(n - o), 0.8, 1.3),
@@ -352,6 +360,18 @@ SUMS = {"mode": "constant", "length": 1}
 # The objective, its formula, how its tokens are summed, whether the sum is its value.
 WHOLE: dict[str, tuple[Any, Objective, dict[str, Any], bool]] = {
     "gspo": (losses.GSPOLoss(), _mean_of(_gspo(3e-4, 4e-4, False)), PER_SEQUENCE, True),
+    "gspo, two-sided": (
+        losses.GSPOLoss(0.1, 0.2, dual_clip=1.3),
+        _mean_of(
+            lambda n, f, o, a: (
+                min(_gspo(0.1, 0.2, False)(n, f, o, a), max(-1.3 * a, 0.0))
+                if a < 0
+                else _gspo(0.1, 0.2, False)(n, f, o, a)
+            )
+        ),
+        PER_SEQUENCE,
+        True,
+    ),
     "gspo, wide": (losses.GSPOLoss(0.4, 0.9), _mean_of(_gspo(0.4, 0.9, False)), PER_SEQUENCE, True),
     "luspo": (losses.LUSPOLoss(), _mean_of(_gspo(2e-3, 2.5e-3, True)), SUMS, True),
     "gmpo": (losses.GMPOLoss(), _mean_of(_gmpo), PER_SEQUENCE, True),
@@ -379,7 +399,7 @@ def test_the_formula_of_a_sequence_or_a_batch(name, seq_dim, far):
     assert not any(number.requires_grad for number in numbers.values())
     new = whole["new"].clone().requires_grad_()
     per_token = loss(new, None, *(numbers[key] for key in loss.tensors))
-    found = aggregation(whole["mask"], seq_dim=seq_dim, **how)
+    found = aggregation(whole["mask"], seq_dim=seq_dim, dtype=F64, **how)
     weights = 1.0 if found.weights is None else found.weights
     total = torch.where(whole["mask"], per_token * weights, 0.0).sum() / found.denominator
     (grad,) = torch.autograd.grad(total, new)

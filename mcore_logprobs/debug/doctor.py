@@ -271,6 +271,18 @@ def _compare(
 # ---- text --------------------------------------------------------------------------------------
 
 
+def _of_framework(name: str, found: dict[str, Any]) -> list[str]:
+    compared = f" (compared with {found['compared']})" if found["compared"] else ""
+    state = "WARNING" if found["problems"] else "every call fits the drop-in"
+    lines = [f"  {name:20} {found['version']}{compared}: {state}"]
+    lines += [f"    WARNING {problem}" for problem in found["problems"]]
+    for module, names in found["replaces"].items():
+        lines.append(
+            f"    switch_on({name!r}) replaces in {module}: {', '.join(names) or 'nothing'}"
+        )
+    return lines
+
+
 def as_text(found: dict[str, Any]) -> str:
     lines = ["Packages", f"  {'python':20} {found['python']}"]
     for name, package in found["packages"].items():
@@ -289,7 +301,7 @@ def as_text(found: dict[str, Any]) -> str:
     lines += [f"  {name:20} {text}" for name, text in found["megatron"].items()]
     lines += [f"  {'head':20} {found['head']}"] if "head" in found else []
     lines.append("Frameworks whose names mcore_logprobs.dropin carries")
-    lines += [f"  {name:20} {text}" for name, text in found["frameworks"].items()]
+    lines += [line for item in found["frameworks"].items() for line in _of_framework(*item)]
     lines += [] if found["frameworks"] else ["  none installed"]
     lines.append("Groups")
     lines += [f"  {name:20} {text}" for name, text in found["groups"].items()]

@@ -30,6 +30,9 @@ class Framework:
         distributions: names that pip may know it by.
         ours_alone: names in `__all__` that the framework does not define.
         source_root: folder of the repository that is not part of an installed path.
+        methods_of: classes of which only the carried methods are replaced.
+        left_alone: names carried that the switch does not replace.
+        compared: the release that the drop-in was last compared with; "" where it has none.
     """
 
     module: str
@@ -38,6 +41,9 @@ class Framework:
     distributions: tuple[str, ...]
     ours_alone: tuple[str, ...] = ()
     source_root: str = ""
+    methods_of: tuple[str, ...] = ()
+    left_alone: tuple[str, ...] = ()
+    compared: str = ""
 
     def names(self) -> list[str]:
         """Every name carried; `Class.method` for a class that is no autograd function."""
@@ -53,9 +59,18 @@ class Framework:
                 found.append(name)
         return found
 
+    def replaced_as(self, name: str) -> str:
+        """Of `Class.method` the class, unless only some of its methods are carried."""
+        owner = name.partition(".")[0]
+        return name if owner in self.methods_of else owner
+
     def installed_path(self, path: str) -> str:
         """A repository's path as it is below site-packages."""
         return path.removeprefix(self.source_root)
+
+    def module_name(self, path: str) -> str:
+        """The name that a repository's file is imported by."""
+        return self.installed_path(path).removesuffix(".py").replace("/", ".")
 
 
 def _framework(module: str, repository: str, *files: str, **more: Any) -> Framework:
@@ -77,9 +92,13 @@ _DESCRIBED = (
         "mcore_adapter/src/mcore_adapter/parallel_functions/vocab_parallel.py",
         "mcore_adapter/src/mcore_adapter/parallel_functions/context_parallel.py",
         "mcore_adapter/src/mcore_adapter/parallel_functions/encoder_sequence_parallel.py",
+        "mcore_adapter/src/mcore_adapter/parallel_functions/fused_cross_entropy.py",
         "roll/third_party/megatron/tensor_parallel.py",
+        "roll/distributed/strategy/megatron_strategy.py",
         distributions=("mcore-adapter", "roll"),
         source_root="mcore_adapter/src/",
+        methods_of=("MegatronInferStrategy",),
+        compared="0.3.0",
     ),
     _framework(
         "megatron_rl",
@@ -100,6 +119,8 @@ _DESCRIBED = (
             "FusedOutputProcessorContext",
             "linear_cross_entropy",
         ),
+        left_alone=("LinearCrossEntropy",),  # called by verl's FSDP models, not by its Megatron
+        compared="0.9.1",
     ),
     _framework(
         "slime",
@@ -108,6 +129,7 @@ _DESCRIBED = (
         "slime/backends/megatron_utils/loss.py",
         "slime/backends/megatron_utils/cp_utils.py",
         "slime/backends/megatron_utils/server/logprob_utils.py",
+        compared="0.3.1",
     ),
     _framework(
         "miles",
@@ -121,18 +143,21 @@ _DESCRIBED = (
         "NovaSky-AI/SkyRL",
         "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py",
         "skyrl/backends/skyrl_train/mtp/soft_ce.py",
+        compared="0.4.0",
     ),
     _framework(
         "areal",
         "areal-project/AReaL",
         "areal/utils/functional/vocab_parallel.py",
         "areal/engine/megatron_utils/packed_context_parallel.py",
+        compared="1.0.4",
     ),
     _framework(
         "ms_swift",
         "modelscope/ms-swift",
         "swift/megatron/trainers/vocab_parallel_utils.py",
         "swift/megatron/trainers/gkd_utils.py",
+        compared="4.6.0",
     ),
 )
 FRAMEWORKS = {framework.module: framework for framework in _DESCRIBED}
@@ -234,35 +259,123 @@ def _constant(node: ast.expr) -> ast.expr:
 # ---- what is installed ---------------------------------------------------------------------------
 
 
-def installed(path: Iterable[str] | None = None) -> dict[str, str]:
-    """The version of each framework on `sys.path`, and whether its signatures fit ours."""
-    roots = [Path(p or ".") for p in (sys.path if path is None else path)]
+def installed(path: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+    """What `switch_on` would do to each framework on `sys.path`; nothing of them is imported.
+
+    For each framework found: its "version", the "compared" one, "replaces" ({module: names}) and
+    "problems": calls that a drop-in does not take, and names that have moved or are gone.
+    """
+    roots = _roots(path)
     found = {}
     for name, framework in FRAMEWORKS.items():
-        texts = {}
-        for file in framework.files:
-            at = (root / framework.installed_path(file) for root in roots)
-            texts[file] = next((p.read_text(encoding="utf-8") for p in at if p.is_file()), None)
-        if any(texts.values()):
-            problems = "; ".join(_problems(framework, texts))
-            fits = problems or "every call fits the drop-in"
-            found[name] = f"{_version(framework, roots)}: {fits}"
+        texts = _texts(framework, roots)
+        if texts:
+            found[name] = {
+                "version": _version(framework, roots),
+                "compared": framework.compared,
+                "replaces": replaced(framework, texts),
+                "problems": list(_problems(framework, texts, roots)),
+            }
     return found
 
 
-def _problems(framework: Framework, texts: dict[str, str | None]) -> Iterator[str]:
+def check_installed(framework: Framework) -> str:
+    """Hold all files of a framework on `sys.path` to the drop-in, before the first is replaced.
+
+    Returns: what to log about its version; "" where it is the one compared with, or not known.
+
+    Raises:
+        ValueError: the first name whose calls the drop-in does not take.
+    """
+    roots = _roots()
+    texts = _texts(framework, roots)
+    for file, text in texts.items():
+        check_fits(framework, framework.module_name(file), text, framework.names())
+    version = _version(framework, roots) if texts else _UNKNOWN
+    if version in (_UNKNOWN, framework.compared) or not framework.compared:
+        return ""
+    return (
+        f"{framework.repository}: version {version} is installed, mcore_logprobs.dropin."
+        f"{framework.module} was compared with {framework.compared}; every call fits"
+    )
+
+
+def check_fits(
+    framework: Framework, module: str, source: str, names: Iterable[str]
+) -> dict[str, str]:
+    """The signatures of those names that a file defines.
+
+    Raises:
+        ValueError: the first whose calls the drop-in does not take.
+    """
+    theirs = signatures(source, names)
+    for name, text in theirs.items():
+        if why := misfit(carried(framework.module, name), text):
+            raise ValueError(
+                f"{module}.{name}: expected a release whose calls "
+                f"mcore_logprobs.dropin.{framework.module} takes, got one that differs: {why}"
+            )
+    return theirs
+
+
+def replaced(framework: Framework, texts: dict[str, str]) -> dict[str, list[str]]:
+    """The names that the switch replaces in each module; a class's methods as its `methods_of`."""
+    wanted = [name for name in framework.names() if name not in framework.left_alone]
+    found = {}
+    for file, text in texts.items():
+        names = {framework.replaced_as(name) for name in signatures(text, wanted)}
+        found[framework.module_name(file)] = sorted(names)
+    return found
+
+
+def _roots(path: Iterable[str] | None = None) -> list[Path]:
+    return [Path(p or ".") for p in (sys.path if path is None else path)]
+
+
+def _texts(framework: Framework, roots: list[Path]) -> dict[str, str]:
+    """The source of those of its files that are there."""
+    found = {}
+    for file in framework.files:
+        at = (root / framework.installed_path(file) for root in roots)
+        path = next((p for p in at if p.is_file()), None)
+        if path is not None:
+            found[file] = path.read_text(encoding="utf-8")
+    return found
+
+
+def _problems(framework: Framework, texts: dict[str, str], roots: list[Path]) -> Iterator[str]:
     names = framework.names()
     theirs: dict[str, str] = {}
-    for file, text in texts.items():
-        if text is None:
+    for file in framework.files:
+        if file not in texts:
             yield f"{file} is not there"
-        else:
-            theirs |= signatures(text, names)
+        theirs |= signatures(texts.get(file, ""), names)
+    missing = [name for name in names if name not in theirs]
+    moved = _places(framework, missing, roots) if missing else {}
     for name in names:
-        if name not in theirs:
+        if name in moved:
+            yield f"{name} has moved to {moved[name]}, where the switch does not replace it"
+        elif name not in theirs:
             yield f"{name} is no longer in {framework.repository}'s files"
         elif why := misfit(carried(framework.module, name), theirs[name]):
             yield f"{name}: {why}"
+
+
+def _places(framework: Framework, names: list[str], roots: list[Path]) -> dict[str, str]:
+    """Another of the framework's own files that defines a name, for those that one does."""
+    packages = {framework.installed_path(file).partition("/")[0] for file in framework.files}
+    found: dict[str, str] = {}
+    for root in roots:
+        for package in packages:
+            for path in sorted((root / package).rglob("*.py")):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                likely = [n for n in names if n not in found and n.partition(".")[0] in text]
+                for name in signatures(text, likely) if likely else ():
+                    found[name] = str(path.relative_to(root))
+    return found
+
+
+_UNKNOWN = "unknown version"
 
 
 def _version(framework: Framework, roots: list[Path]) -> str:
@@ -270,4 +383,4 @@ def _version(framework: Framework, roots: list[Path]) -> str:
     for wanted in framework.distributions:
         for distribution in metadata.distributions(name=wanted, path=at):
             return distribution.version
-    return "unknown version"
+    return _UNKNOWN

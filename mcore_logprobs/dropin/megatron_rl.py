@@ -22,11 +22,13 @@ import mcore_logprobs as ours
 from mcore_logprobs.dropin._common import (
     IGNORED,
     ONE_PROCESS,
+    grad_unless,
     next_tokens,
     or_one_process,
     padded_bounds,
     whole_logprobs,
 )
+from mcore_logprobs.megatron.heads import find_language_models
 
 __all__ = ["get_logprobs", "selective_log_softmax"]
 
@@ -62,7 +64,7 @@ def get_logprobs(
     one sequence and, inside Megatron-LM's RL, the model is given the parameters that upstream makes
     for it: captured graphs know one signature.
     """
-    cp = or_one_process(ours.ParallelGroups.from_model(model).cp)
+    cp = _cp_group(model)
     packed = packed_seq_params
     if packed is None and tokens.shape[0] == 1:
         packed = _upstream_s_own(tokens, sequence_packing)
@@ -83,7 +85,25 @@ def get_logprobs(
         return model(local(tokens), local(position_ids), None, labels=labels, **extra)
 
     with _without_flash_decode(model):
+        if _returns_logits(model):
+            with grad_unless(no_grad):
+                logits = model(tokens, position_ids, None, **extra)
+            return selective_log_softmax(logits[:, :-1], tokens[:, 1:])
         return whole_logprobs(run, model, config, cp, cu_seqlens, inference_only=no_grad)
+
+
+def _cp_group(model: Any) -> Any:
+    """The model's or Megatron's; this process alone where there is no other, as upstream's."""
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return or_one_process(ours.ParallelGroups.from_model(model).cp)
+    return ONE_PROCESS
+
+
+def _returns_logits(model: Any) -> bool:
+    """Whether the model keeps no output layer of its own to patch, and is no pipeline stage."""
+    found = find_language_models(model)
+    return not any(hasattr(m, "output_layer") or hasattr(m, "post_process") for m in found)
 
 
 def _upstream_s_own(tokens: Tensor, sequence_packing: bool) -> Any:

@@ -2,6 +2,9 @@
 
     from mcore_logprobs.dropin.roll import vocab_parallel_logprobs, vocab_parallel_target_rank
 
+`MegatronInferStrategy` has only the method of ROLL's class that works on sharded logits;
+`switch_on("roll")` puts that method into ROLL's class and leaves the rest of it.
+
 On Megatron's own groups. Targets are used as they are (not shifted); log-probabilities are positive
 (not a loss); a target of -100 gives 0.
 """
@@ -9,18 +12,20 @@ On Megatron's own groups. Targets are used as they are (not shifted); log-probab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import mcore_logprobs as ours
 from mcore_logprobs.collectives import all_gather_stack
-from mcore_logprobs.dropin._common import share_of_gradient
+from mcore_logprobs.dropin._common import IGNORED, ONE_PROCESS, share_of_gradient
 
 __all__ = [
+    "MegatronInferStrategy",
     "VocabUtility",
     "context_parallel_gather",
+    "cross_entropy",
     "encoder_sequence_parallel_gather",
     "encoder_small_batch_size_gather",
     "vocab_parallel_entropy",
@@ -81,6 +86,93 @@ def vocab_parallel_entropy(
     used_fp32, use_fused_kernel: of no effect; statistics are float32 without a copy of the logits.
     """
     return ours.vocab_parallel_entropy(vocab_parallel_logits)
+
+
+class MegatronInferStrategy:
+    """The methods of ROLL's class of this name that work on sharded logits."""
+
+    def op_compute_topk_logits(self, logits: Tensor, topk: int = 0) -> tuple[Tensor, Tensor | None]:
+        """(values, global ids) of the largest logits; for topk=0 (all logits, None).
+
+        Shape: `[b, s/CP, V/TP]` -> `[b, s, topk]` each, or `[b, s, V]`; values in the logits'
+        dtype. On every TP and CP rank; backward for a loss that every rank computes.
+
+        The order is by value, then by id, so that it does not depend on TP. topk may exceed V/TP.
+        Collectives: one all-gather of values and ids over TP, where ROLL has two; then one each
+        over CP, as there.
+        """
+        from megatron.core import parallel_state, tensor_parallel
+
+        if topk > 0:
+            values, ids = ours.vocab_parallel_topk(logits, topk)
+            values = values.to(logits.dtype)
+        else:
+            # Megatron's own gather of columns splits the gradient, as `grad="slice"` does for CP.
+            values, ids = tensor_parallel.gather_from_tensor_model_parallel_region(logits), None
+        if parallel_state.get_context_parallel_world_size() > 1:
+            values = context_parallel_gather(values, parallel_dim=1)
+            ids = None if ids is None else context_parallel_gather(ids, parallel_dim=1)
+        return values, ids
+
+
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    lse_partial: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    reduction: Literal["none", "mean", "sum"] = "mean",
+    inplace_backward: bool = False,
+) -> Tensor:
+    """-log p of each target, on one process: `[n, V]`, ids `[n]` -> float32 `[n]` or a scalar.
+
+    Args:
+        lse_partial: `[n, parts]`, the log-sum-exp of parts of the columns. The normalizer is the
+            log-sum-exp of these, without a gradient of its own; the gradient of x is that of the
+            formula with this normalizer. Columns that x lacks may be among the parts.
+        reduction: "mean" divides by the number of targets that are not ignore_index.
+        inplace_backward: write the gradient over x. Not with lse_partial.
+
+    Raises:
+        ValueError: an unknown reduction, lse_partial of another shape or with inplace_backward, or
+            an x that inplace_backward cannot overwrite (a leaf, for example).
+    """
+    one = {"tp_group": ONE_PROCESS, "ignore_index": ignore_index}
+    stats = ours.vocab_parallel_token_stats(x, target, inplace_backward=inplace_backward, **one)
+    loss = stats.loss
+    if lse_partial is not None:
+        loss = _renormalized(stats, _lse_of(lse_partial, x, target, inplace_backward, one))
+    if reduction == "mean":
+        return loss.sum() / (target != ignore_index).sum()
+    if reduction == "sum":
+        return loss.sum()
+    if reduction == "none":
+        return loss
+    raise ValueError(f'reduction: expected "none", "mean" or "sum", got {reduction!r}')
+
+
+def _lse_of(
+    lse_partial: Tensor, x: Tensor, target: Tensor, inplace_backward: bool, one: dict[str, Any]
+) -> Tensor:
+    if lse_partial.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"lse_partial: expected the shape {(*x.shape[:-1], 'parts')}, got "
+            f"{tuple(lse_partial.shape)}"
+        )
+    if inplace_backward:
+        raise ValueError("inplace_backward: expected False with lse_partial, got True")
+    any_part = target.masked_fill(target != one["ignore_index"], 0)
+    found = ours.vocab_parallel_token_stats(lse_partial.detach(), any_part, **one).lse
+    assert found is not None
+    return found
+
+
+def _renormalized(stats: ours.TokenStats, normalizer: Tensor) -> Tensor:
+    """normalizer - logit of the target, with the gradient exp(x - normalizer) - 1[target]."""
+    assert stats.lse is not None
+    own = stats.lse.detach()
+    # exp(x - normalizer) is this much of these columns' own softmax, the gradient of their lse.
+    share = (own - normalizer).exp()
+    return normalizer - (stats.logprobs + stats.lse) + share * (stats.lse - own)
 
 
 def context_parallel_gather(context_parallel_input: Tensor, parallel_dim: int = -1) -> Tensor:

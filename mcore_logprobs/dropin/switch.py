@@ -1,8 +1,10 @@
 """Put a drop-in's names in place of a framework's own by configuration, its source as it is.
 
 Which setting of a framework calls `switch_on("verl")`, `slime` or `miles` is in its page
-(docs/frameworks). A framework that can only be told what command to run:
-`python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...`.
+(docs/frameworks). For a framework that can only be told what command to run:
+`python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...`, which switches the drop-in on in
+the script and in every Python process that it starts. For workers that only inherit an environment:
+the variables that `python -m mcore_logprobs.dropin FRAMEWORK --env` prints.
 """
 
 from __future__ import annotations
@@ -13,20 +15,19 @@ import importlib
 import logging
 import os
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_logprobs.dropin.installed import FRAMEWORKS, carried, misfit, signatures
+from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
 from mcore_logprobs.megatron.imports import after_import
 
-__all__ = ["main", "miles", "slime", "switch_off", "switch_on"]
+__all__ = ["environment", "main", "miles", "slime", "switch_off", "switch_on"]
 
 logger = logging.getLogger("mcore_logprobs")
 
-# Called by verl's FSDP models, not by its Megatron engine.
-_LEFT_ALONE = {"verl": {"LinearCrossEntropy"}}
 _on: dict[str, _Switch] = {}
 
 
@@ -34,15 +35,15 @@ def switch_on(framework: str) -> None:
     """Make the names that `mcore_logprobs.dropin.<framework>` carries the framework's, from now on.
 
     In this process, in each of the framework's files as it is imported (now where it has been), and
-    in its other modules that have imported the names already. One log line a file, from rank 0. A
-    second call does nothing.
+    in its other modules that have imported the names already. One log line per file from rank 0,
+    and one if another version is installed than the drop-in was compared with. A second call does
+    nothing.
 
     Raises:
-        ValueError: an unknown framework; here, or where a file is imported, a name whose calls the
-            drop-in's does not take.
+        ValueError: an unknown framework; a name whose calls the drop-in does not take. All files on
+            `sys.path` are checked before any is replaced, others when they are imported.
     """
-    if framework not in FRAMEWORKS:
-        raise ValueError(f"framework: expected one of {', '.join(FRAMEWORKS)}, got {framework!r}")
+    _check(framework)
     if framework not in _on:
         _on[framework] = _Switch(framework)
         try:
@@ -50,6 +51,11 @@ def switch_on(framework: str) -> None:
         except ValueError:
             switch_off(framework)
             raise
+
+
+def _check(framework: str) -> None:
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"framework: expected one of {', '.join(FRAMEWORKS)}, got {framework!r}")
 
 
 def switch_off(framework: str) -> None:
@@ -62,27 +68,25 @@ class _Switch:
     def __init__(self, framework: str) -> None:
         self.undo = contextlib.ExitStack()
         self._framework = FRAMEWORKS[framework]
-        left_alone = _LEFT_ALONE.get(framework, set())
-        self._missing = {name for name in self._framework.names() if name not in left_alone}
+        self._missing = set(self._framework.names()) - set(self._framework.left_alone)
         self._to_come = set(self._framework.files)
 
     def watch(self) -> None:
+        if line := check_installed(self._framework):
+            _say(line)
         for file in self._framework.files:
-            name = self._framework.installed_path(file).removesuffix(".py").replace("/", ".")
+            name = self._framework.module_name(file)
             self.undo.callback(after_import(name, functools.partial(self._replace, file)))
 
     def _replace(self, file: str, module: Any) -> None:
-        theirs = signatures(Path(module.__file__).read_text(encoding="utf-8"), self._missing)
-        for name, text in theirs.items():
-            if why := misfit(carried(self._framework.module, name), text):
-                raise ValueError(
-                    f"{module.__name__}.{name}: expected a release whose calls "
-                    f"mcore_logprobs.dropin.{self._framework.module} takes, got one that differs: "
-                    f"{why}"
-                )
+        text = Path(module.__file__).read_text(encoding="utf-8")
+        theirs = check_fits(self._framework, module.__name__, text, self._missing)
         dropin = importlib.import_module(f"mcore_logprobs.dropin.{self._framework.module}")
-        names = sorted({name.partition(".")[0] for name in theirs})
+        names = sorted({self._framework.replaced_as(name) for name in theirs})
         for name in names:
+            if "." in name:
+                self._put_method(name, module, dropin)
+                continue
             own, ours = getattr(module, name), getattr(dropin, name)
             self._put(ours, in_place_of=own)
             self.undo.callback(self._put, own, in_place_of=ours)
@@ -93,6 +97,12 @@ class _Switch:
         if self._missing and not self._to_come:
             missing = ", ".join(sorted(self._missing))
             _say(f"{self._framework.repository}: found nowhere, and left as it is: {missing}")
+
+    def _put_method(self, name: str, module: Any, dropin: Any) -> None:
+        owner, _, method = name.partition(".")
+        theirs = getattr(module, owner)
+        self.undo.callback(setattr, theirs, method, vars(theirs)[method])
+        setattr(theirs, method, vars(getattr(dropin, owner))[method])
 
     def _put(self, new: Any, *, in_place_of: Any) -> None:
         """In the framework's modules and the script, whichever imported it."""
@@ -120,15 +130,40 @@ def miles(args: Any = None) -> None:
     switch_on("miles")
 
 
+def environment(framework: str) -> dict[str, str]:
+    """The variables that switch a drop-in on in every Python process that inherits them.
+
+    PYTHONPATH puts a `sitecustomize` first, which Python imports when it starts, before what this
+    process has there already. It runs a `sitecustomize` that it hides.
+
+    Raises:
+        ValueError: an unknown framework.
+    """
+    _check(framework)
+    folder = str(Path(__file__).with_name("at_start"))
+    before = os.environ.get("PYTHONPATH")
+    others = [entry for entry in before.split(os.pathsep) if entry != folder] if before else []
+    return {"MCORE_LOGPROBS_DROPIN": framework, "PYTHONPATH": os.pathsep.join([folder, *others])}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a script or (-m) a module as `__main__` with a framework's drop-in switched on."""
+    """Run a script or (-m) a module as `__main__` with a framework's drop-in switched on.
+
+    In the processes that it starts too. `FRAMEWORK --env` only prints the `environment`.
+    """
     framework, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if arguments == ["--env"]:
+        for name, value in environment(framework).items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
     as_module = arguments[:1] == ["-m"]
     arguments = arguments[1:] if as_module else arguments
     if not arguments:
         print("usage: python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...")
+        print("       python -m mcore_logprobs.dropin FRAMEWORK --env")
         return 2
     switch_on(framework)
+    os.environ.update(environment(framework))
     sys.argv = arguments
     if as_module:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -192,7 +193,7 @@ def fused_output_processor(
     context: Any,
     config: Any,
     scale_logits: Any = None,
-    **_: Any,
+    **given: Any,
 ) -> FusedOutput:
     """Megatron's output processor (0.18 and later): log-probabilities and entropy of the labels.
 
@@ -200,8 +201,9 @@ def fused_output_processor(
     already shifted. context.temperature: a number (or a tensor of one).
 
     The gradient of the hidden states is reduced over TP with and without sequence parallelism
-    (verl's own is not without). Differs for a batch of more than one row: verl pairs
-    `[s, b]` hidden states with `[b, s]` labels.
+    (verl's own is not without). Where config.config_logger_dir is set, Megatron's config logger
+    writes the model's inputs and both results, as in verl. Differs for a batch of more than one
+    row: verl pairs `[s, b]` hidden states with `[b, s]` labels.
     """
     temperature = _per_token(context.temperature, labels)
     stats = ours.logprob_output_processor(
@@ -213,7 +215,19 @@ def fused_output_processor(
         config=config,
         scale_logits=scale_logits,
     )
-    return _flat(stats, hidden_states)
+    found = _flat(stats, hidden_states)
+    _log_config(config, given, logprobs=found.log_probs, entropy=found.entropy)
+    return found
+
+
+def _log_config(config: Any, given: dict[str, Any], **results: Any) -> None:
+    from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
+
+    if has_config_logger_enabled(config):
+        names = ("input_ids", "position_ids", "attention_mask", "decoder_input")
+        # The logger saves tensors of this class alone; others it writes as text.
+        payload = OrderedDict({name: given.get(name) for name in names} | results)
+        log_config_to_disk(config, payload, prefix="input_and_logits")
 
 
 def _flat(stats: Any, hidden: Tensor | None = None) -> FusedOutput:

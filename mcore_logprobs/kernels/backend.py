@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import is_traced
 from mcore_logprobs.kernels import budgets, inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import PairSpec
@@ -165,7 +166,7 @@ def _inductor_refusal(logits: Tensor, invariant: bool) -> str | None:
 
 
 def _inductor_passed_over(logits: Tensor, invariant: bool) -> str | None:
-    if torch.compiler.is_compiling():  # nor can the search for a compiler be traced
+    if is_traced(logits):  # nor can the search for a compiler be traced
         return "the caller is being compiled already"
     least = budgets.of(logits.device.type).compiled_numel
     if not invariant and logits.numel() < least:

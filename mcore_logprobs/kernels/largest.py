@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import is_traced
+
 
 def largest_columns(x: Tensor, k: int) -> Tensor:
     """Columns of the k largest in each row, smaller columns first among equals; in any order.
@@ -60,7 +62,7 @@ def _largest(x: Tensor, k: int) -> Tensor:
     torch.topk takes any of the values that tie at the k-th place: on a CPU rows where some do are
     looked at again, elsewhere, without a host sync, all are.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or is_traced(x):
         return _largest_of_keys(x, k)
     best = x.topk(k + 1, dim=-1)
     columns = best.indices[:, :k]

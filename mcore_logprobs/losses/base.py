@@ -18,6 +18,7 @@ from mcore_logprobs.checks import (
     check_integer,
     check_not_negative,
     check_positive,
+    is_traced,
     one_of,
 )
 
@@ -438,7 +439,7 @@ def counted(mask: Tensor, values: Tensor, seq_dim: int = 1) -> Tensor:
     if mask.dtype is torch.bool:
         return mask
     fits = ((mask == 0) | (mask == 1)).all()
-    if mask.device.type != "cpu" or torch.compiler.is_compiling():
+    if mask.device.type != "cpu" or is_traced(mask):
         torch._assert_async(fits, "mask: expected 0 and 1 alone")
     elif not fits:
         raise ValueError("mask: expected 0 (not counted) and 1 (counted) alone, got other numbers")

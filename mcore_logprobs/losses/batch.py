@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import (
     check_choice,
     check_count,
+    check_floating,
     check_not_negative,
     check_optional_count,
     check_positive,
@@ -146,9 +147,9 @@ class Aggregation:
     """sum over tokens of weights * loss, over denominator.
 
     Attributes:
-        denominator: a float64 scalar, the same on every rank; `denominator=` of
-            `linear_policy_loss` and `PatchHandle.policy_loss`, for every micro-batch alike.
-        weights: float64 `[b, s]`, for `WeightedLoss`; None where all are 1.
+        denominator: a scalar, the same on every rank; `denominator=` of `linear_policy_loss` and
+            `PatchHandle.policy_loss`, for every micro-batch alike.
+        weights: `[b, s]`, for `WeightedLoss`; None where all are 1.
     """
 
     denominator: Tensor
@@ -165,6 +166,7 @@ def aggregation(
     micro_batches: int = 1,
     seq_dim: int = 1,
     group: ProcessGroup | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Aggregation:
     """The denominator, and where needed the tokens' weights, of a step's loss.
 
@@ -200,6 +202,8 @@ def aggregation(
         length: of "constant": Dr. GRPO's is the longest answer allowed.
         answers: of "prompt": answers to a prompt, one after the other.
         group: the data-parallel ranks, without context parallelism; None: this process alone.
+        dtype: of denominator and weights. That of the loss, so that a division keeps the loss's
+            dtype. Counts are exact in float64 before they are rounded to it.
 
     Collectives: one all-reduce of one number over the group. No host sync.
     """
@@ -211,6 +215,7 @@ def aggregation(
             raise ValueError(f"{name}: expected {state} mode={needed!r}, got {value!r}")
     check_count("averaged_ranks", averaged_ranks)
     check_count("micro_batches", micro_batches)
+    check_floating("dtype", dtype)
     tokens = counted(mask, mask, seq_dim).sum(seq_dim, keepdim=True)
     if mode == "prompt":
         tokens = _of_prompts(tokens, answers or 1)
@@ -219,9 +224,10 @@ def aggregation(
     total = all_reduce_sum(total, group).squeeze(0) * (length or 1)
     weights = None
     if mode in ("sequence", "prompt"):
-        weights = tokens.clamp(min=1).double().reciprocal().expand(mask.shape)
+        weights = tokens.clamp(min=1).double().reciprocal().to(dtype).expand(mask.shape)
     # A step without a token: its loss is 0 whatever it is divided by.
-    return Aggregation(total.clamp(min=1.0) / (averaged_ranks * micro_batches), weights)
+    denominator = total.clamp(min=1.0) / (averaged_ranks * micro_batches)
+    return Aggregation(denominator.to(dtype), weights)
 
 
 def _of_prompts(tokens: Tensor, answers: int) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.checks import (
+    check_above_minus_one,
     check_flag,
-    check_fraction,
     check_not_negative,
     check_optional_above_one,
     check_optional_positive,
@@ -256,13 +256,21 @@ class GPGLoss(ReinforceLoss):
 class CISPOLoss(TokenLoss):
     """Clipped importance weights on REINFORCE: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p.
 
-    Every token keeps a gradient; only its weight is clipped (MiniMax-M1, 2025). clip_low=None
-    leaves small ratios alone, as the paper does.
+    Every token keeps a gradient; only its weight is clipped (MiniMax-M1, 2025). clip_low=None, or
+    1 and more, leaves small ratios alone, as the paper does. clip_high may be negative: the upper
+    bound is 1 + clip_high, for example 0.9 with -0.1. It is at least the lower bound.
     """
 
     clip_high: float = 0.2
     clip_low: float | None = None
-    _checks = (("clip_low", check_fraction.optional), CLIP[1])
+    _checks = (("clip_low", check_not_negative.optional), ("clip_high", check_above_minus_one))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip_low is not None and -self.clip_low > self.clip_high:
+            raise ValueError(
+                f"clip_high: expected at least -clip_low {-self.clip_low!r}, got {self.clip_high!r}"
+            )
 
     def policy(self, logprobs: Tensor, given: Given) -> Tensor:
         ratio = (logprobs.detach() - given["old_logprobs"]).exp()

@@ -7,6 +7,7 @@ here; docs/objectives.md says where they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_fraction, check_not_negative, check_positive
+from mcore_logprobs.checks import check_choice, check_fraction, check_not_negative, check_positive
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.losses.base import check_shape
 
@@ -39,21 +40,86 @@ def dpo_loss(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
 ) -> Tensor:
-    """Direct preference optimisation (Rafailov et al., 2023) for each pair.
+    """Direct preference optimisation (Rafailov et al., 2023) for each pair, and its variants.
 
-        -(1 - a) log sigmoid(margin) - a log sigmoid(-margin)
-        margin = beta ((chosen - ref_chosen) - (rejected - ref_rejected))
+        c = beta (chosen - ref_chosen),   r = beta (rejected - ref_rejected),   m = c - r
+
+        loss_type   loss; a is label_smoothing
+        sigmoid     -(1 - a) log sigmoid(m) - a log sigmoid(-m)
+        robust      (-(1 - a) log sigmoid(m) + a log sigmoid(-m)) / (1 - 2a), a < 1/2 (2403.00409)
+        exo         sigmoid(m) (log sigmoid(m) - log(1 - a))
+                    + sigmoid(-m) (log sigmoid(-m) - log a), a > 0 (2402.00856)
+        hinge       max(0, 1 - m) (SLiC, 2305.10425)
+        ipo         (m / beta - 1 / (2 beta))^2 (2310.12036)
+        nca         -log sigmoid(c) - log sigmoid(-c) / 2 - log sigmoid(-r) / 2 (2402.05369)
+        sppo        (c / beta - 1 / (2 beta))^2 + (r / beta + 1 / (2 beta))^2 (2405.00675)
+        apo_zero    sigmoid(-c) + sigmoid(r) (2408.06266)
+        apo_down    sigmoid(c) + sigmoid(-m) (2408.06266)
+        discopop    (1 - g) -log sigmoid(m) + g e^-m, g = sigmoid(m / 0.05) (2406.08414)
 
     Shape:
         sequences' log-probabilities (see `sequence_sum`), `[...]` each -> `[...]`. Differentiable.
+        TRL takes means (`sequence_mean`) for ipo.
+
+    Raises:
+        ValueError: an unknown loss_type, a label_smoothing that it does not take, shapes that
+            differ.
     """
+    check_choice("loss_type", loss_type, tuple(_PAIRS))
     check_fraction("label_smoothing", label_smoothing)
-    margin = _margin(chosen - ref_chosen, rejected - ref_rejected, beta)
+    low, high = _SMOOTHED.get(loss_type, (0.0, 0.0))
+    if not low <= label_smoothing <= high:
+        raise ValueError(
+            f"label_smoothing: expected {low!r} to {high!r} with loss_type={loss_type!r}, got "
+            f"{label_smoothing!r}"
+        )
+    on_chosen, on_rejected = chosen - ref_chosen, rejected - ref_rejected
+    margin = _margin(on_chosen, on_rejected, beta)
+    return _PAIRS[loss_type](margin, beta * on_chosen, beta * on_rejected, beta, label_smoothing)
+
+
+def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     loss = -(1.0 - label_smoothing) * F.logsigmoid(margin)
     if label_smoothing > 0.0:
         loss = loss - label_smoothing * F.logsigmoid(-margin)
     return loss
+
+
+def _robust(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
+    return (-(1.0 - a) * F.logsigmoid(m) + a * F.logsigmoid(-m)) / (1.0 - 2.0 * a)
+
+
+def _exo(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
+    toward, away = F.logsigmoid(m), F.logsigmoid(-m)
+    return m.sigmoid() * (toward - math.log1p(-a)) + (-m).sigmoid() * (away - math.log(a))
+
+
+def _nca(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
+    return -F.logsigmoid(c) - 0.5 * F.logsigmoid(-c) - 0.5 * F.logsigmoid(-r)
+
+
+def _discopop(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
+    # One exponent: e^-m overflows where g is 0.
+    exponential = (F.logsigmoid(m / 0.05) - m).exp()
+    return exponential - (-m / 0.05).sigmoid() * F.logsigmoid(m)
+
+
+_PAIRS: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": lambda m, c, r, beta, a: _smoothed(m, a),
+    "robust": _robust,
+    "exo": _exo,
+    "hinge": lambda m, c, r, beta, a: F.relu(1.0 - m),
+    "ipo": lambda m, c, r, beta, a: ((m - 0.5) / beta).square(),
+    "nca": _nca,
+    "sppo": lambda m, c, r, beta, a: ((c - 0.5) / beta).square() + ((r + 0.5) / beta).square(),
+    "apo_zero": lambda m, c, r, beta, a: (-c).sigmoid() + r.sigmoid(),
+    "apo_down": lambda m, c, r, beta, a: c.sigmoid() + (-m).sigmoid(),
+    "discopop": _discopop,
+}
+# Bounds of label_smoothing; 0 elsewhere.
+_SMOOTHED = {"sigmoid": (0.0, 1.0), "robust": (0.0, 0.499), "exo": (1e-9, 0.999)}
 
 
 def dpo_advantages(
@@ -64,6 +130,7 @@ def dpo_advantages(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
 ) -> tuple[Tensor, Tensor]:
     """Advantages with which `ReinforceLoss` has the gradient of `dpo_loss`, for the second pass.
 
@@ -74,7 +141,7 @@ def dpo_advantages(
     Shape:
         as `dpo_loss` -> (for the chosen, for the rejected), `[...]` each, without gradient.
     """
-    settings = {"beta": beta, "label_smoothing": label_smoothing}
+    settings = {"beta": beta, "label_smoothing": label_smoothing, "loss_type": loss_type}
     refs = {"ref_chosen": ref_chosen.detach(), "ref_rejected": ref_rejected.detach()}
     on_chosen, on_rejected = preference_advantages(dpo_loss, chosen, rejected, **refs, **settings)
     return on_chosen, on_rejected
@@ -116,20 +183,27 @@ def cpo_loss(
 
 
 def simpo_loss(
-    chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, gamma: float = 1.0
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    beta: float = 2.0,
+    gamma: float = 1.0,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Simple preference optimisation (Meng et al., 2405.14734) for each pair, no reference.
 
-        -log sigmoid(beta (chosen - rejected) - gamma)
+        -(1 - a) log sigmoid(m) - a log sigmoid(-m),   m = beta (chosen - rejected) - gamma
 
     Shape:
         means of sequences' log-probabilities (`sequence_mean`), `[...]` each -> `[...]`.
 
     Args:
         gamma: the margin; the paper tunes beta in [2, 10] and gamma / beta in [0.3, 1.6].
+        label_smoothing: a; 0 in the paper.
     """
     check_not_negative("gamma", gamma)
-    return -F.logsigmoid(_margin(chosen, rejected, beta) - gamma)
+    check_fraction("label_smoothing", label_smoothing)
+    return _smoothed(_margin(chosen, rejected, beta) - gamma, label_smoothing)
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:

@@ -27,6 +27,7 @@ from mcore_logprobs.checks import (
     check_fraction,
     check_integer,
     check_not_negative,
+    check_optional_above_one,
     check_optional_positive,
     check_positive,
     check_top_p,
@@ -80,13 +81,18 @@ class GSPOLoss(TokenLoss):
     gradient: `aggregation(mode="sequence")`, or put the division into the advantages.
 
     Called with (logprobs, entropy, first_logprobs, sequence_log_ratio, advantages), all `[...]`.
+
+    Attributes:
+        dual_clip: of s, as `ClippedLoss`'s of r: a sequence of negative advantage loses at most
+            -dual_clip A. Two-sided clipping (TRL's delta) for dual_clip > 1 + clip_high.
     """
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    dual_clip: float | None = None
     _tensors = ("first_logprobs", "sequence_log_ratio", "advantages")
     _passes = 2
-    _checks = CLIP
+    _checks = (*CLIP, ("dual_clip", check_optional_above_one))
 
     def numbers(self, given: Given) -> dict[str, Tensor]:
         log_s = sequence_mean(given["log_ratio"], given["mask"], seq_dim=given["seq_dim"])
@@ -103,7 +109,8 @@ class GSPOLoss(TokenLoss):
         never = (logprobs == -torch.inf) & (given["first_logprobs"] == -torch.inf)
         step = (logprobs - given["first_logprobs"]).masked_fill(never, 0.0)
         log_ratio = given["sequence_log_ratio"] + step
-        return clipped(log_ratio, given["advantages"], self.clip_low, self.clip_high)
+        bounds = (self.clip_low, self.clip_high, self.dual_clip)
+        return clipped(log_ratio, given["advantages"], *bounds)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_integer, check_optional_integer, check_positive
+from mcore_logprobs.checks import check_integer, check_optional_integer, check_positive, is_traced
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import acc_dtype
 
@@ -156,7 +156,7 @@ def check_temperature(
     # A copy: the backward reads it, and autograd does not see changes of the caller's own.
     temperature = temperature.to(acc_dtype(temperature.dtype), copy=True)
     positive = (temperature > 0) & temperature.isfinite()
-    if device.type != "cpu":
+    if device.type != "cpu" or is_traced(temperature):
         torch._assert_async(positive.all(), f"{name}: not a finite number > 0")
     elif not bool(positive.all()):
         bad = temperature[~positive][:8].tolist()
@@ -193,7 +193,7 @@ def _check_inside(
     target: Tensor, valid_mask: Tensor, shard: VocabShard, ignore_index: int | None, name: str
 ) -> None:
     inside = ((target >= 0) & (target < shard.vocab_size)) | ~valid_mask
-    if target.device.type != "cpu":
+    if target.device.type != "cpu" or is_traced(target):
         torch._assert_async(inside.all(), f"{name}: id outside [0, {shard.vocab_size})")
     elif not bool(inside.all()):
         bad = target[~inside]

@@ -36,7 +36,7 @@ def record(framework: str, checkout: str, revision: str) -> dict[str, Any]:
     names = described.names()
     for file in set(described.files) & set(listed):
         found |= signatures(git("show", f"{revision}:{file}"), names)
-    roots = {name.partition(".")[0] for name in names}
+    roots = {part for name in names for part in name.split(".")}
     pattern = [part for root in sorted(roots) for part in ("-e", root)]
     users = git("grep", "-l", *pattern, revision, "--", "*.py").splitlines()
     made = set()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import sys
+import tempfile
 import types
 from collections import UserDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +111,7 @@ def run_verl(
             labels=target,
             context=verl.FusedOutputProcessorContext(TEMPERATURE),
             config=config,
-            input_ids=None,
+            input_ids=target,
         )
         got = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), hidden)[0]
         direct = model.output_layer(hidden, weight=weight)[0] / TEMPERATURE
@@ -117,7 +120,32 @@ def run_verl(
         errors["processor"] = relative(found.log_probs, value.T.reshape(-1))
         want = torch.autograd.grad(value.sum() + other.sum(), hidden)[0]
         errors["processor gradient"] = relative(got, want)
+        errors |= logged(found, hidden, target, model, weight)
         return errors
+
+
+def logged(found: Any, hidden: Tensor, target: Tensor, model: Any, weight: Any) -> dict[str, float]:
+    """What Megatron's config logger writes of the output processor's call: as verl's own does."""
+    config = copy.copy(model.config)
+    with tempfile.TemporaryDirectory() as folder:
+        config.config_logger_dir = folder
+        verl.fused_output_processor(
+            hidden_states=hidden,
+            output_layer=model.output_layer,
+            output_weight=weight,
+            labels=target,
+            context=verl.FusedOutputProcessorContext(TEMPERATURE),
+            config=config,
+            input_ids=target,
+            position_ids=None,
+        )
+        (file,) = Path(folder).glob("input_and_logits*.pth")
+        payload = torch.load(file, weights_only=False)
+    keys = ["input_ids", "position_ids", "attention_mask", "decoder_input", "logprobs", "entropy"]
+    assert list(payload) == keys
+    assert torch.equal(payload["input_ids"], target)
+    results = {"logprobs": found.log_probs, "entropy": found.entropy}
+    return {f"logged {name}": relative(payload[name], x) for name, x in results.items()}
 
 
 @pytest.mark.parametrize(
@@ -227,6 +255,31 @@ BOUNDS = {
 def test_next_tokens(ranks, cp: int, bounds: str) -> None:
     for errors in ranks(2 * cp).run(run_next_tokens, 2, cp, BOUNDS[bounds]):
         assert max(errors.values()) < 2e-5, errors
+
+
+def test_a_model_without_groups() -> None:
+    """As upstream's own test makes one: it returns logits, and nothing of Megatron is set up."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 6, VOCAB, generator=generator, requires_grad=True)
+
+    class Model(LanguageModule):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.config = TransformerConfig(1, hidden_size=8, num_attention_heads=1)
+
+        def forward(self, *given: Any, **more: Any) -> Tensor:
+            return logits
+
+    tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
+    found = megatron_rl.get_logprobs(Model(), tokens, None)
+    quiet = megatron_rl.get_logprobs(Model(), tokens, None, no_grad=True)
+    want = take(logits.double().log_softmax(-1)[:, :-1], tokens[:, 1:])
+    assert relative(found.detach(), want.detach()) < 1e-6
+    assert found.requires_grad
+    assert not quiet.requires_grad
 
 
 FLAG = {"return_logprobs_for_linear_ce_fusion": True}

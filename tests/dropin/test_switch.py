@@ -5,6 +5,9 @@ Each case is a process of its own, in which nothing of a framework has been impo
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -50,15 +53,20 @@ def written(framework: str, folder: Path) -> Path:
     described = FRAMEWORKS[framework]
     theirs = RECORDED[framework][-1]["signatures"]
     plain = {n: text for n, text in theirs.items() if "." not in n}
-    methods = {n.partition(".")[2]: text for n, text in theirs.items() if "." in n}
+    classes: dict[str, str] = {}
+    for name, text in theirs.items():
+        owner, _, method = name.partition(".")
+        if method:
+            start = classes.setdefault(owner, f"class {owner}:\n    untouched = 1\n")
+            static = "" if text.startswith("(self") else "    @staticmethod\n"
+            classes[owner] = f"{start}{static}    def {method}{text}: ...\n"
     for i, file in enumerate(described.files):
         path = folder / described.installed_path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         names = sorted(plain)[i :: len(described.files)]
         lines = [f"def {name}{plain[name]}: ..." for name in names]
-        if i == 0 and methods:
-            lines += ["class VocabUtility:"]
-            lines += [f"    @staticmethod\n    def {n}{text}: ..." for n, text in methods.items()]
+        if i == 0:
+            lines += classes.values()
         path.write_text("\n".join(lines) + "\n")
         own = path.with_name(f"caller_{path.name}")
         own.write_text(f"from .{path.stem} import {', '.join(names)}\n")
@@ -77,14 +85,21 @@ def test_names_are_replaced_and_put_back(tmp_path: Path) -> None:
     def load(file):
         folder, _, stem = file.rpartition(".")
         return importlib.import_module(file), importlib.import_module(f"{{folder}}.caller_{{stem}}")
+    def is_ours(value, name):
+        ours = getattr(module_of_ours, name)
+        methods = [m for m in vars(ours) if not m.startswith("_")]
+        if name != "MegatronInferStrategy":
+            return value is ours
+        assert value is not ours and value.untouched == 1
+        return all(vars(value)[m] is vars(ours)[m] for m in methods)
     for framework, files in {modules!r}.items():
-        ours = importlib.import_module("mcore_logprobs.dropin." + framework)
+        ours = module_of_ours = importlib.import_module("mcore_logprobs.dropin." + framework)
         before = [vars(m).copy() for m in load(files[0])]
         switch_on(framework)
         switch_on(framework)
         modules = [m for file in files for m in load(file)]
         replaced = [
-            value is getattr(ours, name)
+            is_ours(value, name)
             for module in modules
             for name, value in vars(module).items()
             if name in ours.__all__ and name != "LinearCrossEntropy"
@@ -94,12 +109,13 @@ def test_names_are_replaced_and_put_back(tmp_path: Path) -> None:
         switch_off(framework)
         switch_off(framework)
         assert [dict(vars(m)) for m in modules[:2]] == before
-        assert not any(vars(m).get(n) is getattr(ours, n) for m in modules for n in ours.__all__)
+        names = [(m, n) for m in modules for n in ours.__all__ if n in vars(m)]
+        assert not any(is_ours(vars(m)[n], n) for m, n in names)
     """
     printed = fresh(script, tmp_path).splitlines()
     for name, described in FRAMEWORKS.items():
         names = {n.partition(".")[0] for n in described.names()} - {"LinearCrossEntropy"}
-        alone = {"VocabUtility"} & names  # of which there is no importer here
+        alone = {"VocabUtility", "MegatronInferStrategy"} & names  # without an importer here
         assert f"{name} replaced {2 * len(names) - len(alone)}" in printed
         for module in modules[name]:
             (line,) = [line for line in printed if line.startswith(f"{module}: ")]
@@ -114,17 +130,27 @@ def test_a_release_that_does_not_fit(tmp_path: Path) -> None:
     file.write_text(before.replace("temperature=1.0", "scale", 1))
     script = """
     from mcore_logprobs.dropin.switch import switch_on
-    switch_on("areal")
+    try:
+        switch_on("areal")
+    except ValueError as error:
+        print(error)
     import areal.engine.megatron_utils.packed_context_parallel as fits
-    assert fits.split_packed_seqs_for_context_parallel.__module__ == "mcore_logprobs.dropin.areal"
+    assert fits.split_packed_seqs_for_context_parallel.__module__ == fits.__name__
+    """
+    printed = fresh(script, root, RANK="3")
+    assert "areal.utils.functional.vocab_parallel.gather_logprobs: expected a release" in printed
+    assert "expected 'scale' at position 2, got ['temperature']" in printed
+    script = f"""
+    from mcore_logprobs.dropin.switch import switch_on
+    packages({str(root)!r}, "areal", "areal.utils", "areal.utils.functional")
+    switch_on("areal")  # not found on sys.path: seen when it is imported
     try:
         import areal.utils.functional.vocab_parallel
     except ValueError as error:
         print(error)
     """
-    printed = fresh(script, root, RANK="3")
+    printed = fresh(script)
     assert "expected 'scale' at position 2, got ['temperature']" in printed
-    assert "now those" not in printed  # said by rank 0
     file.write_text(before.replace("def gather_logprobs(", "def renamed("))
     script = """
     from mcore_logprobs.dropin.switch import switch_on
@@ -278,6 +304,64 @@ def test_areal_s_command(tmp_path: Path, distribution: str, version: str) -> Non
     assert [switch.main([]), switch.main(["areal"]), switch.main(["areal", "-m"])] == [2, 2, 2]
 
 
+def test_inherited_by_child_processes(tmp_path: Path) -> None:
+    """As AReaL forks colocated roles: another command, in the environment of the first."""
+    root = written("areal", tmp_path / "root")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import builtins\nbuiltins.was_hidden = True\n")
+    child = (
+        "import sys; assert was_hidden and 'torch' not in sys.modules; "
+        "from areal.engine.megatron_utils import packed_context_parallel as theirs; "
+        "from areal.utils.functional.vocab_parallel import gather_logprobs as own; "
+        "print(theirs.split_packed_seqs_for_context_parallel.__module__, own.__module__)"
+    )
+    (tmp_path / "parent.py").write_text(
+        "import os, subprocess, sys\nassert 'areal' not in sys.modules\n"
+        f"print(subprocess.check_output([sys.executable, '-c', {child!r}], text=True))\n"
+    )
+    script = f"""
+    import runpy
+    sys.argv = ["dropin", "areal", {str(tmp_path / "parent.py")!r}]
+    runpy.run_module("mcore_logprobs.dropin", run_name="__main__", alter_sys=True)
+    """
+    path = os.pathsep.join([str(hidden), str(root), os.environ.get("PYTHONPATH", "")])
+    printed = fresh(script, PYTHONPATH=path)
+    assert "mcore_logprobs.dropin.areal mcore_logprobs.dropin.areal\n" in printed
+    assert printed.count("areal.utils.functional.vocab_parallel: gather_logprobs, ") == 1
+
+
+def test_the_variables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert switch.main(["skyrl", "--env"]) == 0
+    name, path = capsys.readouterr().out.splitlines()
+    assert name == "export MCORE_LOGPROBS_DROPIN=skyrl"
+    folder = path.removeprefix("export PYTHONPATH=").partition(os.pathsep)[0]
+    assert Path(folder, "sitecustomize.py").is_file()
+    with pytest.raises(ValueError, match="framework: expected one of"):
+        switch.main(["vllm", "--env"])
+    command = [sys.executable, "-c", "print('went on')"]
+    environment = {"MCORE_LOGPROBS_DROPIN": "vllm", "PYTHONPATH": folder}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "MCORE_LOGPROBS_DROPIN: expected one of nemo_rl, roll, " in done.stderr
+    assert "went on" not in done.stdout
+
+
+def test_another_version(tmp_path: Path) -> None:
+    """One line with both versions where every call fits; else nothing is replaced."""
+    root = written("areal", tmp_path)
+    metadata = root / "areal-9.9.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: areal\nVersion: 9.9\n")
+    script = """
+    from mcore_logprobs.dropin.switch import switch_on
+    switch_on("areal")
+    """
+    printed = fresh(script, root)
+    assert "areal-project/AReaL: version 9.9 is installed, mcore_logprobs.dropin.areal" in printed
+    assert "compared with 1.0.4; every call fits" in printed
+
+
 @pytest.mark.parametrize("framework", ["roll", "nemo_rl"])
 def test_a_worker_class_by_its_path(tmp_path: Path, framework: str) -> None:
     """Ray imports the class's module in the worker: ROLL's worker_cls, NeMo-RL's extension."""
@@ -315,6 +399,6 @@ def test_a_worker_class_by_its_path(tmp_path: Path, framework: str) -> None:
     import {file}
     """
     line = (
-        f"{file}: vocab_parallel_entropy" if framework == "roll" else f"{file}: AllGatherCPTensor"
+        f"{file}: vocab_parallel_logprobs" if framework == "roll" else f"{file}: AllGatherCPTensor"
     )
     assert line in fresh(script, written(framework, tmp_path))

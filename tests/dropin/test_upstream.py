@@ -17,6 +17,7 @@ from mcore_logprobs.dropin.installed import FRAMEWORKS, carried, misfit, signatu
 from tests.dropin.frameworks import MAIN, source_root, versions
 from tests.dropin.upstream import Call, calls, refused
 
+PINS = Path(__file__).with_name("frameworks.txt")
 ON_PYPI = ("verl", "areal", "skyrl", "ms_swift")
 SOURCES = [(f, v) for f in FRAMEWORKS for _, v in versions(FRAMEWORKS[f].distributions[0])]
 RECORDED: dict[str, list[dict[str, Any]]] = json.loads(
@@ -141,14 +142,21 @@ def f(vocab_parallel_logprobs): ...
 
 def test_installed_frameworks_are_reported(tmp_path: Path) -> None:
     found = installed.installed([str(source_root("verl")), str(source_root("ms-swift", "4.5.2"))])
-    assert found == {
-        "verl": "0.9.1: every call fits the drop-in",
-        "ms_swift": "4.5.2: every call fits the drop-in",
+    assert {n: (f["version"], f["compared"], f["problems"]) for n, f in found.items()} == {
+        "verl": ("0.9.1", "0.9.1", []),
+        "ms_swift": ("4.5.2", "4.6.0", []),
     }
+    replaces = found["verl"]["replaces"]
+    assert replaces["verl.trainer.distillation.megatron.losses"] == ["compute_forward_kl_topk"]
+    assert replaces["verl.utils.kernel.linear_cross_entropy"] == []  # left alone
     broken = tmp_path / "areal/utils/functional/vocab_parallel.py"
     broken.parent.mkdir(parents=True)
     broken.write_text("def gather_logprobs(logits, labels, brand_new): ...\n")
-    report = installed.installed([str(tmp_path)])["areal"]
+    elsewhere = tmp_path / "areal/engine/new_place.py"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text("def reassemble_cp_packed_logprobs(local_tensor, padded): ...\n")
+    report = "; ".join(installed.installed([str(tmp_path)])["areal"]["problems"])
+    assert "reassemble_cp_packed_logprobs has moved to areal/engine/new_place.py" in report
     assert "gather_logprobs: expected 'brand_new' at position 2" in report
     assert "gather_logprobs_entropy is no longer in" in report
     assert "packed_context_parallel.py is not there" in report
@@ -157,9 +165,19 @@ def test_installed_frameworks_are_reported(tmp_path: Path) -> None:
 def test_doctor_reports_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.report()["frameworks"] == {}
     monkeypatch.syspath_prepend(str(source_root("areal")))
-    found = doctor.report()
-    assert found["frameworks"] == {"areal": "1.0.4: every call fits the drop-in"}
-    assert "every call fits the drop-in" in doctor.as_text(found)
+    text = doctor.as_text(doctor.report())
+    assert "areal                1.0.4 (compared with 1.0.4): every call fits the drop-in" in text
+    line = "switch_on('areal') replaces in areal.utils.functional.vocab_parallel: gather_logprobs, "
+    assert line in text
+    monkeypatch.setattr(installed, "misfit", lambda ours, theirs: "another argument")
+    assert "WARNING gather_logprobs: another argument" in doctor.as_text(doctor.report())
+
+
+def test_releases_compared_with_are_those_of_the_tests() -> None:
+    pins = [line.split("==") for line in PINS.read_text().split() if "==" in line]
+    for name, framework in FRAMEWORKS.items():
+        versions_ = [version for pin, version in pins if pin in framework.distributions]
+        assert not versions_ or framework.compared == versions_[0], name
 
 
 # ---- what all drop-ins have in common: no mathematics, ranges checked, older calls taken ---------

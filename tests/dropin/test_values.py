@@ -434,7 +434,19 @@ def run_roll(tp: int, cp: int, d: dict[str, Tensor]) -> dict[str, Tensor]:
             "rank": roll.context_parallel_gather(roll.vocab_parallel_target_rank(leaf, target)),
         }
         ((found["logprobs"] + 0.5 * found["entropy"]) * d["upstream"]).sum().backward()
-        return found | {"grad": leaf.grad}
+        found["grad"], leaf.grad = leaf.grad, None
+        strategy = roll.MegatronInferStrategy()
+        # More than a rank has columns, at TP 2.
+        found["values"], found["ids"] = strategy.op_compute_topk_logits(leaf, 14)
+        (found["values"] * d["upstream"].unsqueeze(-1)).sum().backward()
+        found["topk grad"], leaf.grad = leaf.grad, None
+        found["whole"], none = strategy.op_compute_topk_logits(leaf)
+        assert none is None
+        (found["whole"] * d["upstream"].unsqueeze(-1)).sum().backward()
+        found["whole grad"] = leaf.grad
+        half = strategy.op_compute_topk_logits(leaf.detach().bfloat16(), 2)[0]
+        assert half.dtype is torch.bfloat16
+        return found
 
 
 @pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
@@ -451,8 +463,62 @@ def test_roll(ranks, tp: int, cp: int) -> None:
         assert_near(result["entropy"], entropy.detach())
         assert result["rank"].dtype == torch.int64
         assert torch.equal(result["rank"], (logp > picked[..., None]).sum(-1))
+        best = leaf.detach().topk(14)
+        assert_near(result["values"], best.values)
+        assert torch.equal(result["ids"], best.indices)
+        assert torch.equal(result["whole"], d["logits"])
     # Each rank takes its own part of the gradient of one and the same loss.
     assert_near(spread([r["grad"] for r in results], tp, cp, leaf.shape), leaf.grad)
+    ones = d["upstream"].double().unsqueeze(-1).expand(leaf.shape)
+    chosen = torch.zeros_like(ones).scatter(-1, best.indices, ones)
+    assert_near(spread([r["topk grad"] for r in results], tp, cp, leaf.shape), chosen)
+    assert_near(spread([r["whole grad"] for r in results], tp, cp, leaf.shape), ones)
+
+
+@pytest.mark.parametrize("parts", [None, 6, 9])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_roll_cross_entropy(reduction: str, parts: int | None) -> None:
+    """With 9 parts there are columns that x lacks: the normalizer is the parts'."""
+    x = normal(7, VOCAB).requires_grad_()
+    target = torch.tensor([3, 23, -100, 0, 7, 7, 11])
+    columns = torch.cat([x.detach(), normal(7, VOCAB // 2, seed=5)], -1).double()
+    columns = columns[:, : 4 * (parts or 0)]
+    partial = None if parts is None else columns.unflatten(-1, (parts, 4)).logsumexp(-1)
+    given = partial if partial is None else partial.float()
+    z = x.detach().double().requires_grad_()
+    # Their backward: exp(x - normalizer) - 1[target], whatever the normalizer was made of.
+    normalizer = z.logsumexp(-1)
+    if partial is not None:
+        total = partial.logsumexp(-1)
+        normalizer = total + (normalizer.detach() - total).exp() * (
+            normalizer - normalizer.detach()
+        )
+    want = (normalizer - take(z, target)).where(target >= 0, 0.0)
+    upstream = torch.linspace(-1, 2, 7)
+    if reduction != "none":
+        want = want.sum() / (6 if reduction == "mean" else 1)
+        upstream = torch.tensor(1.5)
+    (want * upstream).sum().backward()
+    found = roll.cross_entropy(x, target, given, reduction=reduction)
+    (found * upstream).sum().backward()
+    assert_near(found.detach(), want.detach())
+    assert_near(x.grad, z.grad)
+
+
+def test_roll_cross_entropy_in_place() -> None:
+    leaf = normal(3, VOCAB).requires_grad_()
+    x = leaf * 1
+    target = torch.tensor([3, -100, 5])
+    roll.cross_entropy(x, target, inplace_backward=True).backward()
+    want = torch.autograd.grad(torch.nn.functional.cross_entropy(leaf, target), leaf)[0]
+    assert_near(leaf.grad, want)
+    assert torch.equal(x, leaf.grad)
+    with pytest.raises(ValueError, match=r"inplace_backward: expected False with lse_partial"):
+        roll.cross_entropy(leaf * 1, target, torch.zeros(3, 1), inplace_backward=True)
+    with pytest.raises(ValueError, match=r"lse_partial: expected the shape \(3, 'parts'\)"):
+        roll.cross_entropy(leaf, target, torch.zeros(4, 1))
+    with pytest.raises(ValueError, match="reduction: expected"):
+        roll.cross_entropy(leaf, target, reduction="median")
 
 
 def run_encoders(items: list[Tensor], upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:

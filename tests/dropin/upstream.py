@@ -30,9 +30,15 @@ class Call:
 
 def calls(source: str, path: str, framework: Framework) -> Iterator[Call]:
     """The calls in one file to names that it imports from the framework's files, or defines."""
-    names = {name.partition(".")[0]: name for name in framework.names()}
+    methods = {}
+    names = {}
+    for name in framework.names():
+        owner, _, method = name.partition(".")
+        # Their own class is made and called as before; only calls of the method are ours.
+        group, key = (methods, method) if owner in framework.methods_of else (names, owner)
+        group[key] = name
     defined = signatures(source, framework.names()) if path in framework.files else {}
-    wanted = {name.partition(".")[0]: name for name in defined}
+    wanted = {owner: name for owner, name in names.items() if name in defined}
     modules = [
         Path(framework.installed_path(file)).with_suffix("").parts for file in framework.files
     ]
@@ -52,10 +58,11 @@ def calls(source: str, path: str, framework: Framework) -> Iterator[Call]:
         target = node.func
         if isinstance(target, ast.Attribute) and target.attr == "apply":
             target = target.value
-        if isinstance(target, ast.Name) and target.id in wanted:
+        is_method = isinstance(target, ast.Attribute) and target.attr in methods
+        if is_method or (isinstance(target, ast.Name) and target.id in wanted):
             yield Call(
-                wanted[target.id],
-                sum(not isinstance(a, ast.Starred) for a in node.args),
+                methods[target.attr] if is_method else wanted[target.id],
+                sum(not isinstance(a, ast.Starred) for a in node.args) + is_method,
                 tuple(k.arg for k in node.keywords if k.arg),
                 any(isinstance(a, ast.Starred) for a in node.args)
                 or any(k.arg is None for k in node.keywords),

@@ -1,0 +1,94 @@
+"""torch's tracers on a CPU: make_fx, torch.compile and export do not stop at a check of values.
+
+A graph has the number of rows that it was traced with: the loops over chunks are unrolled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mcore_logprobs as ours
+
+ROWS, HIDDEN, VOCAB = 6, 8, 24
+
+
+def on_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    stats = ours.vocab_parallel_token_stats(hidden @ weight.T, target, entropy=True)
+    return stats.logprobs - 0.1 * stats.entropy
+
+
+def on_hidden(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    stats = ours.linear_token_stats(hidden, weight, target, entropy=True)
+    return stats.logprobs - 0.1 * stats.entropy
+
+
+def per_token_temperature(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    temperature = 0.5 + target.clamp(min=0) / VOCAB
+    return ours.vocab_parallel_logprobs(hidden @ weight.T, target, temperature=temperature)
+
+
+def largest(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return ours.vocab_parallel_topk(hidden @ weight.T, 3)[0].sum(-1)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).requires_grad_()
+    target = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    target[1] = -100
+    return hidden, weight, target
+
+
+def step(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """Value and gradients, of an upstream gradient that differs per token."""
+
+    def run(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        value = function(hidden, weight, target)
+        upstream = torch.arange(1, value.shape[0] + 1, dtype=value.dtype)
+        return (value.detach(), *torch.autograd.grad((value * upstream).sum(), [hidden, weight]))
+
+    return run
+
+
+@pytest.mark.parametrize("function", [on_logits, on_hidden, per_token_temperature, largest])
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(function: Callable[..., Tensor], mode: str) -> None:
+    run = step(function)
+    graph = make_fx(run, tracing_mode=mode)(*inputs())
+    others = inputs()
+    want = run(*others)
+    hidden, weight, target = (x.detach() for x in others)  # the gradients are in the graph
+    for got, expected in zip(graph(hidden, weight, target), want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
+    # What the tracer could not branch on is an assertion in its graph.
+    if function is on_logits:
+        with pytest.raises(RuntimeError, match=r"id outside \[0, \w+\)"):
+            graph(hidden, weight, target + VOCAB)
+
+
+@pytest.mark.parametrize("function", [on_logits, on_hidden, per_token_temperature, largest])
+def test_torch_compile(function: Callable[..., Tensor]) -> None:
+    """With breaks of the graph where dynamo does not follow."""
+    given = inputs()
+    want = step(function)(*given)
+    compiled = torch.compile(function, backend="aot_eager")
+    for got, expected in zip(step(compiled)(*given), want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [on_logits, on_hidden])
+def test_export(function: Callable[..., Tensor]) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return function(*given)
+
+    given = inputs()
+    with torch.no_grad():
+        exported = torch.export.export(Module(), given, strict=False).module()
+        assert torch.allclose(exported(*given), function(*given), rtol=1e-5, atol=1e-6)
