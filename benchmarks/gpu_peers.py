@@ -138,7 +138,8 @@ def _te_function() -> Callable[..., Tensor]:
     """
     root = _UNPACKED.get("transformer_engine")
     if root is None:
-        return importlib.import_module("transformer_engine.pytorch.cross_entropy").CrossEntropyFunction.apply  # fmt: skip
+        module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
+        return module.CrossEntropyFunction.apply
     packages = ["", ".common", ".common.triton", ".pytorch", ".pytorch.triton"]
     standing = {}
     for name in (f"transformer_engine{package}" for package in packages):
@@ -208,16 +209,15 @@ def unpack(folder: Path) -> dict[str, str]:
         if name == "transformer_engine":
             _UNPACKED[name] = place
     sys.path.append(str(site / "packages"))
-    _cutlass_on_path(site / "packages")
+    _add_cutlass(site / "packages")
     return failed
 
 
-def _cutlass_on_path(packages: Path) -> None:
-    """CUTLASS's DSL names its folder in a .pth file, which only an installation heeds."""
-    for file in packages.glob("*.pth"):
-        for line in file.read_text().splitlines():
-            if line.strip() and not line.startswith(("import ", "#")):
-                sys.path.append(str(packages / line.strip()))
+def _add_cutlass(packages: Path) -> None:
+    """Put CUTLASS's DSL on the path, which a .pth file of its wheel does in an installation."""
+    folder = packages / "nvidia_cutlass_dsl" / "dsl_packages"
+    if folder.is_dir():
+        sys.path.append(str(folder))
 
 
 @contextmanager
@@ -298,7 +298,7 @@ def _compile_ahead(loss: Loss) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try each peer of a folder: a line each. The exit status says nothing: a reason is an answer."""
+    """Try each peer of a folder, a line each; a reason why not is an answer too."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_peers")
     parser.add_argument("folder", type=Path, nargs="?", default=CARRIED)
     parser.add_argument("--peer", help="this one only, in this process", choices=_names())

@@ -161,10 +161,11 @@ def head_table(records: Sequence[Record]) -> list[str]:
 def _legend(records: Sequence[Record]) -> list[str]:
     """What the columns are, and how far the model was off."""
     lines = [
-        "*predicted*: by `benchmarks/time_model.py`, before anything had run on a GPU; *published*: "
-        "the implementation's own figure for this shape on an H200; *its matmuls*: the share of the "
-        "time that its own bare matrix products take, timed in turn with it; errors are relative to "
-        "the largest entry, against float64. Memory is beyond the operands'.",
+        "*predicted*: by `benchmarks/time_model.py`, before anything had run on a GPU. "
+        "*published*: the implementation's own figure for this shape on an H200. "
+        "*its matmuls*: the share of the time that its own bare matmuls take, timed in turn with it. "
+        "Errors are relative to the largest entry, against float64. "
+        "Memory is beyond the operands'.",
     ]
     if not any("saved_bytes" in r for r in records):
         lines += ["", "This version keeps nothing for the backward: no rows for `saved_bytes`."]

@@ -142,8 +142,8 @@ class GroupRun:
         """Time one call as a case; its smallest kernel time in ms, None where it did not run.
 
         Args:
-            floor: the machine's limit for the same, timed in turn with the call; gives `floor_ms` and
-                `share`.
+            floor: the machine's limit for the same, timed in turn with the call; gives `floor_ms`
+                and `share`.
             floor_ms: that limit, if it was timed before.
             bytes_moved, operations: give `tb_per_s` and `tflops`.
             small_input: the input fits the GPU's cache, which is emptied before each call.
