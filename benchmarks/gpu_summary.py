@@ -163,7 +163,7 @@ def _legend(records: Sequence[Record]) -> list[str]:
     lines = [
         "*predicted*: by `benchmarks/time_model.py`, before anything had run on a GPU. "
         "*published*: the implementation's own figure for this shape on an H200. "
-        "*its matmuls*: the share of the time that its own bare matmuls take, timed in turn with it. "
+        "*its matmuls*: the share of the time that its own bare matmuls take, timed in turn. "
         "Errors are relative to the largest entry, against float64. "
         "Memory is beyond the operands'.",
     ]
