@@ -32,20 +32,27 @@ from benchmarks.time_model import SHAPES
 
 
 def groups() -> list[Group]:
-    """All groups, in the order in which they run; a part's share the time with the later parts'."""
+    """All groups, in the order in which they run: by part, and in a part by worth."""
     return [
         Group("environment", environment, 1.0, least=30.0, always=True),
-        Group("compile", compile_all, 3.0, least=60.0, always=True),
+        Group("compile", compile_all, 3.0, least=60.0, always=True, foreign=True),
         *(
             Group(f"head {rows} x {columns} x {hidden}", partial(gpu_table.own, number=n), 3.0)
             for n, (rows, columns, hidden) in enumerate(SHAPES)
         ),
         *(
-            Group(f"peers: {name}", partial(gpu_table.peers, family=name), 2.0, ALONE, part=2)
+            Group(
+                f"peers: {name}",
+                partial(gpu_table.peers, family=name),
+                2.0,
+                ALONE,
+                part=2,
+                foreign=True,
+            )
             for name in gpu_peers.FAMILIES
         ),
         Group("kernels", kernels, 3.0, part=2),
-        Group("peers-logits", peers_logits, 3.0, ALONE, part=2),
+        Group("peers-logits", peers_logits, 3.0, ALONE, part=2, foreign=True),
         Group("tests", kernel_tests, 6.0, least=40.0, part=3),
         Group("pairs", pairs, 3.0, least=30.0, part=3),
         Group("ranks", gpu_ranks.ranks, 4.0, ALONE, part=3),

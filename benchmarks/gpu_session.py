@@ -48,6 +48,7 @@ class Group:
         env: environment variables of its process.
         part: 1 and 2 share the session's time, 3 has what they leave.
         always: runs in each call of a session: what it makes is not in the records.
+        foreign: runs other libraries, which are imported before any group starts.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Group:
     least: float = 10.0
     part: int = 1
     always: bool = False
+    foreign: bool = False
 
 
 @dataclass
@@ -264,14 +266,7 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
 
 
 # Imported before the groups are forked; what is not there is said once, by the group environment.
-_IMPORTS = (
-    "benchmarks.gpu_heads",
-    "mcore_logprobs.doctor",
-    "mcore_logprobs.losses",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.profiler",
-)
+_IMPORTS = ("mcore_logprobs.doctor", "mcore_logprobs.losses", "torch.profiler")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,9 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = Session(args.out, started, end - reserve, args.small, cuda, slices=cuda)
     if args.resume is not None and not session.results.exists():
         shutil.copyfile(args.resume / "results.jsonl", session.results)
-    session.absent = gpu_peers.unpack(args.peers or gpu_peers.CARRIED)
-    peers = [peer.module for peer in gpu_peers.PEERS]
-    session.absent |= gpu_peers.preload(dict.fromkeys([*_IMPORTS, *peers]))
+    imports = list(_IMPORTS)
+    if any(group.foreign for group in chosen):
+        session.absent = gpu_peers.unpack(args.peers or gpu_peers.CARRIED)
+        imports += dict.fromkeys(peer.module for peer in gpu_peers.PEERS)
+    session.absent |= gpu_peers.preload(imports)
     print(f"imports: {time.monotonic() - started:.0f} s", flush=True)
     with _groups_die_with_us():
         try:

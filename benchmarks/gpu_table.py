@@ -230,13 +230,13 @@ def peer_ways(problem: Problem, family: str) -> Iterator[Way | tuple[str, str]]:
     """A family's, or (name, why it is not there)."""
     for name in gpu_peers.FAMILIES[family]:
         peer = next(peer for peer in gpu_peers.PEERS if peer.name == name)
-        if not (peer.interpreted or problem.run.cuda):
-            yield name, "cannot be interpreted"
-            continue
         try:
             loss = peer.load()
         except Exception as error:  # whatever a foreign import raises is the reason
             yield name, gpu_peers.reason(error)
+            continue
+        if not (peer.interpreted or problem.run.cuda):
+            yield name, "needs a GPU: it cannot be interpreted"
             continue
 
         def forward(h: Tensor, w: Tensor, loss: gpu_peers.Loss = loss) -> Tensor:
