@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from benchmarks import gpu_peers, gpu_ranks, gpu_table
@@ -72,7 +73,7 @@ def environment(run: GroupRun) -> None:
     def machine() -> dict[str, Any]:
         found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
         found["date"] = time.strftime("%Y-%m-%d %H:%M")
-        found["cores"] = os.cpu_count()
+        found |= {"cores": os.cpu_count(), "triton": triton.__version__}
         if run.cuda:
             card = torch.cuda.get_device_properties(0)
             found |= {"gpu": card.name, "memory_gib": round(card.total_memory / 2**30, 1)}

@@ -170,7 +170,8 @@ def _legend(records: Sequence[Record]) -> list[str]:
     if not any("saved_bytes" in r for r in records):
         lines += ["", "This version keeps nothing for the backward: no rows for `saved_bytes`."]
     pairs = [(r["kernel_ms"], r["predicted_ms"]) for r in records if r.get("predicted_ms")]
-    if pairs:
+    interpreted = any(r["case"] == "machine" and not r.get("gpu") for r in records)
+    if pairs and not interpreted:
         ratios = sorted(measured / predicted for measured, predicted in pairs)
         middle = ratios[len(ratios) // 2]
         lines += [
