@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from benchmarks import gpu_peers, gpu_ranks, gpu_table
@@ -73,6 +72,8 @@ def environment(run: GroupRun) -> None:
     def machine() -> dict[str, Any]:
         found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
         found["date"] = time.strftime("%Y-%m-%d %H:%M")
+        import triton  # not before the session has chosen whether kernels are interpreted
+
         found |= {"cores": os.cpu_count(), "triton": triton.__version__}
         if run.cuda:
             card = torch.cuda.get_device_properties(0)
