@@ -106,8 +106,8 @@ def run_groups(groups: Sequence[Group], session: Session) -> None:
     """
     from benchmarks import gpu_summary
 
-    ended = gpu_summary.ended(gpu_summary.read(session.results))
-    groups = [group for group in groups if group.always or group.name not in ended]
+    known = gpu_summary.ended(gpu_summary.read(session.results))
+    groups = [group for group in groups if group.always or group.name not in known]
     for place, group in enumerate(groups):
         left = session.until - time.monotonic()
         sharing = [later for later in groups[place:] if later.part <= max(2, group.part)]

@@ -105,7 +105,7 @@ class Problem:
         self._exact: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, Any]:
         return {"rows": self.head.rows, "vocab": self.head.columns, "hidden": self.head.hidden}
 
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -279,7 +279,7 @@ def _summary(times_ms: list[list[float]], host: float) -> dict[str, Any]:
 
 
 def _repeat(
-    ways: list[Callable[[], float]], seconds: float, *, least: int = 3
+    ways: Sequence[Callable[[], float]], seconds: float, *, least: int = 3
 ) -> list[list[float]]:
     """Times of each way, in turns."""
     end = time.monotonic() + seconds
