@@ -1,6 +1,7 @@
 """What the compiler makes of the kernels for a Hopper GPU: `python -m benchmarks.ahead`.
 
-Taken from the launches themselves, on any machine with Triton (`launches.dry_launches`), and read
+`--target sm_100` reads them for a Blackwell GPU. Taken from the launches themselves, on any machine
+with Triton 3.3 to 3.9 (`launches.dry_launches`), and read
 from the machine code: instructions an element in the loop over whole tiles, registers, spills, how
 many loads are under way at once, in what share of the loop one is, and how many accesses of under
 16 bytes there are in all (a row's own numbers, and its last columns). A read of two bytes leaves a
@@ -25,18 +26,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.launches import dry_launches
+from benchmarks.launches import TARGETS, dry_launches
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 
 _THREADS, _WARPS = 32, 4
 _SHARED = 228 * 1024  # bytes of shared memory of a multiprocessor
+_WIDE = r"\.(128|256)\b"  # bits of an access of 16 bytes or more
 
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel's machine code for sm_90.
+    """A kernel's machine code for one target.
 
     Attributes:
         code: the machine's instructions in order, without addresses.
@@ -64,19 +66,21 @@ class Built:
 
     def wide(self, direction: str) -> int:
         """16-byte accesses of global memory in the loop: "LD" (or copies to shared), "ST"."""
-        names = {"LD": r"\b(LDG|LDGSTS)\.E\.\S*128", "ST": r"\bSTG\.E\.\S*128"}
-        return sum(bool(re.search(names[direction], line)) for line in self.loop)
+        names = {"LD": r"\b(?:LDG|LDGSTS)\.E\.\S*(128|256)", "ST": r"\bSTG\.E\.\S*(128|256)"}
+        found = (re.search(names[direction], line) for line in self.loop)
+        return sum(int(f[1]) // 128 for f in found if f)  # sm_100 has some of 32 bytes: two
 
     def narrow(self, direction: str) -> int:
         """Likewise, how many there are of under 16 bytes."""
         operations = {"LD": r"\bLDG(STS)?\b", "ST": r"\bSTG\b"}[direction]
-        return sum(bool(re.search(operations, line)) for line in self.loop) - self.wide(direction)
+        lines = (line for line in self.loop if re.search(operations, line))
+        return sum(not re.search(_WIDE, line) for line in lines)
 
     @property
     def narrow_anywhere(self) -> tuple[int, int]:
         """(loads, stores) of under 16 bytes in all of the code, a row's own numbers among them."""
         found = [re.search(r"\b(LDG|LDGSTS|STG)\.\S+", line) for line in self.code]
-        names = [f[1] for f in found if f and not re.search(r"\.128(\.|$)", f[0])]
+        names = [f[1] for f in found if f and not re.search(_WIDE, f[0])]
         return len(names) - names.count("STG"), names.count("STG")
 
     @property
@@ -106,7 +110,8 @@ class Built:
             operands = set(re.findall(r"\bR\d+\b", line))
             if found:
                 first = int(found[1][1:])
-                size = 4 if ".128" in line else 2 if ".64" in line else 1
+                sizes = {".256": 8, ".128": 4, ".64": 2}
+                size = next((n for bits, n in sizes.items() if bits in line), 1)
                 waiting.append({f"R{first + i}" for i in range(size)})
             else:
                 waiting = [registers for registers in waiting if not registers & operands]
@@ -114,25 +119,34 @@ class Built:
         return counts[len(self.loop) :]
 
 
-def launched_code(call: Callable[[], object]) -> list[tuple[str, Built]]:
+def launched_code(call: Callable[[], object], target: str = "sm_90") -> list[tuple[str, Built]]:
     """(name, machine code) of each kernel that a call on CPU tensors would launch on a GPU."""
-    with dry_launches() as launched:
+    with dry_launches(target) as launched:
         call()
         found = list(launched.binaries)
     return [(name, replace(read_code(binary), shared=shared)) for name, binary, shared in found]
 
 
 @cache
-def read_code(binary: bytes) -> Built:
-    """What a cubin holds."""
+def _cuobjdump() -> str:
     import triton
 
+    if hasattr(triton, "knobs"):
+        return str(triton.knobs.nvidia.cuobjdump.path)
+    from triton.tools.disasm import path_to_cuobjdump  # Triton 3.3
+
+    return str(path_to_cuobjdump()[0])
+
+
+@cache
+def read_code(binary: bytes) -> Built:
+    """What a cubin holds."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "kernel.cubin")
         path.write_bytes(binary)
         resources, text = (
             subprocess.run(
-                [triton.knobs.nvidia.cuobjdump.path, what, str(path)],
+                [_cuobjdump(), what, str(path)],
                 capture_output=True,
                 text=True,
                 check=True,
@@ -179,7 +193,10 @@ class Case:
 
     @property
     def built(self) -> Built:
-        ((_, built),) = launched_code(self.call)
+        return self.built_for("sm_90")
+
+    def built_for(self, target: str) -> Built:
+        ((_, built),) = launched_code(self.call, target)
         return built
 
     def instructions(self, built: Built) -> float:
@@ -240,15 +257,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ahead",
         description="Instructions, registers, spills and loads in flight of the Triton kernels as "
-        "calls launch them, compiled for sm_90; needs no GPU. An element is a column, of both "
+        "calls launch them, as compiled; needs no GPU. An element is a column, of both "
         "sides where there are two (pair).",
     )
     parser.add_argument("--kernel", default="", help="only those whose name contains this")
     parser.add_argument("--width", type=int, default=19008, help="columns, V/TP")
     parser.add_argument("--valid", type=int, help="columns that are true vocabulary")
+    parser.add_argument("--target", choices=TARGETS, default="sm_90", help="what to compile for")
     args = parser.parse_args(argv)
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("triton", "torch"))
-    print(f"{time.strftime('%Y-%m-%d')}, {', '.join(versions)}, sm_90")
+    print(f"{time.strftime('%Y-%m-%d')}, {', '.join(versions)}, {args.target}")
     print(
         f"{'kernel':29} {'what':16} {'dtypes':10} {'instr/elem':>10} {'regs':>4} {'blocks':>6} "
         f"{'spills':>6} {'16-byte ld':>10} {'st':>2} {'in flight':>9} {'covered':>7} "
@@ -257,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in cases(args.width, args.valid):
         if args.kernel not in case.name:
             continue
-        built = case.built
+        built = case.built_for(args.target)
         print(
             f"{case.name:29} {case.what:16} {case.dtypes:10} {case.instructions(built):10.1f} "
             f"{built.registers:4} {built.blocks:6} {built.spills:6} {built.wide('LD'):10} "

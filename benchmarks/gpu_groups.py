@@ -23,37 +23,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_ranks
-from benchmarks.gpu_heads import (
-    fused,
-    launches,
-    peers_linear,
-    peers_logits,
-    policy,
-    profile,
-    tiles,
-)
+from benchmarks import gpu_peers, gpu_ranks, gpu_table
+from benchmarks.gpu_heads import launches, peers_logits, profile, tiles
+from benchmarks.gpu_ranks import ALONE
 from benchmarks.gpu_session import Group
-from benchmarks.gpu_timing import GroupRun, sizes
+from benchmarks.gpu_timing import GroupRun, die_with_parent, sizes
+from benchmarks.time_model import SHAPES
 
 
 def groups() -> list[Group]:
-    """All groups, in the order in which they run."""
+    """All groups, in the order in which they run: by part, and in a part by worth."""
     return [
-        Group("environment", environment, 2.0, least=40.0),
-        Group("compile", compile_all, 6.0, parts=(1, 2)),
-        Group("kernels", kernels, 5.0),
-        Group("fused", fused, 6.0),
-        Group("policy", policy, 4.0),
-        Group("pairs", pairs, 4.0, least=30.0),
-        Group("tests", kernel_tests, 10.0, least=40.0),
-        Group("peers-linear", peers_linear, 6.0, parts=(2,)),
-        Group("peers-logits", peers_logits, 5.0, gpu_ranks.ALONE, parts=(2,)),
-        Group("tiles", tiles, 1.0, parts=(2,)),
-        Group("launches", launches, 2.0, parts=(2,)),
-        Group("ranks", gpu_ranks.ranks, 5.0, gpu_ranks.ALONE, parts=(2,)),
-        Group("ceilings", ceilings, 2.0, parts=(2,)),
-        Group("profile", profile, 2.0, parts=(2,)),
+        Group("environment", environment, 1.0, least=30.0, always=True),
+        Group("compile", compile_all, 3.0, least=60.0, always=True, foreign=True),
+        *(
+            Group(f"head {rows} x {columns} x {hidden}", partial(gpu_table.own, number=n), 3.0)
+            for n, (rows, columns, hidden) in enumerate(SHAPES)
+        ),
+        *(
+            Group(
+                f"peers: {name}",
+                partial(gpu_table.peers, family=name),
+                2.0,
+                ALONE,
+                part=2,
+                foreign=True,
+            )
+            for name in gpu_peers.FAMILIES
+        ),
+        Group("kernels", kernels, 3.0, part=2),
+        Group("peers-logits", peers_logits, 3.0, ALONE, part=2, foreign=True),
+        Group("tests", kernel_tests, 6.0, least=40.0, part=3),
+        Group("pairs", pairs, 3.0, least=30.0, part=3),
+        Group("ranks", gpu_ranks.ranks, 4.0, ALONE, part=3),
+        Group("launches", launches, 2.0, part=3),
+        Group("ceilings", ceilings, 1.0, part=3),
+        Group("tiles", tiles, 1.0, part=3),
+        Group("profile", profile, 1.0, part=3),
     ]
 
 
@@ -66,19 +72,22 @@ def environment(run: GroupRun) -> None:
     def machine() -> dict[str, Any]:
         found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
         found["date"] = time.strftime("%Y-%m-%d %H:%M")
-        found["cores"] = os.cpu_count()
+        import triton  # not before the session has chosen whether kernels are interpreted
+
+        found |= {"cores": os.cpu_count(), "triton": triton.__version__}
         if run.cuda:
             card = torch.cuda.get_device_properties(0)
             found |= {"gpu": card.name, "memory_gib": round(card.total_memory / 2**30, 1)}
             found |= {"processors": card.multi_processor_count, "cuda": torch.version.cuda}
             found["capability"] = list(torch.cuda.get_device_capability())
-            if shutil.which("nvidia-smi"):
-                print(subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True).stdout)
+            found |= _driver()
         else:
             found["gpu"] = None
         return found
 
     run.case("machine", machine)
+    for name, why in run.absent.items():
+        run.record(f"import {name}", "left out", reason=why)
 
     def self_tests() -> dict[str, Any]:
         """`doctor`'s of this device alone: its other checks compile for the CPU, for minutes."""
@@ -92,6 +101,18 @@ def environment(run: GroupRun) -> None:
         return {"checks": len(found), "backends": [vars(c) for c in explain(run.device.type)]}
 
     run.case("self-test", self_tests)
+
+
+def _driver() -> dict[str, Any]:
+    """What nvidia-smi says of the card; all of it goes to the log."""
+    if not shutil.which("nvidia-smi"):
+        return {}
+    print(subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True).stdout, flush=True)
+    names = ("driver_version", "power.limit", "power.draw", "clocks.sm", "clocks.max.sm")
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    values = done.stdout.strip().splitlines()[0].split(", ") if done.stdout.strip() else []
+    return {name.replace(".", "_"): value for name, value in zip(names, values, strict=False)}
 
 
 # Tests that are compiled for real where there is a GPU, beside tests/kernels/test_triton_*.
@@ -123,7 +144,7 @@ def kernel_tests(run: GroupRun) -> None:
         limit = max(1.0, run.left)
         try:
             done = subprocess.run(
-                command, cwd=root, env=env, text=True, timeout=limit,
+                command, cwd=root, env=env, text=True, timeout=limit, preexec_fn=die_with_parent,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         except subprocess.TimeoutExpired as late:
@@ -134,7 +155,7 @@ def kernel_tests(run: GroupRun) -> None:
         print(f"== {file.name}\n{done.stdout}", flush=True)
         last = done.stdout.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         if done.returncode:
-            raise RuntimeError(f"{last[0]}; see logs/tests.txt")
+            raise RuntimeError(f"{last[0]}; see log.txt")
         return {"summary": last[0].strip("= ")}
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -146,19 +167,16 @@ def kernel_tests(run: GroupRun) -> None:
 
 def compile_all(run: GroupRun) -> None:
     """Each measuring group's calls once, spread over processes: Triton keeps what it compiles."""
-    chosen: list[Callable[[GroupRun], None]] = [
-        kernels,
-        policy,
-        fused,
-        pairs,
-        launches,
-        tiles,
-    ]
-    chosen += [] if run.small else [peers_linear, peers_logits]
+    chosen: list[Callable[[GroupRun], None]] = [kernels, pairs, launches, tiles]
+    if not run.small:
+        own = [partial(gpu_table.own, number=n) for n in range(len(SHAPES))]
+        peers = [partial(gpu_table.peers, family=name) for name in gpu_peers.FAMILIES]
+        chosen = [*own, *peers, peers_logits, *chosen]
     count = 2 if run.small else max(1, min(8, (os.cpu_count() or 2) // 2))
     context = multiprocessing.get_context("fork")
 
     def worker(number: int) -> None:
+        die_with_parent()
         mine = replace(run, share=(number, count))
         for group in chosen[:1] if run.small else chosen:
             try:

@@ -1,6 +1,6 @@
-"""Groups of `gpu_session` that run the users' cases, and those that start from hidden states.
+"""Groups of `gpu_session`: cross entropies of logits, a candidate, launches, a profile.
 
-Shares are of the bare products or of the copy that the case itself measures.
+Shares are of the copy or of the product that is timed in turn with the case.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mcore_logprobs.bench.runner import Contender, run_backward
 _SLOW_TO_COMPILE = ("torch.compile", "megatron fused")
 
 
-def _case(run: GroupRun, case: str, *, peers: bool, ours: bool = True) -> None:
-    """The contenders of a case of `bench`: forward and backward together, and peak memory."""
+def peers_logits(run: GroupRun) -> None:
+    """Other libraries' cross entropies, and ours, on the same logits: `bench logits`."""
     size = sizes(run)
     for rows in size.rows:
         shape = Shape(rows, size.vocab, size.hidden, torch.bfloat16, run.device, None)
-        work = CASES[case](shape)
+        work = CASES["logits"](shape)
         fields: dict[str, Any] = {"rows": rows, "vocab": size.vocab}
-        fields |= {"hidden": size.hidden} if "hidden" in work.shape else {}
-        chosen = [c for c in work.contenders if c.is_floor or (peers if c.is_peer else ours)]
-        if run.small:
-            chosen = [c for c in chosen if not c.name.startswith(_SLOW_TO_COMPILE)]
-            chosen = chosen if peers else chosen[:2]
-        floor = None
-        for contender in chosen:
-            name = contender.name if contender.is_floor else f"{contender.name}, both"
-            more: dict[str, Any] = {} if contender.is_floor else {"floor_ms": floor, "peak": True}
-            took = run.time(name, partial(_step, contender), **more, **fields)
-            if contender.is_floor:
-                floor = took
-        for name, reason in work.absent.items() if peers else ():
+        floor, *others = work.contenders
+        for contender in others:
+            if run.small and contender.name.startswith(_SLOW_TO_COMPILE):
+                continue
+            run.time(
+                f"{contender.name}, both",
+                partial(_step, contender),
+                floor=partial(_step, floor),
+                peak=True,
+                foreign=contender.is_peer,
+                **fields,
+            )
+        for name, reason in work.absent.items():
             run.record(name, "left out", reason=reason, **fields)
         work.contenders.clear()
     stop_megatron()
@@ -48,26 +48,6 @@ def _case(run: GroupRun, case: str, *, peers: bool, ours: bool = True) -> None:
 
 def _step(contender: Contender) -> None:
     run_backward(contender, contender.forward(*contender.inputs))
-
-
-def fused(run: GroupRun) -> None:
-    """`linear_token_stats` against its four products."""
-    _case(run, "linear", peers=False)
-
-
-def policy(run: GroupRun) -> None:
-    """`linear_policy_loss` against its three products."""
-    _case(run, "policy", peers=False)
-
-
-def peers_linear(run: GroupRun) -> None:
-    """Other libraries' fused heads, on the same shapes."""
-    _case(run, "linear", peers=True, ours=False)
-
-
-def peers_logits(run: GroupRun) -> None:
-    """Other libraries' cross entropies, and ours, on the same logits."""
-    _case(run, "logits", peers=True)
 
 
 # ---- a candidate ---------------------------------------------------------------------------------
@@ -157,7 +137,7 @@ def launches(run: GroupRun) -> None:
 
 
 def profile(run: GroupRun) -> None:
-    """One fused forward and backward under torch's profiler: logs/profile.txt."""
+    """One fused forward and backward under torch's profiler: in log.txt."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu_timing import GroupRun
+from benchmarks.gpu_timing import GroupRun, die_with_parent
 from mcore_logprobs.debug import oracle
 from mcore_logprobs.debug.oracle import relative_error
 
@@ -62,15 +62,16 @@ def _spawn(run: GroupRun, backend: str) -> dict[str, Any]:
             process.kill()
             process.join()
     if late:
-        raise TimeoutError(f"ranks {late} did not end; see logs/{run.group}.txt")
+        raise TimeoutError(f"ranks {late} did not end; see log.txt")
     failed = [process.exitcode for process in processes if process.exitcode]
     if failed:
-        raise RuntimeError(f"exit statuses {failed}; see logs/{run.group}.txt")
+        raise RuntimeError(f"exit statuses {failed}; see log.txt")
     return {"ranks": _WORLD}
 
 
 def _rank(run: GroupRun, backend: str, rank: int, store: str) -> None:
     status = 1
+    die_with_parent()
     try:
         os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses two ranks on a host's one GPU
         if run.cuda:

@@ -1,30 +1,37 @@
 """Everything that wants a GPU, in the time there is: `python -m benchmarks.gpu_session`.
 
-Groups of cases run one after the other, the most valuable first, each in a process of its own with
-a slice of the time that is left: one that overruns is killed, one that crashes takes no other with
-it. Each case is a line of JSON as soon as it is known, so that a session that is cut off leaves
-what it has found. Without a GPU the kernels run in Triton's interpreter (`--small` then), which
-tries the script and measures nothing.
+    bash benchmarks/carry.sh                # where there is a network: other libraries' wheels
+    python -m benchmarks.gpu_session --deadline 560 --out DIR
+
+Groups of cases run one after the other, the most valuable first, each forked from a process that
+has done the imports, with a slice of the time that is left: one that overruns is killed, one that
+crashes takes no other with it. Each case is a line of JSON as soon as it is known, so that a
+session that is cut off leaves what it has found. The same command again goes on where it ended:
+what is recorded is not measured again. Parts 1 (this library at the shapes that RL runs) and 2
+(others there, and the kernels) share the time; part 3 (tests, ranks, launches, ceilings) gets what
+they leave. Without a GPU the kernels run in Triton's interpreter (`--small` then), which tries the
+script and measures nothing.
 
     DIR/results.jsonl   one case a line: group, case, status, at (seconds since the start), figures
-    DIR/summary.md      the same as tables, written after each group
+    DIR/summary.md      one table, the picture and what was predicted; written after each group
+    DIR/details.md      every figure, a table for each group
     DIR/frontier.png    time against memory, where matplotlib imports
-    DIR/logs/           what each group printed; the kernel tests' report is logs/tests.txt
+    DIR/log.txt         what the groups printed
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +45,10 @@ class Group:
         run: takes a `GroupRun` and records its cases.
         weight: its share of the time that is left when it starts, against the later ones' weights.
         least: seconds that it gets in any case, up to a third of what is left.
-        env: environment variables of its process, set before a kernel is imported.
-        parts: of which halves of a session it is a part.
+        env: environment variables of its process.
+        part: 1 and 2 share the session's time, 3 has what they leave.
+        always: runs in each call of a session: what it makes is not in the records.
+        foreign: runs other libraries, which are imported before any group starts.
     """
 
     name: str
@@ -47,18 +56,27 @@ class Group:
     weight: float
     env: dict[str, str] = field(default_factory=dict)
     least: float = 10.0
-    parts: tuple[int, ...] = (1,)
+    part: int = 1
+    always: bool = False
+    foreign: bool = False
 
 
 @dataclass
 class Session:
-    """A session's time and files; `time.monotonic` throughout."""
+    """A session's time and files; `time.monotonic` throughout.
+
+    Attributes:
+        slices: give each group a slice of what is left, not all of it.
+        absent: what did not import before the groups started, and why.
+    """
 
     out: Path
     started: float
     until: float
     small: bool
     cuda: bool
+    slices: bool = True
+    absent: dict[str, str] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -76,15 +94,28 @@ class Session:
 
         records = gpu_summary.read(self.results)
         (self.out / "summary.md").write_text(gpu_summary.as_markdown(records))
+        (self.out / "details.md").write_text(gpu_summary.details(records))
         return records
 
 
 def run_groups(groups: Sequence[Group], session: Session) -> None:
-    """Run the groups within the session's time; what becomes of each is recorded."""
+    """Run the groups within the session's time; what becomes of each is recorded.
+
+    A group that an earlier call has ended, with no case failed or left out for lack of time, is
+    passed over.
+    """
+    from benchmarks import gpu_summary
+
+    known = gpu_summary.ended(gpu_summary.read(session.results))
+    groups = [group for group in groups if group.always or group.name not in known]
     for place, group in enumerate(groups):
         left = session.until - time.monotonic()
-        weights = sum(later.weight for later in groups[place:])
-        limit = max(min(group.least, left / 3), left * group.weight / weights)
+        sharing = [later for later in groups[place:] if later.part <= max(2, group.part)]
+        limit = max(
+            min(group.least, left / 3),
+            left * group.weight / sum(later.weight for later in sharing),
+        )
+        limit = limit if session.slices else left
         if limit < 0.5:
             session.note(group.name, "group", "left out", reason="no time left")
             continue
@@ -137,25 +168,17 @@ def _kill_session_of(process: Any) -> None:
         time.sleep(0.05)
 
 
-def _die_with_parent() -> None:
-    """A session that is killed outright leaves no group on the GPU."""
-    with suppress(OSError, AttributeError):  # Linux alone has it
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def _child(group: Group, session: Session, until: float) -> None:
+    from benchmarks import gpu_summary
+    from benchmarks.gpu_timing import GroupRun, die_with_parent, let_one_element_be_a_number
+
     os.setpgrp()  # ended with all that it starts; no session, which would outlive the caller's
-    _die_with_parent()
-    logs = session.out / "logs"
-    logs.mkdir(exist_ok=True)
-    handle = os.open(
-        logs / f"{group.name.replace(' ', '-')}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    )
+    die_with_parent()
+    handle = os.open(session.out / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    print(f"\n==== {group.name} ====", flush=True)
     os.environ.update(group.env)
-    from benchmarks.gpu_timing import GroupRun, let_one_element_be_a_number
-
     if not session.cuda:
         let_one_element_be_a_number()
     # A little before it would be killed, so that it can say what it leaves out.
@@ -168,6 +191,8 @@ def _child(group: Group, session: Session, until: float) -> None:
         started=session.started,
         small=session.small,
         cuda=session.cuda,
+        absent=session.absent,
+        done=frozenset() if group.always else gpu_summary.done(gpu_summary.read(session.results)),
     )
     status = 0
     try:
@@ -228,18 +253,30 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--small", action="store_true", help="tiny sizes: tries the script out")
     parser.add_argument(
-        "--part", type=int, choices=(1, 2), help="half of the groups: a session in two calls"
+        "--part", type=int, choices=(1, 2, 3), nargs="+", help="these parts of the groups only"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="go on from this session's records, not OUT's"
+    )
+    parser.add_argument(
+        "--peers", type=Path, metavar="DIR", help="wheels of other libraries (default: runs/peers)"
     )
     parser.add_argument("--only", nargs="+", choices=names, metavar="GROUP", help=", ".join(names))
     return parser
 
 
+# Imported before the groups are forked; what is not there is said once, by the group environment.
+_IMPORTS = ("mcore_logprobs.doctor", "mcore_logprobs.losses", "torch.profiler")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the session; 0 if every group ended well and no case failed."""
     started = time.monotonic()
+    # Asked by NVML: a process that has asked the CUDA driver must not be forked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch  # noqa: F401  (each group's process inherits it)
 
-    from benchmarks import gpu_groups, gpu_summary
+    from benchmarks import gpu_groups, gpu_peers, gpu_summary
 
     groups = gpu_groups.groups()
     args = _parser([group.name for group in groups]).parse_args(argv)
@@ -253,12 +290,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cuda:
         os.environ["TRITON_INTERPRET"] = "1"
     chosen = [group for group in groups if args.only is None or group.name in args.only]
-    chosen = [group for group in chosen if args.part is None or args.part in group.parts]
+    chosen = [group for group in chosen if args.part is None or group.part in args.part]
     # The last of the time is the summary's.
     reserve = min(20.0, max(2.0, 0.05 * args.deadline))
     end = started + args.deadline
-    session = Session(args.out, started, end - reserve, args.small, cuda)
-    session.results.unlink(missing_ok=True)
+    # Tiny sizes without a GPU measure nothing: a slow machine's groups take the time they need.
+    session = Session(args.out, started, end - reserve, args.small, cuda, slices=cuda)
+    if args.resume is not None and not session.results.exists():
+        shutil.copyfile(args.resume / "results.jsonl", session.results)
+    imports = list(_IMPORTS)
+    if any(group.foreign for group in chosen):
+        session.absent = gpu_peers.unpack(args.peers or gpu_peers.CARRIED)
+        imports += dict.fromkeys(peer.module for peer in gpu_peers.PEERS)
+    session.absent |= gpu_peers.preload(imports)
+    print(f"imports: {time.monotonic() - started:.0f} s", flush=True)
     with _groups_die_with_us():
         try:
             run_groups(chosen, session)

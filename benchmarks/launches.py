@@ -2,8 +2,9 @@
 
 Small calls are bound by launches, and those can be counted and timed without a GPU. The calls run
 on CPU tensors through the code that CUDA tensors take: Triton compiles its kernels for a Hopper
-GPU, binds their arguments and looks them up as always, and a dry driver stands where it would hand
-a launch to the CUDA driver. Nothing is computed. What a GPU would run is
+GPU (or a Blackwell one), binds their arguments and looks them up as always, and a dry driver stands
+where it would hand a launch to the CUDA driver. Nothing is computed. Triton 3.3 to 3.9 can be read.
+What a GPU would run is
 
     Triton launches + torch's own kernels + collectives
 
@@ -43,7 +44,9 @@ from mcore_logprobs.ops.token_stats import (
     vocab_parallel_token_stats,
 )
 
-_H200_PROCESSORS = 132
+# Multiprocessors of a GPU of each target: H200, B200.
+_PROCESSORS = {"sm_90": 132, "sm_100": 148}
+TARGETS = tuple(_PROCESSORS)
 
 
 @dataclass
@@ -64,25 +67,38 @@ class Launched:
 
 @dataclass
 class _DryUtils:
+    processors: int
     binaries: list[bytes] = field(default_factory=list)
 
-    def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[int, int, int, int, int]:
+    def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[int, ...]:
+        from triton.compiler.compiler import CompiledKernel
+
         self.binaries.append(binary)
-        # module, function, registers, spills, threads at most
-        return 1, len(self.binaries) - 1, 0, 0, 1024
+        # module, function, registers, spills; from Triton 3.4 on, threads at most
+        loaded = (1, len(self.binaries) - 1, 0, 0)
+        takes_threads = "n_max_threads" in CompiledKernel._init_handles.__code__.co_names
+        return (*loaded, 1024) if takes_threads else loaded
 
     def unload_module(self, _: Any) -> None: ...
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": _H200_PROCESSORS}
+        return {"max_shared_mem": 232448, "multiprocessor_count": self.processors}
 
 
 @dataclass
 class _DryDriver:
     """What Triton asks of a driver; its launches are recorded by kernel name, and do nothing."""
 
+    target: str
     launched: Launched = field(default_factory=lambda: Launched())
-    utils: _DryUtils = field(default_factory=_DryUtils)
+    utils: _DryUtils = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.utils = _DryUtils(_PROCESSORS[self.target])
+
+    @property
+    def capability(self) -> int:
+        return int(self.target.removeprefix("sm_"))
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         name, launched, binaries = src.fn.__name__, self.launched, self.utils.binaries
@@ -94,7 +110,7 @@ class _DryDriver:
         return launch
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # a kernel keeps what was compiled for each device
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -102,15 +118,19 @@ class _DryDriver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
-_DRIVER = _DryDriver()  # one for all: a compiled kernel keeps the launcher it was given first
+# One of each: a compiled kernel keeps the launcher it was given first.
+_DRIVERS = {target: _DryDriver(target) for target in TARGETS}
 
 
 @contextmanager
-def dry_launches() -> Iterator[Launched]:
-    """CPU tensors take the Triton path of a Hopper GPU, up to the launch itself.
+def dry_launches(target: str = "sm_90") -> Iterator[Launched]:
+    """CPU tensors take the Triton path of a GPU of the target, up to the launch itself.
+
+    Args:
+        target: one of `TARGETS`, Hopper unless said otherwise.
 
     Yields:
         What is launched within.
@@ -121,22 +141,25 @@ def dry_launches() -> Iterator[Launched]:
 
     if common.INTERPRETED:
         raise ValueError("TRITON_INTERPRET: expected it unset, as kernels are compiled here")
+    driver = _DRIVERS[target]
     chosen = backends.Choice("triton", True, "dry launches")
     candidates = tuple(
         replace(c, availability=lambda _: chosen) if c.name == "triton" else c
         for c in backends._CANDIDATES
     )
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _DRIVER))
+        # Not set_active: what is active would be asked for first, and there is no GPU.
+        slot = "_active" if "_active" in vars(triton.runtime.driver) else "active"  # 3.3 has that
+        stack.enter_context(mock.patch.object(triton.runtime.driver, slot, driver))
         stack.enter_context(mock.patch.object(backends, "_CANDIDATES", candidates))
         # Plain functions: a Mock takes 4 us a call, which would count as the host's.
-        processors = lambda device: _H200_PROCESSORS  # noqa: E731
+        processors = lambda device: _PROCESSORS[target]  # noqa: E731
         stack.enter_context(mock.patch.object(common, "_processors", processors))
         # CUDA tensors are asserted on by the kernel; what CPU ones get is no part of the count.
         unchecked = lambda *_: None  # noqa: E731
         stack.enter_context(mock.patch.object(arguments, "_check_inside", unchecked))
-        _DRIVER.launched.clear()
-        yield _DRIVER.launched
+        driver.launched.clear()
+        yield driver.launched
 
 
 # ---- counting ----------------------------------------------------------------------------------
@@ -254,17 +277,19 @@ def count(
     group: ProcessGroup | None = None,
     dtype: torch.dtype = torch.bfloat16,
     timed: int = 0,
+    target: str = "sm_90",
 ) -> tuple[Counted, Counted | None]:
     """Forward and backward (None where there is none) of a call on `[rows, width]` logits.
 
     Args:
         group: the TP group, whose ranks need not be there.
         timed: calls to take the host's time of.
+        target: one of `TARGETS`.
     """
     logits = torch.zeros(rows, width, dtype=dtype, requires_grad=True)
-    target = torch.zeros(rows, dtype=torch.int64)
-    forward = partial(call, logits, target, tp_group=group, backend="triton")
-    with dry_launches() as launched:
+    ids = torch.zeros(rows, dtype=torch.int64)
+    forward = partial(call, logits, ids, tp_group=group, backend="triton")
+    with dry_launches(target) as launched:
 
         def counted(run: Callable[[], object], host_us: list[float]) -> Counted:
             launched.clear()
@@ -323,6 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--calls", type=int, default=300, help="to take the median time of")
     parser.add_argument("--kernels", action="store_true", help="name what is launched")
+    parser.add_argument("--target", choices=TARGETS, default="sm_90", help="what to compile for")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(machine.describe(torch.device("cpu")))
@@ -335,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         with one_of_ranks(tp) as group:
             for name, call in CALLS.items():
-                both = count(call, rows=args.rows, width=args.width, group=group, timed=args.calls)
+                shape = {"rows": args.rows, "width": args.width}
+                both = count(call, **shape, group=group, timed=args.calls, target=args.target)
                 for way, found in zip(("forward", "backward"), both, strict=True):
                     if found is not None:
                         _print_line(name if way == "forward" else "", way, found, args.kernels)
