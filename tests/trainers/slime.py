@@ -49,8 +49,9 @@ FLAGS = (
 
 def paths(row: Row) -> list[Path] | str:
     """slime's checkout."""
-    folder = Path(os.environ.get("PEERS", ""), "slime")
-    return [folder] if (folder / "slime").is_dir() else "no --peers DIR with a checkout of slime"
+    folder = Path(os.environ.get("PEERS", "/nowhere"), "slime")
+    found = (folder / "slime" / "backends").is_dir()
+    return [folder] if found else "no checkout of slime: tests/run.sh --all --peers DIR"
 
 
 # ---- what a user writes --------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def arguments(row: Row, how: How) -> list[str]:
         "rollout-max-response-len": 16,
         "rollout-temperature": how.temperature,
         "data-pad-size-multiplier": 8,
-        "lr": 1e-2,
+        "lr": 1e-3,
         "lr-decay-style": "constant",
         "weight-decay": 0.0,
         "clip-grad": 1.0,
