@@ -48,7 +48,7 @@ def or_every_rank(group: ProcessGroup | None) -> ProcessGroup:
     This process alone where `torch.distributed` is not initialised.
     """
     if group is None and dist.is_available() and dist.is_initialized():
-        return dist.distributed_c10d._get_default_group()
+        group = dist.group.WORLD
     return or_one_process(group)
 
 
