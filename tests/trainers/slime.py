@@ -89,6 +89,7 @@ def arguments(row: Row, how: How) -> list[str]:
         "rollout-temperature": how.temperature,
         "data-pad-size-multiplier": 8,
         "lr": 1e-3,
+        "adam-eps": 1e-5,  # a gradient that is rounding noise moves nothing
         "lr-decay-style": "constant",
         "weight-decay": 0.0,
         "clip-grad": 1.0,
