@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types, tests and the site:  bash tests/run.sh
 # bash tests/run.sh PYTEST ARGUMENTS: lint, types and these tests.
-# bash tests/run.sh --all: the night's part too: tests marked `night`, random settings, the older Triton.
+# bash tests/run.sh --all [--peers DIR]: the night's part too: tests marked `night`, random settings, the older Triton,
+#   and frameworks' own training code; DIR holds checkouts of those that PyPI lacks (DIR/slime); without it their rows are skipped.
 # bash tests/run.sh --coverage [pytest arguments]: the same under coverage, with its figures by part.
 # bash tests/run.sh --matrix [--main CHECKOUT]: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
@@ -84,6 +85,11 @@ case "${1:-}" in
         shift
         all=yes
         selected=()
+        if [ "${1:-}" = --peers ]; then
+            PEERS=$(cd "$2" && pwd) || exit 1
+            export PEERS
+            shift 2
+        fi
         ;;
 esac
 
@@ -138,6 +144,7 @@ older_triton() {  # The wheel's assembler comes without its executable bits.
     PYTHONPATH="$VIRTUAL_ENV/triton-$triton" python -m pytest -q tests/kernels/test_triton_build.py
 }
 [ -z "${all:-}" ] || stage "triton-$triton" older_triton
+[ -z "${all:-}" ] || stage trainers python -m tests.trainers
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh
 
 echo "== stages failed:${failed:- none}"

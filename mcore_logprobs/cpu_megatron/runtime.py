@@ -39,7 +39,10 @@ import torch.distributed as dist
 from mcore_logprobs.cpu_megatron import mamba
 
 # Factories which Megatron calls with device="cuda" or pin_memory=True, written out.
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint")
+_FACTORIES = (
+    *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+)
 _CPU = torch.device("cpu")
 _depth = 0
 _MISSING = object()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -41,15 +42,25 @@ def or_one_process(group: ProcessGroup | None) -> ProcessGroup:
     return ONE_PROCESS if group is None else group
 
 
+def or_every_rank(group: ProcessGroup | None) -> ProcessGroup:
+    """The group; every rank for None, as where a framework hands it to `torch.distributed`.
+
+    This process alone where `torch.distributed` is not initialised.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return or_one_process(group)
+
+
 def check_vocab_range(
     vocab_start_index: int, vocab_end_index: int, width: int, group: ProcessGroup | None
 ) -> None:
-    """Hold a caller's `[start, end)` to what the group's rank owns.
+    """Hold a caller's `[start, end)` to what the group's rank owns; group None: every rank's.
 
     Raises:
         ValueError: it is another range than `[rank * width, (rank + 1) * width)`.
     """
-    resolved = resolve_tp_group(group)
+    resolved = resolve_tp_group(or_every_rank(group))
     rank = group_rank(resolved)
     expected = (rank * width, (rank + 1) * width)
     if (int(vocab_start_index), int(vocab_end_index)) != expected:
@@ -129,9 +140,12 @@ def token_logprobs(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Tensor:
-    """Log-probabilities of targets as they are: `[b, s, V/TP]`, `[b, s]` -> `[b, s]`."""
+    """Log-probabilities of targets as they are: `[b, s, V/TP]`, `[b, s]` -> `[b, s]`.
+
+    group None: every rank.
+    """
     options: dict[str, Any] = {
-        "tp_group": group,
+        "tp_group": or_every_rank(group),
         "chunk_size": rows_a_chunk(chunk_size, vocab_parallel_logits.shape[0]),
     }
     operation: Any = ours.vocab_parallel_logprobs

@@ -45,8 +45,9 @@ def calculate_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """`[n, V/TP]`, targets `[n]` -> (float32 log-probabilities `[n, 1]`, entropy `[n]` or None).
 
-    chunk_size: rows at a time; -1: from a memory budget. vocab_size: of no effect, as in miles
-    without true_on_policy.
+    tp_group None: every rank, as in slime and in miles' entropy (its log-probabilities fail on
+    None). chunk_size: rows at a time; -1: from a memory budget. vocab_size: of no effect, as in
+    miles without true_on_policy.
 
     Raises:
         ValueError: true_on_policy, whose log-softmax of gathered logits in the rollout engine's

@@ -25,6 +25,7 @@ from mcore_logprobs.dropin._common import (
     check_vocab_range,
     grad_unless,
     next_tokens,
+    or_every_rank,
     or_one_process,
     packed_places,
     packed_targets,
@@ -34,7 +35,6 @@ from mcore_logprobs.dropin._common import (
     token_logprobs,
     whole_logprobs,
 )
-from mcore_logprobs.groups import group_size, resolve_tp_group
 from mcore_logprobs.ops.arguments import unwrap_logits, unwrap_rows
 
 # ---- from logits ---------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def from_parallel_hidden_states_to_logprobs(
         raise ValueError("output_weight_layer, output_weight: expected a tensor in one, got None")
     check_vocab_range(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
     cp = or_one_process(cp_group)
-    ranks = group_size(resolve_tp_group(tp_group))
+    ranks = or_every_rank(tp_group).size()
     local_length = tensor_parallel_hidden_states.shape[0] * ranks
     targets = shard_padded(next_tokens(target), local_length, cp)
     with grad_unless(inference_only):
@@ -328,12 +328,13 @@ def hidden_logprobs(
     chunk_size: int | None,
 ) -> Tensor:
     """`[s/TP, b, h]` split over the sequence, `[V/TP, h]`, targets `[b, s]` -> `[b, s]`."""
+    group = or_every_rank(tp_group)
     stats = ours.linear_token_stats(
         hidden,
         weight,
         target.transpose(0, 1).contiguous(),
-        sequence_parallel=group_size(resolve_tp_group(tp_group)) > 1,
-        tp_group=tp_group,
+        sequence_parallel=group.size() > 1,
+        tp_group=group,
         chunk_size=rows_a_chunk(chunk_size, target.shape[0]),
     )
     return stats.logprobs.transpose(0, 1).contiguous()

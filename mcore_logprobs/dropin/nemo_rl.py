@@ -7,9 +7,10 @@ Differences that a user can see, all on purpose: results are float32 whatever th
 parallelism and packing work on the fused path; a range or rank that is not this process's raises;
 so does, on a CPU, a target outside the vocabulary that is not -100.
 
-None as a TP or CP group means there: this process alone. Here are the autograd functions, called as
-`NAME.apply(...)`, what concerns ranks, and distillation; from targets to log-probabilities of whole
-sequences is `nemo_logprobs`.
+None as a group means what it means there: this process alone where the group may be left out, every
+rank where it is required (it goes to `torch.distributed`). Here are the autograd functions, called
+as `NAME.apply(...)`, what concerns ranks, and distillation; from targets to log-probabilities of
+whole sequences is `nemo_logprobs`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mcore_logprobs.dropin._common import (
     applied,
     check_vocab_range,
     grad_unless,
+    or_every_rank,
     or_one_process,
     rows_a_chunk,
     shard_padded,
@@ -133,7 +135,9 @@ def DistributedCrossEntropy(
 ) -> Tensor:
     """`vocab_parallel_soft_cross_entropy` at temperature 1: `[b, s, V/TP]` twice -> `[b, s]`."""
     with grad_unless(inference_only):
-        return ours.vocab_parallel_soft_cross_entropy(student_logits, target_logits, tp_group=group)
+        return ours.vocab_parallel_soft_cross_entropy(
+            student_logits, target_logits, tp_group=or_every_rank(group)
+        )
 
 
 @applied
@@ -183,7 +187,7 @@ def ChunkedDistributedGatherLogprob(
             vocab_parallel_logits,
             global_indices,
             log_softmax=True,
-            tp_group=tp_group,
+            tp_group=or_every_rank(tp_group),
             chunk_size=rows_a_chunk(chunk_size, batch),
         )
 
@@ -199,7 +203,7 @@ def ChunkedDistributedEntropy(
     rows = rows_a_chunk(chunk_size, vocab_parallel_logits.shape[0])
     with grad_unless(inference_only):
         return -ours.vocab_parallel_entropy(
-            vocab_parallel_logits, tp_group=tp_group, chunk_size=rows
+            vocab_parallel_logits, tp_group=or_every_rank(tp_group), chunk_size=rows
         )
 
 
@@ -229,8 +233,8 @@ def ChunkedDistributedHiddenStatesToLogprobs(
 
 @applied
 def AllGatherCPTensor(tensor: Tensor, cp_group: ProcessGroup | None, seq_dim: int = 1) -> Tensor:
-    """`context_parallel_gather` of zigzag shards; the backward sums over CP."""
-    return ours.context_parallel_gather(tensor, cp_group=or_one_process(cp_group), seq_dim=seq_dim)
+    """`context_parallel_gather` of zigzag shards; the backward sums over CP. None: every rank."""
+    return ours.context_parallel_gather(tensor, cp_group=or_every_rank(cp_group), seq_dim=seq_dim)
 
 
 allgather_cp_sharded_tensor = AllGatherCPTensor.apply
@@ -290,12 +294,12 @@ def group_all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: ProcessGroup) -> Tensor:
     """`all_to_all_vp2sp`: `[n, V/TP]` -> `[n/TP, V]`."""
-    return ours.all_to_all_vp2sp(vocab_parallel_logits, tp_group=tp_group)
+    return ours.all_to_all_vp2sp(vocab_parallel_logits, tp_group=or_every_rank(tp_group))
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: ProcessGroup) -> Tensor:
     """`all_to_all_sp2vp`: `[n/TP, V]` -> `[n, V/TP]`."""
-    return ours.all_to_all_sp2vp(seq_parallel_logits, tp_group=tp_group)
+    return ours.all_to_all_sp2vp(seq_parallel_logits, tp_group=or_every_rank(tp_group))
 
 
 # ---- softmaxes, top-k, gathers, distillation -----------------------------------------------------
@@ -305,13 +309,13 @@ def _compute_distributed_log_softmax_with_grad(
     vocab_parallel_logits: Tensor, group: ProcessGroup
 ) -> Tensor:
     """`[..., V/TP]` -> float32 log-probabilities of the same shape; differentiable."""
-    return ours.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=group)
+    return ours.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=or_every_rank(group))
 
 
 @torch.no_grad()
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
     """`[..., V/TP]` -> float32 log-probabilities of the same shape; no gradient."""
-    return ours.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=group)
+    return ours.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=or_every_rank(group))
 
 
 @torch.no_grad()
@@ -373,7 +377,7 @@ def distributed_vocab_topk(
     """(values, global ids) `[b, s, min(k, V)]`, largest first; no gradient."""
     batch, *_, width = vocab_parallel_logits.shape
     check_vocab_range(vocab_start_index, vocab_end_index, width, tp_group)
-    group = or_one_process(tp_group)
+    group = or_every_rank(tp_group)
     rows = rows_a_chunk(chunk_size, batch)
     k = min(k, width * group.size())
     return ours.vocab_parallel_topk(vocab_parallel_logits, k, tp_group=group, chunk_size=rows)

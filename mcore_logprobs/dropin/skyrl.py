@@ -24,6 +24,7 @@ from mcore_logprobs.dropin._common import (
     grad_unless,
     next_tokens,
     no_targets,
+    or_every_rank,
     or_one_process,
     packed_places,
     packed_targets,
@@ -70,8 +71,11 @@ __all__ = [
 def AllGatherPackedCPTensor(
     tensor: Tensor, cu_seqlens_padded: Tensor, cp_group: ProcessGroup | None
 ) -> Tensor:
-    """`[T/CP]` zigzag in each packed sequence -> `[T]`; the backward takes this rank's own part."""
-    group = or_one_process(cp_group)
+    """`[T/CP]` zigzag in each packed sequence -> `[T]`; the backward takes this rank's own part.
+
+    cp_group None: every rank.
+    """
+    group = or_every_rank(cp_group)
     return ours.context_parallel_gather(
         tensor, cp_group=group, seq_dim=0, cu_seqlens=cu_seqlens_padded, grad="slice"
     )
@@ -105,7 +109,7 @@ def _head(
     inference_only: bool = False,
     **options: Any,
 ) -> Any:
-    group = or_one_process(tp_group)
+    group = or_every_rank(tp_group)
     with grad_unless(inference_only):
         return ours.linear_token_stats(
             share_of_gradient(hidden.to(weight.dtype), group.size()),
@@ -172,7 +176,8 @@ def _unpacked(
     sub_seq_lengths: list[list[int]] | None,
 ) -> Tensor:
     """`[T/CP]` -> `[b, unpacked_seqlen - 1]`, 0 where there is no token."""
-    packed = allgather_cp_sharded_packed_tensor(local, cu_seqlens_padded, cp_group)
+    cp = or_one_process(cp_group)
+    packed = allgather_cp_sharded_packed_tensor(local, cu_seqlens_padded, cp)
     source, inside = _places(cu_seqlens_padded, unpacked_seqlen, attention_mask, sub_seq_lengths)
     return torch.where(inside, packed[source], 0.0)
 

@@ -21,6 +21,7 @@ import mcore_logprobs as ours
 from mcore_logprobs.dropin._common import (
     IGNORED,
     no_targets,
+    or_every_rank,
     or_one_process,
     setting,
     size_or_none,
@@ -52,6 +53,7 @@ def calculate_log_probs_and_entropy(
     """`[n, V/TP]`, targets `[n]` -> (float32 log-probabilities `[n, 1]`, entropy `[n]` or None).
 
     Args:
+        tp_group: None: every rank, as slime hands it to `torch.distributed`.
         chunk_size: rows at a time; -1: from a memory budget.
         log_prob_keep_mask: what the rollout sampled from. Either (flat ids, offsets `[n + 1]`), row
             i keeping the global ids `flat[offsets[i]:offsets[i + 1]]` and its target; or slime's
@@ -64,7 +66,7 @@ def calculate_log_probs_and_entropy(
     if logits.shape[0] == 0:
         nothing = logits.new_zeros((0,))
         return nothing, nothing.clone() if with_entropy else None
-    group = or_one_process(tp_group)
+    group = or_every_rank(tp_group)
     options: dict[str, Any] = {"tp_group": group, "chunk_size": size_or_none(chunk_size)}
     entropy = None
     if log_prob_keep_mask is None:

@@ -41,6 +41,8 @@ def shims() -> None:
                 assert inner
             assert torch.zeros(2, device="cuda").device.type == "cpu"
             assert torch.tensor([1], pin_memory=True).cuda().device.type == "cpu"
+            pinned = torch.empty_like(torch.zeros(2), device="cuda", pin_memory=True)
+            assert pinned.device.type == "cpu"
             assert torch.device(torch.cuda.current_device()).type == "cpu"
         assert [dict(vars(owner)) for owner in owners] == before
     try:

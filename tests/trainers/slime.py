@@ -1,0 +1,374 @@
+"""slime's actor in process, without Ray: its arguments, rollout manager and train actor.
+
+The rollout is slime's own debug data (`--load-debug-rollout-data`): samples of random tokens and
+rewards. slime is a repository: `PEERS` names the folder with a checkout of it in `slime`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
+from mcore_logprobs.cpu_megatron.training import cpu_training
+from tests.trainers.absent import stand_in
+from tests.trainers.frame import How, Row, Trace
+
+MEGATRON = "0.19.2"
+VOCAB = 96
+SAMPLES = 8  # per rollout: two prompts of four
+ROLLOUTS, UPDATES = 2, 2  # updates per rollout
+MICRO = 2  # samples
+MODEL = {
+    "num-layers": 2,
+    "hidden-size": 32,
+    "ffn-hidden-size": 48,
+    "num-attention-heads": 4,
+    "num-query-groups": 2,
+    "vocab-size": VOCAB,
+    "max-position-embeddings": 128,
+    "seq-length": 128,
+    "normalization": "RMSNorm",
+    "norm-epsilon": 1e-6,
+    "rotary-base": 10000,
+}
+FLAGS = (
+    "swiglu", "use-rotary-position-embeddings", "disable-bias-linear", "group-query-attention",
+    "untie-embeddings-and-output-weights", "no-rope-fusion", "no-gradient-accumulation-fusion",
+    "no-bias-swiglu-fusion", "no-masked-softmax-fusion", "no-persist-layer-norm",
+    "use-cpu-initialization",
+)  # fmt: skip
+
+
+def paths(row: Row) -> list[Path] | str:
+    """slime's checkout."""
+    folder = Path(os.environ.get("PEERS", "/nowhere"), "slime")
+    found = (folder / "slime" / "backends").is_dir()
+    return [folder] if found else "no checkout of slime: tests/run.sh --all --peers DIR"
+
+
+# ---- what a user writes --------------------------------------------------------------------------
+
+
+def arguments(row: Row, how: How) -> list[str]:
+    folder = Path(how.folder)
+    sizes = {"tensor": 1, "pipeline": 1, "context": 1, **row.settings.get("sizes", {})}
+    options: dict[str, Any] = {
+        **MODEL,
+        **{
+            f"{kind}{'' if kind == 'context' else '-model'}-parallel-size": size
+            for kind, size in sizes.items()
+        },
+        "transformer-impl": "local",
+        "spec": "tests.trainers.slime cpu_layers",
+        "distributed-backend": "gloo",
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "hf-checkpoint": folder / "model",
+        "load": folder / "model",
+        "ref-load": folder / "model",
+        "load-debug-rollout-data": folder / "rollout{rollout_id}.pt",
+        "rollout-data-postprocess-path": "tests.trainers.slime.keep",
+        "actor-num-nodes": 1,
+        "actor-num-gpus-per-node": row.processes,
+        "num-gpus-per-node": row.processes,
+        "rollout-num-gpus": 1,
+        "num-rollout": ROLLOUTS,
+        "rollout-batch-size": 2,
+        "n-samples-per-prompt": SAMPLES // 2,
+        "global-batch-size": SAMPLES // UPDATES,
+        "micro-batch-size": MICRO,
+        "rollout-max-response-len": 16,
+        "rollout-temperature": how.temperature,
+        "data-pad-size-multiplier": 8,
+        "lr": 1e-3,
+        "adam-eps": 1e-5,  # a gradient that is rounding noise moves nothing
+        "lr-decay-style": "constant",
+        "weight-decay": 0.0,
+        "clip-grad": 1.0,
+        "seed": 7,
+        "advantage-estimator": "grpo",
+        "entropy-coef": 0.01,
+        **row.settings.get("options", {}),
+    }
+    if how.switched:
+        options["custom-megatron-init-path"] = "mcore_logprobs.dropin.switch.slime"
+    given = [
+        f"--{flag}" for flag in (*FLAGS, "use-rollout-entropy", *row.settings.get("flags", ()))
+    ]
+    for key, value in options.items():
+        given += [f"--{key}", *str(value).split(" ")]
+    return given
+
+
+def cpu_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
+    """For --spec: slime's own layers need Transformer Engine, whose names its loader knows."""
+    return bridged_block_spec(config, vp_stage=vp_stage)
+
+
+# ---- model and rollouts --------------------------------------------------------------------------
+
+
+def write_inputs(row: Row, folder: Path) -> None:
+    """A model with its tokenizer, and the rollouts' samples."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=MODEL["hidden-size"],
+        intermediate_size=MODEL["ffn-hidden-size"],
+        num_hidden_layers=MODEL["num-layers"],
+        num_attention_heads=MODEL["num-attention-heads"],
+        num_key_value_heads=MODEL["num-query-groups"],
+        rms_norm_eps=MODEL["norm-epsilon"],
+        rope_theta=MODEL["rotary-base"],
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", pad_token="w0", eos_token="w1"
+    ).save_pretrained(folder / "model")
+    for rollout in range(ROLLOUTS):
+        samples = [sample(row, rollout, i) for i in range(SAMPLES)]
+        torch.save({"samples": samples}, folder / f"rollout{rollout}.pt")
+
+
+def sample(row: Row, rollout: int, index: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(100 * rollout + index)
+    prompt, response = 3 + index % 4, 4 + (5 * index) % 11
+    tokens = torch.randint(0, VOCAB, (prompt + response,), generator=generator).tolist()
+    mask = torch.ones(response, dtype=torch.int64)
+    mask[1 + index % 2] = 0  # a tool's answer
+    found = {
+        "group_index": index // (SAMPLES // 2),
+        "index": index,
+        "rollout_id": index,
+        "prompt": "",
+        "tokens": tokens,
+        "response": "",
+        "response_length": response,
+        "reward": float(torch.rand((), generator=generator)),
+        "loss_mask": mask.tolist(),
+        "rollout_log_probs": (-4 + torch.rand(response, generator=generator)).tolist(),
+        "status": "completed",
+        "metadata": {},
+    }
+    if "rollout-top-p" in row.settings.get("options", {}):
+        kept = [torch.randperm(VOCAB, generator=generator)[: 5 + r] for r in range(response)]
+        found["rollout_top_p_token_ids"] = torch.cat(kept).tolist()
+        counts = torch.tensor([len(ids) for ids in kept])
+        found["rollout_top_p_token_offsets"] = [0, *counts.cumsum(0).tolist()]
+    return found
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+_trace = Trace()
+
+
+def keep(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """For --rollout-data-postprocess-path: before the updates, on every rank."""
+    for name in ("log_probs", "ref_log_probs"):
+        _trace.logprobs += [x.clone() for x in rollout_data.get(name, ())]
+    _trace.entropy += [x.clone() for x in rollout_data.get("entropy", ())]
+
+
+def keep_metrics(args: Any, metrics: dict[str, Any], step_key: str) -> None:
+    """In place of slime's `logging_utils.log`, which would send them to a service."""
+    kept = {
+        key: float(x) for key, x in metrics.items() if isinstance(x, (int, float, torch.Tensor))
+    }
+    kept = {key: x for key, x in kept.items() if not key.startswith("perf/")}
+    _trace.metrics.append(kept)
+    if "train/grad_norm" in kept:
+        _trace.grad_norm.append(kept["train/grad_norm"])
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def prepare(row: Row, folder: Path) -> None:
+    """Writes the inputs, and imports slime: its switch acts when Megatron has been initialised."""
+    write_inputs(row, folder)
+    ray_in_process()
+    stand_in(*ENGINES)
+    with cpu_training():
+        import slime.backends.megatron_utils.actor  # type: ignore[import-not-found]
+        import slime.ray.rollout  # type: ignore[import-not-found]  # noqa: F401
+
+
+def drive(row: Row, how: How) -> Trace:
+    """Through slime's rollout manager and actor, as `train.py` calls them."""
+    import numpy
+
+    with cpu_training(), mock.patch.object(numpy, "__version__", "1." + numpy.__version__):
+        return train(row, how)  # slime asks for numpy 1
+
+
+def train(row: Row, how: How) -> Trace:
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.observability import logging_utils
+    from slime.ray.rollout import RolloutManager
+    from slime.utils import accelerator
+    from slime.utils.arguments import parse_args
+
+    accelerator.set_accelerator(cpu_accelerator())
+    forward_new_names()
+    logging_utils.log = keep_metrics
+    sys.argv = ["train.py", *arguments(row, how)]
+    args = parse_args()
+    args.bf16, args.params_dtype = False, torch.float32  # slime knows bf16 and fp16 only
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    actor = MegatronTrainRayActor(world, rank, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    actor.init(args, "actor", with_ref=bool(args.use_kl_loss or args.kl_coef))
+    manager = RolloutManager(args, None)
+    manager.set_train_parallel_config(actor.train_parallel_config)
+    before = parameters(actor)
+    for rollout in range(ROLLOUTS):
+        actor.train(rollout, manager.generate(rollout))
+    _trace.parameters = parameters(actor)
+    _trace.moved = max(float((_trace.parameters[k] - x).abs().max()) for k, x in before.items())
+    return _trace
+
+
+def parameters(actor: Any) -> dict[str, torch.Tensor]:
+    named = (chunk.named_parameters() for chunk in actor.model)
+    return {f"{i} {k}": x.detach().clone() for i, part in enumerate(named) for k, x in part}
+
+
+# ---- what a CPU needs ----------------------------------------------------------------------------
+
+# Rollout engines and services that slime imports; here only where they are not installed.
+ENGINES = (
+    "sglang", "sglang_router", "torch_memory_saver", "wandb", "httpx", "pybase64", "aiohttp",
+    "pylatexenc", "omegaconf", "datasets", "tensorboard", "xxhash", "zstandard", "blake3",
+)  # fmt: skip
+
+
+def ray_in_process() -> None:
+    """Ray whose actors are plain objects and whose references are the things themselves."""
+    stand_in("ray")
+    import ray  # type: ignore[import-not-found]
+    import ray._private.services  # type: ignore[import-not-found]
+
+    def remote(*given: Any, **options: Any) -> Any:
+        if not given:
+            return remote
+        if isinstance(given[0], type):
+            started = types.SimpleNamespace(remote=given[0])
+            given[0].options = lambda **options: started  # type: ignore[attr-defined]
+        return given[0]
+
+    ray.remote = remote
+    ray.get = ray.put = lambda thing, **options: thing
+    ray.get_gpu_ids = lambda: [0]
+    ray._private.services.get_node_ip_address = lambda: "127.0.0.1"
+
+
+def cpu_accelerator() -> Any:
+    """For slime's registry of accelerators."""
+    from slime.utils.accelerator.torch_accelerator import (  # type: ignore[import-not-found]
+        TorchAccelerator,
+    )
+
+    class CPU(TorchAccelerator):
+        name = device_type = "cpu"
+        communication_backend_name = "gloo"
+        visible_devices_env = "CUDA_VISIBLE_DEVICES"
+
+        def _module(self) -> Any:
+            return torch.cuda
+
+        def is_available(self) -> bool:
+            return True
+
+        def current_device(self) -> Any:
+            return "cpu"
+
+        def device_name(self, index: Any = None) -> str:
+            return "cpu"
+
+        def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+            return 1 << 36, 1 << 36  # below 3 GiB slime collects garbage at each collective
+
+    return CPU()
+
+
+def forward_new_names() -> None:
+    """slime's wrapper of a group forwards torch's collectives by name; torch 2.13 has new ones.
+
+    Functions that Megatron took from torch before slime's patch reach the wrapper itself.
+    """
+    from slime.utils.reloadable_process_group import (  # type: ignore[import-not-found]
+        ReloadableProcessGroup,
+    )
+
+    for name in ("reduce_scatter_single", "all_gather_single", "all_to_all_single"):
+        if hasattr(torch.distributed.ProcessGroup, name) and name not in vars(
+            ReloadableProcessGroup
+        ):
+            call = functools.partialmethod(ReloadableProcessGroup._fwd, name)
+            setattr(ReloadableProcessGroup, name, call)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def row(layout: str, option: str = "GRPO", **settings: Any) -> Row:
+    sizes = {}
+    processes = 1
+    for part in layout.split(" x "):
+        if part == "SP":
+            continue
+        kind, size = part.split()
+        processes *= int(size)
+        if kind != "DP":
+            sizes[{"TP": "tensor", "CP": "context", "PP": "pipeline"}[kind]] = int(size)
+    return Row(
+        framework="slime",
+        layout=layout,
+        option=option,
+        processes=processes,
+        log=(
+            "slime.backends.megatron_utils.loss: get_log_probs_and_entropy: now those of "
+            "mcore_logprobs.dropin.slime",
+        ),
+        calls=("get_log_probs_and_entropy",),
+        settings={"sizes": sizes, **settings},
+        megatron=MEGATRON,
+        timeout=600,
+    )
+
+
+GSPO = {"advantage-estimator": "gspo", "eps-clip": 4e-4}
+CISPO = {"advantage-estimator": "cispo", "eps-clip": 1.0, "eps-clip-high": 4.0}
+CHUNKS = {"log-probs-chunk-size": 5}
+TOP_P = {"rollout-top-p": 0.9}
+KL = {"kl-loss-coef": 0.1, "kl-loss-type": "low_var_kl"}
+DYNAMIC = {"max-tokens-per-gpu": 40}
+
+ROWS = [
+    row("TP 1"),
+    row("TP 2", "GRPO, chunks", options=CHUNKS),
+    row("TP 2", "GSPO, top-p replay", options=GSPO | TOP_P),
+    row("TP 2 x SP", "CISPO, TIS", options=CISPO, flags=["use-tis", "sequence-parallel"]),
+    row("CP 2", "GRPO, top-p replay, chunks", options=TOP_P | CHUNKS),
+    row("CP 2", "GSPO, TIS, reference KL", options=GSPO | KL, flags=["use-tis", "use-kl-loss"]),
+    row("PP 2", "GRPO, TIS", flags=["use-tis"]),
+    row(
+        "DP 2", "CISPO, dynamic batches", options=CISPO | DYNAMIC, flags=["use-dynamic-batch-size"]
+    ),
+]
