@@ -1,0 +1,41 @@
+"""Runs rows and prints one table:  python -m tests.trainers [FRAMEWORK] [-k WORDS] [--fail-fast]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.trainers.frame import check, rows, run, unavailable
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.trainers", description=__doc__)
+    parser.add_argument("framework", nargs="?", default="")
+    parser.add_argument("-k", default="", help="only rows whose name has these words")
+    options = parser.parse_args()
+    failed = 0
+    print("| framework | layout | option | log-probabilities | entropy | metrics | gradient norm "
+          "| parameters | calls: ours, theirs | s |\n|" + "---|" * 10)  # fmt: skip
+    for row in rows(options.framework):
+        if not all(word in row.name for word in options.k.split()):
+            continue
+        head = f"| {row.framework} | {row.layout} | {row.option} |"
+        if why := unavailable(row):
+            print(f"{head} skipped: {why} |", flush=True)
+            continue
+        begun = time.monotonic()
+        try:
+            found = check(row, run(row))
+        except (AssertionError, RuntimeError) as error:
+            failed += 1
+            print(f"{head} FAILED |\n{error}", flush=True)
+            continue
+        cells = " | ".join(f"{value:.1e}" for value in found.agreement.values())
+        seconds = time.monotonic() - begun
+        print(f"{head} {cells} | {found.ours}, {found.theirs} | {seconds:.0f} |", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

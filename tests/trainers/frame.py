@@ -1,0 +1,347 @@
+"""Rows (framework x layout x option), how one is run, and how its runs are compared."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.dropin.installed import FRAMEWORKS as DESCRIBED
+
+FRAMEWORKS: tuple[str, ...] = ()  # modules of this package
+REPO = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far the switched run may be from the plain one; absolute unless said otherwise."""
+
+    logprobs: float = 2e-5
+    entropy: float = 2e-5
+    metrics: float = 2e-5  # of max(1, |metric|)
+    grad_norm: float = 2e-5  # of the norm
+    parameters: float = 2e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        framework: a module of this package.
+        layout, option: words for the table.
+        processes: ranks, each a process that calls the module's `drive`.
+        settings: what `drive` needs to know, JSON.
+        environment: set in the switched runs before anything is imported.
+        preload: modules imported once, before the ranks are forked; none where the switch acts
+            when the framework is imported.
+        log: texts that the switched run's output has and the plain one's has not.
+        calls: names of the drop-in that must be called; at least one.
+        night: run by `python -m tests.trainers` only.
+        megatron: a release other than the installed one.
+    """
+
+    framework: str
+    layout: str
+    option: str
+    processes: int
+    log: tuple[str, ...]
+    calls: tuple[str, ...]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    preload: tuple[str, ...] = ()
+    tolerance: Tolerance = Tolerance()
+    night: bool = True
+    megatron: str = ""
+    timeout: float = 300
+
+    @property
+    def name(self) -> str:
+        return f"{self.framework}: {self.layout}: {self.option}"
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """One run of a row."""
+
+    switched: bool
+    temperature: float
+
+
+@dataclasses.dataclass
+class Trace:
+    """What one rank saw; a rank that gets no results (a pipeline stage without a head) leaves
+    them empty. Lists are in the order of the calls.
+    """
+
+    logprobs: list[Tensor] = dataclasses.field(default_factory=list)
+    entropy: list[Tensor] = dataclasses.field(default_factory=list)
+    metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)  # one per update
+    grad_norm: list[float] = dataclasses.field(default_factory=list)
+    parameters: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # after the updates
+    moved: float = 0.0  # largest change of a parameter since the start
+    ours: Counter[str] = dataclasses.field(default_factory=Counter)  # calls; filled in by the frame
+    theirs: Counter[str] = dataclasses.field(default_factory=Counter)
+    output: str = ""
+
+
+# The runs of a row: the last is the negative control.
+PLAIN = How(switched=False, temperature=0.8)
+SWITCHED = How(switched=True, temperature=0.8)
+OTHER = How(switched=True, temperature=0.9)
+RUNS = (PLAIN, SWITCHED, OTHER)
+
+
+def rows(framework: str = "") -> list[Row]:
+    """All rows, or a framework's."""
+    names = (framework,) if framework else FRAMEWORKS
+    return [row for name in names for row in module(name).ROWS]
+
+
+def module(framework: str) -> Any:
+    return importlib.import_module(f"tests.trainers.{framework}")
+
+
+# ---- counting calls ------------------------------------------------------------------------------
+
+
+def _lines(source: Path, names: Sequence[str]) -> dict[int, str]:
+    """First line -> name, of those functions (and of a class's forward) that a file defines."""
+    found = {}
+    wanted = {name.partition(".")[0] for name in names}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if getattr(node, "name", None) not in wanted:
+            continue
+        if isinstance(node, ast.ClassDef):
+            functions = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+            entry = [
+                n for n in functions if n.name == "forward" or f"{node.name}.{n.name}" in names
+            ]
+        else:
+            assert isinstance(node, ast.FunctionDef)
+            entry = [node]
+        for function in entry:
+            # A decorated function's code begins at its first decorator.
+            first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
+            found[first] = node.name
+    return found
+
+
+@contextlib.contextmanager
+def counting(framework: str, paths: Sequence[Path]) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Counts calls of (the drop-in's functions, the framework's own of the same names) in here.
+
+    By code, not by name: what was imported, wrapped or kept before is counted too. The same holds
+    for threads started in here. paths: where the framework's files are.
+    """
+    described = DESCRIBED[framework]
+    names = described.names()
+    places: dict[tuple[str, int], tuple[Counter[str], str]] = {}
+    ours, theirs = Counter[str](), Counter[str]()
+    dropin = importlib.import_module(f"mcore_logprobs.dropin.{described.module}")
+    files = [(Path(dropin.__file__ or ""), [*names, *described.ours_alone], ours)]
+    for path in paths:
+        for file in {*described.files, *map(described.installed_path, described.files)}:
+            files.append((path / file, names, theirs))
+    for source, wanted, counter in files:
+        if source.is_file():
+            for line, name in _lines(source, wanted).items():
+                places[str(source.resolve()), line] = counter, name
+    assert any(counter is theirs for counter, _ in places.values()), f"no {framework} in {paths}"
+
+    resolved: dict[Any, tuple[Counter[str], str] | None] = {}
+
+    def called(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            if code not in resolved:
+                place = (os.path.realpath(code.co_filename), code.co_firstlineno)
+                resolved[code] = places.get(place)
+            if (found := resolved[code]) is not None:
+                found[0][found[1]] += 1
+
+    sys.setprofile(called)
+    threading.setprofile(called)
+    try:
+        yield ours, theirs
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def megatron_path(release: str) -> list[Path]:
+    """What goes on PYTHONPATH for another Megatron-Core than the installed one."""
+    if not release:
+        return []
+    found = Path(sys.prefix) / f"megatron-core-{release}"
+    assert found.is_dir(), f"{found} is not there: run tests/run.sh once"
+    return [found]
+
+
+def unavailable(row: Row) -> str:
+    """Why a row cannot run here; "" where it can."""
+    found = module(row.framework).paths(row)
+    return found if isinstance(found, str) else ""
+
+
+def run(row: Row, runs: Sequence[How] = RUNS) -> list[list[Trace]]:
+    """Each run's traces, by rank, all from one fresh process that forks the ranks.
+
+    Raises:
+        RuntimeError: with the ranks' output, where one fails.
+    """
+    found = module(row.framework).paths(row)
+    assert not isinstance(found, str), found
+    paths = [*megatron_path(row.megatron), *found]
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder, "job")
+        job.write_bytes(pickle.dumps((row, paths, list(runs))))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, [*paths, REPO])),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", "-m", "tests.trainers.ranks", folder],
+                env=environment,
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=row.timeout,
+            )
+        except subprocess.TimeoutExpired as late:
+            tails = "\n".join(p.read_text()[-3000:] for p in Path(folder).glob("output*"))
+            raise RuntimeError(f"{row.name}: not done in {row.timeout:g} s\n{tails}") from late
+        if done.returncode:
+            raise RuntimeError(f"{row.name}: {done.stdout[-8000:]}")
+        return pickle.loads(Path(folder, "traces").read_bytes())
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    """What a row showed: the largest differences, and the calls counted."""
+
+    agreement: dict[str, float]
+    control: dict[str, float]
+    ours: int
+    theirs: int
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{key} {value:.0e}" for key, value in self.agreement.items())
+        return f"{found}; calls: ours {self.ours}, theirs {self.theirs}"
+
+
+def _apart(a: Any, b: Any, what: str, scale: Callable[[float], float]) -> float:
+    a, b = (torch.as_tensor(x).detach().double() for x in (a, b))
+    assert a.shape == b.shape, f"{what}: expected shape {tuple(a.shape)}, got {tuple(b.shape)}"
+    assert bool(torch.isfinite(a).all()), f"{what}: the plain run has values that are not finite"
+    if not a.numel():
+        return 0.0
+    worst = float(((a - b).abs()).max()) / scale(float(a.abs().max()))
+    return worst if worst == worst else float("inf")
+
+
+def differences(plain: Sequence[Trace], other: Sequence[Trace]) -> dict[str, float]:
+    """The largest difference of each kind, over ranks, updates and names (see `Tolerance`)."""
+    worst = dict.fromkeys((f.name for f in dataclasses.fields(Tolerance)), 0.0)
+
+    def note(kind: str, a: Any, b: Any, what: str, scale: Callable = lambda size: 1.0) -> None:
+        worst[kind] = max(worst[kind], _apart(a, b, what, scale))
+
+    for rank, (a, b) in enumerate(zip(plain, other, strict=True)):
+        for kind in ("logprobs", "entropy"):
+            pairs = zip(getattr(a, kind), getattr(b, kind), strict=True)
+            for i, (x, y) in enumerate(pairs):
+                note(kind, x, y, f"rank {rank}, {kind} {i}")
+        for i, (x, y) in enumerate(zip(a.grad_norm, b.grad_norm, strict=True)):
+            note("grad_norm", x, y, f"rank {rank}, norm {i}", lambda size: max(size, 1e-12))
+        for x, y in zip(a.metrics, b.metrics, strict=True):
+            assert x.keys() == y.keys(), f"metrics: expected {sorted(x)}, got {sorted(y)}"
+            for key in x:
+                note("metrics", x[key], y[key], f"rank {rank}, {key}", lambda size: max(size, 1.0))
+        assert a.parameters.keys() == b.parameters.keys(), "the runs' parameters differ in name"
+        for key in a.parameters:
+            note("parameters", a.parameters[key], b.parameters[key], f"rank {rank}, {key}")
+    return worst
+
+
+def check(row: Row, traces: Sequence[Sequence[Trace]]) -> Result:
+    """Holds a row's three runs to each other.
+
+    Raises:
+        AssertionError: the first thing that is wrong.
+    """
+    plain, switched, other = traces
+    printed = ["".join(t.output for t in ranks) for ranks in (plain, switched)]
+    for line in row.log:
+        assert line not in printed[0], f"the plain run says {line!r}"
+        assert line in printed[1], f"the switched run does not say {line!r}: {printed[1][-3000:]}"
+    total = {
+        name: sum((getattr(t, who) for t in ranks), Counter[str]())
+        for name, ranks, who in (
+            ("plain ours", plain, "ours"),
+            ("plain theirs", plain, "theirs"),
+            ("ours", switched, "ours"),
+            ("theirs", switched, "theirs"),
+        )
+    }
+    assert not total["plain ours"], f"the plain run called ours: {total['plain ours']}"
+    assert total["plain theirs"], "the plain run called none of the functions that are replaced"
+    assert not total["theirs"], f"the switched run called theirs: {total['theirs']}"
+    for name in row.calls:
+        assert total["ours"][name], f"the switched run never called {name}: {total['ours']}"
+
+    for ranks in (plain, switched):
+        assert any(t.logprobs for t in ranks), "no rank has log-probabilities"
+        assert all(t.parameters for t in ranks), "a rank has no parameters"
+        assert max(len(t.grad_norm) for t in ranks) >= 2, "expected two updates or more"
+        assert max(len(t.metrics) for t in ranks) >= 2, "expected the metrics of two updates"
+        assert min(t.moved for t in ranks) > 20 * row.tolerance.parameters, "nothing was trained"
+    agreement = differences(plain, switched)
+    control = differences(plain, other)
+    result = Result(agreement, control, sum(total["ours"].values()), 0)
+    for kind, bound in dataclasses.asdict(row.tolerance).items():
+        assert agreement[kind] <= bound, f"{kind}: expected at most {bound:g}: {result}"
+    for kind in ("logprobs", "grad_norm", "parameters"):
+        bound = 10 * getattr(row.tolerance, kind)
+        assert control[kind] > bound, f"{kind}: another temperature is not told apart: {control}"
+    return result
+
+
+def describe(row: Row) -> str:
+    """A row's settings, for a message."""
+    return f"{row.name} {json.dumps(dict(row.settings), sort_keys=True)}"
