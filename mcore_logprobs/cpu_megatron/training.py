@@ -1,4 +1,4 @@
-"""Run Megatron's own `megatron.training.pretrain` on CPU under gloo: what `cpu_runtime` lacks.
+"""What trainers need on a CPU beyond `cpu_runtime`: Megatron's optimizers, its training loop.
 
     from mcore_logprobs.cpu_megatron.training import cpu_training
 
@@ -6,8 +6,10 @@
         from megatron.training import pretrain
         pretrain(...)    # --distributed-backend gloo, --transformer-impl local, float32
 
-The model needs layers that run on a CPU (`layers`); everything else is Megatron's: its argument
-parser, data loaders, schedules, DDP, optimizer, gradient clipping, validation and checkpoints.
+`cpu_devices` is the part that does not need `megatron.training`: for frameworks that call
+Megatron's schedules, DDP and (distributed) optimizer from a loop of their own. The model needs
+layers that run on a CPU (`layers`, `bridged`); everything else is Megatron's: its argument parser,
+data loaders, schedules, DDP, optimizer, gradient clipping, validation and checkpoints.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import functools
 import importlib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,36 +28,61 @@ import typing_extensions
 from mcore_logprobs.cpu_megatron.runtime import _MISSING, _replace, cpu_runtime
 
 _CPU_PROPERTIES = types.SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0)
-_open = False
+_open: set[Callable[..., Any]] = set()
+
+
+@contextlib.contextmanager
+def cpu_devices() -> Iterator[bool]:
+    """`cpu_runtime`, and one device that Megatron's optimizers take; yields whether it is active.
+
+    Inside, `torch.cuda.device_count()` is 1 and a tensor's `type()` is "torch.cuda...", for
+    Megatron seeds its generators, makes groups and takes parameters only then. A no-op that yields
+    False where a GPU is present, and reversible, both like `cpu_runtime`; contexts nest.
+    """
+    with cpu_runtime() as active, contextlib.ExitStack() as undo:
+        if active:
+            _once(undo, _devices)
+        yield active
 
 
 @contextlib.contextmanager
 def cpu_training() -> Iterator[bool]:
-    """`cpu_runtime` for the whole training loop; yields whether shims are active.
+    """`cpu_devices` for the whole training loop; yields whether shims are active.
 
     Import `megatron.training` inside it: from 0.18 that package takes `typing.override`, which
-    Python 3.11 lacks. A no-op that yields False where a GPU is present, and reversible, both like
-    `cpu_runtime`; contexts nest. Data sets made by Megatron's C++ helpers are not supported:
-    nothing compiles them.
+    Python 3.11 lacks. Data sets made by Megatron's C++ helpers are not supported: nothing compiles
+    them.
     """
-    global _open
-    with cpu_runtime() as active, contextlib.ExitStack() as undo:
-        if active and not _open:
-            _open = True
-            undo.callback(_close)
+    with cpu_devices() as active, contextlib.ExitStack() as undo:
+        if active:
             if getattr(typing, "override", _MISSING) is _MISSING:
                 _replace(undo, typing, "override", typing_extensions.override)
-            for owner, name, value in _replacements():
-                _replace(undo, owner, name, value)
+            _once(undo, _loop)
         yield active
 
 
-def _close() -> None:
-    global _open
-    _open = False
+def _once(undo: contextlib.ExitStack, table: Callable[[], list[tuple[Any, str, Any]]]) -> None:
+    """What an outer context has replaced stays as it is."""
+    if table in _open:
+        return
+    _open.add(table)
+    undo.callback(_open.discard, table)
+    for owner, name, value in table():
+        _replace(undo, owner, name, value)
 
 
-def _replacements() -> list[tuple[Any, str, Any]]:
+def _devices() -> list[tuple[Any, str, Any]]:
+    return [
+        # Megatron makes its process groups only where it counts a device.
+        (torch.cuda, "device_count", lambda: 1),
+        # Its arguments' validation asks for the device's generation: before Hopper.
+        (torch.cuda, "get_device_properties", lambda device=None: _CPU_PROPERTIES),
+        # The optimizer names the types it takes: "torch.cuda.FloatTensor" and its kin.
+        (torch.Tensor, "type", _cuda_type(torch.Tensor.type)),
+    ]
+
+
+def _loop() -> list[tuple[Any, str, Any]]:
     training = importlib.import_module("megatron.training.training")
     datasets = importlib.import_module("megatron.core.datasets.utils")
     # pretrain calls it by this name, and has no parameter for what it passes on.
@@ -63,12 +90,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     return [
         (training, "initialize_megatron", initialize),
         (datasets, "compile_helpers", lambda: None),
-        # Megatron makes its process groups only where it counts a device.
-        (torch.cuda, "device_count", lambda: 1),
-        # Its arguments' validation asks for the device's generation: before Hopper.
-        (torch.cuda, "get_device_properties", lambda device=None: _CPU_PROPERTIES),
-        # The optimizer names the types it takes: "torch.cuda.FloatTensor" and its kin.
-        (torch.Tensor, "type", _cuda_type(torch.Tensor.type)),
     ]
 
 

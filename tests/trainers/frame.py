@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mcore_logprobs.dropin.installed import FRAMEWORKS as DESCRIBED
 
-FRAMEWORKS: tuple[str, ...] = ()  # modules of this package
+FRAMEWORKS: tuple[str, ...] = ("verl",)  # modules of this package
 REPO = Path(__file__).parents[2]
 
 
@@ -49,8 +49,6 @@ class Row:
         processes: ranks, each a process that calls the module's `drive`.
         settings: what `drive` needs to know, JSON.
         environment: set in the switched runs before anything is imported.
-        preload: modules imported once, before the ranks are forked; none where the switch acts
-            when the framework is imported.
         log: texts that the switched run's output has and the plain one's has not.
         calls: names of the drop-in that must be called; at least one.
         night: run by `python -m tests.trainers` only.
@@ -65,7 +63,6 @@ class Row:
     calls: tuple[str, ...]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    preload: tuple[str, ...] = ()
     tolerance: Tolerance = Tolerance()
     night: bool = True
     megatron: str = ""
@@ -82,6 +79,7 @@ class How:
 
     switched: bool
     temperature: float
+    folder: str = ""  # the one that `prepare` was given
 
 
 @dataclasses.dataclass
@@ -203,6 +201,12 @@ def megatron_path(release: str) -> list[Path]:
     return [found]
 
 
+def installed(part: str) -> Path:
+    """Where tests/run.sh installs what a framework needs beside it, apart from the environment."""
+    folder = os.environ.get("MCORE_LOGPROBS_TRAINERS", Path(sys.prefix) / "trainers")
+    return Path(folder, part)
+
+
 def unavailable(row: Row) -> str:
     """Why a row cannot run here; "" where it can."""
     found = module(row.framework).paths(row)
@@ -223,7 +227,8 @@ def run(row: Row, runs: Sequence[How] = RUNS) -> list[list[Trace]]:
         job.write_bytes(pickle.dumps((row, paths, list(runs))))
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, [*paths, REPO])),
+            # Frameworks have a folder `tests` too.
+            "PYTHONPATH": os.pathsep.join(map(str, [REPO, *paths])),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",

@@ -5,8 +5,8 @@ python -m tests.trainers.ranks FOLDER: reads FOLDER/job, writes FOLDER/traces.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import importlib
 import os
 import pickle
 import sys
@@ -35,6 +35,7 @@ def _rank(row: Row, paths: list[Path], how: How, rank: int, port: int, folder: P
         if how.switched:
             os.environ.update(row.environment)
         drive = module(row.framework).drive
+        how = dataclasses.replace(how, folder=str(folder))
         with counting(row.framework, paths) as (ours, theirs):
             trace = drive(row, how)
         trace.ours += ours  # a framework with workers of its own counts in them
@@ -74,8 +75,7 @@ def _run(row: Row, paths: list[Path], how: How, folder: Path) -> list:
 
 def main(folder: Path) -> None:
     row, paths, runs = pickle.loads((folder / "job").read_bytes())
-    for name in row.preload:
-        importlib.import_module(name)
+    module(row.framework).prepare(row, folder)
     gc.freeze()  # a collection in a rank would copy the modules' pages
     traces = [_run(row, paths, how, folder) for how in runs]
     (folder / "traces").write_bytes(pickle.dumps(traces))

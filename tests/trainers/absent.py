@@ -1,0 +1,58 @@
+"""Stand-ins for packages that a framework imports and the path under test never uses.
+
+Attributes are classes made on demand, so that a module can decorate by them, inherit from them and
+name them in annotations while it is imported. What is called later does nothing useful.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+
+class _Meta(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Meta(name, (), {})
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and callable(args[0]):
+            return args[0]  # a decorator
+        return lambda thing=None, *more, **options: thing  # one with options
+
+
+class _Module(types.ModuleType):
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Meta(name, (), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = set(packages)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] in self.packages:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+def stand_in(*packages: str) -> None:
+    """Lets those packages that are not installed be imported, in this process and from now on."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.meta_path.append(_Finder(missing))

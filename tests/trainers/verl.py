@@ -1,0 +1,306 @@
+"""verl: hydra's config, `ActorRolloutRefWorker`, `MegatronEngineWithLMHead`, mbridge, `ppo_loss`.
+
+All of it verl's, Megatron's and mbridge's own. Outside them: what a CPU needs (`cpu_devices`, a
+platform registered with verl, layers given to mbridge), a model of two layers with seeded weights
+and the batches that verl's trainer would send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.dropin.frameworks import source_root
+from tests.trainers.absent import stand_in
+from tests.trainers.frame import How, Row, Trace, installed
+
+PLUGIN = "mcore_logprobs.dropin.verl_plugin"
+FUSED = "verl.models.mcore.model_forward_fused: fused_output_processor, patch_fused_forward"
+LOGITS = "verl.utils.megatron.tensor_parallel: vocab_parallel_entropy"
+NOW = "now those of mcore_logprobs.dropin.verl"
+
+VOCABULARY, HIDDEN = 96, 32
+
+
+def _row(
+    layout: str,
+    option: str,
+    *,
+    calls: Sequence[str] = ("vocab_parallel_log_probs_from_logits", "vocab_parallel_entropy"),
+    **more: Any,
+) -> Row:
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
+    words = layout.lower().replace(" x ", " ").replace(",", "").split()
+    for name, size in zip(words, words[1:], strict=False):
+        if name in sizes:
+            sizes[name] = int(size)
+    processes = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
+    settings = {**sizes, "sp": "sp" in words, **more.pop("settings", {})}
+    more.setdefault("log", (LOGITS, NOW))
+    return Row("verl", layout, option, processes, calls=tuple(calls), settings=settings, **more)
+
+
+ROWS = [
+    _row("TP 2 SP", "unfused, external_lib", night=False),
+]
+
+
+def paths(row: Row) -> list[Path] | str:
+    needed = installed("verl")
+    return [source_root("verl"), needed] if needed.is_dir() else f"{needed} is not there"
+
+
+# ---- before the ranks ----------------------------------------------------------------------------
+
+
+def prepare(row: Row, folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    write_model(folder / "model", Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast)
+    if not row.environment:
+        _import()
+
+
+def write_model(folder: Path, config_class: Any, model_class: Any, tokenizer_class: Any) -> None:
+    """A Qwen2 of two layers in Hugging Face's format, with a tokenizer of its size."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    torch.manual_seed(3)
+    config = config_class(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.3,  # logits of a few nats: temperatures show
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model_class(config).float().save_pretrained(folder)
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = tokenizer_class(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w3")),
+        pad_token="w0",
+        bos_token="w1",
+        eos_token="w2",
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def _import() -> None:
+    """verl's workers, with verl itself first: its environment variable acts there."""
+    import transformers  # noqa: F401  (it asks which of the stand-ins are installed)
+
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the engines are registered for it
+    stand_in("ray", "datasets", "pandas", "peft", "uvicorn", "fastapi")
+    import verl  # type: ignore[import-not-found]  # noqa: F401
+    from verl.plugin.platform import platform_cuda, platform_manager
+
+    class PlatformCPU(platform_cuda.PlatformCUDA):
+        device_name = "cpu"
+
+        def communication_backend_name(self) -> str:
+            return "gloo"
+
+    platform_manager._current_platform = PlatformCPU()
+    import verl.workers.engine.megatron
+    import verl.workers.engine_workers  # noqa: F401
+
+
+# ---- in a rank -----------------------------------------------------------------------------------
+
+
+def drive(row: Row, how: How) -> Trace:
+    from mcore_logprobs.cpu_megatron.training import cpu_devices
+
+    given = row.settings
+    with cpu_devices():
+        if row.environment:
+            _import()
+        torch.distributed.init_process_group("gloo")
+        actor, reference = _workers(row, how)
+        parameters = _parameters(actor)
+        before = {name: p.clone() for name, p in parameters.items()}
+        trace = Trace()
+        for step in range(given.get("steps", 2)):
+            batch = _batch(step, given, actor)
+            _step(batch, actor, reference, given, how, trace)
+        trace.parameters = {name: p.clone() for name, p in _parameters(actor).items()}
+        trace.moved = max(float((trace.parameters[n] - before[n]).abs().max()) for n in before)
+    return trace
+
+
+def _workers(row: Row, how: How) -> tuple[Any, Any]:
+    from hydra import compose, initialize_config_dir  # type: ignore[import-not-found]
+    from mbridge.core import llm_bridge  # type: ignore[import-not-found]
+
+    from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    llm_bridge.get_gpt_decoder_block_spec = bridged_block_spec  # Transformer Engine's, else
+    given = row.settings
+    actor = "actor_rollout_ref.actor"
+    overrides = {
+        "actor_rollout_ref.model.path": f"{how.folder}/model",
+        "actor_rollout_ref.model.use_fused_kernels": given.get("fused", False),
+        "actor_rollout_ref.rollout.name": "sglang",
+        "actor_rollout_ref.rollout.temperature": how.temperature,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
+        f"{actor}.megatron.tensor_model_parallel_size": given["tp"],
+        f"{actor}.megatron.context_parallel_size": given["cp"],
+        f"{actor}.megatron.pipeline_model_parallel_size": given["pp"],
+        f"{actor}.megatron.sequence_parallel": given["sp"],
+        f"{actor}.megatron.vanilla_mbridge": True,
+        f"{actor}.ppo_micro_batch_size_per_gpu": 2,
+        f"{actor}.ppo_mini_batch_size": 8,
+        f"{actor}.entropy_coeff": 0.01,
+        f"{actor}.optim.lr": 1e-3,
+        f"{actor}.optim.total_training_steps": 10,
+    }
+    if not given["sp"] and given["tp"] > 1:  # mbridge turns it on with TP
+        overrides[f"+{actor}.megatron.override_transformer_config.sequence_parallel"] = False
+    if how.switched and not row.environment:
+        overrides["actor_rollout_ref.model.external_lib"] = PLUGIN
+    overrides |= given.get("overrides", {})
+    folder = source_root("verl") / "verl" / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        config = compose(
+            "ppo_megatron_trainer", [f"{key}={value}" for key, value in overrides.items()]
+        )
+
+    class Float32(TrainingWorker):
+        """The settings' check takes half precision only, the engine behind it any."""
+
+        def __init__(self, config: Any) -> None:
+            object.__setattr__(config.engine_config, "dtype", "float32")
+            super().__init__(config)
+
+    class Worker(ActorRolloutRefWorker):
+        actor_worker_cls = ref_worker_cls = Float32
+
+    worker = Worker(config.actor_rollout_ref, role="actor")
+    worker.init_model()
+    reference = None
+    if given.get("reference"):
+        reference = Worker(config.actor_rollout_ref, role="ref")
+        reference.init_model()
+    return worker, reference
+
+
+def _parameters(worker: Any) -> dict[str, Tensor]:
+    return {
+        f"{i}.{name}": p.detach()
+        for i, chunk in enumerate(worker.actor.engine.module)
+        for name, p in chunk.named_parameters()
+    }
+
+
+def _batch(step: int, given: Any, worker: Any) -> dict[str, Any]:
+    """Eight sequences of odd lengths for the whole world; a data-parallel rank gets its part."""
+    random = torch.Generator().manual_seed(17 + step)
+    prompts = [3 + (5 * i + step) % 7 for i in range(8)]
+    responses = [4 + (3 * i + step) % 9 for i in range(8)]
+    parts: dict[str, list[Tensor]] = {}
+
+    def put(name: str, value: Tensor) -> None:
+        parts.setdefault(name, []).append(value)
+
+    for prompt, response in zip(prompts, responses, strict=True):
+        tokens = torch.randint(3, VOCABULARY, (prompt + response,), generator=random)
+        mask = torch.ones(response, dtype=torch.int64)
+        mask[response // 2] = 0  # a tool's token
+        put("input_ids", tokens)
+        put("prompts", tokens[:prompt])
+        put("responses", tokens[prompt:])
+        put("position_ids", torch.arange(prompt + response))
+        put("response_mask", mask)
+        put("loss_mask", mask)
+        put("advantages", torch.randn(response, generator=random))
+    size, rank = (
+        worker.actor.engine.get_data_parallel_size(),
+        worker.actor.engine.get_data_parallel_rank(),
+    )
+    mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
+    return {name: values[mine] for name, values in parts.items()}
+
+
+def _nested(values: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+
+def _step(
+    batch: dict[str, Any], actor: Any, reference: Any, given: Any, how: How, trace: Trace
+) -> None:
+    """What verl's trainer asks of its workers for one batch, and in that order."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import response_from_nested
+
+    def data(**info: Any) -> Any:
+        tensors = {name: _nested(values) for name, values in batch.items()}
+        info["temperature"] = how.temperature
+        lengths = [len(t) for t in batch["input_ids"]]
+        return tu.get_tensordict(tensors, {"global_token_num": lengths, **info})
+
+    found = actor.compute_log_prob(data(calculate_entropy=True, compute_loss=False))
+    # Ranks without results take part in the updates with any numbers: they compute no loss.
+    old = [torch.zeros(len(r)) for r in batch["responses"]]
+    if found is not None:
+        mask = _nested(batch["response_mask"])
+        for name in ("log_probs", "entropy"):
+            kept = trace.logprobs if name == "log_probs" else trace.entropy
+            kept.append(found[name].values().clone())
+        old = list(response_from_nested(found["log_probs"], mask).unbind())
+    batch["old_log_probs"] = [_off(x, i) for i, x in enumerate(old)]
+    if reference is not None:
+        found = reference.compute_ref_log_prob(data(calculate_entropy=False, compute_loss=False))
+        if found is not None:
+            trace.logprobs.append(found["log_probs"].values().clone())
+            old = list(response_from_nested(found["log_probs"], mask).unbind())
+        batch["ref_log_prob"] = [_off(x, i + 8) for i, x in enumerate(old)]
+    output = actor.update_actor(
+        data(
+            calculate_entropy=True,
+            global_batch_size=8,
+            mini_batch_size=8,
+            epochs=1,
+            seed=1,
+            dataloader_kwargs={"shuffle": False},
+        )
+    )
+    if output is not None:
+        metrics = _numbers(tu.get(output, "metrics"))
+        trace.grad_norm += [metrics.pop("grad_norm")]
+        trace.metrics.append(metrics)
+
+
+def _off(x: Tensor, seed: int) -> Tensor:
+    """Log-probabilities of an older policy: ratios on both sides of the clip range."""
+    random = torch.Generator().manual_seed(seed)
+    return x + 0.3 * torch.randn(x.shape, generator=random)
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Metrics of one update, but for times and memory."""
+    found = {}
+    for name, value in metrics.items():
+        if name.startswith("perf/") or name == "mfu":
+            continue
+        value = value.aggregate() if hasattr(value, "aggregate") else value
+        values = value if isinstance(value, list | tuple) else [value]
+        for i, x in enumerate(values):
+            with contextlib.suppress(TypeError):
+                x = x.aggregate() if hasattr(x, "aggregate") else x
+                found[name if len(values) == 1 else f"{name} {i}"] = float(x)
+    return found
