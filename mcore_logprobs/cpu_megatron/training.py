@@ -72,7 +72,11 @@ def _once(undo: contextlib.ExitStack, table: Callable[[], list[tuple[Any, str, A
 
 
 def _devices() -> list[tuple[Any, str, Any]]:
+    amounts = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     return [
+        # What trainers log: nothing is on a device.
+        *((torch.cuda, name, lambda device=None: 0) for name in amounts),
+        (torch.cuda, "mem_get_info", lambda device=None: (0, 0)),
         # Megatron makes its process groups only where it counts a device.
         (torch.cuda, "device_count", lambda: 1),
         # Its arguments' validation asks for the device's generation: before Hopper.

@@ -28,8 +28,6 @@ class _Meta(type):
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -46,7 +44,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: Any) -> types.ModuleType:
-        return _Module(spec.name)
+        module = _Module(spec.name)
+        module.__path__ = []
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...
 

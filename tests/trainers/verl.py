@@ -8,6 +8,7 @@ and the batches that verl's trainer would send.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def _row(
 ) -> Row:
     sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
     words = layout.lower().replace(" x ", " ").replace(",", "").split()
-    for name, size in zip(words, words[1:], strict=False):
+    for name, size in itertools.pairwise(words):
         if name in sizes:
             sizes[name] = int(size)
     processes = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
@@ -46,8 +47,66 @@ def _row(
     return Row("verl", layout, option, processes, calls=tuple(calls), settings=settings, **more)
 
 
+_FUSED: dict[str, Any] = {"settings": {"fused": True}, "calls": ("patch_fused_forward",)}
+_FUSED["log"] = (FUSED, NOW)
+_ACTOR = "actor_rollout_ref.actor"
+
 ROWS = [
-    _row("TP 2 SP", "unfused, external_lib", night=False),
+    _row("TP 2 SP", "logits, external_lib", night=False),
+    *(
+        _row(layout, option, **more)
+        for layout in ("TP 1", "TP 2", "TP 2 SP", "CP 2", "PP 2", "DP 2", "TP 2 CP 2")
+        for option, more in (("logits, external_lib", {}), ("fused, external_lib", _FUSED))
+        if (layout, option) != ("TP 2 SP", "logits, external_lib")
+    ),
+    _row(
+        "TP 2",
+        "logits, environment variable",
+        environment={"VERL_USE_EXTERNAL_MODULES": PLUGIN},
+    ),
+    _row(
+        "TP 2 SP",
+        "fused, environment variable, reference worker, KL loss",
+        environment={"VERL_USE_EXTERNAL_MODULES": PLUGIN},
+        log=_FUSED["log"],
+        calls=_FUSED["calls"],
+        settings={"fused": True, "reference": True, "overrides": {f"{_ACTOR}.use_kl_loss": True}},
+    ),
+    _row(
+        "TP 2",
+        "logits, reference worker, KL loss",
+        settings={"reference": True, "overrides": {f"{_ACTOR}.use_kl_loss": True}},
+    ),
+    _row(
+        "TP 2",
+        "logits, entropy in chunks of 8 tokens",
+        calls=("vocab_parallel_log_probs_from_logits", "vocab_parallel_entropy_with_chunking"),
+        settings={
+            "switched": {
+                f"{_ACTOR}.entropy_from_logits_with_chunking": True,
+                f"{_ACTOR}.entropy_from_logits_chunk_size": 8,
+            }
+        },
+    ),
+    *(
+        _row(
+            "DP 2",
+            f"{option}, dynamic batches",
+            **{
+                **more,
+                "settings": {
+                    **more.get("settings", {}),
+                    "overrides": {
+                        f"{_ACTOR}.use_dynamic_bsz": True,
+                        f"{_ACTOR}.ppo_max_token_len_per_gpu": 32,
+                        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
+                        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 40,
+                    },
+                },
+            },
+        )
+        for option, more in (("logits", {}), ("fused", _FUSED))
+    ),
 ]
 
 
@@ -104,7 +163,7 @@ def _import() -> None:
 
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the engines are registered for it
     stand_in("ray", "datasets", "pandas", "peft", "uvicorn", "fastapi")
-    import verl  # type: ignore[import-not-found]  # noqa: F401
+    import verl  # type: ignore[import-not-found]
     from verl.plugin.platform import platform_cuda, platform_manager
 
     class PlatformCPU(platform_cuda.PlatformCUDA):
@@ -144,16 +203,17 @@ def drive(row: Row, how: How) -> Trace:
 def _workers(row: Row, how: How) -> tuple[Any, Any]:
     from hydra import compose, initialize_config_dir  # type: ignore[import-not-found]
     from mbridge.core import llm_bridge  # type: ignore[import-not-found]
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
     from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
-    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
     llm_bridge.get_gpt_decoder_block_spec = bridged_block_spec  # Transformer Engine's, else
     given = row.settings
     actor = "actor_rollout_ref.actor"
     overrides = {
         "actor_rollout_ref.model.path": f"{how.folder}/model",
-        "actor_rollout_ref.model.use_fused_kernels": given.get("fused", False),
+        # verl's own kernels need a GPU: the plain run is the one on logits.
+        "actor_rollout_ref.model.use_fused_kernels": given.get("fused", False) and how.switched,
         "actor_rollout_ref.rollout.name": "sglang",
         "actor_rollout_ref.rollout.temperature": how.temperature,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
@@ -168,12 +228,16 @@ def _workers(row: Row, how: How) -> tuple[Any, Any]:
         f"{actor}.entropy_coeff": 0.01,
         f"{actor}.optim.lr": 1e-3,
         f"{actor}.optim.total_training_steps": 10,
+        # A gradient that is all rounding would move its parameter by the whole learning rate.
+        f"+{actor}.optim.override_optimizer_config.adam_eps": 1e-4,
     }
     if not given["sp"] and given["tp"] > 1:  # mbridge turns it on with TP
         overrides[f"+{actor}.megatron.override_transformer_config.sequence_parallel"] = False
     if how.switched and not row.environment:
         overrides["actor_rollout_ref.model.external_lib"] = PLUGIN
     overrides |= given.get("overrides", {})
+    if how.switched:
+        overrides |= given.get("switched", {})
     folder = source_root("verl") / "verl" / "trainer" / "config"
     with initialize_config_dir(str(folder), version_base=None):
         config = compose(
