@@ -9,7 +9,9 @@ folder and import what the ranks share, but for what the switch must come before
 no threads. `drive(row, how)` runs in every rank, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
 set. It calls the framework's unmodified training code through two or more updates of several
 micro-batches and returns a `frame.Trace`; `how.switched` says whether to switch the drop-in on, in
-the way that the framework's page describes, and `how.temperature` is the temperature to train at. Everything else is in `frame`: the runs (plain, switched, and switched at
-another temperature, which must differ), the counts of calls, the comparison. A row with
-`night=False` is a pytest test; `python -m tests.trainers [NAME]` runs all and prints the table.
+the way that the framework's page describes, and `how.temperature` is the temperature to train at.
+
+Everything else is in `frame`: the runs (plain, switched, and switched at another temperature, which
+must differ), the counts of calls, the comparison. A row with `night=False` is a pytest test;
+`python -m tests.trainers [NAME]` runs all and prints the table.
 """
