@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import cProfile
 import dataclasses
 import importlib
 import json
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -142,18 +143,21 @@ def _lines(source: Path, names: Sequence[str]) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def counting(framework: str, paths: Sequence[Path]) -> Iterator[tuple[Counter[str], Counter[str]]]:
+def counting(
+    framework: str, paths: Sequence[Path], also: Sequence[str] = ()
+) -> Iterator[tuple[Counter[str], Counter[str]]]:
     """Counts calls of (the drop-in's functions, the framework's own of the same names) in here.
 
-    By code, not by name: what was imported, wrapped or kept before is counted too. The same holds
-    for threads started in here. paths: where the framework's files are.
+    By code, not by name: what was imported, wrapped or kept before is counted too; calls in other
+    threads are not. The counts are filled in at the end. paths: where the framework's files are. also: more
+    functions of the drop-in.
     """
     described = DESCRIBED[framework]
     names = described.names()
     places: dict[tuple[str, int], tuple[Counter[str], str]] = {}
     ours, theirs = Counter[str](), Counter[str]()
     dropin = importlib.import_module(f"mcore_logprobs.dropin.{described.module}")
-    files = [(Path(dropin.__file__ or ""), [*names, *described.ours_alone], ours)]
+    files = [(Path(dropin.__file__ or ""), [*names, *described.ours_alone, *also], ours)]
     for path in paths:
         for file in {*described.files, *map(described.installed_path, described.files)}:
             files.append((path / file, names, theirs))
@@ -163,24 +167,17 @@ def counting(framework: str, paths: Sequence[Path]) -> Iterator[tuple[Counter[st
                 places[str(source.resolve()), line] = counter, name
     assert any(counter is theirs for counter, _ in places.values()), f"no {framework} in {paths}"
 
-    resolved: dict[Any, tuple[Counter[str], str] | None] = {}
-
-    def called(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            code = frame.f_code
-            if code not in resolved:
-                place = (os.path.realpath(code.co_filename), code.co_firstlineno)
-                resolved[code] = places.get(place)
-            if (found := resolved[code]) is not None:
-                found[0][found[1]] += 1
-
-    sys.setprofile(called)
-    threading.setprofile(called)
+    profile = cProfile.Profile(subcalls=False, builtins=False)
+    profile.enable()
     try:
         yield ours, theirs
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        profile.disable()
+        for entry in profile.getstats():
+            if isinstance(entry.code, types.CodeType):
+                source_line = (os.path.realpath(entry.code.co_filename), entry.code.co_firstlineno)
+                if (found := places.get(source_line)) is not None:
+                    found[0][found[1]] += entry.callcount
 
 
 # ---- running -------------------------------------------------------------------------------------

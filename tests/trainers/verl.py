@@ -47,9 +47,21 @@ def _row(
     return Row("verl", layout, option, processes, calls=tuple(calls), settings=settings, **more)
 
 
-_FUSED: dict[str, Any] = {"settings": {"fused": True}, "calls": ("patch_fused_forward",)}
+_FUSED: dict[str, Any] = {
+    "settings": {"fused": True},
+    "calls": ("patch_fused_forward", "_fused_forward"),
+}
 _FUSED["log"] = (FUSED, NOW)
 _ACTOR = "actor_rollout_ref.actor"
+_REFERENCE = {"reference": True, "overrides": {f"{_ACTOR}.use_kl_loss": True}}
+_DISTILL = {
+    "distillation.enabled": True,
+    "distillation.nnodes": 1,
+    "distillation.n_gpus_per_node": 2,  # the teacher's, whose numbers are given here
+    "distillation.teacher_models.teacher_model.model_path": "given",
+    "distillation.distillation_loss.loss_mode": "forward_kl_topk",
+    "distillation.distillation_loss.topk": 5,
+}
 
 ROWS = [
     _row("TP 2 SP", "logits, external_lib", night=False),
@@ -70,12 +82,12 @@ ROWS = [
         environment={"VERL_USE_EXTERNAL_MODULES": PLUGIN},
         log=_FUSED["log"],
         calls=_FUSED["calls"],
-        settings={"fused": True, "reference": True, "overrides": {f"{_ACTOR}.use_kl_loss": True}},
+        settings={"fused": True, **_REFERENCE},
     ),
     _row(
         "TP 2",
         "logits, reference worker, KL loss",
-        settings={"reference": True, "overrides": {f"{_ACTOR}.use_kl_loss": True}},
+        settings=_REFERENCE,
     ),
     _row(
         "TP 2",
@@ -87,6 +99,15 @@ ROWS = [
                 f"{_ACTOR}.entropy_from_logits_chunk_size": 8,
             }
         },
+    ),
+    *(
+        _row(
+            layout,
+            "logits, distillation from a teacher's top 5",
+            calls=("vocab_parallel_log_probs_from_logits", "compute_forward_kl_topk"),
+            settings={"topk": 5, "overrides": _DISTILL},
+        )
+        for layout in ("TP 2 SP", "CP 2")
     ),
     *(
         _row(
@@ -254,7 +275,8 @@ def _workers(row: Row, how: How) -> tuple[Any, Any]:
     class Worker(ActorRolloutRefWorker):
         actor_worker_cls = ref_worker_cls = Float32
 
-    worker = Worker(config.actor_rollout_ref, role="actor")
+    distillation = config.distillation if given.get("topk") else None
+    worker = Worker(config.actor_rollout_ref, role="actor", distillation_config=distillation)
     worker.init_model()
     reference = None
     if given.get("reference"):
@@ -292,6 +314,11 @@ def _batch(step: int, given: Any, worker: Any) -> dict[str, Any]:
         put("response_mask", mask)
         put("loss_mask", mask)
         put("advantages", torch.randn(response, generator=random))
+        if k := given.get("topk"):
+            teacher = torch.randn(len(tokens), VOCABULARY, generator=random) * 2
+            values, ids = teacher.log_softmax(-1).topk(k)
+            put("teacher_logprobs", values)
+            put("teacher_ids", ids)
     size, rank = (
         worker.actor.engine.get_data_parallel_size(),
         worker.actor.engine.get_data_parallel_rank(),
@@ -336,6 +363,8 @@ def _step(
     output = actor.update_actor(
         data(
             calculate_entropy=True,
+            distillation_use_topk=bool(given.get("topk")),
+            distillation_only=False,
             global_batch_size=8,
             mini_batch_size=8,
             epochs=1,
