@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types, tests and the site:  bash tests/run.sh
 # bash tests/run.sh PYTEST ARGUMENTS: lint, types and these tests.
-# bash tests/run.sh --all: the night's part too: tests marked `night`, random settings, the older Triton.
+# bash tests/run.sh --all [--peers DIR]: the night's part too: tests marked `night`, random settings, the older
+#     Triton, frameworks' own training code (tests/trainers); DIR has checkouts of those that PyPI lacks.
 # bash tests/run.sh --coverage [pytest arguments]: the same under coverage, with its figures by part.
 # bash tests/run.sh --matrix [--main CHECKOUT]: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
@@ -71,6 +72,21 @@ while read -r framework; do
     fi
 done < <(grep -v '^#' tests/dropin/frameworks.txt)
 
+# What their training code imports, each framework's in a folder of its own, so that it meets nothing else.
+export MCORE_LOGPROBS_TRAINERS="$VIRTUAL_ENV/trainers"
+for list in tests/trainers/*-requirements.txt; do
+    folder="$MCORE_LOGPROBS_TRAINERS/$(basename "$list" -requirements.txt)"
+    cmp -s "$list" "$folder/installed" && continue
+    echo "tests/run.sh: installing $list (once)" >&2
+    rm -rf "$folder"
+    if ! python -m pip --disable-pip-version-check install -q --no-deps --no-compile \
+        --no-build-isolation --use-pep517 --target "$folder" -r "$list" </dev/null; then
+        echo "tests/run.sh: $list could not be installed" >&2
+        exit 1
+    fi
+    cp "$list" "$folder/installed"
+done
+
 run_pytest=(python -m pytest)
 selected=(-m "not night")
 case "${1:-}" in
@@ -84,6 +100,11 @@ case "${1:-}" in
         shift
         all=yes
         selected=()
+        if [ "${1:-}" = --peers ]; then
+            MCORE_LOGPROBS_PEERS=$(cd "${2:?--peers: expected a folder}" && pwd) || exit 1
+            export MCORE_LOGPROBS_PEERS
+            shift 2
+        fi
         ;;
 esac
 
@@ -138,6 +159,7 @@ older_triton() {  # The wheel's assembler comes without its executable bits.
     PYTHONPATH="$VIRTUAL_ENV/triton-$triton" python -m pytest -q tests/kernels/test_triton_build.py
 }
 [ -z "${all:-}" ] || stage "triton-$triton" older_triton
+[ -z "${all:-}" ] || stage trainers python -m tests.trainers
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh
 
 echo "== stages failed:${failed:- none}"

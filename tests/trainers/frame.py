@@ -149,8 +149,9 @@ def counting(
     """Counts calls of (the drop-in's functions, the framework's own of the same names) in here.
 
     By code, not by name: what was imported, wrapped or kept before is counted too; calls in other
-    threads are not. The counts are filled in at the end. paths: where the framework's files are. also: more
-    functions of the drop-in.
+    threads are not. The counts are filled in at the end.
+
+    paths: where the framework's files are. also: more functions of the drop-in.
     """
     described = DESCRIBED[framework]
     names = described.names()
@@ -202,6 +203,12 @@ def installed(part: str) -> Path:
     """Where tests/run.sh installs what a framework needs beside it, apart from the environment."""
     folder = os.environ.get("MCORE_LOGPROBS_TRAINERS", Path(sys.prefix) / "trainers")
     return Path(folder, part)
+
+
+def checkout(name: str) -> Path | None:
+    """A repository in the folder that `tests/run.sh --all --peers DIR` names, if it is there."""
+    found = Path(os.environ.get("MCORE_LOGPROBS_PEERS", ""), name)
+    return found if "MCORE_LOGPROBS_PEERS" in os.environ and found.is_dir() else None
 
 
 def unavailable(row: Row) -> str:
