@@ -1,4 +1,4 @@
-"""Runs rows and prints one table:  python -m tests.trainers [FRAMEWORK] [-k WORDS] [--fail-fast]"""
+"""Runs rows and prints one table:  python -m tests.trainers [FRAMEWORK] [-k TEXT]"""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.trainers.frame import check, rows, run, unavailable
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.trainers", description=__doc__)
     parser.add_argument("framework", nargs="?", default="")
-    parser.add_argument("-k", default="", help="only rows whose name has these words")
+    parser.add_argument("-k", default="", help="only rows whose name has this text")
     options = parser.parse_args()
     failed = 0
     print("| framework | layout | option | log-probabilities | entropy | metrics | gradient norm "
           "| parameters | calls: ours, theirs | s |\n|" + "---|" * 10)  # fmt: skip
     for row in rows(options.framework):
-        if not all(word in row.name for word in options.k.split()):
+        if options.k not in row.name:
             continue
         head = f"| {row.framework} | {row.layout} | {row.option} |"
         if why := unavailable(row):

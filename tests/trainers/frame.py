@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +99,25 @@ class Trace:
     ours: Counter[str] = dataclasses.field(default_factory=Counter)  # calls; filled in by the frame
     theirs: Counter[str] = dataclasses.field(default_factory=Counter)
     output: str = ""
+    measured: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def measure(self, what: str) -> Iterator[None]:
+        """Notes seconds, and MiB above what was held at the start, of what runs in here.
+
+        For `python -m benchmarks.trainers`; the rank's peak resident memory is reset (Linux).
+        """
+        Path("/proc/self/clear_refs").write_text("5")
+        before, begun = _resident("VmRSS"), time.perf_counter()
+        yield
+        seconds, peak = time.perf_counter() - begun, _resident("VmHWM")
+        self.measured.setdefault(what, []).append((seconds, peak - before))
+
+
+def _resident(field: str) -> float:
+    """This process's memory by the kernel's account, in MiB: VmRSS now, VmHWM at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 # The runs of a row: the last is the negative control.
@@ -233,12 +253,13 @@ def run(row: Row, runs: Sequence[How] = RUNS) -> list[list[Trace]]:
             **os.environ,
             # Frameworks have a folder `tests` too.
             "PYTHONPATH": os.pathsep.join(map(str, [REPO, *paths])),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(row.settings.get("threads", 1)),
             "CUDA_VISIBLE_DEVICES": "",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TOKENIZERS_PARALLELISM": "false",
-            "TORCHDYNAMO_DISABLE": "1",  # compiling takes minutes and changes nothing compared
+            # Compiling takes minutes and changes nothing that is compared.
+            "TORCHDYNAMO_DISABLE": str(int(not row.settings.get("compile"))),
         }
         try:
             done = subprocess.run(

@@ -131,6 +131,18 @@ ROWS = [
 ]
 
 
+def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
+    """Rows for `python -m benchmarks.trainers verl`: one rank, `tokens` in each of 4 micro-batches.
+
+    Three steps each: the first warms up.
+    """
+    size = {"vocabulary": vocabulary, "hidden": hidden, "length": tokens // 2, "steps": 3}
+    size["threads"] = 2
+    logits = _row("TP 1", "logits", settings=size)
+    fused = _row("TP 1", "fused", settings={**size, "fused": True})
+    return {"logits": logits, "fused": fused}
+
+
 def paths(row: Row) -> list[Path] | str:
     needed = installed("verl")
     return [source_root("verl"), needed] if needed.is_dir() else f"{needed} is not there"
@@ -142,25 +154,29 @@ def paths(row: Row) -> list[Path] | str:
 def prepare(row: Row, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    write_model(folder / "model", Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast)
+    classes = Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast
+    write_model(folder / "model", row.settings, *classes)
     if not row.environment:
         _import()
 
 
-def write_model(folder: Path, config_class: Any, model_class: Any, tokenizer_class: Any) -> None:
+def write_model(
+    folder: Path, given: Any, config_class: Any, model_class: Any, tokenizer_class: Any
+) -> None:
     """A Qwen2 of two layers in Hugging Face's format, with a tokenizer of its size."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     torch.manual_seed(3)
+    hidden = given.get("hidden", HIDDEN)
     config = config_class(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        vocab_size=given.get("vocabulary", VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=max(128, given.get("length", 0)),
         tie_word_embeddings=False,
         initializer_range=0.3,  # logits of a few nats: temperatures show
         bos_token_id=1,
@@ -216,6 +232,8 @@ def drive(row: Row, how: How) -> Trace:
         for step in range(given.get("steps", 2)):
             batch = _batch(step, given, actor)
             _step(batch, actor, reference, given, how, trace)
+        if given.get("length"):  # measured, not compared
+            return trace
         trace.parameters = {name: p.clone() for name, p in _parameters(actor).items()}
         trace.moved = max(float((trace.parameters[n] - before[n]).abs().max()) for n in before)
     return trace
@@ -298,13 +316,16 @@ def _batch(step: int, given: Any, worker: Any) -> dict[str, Any]:
     random = torch.Generator().manual_seed(17 + step)
     prompts = [3 + (5 * i + step) % 7 for i in range(8)]
     responses = [4 + (3 * i + step) % 9 for i in range(8)]
+    if length := given.get("length"):
+        prompts, responses = [length // 4] * 8, [length - length // 4] * 8
     parts: dict[str, list[Tensor]] = {}
 
     def put(name: str, value: Tensor) -> None:
         parts.setdefault(name, []).append(value)
 
     for prompt, response in zip(prompts, responses, strict=True):
-        tokens = torch.randint(3, VOCABULARY, (prompt + response,), generator=random)
+        size = given.get("vocabulary", VOCABULARY)
+        tokens = torch.randint(3, size, (prompt + response,), generator=random)
         mask = torch.ones(response, dtype=torch.int64)
         mask[response // 2] = 0  # a tool's token
         put("input_ids", tokens)
@@ -344,7 +365,9 @@ def _step(
         lengths = [len(t) for t in batch["input_ids"]]
         return tu.get_tensordict(tensors, {"global_token_num": lengths, **info})
 
-    found = actor.compute_log_prob(data(calculate_entropy=True, compute_loss=False))
+    asked = data(calculate_entropy=True, compute_loss=False)
+    with trace.measure("log-probabilities") if given.get("length") else contextlib.nullcontext():
+        found = actor.compute_log_prob(asked)
     # Ranks without results take part in the updates with any numbers: they compute no loss.
     old = [torch.zeros(len(r)) for r in batch["responses"]]
     if found is not None:
@@ -360,18 +383,18 @@ def _step(
             trace.logprobs.append(found["log_probs"].values().clone())
             old = list(response_from_nested(found["log_probs"], mask).unbind())
         batch["ref_log_prob"] = [_off(x, i + 8) for i, x in enumerate(old)]
-    output = actor.update_actor(
-        data(
-            calculate_entropy=True,
-            distillation_use_topk=bool(given.get("topk")),
-            distillation_only=False,
-            global_batch_size=8,
-            mini_batch_size=8,
-            epochs=1,
-            seed=1,
-            dataloader_kwargs={"shuffle": False},
-        )
+    asked = data(
+        calculate_entropy=True,
+        distillation_use_topk=bool(given.get("topk")),
+        distillation_only=False,
+        global_batch_size=8,
+        mini_batch_size=8,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
     )
+    with trace.measure("training step") if given.get("length") else contextlib.nullcontext():
+        output = actor.update_actor(asked)
     if output is not None:
         metrics = _numbers(tu.get(output, "metrics"))
         trace.grad_norm += [metrics.pop("grad_norm")]
