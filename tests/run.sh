@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types, tests and the site:  bash tests/run.sh
 # bash tests/run.sh PYTEST ARGUMENTS: lint, types and these tests.
-# bash tests/run.sh --all [--peers DIR]: the night's part too: tests marked `night`, random settings, the older Triton,
-#   and frameworks' own training code; DIR holds checkouts of those that PyPI lacks (DIR/slime); without it their rows are skipped.
+# bash tests/run.sh --all [--peers DIR]: the night's part too: tests marked `night`, random settings, the older
+#     Triton, frameworks' own training code (tests/trainers); DIR has checkouts of those that PyPI lacks.
 # bash tests/run.sh --coverage [pytest arguments]: the same under coverage, with its figures by part.
 # bash tests/run.sh --matrix [--main CHECKOUT]: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
@@ -72,6 +72,21 @@ while read -r framework; do
     fi
 done < <(grep -v '^#' tests/dropin/frameworks.txt)
 
+# What their training code imports, each framework's in a folder of its own, so that it meets nothing else.
+export MCORE_LOGPROBS_TRAINERS="$VIRTUAL_ENV/trainers"
+for list in tests/trainers/*-requirements.txt; do
+    folder="$MCORE_LOGPROBS_TRAINERS/$(basename "$list" -requirements.txt)"
+    cmp -s "$list" "$folder/installed" && continue
+    echo "tests/run.sh: installing $list (once)" >&2
+    rm -rf "$folder"
+    if ! python -m pip --disable-pip-version-check install -q --no-deps --no-compile \
+        --no-build-isolation --use-pep517 --target "$folder" -r "$list" </dev/null; then
+        echo "tests/run.sh: $list could not be installed" >&2
+        exit 1
+    fi
+    cp "$list" "$folder/installed"
+done
+
 run_pytest=(python -m pytest)
 selected=(-m "not night")
 case "${1:-}" in
@@ -86,8 +101,8 @@ case "${1:-}" in
         all=yes
         selected=()
         if [ "${1:-}" = --peers ]; then
-            PEERS=$(cd "$2" && pwd) || exit 1
-            export PEERS
+            MCORE_LOGPROBS_PEERS=$(cd "${2:?--peers: expected a folder}" && pwd) || exit 1
+            export MCORE_LOGPROBS_PEERS
             shift 2
         fi
         ;;

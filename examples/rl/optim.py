@@ -1,7 +1,8 @@
 """The optimizer step: torch's AdamW on CPU, Megatron's own optimizer on a GPU.
 
-Megatron's optimizers insist on CUDA tensors. On CPU, everything before the step is Megatron's
-(DDP's gradient buffers, finalize_model_grads); the step itself is torch's.
+Megatron's optimizers ask for CUDA tensors (`cpu_megatron.training.cpu_devices` lets them run on a
+CPU, in tests). On CPU, everything before the step is Megatron's here (DDP's gradient buffers,
+finalize_model_grads); the step itself is torch's, without shims.
 """
 
 from __future__ import annotations

@@ -27,7 +27,13 @@ import typing_extensions
 
 from mcore_logprobs.cpu_megatron.runtime import _MISSING, _replace, cpu_runtime
 
-_CPU_PROPERTIES = types.SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0)
+_CPU_PROPERTIES = types.SimpleNamespace(
+    name="cpu",
+    major=0,
+    minor=0,
+    total_memory=0,
+    gcnArchName="cpu",  # the last for torch.compile
+)
 _open: set[Callable[..., Any]] = set()
 
 

@@ -1,4 +1,4 @@
-"""Runs rows and prints one table:  python -m tests.trainers [FRAMEWORK] [-k WORDS] [--fail-fast]"""
+"""Runs rows and prints one table:  python -m tests.trainers [FRAMEWORK] [-k WORDS]"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import cProfile
 import dataclasses
 import importlib
 import json
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -97,6 +100,25 @@ class Trace:
     ours: Counter[str] = dataclasses.field(default_factory=Counter)  # calls; filled in by the frame
     theirs: Counter[str] = dataclasses.field(default_factory=Counter)
     output: str = ""
+    measured: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def measure(self, what: str) -> Iterator[None]:
+        """Notes seconds, and MiB above what was held at the start, of what runs in here.
+
+        For `python -m benchmarks.trainers`; the rank's peak resident memory is reset (Linux).
+        """
+        Path("/proc/self/clear_refs").write_text("5")
+        before, begun = _resident("VmRSS"), time.perf_counter()
+        yield
+        seconds, peak = time.perf_counter() - begun, _resident("VmHWM")
+        self.measured.setdefault(what, []).append((seconds, peak - before))
+
+
+def _resident(field: str) -> float:
+    """This process's memory by the kernel's account, in MiB: VmRSS now, VmHWM at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 # The runs of a row: the last is the negative control.
@@ -142,18 +164,22 @@ def _lines(source: Path, names: Sequence[str]) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def counting(framework: str, paths: Sequence[Path]) -> Iterator[tuple[Counter[str], Counter[str]]]:
+def counting(
+    framework: str, paths: Sequence[Path], also: Sequence[str] = ()
+) -> Iterator[tuple[Counter[str], Counter[str]]]:
     """Counts calls of (the drop-in's functions, the framework's own of the same names) in here.
 
-    By code, not by name: what was imported, wrapped or kept before is counted too. The same holds
-    for threads started in here. paths: where the framework's files are.
+    By code, not by name: what was imported, wrapped or kept before is counted too, and so are calls
+    in threads that start in here. This thread's counts are filled in at the end.
+
+    paths: where the framework's files are. also: more functions of the drop-in.
     """
     described = DESCRIBED[framework]
     names = described.names()
     places: dict[tuple[str, int], tuple[Counter[str], str]] = {}
     ours, theirs = Counter[str](), Counter[str]()
     dropin = importlib.import_module(f"mcore_logprobs.dropin.{described.module}")
-    files = [(Path(dropin.__file__ or ""), [*names, *described.ours_alone], ours)]
+    files = [(Path(dropin.__file__ or ""), [*names, *described.ours_alone, *also], ours)]
     for path in paths:
         for file in {*described.files, *map(described.installed_path, described.files)}:
             files.append((path / file, names, theirs))
@@ -163,24 +189,26 @@ def counting(framework: str, paths: Sequence[Path]) -> Iterator[tuple[Counter[st
                 places[str(source.resolve()), line] = counter, name
     assert any(counter is theirs for counter, _ in places.values()), f"no {framework} in {paths}"
 
-    resolved: dict[Any, tuple[Counter[str], str] | None] = {}
-
-    def called(frame: Any, event: str, argument: Any) -> None:
+    def called_in_thread(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
-            code = frame.f_code
-            if code not in resolved:
-                place = (os.path.realpath(code.co_filename), code.co_firstlineno)
-                resolved[code] = places.get(place)
-            if (found := resolved[code]) is not None:
-                found[0][found[1]] += 1
+            count(frame.f_code, 1)
 
-    sys.setprofile(called)
-    threading.setprofile(called)
+    def count(code: Any, calls: int) -> None:
+        place = os.path.realpath(code.co_filename), code.co_firstlineno
+        if (found := places.get(place)) is not None:
+            found[0][found[1]] += calls
+
+    threading.setprofile(called_in_thread)
+    profile = cProfile.Profile(subcalls=False, builtins=False)
+    profile.enable()
     try:
         yield ours, theirs
     finally:
-        sys.setprofile(None)
+        profile.disable()
         threading.setprofile(None)  # type: ignore[arg-type]
+        for entry in profile.getstats():
+            if isinstance(entry.code, types.CodeType):
+                count(entry.code, entry.callcount)
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -207,6 +235,12 @@ def installed(part: str) -> Path:
     return Path(folder, part)
 
 
+def checkout(name: str) -> Path | None:
+    """A repository in the folder that `tests/run.sh --all --peers DIR` names, if it is there."""
+    found = Path(os.environ.get("MCORE_LOGPROBS_PEERS", ""), name)
+    return found if "MCORE_LOGPROBS_PEERS" in os.environ and found.is_dir() else None
+
+
 def unavailable(row: Row) -> str:
     """Why a row cannot run here; "" where it can."""
     found = module(row.framework).paths(row)
@@ -229,12 +263,13 @@ def run(row: Row, runs: Sequence[How] = RUNS) -> list[list[Trace]]:
             **os.environ,
             # Frameworks have a folder `tests` too.
             "PYTHONPATH": os.pathsep.join(map(str, [REPO, *paths])),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(row.settings.get("threads", 1)),
             "CUDA_VISIBLE_DEVICES": "",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TOKENIZERS_PARALLELISM": "false",
-            "TORCHDYNAMO_DISABLE": "1",  # compiling takes minutes and changes nothing compared
+            # Compiling takes minutes and changes nothing that is compared.
+            "TORCHDYNAMO_DISABLE": str(int(not row.settings.get("compile"))),
         }
         try:
             done = subprocess.run(

@@ -36,7 +36,7 @@ def _rank(row: Row, paths: list[Path], how: How, rank: int, port: int, folder: P
             os.environ.update(row.environment)
         drive = module(row.framework).drive
         how = dataclasses.replace(how, folder=str(folder))
-        with counting(row.framework, paths) as (ours, theirs):
+        with counting(row.framework, paths, row.calls) as (ours, theirs):
             trace = drive(row, how)
         trace.ours += ours  # a framework with workers of its own counts in them
         trace.theirs += theirs

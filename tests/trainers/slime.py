@@ -1,7 +1,8 @@
 """slime's actor in process, without Ray: its arguments, rollout manager and train actor.
 
 The rollout is slime's own debug data (`--load-debug-rollout-data`): samples of random tokens and
-rewards. slime is a repository: `PEERS` names the folder with a checkout of it in `slime`.
+rewards. slime is a repository: `MCORE_LOGPROBS_PEERS` names the folder with a
+checkout of it in `slime`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace
+from tests.trainers.frame import How, Row, Trace, checkout
 
 MEGATRON = "0.19.2"
 VOCAB = 96
@@ -49,9 +50,8 @@ FLAGS = (
 
 def paths(row: Row) -> list[Path] | str:
     """slime's checkout."""
-    folder = Path(os.environ.get("PEERS", "/nowhere"), "slime")
-    found = (folder / "slime" / "backends").is_dir()
-    return [folder] if found else "no checkout of slime: tests/run.sh --all --peers DIR"
+    folder = checkout("slime")
+    return [folder] if folder else "no checkout of slime: tests/run.sh --all --peers DIR"
 
 
 # ---- what a user writes --------------------------------------------------------------------------

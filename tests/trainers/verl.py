@@ -47,9 +47,21 @@ def _row(
     return Row("verl", layout, option, processes, calls=tuple(calls), settings=settings, **more)
 
 
-_FUSED: dict[str, Any] = {"settings": {"fused": True}, "calls": ("patch_fused_forward",)}
+_FUSED: dict[str, Any] = {
+    "settings": {"fused": True},
+    "calls": ("patch_fused_forward", "_fused_forward"),
+}
 _FUSED["log"] = (FUSED, NOW)
 _ACTOR = "actor_rollout_ref.actor"
+_REFERENCE = {"reference": True, "overrides": {f"{_ACTOR}.use_kl_loss": True}}
+_DISTILL = {
+    "distillation.enabled": True,
+    "distillation.nnodes": 1,
+    "distillation.n_gpus_per_node": 2,  # the teacher's, whose numbers are given here
+    "distillation.teacher_models.teacher_model.model_path": "given",
+    "distillation.distillation_loss.loss_mode": "forward_kl_topk",
+    "distillation.distillation_loss.topk": 5,
+}
 
 ROWS = [
     _row("TP 2 SP", "logits, external_lib", night=False),
@@ -70,12 +82,12 @@ ROWS = [
         environment={"VERL_USE_EXTERNAL_MODULES": PLUGIN},
         log=_FUSED["log"],
         calls=_FUSED["calls"],
-        settings={"fused": True, "reference": True, "overrides": {f"{_ACTOR}.use_kl_loss": True}},
+        settings={"fused": True, **_REFERENCE},
     ),
     _row(
         "TP 2",
         "logits, reference worker, KL loss",
-        settings={"reference": True, "overrides": {f"{_ACTOR}.use_kl_loss": True}},
+        settings=_REFERENCE,
     ),
     _row(
         "TP 2",
@@ -87,6 +99,15 @@ ROWS = [
                 f"{_ACTOR}.entropy_from_logits_chunk_size": 8,
             }
         },
+    ),
+    *(
+        _row(
+            layout,
+            "logits, distillation from a teacher's top 5",
+            calls=("vocab_parallel_log_probs_from_logits", "compute_forward_kl_topk"),
+            settings={"topk": 5, "overrides": _DISTILL},
+        )
+        for layout in ("TP 2 SP", "CP 2")
     ),
     *(
         _row(
@@ -110,6 +131,18 @@ ROWS = [
 ]
 
 
+def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
+    """Rows for `python -m benchmarks.trainers verl`: one rank, `tokens` in each of 4 micro-batches.
+
+    Three steps each: the first warms up.
+    """
+    size = {"vocabulary": vocabulary, "hidden": hidden, "length": tokens // 2, "steps": 3}
+    size["threads"] = 2
+    logits = _row("TP 1", "logits", settings=size)
+    fused = _row("TP 1", "fused", settings={**size, "fused": True})
+    return {"logits": logits, "fused": fused}
+
+
 def paths(row: Row) -> list[Path] | str:
     needed = installed("verl")
     return [source_root("verl"), needed] if needed.is_dir() else f"{needed} is not there"
@@ -121,25 +154,29 @@ def paths(row: Row) -> list[Path] | str:
 def prepare(row: Row, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    write_model(folder / "model", Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast)
+    classes = Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast
+    write_model(folder / "model", row.settings, *classes)
     if not row.environment:
         _import()
 
 
-def write_model(folder: Path, config_class: Any, model_class: Any, tokenizer_class: Any) -> None:
+def write_model(
+    folder: Path, given: Any, config_class: Any, model_class: Any, tokenizer_class: Any
+) -> None:
     """A Qwen2 of two layers in Hugging Face's format, with a tokenizer of its size."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     torch.manual_seed(3)
+    hidden = given.get("hidden", HIDDEN)
     config = config_class(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        vocab_size=given.get("vocabulary", VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=max(128, given.get("length", 0)),
         tie_word_embeddings=False,
         initializer_range=0.3,  # logits of a few nats: temperatures show
         bos_token_id=1,
@@ -195,6 +232,8 @@ def drive(row: Row, how: How) -> Trace:
         for step in range(given.get("steps", 2)):
             batch = _batch(step, given, actor)
             _step(batch, actor, reference, given, how, trace)
+        if given.get("length"):  # measured, not compared
+            return trace
         trace.parameters = {name: p.clone() for name, p in _parameters(actor).items()}
         trace.moved = max(float((trace.parameters[n] - before[n]).abs().max()) for n in before)
     return trace
@@ -254,7 +293,8 @@ def _workers(row: Row, how: How) -> tuple[Any, Any]:
     class Worker(ActorRolloutRefWorker):
         actor_worker_cls = ref_worker_cls = Float32
 
-    worker = Worker(config.actor_rollout_ref, role="actor")
+    distillation = config.distillation if given.get("topk") else None
+    worker = Worker(config.actor_rollout_ref, role="actor", distillation_config=distillation)
     worker.init_model()
     reference = None
     if given.get("reference"):
@@ -276,13 +316,16 @@ def _batch(step: int, given: Any, worker: Any) -> dict[str, Any]:
     random = torch.Generator().manual_seed(17 + step)
     prompts = [3 + (5 * i + step) % 7 for i in range(8)]
     responses = [4 + (3 * i + step) % 9 for i in range(8)]
+    if length := given.get("length"):
+        prompts, responses = [length // 4] * 8, [length - length // 4] * 8
     parts: dict[str, list[Tensor]] = {}
 
     def put(name: str, value: Tensor) -> None:
         parts.setdefault(name, []).append(value)
 
     for prompt, response in zip(prompts, responses, strict=True):
-        tokens = torch.randint(3, VOCABULARY, (prompt + response,), generator=random)
+        size = given.get("vocabulary", VOCABULARY)
+        tokens = torch.randint(3, size, (prompt + response,), generator=random)
         mask = torch.ones(response, dtype=torch.int64)
         mask[response // 2] = 0  # a tool's token
         put("input_ids", tokens)
@@ -292,6 +335,11 @@ def _batch(step: int, given: Any, worker: Any) -> dict[str, Any]:
         put("response_mask", mask)
         put("loss_mask", mask)
         put("advantages", torch.randn(response, generator=random))
+        if k := given.get("topk"):
+            teacher = torch.randn(len(tokens), VOCABULARY, generator=random) * 2
+            values, ids = teacher.log_softmax(-1).topk(k)
+            put("teacher_logprobs", values)
+            put("teacher_ids", ids)
     size, rank = (
         worker.actor.engine.get_data_parallel_size(),
         worker.actor.engine.get_data_parallel_rank(),
@@ -317,7 +365,9 @@ def _step(
         lengths = [len(t) for t in batch["input_ids"]]
         return tu.get_tensordict(tensors, {"global_token_num": lengths, **info})
 
-    found = actor.compute_log_prob(data(calculate_entropy=True, compute_loss=False))
+    asked = data(calculate_entropy=True, compute_loss=False)
+    with trace.measure("log-probabilities") if given.get("length") else contextlib.nullcontext():
+        found = actor.compute_log_prob(asked)
     # Ranks without results take part in the updates with any numbers: they compute no loss.
     old = [torch.zeros(len(r)) for r in batch["responses"]]
     if found is not None:
@@ -333,16 +383,18 @@ def _step(
             trace.logprobs.append(found["log_probs"].values().clone())
             old = list(response_from_nested(found["log_probs"], mask).unbind())
         batch["ref_log_prob"] = [_off(x, i + 8) for i, x in enumerate(old)]
-    output = actor.update_actor(
-        data(
-            calculate_entropy=True,
-            global_batch_size=8,
-            mini_batch_size=8,
-            epochs=1,
-            seed=1,
-            dataloader_kwargs={"shuffle": False},
-        )
+    asked = data(
+        calculate_entropy=True,
+        distillation_use_topk=bool(given.get("topk")),
+        distillation_only=False,
+        global_batch_size=8,
+        mini_batch_size=8,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
     )
+    with trace.measure("training step") if given.get("length") else contextlib.nullcontext():
+        output = actor.update_actor(asked)
     if output is not None:
         metrics = _numbers(tu.get(output, "metrics"))
         trace.grad_norm += [metrics.pop("grad_norm")]
