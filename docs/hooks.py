@@ -1,8 +1,8 @@
 """What the site adds to the pages, which read as plain Markdown on a code host.  For MkDocs.
 
-    formulas     $...$ and ```math become MathML, which a browser draws without a script
-    signatures   on an API page, one of several lines folds under its first
-    tabs         a list below `<!-- tabs -->`, "- **verl**: ...", becomes a tab for each entry
+formulas     $...$ and ```math become MathML, which a browser draws without a script
+signatures   on an API page, one of several lines folds under its first
+tabs         a list below `<!-- tabs -->`, "- **verl**: ...", becomes a tab for each entry
 """
 
 from __future__ import annotations
@@ -58,4 +58,7 @@ def _mathml(match: re.Match[str]) -> str:
     tex = html.unescape(match[2]).strip()
     display = "inline" if match[1] == "span" else "block"
     formula = convert(tex, display=display)
+    # As in print: no space between min and its bracket, a thin one on both sides of log.
+    formula = re.sub(r"<mo>(min|max)</mo>", r"<mi>\1</mi>", formula)
+    formula = formula.replace("<mi>log</mi>", '<mo lspace=".17em" rspace=".17em">log</mo>')
     return formula if display == "inline" else f'<div class="formula">{formula}</div>'

@@ -1,7 +1,7 @@
 """The built site, as a reader sees it in Chromium: nothing is wider than the window.
 
-    apt-get install chromium; python -m pytest tests/test_site.py     # marked night
-    SITE_SCREENSHOTS=FOLDER ...                                        # keeps the pictures
+apt-get install chromium; python -m pytest tests/test_site.py     # marked night
+SITE_SCREENSHOTS=FOLDER ...                                        # keeps the pictures
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import http.server
 import os
-import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -80,7 +79,8 @@ def test_no_page_is_wider_than_the_window(site, address, browser, tmp_path, widt
         cut = browser.run(
             f"""[...document.querySelectorAll('.md-content__inner *')].filter(each =>
                 !each.closest('{SCROLLS}') && each.getClientRects().length
-                && each.getBoundingClientRect().right > innerWidth + 1).map(each => each.outerHTML.slice(0, 90))"""
+                && each.getBoundingClientRect().right > innerWidth + 1
+                ).map(each => each.outerHTML.slice(0, 90))"""
         )
         if inside > outside or cut:
             wide[page] = inside, outside, cut[:3]
@@ -91,5 +91,7 @@ def test_no_page_is_wider_than_the_window(site, address, browser, tmp_path, widt
 def test_a_wide_page_would_be_noticed(address, browser) -> None:
     browser.show(f"{address}/index.html", 500)
     browser.run("document.querySelector('article').style.width = '900px'")
-    assert browser.run("document.documentElement.scrollWidth > 500 || "
-        "document.querySelector('article').getBoundingClientRect().right > 501")
+    assert browser.run(
+        "document.documentElement.scrollWidth > 500 || "
+        "document.querySelector('article').getBoundingClientRect().right > 501"
+    )

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe by its DevTools protocol: no package beside the browser."""
+"""A headless Chromium, driven by its DevTools protocol: it requires only the browser."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class Browser:
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
         # The protocol is read from descriptor 3 and written to 4.
+        options = "--headless=new --remote-debugging-pipe --no-sandbox --disable-gpu --no-first-run"
+        options += f" --hide-scrollbars --disable-dev-shm-usage --user-data-dir={folder}"
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "bash", CHROMIUM]
-            + ["--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"]
-            + ["--hide-scrollbars", "--no-first-run", "--disable-dev-shm-usage"]
-            + [f"--user-data-dir={folder}", "about:blank"],
+            ["bash", "-c", f"exec {CHROMIUM} {options} 3<&{to_read} 4>&{to_write}"],
             pass_fds=(to_read, to_write),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
