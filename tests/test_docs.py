@@ -177,10 +177,11 @@ def test_imports_that_a_diff_adds_exist(page) -> None:
             exec(text, {})
 
 
+SHOWN = [page for page in PAGES if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md")]
 COLUMNS = 76  # what the site shows of a line beside its navigation
 
 
-@by_page
+@pytest.mark.parametrize("page", SHOWN, ids=page_name)
 def test_code_fits_the_column_of_the_site(page) -> None:
     """Blocks of a page, and signatures. A docstring's own blocks scroll in themselves."""
     text = page.read_text()
