@@ -32,7 +32,7 @@ SECTION = re.compile(
 )
 # "name: text", "a, b: text", "`[s, b]` ..."; a deeper line goes on with the entry above it.
 NAMES = re.compile(r"([\w*., ]+?):(?= |$)")
-LINE = 88
+LINE = 76  # what fits beside the site's navigation
 
 
 def page(text: str) -> str:
@@ -125,7 +125,15 @@ def signature(thing: Any, name: str) -> str:
     line = f"{name}({', '.join(parts)}){end}"
     if len(line) <= LINE or not parts:
         return line
-    return "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){end}"])
+    return "\n".join([f"{name}(", *(_broken(f"    {part},") for part in parts), f"){end}"])
+
+
+def _broken(line: str) -> str:
+    """A parameter too long for a line, with the values of its default tuple on one of their own."""
+    head, opened, values = line.partition(" = (")
+    if len(line) <= LINE or not opened:
+        return line
+    return f"{head} = (\n        {values.removesuffix('),')},\n    ),"
 
 
 def _parameter(parameter: inspect.Parameter) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import mcore_logprobs
+from mcore_logprobs.spelling import nearest
 
 # Names of a dtype that a command line takes: torch's.
 DTYPES = {
@@ -54,12 +54,6 @@ class Parser(argparse.ArgumentParser):
         if choice:
             message += nearest(choice[1], re.findall(r"[\w.-]+", choice[2]))
         super().error(message)
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """ "; did you mean X?", or nothing where no known word is close."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def positive(text: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import numbers
 import textwrap
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ import torch
 from mcore_logprobs import checks
 from mcore_logprobs.checks import Check
 from mcore_logprobs.kernels.backend import BACKENDS
+from mcore_logprobs.spelling import nearest
 from mcore_logprobs.vocabulary import true_vocab_size
 
 ARG_PREFIX = "logprob_"
@@ -141,6 +143,24 @@ def _documented(cls: _Class) -> _Class:
     return cls
 
 
+def _suggesting(cls: _Class) -> _Class:
+    """The constructor's error for an unknown keyword names the nearest field."""
+    known, plain = _settings(cls), cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(plain)
+    def init(self: Any, **fields: Any) -> None:
+        for name in fields:
+            if name not in known:
+                raise TypeError(
+                    f"{cls.__name__}() got an unexpected keyword argument {name!r}"
+                    f"{nearest(name, known)}"
+                )
+        plain(self, **fields)
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
 def _settings(cls: Any) -> dict[str, _Setting]:
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(cls)}
 
@@ -158,6 +178,7 @@ def _plain(value: Any) -> Any:
 
 
 @_documented
+@_suggesting
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogprobConfig:
     """What a patched model computes and returns. Immutable, hashable, validated on construction.
@@ -261,6 +282,11 @@ class LogprobConfig:
         "Which kernels to run: 'auto' takes the best available ones; any other that is unavailable "
         "raises where it is used.",
     )
+    check_labels: bool = _switch(
+        False,
+        "Raise in a call whose labels are its input_ids themselves and not the tokens after them, "
+        "at the price of one host sync.",
+    )
 
     def __post_init__(self) -> None:
         for name, setting in _settings(self).items():
@@ -318,8 +344,14 @@ class LogprobConfig:
         Raises:
             ValueError: with the path, no YAML, not a mapping, an unknown key, or a value that its
                 field does not accept.
+            ImportError: PyYAML is not installed.
         """
-        import yaml
+        try:
+            import yaml
+        except ImportError as error:
+            raise ImportError(
+                "LogprobConfig.from_yaml: expected PyYAML to be installed: pip install pyyaml"
+            ) from error
 
         try:
             with open(path, encoding="utf-8") as file:

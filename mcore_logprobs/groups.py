@@ -181,9 +181,12 @@ class VocabShard:
         if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
             raise ValueError(f"vocab_size: expected an int or None, got {vocab_size!r}")
         if not 1 <= vocab_size <= padded:
+            hint = ""
+            if vocab_size > padded:
+                hint = f"; is tp_group, of size {tp_size}, the tensor-parallel group?"
             raise ValueError(
                 f"vocab_size: expected 1 to {padded} (V/TP {width} x TP {tp_size}), got "
-                f"{vocab_size}"
+                f"{vocab_size}{hint}"
             )
         return cls(group, width, vocab_size)
 

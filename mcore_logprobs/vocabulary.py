@@ -21,7 +21,7 @@ def true_vocab_size(args: Any) -> int | None:
     if not hasattr(args, "padded_vocab_size"):
         return None
     padded = args.padded_vocab_size
-    size = _tokenizer_size() or _size_by_flags(args)
+    size = tokenizer_size() or _size_by_flags(args)
     if size is None and padded is not None:
         raise ValueError(
             f"padded_vocab_size is {padded}, and neither a tokenizer nor --vocab-size says how "
@@ -31,7 +31,7 @@ def true_vocab_size(args: Any) -> int | None:
     return None if size is None or size == padded else size
 
 
-def _tokenizer_size() -> int | None:
+def tokenizer_size() -> int | None:
     """The size of the tokenizer that Megatron-LM holds for this process, if it has built one."""
     holder = sys.modules.get("megatron.training.global_vars")
     tokenizer = getattr(holder, "_GLOBAL_TOKENIZER", None)

@@ -149,6 +149,8 @@ tests() {
 
 stage ruff-check python -m ruff check .
 stage ruff-format python -m ruff format --check .
+pages() { python -m ruff format --check --line-length 76 ./*.md docs/*.md docs/*/*.md; }
+stage ruff-pages pages
 stage mypy python -m mypy
 stage pytest tests "$@"
 covered() { python -m coverage combine -q && python -m tests.covered; }

@@ -36,6 +36,7 @@ SETTINGS = {
     "logits_dtype": (torch.float32, torch.bfloat16, "bfloat16", "bf16"),
     "chunk_size": (None, 64, "64", "64"),
     "backend": ("auto", "torch", "torch", "torch"),
+    "check_labels": (False, True, "true", "true"),
 }
 NAMES = [f.name for f in dataclasses.fields(LogprobConfig)]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -63,6 +64,10 @@ def cpu_training() -> Iterator[bool]:
         if active:
             if getattr(typing, "override", _MISSING) is _MISSING:
                 _replace(undo, typing, "override", typing_extensions.override)
+            if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+                # Megatron's arguments demand it under TP, SP and CP, GPU or not.
+                os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+                undo.callback(os.environ.pop, "CUDA_DEVICE_MAX_CONNECTIONS", None)
             _once(undo, _loop)
         yield active
 

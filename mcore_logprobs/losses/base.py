@@ -265,7 +265,10 @@ class TokenLoss:
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
         names = list(self.tensors)
         if len(names) != len(tensors):
-            raise ValueError(f"loss: expected the per-token tensors {names}, got {len(tensors)}")
+            hint = "; second_pass makes them from a first pass" if self.passes == 2 else ""
+            raise ValueError(
+                f"loss: expected the per-token tensors {names}, got {len(tensors)}{hint}"
+            )
         for name, tensor in zip(names, tensors, strict=True):
             check_shape(name, tensor, logprobs)
         given = {name: tensor.detach() for name, tensor in zip(names, tensors, strict=True)}

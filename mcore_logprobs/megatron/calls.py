@@ -304,6 +304,17 @@ class Call:
         return self.config.output == "loss" and all(x is None for x in asked)
 
     @property
+    def needs_labels(self) -> str:
+        """The open block that has no meaning without labels, or ""."""
+        asked = {
+            "policy_loss": self.policy,
+            "map": self.mapped,
+            "replay": self.kept_ids,
+            "divergence": self.teacher,
+        }
+        return next((name for name, given in asked.items() if given is not None), "")
+
+    @property
     def filtered(self) -> bool:
         """Whether log-probabilities are those of a filtered distribution."""
         return self.config.top_k is not None or self.config.top_p < 1.0
@@ -360,3 +371,24 @@ class Running:
 
 
 NOT_TOLD: Any = object()
+
+
+def check_shifted(input_ids: Any, labels: Any, ignore_index: int) -> None:
+    """Check that labels are the tokens after their inputs, where both are there. Host sync.
+
+    Raises:
+        ValueError: most labels are the inputs' own tokens, and fewer are the next ones.
+    """
+    if not (isinstance(input_ids, Tensor) and isinstance(labels, Tensor)):
+        return
+    if input_ids.shape != labels.shape:
+        return
+    counted = labels != ignore_index
+    same = counted & (labels == input_ids)
+    following = counted[:, :-1] & (labels[:, :-1] == input_ids[:, 1:])
+    own, right, total = torch.stack([same.sum(), following.sum(), counted.sum()]).tolist()
+    if 2 * own > total and own > right:
+        raise ValueError(
+            f"labels: expected the token after each input, got the input's own at {own} of {total} "
+            "positions; shift them: labels[:, t] = tokens[:, t + 1]"
+        )

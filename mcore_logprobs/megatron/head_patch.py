@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.megatron.calls import NOT_TOLD, Call, OpenBlocks, Running
+from mcore_logprobs.megatron.calls import NOT_TOLD, Call, OpenBlocks, Running, check_shifted
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
@@ -265,6 +265,13 @@ class _WithLabels:
                 raise ValueError(f"inside PatchHandle.{block}: expected a call without labels")
             given["labels"] = labels = own
             mtp = "off" if call.draw is not None else mtp
+        if labels is None and (block := call.needs_labels):
+            raise ValueError(
+                f"inside PatchHandle.{block}: expected a call with labels, got none; pass labels= "
+                "or open PatchHandle.targets too"
+            )
+        if call.config.check_labels and call.draw is None and call.rows is None:
+            check_shifted(given["input_ids"], labels, call.config.ignore_index)
         if call.rows is not None and mtp == "keep" and mtp_layers(patch.model):
             raise ValueError(
                 "rows: expected mtp='off' for a model with multi-token prediction, whose losses "

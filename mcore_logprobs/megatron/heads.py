@@ -19,6 +19,7 @@ from mcore_logprobs.megatron.adapters import (
 )
 from mcore_logprobs.megatron.versions import takes
 from mcore_logprobs.ops.source import check_segments
+from mcore_logprobs.vocabulary import tokenizer_size
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
@@ -179,6 +180,21 @@ def say_left_out(reason: str) -> None:
     if reason not in _said:
         _said.add(reason)
         logger.warning("output='stats' leaves a loss out: %s", reason)
+
+
+def say_padding(language_model: Any, config: LogprobConfig) -> None:
+    """One log line where padding is counted, if Megatron-LM's tokenizer has the true size."""
+    size, columns = tokenizer_size(), getattr(language_model, "vocab_size", None)
+    if config.vocab_size is not None or size is None or columns is None or size >= columns:
+        return
+    if (reason := f"vocab_size {size} of {columns}") not in _said:
+        _said.add(reason)
+        logger.warning(
+            "vocab_size: expected %d, the tokenizer's size, got None, which counts all %d columns "
+            "of the head: its padding has probability too",
+            size,
+            columns,
+        )
 
 
 def require_fused(config: LogprobConfig, reason: str, tp_group: Any) -> None:

@@ -28,6 +28,7 @@ from mcore_logprobs.megatron.heads import find_language_models
 from mcore_logprobs.megatron.imports import after_import, replace_function
 from mcore_logprobs.megatron.patch import patch_gpt_model
 from mcore_logprobs.megatron.versions import takes
+from mcore_logprobs.spelling import nearest
 
 ARGUMENTS = "megatron.training.arguments"
 BUILDERS = "megatron.training.models.dist_utils"
@@ -57,7 +58,9 @@ class Launcher:
         self._settings, rest = parser.parse_known_args(list(arguments))
         self.given = [a for a in arguments if a.startswith(FLAG)]
         if unknown := [a for a in rest if a.startswith(FLAG)]:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            flags = [flag for flag in parser._option_string_actions if flag.startswith(FLAG)]
+            hint = nearest(unknown[0].partition("=")[0], flags)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         self.parsed = False
         self.patched = 0
         self._passed_over: list[str] = []

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
+from mcore_logprobs.megatron.blocks import block
 from mcore_logprobs.megatron.calls import Call, Draw, OpenBlocks, PerToken, PolicyLoss, Teacher
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.megatron.heads import (
@@ -28,6 +29,7 @@ from mcore_logprobs.megatron.heads import (
     loss_reason,
     own_loss,
     say_left_out,
+    say_padding,
 )
 from mcore_logprobs.ops.lora import LoRAInput
 from mcore_logprobs.ops.rows import check_rows
@@ -84,9 +86,14 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
             continue
         present = patch_of(language_model)
         if present is not None and present.config != wanted:
+            theirs, ours = present.config.as_dict(), wanted.as_dict()
+            differ = [k for k in ours if ours[k] != theirs[k]]
             raise ValueError(
-                f"{type(language_model).__name__} is patched already, with {present.config}; "
-                f"got {wanted}. Call unpatch_model first"
+                f"{type(language_model).__name__} is patched already: expected "
+                + ", ".join(f"{k}={theirs[k]!r}" for k in differ)
+                + ", got "
+                + ", ".join(f"{k}={ours[k]!r}" for k in differ)
+                + "; call unpatch_model first"
             )
         head = present or HeadPatch(language_model, wanted)
         head.check(wanted)
@@ -100,6 +107,7 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     for head, is_new in heads:
         if is_new:
             head.install()
+            say_padding(head.model, wanted)
     return PatchHandle(model, heads, wanted)
 
 
@@ -173,7 +181,7 @@ class PatchHandle:
         """Undo what this handle's own call patched."""
         _remove(self._owned)
 
-    @contextlib.contextmanager
+    @block
     def options(self, **fields: Any) -> Iterator[None]:
         """For calls in this block: `LogprobConfig` fields that differ from the patch's.
 
@@ -200,7 +208,7 @@ class PatchHandle:
         with self._during(change):
             yield
 
-    @contextlib.contextmanager
+    @block
     def policy_loss(
         self,
         loss_fn: Callable[..., Tensor],
@@ -226,7 +234,7 @@ class PatchHandle:
         with self._during(lambda call: replace(call, policy=policy, mapped=None)):
             yield
 
-    @contextlib.contextmanager
+    @block
     def map(self, fn: Callable[..., Any], *per_token_tensors: Tensor) -> Iterator[None]:
         """For calls in this block: the model returns what `linear_map` gives.
 
@@ -246,7 +254,7 @@ class PatchHandle:
         with self._during(lambda call: replace(call, mapped=mapped, policy=None)):
             yield
 
-    @contextlib.contextmanager
+    @block
     def targets(self, target: Tensor, rows: Tensor | None = None) -> Iterator[None]:
         """For calls in this block that pass no labels: what `labels=target` gives.
 
@@ -280,7 +288,7 @@ class PatchHandle:
         with self._during(lambda call: replace(call, target=target, rows=rows)):
             yield
 
-    @contextlib.contextmanager
+    @block
     def replay(self, kept_ids: tuple[Tensor, Tensor]) -> Iterator[None]:
         """For calls in this block: log-probabilities over the ids that the sampler kept.
 
@@ -305,7 +313,7 @@ class PatchHandle:
         with self._during(lambda call: replace(call, kept_ids=(ids, offsets))):
             yield
 
-    @contextlib.contextmanager
+    @block
     def divergence(
         self,
         kind: str = "forward",
@@ -371,7 +379,7 @@ class PatchHandle:
         with self._during(lambda call: replace(call, teacher=teacher)):
             yield
 
-    @contextlib.contextmanager
+    @block
     def sample(
         self,
         seed: int | Tensor,

@@ -36,9 +36,20 @@ def check_shape(name: str, got: Tensor, shape: torch.Size, device: torch.device)
         hint = ""
         if got.dim() == len(shape) >= 2 and got.transpose(0, 1).shape == shape:
             hint = "; hidden is [s, b, h] and takes [s, b], logits [b, s, V/TP] take [b, s]"
+        elif got.dim() == len(shape) >= 1 and got.shape[1:] == shape[1:]:
+            hint = _sequence_hint(got.shape[0], shape[0])
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(got.shape)}{hint}")
     if got.device != device:
         raise ValueError(f"{name}: expected device {device}, got {got.device}")
+
+
+def _sequence_hint(got: int, expected: int) -> str:
+    """What to do where one of two lengths is of a rank's part of the sequence."""
+    if expected and got > expected and got % expected == 0:
+        return "; if hidden is one TP rank's part of the sequence, pass sequence_parallel=True"
+    if got and expected > got and expected % got == 0:
+        return "; under sequence_parallel=True it is of the whole sequence, on every TP rank"
+    return ""
 
 
 def check_target(

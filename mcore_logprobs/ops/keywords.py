@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import torch
 
 from mcore_logprobs.consistency import VARIABLE, comparing
+from mcore_logprobs.spelling import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,6 +140,7 @@ def shared_keywords(
                 unknown = next(name for name in kwargs if name not in known)
                 raise TypeError(
                     f"{function.__name__}() got an unexpected keyword argument {unknown!r}"
+                    f"{nearest(unknown, known)}"
                 )
             if not torch.compiler.is_compiling() and os.environ.get(VARIABLE) == "1":
                 with comparing(function.__name__, signature.bind(*args, **kwargs).arguments):

@@ -52,6 +52,12 @@ class TokenStats:
     policy_loss: Tensor | None = None
     divergence: Tensor | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"TokenStats has no attribute {name!r}: use .logprobs, a tensor; with output='loss' a "
+            "patched model returns the loss itself"
+        )
+
     @property
     def loss(self) -> Tensor:
         """Cross entropy for each token, `-logprobs`."""

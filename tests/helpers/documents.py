@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import textwrap
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,7 @@ def reader_names() -> dict[str, Any]:
         "weight": weight,
         "logits": logits,
         "stats": stats,
+        "tokenizer": types.SimpleNamespace(vocab_size=64),
         "tp": None,
         "old_logprobs": stats.logprobs,
         "train_logprobs": stats.logprobs,

@@ -1,0 +1,65 @@
+"""What a method of `PatchHandle` returns: a `with` block that says when it was left out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, ParamSpec
+
+from mcore_logprobs.spelling import nearest
+
+P = ParamSpec("P")
+
+
+class Block(contextlib.AbstractContextManager[None]):
+    """A context manager; one that is dropped before it was entered warns."""
+
+    def __init__(self, name: str, context: contextlib.AbstractContextManager[None]) -> None:
+        self._name, self._context, self._entered = name, context, False
+
+    def __enter__(self) -> None:
+        self._entered = True
+        self._context.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, trace)
+
+    def __del__(self) -> None:
+        if not self._entered:
+            warnings.warn(
+                f"{self._name}(...) did nothing: expected a with statement around the model's call",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def block(function: Callable[P, Iterator[None]]) -> Callable[P, Block]:
+    """`contextlib.contextmanager` whose context is a `Block`.
+
+    Raises: TypeError from the call, with the nearest keyword for one that is misspelt.
+    """
+    manager = contextlib.contextmanager(function)
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Block:
+        name: Any = function.__qualname__
+        for keyword in kwargs:
+            if keyword not in parameters and not takes_any:
+                raise TypeError(
+                    f"{name}() got an unexpected keyword argument {keyword!r}"
+                    f"{nearest(keyword, parameters)}"
+                )
+        return Block(name, manager(*args, **kwargs))
+
+    return call

@@ -1,0 +1,109 @@
+"""Mistakes with a patched model: each is an error, a warning or a log line that names the cure."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+
+from mcore_logprobs import LogprobConfig, TokenStats, patch_model
+from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.losses import ReinforceLoss
+from mcore_logprobs.megatron import heads
+from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
+
+
+def mistakes() -> None:
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        inputs, labels = batch["inputs"], batch["labels"]
+        handle = patch_model(model, LogprobConfig(temperature=0.5, chunk_size=8))
+        with pytest.raises(
+            ValueError, match=r"already: expected temperature=0\.5, got temperature=1"
+        ):
+            patch_model(model, LogprobConfig(chunk_size=8))
+        policy = ReinforceLoss(), torch.ones(labels.shape)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            handle.policy_loss(*policy)
+            gc.collect()
+            with handle.policy_loss(*policy):
+                stats = model(**inputs, labels=labels)
+        texts = [str(w.message) for w in seen if w.category is RuntimeWarning]
+        assert texts == [
+            "PatchHandle.policy_loss(...) did nothing: expected a with statement around the "
+            "model's call"
+        ]
+        assert isinstance(stats, TokenStats)
+        assert stats.policy_loss is not None
+        with (
+            handle.policy_loss(*policy),
+            pytest.raises(ValueError, match=r"\.policy_loss: expected a call with labels"),
+        ):
+            model(**inputs)
+        with pytest.raises(TypeError, match="'denominater'; did you mean denominator"):
+            handle.policy_loss(*policy, denominater=2.0)  # type: ignore[call-arg]
+        handle.remove()
+
+
+def unshifted_labels() -> None:
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        inputs = make_batch(parallel_state)["inputs"]
+        ids = inputs["input_ids"]
+        shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+        masked = torch.where(torch.rand(ids.shape) < 0.3, ids, -100)
+        with patch_model(model, LogprobConfig(check_labels=True)) as handle:
+            for wrong in (ids, masked):
+                with pytest.raises(ValueError, match="expected the token after each input"):
+                    model(**inputs, labels=wrong)
+            for right in (shifted, torch.full_like(ids, -100)):
+                model(**inputs, labels=right)
+            repeated = torch.full_like(ids, 7)  # its own next token
+            model(**inputs | {"input_ids": repeated}, labels=repeated)
+            with handle.options(check_labels=False):
+                model(**inputs, labels=ids)
+
+
+def padding_that_counts() -> list[str]:
+    """With Megatron-LM's tokenizer smaller than the head; the log lines of two patches."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_logprobs").addHandler(handler)
+    held = "megatron.training.global_vars"
+    before = sys.modules.get(held)
+    tokenizer = types.SimpleNamespace(vocab_size=VOCAB - 6)
+    sys.modules[held] = types.SimpleNamespace(_GLOBAL_TOKENIZER=tokenizer)  # type: ignore[assignment]
+    heads._said.clear()
+    try:
+        with megatron():
+            model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+            for size in (VOCAB - 6, None, None):
+                patch_model(model, LogprobConfig(vocab_size=size)).remove()
+    finally:
+        logging.getLogger("mcore_logprobs").removeHandler(handler)
+        if before is None:
+            del sys.modules[held]
+        else:
+            sys.modules[held] = before
+    return lines
+
+
+@pytest.mark.parametrize("check", [mistakes, unshifted_labels], ids=lambda f: f.__name__)
+def test_mistakes(ranks, check):
+    ranks(1).run(check)
+
+
+def test_padding_that_is_counted_is_said_once(ranks):
+    (lines,) = ranks(1).run(padding_that_counts)
+    assert lines == [
+        "vocab_size: expected 90, the tokenizer's size, got None, which counts all 96 columns of "
+        "the head: its padding has probability too"
+    ]

@@ -1,0 +1,73 @@
+"""Mistakes that are easily made: the error names the cure."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_logprobs import LogprobConfig, linear_token_stats, vocab_parallel_logprobs
+from mcore_logprobs.losses import GSPOLoss
+from mcore_logprobs.megatron.launcher import Launcher
+
+HIDDEN, WEIGHT = torch.randn(8, 2, 4), torch.randn(12, 4)
+IDS = torch.randint(12, (16, 2))
+
+
+def test_a_whole_target_with_a_part_of_the_sequence() -> None:
+    with pytest.raises(ValueError, match=r"got \(16, 2\); .* pass sequence_parallel=True"):
+        linear_token_stats(HIDDEN, WEIGHT, IDS)
+    with pytest.raises(ValueError, match=r"got \(4, 2\); under sequence_parallel=True"):
+        linear_token_stats(HIDDEN, WEIGHT, IDS[:4])
+    with pytest.raises(ValueError, match=r"got \(7, 2\)$"):
+        linear_token_stats(HIDDEN, WEIGHT, IDS[:7])
+
+
+def test_a_vocabulary_larger_than_the_group_s() -> None:
+    with pytest.raises(ValueError, match=r"1 to 12 .* got 48; is tp_group, of size 1, the tensor"):
+        linear_token_stats(HIDDEN, WEIGHT, IDS[:8], vocab_size=48)
+
+
+def test_misspelt_keywords() -> None:
+    with pytest.raises(TypeError, match="'entropi'; did you mean entropy"):
+        linear_token_stats(HIDDEN, WEIGHT, IDS[:8], entropi=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'temprature'; did you mean temperature"):
+        vocab_parallel_logprobs(torch.randn(3, 4), IDS[:3, 0], temprature=2.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'entropi'; did you mean entropy"):
+        LogprobConfig(entropi=True)  # type: ignore[call-arg]
+
+
+def test_a_misspelt_flag(capsys) -> None:
+    with pytest.raises(SystemExit):
+        Launcher(["--logprob-entropyy"])
+    assert "--logprob-entropyy; did you mean --logprob-entropy?" in capsys.readouterr().err
+
+
+def test_yaml_without_pyyaml(monkeypatch, tmp_path) -> None:
+    plain = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "yaml":
+            raise ImportError("No module named 'yaml'")
+        return plain(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="pip install pyyaml"):
+        LogprobConfig.from_yaml(tmp_path / "settings.yaml")
+
+
+def test_an_objective_of_two_passes_in_one() -> None:
+    logprobs = torch.randn(4)
+    with pytest.raises(ValueError, match=r"'sequence_log_ratio'.* got 2; second_pass makes them"):
+        GSPOLoss()(logprobs, None, logprobs, logprobs)
+
+
+def test_statistics_taken_for_a_tensor() -> None:
+    stats = linear_token_stats(HIDDEN, WEIGHT, IDS[:8])
+    with pytest.raises(AttributeError, match=r"'mean': use \.logprobs.* output='loss'"):
+        _ = stats.mean()
+    assert copy.deepcopy(stats).shape == stats.shape
+    assert stats.target_rank is None
