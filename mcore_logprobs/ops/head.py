@@ -4,7 +4,8 @@
         forward    chunk = tile @ weight[block]^T          -> what the operation takes of it
         backward   chunk again -> dLogits, in its place    -> dWeight[block], dHidden[tile]
 
-Only one chunk of logits exists at a time, forward and backward. Under sequence parallelism a tile
+One chunk of logits exists at a time, forward and backward, or the chunks of one tile where an
+operation holds them. Under sequence parallelism a tile
 is gathered from all ranks when it is needed (the next one while this one is worked on), so that
 the whole sequence is never held either; its gradient is reduce-scattered the same way.
 """

@@ -177,25 +177,25 @@ def linear_policy_loss(
             `linear_token_stats`. Rows whose target is ignore_index add nothing.
         {shared}
 
-    chunk_size is rows at a time. A chunk spans all of a rank's columns; None: as many rows as fit
-    128 MiB on a CPU, 1 GiB on a GPU, in float32; there 4096 if 2.5 GiB hold them, and chunks of
-    about one size.
+    chunk_size is rows per tile. The logits of a tile exist at one time, over all of a rank's columns;
+    None: as many rows as fit 128 MiB on a CPU, 1 GiB on a GPU, in float32; there 4096 if 2.5 GiB
+    hold them; tiles of about one size.
 
-    Cost: three GEMMs, where `linear_token_stats` with a backward takes four. Each chunk
+    Cost: three GEMMs, where `linear_token_stats` with a backward takes four. Each tile
     reads and writes dWeight in float32 once.
 
-    Collectives: one all-gather of `[k, rows]` over TP a chunk (with the rank one all-reduce of
-    `[rows]` more); none on one rank. Where hidden needs a gradient one all-reduce of dHidden a
-    chunk, or a reduce-scatter under sequence parallelism, while the next chunk is computed. Where a
-    LoRA's A needs one, one all-reduce of `[r, h]`.
+    Collectives: one all-gather of `[k, rows]` over TP per tile (with the rank one all-reduce of
+    `[rows]` more, with a bias `[2, rows]`); none on one rank. Where hidden needs a gradient one
+    all-reduce of dHidden per tile, or a reduce-scatter under sequence parallelism, while the next
+    tile is computed. Where a LoRA's A needs one, one all-reduce of `[r, h]`.
 
-    Memory: two chunks, and the gradients of hidden, weight and LoRA in float32, from the forward to
-    the backward. `backward` may run once.
+    Memory: a tile of logits, the gradient of one chunk in the operands' dtype, and the gradients of
+    hidden, weight and LoRA in float32, from the forward to the backward. `backward` may run once.
 
     Raises:
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors
             of another shape or that require a gradient; a denominator that is 0, negative, NaN or
-            inf (a CUDA tensor's value is not looked at). After the first chunk: a loss_fn that
+            inf (a CUDA tensor's value is not looked at). After the first tile: a loss_fn that
             returns another shape, a loss that is cut off from the log-probabilities and the
             entropy although an input requires a gradient, a loss that depends on another tensor
             that requires one (a parameter in the function's closure).
