@@ -5,9 +5,9 @@
         backward   chunk again -> dLogits, in its place    -> dWeight[block], dHidden[tile]
 
 One chunk of logits exists at a time, forward and backward, or the chunks of one tile where an
-operation holds them. Under sequence parallelism a tile
-is gathered from all ranks when it is needed (the next one while this one is worked on), so that
-the whole sequence is never held either; its gradient is reduce-scattered the same way.
+operation holds them. Under sequence parallelism a tile is gathered from all ranks when it is needed
+(the next one while this one is worked on), so that the whole sequence is never held either; its
+gradient is reduce-scattered the same way.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def linear_policy_loss(
             `linear_token_stats`. Rows whose target is ignore_index add nothing.
         {shared}
 
-    chunk_size is rows per tile. The logits of a tile exist at one time, over all of a rank's columns;
+    chunk_size is rows per tile. A tile's logits exist at one time, over all of a rank's columns.
     None: as many rows as fit 128 MiB on a CPU, 1 GiB on a GPU, in float32; there 4096 if 2.5 GiB
     hold them; tiles of about one size.
 
