@@ -32,10 +32,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_logprobs import consistency
+from mcore_logprobs import arguments, consistency
 from mcore_logprobs.bench import machine
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.ops import arguments
 from mcore_logprobs.ops.divergence import vocab_parallel_kl_div
 from mcore_logprobs.ops.token_stats import (
     vocab_parallel_entropy,

@@ -2,7 +2,7 @@
 
 A check is called as `check_positive("temperature", value)` and raises a ValueError that names the
 setting, what was expected and what was given. `check.expected` is the middle part, for help texts.
-Tensors are checked by `ops.arguments`, groups by `groups`.
+Tensors are checked by `arguments`, groups by `groups`.
 """
 
 from __future__ import annotations

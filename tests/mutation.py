@@ -44,6 +44,8 @@ TESTS = {
     "ops/linear_map": f"tests/test_hidden_edges.py {OPERATIONS}",
     "ops/": "tests/test_statistics_edges.py tests/test_soundness.py tests/test_nan_rows.py "
     f"tests/test_hidden_edges.py tests/test_costs_logits.py {OPERATIONS}",
+    "sources/": "tests/test_statistics_edges.py tests/test_soundness.py tests/test_nan_rows.py "
+    f"tests/test_hidden_edges.py tests/test_costs_logits.py {OPERATIONS}",
     "kernels/pairs": f"tests/test_divergences.py {OPERATIONS}",
     "kernels/": "tests/kernels/test_reference.py tests/test_statistics_edges.py "
     f"tests/kernels/test_inductor.py tests/test_invariant_logits.py {OPERATIONS}",

@@ -18,7 +18,7 @@ from mcore_logprobs import (
     vocab_parallel_token_stats,
     vocab_parallel_topk,
 )
-from mcore_logprobs.ops.head import HeadLogits
+from mcore_logprobs.sources.head import HeadLogits
 from tests.helpers import oracles
 from tests.helpers.heads import (
     Problem,

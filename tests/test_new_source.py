@@ -20,9 +20,9 @@ from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.ops.gather import gather
 from mcore_logprobs.ops.sampling import sampling_logprobs
-from mcore_logprobs.ops.source import Entries, Placed, Source
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.ops.topk import topk
+from mcore_logprobs.sources.source import Entries, Placed, Source
 from tests.helpers.shards import world_group, world_rank, world_size
 
 ROWS, VOCAB, TILE, WEIGHT = 5, 12, 2, 0.3

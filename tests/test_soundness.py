@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mcore_logprobs as ml
-from mcore_logprobs.ops.head import HeadLogits
+from mcore_logprobs.sources.head import HeadLogits
 from tests.engine import cases, run
 from tests.ops import OPERATIONS
 

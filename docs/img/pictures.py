@@ -137,8 +137,8 @@ def one_way(c: dict[str, str]) -> Any:
     """Source, operation, backend: what each call passes."""
     figure, axis = _canvas(c, 5.6)
     ink, faint = c["ink"], c["faint"]
-    _box(axis, c, (0.3, 3.75), (2.5, 1.1), "ours2", "GivenLogits", "a tensor", "ops/source.py")
-    _box(axis, c, (0.3, 1.15), (2.5, 1.1), "ours2", "HeadLogits", "hidden, weight", "ops/head.py")
+    _box(axis, c, (0.3, 3.75), (2.5, 1.1), "ours2", "GivenLogits", "a tensor", "sources/")
+    _box(axis, c, (0.3, 1.15), (2.5, 1.1), "ours2", "HeadLogits", "hidden, weight", "sources/")
     _box(
         axis, c, (4.2, 2.05), (2.6, 1.9), "ours", "apply", "one autograd function", "ops/driver.py"
     )

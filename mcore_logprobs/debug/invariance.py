@@ -19,16 +19,16 @@ from mcore_logprobs.collectives import ordered_sum_dim0
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
 from mcore_logprobs.ops.driver import show
-from mcore_logprobs.ops.head import HeadLogits, head_logits
-from mcore_logprobs.ops.head_gradients import HiddenGradient
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
-from mcore_logprobs.ops.source import GivenLogits, Source, given_logits
 from mcore_logprobs.ops.token_stats import (
     Statistics,
     linear_token_stats,
     vocab_parallel_token_stats,
 )
+from mcore_logprobs.sources.head import HeadLogits, head_logits
+from mcore_logprobs.sources.head_gradients import HiddenGradient
+from mcore_logprobs.sources.source import GivenLogits, Source, given_logits
 
 # Few calls and few kinds of kernel: what a compiled backend has not seen yet takes a second each.
 _SEGMENTS, _SIZES = 8, (2, 4)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mcore_logprobs as ours
+from mcore_logprobs.arguments import unwrap_logits, unwrap_rows
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.context_parallel.layouts import SequenceLayout
 from mcore_logprobs.dropin._common import (
@@ -49,7 +50,6 @@ from mcore_logprobs.dropin.nemo_logprobs import (
     rank_in_group,
     unpatch_gpt_model_forward_for_linear_ce_fusion,
 )
-from mcore_logprobs.ops.arguments import unwrap_logits, unwrap_rows
 
 __all__ = [
     "AllGatherCPTensor",

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_logprobs.arguments import check_seed
 from mcore_logprobs.checks import check_not_negative, check_top_k, check_top_p
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.ops.arguments import check_seed
-from mcore_logprobs.ops.lora import LoRAInput
 from mcore_logprobs.ops.loss_function import check_denominator
-from mcore_logprobs.ops.rows import check_rows
 from mcore_logprobs.ops.topk_divergence import TopKDivergence
+from mcore_logprobs.sources.lora import LoRAInput
+from mcore_logprobs.sources.rows import check_rows
 
 
 @dataclass(frozen=True)

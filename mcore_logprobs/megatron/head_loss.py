@@ -18,16 +18,16 @@ from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
 from mcore_logprobs.ops.divergence import any_teacher, kl_div
-from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.sample import sample, without_zeros
 from mcore_logprobs.ops.sampling import Filters, filtered_stats
-from mcore_logprobs.ops.source import given_logits
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import given_logits
 
 NO_ID = -100  # in a teacher's ids: no id is there
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"

@@ -18,7 +18,7 @@ from mcore_logprobs.megatron.adapters import (
     is_adapter,
 )
 from mcore_logprobs.megatron.versions import takes
-from mcore_logprobs.ops.source import check_segments
+from mcore_logprobs.sources.source import check_segments
 from mcore_logprobs.vocabulary import tokenizer_size
 
 logger = logging.getLogger("mcore_logprobs")

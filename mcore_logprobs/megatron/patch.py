@@ -31,8 +31,8 @@ from mcore_logprobs.megatron.heads import (
     say_left_out,
     say_padding,
 )
-from mcore_logprobs.ops.lora import LoRAInput
-from mcore_logprobs.ops.rows import check_rows
+from mcore_logprobs.sources.lora import LoRAInput
+from mcore_logprobs.sources.rows import check_rows
 
 
 def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:

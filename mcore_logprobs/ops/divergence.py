@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import check_mask, check_shape, unwrap_logits
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.kernels.pairs import (
     PAIR_STATS,
@@ -25,13 +26,12 @@ from mcore_logprobs.kernels.pairs import (
     merge_pairs,
     pair_dtype,
 )
-from mcore_logprobs.ops.arguments import check_mask, check_shape, unwrap_logits
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.head import HeadLogits, head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.lora import LoRAInput
-from mcore_logprobs.ops.pair_source import PairSource, beside
-from mcore_logprobs.ops.source import (
+from mcore_logprobs.sources.head import HeadLogits, head_logits
+from mcore_logprobs.sources.lora import LoRAInput
+from mcore_logprobs.sources.pair_source import PairSource, beside
+from mcore_logprobs.sources.source import (
     GivenLogits,
     Placed,
     given_logits,

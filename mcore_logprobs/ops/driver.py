@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mcore_logprobs.ops.autograd import once_differentiable, without_autocast
-from mcore_logprobs.ops.source import Entries, Placed, Source, Tile
+from mcore_logprobs.autograd import once_differentiable, without_autocast
+from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
 
 Tensors = tuple[Any, ...]
 

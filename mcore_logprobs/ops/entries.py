@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.ops.row_statistics import LogitGradient
-from mcore_logprobs.ops.source import Entries, Source, Tile
+from mcore_logprobs.sources.source import Entries, Source, Tile
 
 
 def grid_entries(local_ids: Tensor, rows: slice) -> Entries:

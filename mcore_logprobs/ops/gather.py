@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import (
+    check_float_tensor,
+    check_ids,
+    check_mask,
+    check_shape,
+    check_target,
+    check_temperature,
+    global_to_local,
+    unwrap_rows,
+)
 from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import acc_dtype, times_multiplier
@@ -20,22 +30,12 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.arguments import (
-    check_float_tensor,
-    check_ids,
-    check_mask,
-    check_shape,
-    check_target,
-    check_temperature,
-    global_to_local,
-    unwrap_rows,
-)
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.entries import EntryGradient, grid_entries
-from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient, no_targets
-from mcore_logprobs.ops.source import (
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import (
     Placed,
     Source,
     Tile,

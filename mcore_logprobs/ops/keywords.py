@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from mcore_logprobs.ops.lora import LoRAInput
+    from mcore_logprobs.sources.lora import LoRAInput
 
 
 class LogitsKeywords(TypedDict, total=False):

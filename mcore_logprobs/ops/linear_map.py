@@ -18,15 +18,15 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import check_mask, check_per_token
+from mcore_logprobs.autograd import autocast_enabled
 from mcore_logprobs.checks import check_called
 from mcore_logprobs.kernels.chunk import Chunk
-from mcore_logprobs.ops.arguments import check_mask, check_per_token
-from mcore_logprobs.ops.autograd import autocast_enabled
 from mcore_logprobs.ops.captured import name_of, walk_graph
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.head import HeadLogits, HeadTile, head_logits
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
-from mcore_logprobs.ops.source import Placed, masked_source
+from mcore_logprobs.sources.head import HeadLogits, HeadTile, head_logits
+from mcore_logprobs.sources.source import Placed, masked_source
 
 MapFn = Callable[..., Any]
 

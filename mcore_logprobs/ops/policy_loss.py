@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import check_per_token, check_target, global_to_local
 from mcore_logprobs.kernels.stats import RowResults
-from mcore_logprobs.ops.arguments import check_per_token, check_target, global_to_local
 from mcore_logprobs.ops.driver import Tensors, apply_eagerly
-from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, shared_keywords
 from mcore_logprobs.ops.loss_function import (
     LossFn,
@@ -26,6 +25,7 @@ from mcore_logprobs.ops.loss_function import (
 )
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.sources.head import head_logits
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_logprobs.arguments import check_target, global_to_local
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec, finalize, merge
-from mcore_logprobs.ops.arguments import check_target, global_to_local
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.source import Entries, Source, Tile
+from mcore_logprobs.sources.source import Entries, Source, Tile
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.arguments import check_float_tensor, check_target, global_to_local
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard, group_rank, group_size, resolve_tp_group
-from mcore_logprobs.ops.arguments import check_float_tensor, check_target, global_to_local
 
 
 @torch.no_grad()

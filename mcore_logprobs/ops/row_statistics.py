@@ -23,7 +23,7 @@ from mcore_logprobs.kernels.stats import (
     no_columns,
 )
 from mcore_logprobs.ops.driver import Backward, Forward
-from mcore_logprobs.ops.source import Placed, Source, Tile
+from mcore_logprobs.sources.source import Placed, Source, Tile
 
 
 class RowStatistics:

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import check_mask, check_seed
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec
-from mcore_logprobs.ops.arguments import check_mask, check_seed
 from mcore_logprobs.ops.driver import Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics, no_targets
 from mcore_logprobs.ops.sampling import Filters
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions
-from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits, masked_source
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import Placed, Source, Tile, given_logits, masked_source
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
 # signed integers of torch, which wrap.

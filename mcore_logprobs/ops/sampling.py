@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import check_target, global_to_local
 from mcore_logprobs.checks import check_top_k, check_top_p
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import per_row
@@ -25,17 +26,16 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.arguments import check_target, global_to_local
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import RowStatistics, TargetThresholds
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
-from mcore_logprobs.ops.source import Placed, Source, Tile, given_logits
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import Placed, Source, Tile, given_logits
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from mcore_logprobs.ops.sampling_search import (
     kept_on_rank,
     search_cut,
 )
-from mcore_logprobs.ops.source import Placed
+from mcore_logprobs.sources.source import Placed
 
 # Candidates a rank for top-p alone, and the largest top_k served by candidates.
 _TOP_P_CANDIDATES = 128

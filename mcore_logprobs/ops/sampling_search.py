@@ -26,7 +26,7 @@ from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import Chunk, row_chunks
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
-from mcore_logprobs.ops.source import Placed
+from mcore_logprobs.sources.source import Placed
 
 _WAYS = 8
 _BY_VALUE = 4  # rounds before the look at the logits within

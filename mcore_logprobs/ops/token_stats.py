@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import check_target, global_to_local
 from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.kernels.stats import (
     IGNORED,
@@ -17,9 +18,7 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.arguments import check_target, global_to_local
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import (
     HeadKeywords,
     LogitsKeywords,
@@ -28,7 +27,8 @@ from mcore_logprobs.ops.keywords import (
 )
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
-from mcore_logprobs.ops.source import Source, given_logits
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import Source, given_logits
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import check_mask
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
-from mcore_logprobs.ops.arguments import check_mask
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.entries import EntryGradient
-from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.source import Placed, Source, given_logits, masked_source
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import Placed, Source, given_logits, masked_source
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from mcore_logprobs.arguments import check_float_tensor, check_shape, check_target, unwrap_rows
 from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.kernels.chunk import acc_dtype
 from mcore_logprobs.kernels.stats import LOG_ZERO
-from mcore_logprobs.ops.arguments import check_float_tensor, check_shape, check_target, unwrap_rows
 from mcore_logprobs.ops.divergence import check_kind
 from mcore_logprobs.ops.gather import gather, of_rows
-from mcore_logprobs.ops.head import head_logits
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.source import Source, given_logits
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import Source, given_logits
 
 TAILS = ("renormalize", "bin", "ignore")
 

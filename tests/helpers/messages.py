@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "errors.md"
 # Heading: what of the package is under it, by the start of the path.
 AREAS = {
     "Settings, groups and shards": ("checks.", "config.", "groups.", "vocabulary.", "consistency."),
-    "Operations": ("ops/", "kernels/", "collectives."),
+    "Operations": ("ops/", "sources/", "arguments.", "autograd.", "kernels/", "collectives."),
     "Losses": ("losses/",),
     "Context parallelism": ("context_parallel/",),
     "Patched models": ("megatron/", "prefix_tree."),

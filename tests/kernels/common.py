@@ -14,7 +14,7 @@ from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowResults, StatsSpec, finalize, merge
 from mcore_logprobs.ops.row_statistics import RowStatistics
-from mcore_logprobs.ops.source import Placed
+from mcore_logprobs.sources.source import Placed
 from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore_logprobs.ops.head import HeadLogits, head_logits
+from mcore_logprobs.sources.head import HeadLogits, head_logits
 from tests.engine.cases import Case, Setting, allowed, axes_of
 from tests.helpers.covering import covering
 from tests.ops import OPERATIONS

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.arguments import check_float_tensor, check_temperature
+from mcore_logprobs.autograd import autocast_enabled
 from mcore_logprobs.checks import (
     check_flag,
     check_logits_dtype,
@@ -50,13 +52,11 @@ from mcore_logprobs.kernels.products import (
     product,
 )
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature
-from mcore_logprobs.ops.autograd import autocast_enabled
-from mcore_logprobs.ops.head_gradients import HeadGradient
-from mcore_logprobs.ops.lora import LoRA, LoRAInput, LowRank, check_lora
-from mcore_logprobs.ops.main_grad import MainGrad
-from mcore_logprobs.ops.rows import HiddenRows, RowSelection, Tiling, check_rows
-from mcore_logprobs.ops.source import Entries, Placed, check_segments
+from mcore_logprobs.sources.head_gradients import HeadGradient
+from mcore_logprobs.sources.lora import LoRA, LoRAInput, LowRank, check_lora
+from mcore_logprobs.sources.main_grad import MainGrad
+from mcore_logprobs.sources.rows import HiddenRows, RowSelection, Tiling, check_rows
+from mcore_logprobs.sources.source import Entries, Placed, check_segments
 
 
 class HeadTensors(NamedTuple):

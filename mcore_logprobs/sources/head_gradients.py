@@ -32,12 +32,12 @@ from mcore_logprobs.kernels.products import (
     product,
     rounded_product,
 )
-from mcore_logprobs.ops.lora import LoRAGradient
-from mcore_logprobs.ops.source import Entries, Placed, Write, entry_gradients
+from mcore_logprobs.sources.lora import LoRAGradient
+from mcore_logprobs.sources.source import Entries, Placed, Write, entry_gradients
 
 if TYPE_CHECKING:
-    from mcore_logprobs.ops.head import HeadLogits, HeadTile
-    from mcore_logprobs.ops.main_grad import MainGrad
+    from mcore_logprobs.sources.head import HeadLogits, HeadTile
+    from mcore_logprobs.sources.main_grad import MainGrad
 
 
 class HeadGradient:

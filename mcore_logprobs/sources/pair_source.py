@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
-from mcore_logprobs.ops.head import HeadLogits
-from mcore_logprobs.ops.source import GivenLogits, Placed, Write
+from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.sources.source import GivenLogits, Placed, Write
 
 AnySource = GivenLogits | HeadLogits
 

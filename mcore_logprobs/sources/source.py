@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.arguments import check_float_tensor, check_temperature, unwrap_logits
 from mcore_logprobs.checks import (
     check_flag,
     check_optional_count,
@@ -40,7 +41,6 @@ from mcore_logprobs.kernels.chunk import (
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.ops.arguments import check_float_tensor, check_temperature, unwrap_logits
 
 
 class Placed(NamedTuple):

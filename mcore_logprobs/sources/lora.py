@@ -26,7 +26,7 @@ from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.products import add_product, product
 
 if TYPE_CHECKING:
-    from mcore_logprobs.ops.head import HeadLogits
+    from mcore_logprobs.sources.head import HeadLogits
 
 LoRAInput = tuple[Tensor, Tensor, float]
 
