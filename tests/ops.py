@@ -54,8 +54,8 @@ def call_map(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> Mapped
         tensors.append(temperature.expand(side["target"].shape))
 
     def several(z: Tensor, target: Tensor, factor: Tensor, *own: Tensor) -> Mapped:
-        options["temperature"] = own[0] if own else temperature
-        stats = ml.vocab_parallel_token_stats(z, target, entropy=True, **options)
+        tempered = options | {"temperature": own[0] if own else temperature}
+        stats = ml.vocab_parallel_token_stats(z, target, entropy=True, **tempered)
         assert stats.entropy is not None
         return Mapped(stats.logprobs.unsqueeze(-1) * factor, stats.entropy)
 

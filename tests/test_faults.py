@@ -153,7 +153,9 @@ def patches_in_any_order() -> None:
         # A patch under a patch: the same settings share it, others are refused and change nothing.
         outer = patch_model(model, LogprobConfig(entropy=True))
         expected = model(**inputs, labels=labels)
-        with pytest.raises(ValueError, match=r"patched already, with .*entropy=True.*; got"):
+        with pytest.raises(
+            ValueError, match=r"patched already: expected entropy=True, .*, got entropy=False"
+        ):
             patch_model(model, LogprobConfig(target_rank=True))
         inner = patch_model(model, LogprobConfig(entropy=True))
         assert torch.equal(model(**inputs, labels=labels).logprobs, expected.logprobs)

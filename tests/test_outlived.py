@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,11 @@ CALLS = [(name, source) for name, op in OPERATIONS.items() for source in op.sour
 
 
 def of_case(case: Case) -> list[str]:
-    """What one call leaves behind: after its backward, without one, and without gradients."""
+    """What one call leaves behind: after its backward, without one, and without gradients.
+
+    All outputs are differentiated: the graph of one that is not stays with it, as in plain torch.
+    """
+    case = replace(case, setting=case.setting | {"upstream": "all"})
     held = place(case, Problem(case))
     leaves = [x for x in held.leaves.values() if x.requires_grad]
 

@@ -41,7 +41,8 @@ def test_every_row_comes_once_and_finds_its_way_back(x, start, length):
     assert torch.equal(source.unflatten(source.flatten_rows(wide)), wide)
 
     by_number, at = x.reshape(-1, x.shape[-1]), 0
-    for rows, _, chunk in source.chunks():
+    for placed in source.chunks():
+        rows, chunk = placed.rows, placed.chunk
         assert rows.start == at
         at = rows.stop
         assert torch.equal(chunk.logits, by_number[flat[rows]])
@@ -61,7 +62,7 @@ def test_a_backward_walks_as_its_forward_did(x, random):
     random.shuffle(order)
     inverse = sorted(range(x.dim()), key=order.__getitem__)
     again = source.options.bind(x.permute(order).contiguous().permute(inverse))
-    walked = [torch.cat([chunk.logits for *_, chunk in s.chunks()]) for s in (source, again)]
+    walked = [torch.cat([placed.chunk.logits for placed in s.chunks()]) for s in (source, again)]
     assert torch.equal(*walked)
 
 

@@ -48,19 +48,20 @@ def test_tilings_of_real_models(device: str) -> None:
                     tiling = Tiling.of(*cut)
                     if held:
                         tiling = Tiling.of_whole_rows(*cut, width=width, adds_per_tile=True)
-                    tiles, blocks = covered(rows, tiling.rows), covered(width, tiling.columns)
-                    assert tiling.rows <= (chunk_size or rows)
-                    assert len(blocks) == 1 or tiling.columns % sizes.block_step == 0
+                    assert 1 <= tiling.rows <= min(rows, chunk_size or rows)
+                    assert 1 <= tiling.columns <= width
+                    one_block = tiling.columns == width
+                    assert one_block or tiling.columns % sizes.block_step == 0
                     most = max(sizes.chunk_bytes, 4 * tiling.rows * sizes.min_block)
                     assert 4 * tiling.rows * tiling.columns <= most
                     if held and chunk_size is None:
                         limit = max(sizes.max_held_bytes, 4 * width)
                         assert 4 * tiling.rows * width <= limit
-                        assert len(tiles) == 1 or tiling.rows % sizes.row_step == 0
+                        assert tiling.rows in (rows, 1) or tiling.rows % sizes.row_step == 0
 
 
-@given(st.integers(0, 10**6), st.integers(1, 10**5), st.integers(1, 300))
-@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 10**4), st.integers(1, 10**4), st.integers(1, 300))
+@settings(deadline=None, max_examples=200)
 def test_even_parts(total: int, most: int, step: int) -> None:
     size = even_parts(total, most, step)
     parts = covered(total, size)

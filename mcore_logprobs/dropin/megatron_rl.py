@@ -88,7 +88,7 @@ def get_logprobs(
         if _returns_logits(model):
             with grad_unless(no_grad):
                 logits = model(tokens, position_ids, None, **extra)
-            return selective_log_softmax(logits[:, :-1], tokens[:, 1:])
+                return selective_log_softmax(logits[:, :-1], tokens[:, 1:])
         return whole_logprobs(run, model, config, cp, cu_seqlens, inference_only=no_grad)
 
 

@@ -383,9 +383,10 @@ def check_shifted(input_ids: Any, labels: Any, ignore_index: int) -> None:
         return
     if input_ids.shape != labels.shape:
         return
+    labels = labels[:, :-1]  # the last has no next token here
     counted = labels != ignore_index
-    same = counted & (labels == input_ids)
-    following = counted[:, :-1] & (labels[:, :-1] == input_ids[:, 1:])
+    same = counted & (labels == input_ids[:, :-1])
+    following = counted & (labels == input_ids[:, 1:])
     own, right, total = torch.stack([same.sum(), following.sum(), counted.sum()]).tolist()
     if 2 * own > total and own > right:
         raise ValueError(

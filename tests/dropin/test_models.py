@@ -268,7 +268,7 @@ def test_a_model_without_groups() -> None:
     class Model(LanguageModule):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
-            self.config = TransformerConfig(1, hidden_size=8, num_attention_heads=1)
+            self.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
 
         def forward(self, *given: Any, **more: Any) -> Tensor:
             return logits

@@ -126,6 +126,8 @@ class _Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if _makes_storage(func):
             for x in (out,) if isinstance(out, Tensor) else _tensors(out):
+                if x.numel() == 0:  # holds nothing
+                    continue
                 ref = StorageWeakRef(x.untyped_storage())
                 self._made.append(_Made(ref, func, tuple(x.shape), x.dtype))
         return out

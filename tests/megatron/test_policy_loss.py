@@ -94,7 +94,7 @@ def errors(
         with patch_model(model, config) as handle:
             with handle.policy_loss(fn, *tensors, denominator=torch.tensor(7.0)):
                 stats = model(**batch["inputs"], labels=labels)
-                logits = model(**batch["inputs"], runtime_gather_output=True)  # no labels: logits
+            logits = model(**batch["inputs"], runtime_gather_output=True)  # no labels: logits
             grads = gradients(model, stats.policy_loss, 2.5)
             plain = model(**batch["inputs"], labels=labels)
         assert same_traces(traces(model), before)
