@@ -19,7 +19,7 @@ from mcore_logprobs.kernels import largest
 from mcore_logprobs.kernels.largest import largest_columns
 from mcore_logprobs.ops import sampling_cut, sampling_search
 from mcore_logprobs.ops.sampling import CutGradient, SavedCut
-from mcore_logprobs.sources.source import given_logits
+from mcore_logprobs.sources.given import given_logits
 from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group
 
 # ---- top-k --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_logprobs.sources.source import given_logits
+from mcore_logprobs.sources.given import given_logits
 from tests.helpers.memory import TensorsMade
 
 

@@ -26,9 +26,10 @@ from mcore_logprobs.ops.token_stats import (
     linear_token_stats,
     vocab_parallel_token_stats,
 )
+from mcore_logprobs.sources.given import GivenLogits, given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.head_gradients import HiddenGradient
-from mcore_logprobs.sources.source import GivenLogits, Source, given_logits
+from mcore_logprobs.sources.source import Source
 
 # Few calls and few kinds of kernel: what a compiled backend has not seen yet takes a second each.
 _SEGMENTS, _SIZES = 8, (2, 4)

@@ -26,8 +26,8 @@ from mcore_logprobs.ops.sample import sample, without_zeros
 from mcore_logprobs.ops.sampling import Filters, filtered_stats
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import given_logits
 
 NO_ID = -100  # in a teacher's ids: no id is there
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"

@@ -28,16 +28,11 @@ from mcore_logprobs.kernels.pairs import (
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.sources.given import GivenLogits, given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.pair_source import PairSource, beside
-from mcore_logprobs.sources.source import (
-    GivenLogits,
-    Placed,
-    given_logits,
-    masked_source,
-    token_temperature,
-)
+from mcore_logprobs.sources.source import Placed, masked_source, token_temperature
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
 

@@ -34,15 +34,9 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, app
 from mcore_logprobs.ops.entries import EntryGradient, grid_entries
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient, no_targets
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import (
-    Placed,
-    Source,
-    Tile,
-    given_logits,
-    masked_source,
-    token_temperature,
-)
+from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source, token_temperature
 
 NORMALIZATIONS = ("vocab", "topk")
 

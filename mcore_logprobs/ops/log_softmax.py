@@ -14,7 +14,8 @@ from mcore_logprobs.kernels.stats import SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import LocalStatistics, no_targets
-from mcore_logprobs.sources.source import Placed, Source, Tile, given_logits
+from mcore_logprobs.sources.given import given_logits
+from mcore_logprobs.sources.source import Placed, Source, Tile
 
 
 @dataclass(frozen=True)

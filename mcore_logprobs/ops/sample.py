@@ -25,8 +25,9 @@ from mcore_logprobs.ops.row_statistics import RowStatistics, no_targets
 from mcore_logprobs.ops.sampling import Filters
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile, given_logits, masked_source
+from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
 # signed integers of torch, which wrap.

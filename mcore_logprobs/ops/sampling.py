@@ -34,8 +34,9 @@ from mcore_logprobs.ops.row_statistics import RowStatistics, TargetThresholds
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile, given_logits
+from mcore_logprobs.sources.source import Placed, Source, Tile
 
 
 @dataclass(frozen=True)

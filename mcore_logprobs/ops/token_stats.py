@@ -27,8 +27,9 @@ from mcore_logprobs.ops.keywords import (
 )
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Source, given_logits
+from mcore_logprobs.sources.source import Source
 
 
 @dataclass(frozen=True)

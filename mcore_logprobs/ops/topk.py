@@ -16,8 +16,9 @@ from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.entries import EntryGradient
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, given_logits, masked_source
+from mcore_logprobs.sources.source import Placed, Source, masked_source
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from mcore_logprobs.kernels.stats import LOG_ZERO
 from mcore_logprobs.ops.divergence import check_kind
 from mcore_logprobs.ops.gather import gather, of_rows
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Source, given_logits
+from mcore_logprobs.sources.source import Source
 
 TAILS = ("renormalize", "bin", "ignore")
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
+from mcore_logprobs.sources.given import GivenLogits
 from mcore_logprobs.sources.head import HeadLogits
-from mcore_logprobs.sources.source import GivenLogits, Placed, Write
+from mcore_logprobs.sources.source import Placed, Write
 
 AnySource = GivenLogits | HeadLogits
 

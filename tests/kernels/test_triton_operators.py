@@ -30,7 +30,7 @@ from mcore_logprobs.kernels.pairs import KINDS
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton import gradient, pair_gradient, pair_statistics, statistics
 from mcore_logprobs.kernels.triton.operators import arguments
-from mcore_logprobs.sources.source import given_logits
+from mcore_logprobs.sources.given import given_logits
 from tests.engine import run
 from tests.engine.cases import Case, random_cases
 from tests.helpers.covering import covering

@@ -1,0 +1,354 @@
+"""A tensor of logits as a `Source`: strided views of it, its gradient written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.arguments import check_float_tensor, check_temperature, unwrap_logits
+from mcore_logprobs.checks import (
+    check_flag,
+    check_optional_count,
+    check_optional_positive,
+    check_positive,
+)
+from mcore_logprobs.consistency import check_call
+from mcore_logprobs.groups import VocabShard, resolve_tp_group
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.chunk import (
+    Chunk,
+    acc_dtype,
+    logit_multiplier,
+    per_row,
+    unscaled_logits,
+)
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.reference import gather_target
+from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.sources.source import (
+    Entries,
+    Placed,
+    Write,
+    check_segments,
+    entry_gradients,
+)
+
+
+@dataclass(frozen=True)
+class GivenOptions:
+    """How a tensor of logits `[..., V/TP]` is read; holds no tensor, so that autograd can keep it.
+
+    Attributes:
+        order: the leading dimensions as they lie in memory, outermost first: the order of rows.
+            A saved-tensor hook may give the logits back with other strides.
+        logit_scale, softcap: how logits are processed.
+        temperature: a number, where tokens do not have their own.
+        chunk_size: rows at a time where a backend makes float32 copies; None: from a budget.
+        segments: the segments that statistics are taken by, or None.
+        inplace_backward: the gradient is written over the logits.
+    """
+
+    shard: VocabShard
+    lead: torch.Size
+    order: tuple[int, ...]
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+    chunk_size: int | None
+    backend: backends.Backend
+    segments: Segments | None
+    inplace_backward: bool
+
+    def bind(self, logits: Tensor, temperature: Tensor | None = None) -> GivenLogits:
+        return GivenLogits(self, logits, temperature)
+
+
+class GivenLogits:
+    """A tensor of logits as a `Source`, and as its only `Tile`. It is never copied.
+
+    Rows are walked as they lie in memory: `[b, s]` and `[s, b]`, transposed views and slices such
+    as `logits[:, :-1]` all become a few 2-D views with one row stride each.
+    """
+
+    recomputed = False
+
+    def __init__(
+        self, options: GivenOptions, logits: Tensor, temperature: Tensor | None = None
+    ) -> None:
+        self.options, self.tensors = options, (logits, temperature)
+        self.shard, self.lead = options.shard, options.lead
+        self.device, self.acc_dtype = logits.device, acc_dtype(logits.dtype)
+        self.count, self.linear = self.lead.numel(), options.softcap is None
+        self.rows = slice(0, self.count)
+        self._in_order = options.order == tuple(range(len(options.order)))
+        self.temperature: float | Tensor = options.temperature
+        if temperature is not None:
+            self.temperature = self.flatten_rows(temperature)
+        self.multiplier = logit_multiplier(
+            self.temperature, options.logit_scale, is_raw=options.softcap is None
+        )
+        if logits.stride(-1) != 1 and options.backend is not reference:
+            logits = logits.contiguous()  # as a saved-tensor hook gave it back
+        self.logits = logits
+        # 2-D views that cover the rows as they are walked.
+        self._views = [logits] if len(self.lead) == 1 else _collapse(self._ordered(logits))
+
+    # ---- the order of rows ----
+
+    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        dims = len(self.lead)
+        if dims == 1:
+            return per_token
+        return self._ordered(per_token).reshape((self.count, *per_token.shape[dims:]))
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        if self._in_order:
+            return x
+        return x.permute((*self.options.order, *range(len(self.lead), x.dim())))
+
+    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        if len(self.lead) == 1:
+            return per_row
+        order = self.options.order
+        walked = per_row.reshape((*(self.lead[dim] for dim in order), *per_row.shape[1:]))
+        if self._in_order:
+            return walked
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return walked.permute((*inverse, *range(len(order), walked.dim())))
+
+    def in_token_order(self) -> GivenLogits:
+        """These logits with rows in the order of the tokens, not of the memory."""
+        order = tuple(range(len(self.lead)))
+        return replace(self.options, order=order).bind(*self.tensors)
+
+    # Whatever a hook makes of their strides.
+    pack, unpack = unflatten, flatten_rows
+
+    def compacted(self, valid_mask: Tensor) -> GivenLogits:
+        return self
+
+    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> GivenLogits:
+        return self
+
+    # ---- as a source and a tile ----
+
+    def backend(self, chunk: Chunk) -> backends.Backend:
+        return self.options.backend
+
+    def rows_at_a_time(self, width: int, copies: int = 1) -> int:
+        return self.options.chunk_size or backends.default_chunk_size(copies * width, self.device)
+
+    def tiles(self) -> Iterator[GivenLogits]:
+        return iter((self,))
+
+    def tile_ends(self) -> list[int]:
+        return [self.count]
+
+    def chunks(self) -> Iterator[Placed]:
+        """All columns of as many rows as one stride covers."""
+        start, columns = 0, slice(0, self.shard.width)
+        for view in self._views:
+            rows = slice(start, start + view.shape[0])
+            yield Placed(rows, columns, self._chunk(view, rows, columns))
+            start = rows.stop
+
+    whole_rows = chunks
+
+    @property
+    def is_one_view(self) -> bool:
+        """Whether one stride covers all rows."""
+        return len(self._views) == 1
+
+    def rectangle(self, rows: slice, columns: slice, index: Tensor | None = None) -> Chunk:
+        """Any rows and columns; a copy where one stride does not cover them.
+
+        Args:
+            index: `[n]`, the token of each row; None: in the source's order.
+        """
+        if index is None and self.is_one_view:
+            return self._chunk(self._views[0][rows, columns], rows, columns)
+        row = torch.arange(rows.start, rows.stop, device=self.device)
+        base = self.logits if self.lead else self.logits.unsqueeze(0)
+        at = torch.unravel_index(
+            self._token(row) if index is None else index[rows], base.shape[:-1]
+        )
+        where: Any = (*at, columns)
+        copy = base[where]
+        chunk = self._chunk(copy, rows, columns)
+        if index is None or self.tensors[1] is None:
+            return chunk
+        return replace(chunk, temperature=self.tensors[1][at])
+
+    def _chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
+        return Chunk(
+            logits=logits,
+            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
+            logit_scale=self.options.logit_scale,
+            softcap=self.options.softcap,
+            temperature=per_row(self.temperature, rows),
+        )
+
+    def target_logits(self, local_target: Tensor) -> Tensor:
+        found = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
+        return torch.cat(found).to(self.acc_dtype)
+
+    def unscaled_logits(self, entries: Entries) -> Tensor:
+        x = unscaled_logits(
+            self._raw_logits(entries),
+            logit_scale=self.options.logit_scale,
+            softcap=self.options.softcap,
+        )
+        return torch.where(entries.column >= 0, x, 0.0)
+
+    def _raw_logits(self, entries: Entries) -> Tensor:
+        """`[e]` in the accumulation dtype; any value where the column is -1."""
+        at = torch.unravel_index(self._token(entries.row), self.lead) if self.lead else ()
+        where: Any = (*at, entries.column.clamp(min=0))
+        return self.logits[where].to(self.acc_dtype)
+
+    def _token(self, row: Tensor) -> Tensor:
+        """The flat index of the token of each row."""
+        if self._in_order or len(self.lead) < 2:
+            return row
+        tokens = torch.arange(self.count, device=self.device).view(self.lead)
+        return self.flatten_rows(tokens)[row]
+
+    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> GivenGradient:
+        return GivenGradient(self)
+
+
+def given_logits(
+    vocab_parallel_logits: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+    invariant_segments: int | None = None,
+    inplace_backward: bool = False,
+    name: str = "vocab_parallel_logits",
+    prefix: str = "",
+) -> GivenLogits:
+    """Check the arguments that operations on logits share, and resolve the group.
+
+    A DTensor sharded on its last dimension brings its own group.
+
+    Args:
+        name, prefix: of the logits, and before the names of options, in errors.
+
+    Raises:
+        ValueError: with the argument's name, what was expected and what was given.
+    """
+    logits, tp_group = unwrap_logits(vocab_parallel_logits, tp_group, name)
+    check_float_tensor(name, logits, min_dim=1)
+    group = resolve_tp_group(tp_group)
+    lead, width, device = logits.shape[:-1], logits.shape[-1], logits.device
+    check_call(width, group, device)
+    check_optional_count("chunk_size", chunk_size)
+    check_flag("inplace_backward", inplace_backward)
+    check_positive(f"{prefix}logit_scale", logit_scale)
+    check_optional_positive(f"{prefix}softcap", softcap)
+    temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
+    shard = VocabShard.of(width, group, vocab_size)
+    segments = check_segments(shard, invariant_segments)
+    if inplace_backward:
+        _check_inplace_backward(logits)
+    dims, strides = tuple(range(len(lead))), logits.stride()
+    in_order = all(strides[dim] >= strides[dim + 1] for dim in dims[:-1])
+    options = GivenOptions(
+        shard=shard,
+        lead=lead,
+        order=dims if in_order else tuple(sorted(dims, key=lambda dim: -strides[dim])),
+        logit_scale=float(logit_scale),
+        softcap=softcap,
+        temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
+        chunk_size=chunk_size,
+        backend=backends.select(backend, logits, invariant=segments is not None),
+        segments=segments,
+        inplace_backward=inplace_backward,
+    )
+    return options.bind(logits, temperature if isinstance(temperature, Tensor) else None)
+
+
+def _check_inplace_backward(logits: Tensor) -> None:
+    """Refuse `inplace_backward=True` where the logits are needed elsewhere, as far as can be seen.
+
+    Seen are: a leaf, retained gradients, overlapping memory (an expanded tensor), and an operation
+    that saved its own output for its backward (softmax, tanh, exp, ...). Not seen are other
+    consumers that come later.
+
+    Raises:
+        ValueError: says which.
+    """
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        return
+    if logits.is_leaf:
+        raise ValueError("inplace_backward=True: expected the output of an operation, got a leaf")
+    if logits.retains_grad:
+        raise ValueError("inplace_backward=True: the logits retain their gradient (retain_grad())")
+    if any(
+        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    ):
+        raise ValueError("inplace_backward=True: the logits are an expanded tensor")
+    node = logits.grad_fn
+    if hasattr(node, "_saved_result") or hasattr(node, "_saved_output"):
+        raise ValueError(
+            f"inplace_backward=True: {type(node).__name__} needs the logits for its own backward"
+        )
+
+
+class GivenGradient:
+    """The gradient of given logits, in their dtype; written once, over them if so asked."""
+
+    def __init__(self, source: GivenLogits) -> None:
+        self._source = source
+        self._over = source.options.inplace_backward
+        self._flat = source.logits
+        if not self._over:
+            shape = (source.count, source.logits.shape[-1])
+            self._flat = prefer_huge_pages(source.logits.new_empty(shape))
+
+    def collect(self, tile: GivenLogits, placed: Placed, write: Write) -> None:
+        out = placed.chunk.logits if self._over else self._flat[placed.rows, placed.columns]
+        write(placed, out)
+
+    def collect_entries(self, tile: GivenLogits, entries: Entries, upstream: Tensor) -> None:
+        assert not self._over
+        source, (row, column) = self._source, entries
+        _, on_raw = entry_gradients(
+            upstream,
+            entries,
+            partial(source._raw_logits, entries),
+            logit_scale=source.options.logit_scale,
+            softcap=source.options.softcap,
+            temperature=source.temperature,
+        )
+        self._flat.zero_()
+        at = (row, column.clamp(min=0))
+        self._flat.index_put_(at, on_raw.to(self._flat.dtype), accumulate=True)
+
+    def end_tile(self, tile: GivenLogits) -> None:
+        pass
+
+    def finish(self) -> tuple[Tensor]:
+        return (self._flat if self._over else self._source.unflatten(self._flat),)
+
+
+def _collapse(x: Tensor) -> list[Tensor]:
+    """2-D views that cover `[..., v]` in its order."""
+    if x.dim() == 2:
+        return [x]
+    try:
+        return [x.view(x.shape[:-1].numel(), x.shape[-1])]
+    except RuntimeError:  # the leading dimensions have no common stride
+        return [view for part in x.unbind(0) for view in _collapse(part)]
