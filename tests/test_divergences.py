@@ -117,14 +117,65 @@ def test_equal_distributions_differ_by_exactly_nothing() -> None:
         assert (student.grad == 0).all()
 
 
-def test_close_distributions_keep_their_digits() -> None:
-    """KL around 5e-5 of distributions with an entropy around 7."""
-    student = torch.randn(8, 2000)
-    teacher = student + torch.randn(8, 2000) * 1e-2
-    for kind in ("forward", "reverse", "jsd"):
-        want, _ = reference(student, teacher, torch.ones(8), kind)
-        got = vocab_parallel_kl_div(student, teacher, kind=kind)
-        assert (got - want).abs().max() < 1e-6
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd", "skewed_forward", "skewed_reverse"])
+@pytest.mark.parametrize("apart", [1e-4, 1e-2, 1.0])
+def test_close_distributions_keep_their_digits(kind: str, apart: float) -> None:
+    """KL around 5e-9, 5e-5 and 0.5, relative to itself, over a real vocabulary."""
+    generator = torch.Generator().manual_seed(5)
+    student = torch.randn(12, 32000, generator=generator) * 2
+    student[3:6, 31000:] = -torch.inf
+    teacher = student + torch.randn(12, 32000, generator=generator) * apart
+    teacher[7] = torch.nan
+    want, want_grad = apart_in_float64(student, teacher, kind)
+    leaf = student.clone().requires_grad_()
+    got = vocab_parallel_kl_div(leaf, teacher, kind=kind, beta=0.3)
+    got[torch.arange(12) != 7].sum().backward()
+    assert got[7].isnan()
+    clean = want.isfinite()
+    assert clean.sum() == 11
+    torch.testing.assert_close(got[clean].double(), want[clean], rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(leaf.grad[clean].double(), want_grad[clean], rtol=2e-2, atol=1e-8)
+
+
+def apart_in_float64(student: Tensor, teacher: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """`reference`, and the skewed kinds with a beta of 0.3; -inf only where both have it."""
+    leaf = student.double().requires_grad_()
+    logp, logq = leaf.log_softmax(-1), teacher.double().log_softmax(-1)
+    p, q = logp.exp(), logq.exp()
+    logp, logq = logp.masked_fill(p == 0, 0.0), logq.masked_fill(q == 0, 0.0)
+    mixture = (0.3 * q + 0.7 * p + (p + q == 0)).log()
+    to_teacher, to_student = (q * (logq - mixture)).sum(-1), (p * (logp - mixture)).sum(-1)
+    value = {
+        "forward": (q * (logq - logp)).sum(-1),
+        "reverse": (p * (logp - logq)).sum(-1),
+        "jsd": 0.3 * to_teacher + 0.7 * to_student,
+        "skewed_forward": to_teacher,
+        "skewed_reverse": to_student,
+    }[kind]
+    value.nansum().backward()
+    assert leaf.grad is not None
+    return value.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed_forward", "skewed_reverse"])
+@pytest.mark.parametrize("apart", [1e-4, 1.0])
+def test_shards_of_close_distributions_keep_their_digits(
+    ranks, world: int, kind: str, apart: float
+) -> None:
+    student = torch.randn(6, 6000) * 2
+    teacher = student + torch.randn(6, 6000) * apart
+    upstream = torch.rand(6) + 0.5
+    # A whole shard of -inf; maxima of shards that are far apart, as is the constant of a row.
+    student[1, 3000:] = teacher[1, 3000:] = -torch.inf
+    student[2, :3000], teacher[2, :3000] = student[2, :3000] - 30, teacher[2, :3000] - 30
+    step = 2.0**-16
+    student[3], teacher[3] = ((x[3] / step).round() * step for x in (student, teacher))
+    student[3] += 64.0
+    want, _ = apart_in_float64(student.double() / 0.7, teacher.double() / 0.7, kind)
+    options = {"temperature": 0.7, "beta": 0.3}
+    for value, _ in on_ranks(ranks, world, of_shards, student, teacher, upstream, kind, **options):
+        torch.testing.assert_close(value.double(), want, rtol=3e-3, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,20 +1,26 @@
 """Two distributions over the same columns: divergences in one pass, mergeable over blocks.
 
 With processed student logits s and teacher logits t (`kernels.chunk`), p = softmax(s) and
-q = softmax(t), a chunk of either yields five numbers a row, the *pair statistics*; the maxima are
+q = softmax(t), a chunk of either yields six numbers per row, the *pair statistics*; the maxima are
 kept of unscaled logits, as in `kernels.stats`:
 
     max_s, sum_s    m = max s, sum exp(s - m)         max_t, sum_t    likewise of t
     cross           forward        sum exp(t - m_t) ((t - m_t) - (s - m_s))
                     reverse        sum exp(s - m_s) ((s - m_s) - (t - m_t))
                     cross_entropy  -sum exp(t - m_t) (s - m_s)
+    excess          forward        sum exp(t - m_t) E(y),   y = (s - m_s) - (t - m_t)
+                    reverse        sum exp(s - m_s) E(-y)   with E(x) = exp(x) - 1 - x >= 0
 
 from which, over whole rows,
 
     KL(q || p) = cross / sum_t + log sum_s - log sum_t        KL(p || q): the roles swapped
+               = excess / sum_t + log(1 + d) - d,   d = (excess - cross) / sum_t
+                                                      = sum_s / sum_t - 1
     H(q, p)    = cross / sum_t + log sum_s
 
-Taking everything about the maxima keeps the difference of two equal distributions exactly 0.
+Taking everything about the maxima keeps the difference of two equal distributions exactly 0. The
+first form cancels where p and q are close, so the second is used there: all its terms are as small
+as the square of y. y is then the difference of s - t and m_s - m_t, which are exact.
 
 The other kinds need both log-sum-exps first and a second pass. With M = beta q + (1 - beta) p:
 
@@ -24,8 +30,11 @@ The other kinds need both log-sum-exps first and a second pass. With M = beta q 
     total_variation    sum |p - q| / 2
 
 It sums each column's share of the divergence, and p times the share's derivative by p, from which
-the gradient follows. log 0 of a logit of -inf is `LOG_ZERO`, so that a column that one of the two
-lacks costs much, but not infinitely much.
+the gradient follows. The share of KL(q || M) is q log(q / M) + M - q, which is small where p and q
+are close: as M and q both sum to 1, M - q adds nothing over whole rows. In jsd it cancels.
+
+log 0 of a logit of -inf is `LOG_ZERO`, so that a column that one of the two lacks costs much, but
+not infinitely much.
 
 `pair_stats`, `pair_sums` and `pair_grad` are the torch backend's: eager, readable, the ground
 truth.
@@ -51,13 +60,16 @@ from mcore_logprobs.kernels.stats import LOG_ZERO
 ONE_PASS = ("forward", "reverse", "cross_entropy")
 TWO_PASS = ("jsd", "skewed_forward", "skewed_reverse", "total_variation")
 KINDS = (*ONE_PASS, *TWO_PASS)
-PAIR_STATS = 5  # rows of the tensor of pair statistics
+PAIR_STATS = 6  # rows of the tensor of pair statistics
 
 # `Chunk.multiplier` of the student and of the teacher, numbers or `[n]`.
 Multipliers = tuple[float | Tensor, float | Tensor]
 
 # |log p - log q| beyond which the rarer of the two is 0 to float64's precision.
 _FAR = 60.0
+
+# |x| below which exp(x) - 1 - x takes its series, of which the first term left out is x^7 / 5040.
+_SMALL = {torch.float32: 0.125, torch.float64: 2e-3}
 
 
 @dataclass(frozen=True)
@@ -95,14 +107,16 @@ def _bounded(log_ratios: Tensor) -> Tensor:
 
 
 def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int) -> Tensor:
-    """The pair statistics, in parts that `merge_pairs` joins; cross is 0 for a kind of two passes.
+    """The pair statistics, in parts that `merge_pairs` joins.
+
+    cross is 0 for a kind of two passes, and excess for all but "forward" and "reverse".
 
     Args:
         student, teacher: of the same columns, with the same `valid`; dtypes may differ.
-        chunk_size: rows at a time, of which two float32 copies of either side are made.
+        chunk_size: rows at a time, of which three float32 copies of either side are made.
 
     Returns:
-        `[parts, 5, n]`, at least one part.
+        `[parts, 6, n]`, at least one part.
     """
     rows = student.logits.shape[0]
     dtype = pair_dtype(student.logits.dtype, teacher.logits.dtype)
@@ -118,15 +132,58 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
 def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) -> None:
     s, t = student.unscaled(out.dtype), teacher.unscaled(out.dtype)
     out[0], out[2] = s.amax(-1), t.amax(-1)
+    if spec.kind not in ("forward", "reverse"):
+        s, t = _about(s, out[0], student.multiplier), _about(t, out[2], teacher.multiplier)
+        exp_t = t.exp()
+        if spec.kind == "cross_entropy":
+            out[4] = (exp_t * s).sum(-1).neg_()
+        out[1], out[3] = s.exp_().sum(-1), exp_t.sum(-1)
+        return
+    near = _near(out[0], out[2], (student.multiplier, teacher.multiplier)).unsqueeze(-1)
+    apart = s - t
+    near = near & apart.isfinite()
+    times_multiplier(apart.sub_((out[0] - out[2]).unsqueeze(-1)), student.multiplier, out=apart)
     s, t = _about(s, out[0], student.multiplier), _about(t, out[2], teacher.multiplier)
-    exp_s, exp_t = s.exp(), t.exp()
-    out[1], out[3] = exp_s.sum(-1), exp_t.sum(-1)
-    if spec.kind == "forward":
-        out[4] = exp_t.mul_(t.sub_(s)).sum(-1)
-    elif spec.kind == "reverse":
-        out[4] = exp_s.mul_(s.sub_(t)).sum(-1)
-    elif spec.kind == "cross_entropy":
-        out[4] = exp_t.mul_(s).sum(-1).neg_()
+    apart = torch.where(near, apart, s - t)
+    weight, other = t.exp_(), s.exp_()
+    out[1], out[3] = other.sum(-1), weight.sum(-1)
+    if spec.kind == "reverse":
+        weight, other, apart = other, weight, apart.neg_()
+    first = weight * apart
+    out[4] = first.sum(-1).neg_()
+    excess = _series(apart).mul_(apart).mul_(first)
+    out[5] = torch.where(
+        apart.abs() < _SMALL[out.dtype], excess, other.sub_(weight).sub_(first)
+    ).sum(-1)
+
+
+def _near(max_s: Tensor, max_t: Tensor, multipliers: Multipliers) -> Tensor:
+    """Where (s - t) - (max s - max t) is more exact than (s - max s) - (t - max t); bool `[n]`."""
+    near = times_per_row(max_s - max_t, multipliers[0]).abs() <= 1.0
+    return near & (multipliers[0] == multipliers[1])
+
+
+def _series(x: Tensor) -> Tensor:
+    """(exp(x) - 1 - x) / x^2 of a small x; new."""
+    series = x * (1 / 720)
+    for coefficient in (1 / 120, 1 / 24, 1 / 6):
+        series.add_(coefficient).mul_(x)
+    return series.add_(0.5)
+
+
+def _exp_excess(x: Tensor) -> Tensor:
+    """exp(x) - 1 - x with all its digits; new."""
+    series = _series(x).mul_(x).mul_(x)
+    return torch.where(x.abs() < _SMALL[x.dtype], series, x.expm1().sub_(x))
+
+
+def _log1p_excess(x: Tensor) -> Tensor:
+    """log(1 + x) - x with all its digits, of |x| < 1; new."""
+    # log(1 + x) = 2 atanh(half), and 2 half - x = -x half.
+    half = x / (2.0 + x)
+    square = half * half
+    series = 1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square / 11)))
+    return torch.where(x.abs() < 0.0625, 2.0 * half * square * series - x * half, x.log1p() - x)
 
 
 def _about(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
@@ -139,24 +196,52 @@ def _about(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
 
 
 def merge_pairs(stats: Tensor, spec: PairSpec, multipliers: Multipliers = (1.0, 1.0)) -> Tensor:
-    """`[parts, 5, n]`, statistics of blocks or shards of the same rows -> `[5, n]` of their union.
+    """`[parts, 6, n]`, statistics of blocks or shards of the same rows -> `[6, n]` of their union.
 
     One part is returned as it is.
     """
     if stats.shape[0] == 1:
         return stats[0]
-    max_s, sum_s, max_t, sum_t, cross = stats.unbind(1)
+    max_s, sum_s, max_t, sum_t, cross, excess = stats.unbind(1)
     row_max_s, shift_s = _merge_max(max_s, multipliers[0])
     row_max_t, shift_t = _merge_max(max_t, multipliers[1])
     exp_s, exp_t = shift_s.exp(), shift_t.exp()
-    if spec.kind == "forward":
-        cross = exp_t * (cross + (shift_t - shift_s) * sum_t)
-    elif spec.kind == "reverse":
-        cross = exp_s * (cross + (shift_s - shift_t) * sum_s)
+    new_s, new_t = sum_s * exp_s, sum_t * exp_t
+    if spec.kind in ("forward", "reverse"):
+        apart = (max_s - max_t).sub_(row_max_s - row_max_t)
+        near = _near(row_max_s, row_max_t, multipliers) & apart.isfinite()
+        apart = torch.where(near, times_per_row(apart, multipliers[0]), shift_s - shift_t)
+        if spec.kind == "forward":
+            moved = _moved(cross, excess, sum_t, sum_s, apart, exp_t, new_s - new_t)
+        else:
+            moved = _moved(cross, excess, sum_s, sum_t, -apart, exp_s, new_t - new_s)
+        cross, excess = moved
     elif spec.kind == "cross_entropy":
         cross = exp_t * (cross - shift_s * sum_t)
-    sum_s, sum_t = (sum_s * exp_s).sum(0), (sum_t * exp_t).sum(0)
-    return torch.stack([row_max_s, sum_s, row_max_t, sum_t, cross.sum(0)])
+    sums = (new_s.sum(0), row_max_t, new_t.sum(0), cross.sum(0), excess.sum(0))
+    return torch.stack([row_max_s, *sums])
+
+
+def _moved(
+    cross: Tensor,
+    excess: Tensor,
+    own: Tensor,
+    other: Tensor,
+    apart: Tensor,
+    decay: Tensor,
+    new_difference: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(cross, excess) about other maxima, by which y grows by `apart`.
+
+    Args:
+        own, other: the sums of the side that weights and of the other, about the old maxima.
+        decay: what the weights shrink by.
+        new_difference: other - own about the new maxima. excess is cross more, but where y is small
+            that difference has lost the digits of both.
+    """
+    near = excess + other * _exp_excess(apart) + apart * (excess - cross)
+    cross = decay * (cross - apart * own)
+    return cross, torch.where(apart.abs() <= 0.5, decay * near, cross + new_difference)
 
 
 def _merge_max(parts: Tensor, multiplier: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -182,14 +267,14 @@ class FinalPair:
 
 
 def finalize_pair(stats: Tensor, spec: PairSpec) -> FinalPair:
-    """Whole rows' pair statistics `[5, n]` to the divergence and both normalisers."""
-    max_s, sum_s, max_t, sum_t, cross = stats.unbind(0)
+    """Whole rows' pair statistics `[6, n]` to the divergence and both normalisers."""
+    max_s, sum_s, max_t, sum_t, cross, excess = stats.unbind(0)
     log_s, log_t = sum_s.log(), sum_t.log()
     no_s, no_t = max_s.isneginf(), max_t.isneginf()
     if spec.kind == "forward":
-        value = (cross / sum_t + (log_s - log_t)).clamp(min=0.0)
+        value = _divergence(cross, excess, sum_t, log_s - log_t)
     elif spec.kind == "reverse":
-        value = (cross / sum_s + (log_t - log_s)).clamp(min=0.0)
+        value = _divergence(cross, excess, sum_s, log_t - log_s)
     elif spec.kind == "cross_entropy":
         value = cross / sum_t + log_s
     else:
@@ -201,6 +286,13 @@ def finalize_pair(stats: Tensor, spec: PairSpec) -> FinalPair:
             torch.stack([no_s, no_s, no_t, no_t]), 0.0, torch.stack([max_s, log_s, max_t, log_t])
         ),
     )
+
+
+def _divergence(cross: Tensor, excess: Tensor, own: Tensor, log_ratio: Tensor) -> Tensor:
+    """KL from the statistics, the sum that the weights have, and log(other / own)."""
+    growth = (excess - cross) / own  # other / own - 1, to all digits where it is small
+    near = excess / own + _log1p_excess(growth)
+    return torch.where(growth.abs() < 0.5, near, cross / own + log_ratio).clamp(min=0.0)
 
 
 def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
@@ -246,10 +338,16 @@ def _shares(
         return p, lambda: derivative * (p - logq.exp()), derivative
     if spec.kind == "skewed_forward":
         over = _log_over_mixture(logq, logp, kept)
-        return p, lambda: logq.exp().mul_(over), over.expm1().mul_(-kept)
+
+        def teacher_share() -> Tensor:
+            q = logq.exp()
+            return _share(q, over, (p - q).mul_(kept))
+
+        return p, teacher_share, over.expm1().mul_(-kept)
     over = _log_over_mixture(logp, logq, spec.beta)
     if spec.kind == "skewed_reverse":
-        return p, lambda: p * over, over - over.expm1().mul_(kept)
+        derivative = over - over.expm1().mul_(kept)
+        return p, lambda: _share(p, over, logq.exp().sub_(p).mul_(spec.beta)), derivative
     derivative = over.mul_(kept)
 
     def share() -> Tensor:
@@ -257,6 +355,16 @@ def _shares(
         return to_teacher.mul_(spec.beta).addcmul_(p, derivative)
 
     return p, share, derivative
+
+
+def _share(weight: Tensor, over: Tensor, to_mixture: Tensor) -> Tensor:
+    """weight * over + to_mixture without cancellation where over is small; new.
+
+    Args:
+        to_mixture: weight * (exp(-over) - 1), which is what the mixture has more. Overwritten.
+    """
+    series = _series(-over).mul_(over).mul_(over).mul_(weight)
+    return torch.where(over.abs() < _SMALL[over.dtype], series, to_mixture.addcmul_(weight, over))
 
 
 def pair_grad(

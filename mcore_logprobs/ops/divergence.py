@@ -191,7 +191,7 @@ def vocab_parallel_kl_div(
     column at which one side is -inf has log-probability -1e4 there: divergences and gradients stay
     finite.
 
-    Collectives: forward one all-gather of `[5, n]` float32 over TP; for all kinds but "forward" and
+    Collectives: forward one all-gather of `[6, n]` float32 over TP; for all kinds but "forward" and
     "reverse" one all-reduce of `[2, n]` more, since they need both normalizers first. Backward
     none.
 
@@ -227,7 +227,7 @@ def vocab_parallel_soft_cross_entropy(
     Shape:
         student_logits, teacher_logits `[..., V/TP]` -> float32 `[...]`.
 
-    Collectives: forward one all-gather of `[5, n]` float32 over TP, backward none.
+    Collectives: forward one all-gather of `[6, n]` float32 over TP, backward none.
 
     Keywords, memory and errors are `vocab_parallel_kl_div`'s.
     """
@@ -323,7 +323,7 @@ def linear_kl_div(
     the student's base model without its LoRA has the same head: `teacher_weight=weight`, and no
     teacher_lora.
 
-    Collectives: forward one all-gather of `[5, n]` float32 over TP, for all kinds but "forward" and
+    Collectives: forward one all-gather of `[6, n]` float32 over TP, for all kinds but "forward" and
     "reverse" one all-reduce of `[2, n]` more; backward those of `linear_token_stats`. Sequence
     parallelism gathers each tile of both hidden states, forward (twice for those kinds) and
     backward.

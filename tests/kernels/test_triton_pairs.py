@@ -253,6 +253,43 @@ def test_equal_distributions_differ_by_nothing_and_close_ones_keep_their_digits(
         assert (got[0] - exact[0]).abs().max() < 5e-7
 
 
+@pytest.mark.parametrize("apart", [1e-4, 1.0])
+@interpreted
+def test_close_distributions_keep_their_digits_relative_to_themselves(apart):
+    rows, width = 3, 2100
+    logits = torch.randn(rows, width, device=DEVICE) * 2
+    near = logits + apart * torch.randn(rows, width, device=DEVICE)
+    # Groups, tiles and splits whose maxima differ, and columns that neither side has.
+    slope = torch.linspace(0, 20, width, device=DEVICE)
+    near[1], logits[1] = near[1] + slope, logits[1] + slope
+    near[2, ::3] = logits[2, ::3] = -torch.inf
+    temperature = torch.linspace(0.5, 2.0, rows, device=DEVICE)
+    both = [
+        Chunk(x, width - 5, temperature=temperature, logit_scale=0.5) for x in (near, logits)
+    ]  # fmt: skip
+    for kind in ("forward", "reverse", "skewed_forward", "skewed_reverse"):
+        want = _whole(pairs, *map(doubled, both), kind)
+        for kernels in (pairs, triton_backend):
+            got = _whole(kernels, *both, kind)
+            torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0.0)
+        plan, spec = Plan(3, 768, 4, 32), PairSpec(kind, BETA)
+        if not spec.two_pass:
+            stats = pair_statistics.launch_pair_stats(*both, spec, plan)
+            merged = merge_pairs(stats, spec, (both[0].multiplier, both[1].multiplier))
+            got = finalize_pair(merged, spec).value
+            torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0.0)
+
+
+def _whole(kernels: Any, student: Chunk, teacher: Chunk, kind: str) -> Tensor:
+    """The divergence of whole rows."""
+    spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
+    stats = kernels.pair_stats(student, teacher, spec, **size)
+    done = finalize_pair(merge_pairs(stats, spec, (student.multiplier, teacher.multiplier)), spec)
+    if spec.two_pass:
+        return kernels.pair_sums(student, teacher, done.softmax, spec, **size)[0]
+    return done.value
+
+
 @triton.jit
 def _mixture_kernel(gap_ptr, out_ptr, beta, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)

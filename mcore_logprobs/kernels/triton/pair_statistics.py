@@ -32,6 +32,7 @@ from mcore_logprobs.kernels.triton.sides import (
     FORWARD,
     REVERSE,
     SIDE_POINTERS,
+    exp_excess,
     instead_of_infinity,
     load_side,
     load_softmax,
@@ -61,19 +62,46 @@ def _base(group_max):
 
 
 @triton.jit
-def _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND: tl.constexpr):
-    """`cross` about other maxima: z - m grows by a side's shift, exp(z - m) by its decay."""
-    if KIND == FORWARD:
-        cross = (cross + (shift_t - shift_s) * sum_t) * decay_t
-    elif KIND == REVERSE:
-        cross = (cross + (shift_s - shift_t) * sum_s) * decay_s
-    elif KIND == CROSS_ENTROPY:
-        cross = (cross - shift_s * sum_t) * decay_t
-    return cross
+def _log_ratios(s, t, base_s, base_t, multiplier_s, multiplier_t, rough):
+    """z_s - z_t about both maxima: `rough`, or exactly where the maxima are close."""
+    gap = base_s - base_t
+    # Multipliers that differ count as maxima that do. Infinite or NaN is no raw difference.
+    reach = tl.abs(gap * multiplier_s) + 1e30 * tl.abs(multiplier_s - multiplier_t)
+    limit = tl.where(reach <= 1.0, float("inf"), 0.0)
+    raw = s - t
+    return tl.where(tl.abs(raw) < limit, (raw - gap) * multiplier_s, rough)
 
 
 @triton.jit
-def _merged(max_s, sum_s, max_t, sum_t, cross, multiplier_s, multiplier_t, KIND: tl.constexpr):
+def _moved(
+    sum_s, sum_t, cross, excess, apart, shift_s, decay_s, decay_t, KIND: tl.constexpr
+):  # fmt: skip
+    """All but the maxima about other ones: z - m grows by a side's shift, exp(z - m) by its decay,
+    and z_s - z_t by `apart`."""
+    new_s = sum_s * decay_s
+    new_t = sum_t * decay_t
+    if KIND == FORWARD:
+        cross, excess = _moved_cross(cross, excess, sum_t, sum_s, apart, decay_t, new_s - new_t)
+    elif KIND == REVERSE:
+        cross, excess = _moved_cross(cross, excess, sum_s, sum_t, -apart, decay_s, new_t - new_s)
+    elif KIND == CROSS_ENTROPY:
+        cross = (cross - shift_s * sum_t) * decay_t
+    return new_s, new_t, cross, excess
+
+
+@triton.jit
+def _moved_cross(cross, excess, own, other, apart, decay, new_difference):
+    """`kernels.pairs._moved`."""
+    grown = exp_excess(apart, other, other * (exp(apart) - 1.0 - apart))
+    near = (excess + grown + apart * (excess - cross)) * decay
+    cross = (cross - apart * own) * decay
+    return cross, tl.where(tl.abs(apart) <= 0.5, near, cross + new_difference)
+
+
+@triton.jit
+def _merged(
+    max_s, sum_s, max_t, sum_t, cross, excess, multiplier_s, multiplier_t, KIND: tl.constexpr
+):  # fmt: skip
     """Statistics of several groups, of which one may be empty, as one."""
     row_max_s = tl.max(max_s, 0)
     row_max_t = tl.max(max_t, 0)
@@ -85,18 +113,23 @@ def _merged(max_s, sum_s, max_t, sum_t, cross, multiplier_s, multiplier_t, KIND:
     decay_t = exp(shift_t)
     shift_s = instead_of_infinity(shift_s, floor_s)
     shift_t = instead_of_infinity(shift_t, floor_t)
-    cross = tl.sum(_moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND), 0)
-    sum_s = tl.sum(sum_s * decay_s, 0)
-    sum_t = tl.sum(sum_t * decay_t, 0)
+    apart = _log_ratios(max_s, max_t, base_s, base_t, multiplier_s, multiplier_t, shift_s - shift_t)
+    sum_s, sum_t, cross, excess = _moved(
+        sum_s, sum_t, cross, excess, apart, shift_s, decay_s, decay_t, KIND
+    )
+    cross = tl.sum(cross, 0)
+    excess = tl.sum(excess, 0)
+    sum_s = tl.sum(sum_s, 0)
+    sum_t = tl.sum(sum_t, 0)
     # A maximum may overlook NaN; a sum never does.
     row_max_s = tl.where(sum_s == sum_s, row_max_s, sum_s)
     row_max_t = tl.where(sum_t == sum_t, row_max_t, sum_t)
-    return row_max_s, sum_s, row_max_t, sum_t, cross
+    return row_max_s, sum_s, row_max_t, sum_t, cross, excess
 
 
 @triton.jit
 def _take_in(
-    s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, KIND: tl.constexpr
+    s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, excess, KIND: tl.constexpr
 ):  # fmt: skip
     """Statistics `[groups]` and one tile `[groups, lanes]` more: one exp a side and column."""
     multiplier_s = multiplier_of(student)
@@ -111,23 +144,33 @@ def _take_in(
     decay_t = exp(shift_t)
     shift_s = instead_of_infinity(shift_s, floor_s)
     shift_t = instead_of_infinity(shift_t, floor_t)
-    cross = _moved(cross, sum_s, sum_t, shift_s, shift_t, decay_s, decay_t, KIND)
+    apart = _log_ratios(max_s, max_t, base_s, base_t, multiplier_s, multiplier_t, shift_s - shift_t)
+    sum_s, sum_t, cross, excess = _moved(
+        sum_s, sum_t, cross, excess, apart, shift_s, decay_s, decay_t, KIND
+    )
 
-    s = (s - base_s[:, None]) * multiplier_s
-    t = (t - base_t[:, None]) * multiplier_t
-    weight_s = exp(s)
-    weight_t = exp(t)
-    s = instead_of_infinity(s, floor_s[:, None])
-    t = instead_of_infinity(t, floor_t[:, None])
-    if KIND == FORWARD:
-        cross += tl.sum(weight_t * (t - s), 1)
-    elif KIND == REVERSE:
-        cross += tl.sum(weight_s * (s - t), 1)
-    elif KIND == CROSS_ENTROPY:
-        cross -= tl.sum(weight_t * s, 1)
-    sum_s = sum_s * decay_s + tl.sum(weight_s, 1)
-    sum_t = sum_t * decay_t + tl.sum(weight_t, 1)
-    return new_s, sum_s, new_t, sum_t, cross
+    z_s = (s - base_s[:, None]) * multiplier_s
+    z_t = (t - base_t[:, None]) * multiplier_t
+    weight_s = exp(z_s)
+    weight_t = exp(z_t)
+    z_s = instead_of_infinity(z_s, floor_s[:, None])
+    z_t = instead_of_infinity(z_t, floor_t[:, None])
+    if KIND == CROSS_ENTROPY:
+        cross -= tl.sum(weight_t * z_s, 1)
+    elif KIND == FORWARD or KIND == REVERSE:  # noqa: SIM109
+        apart = _log_ratios(
+            s, t, base_s[:, None], base_t[:, None], multiplier_s, multiplier_t, z_s - z_t
+        )
+        if KIND == FORWARD:
+            own, other = weight_t, weight_s
+        else:
+            own, other, apart = weight_s, weight_t, -apart
+        first = own * apart
+        cross -= tl.sum(first, 1)
+        excess += tl.sum(exp_excess(apart, own, other - own - first), 1)
+    sum_s += tl.sum(weight_s, 1)
+    sum_t += tl.sum(weight_t, 1)
+    return new_s, sum_s, new_t, sum_t, cross, excess
 
 
 @triton.jit(
@@ -141,7 +184,7 @@ def pair_stats_kernel(
     student_scale, student_softcap, student_multiplier,
     teacher_scale, teacher_softcap, teacher_multiplier,
     student_stride, teacher_stride,
-    out_ptr,  # [splits, 5, n] float32
+    out_ptr,  # [splits, 6, n] float32
     rows,
     valid,
     split_columns,
@@ -171,37 +214,40 @@ def pair_stats_kernel(
     max_t = tl.full([GROUPS], float("-inf"), tl.float32)
     sum_t = tl.zeros([GROUPS], tl.float32)
     cross = tl.zeros([GROUPS], tl.float32)
+    excess = tl.zeros([GROUPS], tl.float32)
     end = whole_units(start, stop)
     whole = start + (end - start) // TILE * TILE
     for at in range(start, whole, TILE):
         s, _ = load_side(student, student_bias_ptr, at + offsets, valid, False, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, at + offsets, valid, False, TEACHER_SOFTCAP)
-        max_s, sum_s, max_t, sum_t, cross = _take_in(
-            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, KIND
+        max_s, sum_s, max_t, sum_t, cross, excess = _take_in(
+            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, excess, KIND
         )  # fmt: skip
     if whole < end:
         s, _ = load_side(student, student_bias_ptr, whole + offsets, end, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, whole + offsets, end, True, TEACHER_SOFTCAP)
-        max_s, sum_s, max_t, sum_t, cross = _take_in(
-            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, KIND
+        max_s, sum_s, max_t, sum_t, cross, excess = _take_in(
+            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, excess, KIND
         )  # fmt: skip
     if end < stop:  # under UNIT columns, one a group
         rest = end + tl.arange(0, GROUPS)[:, None]
         s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
-        max_s, sum_s, max_t, sum_t, cross = _take_in(
-            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, KIND
+        max_s, sum_s, max_t, sum_t, cross, excess = _take_in(
+            s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, excess, KIND
         )  # fmt: skip
 
-    row_max_s, row_sum_s, row_max_t, row_sum_t, row_cross = _merged(
-        max_s, sum_s, max_t, sum_t, cross, multiplier_of(student), multiplier_of(teacher), KIND
-    )
+    row_max_s, row_sum_s, row_max_t, row_sum_t, row_cross, row_excess = _merged(
+        max_s, sum_s, max_t, sum_t, cross, excess,
+        multiplier_of(student), multiplier_of(teacher), KIND,
+    )  # fmt: skip
     out = out_ptr + split.to(tl.int64) * STATS * rows + row
     tl.store(out, row_max_s)
     tl.store(out + rows, row_sum_s)
     tl.store(out + 2 * rows, row_max_t)
     tl.store(out + 3 * rows, row_sum_t)
     tl.store(out + 4 * rows, row_cross)
+    tl.store(out + 5 * rows, row_excess)
 
 
 # ---- sums of a second pass ---------------------------------------------------------------------
@@ -310,7 +356,7 @@ _pair_stats = operator(
 
 
 def launch_pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, plan: Plan) -> Tensor:
-    """The pair statistics of each split of the plan, `[splits, 5, n]`."""
+    """The pair statistics of each split of the plan, `[splits, 6, n]`."""
     rows = student.logits.shape[0]
     out = student.logits.new_empty((plan.splits, PAIR_STATS, rows), dtype=torch.float32)
     if rows:

@@ -32,6 +32,7 @@ JSD = tl.constexpr(KINDS.index("jsd"))
 SKEWED_FORWARD = tl.constexpr(KINDS.index("skewed_forward"))
 TOTAL_VARIATION = tl.constexpr(KINDS.index("total_variation"))
 
+SMALL = tl.constexpr(0.125)  # |x| below which `exp_excess` takes its series
 LN2_OF_BITS = tl.constexpr(0.6931471805599453 / 2**23)
 
 
@@ -111,6 +112,13 @@ def log_probs(x, side, row_max, log_sum):
 
 
 @triton.jit
+def exp_excess(x, weight, otherwise):
+    """weight * (exp(x) - 1 - x) by its series where x is small, else `otherwise`."""
+    series = 0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720))))
+    return tl.where(tl.abs(x) < SMALL, weight * x * x * series, otherwise)
+
+
+@triton.jit
 def _expm1(x):
     """exp(x) - 1."""
     series = 1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720)))))
@@ -159,10 +167,10 @@ def shares(logp, logq, beta, KIND: tl.constexpr):
             derivative = (1.0 - beta) * p_over
             share = beta * q * q_over + p * derivative
         elif KIND == SKEWED_FORWARD:
-            share = q * q_over
+            share = exp_excess(-q_over, q, q * q_over + (1.0 - beta) * (p - q))
             derivative = (beta - 1.0) * _expm1(q_over)
         else:
-            share = p * p_over
+            share = exp_excess(-p_over, p, p * p_over + beta * (q - p))
             derivative = p_over + (beta - 1.0) * _expm1(p_over)
     return p, share, derivative
 
