@@ -28,7 +28,7 @@ def calls() -> dict[str, Callable[[], Tensor]]:
     hidden.requires_grad_()
     logits = torch.randn(4, 24, generator=generator).requires_grad_()
     target = torch.arange(4)
-    both = {"teacher_hidden": teacher, "teacher_weight": weight.detach()}
+    both: dict[str, Any] = {"teacher_hidden": teacher, "teacher_weight": weight.detach()}
     return {
         "vocab_parallel_logprobs": lambda: ml.vocab_parallel_logprobs(logits, target),
         "linear_token_stats": lambda: ml.linear_token_stats(hidden, weight, target).logprobs,
