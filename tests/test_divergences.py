@@ -158,7 +158,7 @@ def apart_in_float64(student: Tensor, teacher: Tensor, kind: str) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed_forward", "skewed_reverse"])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed_reverse"])
 @pytest.mark.parametrize("apart", [1e-4, 1.0])
 def test_shards_of_close_distributions_keep_their_digits(
     ranks, world: int, kind: str, apart: float

@@ -113,7 +113,7 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
 
     Args:
         student, teacher: of the same columns, with the same `valid`; dtypes may differ.
-        chunk_size: rows at a time, of which three float32 copies of either side are made.
+        chunk_size: rows at a time, of which two float32 copies of either side are made.
 
     Returns:
         `[parts, 6, n]`, at least one part.
@@ -143,18 +143,21 @@ def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) ->
     apart = s - t
     near = near & apart.isfinite()
     times_multiplier(apart.sub_((out[0] - out[2]).unsqueeze(-1)), student.multiplier, out=apart)
-    s, t = _about(s, out[0], student.multiplier), _about(t, out[2], teacher.multiplier)
-    apart = torch.where(near, apart, s - t)
+    s = _about(s, out[0], student.multiplier)
+    t = _about(t, out[2], teacher.multiplier)
+    torch.where(near, apart, s - t, out=apart)
     weight, other = t.exp_(), s.exp_()
     out[1], out[3] = other.sum(-1), weight.sum(-1)
     if spec.kind == "reverse":
         weight, other, apart = other, weight, apart.neg_()
+    del s, t  # of four copies none may be kept for its name alone
     first = weight * apart
     out[4] = first.sum(-1).neg_()
+    rest = other.sub_(weight).sub_(first)
+    del weight, other
     excess = _series(apart).mul_(apart).mul_(first)
-    out[5] = torch.where(
-        apart.abs() < _SMALL[out.dtype], excess, other.sub_(weight).sub_(first)
-    ).sum(-1)
+    del first
+    out[5] = torch.where(apart.abs() < _SMALL[out.dtype], excess, rest, out=rest).sum(-1)
 
 
 def _near(max_s: Tensor, max_t: Tensor, multipliers: Multipliers) -> Tensor:
