@@ -161,11 +161,13 @@ older_triton() {  # The wheel's assembler comes without its executable bits.
     PYTHONPATH="$VIRTUAL_ENV/triton-$triton" python -m pytest -q tests/kernels/test_triton_build.py
 }
 # The same operations by other instructions: of AVX2, and of none of the newer ones.
-another_cpu() {  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA have them
+another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA have them
+    # torch's compiler cache does not tell CPUs apart.
+    export TORCHINDUCTOR_CACHE_DIR="$VIRTUAL_ENV/inductor-$1"
     ATEN_CPU_CAPABILITY=$1 MKL_ENABLE_INSTRUCTIONS=${3:-$2} ONEDNN_MAX_CPU_ISA=$2 python -m pytest -q -m "not night" \
         tests/test_operations.py tests/test_soundness.py tests/test_large_logits.py tests/test_invariant_*.py \
         tests/test_policy_loss.py tests/test_divergences.py
-}
+)
 [ -z "${all:-}" ] || stage cpu-avx2 another_cpu avx2 AVX2
 [ -z "${all:-}" ] || stage cpu-sse4 another_cpu default SSE41 SSE4_2
 [ -z "${all:-}" ] || stage "triton-$triton" older_triton
