@@ -387,7 +387,8 @@ def test_operators_declare_what_they_do():
     rows = torch.rand(3, device=DEVICE) + 0.5
     chunk = Chunk(logits, 30, **HOW)
     other = Chunk(logits.float(), 30, temperature=rows, bias=torch.randn(40, device=DEVICE))
-    out, softmax = torch.empty_like(logits), torch.ones(4, 3, device=DEVICE)
+    # Of no memory that was there before: what it held might be NaN, which equals nothing.
+    out, softmax = torch.zeros_like(logits), torch.ones(4, 3, device=DEVICE)
     columns, upstream = target[:, None].expand(3, 2), torch.randn(3, 2, device=DEVICE)
     ranked = StatsSpec(rank=True)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
