@@ -285,3 +285,19 @@ def test_the_rank_of_a_nan_is_minus_one(ranks, world):
     for found in on_ranks(ranks, world, _ranks_of, whole, target):
         for rank in found:
             assert torch.equal(rank, torch.where(nan, -1, expected))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_nan_hidden_states_of_an_ignored_token(compact: bool) -> None:
+    """As plain torch, where 0 times NaN is NaN; a token that is left out is in no product."""
+    hidden, weight = torch.randn(5, 4), torch.randn(9, 4, requires_grad=True)
+    hidden[2] = torch.nan
+    hidden.requires_grad_()
+    target = torch.tensor([1, 2, -100, 3, 4])
+    stats = linear_token_stats(hidden, weight, target, compact=compact)
+    stats.logprobs.sum().backward()
+    assert stats.logprobs[2] == 0.0
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert not hidden.grad[2].any()
+    assert weight.grad.isnan().any() != compact
