@@ -1,4 +1,4 @@
-"""The one autograd function over a source of logits, and the only loops over tiles and chunks.
+"""The autograd functions over a source of logits, and the only loops over tiles and chunks.
 
     recompute   forward: the operation looks at each chunk and reduces what it saw over the ranks
                 backward: each chunk is formed again, and its gradient written over it

@@ -1,6 +1,6 @@
 """Row statistics of a rank's columns, chunk by chunk, and their reduction over the ranks.
 
-`kernels.stats` says which numbers a row they are, and how they are merged.
+`kernels.stats` defines them and how they are merged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RowStatistics:
     """Statistics `[k, n]` of a rank's columns, with segments `[g/TP, k, n]`, as chunks are seen.
 
     Blocks of the same rows are merged once they are all there: a merge is a dozen small launches
-    for a few numbers a row.
+    for a few numbers per row.
     """
 
     def __init__(self, source: Source, spec: StatsSpec) -> None:

@@ -1,1 +1,1 @@
-"""Where logits come from: given, or a head over hidden states; imports kernels and groups alone."""
+"""Where logits come from: given, or a head over hidden states."""

@@ -45,7 +45,7 @@ _members |= {"probe": _probe, "__module__": __name__}
 Probe = types.new_class("Probe", (TrainEngine,), {}, lambda names: names.update(_members))
 
 
-# A forked worker imports AReaL anew, for longer than a minute on a machine that is busy.
+# A forked worker imports AReaL again, for longer than a minute on a machine that is busy.
 _wait = functools.partial(LocalScheduler._wait_for_fork_ready, timeout=300)
 
 
