@@ -458,7 +458,25 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__defaults__,
         function.__closure__,
     )
-    return torch.compile(own, dynamic=True, fullgraph=True)
+    return torch.compile(own, dynamic=True, fullgraph=True, options=_instruction_set())
+
+
+def _instruction_set() -> dict[str, Any] | None:
+    """The width of this CPU's vectors, as inductor finds it, for the key of its cache.
+
+    The cache on disk does not tell CPUs apart: what another wrote for wider vectors (a home that
+    machines share, `ATEN_CPU_CAPABILITY`) is read, and does not compile or gives other numbers.
+    """
+    # Here, not at the top: a second of imports that only compilation needs.
+    from torch._inductor import config
+
+    try:
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+    except ImportError:  # torch 2.4
+        from torch._inductor.codecache import pick_vec_isa
+    if config.cpp.simdlen is not None:
+        return None  # the user's own choice, which the key has
+    return {"cpp.simdlen": pick_vec_isa().bit_width()}
 
 
 def _first_line(error: Exception) -> str:
