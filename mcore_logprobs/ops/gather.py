@@ -82,6 +82,7 @@ class EntryLogprobs(Operation):
 
     log_softmax: bool
     entropy: bool
+    rereads = "exact"
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         return _LogprobForward(self, source, tensors)
