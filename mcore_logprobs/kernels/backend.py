@@ -45,9 +45,7 @@ class Backend(Protocol):
 
     def encode(self, chunk: Chunk, *, out: Tensor, chunk_size: int) -> Tensor: ...
 
-    def decode(
-        self, codes: Tensor, scale: Tensor, *, out: Tensor, chunk_size: int
-    ) -> None: ...
+    def decode(self, codes: Tensor, scale: Tensor, *, out: Tensor, chunk_size: int) -> None: ...
 
     def pair_stats(
         self, student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int

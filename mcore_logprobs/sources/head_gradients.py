@@ -114,7 +114,7 @@ class HeadGradient:
         raw, dtype, bias = chunk.logits, head.matmul_dtype, self._bias
         if bias is None or chunk.softcap is None:
             if chunk.lasting:  # no other chunk is in the buffer then
-                out = head.buffer(*raw.shape, dtype)
+                out = head.buffer(raw.shape[0], raw.shape[1], dtype)
             else:
                 out = raw if raw.dtype == dtype else _empty_like(raw, dtype)
             write(placed, out)

@@ -1,7 +1,7 @@
 """The Triton backend: the functions of `kernels.backend.Backend`, as operators of torch.
 
-`kernels.reference`, `kernels.pairs` and `kernels.codes` document them. The chunk size is of no use here, as nothing
-but the results is ever written.
+`kernels.reference`, `kernels.pairs` and `kernels.codes` document them. The chunk size is of
+no use here, as nothing but the results is ever written.
 """
 
 from mcore_logprobs.kernels.triton.codes import decode, encode

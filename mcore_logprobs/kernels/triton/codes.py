@@ -138,9 +138,7 @@ def _fake_encode(*given: Any) -> Tensor:
     return chunk.logits.new_empty(2, out.shape[0], dtype=torch.float32)
 
 
-_encode = operator(
-    f"encode({chunk_schema()}, Tensor(a!) out) -> Tensor", _run_encode, _fake_encode
-)
+_encode = operator(f"encode({chunk_schema()}, Tensor(a!) out) -> Tensor", _run_encode, _fake_encode)
 
 
 def decode(codes: Tensor, scale: Tensor, *, out: Tensor, chunk_size: int = 0) -> None:
