@@ -94,6 +94,11 @@ def plan_kept(source: Source, rereads: Rereads) -> tuple[KeptPlan, ...]:
     )
 
 
+def whole_bytes(head: HeadLogits) -> int:
+    """What keeping all chunks of a head takes."""
+    return sum(_chunk_bytes(head, rows, columns) for rows, _, columns in _walk(head))
+
+
 def _walk(head: HeadLogits) -> Iterator[tuple[int, int, slice]]:
     """(rows, number of the tile, columns) of each chunk."""
     for number, part in enumerate(head.hidden.local):
