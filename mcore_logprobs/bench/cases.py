@@ -392,6 +392,7 @@ def keep_case(shape: Shape) -> Workload:
             Contender(name, function, inputs, is_peer=True)
             for name, function in (peers | on_hidden).items()
         ),
+        _compiled(lambda h, w: oracle.logprobs((h @ w.t()).float(), target), inputs),
     ]
     absent = {name: why for name, why in absent.items() if name == "megatron"} | unavailable
     return Workload(
