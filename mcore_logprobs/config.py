@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import numbers
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -93,6 +94,33 @@ def _real(default: float | None, check: Check, help: str) -> Any:
         return float(value) if is_number else value
 
     return _field(default, _Setting(help, check, parse=_number_parser(float), normal=normal))
+
+
+def _bytes(help: str) -> Any:
+    """A number of bytes, 0 by default; as text with a unit too: "1GiB", "500 MB"."""
+
+    def normal(value: Any) -> Any:
+        if isinstance(value, str):
+            return _bytes_of(value)
+        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return int(value) if is_integer else value
+
+    check = Check(
+        'a number of bytes >= 0, as an int or as text like "1GiB"', checks.check_bytes.accepts
+    )
+    return _field(0, _Setting(help, check, parse=_bytes_of, normal=normal))
+
+
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def _bytes_of(text: str) -> Any:
+    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([kmg]i?b)", text.strip().lower())
+    if found is None:
+        return text
+    whole, count, unit = found.groups()
+    return int(whole) if whole else int(float(count) * _UNITS[unit])
 
 
 def _dtype(default: torch.dtype, check: Check, help: str) -> Any:
@@ -275,6 +303,12 @@ class LogprobConfig:
         None,
         checks.check_optional_count,
         "Rows at a time. None picks a number from a memory budget.",
+    )
+    saved_bytes: int = _bytes(
+        "Bytes of logits that a rank may keep from the forward to the backward of a call on the "
+        "fused path, chunk by chunk as they fit: what is kept is not multiplied again and costs 3 "
+        "GEMMs, the rest 4. A policy loss costs 3 without it and ignores it, as do multi-token "
+        "prediction's own losses.",
     )
     backend: Literal["auto", "torch", "triton", "inductor"] = _choice(
         "auto",

@@ -91,6 +91,7 @@ def _import(module: str) -> tuple[Any, str]:
 def _backends(device: str) -> dict[str, Any]:
     """The backends for a device, best first, with the reasons, and what `auto` takes."""
     from mcore_logprobs.kernels import backend as backends
+    from mcore_logprobs.kernels import products
 
     taken = {}
     for shape in ((8, 512), (1024, 32768)):
@@ -98,7 +99,11 @@ def _backends(device: str) -> dict[str, Any]:
         backend: Any = backends.select("auto", logits)
         name = backend.__name__.rpartition(".")[2].removesuffix("_backend")
         taken[f"{list(shape)} bfloat16"] = "torch" if name == "reference" else name
-    return {"choices": [asdict(choice) for choice in backends.explain(device)], "auto": taken}
+    return {
+        "choices": [asdict(choice) for choice in backends.explain(device)],
+        "auto": taken,
+        "gemms": products.explain(torch.empty(0, device=device).device),
+    }
 
 
 def _megatron_hooks() -> dict[str, str]:
@@ -297,6 +302,7 @@ def as_text(found: dict[str, Any]) -> str:
             lines.append(f"    {choice['name']:18} {state}: {choice['reason']}")
         for case, taken in backends["auto"].items():
             lines.append(f"    auto takes {taken} for {case}")
+        lines += [f"    GEMMs: {text}" for text in backends["gemms"]]
     lines.append("Megatron hooks")
     lines += [f"  {name:20} {text}" for name, text in found["megatron"].items()]
     lines += [f"  {'head':20} {found['head']}"] if "head" in found else []

@@ -40,7 +40,14 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, row_chunks
-from mcore_logprobs.kernels.reference import gather_target, pair_grad, pair_stats, pair_sums
+from mcore_logprobs.kernels.reference import (
+    decode,
+    encode,
+    gather_target,
+    pair_grad,
+    pair_stats,
+    pair_sums,
+)
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec
 
 logger = logging.getLogger("mcore_logprobs")
@@ -129,6 +136,8 @@ def _invariant_grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_si
 INVARIANT = SimpleNamespace(
     stats=stats,
     grad=_invariant_grad,
+    encode=encode,
+    decode=decode,
     pair_stats=pair_stats,
     pair_sums=pair_sums,
     pair_grad=pair_grad,

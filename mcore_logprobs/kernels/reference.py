@@ -17,11 +17,14 @@ from mcore_logprobs.kernels.chunk import (
     times_multiplier,
     unscaled_logits,
 )
+from mcore_logprobs.kernels.codes import decode, encode
 from mcore_logprobs.kernels.pairs import pair_grad, pair_stats, pair_sums
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, no_columns
 
 __all__ = [
+    "decode",
     "distribution_gradient",
+    "encode",
     "gather_target",
     "grad",
     "pair_grad",

@@ -115,6 +115,7 @@ def head_output(
                 "compact": config.compact and call.draw is None,
                 "rows": tokens.head_rows,
                 "logits_dtype": config.logits_dtype,
+                "saved_bytes": config.saved_bytes,
                 "may_round": not whole,
             }
             found = _in_head(logits, head.base, options, asked.of)

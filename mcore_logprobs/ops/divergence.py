@@ -42,6 +42,7 @@ class Divergence(Operation):
     """Divergences `[n]` of a `PairSource`; 0 in rows that the valid mask `[n]` leaves out."""
 
     spec: PairSpec
+    rereads = "exact"
 
     def forward(self, source: PairSource, tensors: Tensors) -> Forward:
         return _DivergenceForward(self.spec, source, tensors[0])

@@ -82,6 +82,7 @@ class EntryLogprobs(Operation):
 
     log_softmax: bool
     entropy: bool
+    rereads = "exact"
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         return _LogprobForward(self, source, tensors)
@@ -301,7 +302,8 @@ def linear_gather(
 
     Cost: without log_softmax a dot product an id, forward and twice backward, and no GEMM; with it,
     those of `linear_token_stats`. On CUDA, where the dot products add to dWeight and dHidden by
-    atomics, gradients of logits differ in their last bits from run to run.
+    atomics, gradients of logits differ in their last bits from run to run, unless
+    `torch.use_deterministic_algorithms` is on.
 
     Collectives: forward an all-reduce of `[n k]` over TP; with log_softmax an all-gather of
     `[3 + k, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.

@@ -57,6 +57,7 @@ class LayerKeywords(TypedDict, total=False):
     rows: Tensor | None
     compact: bool
     gradient_accumulation_fusion: bool
+    saved_bytes: int
     tp_group: ProcessGroup | None
     chunk_size: int | None
 
@@ -102,6 +103,9 @@ DOCS = {
     "results. One host sync. Not with rows.",
     "gradient_accumulation_fusion": "add the weight's gradient to `weight.main_grad` in place, as "
     "Megatron's linear layers do (`grad_added_to_main_grad` and `zero_out_wgrad` honoured).",
+    "saved_bytes": "bytes of logits that may be kept from the forward to the backward, chunk by "
+    "chunk as they fit: a kept chunk is not multiplied again and costs 3 GEMMs, any other 4. 0: "
+    "none. `linear_token_stats` has the details.",
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -61,6 +61,7 @@ class Map(Operation):
     grad_enabled: bool
     autocast: tuple[Any, ...] | None
     structure: _Structure
+    rereads = "exact"
 
     def call(self, z: Tensor, per_token: Sequence[Tensor], rows: slice) -> list[Tensor | None]:
         """fn of one tile, flat and checked; the first call settles the structure."""
