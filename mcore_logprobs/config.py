@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import numbers
 import textwrap
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ import torch
 from mcore_logprobs import checks
 from mcore_logprobs.checks import Check
 from mcore_logprobs.kernels.backend import BACKENDS
-from mcore_logprobs.spelling import nearest
+from mcore_logprobs.spelling import SuggestsFields
 from mcore_logprobs.vocabulary import true_vocab_size
 
 ARG_PREFIX = "logprob_"
@@ -143,24 +142,6 @@ def _documented(cls: _Class) -> _Class:
     return cls
 
 
-def _suggesting(cls: _Class) -> _Class:
-    """The constructor's error for an unknown keyword names the nearest field."""
-    known, plain = _settings(cls), cls.__init__  # type: ignore[misc]
-
-    @functools.wraps(plain)
-    def init(self: Any, **fields: Any) -> None:
-        for name in fields:
-            if name not in known:
-                raise TypeError(
-                    f"{cls.__name__}() got an unexpected keyword argument {name!r}"
-                    f"{nearest(name, known)}"
-                )
-        plain(self, **fields)
-
-    cls.__init__ = init  # type: ignore[misc]
-    return cls
-
-
 def _settings(cls: Any) -> dict[str, _Setting]:
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(cls)}
 
@@ -178,9 +159,8 @@ def _plain(value: Any) -> Any:
 
 
 @_documented
-@_suggesting
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogprobConfig:
+class LogprobConfig(SuggestsFields):
     """What a patched model computes and returns. Immutable, hashable, validated on construction.
 
     Fields:

@@ -15,8 +15,10 @@ from mcore_logprobs.debug.oracle import BOUND, KINDS
 
 
 def doctor(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; 0 if the self-test is within its bounds, else 1. With `mismatch FILE`,
-    explains a run's own log-probabilities instead."""
+    """Print the report; 0 if the self-test is within its bounds and a batch has no mistake, else 1.
+
+    With `mismatch FILE`, explain a run's own log-probabilities instead.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["mismatch"]:
         return _mismatch(arguments[1:])
@@ -31,11 +33,20 @@ def doctor(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="also try what invariant_segments promises: compiles kernels, a minute or more",
     )
+    parser.add_argument(
+        "--batch",
+        metavar="FILE",
+        help="also check a training batch: a .pt or .npz file with input_ids and labels [b, s], "
+        "and vocab_size and ignore_index if you like",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse(arguments)
     from mcore_logprobs.debug.doctor import as_text, report
 
-    found = report(full=args.full)
+    try:
+        found = report(full=args.full, batch=args.batch)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0 if found["ok"] else 1
 

@@ -21,6 +21,7 @@ from mcore_logprobs.checks import (
     is_traced,
     one_of,
 )
+from mcore_logprobs.spelling import SuggestsFields
 
 __all__ = [
     "KL",
@@ -193,7 +194,7 @@ CLIP: Checks = (("clip_low", check_fraction), ("clip_high", check_not_negative))
 TERMS: Checks = (("kl", one_of(KL)), *each(check_not_negative, "kl_coef", "entropy_coef"))
 
 
-class TokenLoss:
+class TokenLoss(SuggestsFields):
     """A loss of each token; every objective is a frozen dataclass of its settings.
 
     `loss(logprobs, entropy or None, *per-token tensors)`, all `[...]` of one shape, gives a loss

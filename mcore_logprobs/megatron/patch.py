@@ -33,8 +33,10 @@ from mcore_logprobs.megatron.heads import (
 )
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
+from mcore_logprobs.spelling import suggesting
 
 
+@suggesting
 def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     """Make `model(..., labels=labels)` return what `config` asks for on the last pipeline stage.
 

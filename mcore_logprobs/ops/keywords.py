@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 
-from mcore_logprobs.consistency import VARIABLE, comparing
-from mcore_logprobs.spelling import nearest
+from mcore_logprobs.consistency import comparing
+from mcore_logprobs.spelling import check_keywords
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,15 +136,11 @@ def shared_keywords(
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not known.issuperset(kwargs):
-                unknown = next(name for name in kwargs if name not in known)
-                raise TypeError(
-                    f"{function.__name__}() got an unexpected keyword argument {unknown!r}"
-                    f"{nearest(unknown, known)}"
-                )
-            if not torch.compiler.is_compiling() and os.environ.get(VARIABLE) == "1":
-                with comparing(function.__name__, signature.bind(*args, **kwargs).arguments):
-                    return function(*args, **kwargs)
-            return function(*args, **kwargs)
+                check_keywords(function.__name__, kwargs, known)
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            with comparing(function.__name__, lambda: signature.bind(*args, **kwargs).arguments):
+                return function(*args, **kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         if call.__doc__:  # None under python -OO

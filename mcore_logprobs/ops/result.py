@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mcore_logprobs.checks import check_integer
 from mcore_logprobs.context_parallel import context_parallel_gather
+from mcore_logprobs.spelling import suggesting
 
 
 @dataclass
@@ -114,6 +115,7 @@ class TokenStats:
 
         return self._all(move)
 
+    @suggesting
     def gather_cp(
         self,
         cp_group: ProcessGroup | None = None,
@@ -147,6 +149,7 @@ class TokenStats:
             )
         )
 
+    @suggesting
     def unpack(
         self,
         cu_seqlens: Tensor | Sequence[int],
