@@ -1,7 +1,7 @@
 """Process groups: which ranks share a vocabulary (TP) and which share a sequence (CP).
 
-The one place that looks groups up. Below the public functions a group is always explicit:
-a `ProcessGroup`, or `None` for "this process alone".
+Operations look their groups up here, once per call. Below the public functions a group is always
+explicit: a `ProcessGroup`, or `None` for one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keywords that operations share: declared, documented and checked here, and nowhere else.
+"""The keywords that operations share: declared and documented here.
 
 A public operation takes its own arguments by name and the rest as `**shared: Unpack[...]`, which
 type checkers and editors resolve. `shared_keywords` gives it the explicit signature and docstring

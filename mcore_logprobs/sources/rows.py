@@ -69,10 +69,11 @@ def _block_columns(tile: int, columns: int, chunk_size: int | None, device: torc
 
 
 def even_parts(total: int, most: int, step: int) -> int:
-    """The size of as few parts as hold `most` each, all about as large.
+    """Return the size of parts of at most `most` that are as even as whole steps allow.
 
-    A GEMM of what is left over would run far below the speed of the others. One part is `total`;
-    several are a multiple of `step`, or of `most` where that is less than a step.
+    A GEMM of a small last part would run far below the speed of the others. One part is `total`.
+    Otherwise the size is a multiple of `step` (of `most` if that is less), and the last part is what
+    is left: still a small one if `total` is just above a multiple of the size.
     """
     if total <= most:
         return max(1, total)
