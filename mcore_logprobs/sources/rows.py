@@ -72,8 +72,8 @@ def even_parts(total: int, most: int, step: int) -> int:
     """Return the size of parts of at most `most` that are as even as whole steps allow.
 
     A GEMM of a small last part would run far below the speed of the others. One part is `total`.
-    Otherwise the size is a multiple of `step` (of `most` if that is less), and the last part is what
-    is left: still a small one if `total` is just above a multiple of the size.
+    Otherwise the size is a multiple of `step` (of `most` if that is less), and the last part is
+    what is left: still a small one if `total` is just above a multiple of the size.
     """
     if total <= most:
         return max(1, total)
