@@ -179,8 +179,8 @@ class LogprobConfig(SuggestsFields):
     )
     fused: bool | Literal["require"] = _switch(
         True,
-        "True takes the path from hidden states, which never materialises the logits, and falls "
-        "back to the logits where a head does not allow it, with one log line; 'require' raises "
+        "True takes the path from hidden states, which never materializes the logits, and falls "
+        "back to the logits if the head does not allow it, with one log line; 'require' raises "
         "when the model is patched instead of falling back; False always computes the logits.",
         words=("require",),
     )
@@ -200,7 +200,7 @@ class LogprobConfig(SuggestsFields):
         None,
         checks.check_top_k,
         "Log-probabilities are those of the distribution filtered to the top_k largest logits; "
-        "entropy, rank and lse stay the whole one's. None, 0 and -1: off.",
+        "entropy, rank and lse are of the full distribution. None, 0 and -1: off.",
         off=(0, -1),
     )
     top_p: float = _real(
@@ -231,7 +231,7 @@ class LogprobConfig(SuggestsFields):
     )
     compact: bool = _switch(
         False,
-        "Compute only rows whose target is not ignore_index, at the price of one host sync.",
+        "Compute only tokens whose target is not ignore_index. Costs one host sync.",
     )
     mtp: Literal["keep", "off"] = _choice(
         "keep",
@@ -242,8 +242,8 @@ class LogprobConfig(SuggestsFields):
     invariant_segments: int | None = _integer(
         None,
         checks.check_optional_count,
-        "Results are the same bits for every tensor-parallel size that divides this number. None: "
-        "no such promise.",
+        "Results are bitwise identical for every tensor-parallel size that divides this number. "
+        "None: no such guarantee.",
     )
     logits_dtype: torch.dtype = _dtype(  # noqa: RUF009
         torch.float32,
@@ -264,8 +264,8 @@ class LogprobConfig(SuggestsFields):
     )
     check_labels: bool = _switch(
         False,
-        "Raise in a call whose labels are its input_ids themselves and not the tokens after them, "
-        "at the price of one host sync.",
+        "Raise an error if the labels of a call are its input_ids themselves instead of the tokens "
+        "after them. Costs one host sync.",
     )
 
     def __post_init__(self) -> None:
@@ -276,7 +276,7 @@ class LogprobConfig(SuggestsFields):
         if self.label_smoothing > 0.0 and (self.top_k is not None or self.top_p < 1.0):
             raise ValueError(
                 "LogprobConfig.label_smoothing: expected 0 with top_k or top_p, which give the "
-                f"target's neighbours no probability, got {self.label_smoothing}"
+                f"target's neighbors no probability, got {self.label_smoothing}"
             )
         if self.invariant_segments is not None and (self.top_k is not None or self.top_p < 1.0):
             raise ValueError(
@@ -318,8 +318,8 @@ class LogprobConfig(SuggestsFields):
     def from_yaml(cls, path: str | PathLike[str]) -> LogprobConfig:
         """Reads a YAML file: the fields at its top, or under a top-level key `mcore_logprobs`.
 
-        With that key the rest of the file is somebody else's and is not looked at. dtypes are
-        written by name (`logits_dtype: bfloat16`). Needs PyYAML.
+        With that key the rest of the file is ignored. dtypes are written by name
+        (`logits_dtype: bfloat16`). Requires PyYAML.
 
         Raises:
             ValueError: with the path, no YAML, not a mapping, an unknown key, or a value that its
@@ -353,7 +353,7 @@ class LogprobConfig(SuggestsFields):
         is the tokenizer's true size, so that padding is masked; give the padded size to count it.
 
         Raises:
-            ValueError: a misspelt attribute, a value that its field does not accept, or a padded
+            ValueError: a misspelled attribute, a value that its field does not accept, or a padded
                 vocabulary whose true size is not known.
         """
         config = cls._from_attributes(args)
@@ -375,7 +375,7 @@ class LogprobConfig(SuggestsFields):
         `mup_output_mult`.
 
         Raises:
-            ValueError: a misspelt attribute, or a value that its field does not accept.
+            ValueError: a misspelled attribute, or a value that its field does not accept.
         """
         return cls._from_attributes(config)
 

@@ -23,7 +23,7 @@ def test_report_is_complete_and_passes() -> None:
     assert found["ok"]
     assert found["packages"]["torch"]["version"] == torch.__version__
     assert "version" in found["packages"]["megatron-core"]
-    assert "not initialised" in found["groups"]["torch.distributed"]
+    assert "not initialized" in found["groups"]["torch.distributed"]
     choices = {choice["name"]: choice for choice in found["backends"]["cpu"]["choices"]}
     assert choices["torch"]["available"]
     assert all(choice["reason"] for choice in choices.values())

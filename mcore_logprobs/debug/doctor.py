@@ -160,10 +160,10 @@ def _vocabulary(model: Any) -> str:
 
 
 def _groups() -> dict[str, Any]:
-    """The process groups of this process, as far as they are initialised."""
+    """The process groups of this process, as far as they are initialized."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
-        return {"torch.distributed": "not initialised: group=None means this process alone"}
+        return {"torch.distributed": "not initialized: group=None means this process alone"}
     found: dict[str, Any] = {
         "torch.distributed": f"{dist.get_backend()}, rank {dist.get_rank()} of "
         f"{dist.get_world_size()}"
@@ -176,7 +176,7 @@ def _groups() -> dict[str, Any]:
     )
 
     if megatron_parallel_state() is None:
-        found["megatron"] = "parallel_state is not initialised: pass tp_group and cp_group"
+        found["megatron"] = "parallel_state is not initialized: pass tp_group and cp_group"
         return found
     groups = ParallelGroups.from_megatron()
     for axis, group in (("tp", groups.tp), ("cp", groups.cp)):

@@ -93,7 +93,7 @@ def explain_mismatch(
     Args:
         target: Megatron's labels, already shifted: target[t] is token t + 1. Give those of the
             prompt too where you have them, and say by `mask` which tokens count: a wrong shift
-            needs the neighbours.
+            needs the neighbors.
         mask: the tokens that count; None: where target is not ignore_index.
         stale_logits, stale_hidden, stale_weight: the same from the weights before the last update,
             to tell stale weights from the rest.
@@ -257,7 +257,7 @@ def _without_logits(batch: Batch, threshold: float) -> MismatchExplanation:
     ours, aligned, moved = RIGHT, train, distance(train, rollout)
     for name in ("values late", "values early"):
         # The trainer's value of token t stands one further on: at t + 1 where it is late.
-        other, inside = batch.neighbour(batch.positions, -OFFSETS[name][0])
+        other, inside = batch.neighbor(batch.positions, -OFFSETS[name][0])
         inside &= counted[other]
         if 2 * int(inside.sum()) < len(batch.positions):
             continue

@@ -444,9 +444,9 @@ def counted(mask: Tensor, values: Tensor, seq_dim: int = 1) -> Tensor:
         return mask
     fits = ((mask == 0) | (mask == 1)).all()
     if mask.device.type != "cpu" or is_traced(mask):
-        torch._assert_async(fits, "mask: expected 0 and 1 alone")
+        torch._assert_async(fits, "mask: expected only 0 and 1")
     elif not fits:
-        raise ValueError("mask: expected 0 (not counted) and 1 (counted) alone, got other numbers")
+        raise ValueError("mask: expected only 0 (not counted) and 1 (counted), got other numbers")
     return mask != 0
 
 

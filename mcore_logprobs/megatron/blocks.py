@@ -45,7 +45,7 @@ class Block(contextlib.AbstractContextManager[None]):
 def block(function: Callable[P, Iterator[None]]) -> Callable[P, Block]:
     """`contextlib.contextmanager` whose context is a `Block`.
 
-    Raises: TypeError from the call, with the nearest keyword for one that is misspelt.
+    Raises: TypeError from the call, with the nearest keyword for one that is misspelled.
     """
     manager = contextlib.contextmanager(function)
     parameters = inspect.signature(function).parameters

@@ -89,7 +89,7 @@ def check_rows(rows: Any, count: int | None) -> Tensor:
     """int64 `[m]` in [0, count), on the host, or a ValueError; a CUDA tensor is copied there.
 
     Args:
-        count: of the rows there are; None: not known yet, and the values are not looked at.
+        count: of the rows there are; None: not known yet, and the values are not checked.
     """
     if not isinstance(rows, Tensor):
         raise ValueError(f"rows: expected a torch.Tensor or None, got {type(rows).__name__}")
