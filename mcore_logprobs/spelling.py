@@ -44,5 +44,6 @@ class SuggestsFields:
     """Base of a dataclass whose constructor suggests the nearest field for an unknown keyword."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        check_keywords(cls.__name__, kwargs, cls.__dataclass_fields__)
+        fields: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        check_keywords(cls.__name__, kwargs, fields)
         return super().__new__(cls)
