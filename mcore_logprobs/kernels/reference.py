@@ -67,7 +67,7 @@ def stats(
             equal raw logits must not differ by how a tanh is rounded.
         block: columns a block. Part i is then of columns `[i * block, (i + 1) * block)`, and a
             row's bits depend on its own numbers and on `block` alone: every reduction runs over
-            `block` neighbouring numbers in fresh memory, the last block filled up with -inf, so
+            `block` neighboring numbers in fresh memory, the last block filled up with -inf, so
             that neither the other rows nor the logits' strides move a number to another place of
             the sum. None: as many parts as suit the backend.
         chunk_size: rows at a time, at least 1.

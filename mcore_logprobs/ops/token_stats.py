@@ -234,7 +234,7 @@ def linear_token_stats(
     invariant_segments: int | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> TokenStats:
-    """Log-probabilities, entropy and rank from hidden states, without materialising the logits.
+    """Log-probabilities, entropy and rank from hidden states, without materializing the logits.
 
     The logits are `hidden @ weight^T`, plus a LoRA's part, times logit_scale, through the softcap,
     plus bias, over the temperature, and masked past vocab_size: in this order.
