@@ -47,6 +47,7 @@ from mcore_logprobs.kernels.reference import (
     pair_grad,
     pair_stats,
     pair_sums,
+    scale,
 )
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec
 
@@ -138,6 +139,7 @@ INVARIANT = SimpleNamespace(
     grad=_invariant_grad,
     encode=encode,
     decode=decode,
+    scale=scale,
     pair_stats=pair_stats,
     pair_sums=pair_sums,
     pair_grad=pair_grad,

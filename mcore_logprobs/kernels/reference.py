@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import is_traced
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
@@ -30,6 +31,7 @@ __all__ = [
     "pair_grad",
     "pair_stats",
     "pair_sums",
+    "scale",
     "stats",
 ]
 
@@ -218,3 +220,24 @@ def distribution_gradient(chunk: Chunk, row_max: Tensor, coef: Tensor, spec: Sta
     if is_finite is not None:
         dz.add_(torch.where(is_finite, row["finite"], 0.0))
     return dz
+
+
+def scale(grad: Tensor, upstream: Tensor, *, out: Tensor, add: bool = False) -> None:
+    """Write `grad * upstream` into out, or add it; exactly nothing where upstream is 0.
+
+    Args:
+        grad: any shape, float32 or float64; its memory may be overwritten.
+        upstream: one number, on grad's device. Its value is looked at on a CPU alone: on a GPU that
+            would be a host sync.
+        out: of grad's shape, any dtype; may be grad.
+    """
+    if grad.device.type != "cpu" or is_traced(upstream):
+        grad.masked_fill_(upstream == 0.0, 0.0)  # grad may be NaN
+    elif upstream.item() == 0.0:
+        if not add:
+            out.zero_()
+        return
+    if add:
+        out.addcmul_(grad, upstream)
+    else:
+        torch.mul(grad, upstream, out=out)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.autograd import once_differentiable, without_autocast
+from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
 from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
 
@@ -339,6 +340,8 @@ class _Eager(torch.autograd.Function):
             )
         ctx.save_for_backward(anchor)
         ctx.main_grad = getattr(options, "main_grad", None)
+        like = torch.empty(1, 1, dtype=source.acc_dtype, device=source.device)
+        ctx.kernels = source.backend(Chunk(like, 1))
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
@@ -359,11 +362,13 @@ class _Eager(torch.autograd.Function):
         found: list[Tensor | None] = []
         for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
             if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's
-                grad.masked_fill_(upstream == 0.0, 0.0)  # as in `_times`
-                ctx.main_grad.buffer.addcmul_(grad, upstream)
+                ctx.kernels.scale(grad, upstream, out=ctx.main_grad.buffer, add=True)
                 grad = ctx.main_grad.dummy_wgrad()
             elif grad is not None:
-                grad = _times(upstream, grad, dtype)
+                # In place where it can be: it is ours alone, and may be of the weight's size.
+                out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
+                ctx.kernels.scale(grad, upstream, out=out)
+                grad = out
             found.append(grad)
         return (None, None, None, None, *found, *(None for _ in range(none - 4 - len(found))))
 
@@ -377,11 +382,3 @@ def _anchor(tensors: tuple[Tensor | None, ...]) -> Tensor:
     # float32: autocast joins no float16 tensors on a CPU.
     parts = [x[..., :0].flatten().float() for x in learning]
     return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _times(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad times upstream in a dtype; exactly 0 where upstream is 0, though grad may be NaN."""
-    # In place where it can be: it is ours alone, and may be of the weight's size.
-    out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
-    torch.mul(grad, upstream, out=out)
-    return out.masked_fill_(upstream == 0.0, 0.0)

@@ -234,8 +234,11 @@ class HiddenGradient:
         self._parts = head.hidden.local
         self._dtype = acc_dtype(hidden.dtype) if in_acc_dtype else hidden.dtype
         self._pending: tuple[int, Tensor, Any | None] | None = None
+        # One tile's rows, of the gradient's dtype, are the gradient.
+        self._is_tile = self._selection is None and len(self._parts) == 1
         if self._selection is None:
-            self._grad = torch.empty_like(hidden, dtype=self._dtype)
+            size = 0 if self._is_tile and self._dtype == head.acc_dtype else len(hidden)
+            self._grad = torch.empty_like(hidden[:size], dtype=self._dtype)
         else:  # rows that are named twice are added up in float32
             exact = self._selection.exact
             dtype = self._dtype if exact else acc_dtype(hidden.dtype)
@@ -271,7 +274,9 @@ class HiddenGradient:
 
     def _write(self, number: int, rows: Tensor) -> None:
         part = self._parts[number]
-        if self._selection is None:
+        if self._is_tile and rows.dtype == self._dtype:
+            self._grad = rows
+        elif self._selection is None:
             self._grad[part] = rows
         elif self._selection.exact:
             self._grad.index_copy_(0, self._selection.local[part], rows.to(self._grad.dtype))

@@ -8,6 +8,7 @@ from mcore_logprobs.kernels.triton.codes import decode, encode
 from mcore_logprobs.kernels.triton.gradient import grad
 from mcore_logprobs.kernels.triton.pair_gradient import pair_grad
 from mcore_logprobs.kernels.triton.pair_statistics import pair_stats, pair_sums
+from mcore_logprobs.kernels.triton.scaling import scale
 from mcore_logprobs.kernels.triton.statistics import stats
 
-__all__ = ["decode", "encode", "grad", "pair_grad", "pair_stats", "pair_sums", "stats"]
+__all__ = ["decode", "encode", "grad", "pair_grad", "pair_stats", "pair_sums", "scale", "stats"]
