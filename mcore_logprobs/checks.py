@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,13 @@ def is_traced(x: torch.Tensor) -> bool:
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
-def check_called(name: str, fn: Any, first: tuple[str, ...], tensors: int) -> None:
+def check_called(
+    name: str, fn: Any, first: tuple[str, ...], tensors: int, named: Sequence[str] = ()
+) -> None:
     """A function that takes the named arguments and then that many per-token tensors.
+
+    Args:
+        named: arguments that it is given by name besides.
 
     Raises:
         ValueError: no callable; or its signature takes another number, with how it is called.
@@ -45,7 +50,7 @@ def check_called(name: str, fn: Any, first: tuple[str, ...], tensors: int) -> No
     except (TypeError, ValueError):  # of a builtin
         return
     try:
-        signature.bind(*first, *range(tensors))
+        signature.bind(*first, *range(tensors), **dict.fromkeys(named))
     except TypeError as error:
         more = f", {tensors} per-token tensors" if tensors else ""
         raise ValueError(

@@ -80,6 +80,13 @@ def call_filtered(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> A
         return fn(*head, *operands, **side, **keywords)
 
 
+def call_sampling(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> tuple:
+    found = call_filtered(fn, head, side, keywords)
+    if isinstance(found, Tensor):
+        return found, None, None, None, None
+    return found.logprobs, found.full_logprobs, found.kept_entropy, found.lse, found.entropy
+
+
 CANDIDATES = ("_TOP_P_CANDIDATES", "_MAX_CANDIDATES")
 
 
@@ -94,13 +101,17 @@ def kept_by_sampler(draw: Draw) -> Side:
     if not draw.setting["replay"]:
         return {"target": target} | candidates_of(draw)
     rows = draw.distinct_ids(6).reshape(-1, 6)
+    missing = draw.setting["missing"]
     counts = torch.randint(0, 7, (len(rows),), generator=draw.generator)
+    if missing == "error":
+        counts = torch.where(target.flatten() == draw.ignore_index, counts, counts.clamp(min=1))
     kept = [row[:n] for row, n in zip(rows, counts, strict=True)]
     for row, (own, ids) in enumerate(zip(target.flatten(), kept, strict=True)):
         if own >= 0 and own not in ids and row % 4 and len(ids):
             ids[0] = own
     bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return {"target": target, "kept_ids": (torch.cat(kept), bounds)}
+    found: Side = {"target": target, "kept_ids": (torch.cat(kept), bounds)}
+    return found | ({} if missing == "error" else {"missing": missing})
 
 
 def teacher_of(draw: Draw) -> Side:
@@ -136,6 +147,13 @@ def ids_to_gather(draw: Draw) -> Side:
 def compact_by_mask(setting: dict[str, Any]) -> bool:
     """Where a mask says which rows count, there is none to compact by if all rows do."""
     return setting.get("ignored", True) or not setting.get("compact", False)
+
+
+def replay_or_filters(setting: dict[str, Any]) -> bool:
+    s = setting.get
+    of_replay = s("replay") or s("entropy") or s("missing", "error") != "error"
+    of_filters = s("top_k") not in (None, -1) or s("top_p", 1.0) != 1.0 or s("candidates")
+    return not (of_replay and (of_filters or s("replay") is False))
 
 
 def target_of(draw: Draw) -> Side:
@@ -338,26 +356,32 @@ OPERATIONS = {
             filtered,
             ml.vocab_parallel_sampling_logprobs,
             ml.linear_sampling_logprobs,
-            outputs=("values",),
-            differentiable=("values",),
+            outputs=("values", "full_logprobs", "kept_entropy", "lse", "entropy"),
+            differentiable=("values", "full_logprobs", "kept_entropy", "lse", "entropy"),
             side=kept_by_sampler,
             positional=("target",),
-            options={"top_k": (None, 6, -1, 1), "top_p": (1.0, 0.8, 0.05)},
-            axes={"replay": BOTH, "candidates": (None, 1, 3)} | IGNORE_INDEX,
-            allowed=lambda s: (
-                not s.get("replay")
-                or (
-                    s.get("top_k") in (None, -1)
-                    and s.get("top_p", 1.0) == 1.0
-                    and not s.get("candidates")
-                )
-            ),
-            call=call_filtered,
+            options={
+                "top_k": (None, 6, -1, 1),
+                "top_p": (1.0, 0.8, 0.05),
+                "full": BOTH,
+                "entropy": BOTH,
+            },
+            axes={
+                "replay": BOTH,
+                "missing": ("error", "full", "ignore"),
+                "candidates": (None, 1, 3),
+            }
+            | IGNORE_INDEX,
+            allowed=replay_or_filters,
+            call=call_sampling,
             infinite=True,
             mistakes=[
                 *(({"top_k": bad}, "top_k: expected") for bad in (-2, 2.0, True)),
                 *(({"top_p": bad}, "top_p: expected") for bad in (0.0, 1.1, float("nan"), None)),
                 *(({"kept_ids": bad}, words) for bad, words in BAD_RECORDS),
+                ({"missing": "full"}, "missing: expected 'error' without kept_ids"),
+                ({"missing": "none"}, "missing: expected one of"),
+                ({"full": 1}, "full: expected True or False"),
                 (
                     {"kept_ids": (torch.arange(12), torch.arange(13)), "top_k": 5},
                     "kept_ids: expected top_k and top_p to be off",

@@ -15,6 +15,7 @@ from mcore_logprobs.arguments import check_seed
 from mcore_logprobs.checks import check_not_negative, check_top_k, check_top_p
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.ops.loss_function import check_denominator
+from mcore_logprobs.ops.replay import Kept
 from mcore_logprobs.ops.topk_divergence import TopKDivergence
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
@@ -244,7 +245,7 @@ class Call:
         mapped: of `PatchHandle.map`.
         target, rows: of `PatchHandle.targets`, `[b, s]`, or `[m]` and `[m]`; rows of
             `PatchHandle.sample` too.
-        kept_ids: of `PatchHandle.replay`.
+        kept: of `PatchHandle.replay`.
         teacher: of `PatchHandle.divergence`.
         draw: of `PatchHandle.sample`.
         temperature: of `PatchHandle.options`, where it is a tensor that broadcasts to the tokens.
@@ -258,7 +259,7 @@ class Call:
     mapped: PerToken | None = None
     target: Tensor | None = None
     rows: Tensor | None = None
-    kept_ids: tuple[Tensor, Tensor] | None = None
+    kept: Kept | None = None
     teacher: Teacher | None = None
     draw: Draw | None = None
     temperature: Tensor | None = None
@@ -267,7 +268,7 @@ class Call:
         config = self.config
         if self.rows is not None and config.compact and self.draw is None:
             raise ValueError("rows: expected compact=False, as rows say what is computed")
-        if self.kept_ids is not None:
+        if self.kept is not None:
             replaced = {
                 name: value
                 for name, value in config.as_dict().items()
@@ -284,7 +285,7 @@ class Call:
             "policy_loss": self.policy,
             "map": self.mapped,
             "targets": self.target,
-            "replay": self.kept_ids,
+            "replay": self.kept,
             "divergence": self.teacher,
         }
         for block, unfit in (
@@ -300,7 +301,7 @@ class Call:
     @property
     def is_plain(self) -> bool:
         """Whether nothing but a loss of each token is asked for."""
-        asked = (self.policy, self.mapped, self.rows, self.kept_ids, self.teacher, self.draw)
+        asked = (self.policy, self.mapped, self.rows, self.kept, self.teacher, self.draw)
         return self.config.output == "loss" and all(x is None for x in asked)
 
     @property
@@ -309,7 +310,7 @@ class Call:
         asked = {
             "policy_loss": self.policy,
             "map": self.mapped,
-            "replay": self.kept_ids,
+            "replay": self.kept,
             "divergence": self.teacher,
         }
         return next((name for name, given in asked.items() if given is not None), "")

@@ -110,7 +110,7 @@ def head_output(
             found = asked.of(given_logits(known, **options))
         else:
             assert isinstance(logits, DeferredLogits)
-            whole = call.filtered or call.mapped or call.kept_ids or call.teacher or call.draw
+            whole = call.filtered or call.mapped or call.kept or call.teacher or call.draw
             options |= {
                 "compact": config.compact and call.draw is None,
                 "rows": tokens.head_rows,
@@ -169,7 +169,7 @@ class _Asked:
         )
         ignored = config.ignore_index
         tensors = () if policy is None else policy.in_head_order(self.tokens)
-        if call.kept_ids is None and not call.filtered:
+        if call.kept is None and not call.filtered:
             if policy is None:
                 return token_stats(source, target, wanted, ignored)
             loss, stats = policy_loss(
@@ -182,15 +182,21 @@ class _Asked:
                 ignore_index=ignored,
             )
             return replace(stats, policy_loss=loss)
-        if call.kept_ids is None:
+        if call.kept is None:
             filters = Filters.of(config.top_k, config.top_p, source.shard)
             stats = filtered_stats(source, target, filters, wanted, ignored)
         else:
             places = self.tokens.places(source.device)
-            logprobs = replay(source, target, call.kept_ids, places=places, ignore_index=ignored)
-            stats = TokenStats(logprobs, None, None, None)
-            if config.entropy or config.target_rank or config.sum_pi_squared:
-                stats = replace(token_stats(source, target, wanted, ignored), logprobs=logprobs)
+            kept = replace(call.kept, entropy=call.kept.entropy or config.entropy)
+            asked = config.entropy or config.target_rank or config.sum_pi_squared
+            stats = replay(
+                source,
+                target,
+                kept,
+                whole=wanted.spec if asked else None,
+                places=places,
+                ignore_index=ignored,
+            )
         if policy is None:
             return stats
         loss = loss_of_stats(stats, keep, policy.function, *tensors, denominator=policy.denominator)

@@ -31,6 +31,7 @@ from mcore_logprobs.megatron.heads import (
     say_left_out,
     say_padding,
 )
+from mcore_logprobs.ops.replay import Kept
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
 
@@ -289,28 +290,42 @@ class PatchHandle:
             yield
 
     @block
-    def replay(self, kept_ids: tuple[Tensor, Tensor]) -> Iterator[None]:
+    def replay(
+        self,
+        kept_ids: tuple[Tensor, Tensor],
+        *,
+        missing: str = "error",
+        full: bool = False,
+        entropy: bool = False,
+    ) -> Iterator[None]:
         """For calls in this block: log-probabilities over the ids that the sampler kept.
 
         In place of filters: `stats.logprobs`, and those that a policy loss is given, are of a
         softmax over each token's recorded ids alone, as `kept_ids` of
         `vocab_parallel_sampling_logprobs` says. Other statistics stay those of the whole
-        distribution; none asked for (`entropy`, `target_rank`, `sum_pi_squared`) costs none of the
-        head's matrix products, and `stats.lse` is None then.
+        distribution. Where none is asked for (`full`, or the settings' `entropy`, `target_rank`,
+        `sum_pi_squared`) the call costs none of the head's matrix products, and `stats.lse` is
+        None; where one is, both are of one pass.
 
         Args:
             kept_ids: (flat ids, offsets `[n + 1]`), integers, in the order of the flattened labels
                 `[b, s]` (or `[m]` of rows): token i kept `ids[offsets[i]:offsets[i + 1]]`.
+            missing: "error", "full" or "ignore", what a token without a record means, as in
+                `vocab_parallel_sampling_logprobs`.
+            full: give `stats.full_logprobs` too, of the whole distribution.
+            entropy: give `stats.kept_entropy` too, over the kept ids; the settings' entropy=True
+                gives it beside `stats.entropy`, which is the whole distribution's.
+
+        Beside a policy loss, loss_fn gets `full_logprobs` and `kept_entropy` as keywords where its
+        signature has parameters of these names.
 
         Raises:
-            ValueError: no pair; filters, label smoothing or invariant segments in the settings; in
-                the call what `vocab_parallel_sampling_logprobs` raises.
+            ValueError: no pair, a `missing` that does not exist; filters, label smoothing or
+                invariant segments in the settings; in the call what
+                `vocab_parallel_sampling_logprobs` raises.
         """
-        if not isinstance(kept_ids, tuple | list) or len(kept_ids) != 2:
-            got = type(kept_ids).__name__
-            raise ValueError(f"kept_ids: expected (flat_ids, offsets), got {got}")
-        ids, offsets = kept_ids
-        with self._during(lambda call: replace(call, kept_ids=(ids, offsets))):
+        kept = Kept(kept_ids, missing, entropy, full)
+        with self._during(lambda call: replace(call, kept=kept)):
             yield
 
     @block
@@ -418,7 +433,7 @@ class PatchHandle:
         if any(not head.installed for head in self._heads):
             raise ValueError("the model is not patched any more: patch it again")
         call = change(self._blocks[0].call)  # raises on every stage for what does not go together
-        if call.config.output == "loss" and (call.rows is not None or call.kept_ids is not None):
+        if call.config.output == "loss" and (call.rows is not None or call.kept is not None):
             for language_model in find_language_models(self._model):
                 if own_loss(language_model):
                     raise ValueError(

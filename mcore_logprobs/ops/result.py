@@ -19,7 +19,8 @@ from mcore_logprobs.context_parallel import context_parallel_gather
 
 @dataclass
 class TokenStats:
-    """Statistics of each token. Every tensor but policy_loss has the target's shape `[...]`.
+    """Statistics of each token. Every tensor but policy_loss has the target's shape `[...]`, or
+    `[..., k]` where it says so.
 
     Attributes:
         logprobs: float32, log p[target] in nats; 0 where the target is ignore_index. With label
@@ -36,6 +37,10 @@ class TokenStats:
             there, it and the divergence alone are differentiable.
         divergence: float32, from a teacher, in nats (`PatchHandle.divergence`), or None; 0 where
             ignored. Differentiable.
+        full_logprobs: float32, log p[target] of the whole distribution where `logprobs` are of what
+            a sampler kept, or None if not asked for; 0 where ignored. Differentiable.
+        kept_entropy: float32, the entropy of the distribution over the kept ids alone, or None if
+            not asked for; 0 where ignored. Differentiable.
 
     Tensors are float64 where the logits are.
 
@@ -51,6 +56,8 @@ class TokenStats:
     sum_pi_squared: Tensor | None = None
     policy_loss: Tensor | None = None
     divergence: Tensor | None = None
+    full_logprobs: Tensor | None = None
+    kept_entropy: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -8,14 +8,14 @@ What the sampler itself recorded is replayed (`replay`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.arguments import check_target, global_to_local
-from mcore_logprobs.checks import check_top_k, check_top_p
+from mcore_logprobs.checks import check_choice, check_flag, check_top_k, check_top_p
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.reference import distribution_gradient
@@ -28,7 +28,7 @@ from mcore_logprobs.kernels.stats import (
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.replay import replay
+from mcore_logprobs.ops.replay import MISSING, Kept, replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import RowStatistics, TargetThresholds
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
@@ -69,15 +69,18 @@ class Filters:
 
 @dataclass(frozen=True)
 class Filtered(Operation):
-    """A RowResults of each row: filtered log-probabilities, the rest unfiltered or None.
+    """A RowResults of each row: filtered log-probabilities, the rest unfiltered or None; and the
+    unfiltered log-probabilities, or None.
 
     Attributes:
         whole: which statistics of the whole distribution are wanted too; None: no lse either.
+        full: whether its log-probabilities are.
     """
 
     filters: Filters
     whole: StatsSpec | None
-    ignored_values = IGNORED
+    full: bool = False
+    ignored_values = (*IGNORED, 0.0)
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         return _FilteredForward(self, source, tensors)
@@ -85,7 +88,8 @@ class Filtered(Operation):
     def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
     ) -> Backward:
-        return _FilteredGradient(self, source, RowResults(*upstream), tensors, saved)
+        *own, on_full = upstream
+        return _FilteredGradient(self, source, RowResults(*own), on_full, tensors, saved)
 
 
 class _FilteredForward(Forward):
@@ -127,10 +131,11 @@ class _FilteredForward(Forward):
         if self._operation.whole is not None:
             assert self._stats is not None
             results, softmax = self._stats.finalize(valid_mask=self._valid_mask)
+        full = results.logprobs if self._operation.full else None
         results = results._replace(logprobs=torch.where(self._valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
         own_target = torch.where(cut.kept, self._local_target, -1)
-        return results, (own_target, *SavedCut.of(cut), *softmax)
+        return (*results, full), (own_target, *SavedCut.of(cut), *softmax)
 
 
 class _FilteredGradient(Backward):
@@ -139,10 +144,11 @@ class _FilteredGradient(Backward):
         operation: Filtered,
         source: Source,
         upstream: RowResults,
+        on_full: Tensor | None,
         tensors: Tensors,
         saved: Tensors,
     ) -> None:
-        _, valid_mask = tensors
+        self._local_target, valid_mask = tensors
         own_target, *rest = saved
         cut, softmax = SavedCut(*rest[:4]), rest[4:]
         on_filtered = upstream.logprobs
@@ -151,11 +157,11 @@ class _FilteredGradient(Backward):
         self._source = source
         self._opts = operation.filters.options(source.shard, source.temperature)
         self._filtered = CutGradient(on_filtered, valid_mask, own_target, cut, self._opts)
-        whole = upstream._replace(logprobs=None)
+        whole = upstream._replace(logprobs=on_full)
         self._coef: Tensor | None = None
         if any(grad is not None for grad in whole):
             self._softmax = SoftmaxStats(*softmax)
-            self._spec, self._coef, _ = gradient_coefficients(
+            self._spec, self._coef, self._on_target = gradient_coefficients(
                 whole, self._softmax, valid_mask=valid_mask
             )
 
@@ -171,6 +177,7 @@ class _FilteredGradient(Backward):
                 row_max = self._softmax.row_max[rows]
                 base = distribution_gradient(some, row_max, coef[:, rows], self._spec)
                 base.masked_fill_((coef[:, rows] == 0).all(0).unsqueeze(-1), 0.0)
+                add_at(base, self._local_target[rows] - first, self._on_target[rows])
                 dz += base.mul_(multiplier_column(self._opts.multiplier, rows, dz.dtype))
             untempered.to_raw_gradient(dz)
             out[part, :valid] = dz
@@ -226,13 +233,21 @@ class CutGradient:
         multiplier = multiplier_column(opts.multiplier, part, x.dtype)
         # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
         dz = torch.sub(x, highest).mul_(multiplier).sub_(total).exp_().mul_(-g)
-        own = self._column[part] - first
-        inside = (own >= 0) & (own < x.shape[1])
-        row, at = torch.arange(own.shape[0], device=own.device), torch.where(inside, own, 0)
-        dz.index_put_((row, at), dz[row, at] + torch.where(inside, g.squeeze(-1), 0.0))
+        row, at, inside = add_at(dz, self._column[part] - first, g.squeeze(-1))
         # The target is known to be kept, even where a product made again rounds it below the cut.
         kept.index_put_((row, at), kept[row, at] | (inside & ~limit.squeeze(-1).isnan()))
         return torch.where(kept, dz, rest, out=dz).mul_(multiplier)
+
+
+def add_at(x: Tensor, column: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds a number `[c]` to a column of each row of x `[c, v]`, where the column is in it.
+
+    Returns: (row, column, whether it is in it), `[c]` each; column 0 where it is not.
+    """
+    inside = (column >= 0) & (column < x.shape[1])
+    row, at = torch.arange(column.shape[0], device=x.device), torch.where(inside, column, 0)
+    x.index_put_((row, at), x[row, at] + torch.where(inside, added, 0.0))
+    return row, at, inside
 
 
 def _outside_kept(row_max: Tensor, upstream: Tensor) -> Tensor:
@@ -248,22 +263,26 @@ def filtered_stats(
     filters: Filters,
     whole: Statistics | None,
     ignore_index: int | None,
+    *,
+    full: bool = False,
 ) -> TokenStats:
     """`token_stats` whose logprobs are those of the filtered distribution.
 
     Args:
         whole: statistics of the whole distribution, without label smoothing; None leaves lse out
             too, and with it the pass over the logits that it costs.
+        full: give its log-probabilities too; whole is not None then.
     """
     if filters.off:
-        return token_stats(source, target, whole or Statistics.of(), ignore_index)
+        stats = token_stats(source, target, whole or Statistics.of(), ignore_index)
+        return replace(stats, full_logprobs=stats.logprobs) if full else stats
     target = check_target(target, source.lead, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
     source = source.in_whole_rows()
-    operation = Filtered(filters, None if whole is None else whole.spec)
-    results = apply(operation, source, local_target, valid_mask)
-    return TokenStats(**RowResults(*results)._asdict())
+    operation = Filtered(filters, None if whole is None else whole.spec, full)
+    *results, full_logprobs = apply(operation, source, local_target, valid_mask)
+    return TokenStats(**RowResults(*results)._asdict(), full_logprobs=full_logprobs)
 
 
 def sampling_logprobs(
@@ -273,21 +292,57 @@ def sampling_logprobs(
     top_k: int | None = None,
     top_p: float = 1.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
+    missing: str = "error",
+    full: bool = False,
+    entropy: bool = False,
     ignore_index: int | None = -100,
-) -> Tensor:
+) -> Tensor | TokenStats:
     """`vocab_parallel_sampling_logprobs` of any source."""
     filters = Filters.of(top_k, top_p, source.shard)
+    check_flag("full", full)
+    check_flag("entropy", entropy)
+    check_choice("missing", missing, MISSING)
     if kept_ids is None:
-        return filtered_stats(source, target, filters, None, ignore_index).logprobs
+        for name, value, off in (("missing", missing, "error"), ("entropy", entropy, False)):
+            if value != off:
+                raise ValueError(f"{name}: expected {off!r} without kept_ids, got {value!r}")
+        whole = Statistics.of() if full else None
+        stats = filtered_stats(source, target, filters, whole, ignore_index, full=full)
+        return stats if full else stats.logprobs
     if not filters.off:
         raise ValueError(
             "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
             f"them, got top_k={top_k}, top_p={top_p}"
         )
-    return replay(source, target, kept_ids, ignore_index=ignore_index)
+    kept = Kept(kept_ids, missing, entropy, full)
+    whole_too = StatsSpec(entropy=entropy) if full else None
+    stats = replay(source, target, kept, whole=whole_too, ignore_index=ignore_index)
+    return stats if full or entropy else stats.logprobs
 
 
-@shared_keywords(LogitsKeywords, given_logits)
+@overload
+def vocab_parallel_sampling_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    full: Literal[False] = ...,
+    entropy: Literal[False] = ...,
+    **rest: Any,
+) -> Tensor: ...
+
+
+@overload
+def vocab_parallel_sampling_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    full: bool = ...,
+    entropy: bool = ...,
+    **rest: Any,
+) -> TokenStats: ...
+
+
+@shared_keywords(LogitsKeywords, given_logits)  # type: ignore[misc]
 def vocab_parallel_sampling_logprobs(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -295,9 +350,12 @@ def vocab_parallel_sampling_logprobs(
     top_k: int | None = None,
     top_p: float = 1.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
+    missing: str = "error",
+    full: bool = False,
+    entropy: bool = False,
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
-) -> Tensor:
+) -> Tensor | TokenStats:
     """Log-probability of each target under the filtered distribution that it was sampled from.
 
     1. z = logits / temperature.
@@ -317,7 +375,8 @@ def vocab_parallel_sampling_logprobs(
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
         target: `[...]`, integers, global ids or ignore_index; the same on every TP rank.
         Returns float32 `[...]` (float64 for float64 logits), the same on every TP rank; 0 where the
-        target is ignore_index. Differentiable; the kept set counts as a constant.
+        target is ignore_index. Differentiable; the kept set counts as a constant. With full or
+        entropy a TokenStats, whose `logprobs` these are.
 
     Args:
         top_k: None, 0, -1 or vocab_size and more: off.
@@ -327,6 +386,13 @@ def vocab_parallel_sampling_logprobs(
             `flat_ids[offsets[i]:offsets[i+1]]`, each once; offsets is `[n + 1]`. A target that is
             not among them gives -inf. Logits outside the record play no part, whatever they are.
             Cannot be combined with top_k or top_p.
+        missing: what a row without a record (two equal offsets) means whose target counts. "error":
+            a ValueError that names the row. "full": nothing was masked there, so that its results
+            are the whole distribution's, at the cost of `full`. "ignore": 0, and no gradient.
+        full: return a TokenStats that also holds the whole distribution's log-probabilities
+            (`full_logprobs`) and `lse`, from the same pass and in the same all-gather.
+        entropy: with kept_ids: return a TokenStats that also holds the entropy over the kept ids
+            (`kept_entropy`), differentiable; with full the whole distribution's (`entropy`) too.
         ignore_index: as in `vocab_parallel_token_stats`.
         {shared}
 
@@ -339,7 +405,9 @@ def vocab_parallel_sampling_logprobs(
     a GPU, where asking whether the search is done would be a host sync, always 13 of bfloat16, 14
     of float16 and 18 of float32 logits (float64: 29).
     Backward none.
-    Replay: one all-gather of `[3, n]`. Filters off: as `vocab_parallel_logprobs`.
+    Replay: one all-gather of `[3, n]`, of `[4, n]` with entropy; with full or missing="full"
+    those of `vocab_parallel_token_stats` are rows of the same.
+    Filters off: as `vocab_parallel_logprobs`.
 
     Host syncs: one a call, whether rows need the search. None in replay.
 
@@ -369,11 +437,38 @@ def vocab_parallel_sampling_logprobs(
         top_k=top_k,
         top_p=top_p,
         kept_ids=kept_ids,
+        missing=missing,
+        full=full,
+        entropy=entropy,
         ignore_index=ignore_index,
     )
 
 
-@shared_keywords(HeadKeywords, head_logits)
+@overload
+def linear_sampling_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    full: Literal[False] = ...,
+    entropy: Literal[False] = ...,
+    **rest: Any,
+) -> Tensor: ...
+
+
+@overload
+def linear_sampling_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    full: bool = ...,
+    entropy: bool = ...,
+    **rest: Any,
+) -> TokenStats: ...
+
+
+@shared_keywords(HeadKeywords, head_logits)  # type: ignore[misc]
 def linear_sampling_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -382,30 +477,35 @@ def linear_sampling_logprobs(
     top_k: int | None = None,
     top_p: float = 1.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
+    missing: str = "error",
+    full: bool = False,
+    entropy: bool = False,
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
-) -> Tensor:
+) -> Tensor | TokenStats:
     """`vocab_parallel_sampling_logprobs` from hidden states, without materialising the logits.
 
     Shape:
         hidden, weight, target: as in `linear_token_stats`.
         Returns float32 `[s, b]` or `[n]` (float64 for float64 operands), the same on every TP rank;
         0 where the target is ignore_index, -inf where it was filtered out. Differentiable; the kept
-        set counts as a constant. A filtered target has the gradient that plain torch gives.
+        set counts as a constant. A filtered target has the gradient that plain torch gives. With
+        full or entropy a TokenStats, whose `logprobs` these are.
 
     Args:
-        top_k, top_p, kept_ids, ignore_index: as in `vocab_parallel_sampling_logprobs`; with rows
-            the record is that of the m rows.
+        top_k, top_p, kept_ids, missing, full, entropy, ignore_index: as in
+            `vocab_parallel_sampling_logprobs`; with rows the record is that of the m rows.
         {shared}
 
     With filters on, chunk_size is rows a tile, which spans all of a rank's columns, as in
     `linear_map`.
 
     Cost: filters: four GEMMs with a backward, and the filters' own work once. kept_ids: a
-    dot product an id, and no GEMM. Filters off: that of `linear_token_stats`.
+    dot product an id, and no GEMM; with full or missing="full" the GEMMs of `linear_token_stats`
+    and no dot product. Filters off: that of `linear_token_stats`.
 
     Collectives: filters: those of `vocab_parallel_sampling_logprobs` a tile; kept_ids: one
-    all-gather of `[3, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
+    all-gather, as there. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
     Host syncs: filters: one a tile, as there. kept_ids: none with one tile and without compaction,
     else one each.
@@ -424,5 +524,8 @@ def linear_sampling_logprobs(
         top_k=top_k,
         top_p=top_p,
         kept_ids=kept_ids,
+        missing=missing,
+        full=full,
+        entropy=entropy,
         ignore_index=ignore_index,
     )

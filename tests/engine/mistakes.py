@@ -156,5 +156,7 @@ BAD_RECORDS: list[tuple[Any, str]] = [
     ((_IDS, _BOUNDS.clamp(max=11)), "offsets that rise"),
     ((_IDS, torch.cat([_BOUNDS[:5], _BOUNDS[3:4], _BOUNDS[6:]])), "offsets that rise"),
     ((_IDS + VOCAB, _BOUNDS), "kept_ids: expected ids in"),
+    ((_IDS, _BOUNDS.clamp(min=2) - 2), "offsets that rise"),
+    ((_IDS[:10], (_BOUNDS - 2).clamp(min=0)), "record of every row whose target counts, got none"),
     ((_IDS * 0, torch.cat([_BOUNDS[:1], _BOUNDS[2:], _BOUNDS[-1:]])), "at most once a row"),
 ]

@@ -127,16 +127,32 @@ def topk_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
 
 
 def filtered(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    if "kept_ids" in side:
-        kept = torch.zeros(z.shape, dtype=torch.bool).flatten(0, -2)
-        flat, bounds = side["kept_ids"]
-        for row, (start, end) in enumerate(itertools.pairwise(bounds)):
-            kept[row, flat[start:end]] = True
-        kept = kept.view(z.shape)
-        none = ~(kept & ~z.isneginf()).any(-1)  # of which log_softmax is NaN
-        logp = z.masked_fill(~(kept | none.unsqueeze(-1)), -torch.inf).log_softmax(-1)
-        return {"values": take(logp, side["target"]).masked_fill(none, -torch.inf)}
-    return {"values": take(kept_logits(z, o).log_softmax(-1), side["target"])}
+    found, target = {}, side["target"]
+    whole = z.log_softmax(-1)
+    if o["full"]:
+        found = {"full_logprobs": take(whole, target), "lse": z.logsumexp(-1)}
+    if "kept_ids" not in side:
+        return found | {"values": take(kept_logits(z, o).log_softmax(-1), target)}
+    kept = torch.zeros(z.shape, dtype=torch.bool).flatten(0, -2)
+    flat, bounds = side["kept_ids"]
+    for row, (start, end) in enumerate(itertools.pairwise(bounds)):
+        kept[row, flat[start:end]] = True
+    kept, missing = kept.view(z.shape), (bounds.diff() == 0).view(z.shape[:-1])
+    none = ~(kept & ~z.isneginf()).any(-1)  # of which log_softmax is NaN
+    logp = z.masked_fill(~(kept | none.unsqueeze(-1)), -torch.inf).log_softmax(-1)
+    values = take(logp, target).masked_fill(none, -torch.inf)
+    found["values"] = unrecorded(values, take(whole, target), missing, side)
+    if o["entropy"]:
+        entropy = torch.where(none, 0.0, entropy_of(logp))
+        found["kept_entropy"] = unrecorded(entropy, entropy_of(whole), missing, side)
+        found |= {"entropy": entropy_of(whole)} if o["full"] else {}
+    return found
+
+
+def unrecorded(of_record: Tensor, of_whole: Tensor, missing: Tensor, side: Side) -> Tensor:
+    """What rows without a record get instead."""
+    fill = of_whole if side.get("missing") == "full" else torch.zeros_like(of_whole)
+    return torch.where(missing, fill, of_record)
 
 
 def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
