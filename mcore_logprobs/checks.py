@@ -114,6 +114,7 @@ check_above_minus_one = Check(
 check_optional_above_one = Check("a number > 1", lambda v: _is_real(v) and v > 1.0).optional
 check_fraction = Check("a number in [0, 1)", lambda v: _is_real(v) and 0.0 <= v < 1.0)
 check_top_k = Check("an int >= -1", lambda v: _is_int(v) and v >= -1).optional
+check_min_p = Check("a number in [0, 1]", lambda v: _is_real(v) and 0.0 <= v <= 1.0)
 check_top_p = Check("a number in (0, 1]", lambda v: _is_real(v) and 0.0 < v <= 1.0)
 check_logits_dtype = Check(
     "torch.float32, torch.bfloat16 or torch.float16",

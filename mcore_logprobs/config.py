@@ -228,6 +228,12 @@ class LogprobConfig:
         checks.check_top_p,
         "As top_k, filtered to the smallest set of tokens whose probability reaches top_p. 1: off.",
     )
+    min_p: float = _real(
+        0.0,
+        checks.check_min_p,
+        "As top_k, filtered to the tokens whose probability is at least min_p times the largest, "
+        "before top_k and top_p. 0: off.",
+    )
     vocab_size: int | None = _integer(
         None,
         checks.check_optional_count,
@@ -293,14 +299,14 @@ class LogprobConfig:
             value = setting.normal(getattr(self, name))
             setting.check(f"LogprobConfig.{name}", value)
             object.__setattr__(self, name, value)
-        if self.label_smoothing > 0.0 and (self.top_k is not None or self.top_p < 1.0):
+        if self.label_smoothing > 0.0 and self.filtered:
             raise ValueError(
-                "LogprobConfig.label_smoothing: expected 0 with top_k or top_p, which give the "
-                f"target's neighbours no probability, got {self.label_smoothing}"
+                "LogprobConfig.label_smoothing: expected 0 with top_k, top_p or min_p, which give "
+                f"the target's neighbours no probability, got {self.label_smoothing}"
             )
-        if self.invariant_segments is not None and (self.top_k is not None or self.top_p < 1.0):
+        if self.invariant_segments is not None and self.filtered:
             raise ValueError(
-                "LogprobConfig.invariant_segments: expected None with top_k or top_p, whose "
+                "LogprobConfig.invariant_segments: expected None with top_k, top_p or min_p, whose "
                 f"log-probabilities are not batch-invariant, got {self.invariant_segments}"
             )
         extras = [n for n in ("entropy", "target_rank", "sum_pi_squared") if getattr(self, n)]
@@ -309,6 +315,11 @@ class LogprobConfig:
                 f"LogprobConfig: {', '.join(extras)}: expected output='stats', which has a place "
                 "for it, got output='loss'"
             )
+
+    @property
+    def filtered(self) -> bool:
+        """Whether log-probabilities are those of a filtered distribution."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LogprobConfig:

@@ -152,7 +152,8 @@ def compact_by_mask(setting: dict[str, Any]) -> bool:
 def replay_or_filters(setting: dict[str, Any]) -> bool:
     s = setting.get
     of_replay = s("replay") or s("entropy") or s("missing", "error") != "error"
-    of_filters = s("top_k") not in (None, -1) or s("top_p", 1.0) != 1.0 or s("candidates")
+    of_filters = s("top_k") not in (None, -1) or s("top_p", 1.0) != 1.0
+    of_filters = of_filters or s("min_p", 0.0) > 0.0 or s("candidates")
     return not (of_replay and (of_filters or s("replay") is False))
 
 
@@ -363,6 +364,7 @@ OPERATIONS = {
             options={
                 "top_k": (None, 6, -1, 1),
                 "top_p": (1.0, 0.8, 0.05),
+                "min_p": (0.0, 0.03, 1.0),
                 "full": BOTH,
                 "entropy": BOTH,
             },
@@ -378,13 +380,14 @@ OPERATIONS = {
             mistakes=[
                 *(({"top_k": bad}, "top_k: expected") for bad in (-2, 2.0, True)),
                 *(({"top_p": bad}, "top_p: expected") for bad in (0.0, 1.1, float("nan"), None)),
+                *(({"min_p": bad}, "min_p: expected") for bad in (-0.1, 1.1, float("nan"), None)),
                 *(({"kept_ids": bad}, words) for bad, words in BAD_RECORDS),
                 ({"missing": "full"}, "missing: expected 'error' without kept_ids"),
                 ({"missing": "none"}, "missing: expected one of"),
                 ({"full": 1}, "full: expected True or False"),
                 (
                     {"kept_ids": (torch.arange(12), torch.arange(13)), "top_k": 5},
-                    "kept_ids: expected top_k and top_p to be off",
+                    "kept_ids: expected top_k, top_p and min_p to be off",
                 ),
             ],
         ),
@@ -400,7 +403,7 @@ OPERATIONS = {
                 | candidates_of(draw)
             ),
             call=call_filtered,
-            options={"top_k": (None, 5), "top_p": (1.0, 0.7)},
+            options={"top_k": (None, 5), "top_p": (1.0, 0.7), "min_p": (0.0, 0.1)},
             axes={"seed_per_row": BOTH, "candidates": (None, 1)},
             allowed=compact_by_mask,
             passed_on=("temperature",),  # 0 is allowed here

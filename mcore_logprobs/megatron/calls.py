@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.arguments import check_seed
-from mcore_logprobs.checks import check_not_negative, check_top_k, check_top_p
+from mcore_logprobs.checks import check_min_p, check_not_negative, check_top_k, check_top_p
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.ops.loss_function import check_denominator
 from mcore_logprobs.ops.replay import Kept
@@ -149,7 +149,7 @@ class PolicyLoss(PerToken):
 
 @dataclass(frozen=True)
 class Draw:
-    """The arguments of `PatchHandle.sample`; None (top_p: 1.0) is what the settings say.
+    """The arguments of `PatchHandle.sample`; None, a top_p of 1 and a min_p of 0 are the settings'.
 
     Raises:
         ValueError: a seed that is no integer of 64 bits or tensor of integers; filters out of
@@ -160,6 +160,7 @@ class Draw:
     top_k: int | None = None
     top_p: float = 1.0
     temperature: float | Tensor | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         device = self.seed.device if isinstance(self.seed, Tensor) else torch.device("cpu")
@@ -167,6 +168,7 @@ class Draw:
         check_seed(self.seed, shape, device)
         check_top_k("top_k", self.top_k)
         check_top_p("top_p", self.top_p)
+        check_min_p("min_p", self.min_p)
         if self.temperature is not None and not isinstance(self.temperature, Tensor):
             check_not_negative("temperature", self.temperature)
 
@@ -235,6 +237,10 @@ class Teacher:
             )
 
 
+# Settings in whose place a sampler's record stands.
+_REPLACED_BY_RECORD = ("top_k", "top_p", "min_p", "label_smoothing", "invariant_segments")
+
+
 @dataclass(frozen=True)
 class Call:
     """What the open `with` blocks of a `PatchHandle` ask of a call.
@@ -272,8 +278,7 @@ class Call:
             replaced = {
                 name: value
                 for name, value in config.as_dict().items()
-                if name in ("top_k", "top_p", "label_smoothing", "invariant_segments")
-                and value != getattr(LogprobConfig, name)
+                if name in _REPLACED_BY_RECORD and value != getattr(LogprobConfig, name)
             }
             if replaced:
                 got = ", ".join(f"{name}={value!r}" for name, value in replaced.items())
@@ -318,7 +323,7 @@ class Call:
     @property
     def filtered(self) -> bool:
         """Whether log-probabilities are those of a filtered distribution."""
-        return self.config.top_k is not None or self.config.top_p < 1.0
+        return self.config.filtered
 
 
 class OpenBlocks:

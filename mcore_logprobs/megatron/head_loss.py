@@ -183,7 +183,7 @@ class _Asked:
             )
             return replace(stats, policy_loss=loss)
         if call.kept is None:
-            filters = Filters.of(config.top_k, config.top_p, source.shard)
+            filters = Filters.of(config.top_k, config.top_p, config.min_p, source.shard)
             stats = filtered_stats(source, target, filters, wanted, ignored)
         else:
             places = self.tokens.places(source.device)
@@ -246,6 +246,7 @@ class _Asked:
             greedy=self.greedy,
             top_k=config.top_k if draw.top_k is None else draw.top_k,
             top_p=config.top_p if draw.top_p == 1.0 else draw.top_p,
+            min_p=config.min_p if draw.min_p == 0.0 else draw.min_p,
             places=tokens.places(source.device),
         )
 

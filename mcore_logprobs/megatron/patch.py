@@ -401,6 +401,7 @@ class PatchHandle:
         *,
         top_k: int | None = None,
         top_p: float = 1.0,
+        min_p: float = 0.0,
         temperature: float | Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Iterator[None]:
@@ -412,8 +413,9 @@ class PatchHandle:
         Args:
             seed: as in `vocab_parallel_sample`: the same on the ranks of a tensor-parallel group,
                 another for ranks of other rows (data and context parallelism), and for every call.
-            top_k, top_p, temperature: None, or a top_p of 1: the settings'. A temperature of 0
-                takes the largest logit; it may be a tensor that broadcasts to the results.
+            top_k, top_p, min_p, temperature: None, or a top_p of 1 or a min_p of 0: the settings'.
+                A temperature of 0 takes the largest logit; it may be a tensor that broadcasts to
+                the results.
             rows: as in `targets`; results are `[m]` then, and row i's noise that of place i.
 
         Multi-token prediction is left out.
@@ -422,7 +424,7 @@ class PatchHandle:
             ValueError: settings out of range, on every stage; a call with labels, or inside a block
                 of another kind; in the call what `linear_sample` raises.
         """
-        draw = Draw(seed, top_k, top_p, temperature)
+        draw = Draw(seed, top_k, top_p, temperature, min_p)
         if rows is not None:
             rows = check_rows(rows, None)
         with self._during(lambda call: replace(call, draw=draw, rows=rows)):

@@ -1,4 +1,4 @@
-"""Log-probabilities under what the sampler sampled from: temperature, then top-k, then top-p.
+"""Log-probabilities under what the sampler sampled from: temperature, min-p, top-k, top-p.
 
 Which tokens the filters keep is found by the module `sampling_cut`; filters need whole rows at
 once. Where each row was cut is a few numbers: the backward asks no filter and no other rank again.
@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.arguments import check_target, global_to_local
-from mcore_logprobs.checks import check_choice, check_flag, check_top_k, check_top_p
+from mcore_logprobs.checks import check_choice, check_flag, check_min_p, check_top_k, check_top_p
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.reference import distribution_gradient
@@ -45,17 +45,28 @@ class Filters:
 
     top_k: int | None
     top_p: float | None
+    min_p: float | None
 
     @property
     def off(self) -> bool:
-        return self.top_k is None and self.top_p is None
+        return self.top_k is None and self.top_p is None and self.min_p is None
+
+    @property
+    def need_sum(self) -> bool:
+        """Whether the whole softmax's sum decides what is kept."""
+        return self.top_k is None and self.min_p is None
 
     @classmethod
-    def of(cls, top_k: int | None, top_p: float, shard: VocabShard) -> Filters:
+    def of(cls, top_k: int | None, top_p: float, min_p: float, shard: VocabShard) -> Filters:
         check_top_k("top_k", top_k)
         check_top_p("top_p", top_p)
+        check_min_p("min_p", min_p)
         k_off = top_k is None or top_k <= 0 or top_k >= shard.vocab_size
-        return cls(None if k_off else top_k, None if top_p == 1.0 else float(top_p))
+        return cls(
+            None if k_off else top_k,
+            None if top_p == 1.0 else float(top_p),
+            None if min_p == 0.0 else float(min_p),
+        )
 
     def options(self, shard: VocabShard, temperature: float | Tensor) -> FilterOptions:
         """For rows of these temperatures."""
@@ -64,7 +75,7 @@ class Filters:
             if isinstance(temperature, Tensor)
             else 1.0 / temperature
         )
-        return FilterOptions(shard, multiplier, self.top_k, self.top_p)
+        return FilterOptions(shard, multiplier, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ class _FilteredForward(Forward):
         self._local_target, self._valid_mask = tensors
         self._thresholds = TargetThresholds(source, operation.whole, self._local_target)
         self._stats = None
-        if operation.whole is not None or operation.filters.top_k is None:
+        if operation.whole is not None or operation.filters.need_sum:
             self._stats = RowStatistics(source, operation.whole or StatsSpec())
         self._chunks: list[Placed] = []
         self._cuts: list[Cut] = []
@@ -291,6 +302,7 @@ def sampling_logprobs(
     *,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
     missing: str = "error",
     full: bool = False,
@@ -298,7 +310,7 @@ def sampling_logprobs(
     ignore_index: int | None = -100,
 ) -> Tensor | TokenStats:
     """`vocab_parallel_sampling_logprobs` of any source."""
-    filters = Filters.of(top_k, top_p, source.shard)
+    filters = Filters.of(top_k, top_p, min_p, source.shard)
     check_flag("full", full)
     check_flag("entropy", entropy)
     check_choice("missing", missing, MISSING)
@@ -311,8 +323,8 @@ def sampling_logprobs(
         return stats if full else stats.logprobs
     if not filters.off:
         raise ValueError(
-            "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
-            f"them, got top_k={top_k}, top_p={top_p}"
+            "kept_ids: expected top_k, top_p and min_p to be off, as the sampler's record replaces "
+            f"them, got top_k={top_k}, top_p={top_p}, min_p={min_p}"
         )
     kept = Kept(kept_ids, missing, entropy, full)
     whole_too = StatsSpec(entropy=entropy) if full else None
@@ -349,6 +361,7 @@ def vocab_parallel_sampling_logprobs(
     *,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
     missing: str = "error",
     full: bool = False,
@@ -359,10 +372,11 @@ def vocab_parallel_sampling_logprobs(
     """Log-probability of each target under the filtered distribution that it was sampled from.
 
     1. z = logits / temperature.
-    2. top-k: the k largest stay, and with them all that equal the k-th.
-    3. top-p, over what is left and renormalised: in descending order, equal ones by ascending id, a
+    2. min-p: a token stays where its probability is at least min_p times the largest one.
+    3. top-k: the k largest stay, and with them all that equal the k-th.
+    4. top-p, over what is left and renormalised: in descending order, equal ones by ascending id, a
        token stays while the probability of those before it is under top_p. The first always stays.
-    4. logprob = z[target] - logsumexp of the z that stayed.
+    5. logprob = z[target] - logsumexp of the z that stayed.
 
     A target that was filtered out gives -inf, and the gradient that plain torch gives for it:
     -grad_output p over the kept columns, 0 elsewhere; mask its loss, not its value, so that
@@ -381,11 +395,12 @@ def vocab_parallel_sampling_logprobs(
     Args:
         top_k: None, 0, -1 or vocab_size and more: off.
         top_p: in (0, 1]; 1.0: off.
+        min_p: in [0, 1]; 0.0: off.
         kept_ids: replay: (flat ids, offsets), the sampler's own record of what it kept, in place of
             the filters. Row i of the flattened target kept the global ids
             `flat_ids[offsets[i]:offsets[i+1]]`, each once; offsets is `[n + 1]`. A target that is
             not among them gives -inf. Logits outside the record play no part, whatever they are.
-            Cannot be combined with top_k or top_p.
+            Cannot be combined with top_k, top_p or min_p.
         missing: what a row without a record (two equal offsets) means whose target counts. "error":
             a ValueError that names the row. "full": nothing was masked there, so that its results
             are the whole distribution's, at the cost of `full`. "ignore": 0, and no gradient.
@@ -403,7 +418,8 @@ def vocab_parallel_sampling_logprobs(
     show (nearly flat ones, masses of ties, top_k past 1023) share 4 to 15 all-reduces of
     `[7, rows]` (float64: to 26) and two all-gathers a filter, of `[128, rows]` and `[2, rows]`. On
     a GPU, where asking whether the search is done would be a host sync, always 13 of bfloat16, 14
-    of float16 and 18 of float32 logits (float64: 29).
+    of float16 and 18 of float32 logits (float64: 29). min_p alone searches nothing: rows of which
+    it keeps more than the candidates share one all-reduce of `[1, rows]` and one all-gather.
     Backward none.
     Replay: one all-gather of `[3, n]`, of `[4, n]` with entropy; with full or missing="full"
     those of `vocab_parallel_token_stats` are rows of the same.
@@ -418,17 +434,19 @@ def vocab_parallel_sampling_logprobs(
     is within about 1e-6 of top_p, that token may fall on either side. TP ranks always agree.
 
     How samplers do it. vLLM with `logprobs_mode="processed_logprobs"` returns the same: temperature
-    in float32, top-k that keeps ties, top-p renormalised; of equal logits at the top-p cut-off it
-    keeps any, by an unstable sort. Its default, raw_logprobs, has no filter and no temperature.
-    SGLang returns log-probabilities after the temperature and before top-k and top-p (before the
-    temperature too where SGLANG_RETURN_ORIGINAL_LOGPROB is set): for those leave both off here.
-    What it samples from keeps exactly k tokens, any of those that tie, and takes top-p of the
-    probabilities before top-k ("joint" order), so that with both set it may keep more tokens than
-    this function. Kernels with other sums or another order of equals differ at the edge: where that
-    matters, record the kept ids (SGLang's sampling masks hold them) and replay them.
+    in float32, min-p, top-k that keeps ties, top-p renormalised; of equal logits at the top-p
+    cut-off it keeps any, by an unstable sort. Its default, raw_logprobs, has no filter and no
+    temperature. SGLang returns log-probabilities after the temperature and before the filters
+    (before the temperature too where SGLANG_RETURN_ORIGINAL_LOGPROB is set): for those leave them
+    off here. What it samples from keeps exactly k tokens, any of those that tie, takes top-p of the
+    probabilities before top-k ("joint" order) and min-p last, so that with two of them it may keep
+    more tokens than this function. transformers takes min-p last, too: alone or with top-k it keeps
+    the same tokens, with top-p at least as many. Kernels with other sums or another order of equals
+    differ at the edge: where that matters, record the kept ids (SGLang's sampling masks hold them)
+    and replay them.
 
     Raises:
-        ValueError: top_k, top_p or kept_ids that make no sense; else as in
+        ValueError: filters or kept_ids that make no sense; else as in
             `vocab_parallel_token_stats`.
     """
     return sampling_logprobs(
@@ -436,6 +454,7 @@ def vocab_parallel_sampling_logprobs(
         target,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         kept_ids=kept_ids,
         missing=missing,
         full=full,
@@ -476,6 +495,7 @@ def linear_sampling_logprobs(
     *,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
     missing: str = "error",
     full: bool = False,
@@ -493,7 +513,7 @@ def linear_sampling_logprobs(
         full or entropy a TokenStats, whose `logprobs` these are.
 
     Args:
-        top_k, top_p, kept_ids, missing, full, entropy, ignore_index: as in
+        top_k, top_p, min_p, kept_ids, missing, full, entropy, ignore_index: as in
             `vocab_parallel_sampling_logprobs`; with rows the record is that of the m rows.
         {shared}
 
@@ -523,6 +543,7 @@ def linear_sampling_logprobs(
         target,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         kept_ids=kept_ids,
         missing=missing,
         full=full,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +157,13 @@ def unrecorded(of_record: Tensor, of_whole: Tensor, missing: Tensor, side: Side)
 
 
 def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
-    """-inf where top_k or top_p drops a column."""
+    """-inf where min_p, top_k or top_p drops a column."""
+    if o["min_p"] > 0.0:
+        logp = z.log_softmax(-1)
+        few = logp.exp() < o["min_p"] * logp.amax(-1, keepdim=True).exp()
+        # At exactly the limit no rounding decides.
+        few &= logp < logp.amax(-1, keepdim=True) + math.log(o["min_p"])
+        z = z.masked_fill(few, -torch.inf)
     if o["top_k"] is not None and 0 < o["top_k"] < z.shape[-1]:
         z = z.masked_fill(z < z.topk(o["top_k"]).values[..., -1:], -torch.inf)
     if o["top_p"] < 1.0:
