@@ -116,6 +116,28 @@ check_fraction = Check("a number in [0, 1)", lambda v: _is_real(v) and 0.0 <= v 
 check_top_k = Check("an int >= -1", lambda v: _is_int(v) and v >= -1).optional
 check_min_p = Check("a number in [0, 1]", lambda v: _is_real(v) and 0.0 <= v <= 1.0)
 check_top_p = Check("a number in (0, 1]", lambda v: _is_real(v) and 0.0 < v <= 1.0)
+
+
+def all_ids(values: Any) -> bool:
+    """Whether all are ints of at least 0."""
+    return all(_is_int(x) and x >= 0 for x in values)
+
+
+def all_pairs(values: Any) -> bool:
+    """Whether all are pairs of an id and a number that is finite or -inf."""
+    pairs = [x for x in values if isinstance(x, tuple | list) and len(x) == 2]
+    return len(pairs) == len(values) and all(
+        all_ids([number]) and _is_real(x) and x < math.inf for number, x in pairs
+    )
+
+
+check_optional_ids = Check(
+    "ints >= 0", lambda v: isinstance(v, tuple) and len(v) > 0 and all_ids(v)
+).optional
+check_optional_pairs = Check(
+    "{id: x} with ints >= 0 and finite numbers or -inf",
+    lambda v: isinstance(v, tuple) and len(v) > 0 and all_pairs(v),
+).optional
 check_logits_dtype = Check(
     "torch.float32, torch.bfloat16 or torch.float16",
     lambda v: isinstance(v, torch.dtype) and v in _LOGITS_DTYPES,

@@ -21,6 +21,7 @@ from mcore_logprobs.ops import sampling_cut
 from tests.engine.mistakes import BAD_RECORDS
 from tests.engine.operation import SEGMENTS, VOCAB, Draw, Operation, Side
 from tests.engine.truths import (
+    answered,
     at_ids,
     distilled,
     drawn,
@@ -157,6 +158,19 @@ def replay_or_filters(setting: dict[str, Any]) -> bool:
     return not (of_replay and (of_filters or s("replay") is False))
 
 
+def asked_besides(draw: Draw) -> Side:
+    shape = () if draw.setting["shared_ids"] else draw.lead
+    ids = torch.randint(0, draw.vocab, (*shape, 3), generator=draw.generator)
+    ids[..., 1] = ids[..., 0]
+    return {"target": draw.target(), "candidate_ids": ids}
+
+
+def call_answers(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> tuple:
+    found = fn(*head, side["target"], candidate_ids=side["candidate_ids"], **keywords)
+    values, ids = (None, None) if found.topk is None else found.topk
+    return found.logprobs, found.lse, found.entropy, found.candidates, values, ids
+
+
 def target_of(draw: Draw) -> Side:
     return {"target": draw.target()}
 
@@ -185,6 +199,7 @@ KINDS = {
 IGNORE_INDEX = {"ignore_index": (-100, -1, None)}
 # Settings that only statistics of the vocabulary take.
 PLAIN = ("temperature", "vocab_size", "chunk_size", "ignored", "garbage", "backend", "budgets")
+PLAIN += ("logit_bias",)
 
 
 def exchanged(name: str, fn: Any, input_dim: int, output_dim: int) -> Operation:
@@ -222,6 +237,24 @@ OPERATIONS = {
             options=STATISTICS | SEGMENTED,
             axes={"softcap": (None, 8.0)} | IGNORE_INDEX,
             left_out={"target_rank": -1},
+        ),
+        Operation(
+            "answers",
+            answered,
+            ml.vocab_parallel_token_stats,
+            ml.linear_token_stats,
+            outputs=("logprobs", "lse", "entropy", "candidates", "values", "ids"),
+            differentiable=("logprobs", "lse", "entropy", "candidates", "values"),
+            side=asked_besides,
+            call=call_answers,
+            options={"topk": (None, 3, 9), "log_softmax": (True, False), "entropy": BOTH},
+            axes={"shared_ids": BOTH} | IGNORE_INDEX,
+            mistakes=[
+                ({"topk": 0}, "k: expected an int from 1 to vocab_size"),
+                ({"candidate_ids": lambda x: x.float()}, "ids: expected an integer dtype"),
+                ({"candidate_ids": lambda x: x + VOCAB}, "ids: expected ids in [0, 24)"),
+                ({"invariant_segments": SEGMENTS}, "invariant_segments: expected None with"),
+            ],
         ),
         Operation(
             "logprobs",
@@ -460,7 +493,7 @@ OPERATIONS = {
                 {"target": draw.ids(), "factor": draw.randn(2).float()} | draw.mask("hidden")
             ),
             call=call_map,
-            without=("backend",),
+            without=("backend", "logit_bias"),
             passed_on=("temperature", "vocab_size", "target"),
             allowed=compact_by_mask,
             mistakes=[({"factor": torch.zeros(5)}, "per_token_tensors[1]: expected")],

@@ -135,7 +135,7 @@ def test_signature_is_the_contract(name) -> None:
 def test_classes_have_the_contract_s_members() -> None:
     fields = [f.name for f in dataclasses.fields(mcore_logprobs.TokenStats)]
     per_token = ["logprobs", "entropy", "target_rank", "lse", "sum_pi_squared"]
-    more = ["policy_loss", "divergence", "full_logprobs", "kept_entropy"]
+    more = ["policy_loss", "divergence", "full_logprobs", "kept_entropy", "candidates", "topk"]
     assert fields == [*per_token, *more]
     assert isinstance(mcore_logprobs.TokenStats.loss, property)
     groups = [f.name for f in dataclasses.fields(mcore_logprobs.ParallelGroups)]

@@ -54,7 +54,7 @@ def rank_in_group(rank: int | None) -> int:
 
 def _options(chunk_size: int | None, inference_only: bool, sampling_params: Any) -> dict[str, Any]:
     """Keywords of `token_logprobs`."""
-    options = {"chunk_size": chunk_size, "inference_only": inference_only}
+    options: dict[str, Any] = {"chunk_size": chunk_size, "inference_only": inference_only}
     if sampling_params is not None:
         options |= {"top_k": sampling_params.top_k, "top_p": sampling_params.top_p}
         options["min_p"] = getattr(sampling_params, "min_p", None) or 0.0

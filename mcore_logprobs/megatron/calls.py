@@ -14,6 +14,7 @@ from torch import Tensor
 from mcore_logprobs.arguments import check_seed
 from mcore_logprobs.checks import check_min_p, check_not_negative, check_top_k, check_top_p
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.loss_function import check_denominator
 from mcore_logprobs.ops.replay import Kept
 from mcore_logprobs.ops.topk_divergence import TopKDivergence
@@ -252,9 +253,11 @@ class Call:
         target, rows: of `PatchHandle.targets`, `[b, s]`, or `[m]` and `[m]`; rows of
             `PatchHandle.sample` too.
         kept: of `PatchHandle.replay`.
+        also: of `PatchHandle.also`.
         teacher: of `PatchHandle.divergence`.
         draw: of `PatchHandle.sample`.
         temperature: of `PatchHandle.options`, where it is a tensor that broadcasts to the tokens.
+        logit_bias: likewise, where it is a tensor `[V/TP]`.
 
     Raises:
         ValueError: what does not go together.
@@ -266,12 +269,19 @@ class Call:
     target: Tensor | None = None
     rows: Tensor | None = None
     kept: Kept | None = None
+    also: Also | None = None
     teacher: Teacher | None = None
     draw: Draw | None = None
     temperature: Tensor | None = None
+    logit_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
         config = self.config
+        if self.also is not None and config.invariant_segments is not None:
+            raise ValueError(
+                "PatchHandle.also: expected invariant_segments=None, as candidates and the top k "
+                f"are not batch-invariant, got {config.invariant_segments}"
+            )
         if self.rows is not None and config.compact and self.draw is None:
             raise ValueError("rows: expected compact=False, as rows say what is computed")
         if self.kept is not None:
@@ -291,11 +301,12 @@ class Call:
             "map": self.mapped,
             "targets": self.target,
             "replay": self.kept,
+            "also": self.also,
             "divergence": self.teacher,
         }
         for block, unfit in (
             ("sample", set(inside) if self.draw is not None else set()),
-            ("map", {"replay", "divergence"} if self.mapped is not None else set()),
+            ("map", {"replay", "divergence", "also"} if self.mapped is not None else set()),
         ):
             for name in unfit:
                 if inside[name] is not None:
@@ -304,9 +315,18 @@ class Call:
                     )
 
     @property
+    def vocab_bias(self) -> dict[str, Any]:
+        """The keywords of a source that shift or forbid ids."""
+        config = self.config
+        bias = config.logit_bias if self.logit_bias is None else self.logit_bias
+        return {"logit_bias": bias, "disallowed_ids": config.disallowed_ids}
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing but a loss of each token is asked for."""
         asked = (self.policy, self.mapped, self.rows, self.kept, self.teacher, self.draw)
+        if self.also is not None:
+            return False
         return self.config.output == "loss" and all(x is None for x in asked)
 
     @property
@@ -316,6 +336,7 @@ class Call:
             "policy_loss": self.policy,
             "map": self.mapped,
             "replay": self.kept,
+            "also": self.also,
             "divergence": self.teacher,
         }
         return next((name for name, given in asked.items() if given is not None), "")

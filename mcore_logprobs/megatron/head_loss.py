@@ -17,6 +17,7 @@ from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
+from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.divergence import any_teacher, kl_div
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
@@ -96,6 +97,7 @@ def head_output(
             "invariant_segments": config.invariant_segments,
             "vocab_size": config.vocab_size,
             "temperature": temperature,
+            **call.vocab_bias,
         }
     sequence_parallel = bool(getattr(head.base, "sequence_parallel", False))
     if isinstance(logits, DeferredLogits):
@@ -110,7 +112,8 @@ def head_output(
             found = asked.of(given_logits(known, **options))
         else:
             assert isinstance(logits, DeferredLogits)
-            whole = call.filtered or call.mapped or call.kept or call.teacher or call.draw
+            asks = (call.mapped, call.kept, call.teacher, call.draw, call.also)
+            whole = call.filtered or any(x is not None for x in asks)
             options |= {
                 "compact": config.compact and call.draw is None,
                 "rows": tokens.head_rows,
@@ -120,7 +123,7 @@ def head_output(
             found = _in_head(logits, head.base, options, asked.of)
     if isinstance(found, TokenStats):
         stats = found.map(tokens.from_head)
-        more = call.policy or call.mapped or call.teacher
+        more = call.policy or call.mapped or call.teacher or call.also
         return stats if config.output == "stats" or more else stats.loss
     return pytree.tree_map_only(Tensor, tokens.from_head, found)
 
@@ -156,6 +159,11 @@ class _Asked:
             tensors = call.mapped.in_head_order(tokens)
             return map_logits(source, call.mapped.function, *tensors, mask=keep)
         stats = self._stats(source, target, keep)
+        if call.also is not None and stats.candidates is None and stats.topk is None:
+            plain = token_stats(
+                source, target, Statistics.of(), call.config.ignore_index, self._also()
+            )
+            stats = replace(stats, candidates=plain.candidates, topk=plain.topk)
         if call.teacher is not None:
             # Without segments, of whose bits a divergence promises nothing.
             plain = replace(source.options, segments=None).bind(*source.tensors)
@@ -171,7 +179,7 @@ class _Asked:
         tensors = () if policy is None else policy.in_head_order(self.tokens)
         if call.kept is None and not call.filtered:
             if policy is None:
-                return token_stats(source, target, wanted, ignored)
+                return token_stats(source, target, wanted, ignored, self._also())
             loss, stats = policy_loss(
                 source,
                 target,
@@ -202,6 +210,12 @@ class _Asked:
         loss = loss_of_stats(stats, keep, policy.function, *tensors, denominator=policy.denominator)
         return replace(stats.detach(), policy_loss=loss)
 
+    def _also(self) -> Also | None:
+        also = self.call.also
+        if also is None or also.ids is None or also.ids.dim() == 1:
+            return also
+        return replace(also, ids=self.tokens.to_head(also.ids, "ids"))
+
     def _divergence(self, source: Any, keep: Tensor, teacher: Teacher) -> Tensor:
         tokens, config = self.tokens, self.call.config
         if teacher.topk is not None:
@@ -228,6 +242,7 @@ class _Asked:
             softcap=teacher.softcap,
             temperature=temperature,
             vocab_size=config.vocab_size,
+            **self.call.vocab_bias,
         )
         # The compiled backend of the CPU has no divergences.
         backend = "auto" if config.backend == "inductor" else config.backend

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.megatron.blocks import block
@@ -31,6 +32,7 @@ from mcore_logprobs.megatron.heads import (
     say_left_out,
     say_padding,
 )
+from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.replay import Kept
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
@@ -186,16 +188,18 @@ class PatchHandle:
     def options(self, **fields: Any) -> Iterator[None]:
         """For calls in this block: `LogprobConfig` fields that differ from the patch's.
 
-        temperature may be a tensor too, without gradient, that broadcasts to labels' `[b, s]`.
+        temperature may be a tensor too, without gradient, that broadcasts to labels' `[b, s]`;
+        logit_bias a tensor of this rank's `[V/TP]`.
 
         Raises:
             ValueError: an unknown field, or a value that it does not accept, on every stage; on the
                 head's, one that the head cannot have.
         """
         changes: dict[str, Any] = {}
-        if "temperature" in fields:
-            own = isinstance(fields["temperature"], Tensor)
-            changes["temperature"] = fields.pop("temperature") if own else None
+        for name in ("temperature", "logit_bias"):
+            if name in fields:
+                own = isinstance(fields[name], Tensor)
+                changes[name] = fields.pop(name) if own else None
 
         def change(call: Call) -> Call:
             config = LogprobConfig.from_dict({**call.config.as_dict(), **fields})
@@ -326,6 +330,44 @@ class PatchHandle:
         """
         kept = Kept(kept_ids, missing, entropy, full)
         with self._during(lambda call: replace(call, kept=kept)):
+            yield
+
+    @block
+    def also(
+        self, ids: Tensor | None = None, topk: int | None = None, *, log_softmax: bool = True
+    ) -> Iterator[None]:
+        """For calls in this block: `stats.candidates` and `stats.topk` beside what else is asked.
+
+        Of the same pass as the statistics, so that they cost no matrix product of their own. Beside
+        a policy loss, filters or a replay they are of one pass more, without a backward unless a
+        gradient flows to them. Tokens whose label is ignore_index give 0. The model returns a
+        TokenStats whatever `output` says.
+
+        Shape:
+            ids: integers, global ids: `[k]`, the same of every token, or `[b, s, k]` like labels
+                (`[m, k]` with rows).
+            `stats.candidates` is `[b, s, k]` (`[m, k]`), `stats.topk` (values, ids) of `[b, s,
+            topk]` each; candidates and values are differentiable.
+
+        Args:
+            topk: how many of the largest, as `vocab_parallel_topk` orders them.
+            log_softmax: log-probabilities over the whole vocabulary; False: logits over the
+                temperature.
+
+        Raises:
+            ValueError: neither ids nor topk, or of another kind, on every stage; invariant segments
+                in the settings; in the call, ids of another shape or out of range.
+        """
+        if ids is None and topk is None:
+            raise ValueError("also: expected ids or topk, got neither")
+        if ids is not None and (
+            not isinstance(ids, Tensor) or ids.dim() < 1 or ids.is_floating_point()
+        ):
+            got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"ids: expected a tensor of integers [k] or [b, s, k], got {got}")
+        check_optional_count("topk", topk)
+        asked = Also(ids, topk, log_softmax)
+        with self._during(lambda call: replace(call, also=asked)):
             yield
 
     @block

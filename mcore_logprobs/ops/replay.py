@@ -429,6 +429,7 @@ def replay(
         places = torch.arange(target.numel(), device=source.device).view(source.lead)
     ids, offsets = check_kept_ids(kept.ids, target.numel(), source.shard, source.device)
     lengths = offsets.diff()[places]
+    _check_possible(ids, offsets, source.options.disallowed)
     if kept.missing == "error":
         _check_recorded(lengths, valid_mask, places)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
@@ -466,6 +467,20 @@ def replay(
         full_logprobs=found.full.logprobs if kept.full else None,
         kept_entropy=found.entropy,
     )
+
+
+def _check_possible(ids: Tensor, offsets: Tensor, disallowed: Tensor | None) -> None:
+    """No disallowed id in a record, or a ValueError; on CUDA a device-side assert."""
+    if disallowed is None or disallowed.numel() == 0:
+        return
+    bad = torch.isin(ids, disallowed)
+    expected = "kept_ids: expected no disallowed id in a record"
+    if bad.device.type != "cpu":
+        torch._assert_async(~bad.any(), expected)
+    elif bool(bad.any()):
+        entry = int(bad.nonzero()[0])
+        row = int(torch.searchsorted(offsets, entry, right=True)) - 1
+        raise ValueError(f"{expected}, got id {int(ids[entry])} in row {row}")
 
 
 def _check_recorded(lengths: Tensor, valid_mask: Tensor, places: Tensor) -> None:

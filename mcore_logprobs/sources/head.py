@@ -57,6 +57,7 @@ from mcore_logprobs.sources.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import HiddenRows, RowSelection, Tiling, check_rows
 from mcore_logprobs.sources.source import Entries, Placed, check_segments
+from mcore_logprobs.sources.vocab_bias import Ids, LogitBias, vocab_bias
 
 
 class HeadTensors(NamedTuple):
@@ -88,6 +89,7 @@ class HeadOptions:
         chunk_size: as the caller gave it.
         segments: the segments that statistics are taken by, or None.
         main_grad: where the weight's gradient goes, or None.
+        disallowed: global ids that may not come, a constant; or None.
     """
 
     shard: VocabShard
@@ -107,6 +109,7 @@ class HeadOptions:
     segments: Segments | None
     lora_scale: float
     main_grad: MainGrad | None
+    disallowed: Tensor | None = None
 
     def bind(self, *tensors: Any) -> HeadLogits:
         return HeadLogits(self, HeadTensors(*tensors))
@@ -425,6 +428,8 @@ def head_logits(
     chunk_size: int | None = None,
     backend: str = "auto",
     invariant_segments: int | None = None,
+    logit_bias: LogitBias | None = None,
+    disallowed_ids: Ids | None = None,
     may_round: bool = False,
     prefix: str = "",
 ) -> HeadLogits:
@@ -475,6 +480,9 @@ def head_logits(
     accumulated = acc_dtype(compute_dtype)
     a, b = (None, None) if lora is None else lora[:2]
     own = temperature if isinstance(temperature, Tensor) else None
+    added = vocab_bias(logit_bias, disallowed_ids, shard, device, accumulated)
+    if added is not None:
+        bias = added.values if bias is None else bias.to(accumulated) + added.values
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, own
     options = HeadOptions(
         shard=shard,
@@ -494,6 +502,7 @@ def head_logits(
         segments=segments,
         lora_scale=1.0 if lora is None else float(lora[2]),
         main_grad=main_grad,
+        disallowed=None if added is None else added.disallowed,
     )
     # A backend that is unavailable is refused here, before any collective.
     backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)

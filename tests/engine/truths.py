@@ -105,7 +105,7 @@ def whole_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     temperature = o["temperature"] if o["teacher_temperature"] is None else o["teacher_temperature"]
     teacher = finished_logits(
         raw,
-        bias=side.get("teacher_bias"),
+        bias=teacher_bias(side, o),
         logit_scale=o.get("teacher_logit_scale", 1.0),
         softcap=o.get("teacher_softcap"),
         temperature=temperature,
@@ -114,6 +114,11 @@ def whole_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     true = slice(o["vocab_size"])
     logp, logq = z[..., true].log_softmax(-1), teacher[..., true].log_softmax(-1)
     return {"values": divergence(logp, logq, o.get("kind", "cross entropy"), o.get("beta", 0.5))}
+
+
+def teacher_bias(side: Side, o: dict[str, Any]) -> Tensor | None:
+    own, added = side.get("teacher_bias"), o["vocab_bias"]
+    return added if own is None else own if added is None else own.to(added.dtype) + added
 
 
 def topk_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
@@ -171,6 +176,17 @@ def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
         dropped = p.cumsum(-1) - p >= o["top_p"]
         z = z.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
     return z
+
+
+def answered(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    found = statistics(z, side, o)
+    values = z.log_softmax(-1) if o["log_softmax"] else z
+    ids = side["candidate_ids"].expand(*z.shape[:-1], 3)
+    found["candidates"] = take(values, ids)
+    if o["topk"] is not None:
+        top = z.sort(dim=-1, descending=True, stable=True).indices[..., : o["topk"]]
+        found |= {"values": take(values, top), "ids": top}
+    return found
 
 
 def splitmix(state: Any, number: Any) -> Any:
