@@ -133,9 +133,13 @@ def teacher_of(draw: Draw) -> Side:
 
 def teacher_at_ids(draw: Draw) -> Side:
     ids = draw.distinct_ids(4)
-    logp = draw.randn(draw.columns).float().log_softmax(-1).gather(-1, ids).to(draw.dtype)
+    z = draw.randn(draw.columns).float()
+    logp = z.log_softmax(-1).gather(-1, ids).to(draw.dtype)
     ids = ids.masked_fill(~draw.keep().unsqueeze(-1), draw.ignore_index)
-    return {"teacher_logprobs": logp, "ids": ids}
+    if not draw.setting["lse"]:
+        return {"teacher_logprobs": logp, "ids": ids}
+    logits = logp.float() + 2.0
+    return {"teacher_logprobs": logits, "ids": ids, "teacher_lse": torch.full(draw.lead, 2.0)}
 
 
 def ids_to_gather(draw: Draw) -> Side:
@@ -375,7 +379,7 @@ OPERATIONS = {
             side=teacher_at_ids,
             positional=("teacher_logprobs", "ids"),
             options=KINDS | {"tail": (None, "bin", "ignore", "renormalize"), "generalized": BOTH},
-            axes=IGNORE_INDEX,
+            axes={"lse": BOTH} | IGNORE_INDEX,
             support=True,
             allowed=lambda s: s.get("tail") in (None, "ignore") or not s.get("generalized"),
             factor=8.0,
@@ -383,6 +387,7 @@ OPERATIONS = {
                 ({"tail": "drop"}, "tail: expected one of"),
                 ({"tail": "bin", "generalized": True}, "generalized=True: expected tail"),
                 ({"generalized": 1}, "generalized: expected True or False"),
+                ({"teacher_lse": torch.zeros(5)}, "teacher_lse: expected shape (6, 2)"),
             ],
         ),
         Operation(

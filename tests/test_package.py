@@ -79,7 +79,7 @@ SIGNATURES = {
     ),
     "vocab_parallel_topk_kl_div": (
         ["student_logits", "teacher_logprobs", "ids"],
-        TARGETED | {"kind": "forward", "tail": None, "generalized": False},
+        TARGETED | {"kind": "forward", "tail": None, "generalized": False, "teacher_lse": None},
     ),
     "linear_topk_kl_div": (
         ["hidden", "weight", "teacher_logprobs", "ids"],

@@ -188,6 +188,7 @@ class Teacher:
     hidden: Tensor | None = None
     weight: Tensor | None = None
     topk: tuple[Tensor, Tensor] | None = None
+    lse: Tensor | None = None
     bias: Tensor | None = None
     lora: LoRAInput | None = None
     logit_scale: float = 1.0
@@ -206,6 +207,7 @@ class Teacher:
         _ = self.divergence
         if self.topk is None:
             unused: dict[str, Any] = {"tail": self.tail, "generalized": self.generalized or None}
+            unused["teacher_lse"] = self.lse
             whose = "without teacher_topk"
         else:
             if not isinstance(self.topk, tuple | list) or len(self.topk) != 2:

@@ -223,7 +223,8 @@ class _Asked:
                 tokens.to_head(x, f"teacher_topk[{place}]") for place, x in enumerate(teacher.topk)
             )
             ids = ids.masked_fill(~keep.unsqueeze(-1), NO_ID)
-            return topk_kl_div(source, logprobs, ids, teacher.divergence, NO_ID)
+            lse = None if teacher.lse is None else tokens.to_head(teacher.lse, "teacher_lse")
+            return topk_kl_div(source, logprobs, ids, teacher.divergence, NO_ID, lse)
         temperature, logits = teacher.temperature, teacher.logits
         if isinstance(temperature, Tensor):
             temperature = tokens.broadcast_to_head(temperature, "teacher_temperature")

@@ -379,6 +379,7 @@ class PatchHandle:
         teacher_hidden: Tensor | None = None,
         teacher_weight: Tensor | None = None,
         teacher_topk: tuple[Tensor, Tensor] | None = None,
+        teacher_lse: Tensor | None = None,
         teacher_bias: Tensor | None = None,
         teacher_lora: LoRAInput | None = None,
         teacher_logit_scale: float = 1.0,
@@ -398,7 +399,8 @@ class PatchHandle:
             teacher_hidden, teacher_weight: `[s, b, h]` as Megatron has hidden states (`[s/TP, b,
                 h]` under sequence parallelism; whole with rows too), and `[V/TP, h]`; any h.
             teacher_topk: (log-probabilities, ids), `[b, s, k]` each (`[m, k]` with rows), as in
-                `linear_topk_kl_div`; an id of -100 is left out.
+                `linear_topk_kl_div`; an id of -100 is left out. With teacher_lse, `[b, s]`, logits,
+                as there.
 
         Args:
             kind, beta: as in `vocab_parallel_kl_div`.
@@ -422,6 +424,7 @@ class PatchHandle:
             hidden=teacher_hidden,
             weight=teacher_weight,
             topk=teacher_topk,
+            lse=teacher_lse,
             bias=teacher_bias,
             lora=teacher_lora,
             logit_scale=teacher_logit_scale,

@@ -123,6 +123,7 @@ def teacher_bias(side: Side, o: dict[str, Any]) -> Tensor | None:
 
 def topk_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     logp, logq = take(z.log_softmax(-1), side["ids"]), side["teacher_logprobs"].to(z.dtype)
+    logq = logq - side["teacher_lse"].to(z.dtype).unsqueeze(-1) if "teacher_lse" in side else logq
     tail = o["tail"] or ("ignore" if o["generalized"] else "bin")
     if tail == "renormalize":
         logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
