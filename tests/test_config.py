@@ -38,6 +38,7 @@ SETTINGS = {
     "invariant_segments": (None, 8, "8", "8"),
     "logits_dtype": (torch.float32, torch.bfloat16, "bfloat16", "bf16"),
     "chunk_size": (None, 64, "64", "64"),
+    "saved_bytes": (0, 3 << 29, "1.5GiB", "1536 MiB"),
     "backend": ("auto", "torch", "torch", "torch"),
     "check_labels": (False, True, "true", "true"),
 }
@@ -63,6 +64,7 @@ BAD = {
     "logit_bias": [{}, {-1: 0.0}, {1: math.nan}, {1: math.inf}, "3", [3]],
     "compact": [1, "require"],
     "invariant_segments": [0, 2.0],
+    "saved_bytes": [-1, 1.5, True, None, "1.5", "many", "-1GiB", "3 parsecs"],
 }
 
 

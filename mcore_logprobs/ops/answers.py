@@ -86,6 +86,7 @@ class Answers(Operation):
     topk: int
     log_softmax: bool
     ignored_values = (*IGNORED, 0.0, 0.0, 0.0)
+    rereads = "exact"
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         return _AnswersForward(self, source, tensors)

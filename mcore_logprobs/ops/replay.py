@@ -133,6 +133,12 @@ class Replay(Operation):
         )
 
 
+class _FullReplay(Replay):
+    """One whose backward reads chunks of logits again."""
+
+    rereads = "exact"
+
+
 def _rows_of_walk(source: Source, row: Tensor) -> Tensor:
     """Rows in the order of the tokens as this source walks them.
 
@@ -454,7 +460,8 @@ def replay(
     if len(tile_ends) != 1:
         bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
     hit = ids[place] == source.flatten_rows(target)[row]
-    operation = Replay(bounds, kept.entropy, whole, kept.missing)
+    kind = Replay if whole is None else _FullReplay
+    operation = kind(bounds, kept.entropy, whole, kept.missing)
     per_token, entries = (valid_mask, local_target, recorded), (row, local_ids[place], hit)
     if whole is not None:
         source = given  # statistics are taken as the logits lie

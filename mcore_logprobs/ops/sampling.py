@@ -92,6 +92,7 @@ class Filtered(Operation):
     whole: StatsSpec | None
     full: bool = False
     ignored_values = (*IGNORED, 0.0)
+    rereads = "exact"
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         return _FilteredForward(self, source, tensors)

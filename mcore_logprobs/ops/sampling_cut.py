@@ -31,6 +31,7 @@ from mcore_logprobs.ops.sampling_search import (
     Values,
     descending,
     kept_on_rank,
+    running_sum,
     search_cut,
 )
 from mcore_logprobs.sources.source import Placed
@@ -231,7 +232,7 @@ class _Survey:
         if opts.min_p is not None:
             kept = listed >= self.floor.unsqueeze(-1)
             weight = weight * kept
-        before = weight.cumsum(-1) - weight
+        before = running_sum(weight) - weight
         hard = torch.zeros(n, dtype=torch.bool, device=listed.device)
         total = self.total
         if opts.top_k is not None:
