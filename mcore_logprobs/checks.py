@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,13 @@ def is_traced(x: torch.Tensor) -> bool:
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
-def check_called(name: str, fn: Any, first: tuple[str, ...], tensors: int) -> None:
+def check_called(
+    name: str, fn: Any, first: tuple[str, ...], tensors: int, named: Sequence[str] = ()
+) -> None:
     """A function that takes the named arguments and then that many per-token tensors.
+
+    Args:
+        named: arguments that it is given by name besides.
 
     Raises:
         ValueError: no callable; or its signature takes another number, with how it is called.
@@ -45,7 +50,7 @@ def check_called(name: str, fn: Any, first: tuple[str, ...], tensors: int) -> No
     except (TypeError, ValueError):  # of a builtin
         return
     try:
-        signature.bind(*first, *range(tensors))
+        signature.bind(*first, *range(tensors), **dict.fromkeys(named))
     except TypeError as error:
         more = f", {tensors} per-token tensors" if tensors else ""
         raise ValueError(
@@ -110,7 +115,30 @@ check_above_minus_one = Check(
 check_optional_above_one = Check("a number > 1", lambda v: _is_real(v) and v > 1.0).optional
 check_fraction = Check("a number in [0, 1)", lambda v: _is_real(v) and 0.0 <= v < 1.0)
 check_top_k = Check("an int >= -1", lambda v: _is_int(v) and v >= -1).optional
+check_min_p = Check("a number in [0, 1]", lambda v: _is_real(v) and 0.0 <= v <= 1.0)
 check_top_p = Check("a number in (0, 1]", lambda v: _is_real(v) and 0.0 < v <= 1.0)
+
+
+def all_ids(values: Any) -> bool:
+    """Whether all are ints of at least 0."""
+    return all(_is_int(x) and x >= 0 for x in values)
+
+
+def all_pairs(values: Any) -> bool:
+    """Whether all are pairs of an id and a number that is finite or -inf."""
+    pairs = [x for x in values if isinstance(x, tuple | list) and len(x) == 2]
+    return len(pairs) == len(values) and all(
+        all_ids([number]) and _is_real(x) and x < math.inf for number, x in pairs
+    )
+
+
+check_optional_ids = Check(
+    "ints >= 0", lambda v: isinstance(v, tuple) and len(v) > 0 and all_ids(v)
+).optional
+check_optional_pairs = Check(
+    "{id: x} with ints >= 0 and finite numbers or -inf",
+    lambda v: isinstance(v, tuple) and len(v) > 0 and all_pairs(v),
+).optional
 check_logits_dtype = Check(
     "torch.float32, torch.bfloat16 or torch.float16",
     lambda v: isinstance(v, torch.dtype) and v in _LOGITS_DTYPES,

@@ -13,7 +13,7 @@ import difflib
 import numbers
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypeVar
 
@@ -93,6 +93,45 @@ def _real(default: float | None, check: Check, help: str) -> Any:
         return float(value) if is_number else value
 
     return _field(default, _Setting(help, check, parse=_number_parser(float), normal=normal))
+
+
+def _ids(default: None, check: Check, help: str) -> Any:
+    """A tuple of ints, ascending, or None; in a text they stand between commas."""
+
+    def parse(text: str) -> Any:
+        if text.lower() in ("none", "null", ""):
+            return None
+        found = [_number_parser(int)(part.strip()) for part in text.split(",")]
+        return text if any(isinstance(x, str) for x in found) else tuple(found)
+
+    def normal(value: Any) -> Any:
+        ids = value.tolist() if isinstance(value, torch.Tensor) else value
+        if isinstance(ids, Sequence) and not isinstance(ids, str) and ids and checks.all_ids(ids):
+            return tuple(sorted({int(x) for x in ids}))
+        return value
+
+    return _field(default, _Setting(help, check, parse=parse, normal=normal))
+
+
+def _pairs(default: None, check: Check, help: str) -> Any:
+    """A tuple of (id, number), by id, or None; in a text `id:number` between commas."""
+
+    def parse(text: str) -> Any:
+        if text.lower() in ("none", "null", ""):
+            return None
+        try:
+            pairs = [part.split(":") for part in text.split(",")]
+            return {int(number): float(x) for number, x in pairs}
+        except ValueError:
+            return text
+
+    def normal(value: Any) -> Any:
+        pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+        if isinstance(pairs, tuple | list) and pairs and checks.all_pairs(pairs):
+            return tuple(sorted((int(number), float(x)) for number, x in pairs))
+        return value
+
+    return _field(default, _Setting(help, check, parse=parse, normal=normal))
 
 
 def _bytes(help: str) -> Any:
@@ -236,6 +275,24 @@ class LogprobConfig(SuggestsFields):
         checks.check_top_p,
         "As top_k, filtered to the smallest set of tokens whose probability reaches top_p. 1: off.",
     )
+    min_p: float = _real(
+        0.0,
+        checks.check_min_p,
+        "As top_k, filtered to the tokens whose probability is at least min_p times the largest, "
+        "before top_k and top_p. 0: off.",
+    )
+    disallowed_ids: tuple[int, ...] | None = _ids(
+        None,
+        checks.check_optional_ids,
+        "Global ids that may not come: their logits are -inf, for every statistic, filter, sample "
+        "and divergence. A flag separates them by commas.",
+    )
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = _pairs(
+        None,
+        checks.check_optional_pairs,
+        "{id: x}, added to the logits before the temperature, likewise; finite or -inf. A flag is "
+        "written 5:1.5,7:-2.",
+    )
     vocab_size: int | None = _integer(
         None,
         checks.check_optional_count,
@@ -307,14 +364,14 @@ class LogprobConfig(SuggestsFields):
             value = setting.normal(getattr(self, name))
             setting.check(f"LogprobConfig.{name}", value)
             object.__setattr__(self, name, value)
-        if self.label_smoothing > 0.0 and (self.top_k is not None or self.top_p < 1.0):
+        if self.label_smoothing > 0.0 and self.filtered:
             raise ValueError(
-                "LogprobConfig.label_smoothing: expected 0 with top_k or top_p, which give the "
-                f"target's neighbors no probability, got {self.label_smoothing}"
+                "LogprobConfig.label_smoothing: expected 0 with top_k, top_p or min_p, which give "
+                f"the target's neighbors no probability, got {self.label_smoothing}"
             )
-        if self.invariant_segments is not None and (self.top_k is not None or self.top_p < 1.0):
+        if self.invariant_segments is not None and self.filtered:
             raise ValueError(
-                "LogprobConfig.invariant_segments: expected None with top_k or top_p, whose "
+                "LogprobConfig.invariant_segments: expected None with top_k, top_p or min_p, whose "
                 f"log-probabilities are not batch-invariant, got {self.invariant_segments}"
             )
         extras = [n for n in ("entropy", "target_rank", "sum_pi_squared") if getattr(self, n)]
@@ -323,6 +380,11 @@ class LogprobConfig(SuggestsFields):
                 f"LogprobConfig: {', '.join(extras)}: expected output='stats', which has a place "
                 "for it, got output='loss'"
             )
+
+    @property
+    def filtered(self) -> bool:
+        """Whether log-probabilities are those of a filtered distribution."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LogprobConfig:

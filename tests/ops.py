@@ -21,6 +21,7 @@ from mcore_logprobs.ops import sampling_cut
 from tests.engine.mistakes import BAD_RECORDS
 from tests.engine.operation import SEGMENTS, VOCAB, Draw, Operation, Side
 from tests.engine.truths import (
+    answered,
     at_ids,
     distilled,
     drawn,
@@ -80,6 +81,13 @@ def call_filtered(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> A
         return fn(*head, *operands, **side, **keywords)
 
 
+def call_sampling(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> tuple:
+    found = call_filtered(fn, head, side, keywords)
+    if isinstance(found, Tensor):
+        return found, None, None, None, None
+    return found.logprobs, found.full_logprobs, found.kept_entropy, found.lse, found.entropy
+
+
 CANDIDATES = ("_TOP_P_CANDIDATES", "_MAX_CANDIDATES")
 
 
@@ -94,13 +102,17 @@ def kept_by_sampler(draw: Draw) -> Side:
     if not draw.setting["replay"]:
         return {"target": target} | candidates_of(draw)
     rows = draw.distinct_ids(6).reshape(-1, 6)
+    missing = draw.setting["missing"]
     counts = torch.randint(0, 7, (len(rows),), generator=draw.generator)
+    if missing == "error":
+        counts = torch.where(target.flatten() == draw.ignore_index, counts, counts.clamp(min=1))
     kept = [row[:n] for row, n in zip(rows, counts, strict=True)]
     for row, (own, ids) in enumerate(zip(target.flatten(), kept, strict=True)):
         if own >= 0 and own not in ids and row % 4 and len(ids):
             ids[0] = own
     bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return {"target": target, "kept_ids": (torch.cat(kept), bounds)}
+    found: Side = {"target": target, "kept_ids": (torch.cat(kept), bounds)}
+    return found | ({} if missing == "error" else {"missing": missing})
 
 
 def teacher_of(draw: Draw) -> Side:
@@ -121,9 +133,13 @@ def teacher_of(draw: Draw) -> Side:
 
 def teacher_at_ids(draw: Draw) -> Side:
     ids = draw.distinct_ids(4)
-    logp = draw.randn(draw.columns).float().log_softmax(-1).gather(-1, ids).to(draw.dtype)
+    z = draw.randn(draw.columns).float()
+    logp = z.log_softmax(-1).gather(-1, ids).to(draw.dtype)
     ids = ids.masked_fill(~draw.keep().unsqueeze(-1), draw.ignore_index)
-    return {"teacher_logprobs": logp, "ids": ids}
+    if not draw.setting["lse"]:
+        return {"teacher_logprobs": logp, "ids": ids}
+    logits = logp.float() + 2.0
+    return {"teacher_logprobs": logits, "ids": ids, "teacher_lse": torch.full(draw.lead, 2.0)}
 
 
 def ids_to_gather(draw: Draw) -> Side:
@@ -136,6 +152,27 @@ def ids_to_gather(draw: Draw) -> Side:
 def compact_by_mask(setting: dict[str, Any]) -> bool:
     """Where a mask says which rows count, there is none to compact by if all rows do."""
     return setting.get("ignored", True) or not setting.get("compact", False)
+
+
+def replay_or_filters(setting: dict[str, Any]) -> bool:
+    s = setting.get
+    of_replay = s("replay") or s("entropy") or s("missing", "error") != "error"
+    of_filters = s("top_k") not in (None, -1) or s("top_p", 1.0) != 1.0
+    of_filters = of_filters or s("min_p", 0.0) > 0.0 or s("candidates")
+    return not (of_replay and (of_filters or s("replay") is False))
+
+
+def asked_besides(draw: Draw) -> Side:
+    shape = () if draw.setting["shared_ids"] else draw.lead
+    ids = torch.randint(0, draw.vocab, (*shape, 3), generator=draw.generator)
+    ids[..., 1] = ids[..., 0]
+    return {"target": draw.target(), "candidate_ids": ids}
+
+
+def call_answers(fn: Any, head: Any, side: Side, keywords: dict[str, Any]) -> tuple:
+    found = fn(*head, side["target"], candidate_ids=side["candidate_ids"], **keywords)
+    values, ids = (None, None) if found.topk is None else found.topk
+    return found.logprobs, found.lse, found.entropy, found.candidates, values, ids
 
 
 def target_of(draw: Draw) -> Side:
@@ -166,6 +203,7 @@ KINDS = {
 IGNORE_INDEX = {"ignore_index": (-100, -1, None)}
 # Settings that only statistics of the vocabulary take.
 PLAIN = ("temperature", "vocab_size", "chunk_size", "ignored", "garbage", "backend", "budgets")
+PLAIN += ("logit_bias",)
 
 
 def exchanged(name: str, fn: Any, input_dim: int, output_dim: int) -> Operation:
@@ -203,6 +241,24 @@ OPERATIONS = {
             options=STATISTICS | SEGMENTED,
             axes={"softcap": (None, 8.0)} | IGNORE_INDEX,
             left_out={"target_rank": -1},
+        ),
+        Operation(
+            "answers",
+            answered,
+            ml.vocab_parallel_token_stats,
+            ml.linear_token_stats,
+            outputs=("logprobs", "lse", "entropy", "candidates", "values", "ids"),
+            differentiable=("logprobs", "lse", "entropy", "candidates", "values"),
+            side=asked_besides,
+            call=call_answers,
+            options={"topk": (None, 3, 9), "log_softmax": (True, False), "entropy": BOTH},
+            axes={"shared_ids": BOTH} | IGNORE_INDEX,
+            mistakes=[
+                ({"topk": 0}, "k: expected an int from 1 to vocab_size"),
+                ({"candidate_ids": lambda x: x.float()}, "ids: expected an integer dtype"),
+                ({"candidate_ids": lambda x: x + VOCAB}, "ids: expected ids in [0, 24)"),
+                ({"invariant_segments": SEGMENTS}, "invariant_segments: expected None with"),
+            ],
         ),
         Operation(
             "logprobs",
@@ -323,7 +379,7 @@ OPERATIONS = {
             side=teacher_at_ids,
             positional=("teacher_logprobs", "ids"),
             options=KINDS | {"tail": (None, "bin", "ignore", "renormalize"), "generalized": BOTH},
-            axes=IGNORE_INDEX,
+            axes={"lse": BOTH} | IGNORE_INDEX,
             support=True,
             allowed=lambda s: s.get("tail") in (None, "ignore") or not s.get("generalized"),
             factor=8.0,
@@ -331,6 +387,7 @@ OPERATIONS = {
                 ({"tail": "drop"}, "tail: expected one of"),
                 ({"tail": "bin", "generalized": True}, "generalized=True: expected tail"),
                 ({"generalized": 1}, "generalized: expected True or False"),
+                ({"teacher_lse": torch.zeros(5)}, "teacher_lse: expected shape (6, 2)"),
             ],
         ),
         Operation(
@@ -338,29 +395,37 @@ OPERATIONS = {
             filtered,
             ml.vocab_parallel_sampling_logprobs,
             ml.linear_sampling_logprobs,
-            outputs=("values",),
-            differentiable=("values",),
+            outputs=("values", "full_logprobs", "kept_entropy", "lse", "entropy"),
+            differentiable=("values", "full_logprobs", "kept_entropy", "lse", "entropy"),
             side=kept_by_sampler,
             positional=("target",),
-            options={"top_k": (None, 6, -1, 1), "top_p": (1.0, 0.8, 0.05)},
-            axes={"replay": BOTH, "candidates": (None, 1, 3)} | IGNORE_INDEX,
-            allowed=lambda s: (
-                not s.get("replay")
-                or (
-                    s.get("top_k") in (None, -1)
-                    and s.get("top_p", 1.0) == 1.0
-                    and not s.get("candidates")
-                )
-            ),
-            call=call_filtered,
+            options={
+                "top_k": (None, 6, -1, 1),
+                "top_p": (1.0, 0.8, 0.05),
+                "min_p": (0.0, 0.03, 1.0),
+                "full": BOTH,
+                "entropy": BOTH,
+            },
+            axes={
+                "replay": BOTH,
+                "missing": ("error", "full", "ignore"),
+                "candidates": (None, 1, 3),
+            }
+            | IGNORE_INDEX,
+            allowed=replay_or_filters,
+            call=call_sampling,
             infinite=True,
             mistakes=[
                 *(({"top_k": bad}, "top_k: expected") for bad in (-2, 2.0, True)),
                 *(({"top_p": bad}, "top_p: expected") for bad in (0.0, 1.1, float("nan"), None)),
+                *(({"min_p": bad}, "min_p: expected") for bad in (-0.1, 1.1, float("nan"), None)),
                 *(({"kept_ids": bad}, words) for bad, words in BAD_RECORDS),
+                ({"missing": "full"}, "missing: expected 'error' without kept_ids"),
+                ({"missing": "none"}, "missing: expected one of"),
+                ({"full": 1}, "full: expected True or False"),
                 (
                     {"kept_ids": (torch.arange(12), torch.arange(13)), "top_k": 5},
-                    "kept_ids: expected top_k and top_p to be off",
+                    "kept_ids: expected top_k, top_p and min_p to be off",
                 ),
             ],
         ),
@@ -376,7 +441,7 @@ OPERATIONS = {
                 | candidates_of(draw)
             ),
             call=call_filtered,
-            options={"top_k": (None, 5), "top_p": (1.0, 0.7)},
+            options={"top_k": (None, 5), "top_p": (1.0, 0.7), "min_p": (0.0, 0.1)},
             axes={"seed_per_row": BOTH, "candidates": (None, 1)},
             allowed=compact_by_mask,
             passed_on=("temperature",),  # 0 is allowed here
@@ -433,7 +498,7 @@ OPERATIONS = {
                 {"target": draw.ids(), "factor": draw.randn(2).float()} | draw.mask("hidden")
             ),
             call=call_map,
-            without=("backend",),
+            without=("backend", "logit_bias"),
             passed_on=("temperature", "vocab_size", "target"),
             allowed=compact_by_mask,
             mistakes=[({"factor": torch.zeros(5)}, "per_token_tensors[1]: expected")],

@@ -26,6 +26,9 @@ SETTINGS = {
     "temperature": (1.0, 0.5, "5e-1", "5e-1"),
     "top_k": (None, 50, "50", "50"),
     "top_p": (1.0, 0.9, "0.9", "9e-1"),
+    "min_p": (0.0, 0.05, "0.05", "5e-2"),
+    "disallowed_ids": (None, (3, 7), "7,3", "[3, 7]"),
+    "logit_bias": (None, ((3, 1.5), (7, -math.inf)), "3:1.5,7:-inf", "{7: -.inf, 3: 1.5}"),
     "vocab_size": (None, 50257, "50257", "50257"),
     "ignore_index": (-100, -1, "-1", "-1"),
     "label_smoothing": (0.0, 0.1, "0.1", "0.1"),
@@ -56,6 +59,9 @@ BAD = {
     "backend": ["cuda"],
     "top_k": [-2, 1.5, True],
     "top_p": [0.0, 1.5, math.nan, None],
+    "min_p": [-0.1, 1.5, math.nan, None],
+    "disallowed_ids": [[], [-1], [1.5], "a", 3],
+    "logit_bias": [{}, {-1: 0.0}, {1: math.nan}, {1: math.inf}, "3", [3]],
     "compact": [1, "require"],
     "invariant_segments": [0, 2.0],
     "saved_bytes": [-1, 1.5, True, None, "1.5", "many", "-1GiB", "3 parsecs"],
@@ -159,7 +165,7 @@ def test_docstring_and_help_have_the_same_text(name) -> None:
     assert text.replace(" ", "") in words.replace(" ", "")
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 def test_invariant_segments_promise_nothing_of_a_filtered_distribution(filters) -> None:
     with pytest.raises(ValueError, match="invariant_segments: expected None"):
         LogprobConfig(invariant_segments=2, **filters)

@@ -54,7 +54,8 @@ SIGNATURES = {
     "vocab_parallel_gather": ([LOGITS, "ids"], {"tp_group": None, "log_softmax": False}),
     "vocab_parallel_sampling_logprobs": (
         [LOGITS, "target"],
-        {"tp_group": None, "temperature": 1.0, "top_k": None, "top_p": 1.0},
+        {"tp_group": None, "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
+        | {"kept_ids": None, "missing": "error", "full": False},
     ),
     "vocab_parallel_soft_cross_entropy": (["student_logits", "teacher_logits"], {"tp_group": None}),
     "vocab_parallel_kl_div": (
@@ -69,7 +70,9 @@ SIGNATURES = {
     "linear_gather": (["hidden", "weight", "ids"], HEAD | TARGETED | {"log_softmax": False}),
     "linear_sampling_logprobs": (
         ["hidden", "weight", "target"],
-        HEAD | TARGETED | {"top_k": None, "top_p": 1.0, "kept_ids": None},
+        HEAD
+        | TARGETED
+        | {"top_k": None, "top_p": 1.0, "min_p": 0.0, "kept_ids": None, "missing": "error"},
     ),
     "linear_topk_distill": (
         ["hidden", "weight", "teacher_topk_logits", "teacher_topk_ids"],
@@ -77,7 +80,7 @@ SIGNATURES = {
     ),
     "vocab_parallel_topk_kl_div": (
         ["student_logits", "teacher_logprobs", "ids"],
-        TARGETED | {"kind": "forward", "tail": None, "generalized": False},
+        TARGETED | {"kind": "forward", "tail": None, "generalized": False, "teacher_lse": None},
     ),
     "linear_topk_kl_div": (
         ["hidden", "weight", "teacher_logprobs", "ids"],
@@ -133,7 +136,8 @@ def test_signature_is_the_contract(name) -> None:
 def test_classes_have_the_contract_s_members() -> None:
     fields = [f.name for f in dataclasses.fields(mcore_logprobs.TokenStats)]
     per_token = ["logprobs", "entropy", "target_rank", "lse", "sum_pi_squared"]
-    assert fields == [*per_token, "policy_loss", "divergence"]
+    more = ["policy_loss", "divergence", "full_logprobs", "kept_entropy", "candidates", "topk"]
+    assert fields == [*per_token, *more]
     assert isinstance(mcore_logprobs.TokenStats.loss, property)
     groups = [f.name for f in dataclasses.fields(mcore_logprobs.ParallelGroups)]
     assert groups[:2] == ["tp", "cp"]

@@ -12,7 +12,7 @@ about as close, the one with the fewest departures from the right setting).
     padding      padded columns left out          counted in the softmax
     rounding     float32 logits                   bfloat16 logits
     temperature  applied                          left out
-    filter       top-k and top-p applied          left out
+    filter       min-p, top-k and top-p applied   left out
 
 What the two sides do differently explains the difference. Changing the trainer's settings into the
 engine's one by one, in the order above, splits `train - rollout` of each token into parts that add
@@ -71,6 +71,7 @@ def explain_mismatch(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     vocab_size: int | None = None,
     ignore_index: int = -100,
     train: Mapping[str, Any] | None = None,
@@ -101,7 +102,7 @@ def explain_mismatch(
             tell rounding in the layers of either side from the rest.
         rollout_logits, rollout_hidden: the same as the engine computed them, to tell its layers
             from its head.
-        temperature, top_k, top_p: the sampler's. vocab_size: the true vocabulary.
+        temperature, top_k, top_p, min_p: the sampler's. vocab_size: the true vocabulary.
         train, rollout: fields of `Settings` that are known of a side and not to be searched.
         threshold: nats, of the share of tokens.
         search_tokens: how many tokens, spread evenly, the search looks at.
@@ -130,6 +131,7 @@ def explain_mismatch(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         vocab_size=vocab_size,
         tp_group=tp_group,
     )
@@ -217,7 +219,7 @@ def _steps(ours: Settings, theirs: Settings) -> list[tuple[str, Settings, Settin
     return steps
 
 
-_DUMP_NUMBERS = ("temperature", "top_k", "top_p", "vocab_size", "ignore_index")
+_DUMP_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "vocab_size", "ignore_index")
 # Of a dump: the arguments that describe the run, not the search.
 _DUMP_KEYS = list(takewhile(lambda name: name != "train", signature(explain_mismatch).parameters))
 

@@ -147,6 +147,7 @@ class Rows:
     temperature: float
     top_k: int | None
     top_p: float
+    min_p: float
     vocab_size: int | None
     tp_group: ProcessGroup | None
 
@@ -161,7 +162,9 @@ class Rows:
             "padding_counted": self.vocab_size is not None,
             "bf16_logits": True,
             "temperature_applied": self.temperature != 1.0,
-            "filter_applied": self.top_p < 1.0 or self.top_k not in (None, 0, -1),
+            "filter_applied": (
+                self.top_p < 1.0 or self.min_p > 0.0 or self.top_k not in (None, 0, -1)
+            ),
         }
         right = getattr(RIGHT, name)
         return (right, not right) if told_apart[name] else (right,)
@@ -246,7 +249,12 @@ class Rows:
         }
         if settings.filter_applied and len(self.choices("filter_applied")) > 1:
             return vocab_parallel_sampling_logprobs(
-                z, target, top_k=self.top_k, top_p=self.top_p, **options
+                z,
+                target,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                **options,
             )
         return vocab_parallel_gather(z, target[:, None], log_softmax=True, **options)[:, 0]
 

@@ -139,6 +139,7 @@ def token_logprobs(
     inference_only: bool = False,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> Tensor:
     """Log-probabilities of targets as they are: `[b, s, V/TP]`, `[b, s]` -> `[b, s]`.
 
@@ -149,9 +150,9 @@ def token_logprobs(
         "chunk_size": rows_a_chunk(chunk_size, vocab_parallel_logits.shape[0]),
     }
     operation: Any = ours.vocab_parallel_logprobs
-    if size_or_none(top_k) or top_p < 1.0:
+    if size_or_none(top_k) or top_p < 1.0 or min_p > 0.0:
         operation = ours.vocab_parallel_sampling_logprobs
-        options |= {"top_k": top_k, "top_p": top_p}
+        options |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     with grad_unless(inference_only):
         return operation(vocab_parallel_logits, target, **options)
 

@@ -54,9 +54,10 @@ def rank_in_group(rank: int | None) -> int:
 
 def _options(chunk_size: int | None, inference_only: bool, sampling_params: Any) -> dict[str, Any]:
     """Keywords of `token_logprobs`."""
-    options = {"chunk_size": chunk_size, "inference_only": inference_only}
+    options: dict[str, Any] = {"chunk_size": chunk_size, "inference_only": inference_only}
     if sampling_params is not None:
         options |= {"top_k": sampling_params.top_k, "top_p": sampling_params.top_p}
+        options["min_p"] = getattr(sampling_params, "min_p", None) or 0.0
     return options
 
 
@@ -454,6 +455,7 @@ def _sampling(temperature: Any, sampling_params: Any) -> dict[str, Any]:
         "temperature": 1.0 if temperature is None else temperature,
         "top_k": getattr(sampling_params, "top_k", None),
         "top_p": getattr(sampling_params, "top_p", 1.0),
+        "min_p": getattr(sampling_params, "min_p", None) or 0.0,
     }
 
 

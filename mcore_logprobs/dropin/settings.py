@@ -28,6 +28,7 @@ SETTINGS = {
     "calculate_sum_pi_squared": ("sum_pi_squared", "verl"),
     "top_k": ("top_k", "NeMo-RL, verl; -1 is off"),
     "top_p": ("top_p", "NeMo-RL, verl"),
+    "min_p": ("min_p", "ms-swift, TRL"),
 }
 
 

@@ -122,6 +122,30 @@ class Chunk:
         )
         return torch.where(columns >= 0, x, 0.0)
 
+    def unscaled_entries(self, row: Tensor, column: Tensor) -> Tensor:
+        """x of single logits `[e]`; 0 where a column is negative."""
+        if self.logits.numel() == 0:
+            return torch.zeros(row.shape, dtype=acc_dtype(self.logits.dtype), device=row.device)
+        at = column.clamp(min=0)
+        x = unscaled_logits(
+            self.logits[row, at],
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            bias=None if self.bias is None else self.bias[at],
+        )
+        return torch.where(column >= 0, x, 0.0)
+
+    def raw_gradient_at(self, row: Tensor, column: Tensor, dz: Tensor) -> Tensor:
+        """The gradient of processed logits at entries `[e]` to that of raw ones, new; exactly 0
+        where dz is.
+        """
+        dy = times_multiplier(dz, per_row(self.slope, row))
+        if self.softcap is None or self.logits.numel() == 0:
+            return dy
+        raw = self.logits[row, column.clamp(min=0)]
+        slope = softcap_slope(raw, self.logit_scale, self.softcap, dy.dtype)
+        return torch.where(dy != 0, dy * slope, 0.0)
+
     def processed(self, dtype: torch.dtype | None = None) -> Tensor:
         """z, as `unscaled` gives x."""
         x = self.unscaled(dtype)

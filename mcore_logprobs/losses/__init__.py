@@ -33,13 +33,17 @@ it. They have no gradient and multiply a token's advantage (`weighted=True` does
     0 if A < 0 and the sequence is far off, else 1  `off_policy_sequence_mask`      (OPSM)
     1 if low <= a divergence <= high, else 0        `rejection_mask`                (k1 to k3, KPop)
     1 if the entropy is among the highest, else 0   `top_entropy_mask`              (80/20)
+
+Of a draft for speculative decoding, `acceptance_rate`, `lk_alpha_loss` and `lk_lambda_loss` are
+functions of a divergence.
 """
 
 # ruff: noqa: F403 (each name is listed once, in the __all__ of its module)
-from mcore_logprobs.losses import base, batch, corrections, one_pass, preferences, two_pass
+from mcore_logprobs.losses import base, batch, corrections, drafts, one_pass, preferences, two_pass
 from mcore_logprobs.losses.base import *
 from mcore_logprobs.losses.batch import *
 from mcore_logprobs.losses.corrections import *
+from mcore_logprobs.losses.drafts import *
 from mcore_logprobs.losses.one_pass import *
 from mcore_logprobs.losses.preferences import *
 from mcore_logprobs.losses.two_pass import *
@@ -49,5 +53,5 @@ _NAMES = [n for n in (*one_pass.__all__, *two_pass.__all__) if n.endswith("Loss"
 OBJECTIVES: dict[str, type[base.TokenLoss]] = {name: globals()[name] for name in _NAMES}
 
 __all__ = ["OBJECTIVES"]
-for _module in (base, batch, corrections, one_pass, preferences, two_pass):
+for _module in (base, batch, corrections, drafts, one_pass, preferences, two_pass):
     __all__ += _module.__all__

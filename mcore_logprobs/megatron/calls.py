@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.arguments import check_seed
-from mcore_logprobs.checks import check_not_negative, check_top_k, check_top_p
+from mcore_logprobs.checks import check_min_p, check_not_negative, check_top_k, check_top_p
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.loss_function import check_denominator
+from mcore_logprobs.ops.replay import Kept
 from mcore_logprobs.ops.topk_divergence import TopKDivergence
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
@@ -148,7 +150,7 @@ class PolicyLoss(PerToken):
 
 @dataclass(frozen=True)
 class Draw:
-    """The arguments of `PatchHandle.sample`; None (top_p: 1.0) is what the settings say.
+    """The arguments of `PatchHandle.sample`; None, a top_p of 1 and a min_p of 0 are the settings'.
 
     Raises:
         ValueError: a seed that is no integer of 64 bits or tensor of integers; filters out of
@@ -159,6 +161,7 @@ class Draw:
     top_k: int | None = None
     top_p: float = 1.0
     temperature: float | Tensor | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         device = self.seed.device if isinstance(self.seed, Tensor) else torch.device("cpu")
@@ -166,6 +169,7 @@ class Draw:
         check_seed(self.seed, shape, device)
         check_top_k("top_k", self.top_k)
         check_top_p("top_p", self.top_p)
+        check_min_p("min_p", self.min_p)
         if self.temperature is not None and not isinstance(self.temperature, Tensor):
             check_not_negative("temperature", self.temperature)
 
@@ -184,6 +188,7 @@ class Teacher:
     hidden: Tensor | None = None
     weight: Tensor | None = None
     topk: tuple[Tensor, Tensor] | None = None
+    lse: Tensor | None = None
     bias: Tensor | None = None
     lora: LoRAInput | None = None
     logit_scale: float = 1.0
@@ -202,6 +207,7 @@ class Teacher:
         _ = self.divergence
         if self.topk is None:
             unused: dict[str, Any] = {"tail": self.tail, "generalized": self.generalized or None}
+            unused["teacher_lse"] = self.lse
             whose = "without teacher_topk"
         else:
             if not isinstance(self.topk, tuple | list) or len(self.topk) != 2:
@@ -234,6 +240,10 @@ class Teacher:
             )
 
 
+# Settings in whose place a sampler's record stands.
+_REPLACED_BY_RECORD = ("top_k", "top_p", "min_p", "label_smoothing", "invariant_segments")
+
+
 @dataclass(frozen=True)
 class Call:
     """What the open `with` blocks of a `PatchHandle` ask of a call.
@@ -244,10 +254,12 @@ class Call:
         mapped: of `PatchHandle.map`.
         target, rows: of `PatchHandle.targets`, `[b, s]`, or `[m]` and `[m]`; rows of
             `PatchHandle.sample` too.
-        kept_ids: of `PatchHandle.replay`.
+        kept: of `PatchHandle.replay`.
+        also: of `PatchHandle.also`.
         teacher: of `PatchHandle.divergence`.
         draw: of `PatchHandle.sample`.
         temperature: of `PatchHandle.options`, where it is a tensor that broadcasts to the tokens.
+        logit_bias: likewise, where it is a tensor `[V/TP]`.
 
     Raises:
         ValueError: what does not go together.
@@ -258,21 +270,27 @@ class Call:
     mapped: PerToken | None = None
     target: Tensor | None = None
     rows: Tensor | None = None
-    kept_ids: tuple[Tensor, Tensor] | None = None
+    kept: Kept | None = None
+    also: Also | None = None
     teacher: Teacher | None = None
     draw: Draw | None = None
     temperature: Tensor | None = None
+    logit_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
         config = self.config
+        if self.also is not None and config.invariant_segments is not None:
+            raise ValueError(
+                "PatchHandle.also: expected invariant_segments=None, as candidates and the top k "
+                f"are not batch-invariant, got {config.invariant_segments}"
+            )
         if self.rows is not None and config.compact and self.draw is None:
             raise ValueError("rows: expected compact=False, as rows say what is computed")
-        if self.kept_ids is not None:
+        if self.kept is not None:
             replaced = {
                 name: value
                 for name, value in config.as_dict().items()
-                if name in ("top_k", "top_p", "label_smoothing", "invariant_segments")
-                and value != getattr(LogprobConfig, name)
+                if name in _REPLACED_BY_RECORD and value != getattr(LogprobConfig, name)
             }
             if replaced:
                 got = ", ".join(f"{name}={value!r}" for name, value in replaced.items())
@@ -284,12 +302,13 @@ class Call:
             "policy_loss": self.policy,
             "map": self.mapped,
             "targets": self.target,
-            "replay": self.kept_ids,
+            "replay": self.kept,
+            "also": self.also,
             "divergence": self.teacher,
         }
         for block, unfit in (
             ("sample", set(inside) if self.draw is not None else set()),
-            ("map", {"replay", "divergence"} if self.mapped is not None else set()),
+            ("map", {"replay", "divergence", "also"} if self.mapped is not None else set()),
         ):
             for name in unfit:
                 if inside[name] is not None:
@@ -298,9 +317,18 @@ class Call:
                     )
 
     @property
+    def vocab_bias(self) -> dict[str, Any]:
+        """The keywords of a source that shift or forbid ids."""
+        config = self.config
+        bias = config.logit_bias if self.logit_bias is None else self.logit_bias
+        return {"logit_bias": bias, "disallowed_ids": config.disallowed_ids}
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing but a loss of each token is asked for."""
-        asked = (self.policy, self.mapped, self.rows, self.kept_ids, self.teacher, self.draw)
+        asked = (self.policy, self.mapped, self.rows, self.kept, self.teacher, self.draw)
+        if self.also is not None:
+            return False
         return self.config.output == "loss" and all(x is None for x in asked)
 
     @property
@@ -309,7 +337,8 @@ class Call:
         asked = {
             "policy_loss": self.policy,
             "map": self.mapped,
-            "replay": self.kept_ids,
+            "replay": self.kept,
+            "also": self.also,
             "divergence": self.teacher,
         }
         return next((name for name, given in asked.items() if given is not None), "")
@@ -317,7 +346,7 @@ class Call:
     @property
     def filtered(self) -> bool:
         """Whether log-probabilities are those of a filtered distribution."""
-        return self.config.top_k is not None or self.config.top_p < 1.0
+        return self.config.filtered
 
 
 class OpenBlocks:

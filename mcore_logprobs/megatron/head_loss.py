@@ -17,6 +17,7 @@ from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
+from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.divergence import any_teacher, kl_div
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
@@ -96,6 +97,7 @@ def head_output(
             "invariant_segments": config.invariant_segments,
             "vocab_size": config.vocab_size,
             "temperature": temperature,
+            **call.vocab_bias,
         }
     sequence_parallel = bool(getattr(head.base, "sequence_parallel", False))
     if isinstance(logits, DeferredLogits):
@@ -111,7 +113,8 @@ def head_output(
             found = asked.of(given_logits(known, **options))
         else:
             assert isinstance(logits, DeferredLogits)
-            whole = call.filtered or call.mapped or call.kept_ids or call.teacher or call.draw
+            asks = (call.mapped, call.kept, call.teacher, call.draw, call.also)
+            whole = call.filtered or any(x is not None for x in asks)
             options |= {
                 "compact": config.compact and call.draw is None,
                 "rows": tokens.head_rows,
@@ -122,7 +125,7 @@ def head_output(
             found = _in_head(logits, head.base, options, asked.of)
     if isinstance(found, TokenStats):
         stats = found.map(tokens.from_head)
-        more = call.policy or call.mapped or call.teacher
+        more = call.policy or call.mapped or call.teacher or call.also
         return stats if config.output == "stats" or more else stats.loss
     return pytree.tree_map_only(Tensor, tokens.from_head, found)
 
@@ -158,6 +161,11 @@ class _Asked:
             tensors = call.mapped.in_head_order(tokens)
             return map_logits(source, call.mapped.function, *tensors, mask=keep)
         stats = self._stats(source, target, keep)
+        if call.also is not None and stats.candidates is None and stats.topk is None:
+            plain = token_stats(
+                source, target, Statistics.of(), call.config.ignore_index, self._also()
+            )
+            stats = replace(stats, candidates=plain.candidates, topk=plain.topk)
         if call.teacher is not None:
             # Without segments, of whose bits a divergence promises nothing.
             plain = replace(source.options, segments=None).bind(*source.tensors)
@@ -171,9 +179,9 @@ class _Asked:
         )
         ignored = config.ignore_index
         tensors = () if policy is None else policy.in_head_order(self.tokens)
-        if call.kept_ids is None and not call.filtered:
+        if call.kept is None and not call.filtered:
             if policy is None:
-                return token_stats(source, target, wanted, ignored)
+                return token_stats(source, target, wanted, ignored, self._also())
             loss, stats = policy_loss(
                 source,
                 target,
@@ -184,19 +192,31 @@ class _Asked:
                 ignore_index=ignored,
             )
             return replace(stats, policy_loss=loss)
-        if call.kept_ids is None:
-            filters = Filters.of(config.top_k, config.top_p, source.shard)
+        if call.kept is None:
+            filters = Filters.of(config.top_k, config.top_p, config.min_p, source.shard)
             stats = filtered_stats(source, target, filters, wanted, ignored)
         else:
             places = self.tokens.places(source.device)
-            logprobs = replay(source, target, call.kept_ids, places=places, ignore_index=ignored)
-            stats = TokenStats(logprobs, None, None, None)
-            if config.entropy or config.target_rank or config.sum_pi_squared:
-                stats = replace(token_stats(source, target, wanted, ignored), logprobs=logprobs)
+            kept = replace(call.kept, entropy=call.kept.entropy or config.entropy)
+            asked = config.entropy or config.target_rank or config.sum_pi_squared
+            stats = replay(
+                source,
+                target,
+                kept,
+                whole=wanted.spec if asked else None,
+                places=places,
+                ignore_index=ignored,
+            )
         if policy is None:
             return stats
         loss = loss_of_stats(stats, keep, policy.function, *tensors, denominator=policy.denominator)
         return replace(stats.detach(), policy_loss=loss)
+
+    def _also(self) -> Also | None:
+        also = self.call.also
+        if also is None or also.ids is None or also.ids.dim() == 1:
+            return also
+        return replace(also, ids=self.tokens.to_head(also.ids, "ids"))
 
     def _divergence(self, source: Any, keep: Tensor, teacher: Teacher) -> Tensor:
         tokens, config = self.tokens, self.call.config
@@ -205,7 +225,8 @@ class _Asked:
                 tokens.to_head(x, f"teacher_topk[{place}]") for place, x in enumerate(teacher.topk)
             )
             ids = ids.masked_fill(~keep.unsqueeze(-1), NO_ID)
-            return topk_kl_div(source, logprobs, ids, teacher.divergence, NO_ID)
+            lse = None if teacher.lse is None else tokens.to_head(teacher.lse, "teacher_lse")
+            return topk_kl_div(source, logprobs, ids, teacher.divergence, NO_ID, lse)
         temperature, logits = teacher.temperature, teacher.logits
         if isinstance(temperature, Tensor):
             temperature = tokens.broadcast_to_head(temperature, "teacher_temperature")
@@ -224,6 +245,7 @@ class _Asked:
             softcap=teacher.softcap,
             temperature=temperature,
             vocab_size=config.vocab_size,
+            **self.call.vocab_bias,
         )
         # The compiled backend of the CPU has no divergences.
         backend = "auto" if config.backend == "inductor" else config.backend
@@ -242,6 +264,7 @@ class _Asked:
             greedy=self.greedy,
             top_k=config.top_k if draw.top_k is None else draw.top_k,
             top_p=config.top_p if draw.top_p == 1.0 else draw.top_p,
+            min_p=config.min_p if draw.min_p == 0.0 else draw.min_p,
             places=tokens.places(source.device),
         )
 

@@ -19,6 +19,7 @@ from mcore_logprobs.megatron.adapters import (
 )
 from mcore_logprobs.megatron.versions import takes
 from mcore_logprobs.sources.source import check_segments
+from mcore_logprobs.sources.vocab_bias import vocab_bias
 from mcore_logprobs.vocabulary import tokenizer_size
 
 logger = logging.getLogger("mcore_logprobs")
@@ -101,7 +102,7 @@ def check_head(layer: Any, config: LogprobConfig) -> None:
     """What a fused head cannot honor of the settings is refused before the first call.
 
     Raises:
-        ValueError: vocab_size or invariant_segments that do not fit the head's vocabulary;
+        ValueError: vocab_size, ids or invariant_segments that do not fit the head's vocabulary;
             invariant_segments with a LoRA; a low-precision logits_dtype other than the layer's own.
     """
     own = getattr(base_layer(layer), "output_dtype", None)
@@ -112,6 +113,7 @@ def check_head(layer: Any, config: LogprobConfig) -> None:
         )
     width = base_layer(layer).output_size_per_partition
     shard = VocabShard.of(width, head_tp_group(layer), config.vocab_size)
+    vocab_bias(config.logit_bias, config.disallowed_ids, shard, torch.device("cpu"), torch.float32)
     segments = check_segments(shard, config.invariant_segments)
     if segments is not None and head_lora(layer) is not None:
         raise ValueError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.megatron.blocks import block
@@ -31,6 +32,8 @@ from mcore_logprobs.megatron.heads import (
     say_left_out,
     say_padding,
 )
+from mcore_logprobs.ops.answers import Also
+from mcore_logprobs.ops.replay import Kept
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
 from mcore_logprobs.spelling import suggesting
@@ -187,16 +190,18 @@ class PatchHandle:
     def options(self, **fields: Any) -> Iterator[None]:
         """For calls in this block: `LogprobConfig` fields that differ from the patch's.
 
-        temperature may be a tensor too, without gradient, that broadcasts to labels' `[b, s]`.
+        temperature may be a tensor too, without gradient, that broadcasts to labels' `[b, s]`;
+        logit_bias a tensor of this rank's `[V/TP]`.
 
         Raises:
             ValueError: an unknown field, or a value that it does not accept, on every stage; on the
                 head's, one that the head cannot have.
         """
         changes: dict[str, Any] = {}
-        if "temperature" in fields:
-            own = isinstance(fields["temperature"], Tensor)
-            changes["temperature"] = fields.pop("temperature") if own else None
+        for name in ("temperature", "logit_bias"):
+            if name in fields:
+                own = isinstance(fields[name], Tensor)
+                changes[name] = fields.pop(name) if own else None
 
         def change(call: Call) -> Call:
             config = LogprobConfig.from_dict({**call.config.as_dict(), **fields})
@@ -291,28 +296,80 @@ class PatchHandle:
             yield
 
     @block
-    def replay(self, kept_ids: tuple[Tensor, Tensor]) -> Iterator[None]:
+    def replay(
+        self,
+        kept_ids: tuple[Tensor, Tensor],
+        *,
+        missing: str = "error",
+        full: bool = False,
+        entropy: bool = False,
+    ) -> Iterator[None]:
         """For calls in this block: log-probabilities over the ids that the sampler kept.
 
         Instead of filters: `stats.logprobs`, and those that a policy loss gets, are of a softmax
         over only each token's recorded ids, as `kept_ids` of
         `vocab_parallel_sampling_logprobs` says. Other statistics stay those of the whole
-        distribution; none asked for (`entropy`, `target_rank`, `sum_pi_squared`) costs none of the
-        head's matrix products, and `stats.lse` is None then.
+        distribution. Where none is asked for (`full`, or the settings' `entropy`, `target_rank`,
+        `sum_pi_squared`) the call costs none of the head's matrix products, and `stats.lse` is
+        None; where one is, both are of one pass.
 
         Args:
             kept_ids: (flat ids, offsets `[n + 1]`), integers, in the order of the flattened labels
                 `[b, s]` (or `[m]` of rows): token i kept `ids[offsets[i]:offsets[i + 1]]`.
+            missing: "error", "full" or "ignore", what a token without a record means, as in
+                `vocab_parallel_sampling_logprobs`.
+            full: give `stats.full_logprobs` too, of the whole distribution.
+            entropy: give `stats.kept_entropy` too, over the kept ids; the settings' entropy=True
+                gives it beside `stats.entropy`, which is the whole distribution's.
+
+        Beside a policy loss, loss_fn gets `full_logprobs` and `kept_entropy` as keywords where its
+        signature has parameters of these names.
 
         Raises:
-            ValueError: no pair; filters, label smoothing or invariant segments in the settings; in
-                the call what `vocab_parallel_sampling_logprobs` raises.
+            ValueError: no pair, a `missing` that does not exist; filters, label smoothing or
+                invariant segments in the settings; in the call what
+                `vocab_parallel_sampling_logprobs` raises.
         """
-        if not isinstance(kept_ids, tuple | list) or len(kept_ids) != 2:
-            got = type(kept_ids).__name__
-            raise ValueError(f"kept_ids: expected (flat_ids, offsets), got {got}")
-        ids, offsets = kept_ids
-        with self._during(lambda call: replace(call, kept_ids=(ids, offsets))):
+        kept = Kept(kept_ids, missing, entropy, full)
+        with self._during(lambda call: replace(call, kept=kept)):
+            yield
+
+    @block
+    def also(
+        self, ids: Tensor | None = None, topk: int | None = None, *, log_softmax: bool = True
+    ) -> Iterator[None]:
+        """For calls in this block: `stats.candidates` and `stats.topk` beside what else is asked.
+
+        Of the same pass as the statistics, so that they cost no matrix product of their own. Beside
+        a policy loss, filters or a replay they are of one pass more, without a backward unless a
+        gradient flows to them. Tokens whose label is ignore_index give 0. The model returns a
+        TokenStats whatever `output` says.
+
+        Shape:
+            ids: integers, global ids: `[k]`, the same of every token, or `[b, s, k]` like labels
+                (`[m, k]` with rows).
+            `stats.candidates` is `[b, s, k]` (`[m, k]`), `stats.topk` (values, ids) of `[b, s,
+            topk]` each; candidates and values are differentiable.
+
+        Args:
+            topk: how many of the largest, as `vocab_parallel_topk` orders them.
+            log_softmax: log-probabilities over the whole vocabulary; False: logits over the
+                temperature.
+
+        Raises:
+            ValueError: neither ids nor topk, or of another kind, on every stage; invariant segments
+                in the settings; in the call, ids of another shape or out of range.
+        """
+        if ids is None and topk is None:
+            raise ValueError("also: expected ids or topk, got neither")
+        if ids is not None and (
+            not isinstance(ids, Tensor) or ids.dim() < 1 or ids.is_floating_point()
+        ):
+            got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"ids: expected a tensor of integers [k] or [b, s, k], got {got}")
+        check_optional_count("topk", topk)
+        asked = Also(ids, topk, log_softmax)
+        with self._during(lambda call: replace(call, also=asked)):
             yield
 
     @block
@@ -324,6 +381,7 @@ class PatchHandle:
         teacher_hidden: Tensor | None = None,
         teacher_weight: Tensor | None = None,
         teacher_topk: tuple[Tensor, Tensor] | None = None,
+        teacher_lse: Tensor | None = None,
         teacher_bias: Tensor | None = None,
         teacher_lora: LoRAInput | None = None,
         teacher_logit_scale: float = 1.0,
@@ -343,7 +401,8 @@ class PatchHandle:
             teacher_hidden, teacher_weight: `[s, b, h]` as Megatron has hidden states (`[s/TP, b,
                 h]` under sequence parallelism; whole with rows too), and `[V/TP, h]`; any h.
             teacher_topk: (log-probabilities, ids), `[b, s, k]` each (`[m, k]` with rows), as in
-                `linear_topk_kl_div`; an id of -100 is left out.
+                `linear_topk_kl_div`; an id of -100 is left out. With teacher_lse, `[b, s]`, logits,
+                as there.
 
         Args:
             kind, beta: as in `vocab_parallel_kl_div`.
@@ -367,6 +426,7 @@ class PatchHandle:
             hidden=teacher_hidden,
             weight=teacher_weight,
             topk=teacher_topk,
+            lse=teacher_lse,
             bias=teacher_bias,
             lora=teacher_lora,
             logit_scale=teacher_logit_scale,
@@ -388,6 +448,7 @@ class PatchHandle:
         *,
         top_k: int | None = None,
         top_p: float = 1.0,
+        min_p: float = 0.0,
         temperature: float | Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Iterator[None]:
@@ -399,8 +460,9 @@ class PatchHandle:
         Args:
             seed: as in `vocab_parallel_sample`: the same on the ranks of a tensor-parallel group,
                 another for ranks of other rows (data and context parallelism), and for every call.
-            top_k, top_p, temperature: None, or a top_p of 1: the settings'. A temperature of 0
-                takes the largest logit; it may be a tensor that broadcasts to the results.
+            top_k, top_p, min_p, temperature: None, or a top_p of 1 or a min_p of 0: the settings'.
+                A temperature of 0 takes the largest logit; it may be a tensor that broadcasts to
+                the results.
             rows: as in `targets`; results are `[m]` then, and row i's noise that of place i.
 
         Multi-token prediction is left out.
@@ -409,7 +471,7 @@ class PatchHandle:
             ValueError: settings out of range, on every stage; a call with labels, or inside a block
                 of another kind; in the call what `linear_sample` raises.
         """
-        draw = Draw(seed, top_k, top_p, temperature)
+        draw = Draw(seed, top_k, top_p, temperature, min_p)
         if rows is not None:
             rows = check_rows(rows, None)
         with self._during(lambda call: replace(call, draw=draw, rows=rows)):
@@ -420,7 +482,7 @@ class PatchHandle:
         if any(not head.installed for head in self._heads):
             raise ValueError("the model is not patched any more: patch it again")
         call = change(self._blocks[0].call)  # raises on every stage for what does not go together
-        if call.config.output == "loss" and (call.rows is not None or call.kept_ids is not None):
+        if call.config.output == "loss" and (call.rows is not None or call.kept is not None):
             for language_model in find_language_models(self._model):
                 if own_loss(language_model):
                     raise ValueError(

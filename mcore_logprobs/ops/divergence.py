@@ -252,9 +252,14 @@ def _both_given(
         teacher_logits,
         temperature=teacher_temperature,
         softcap=teacher_softcap,
-        vocab_size=shared.get("vocab_size"),
+        **_of_both_sides(shared),
     )
     return student, teacher
+
+
+def _of_both_sides(shared: Any) -> dict[str, Any]:
+    """The shared keywords that a teacher's source takes too."""
+    return {name: shared.get(name) for name in ("vocab_size", "logit_bias", "disallowed_ids")}
 
 
 def given_teacher(
@@ -353,7 +358,7 @@ def linear_kl_div(
         logit_scale=teacher_logit_scale,
         softcap=teacher_softcap,
         temperature=teacher_temperature,
-        vocab_size=shared.get("vocab_size"),
+        **_of_both_sides(shared),
     )
     backend = shared.get("backend", "auto")
     return kl_div(student, teacher, kind=kind, beta=beta, mask=mask, backend=backend)

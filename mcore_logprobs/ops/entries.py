@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.ops.row_statistics import LogitGradient
-from mcore_logprobs.sources.source import Entries, Source, Tile
+from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
 
 
 def grid_entries(local_ids: Tensor, rows: slice) -> Entries:
@@ -15,6 +15,13 @@ def grid_entries(local_ids: Tensor, rows: slice) -> Entries:
     own = local_ids[rows]
     row = torch.arange(rows.start, rows.stop, device=own.device)
     return Entries(row.repeat_interleave(own.shape[1]), own.reshape(-1))
+
+
+def entries_of_chunk(placed: Placed, entries: Entries) -> tuple[Tensor, Tensor]:
+    """(row, column) of entries as the chunk's own, `[e]` each; (0, -1) of those not in it."""
+    inside = (entries.row >= placed.rows.start) & (entries.row < placed.rows.stop)
+    column = torch.where(inside, placed.local(entries.column), -1)
+    return torch.where(column >= 0, entries.row - placed.rows.start, 0), column
 
 
 class EntryGradient(LogitGradient):

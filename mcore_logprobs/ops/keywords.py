@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from mcore_logprobs.sources.lora import LoRAInput
+    from mcore_logprobs.sources.vocab_bias import Ids, LogitBias
 
 
 class LogitsKeywords(TypedDict, total=False):
@@ -35,6 +36,8 @@ class LogitsKeywords(TypedDict, total=False):
     softcap: float | None
     chunk_size: int | None
     backend: str
+    logit_bias: LogitBias | None
+    disallowed_ids: Ids | None
 
 
 class StatisticsKeywords(LogitsKeywords, total=False):
@@ -67,6 +70,8 @@ class HeadKeywords(LayerKeywords, total=False):
     temperature: float | Tensor
     vocab_size: int | None
     backend: str
+    logit_bias: LogitBias | None
+    disallowed_ids: Ids | None
 
 
 DOCS = {
@@ -94,6 +99,11 @@ DOCS = {
     "logits_dtype": "what a chunk of logits is rounded to. The default is float32 even for "
     "bfloat16 operands, because the rounding of logits is the main source of mismatch between "
     "trainer and rollout engine. torch.bfloat16 gives what a bfloat16 head gives.",
+    "logit_bias": "None, or what is added to the logits after scale and softcap and before the "
+    "temperature, as engines do: `{id: x}` of global ids, or this rank's `[V/TP]`; finite or -inf. "
+    "A constant. Both sides of a divergence get it.",
+    "disallowed_ids": "None, or integers `[k]`, global ids that may not come, the same on every TP "
+    "rank: a logit_bias of -inf.",
     "rows": "None, or int64 `[m]`: flat indices into hidden's leading shape (of the whole sequence "
     "under sequence parallelism, the same on every TP rank), in any order, repeated or not. "
     "Targets, masks, per-token tensors and results are then `[m]`; other rows cost no GEMM. "

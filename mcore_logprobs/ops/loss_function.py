@@ -6,9 +6,10 @@ both refuse the same mistakes.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,25 @@ from mcore_logprobs.ops.captured import name_of, walk_graph
 LossFn = Callable[..., Tensor]
 
 
-def check_loss_fn(loss_fn: Any, per_token_tensors: Sequence[Tensor]) -> None:
-    """A callable that takes log-probabilities, entropy and these tensors, or a ValueError."""
-    check_called("loss_fn", loss_fn, ("logprobs", "entropy or None"), len(per_token_tensors))
+def check_loss_fn(
+    loss_fn: Any, per_token_tensors: Sequence[Tensor], named: Sequence[str] = ()
+) -> None:
+    """A callable that takes log-probabilities, entropy and these tensors, or a ValueError.
+
+    Args:
+        named: what it is given by name besides.
+    """
+    first = ("logprobs", "entropy or None")
+    check_called("loss_fn", loss_fn, first, len(per_token_tensors), named)
+
+
+def taken_by_name(loss_fn: Any, given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Those of the tensors whose names are parameters of the function."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # no function, or a builtin
+        return {}
+    return {name: x for name, x in given.items() if x is not None and name in parameters}
 
 
 def check_denominator(denominator: float | Tensor) -> None:
@@ -65,6 +82,7 @@ def sum_of_losses(
     *,
     valid_mask: Tensor,
     denominator: Tensor,
+    named: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The sum of `fn`'s losses over the denominator, a float64 scalar; 0 where no row counts.
 
@@ -75,16 +93,18 @@ def sum_of_losses(
         logprobs, entropy, tensors: `[n]` each, the tensors `[n, ...]`.
         valid_mask: bool `[n]`, the rows that count.
         denominator: of `float64_denominator`.
+        named: more statistics `[n]`, given by name.
 
     Raises:
         ValueError: no loss per row; a loss cut off from logprobs and entropy where one of them
             requires a gradient; a loss that depends on another tensor that requires one.
     """
     given = [None if x is None else x.clone() for x in (logprobs, entropy)]
+    more = {name: x.clone() for name, x in (named or {}).items()}
     # The originals too: under a caller's torch.compile the copies are inside a compiled node.
-    ours = (logprobs, entropy, *given)
+    ours = (logprobs, entropy, *given, *(named or {}).values(), *more.values())
     roots = [get_gradient_edge(x).node for x in ours if x is not None and x.requires_grad]
-    loss = fn(*given, *(t.detach().clone() for t in tensors))
+    loss = fn(*given, *(t.detach().clone() for t in tensors), **more)
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(

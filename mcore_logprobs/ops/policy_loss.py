@@ -22,6 +22,7 @@ from mcore_logprobs.ops.loss_function import (
     check_loss_fn,
     float64_denominator,
     sum_of_losses,
+    taken_by_name,
 )
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
@@ -124,7 +125,9 @@ def loss_of_stats(
     """
     lead, device = stats.shape, stats.device
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
-    check_loss_fn(loss_fn, tensors)
+    extra = {"full_logprobs": stats.full_logprobs, "kept_entropy": stats.kept_entropy}
+    named = taken_by_name(loss_fn, extra)
+    check_loss_fn(loss_fn, tensors, tuple(named))
     total = sum_of_losses(
         loss_fn,
         stats.logprobs.reshape(-1),
@@ -132,6 +135,7 @@ def loss_of_stats(
         tuple(t.reshape(-1, *t.shape[len(lead) :]) for t in tensors),
         valid_mask=valid_mask.reshape(-1),
         denominator=float64_denominator(denominator, device),
+        named={name: x.reshape(-1) for name, x in named.items()},
     )
     return total.to(stats.logprobs.dtype)
 

@@ -1,143 +1,452 @@
 """Log-probabilities over the ids that a sampler recorded, in place of its filters.
 
 A softmax over each row's kept ids alone, in plain torch on their logits: a dot product an id from
-hidden states, no GEMM.
+hidden states, no GEMM. Where statistics of the whole distribution are wanted too, both are of one
+pass: the kept logits are read from the chunks, and travel in the same all-gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.arguments import check_target, global_to_local
+from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import per_row, times_multiplier
-from mcore_logprobs.kernels.stats import StatsSpec, finalize, merge
+from mcore_logprobs.kernels.stats import (
+    IGNORED,
+    LOG_ZERO,
+    GradientTerms,
+    RowResults,
+    SoftmaxStats,
+    StatsSpec,
+    finalize,
+    gradient_coefficients,
+    merge,
+)
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.sources.source import Entries, Source, Tile
+from mcore_logprobs.ops.entries import entries_of_chunk
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
+
+MISSING = ("error", "full", "ignore")
+
+
+class ReplayResults(NamedTuple):
+    """What a `Replay` gives of each row, or the upstream gradients of it.
+
+    Attributes:
+        logprobs, entropy: of the distribution over the kept ids; entropy may be None.
+        full: of the whole distribution, each None where it was not asked for.
+    """
+
+    logprobs: Any
+    entropy: Any
+    full: RowResults
+
+    @classmethod
+    def of(cls, flat: Sequence[Any]) -> ReplayResults:
+        return cls(flat[0], flat[1], RowResults(*flat[2:]))
+
+    @property
+    def flat(self) -> Tensors:
+        return (self.logprobs, self.entropy, *self.full)
 
 
 @dataclass(frozen=True)
 class Replay(Operation):
-    """Log-probabilities `[n]`.
+    """The fields of a `ReplayResults`, flat.
 
-    Tensors: the valid mask `[n]`; of each entry `[e]` its row, ascending, its local id and whether
+    Tensors: the valid mask, local targets and whether there is a record, `[n]` each; of each entry
+    `[e]` its row as the source's `in_token_order` walks them, ascending, its local id and whether
     it is the target.
 
     Attributes:
         bounds: where each tile's entries begin, and the end.
+        entropy: whether that of the kept ids is wanted.
+        full: which statistics of the whole distribution are wanted too, at its GEMMs; or None.
+        missing: what a row without a record means: "full" takes the whole distribution's results.
     """
 
     bounds: tuple[int, ...]
+    entropy: bool
+    full: StatsSpec | None
+    missing: str
+    ignored_values = ReplayResults(0.0, 0.0, IGNORED).flat
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
-        return _ReplayForward(source, tensors, self._parts())
+        if self.full is None:
+            return _ReplayForward(self, source, tensors)
+        return _FullReplayForward(self, source, tensors)
 
     def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
     ) -> Backward:
-        return _ReplayGradient(source.multiplier, upstream[0], tensors, saved, self._parts())
+        kept, full = saved[: len(_SavedKept._fields)], saved[len(_SavedKept._fields) :]
+        own_upstream = self._own(upstream, tensors)
+        entries = _KeptEntries(source, own_upstream, tensors, _SavedKept(*kept), self.parts)
+        if self.full is None:
+            return entries
+        valid_mask, own, recorded, *_ = tensors
+        found = ReplayResults.of(upstream)
+        moved = RowResults(logprobs=found.logprobs, entropy=found.entropy)
+        on_full = found.full
+        if self.missing == "full":
+            on_full = on_full._replace(
+                **{
+                    name: _plus(getattr(on_full, name), torch.where(recorded, 0.0, extra))
+                    for name, extra in moved._asdict().items()
+                    if extra is not None
+                }
+            )
+        softmax = SoftmaxStats(*full)
+        spec, coef, on_target = gradient_coefficients(on_full, softmax, valid_mask=valid_mask)
+        target = own.unsqueeze(-1), on_target.unsqueeze(-1)
+        terms = GradientTerms(*target, softmax.row_max, coef, spec)
+        return _FullReplayGradient(source, entries, terms)
 
-    def _parts(self) -> Iterator[slice]:
+    @property
+    def parts(self) -> list[slice]:
         """Each tile's entries."""
-        return (slice(*pair) for pair in zip(self.bounds[:-1], self.bounds[1:], strict=True))
+        return [slice(*pair) for pair in zip(self.bounds[:-1], self.bounds[1:], strict=True)]
+
+    def counted(self, tensors: Tensors) -> Tensor:
+        """bool `[n]`: the rows whose results are of their record."""
+        valid_mask, _, recorded, *_ = tensors
+        return valid_mask if self.missing == "error" else valid_mask & recorded
+
+    def _own(self, upstream: Tensors, tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
+        """The upstream of logprobs and entropy in the rows of a record, 0 in others."""
+        counted = self.counted(tensors)
+        found = ReplayResults.of(upstream)
+        both = (found.logprobs, found.entropy)
+        return tuple(  # type: ignore[return-value]
+            None if x is None else torch.where(counted, x, 0.0) for x in both
+        )
 
 
-class _ReplayForward(Forward):
-    reads = "nothing"
+class _FullReplay(Replay):
+    """One whose backward reads chunks of logits again."""
 
-    def __init__(self, source: Source, tensors: Tensors, parts: Iterator[slice]) -> None:
-        self._source, self._parts = source, parts
-        self._valid_mask, self._row, self._local_ids, self._hit = tensors
-        self._x = torch.zeros(self._row.shape, dtype=source.acc_dtype, device=source.device)
+    rereads = "exact"
 
-    def begin_tile(self, tile: Tile, rows: slice) -> None:
-        part = next(self._parts)
-        self._x[part] = tile.unscaled_logits(Entries(self._row[part], self._local_ids[part]))
 
-    def results(self) -> tuple[Tensors, Tensors]:
-        x, row, hit, count = self._x, self._row, self._hit, self._source.count
-        multiplier = self._source.multiplier
-        own, spec = self._local_ids >= 0, StatsSpec()
-        stats = x.new_zeros(len(spec.fields), count)
-        local = spec.named(stats)
+def _rows_of_walk(source: Source, row: Tensor) -> Tensor:
+    """Rows in the order of the tokens as this source walks them.
+
+    A checkpoint's second forward may be given logits of other strides than the first, and so of
+    another order; what it saves must not depend on that.
+    """
+    if source.recomputed or len(source.lead) < 2:
+        return row
+    tokens = torch.arange(source.count, device=source.device)
+    walk = source.flatten_rows(tokens.view(source.lead))
+    return torch.empty_like(walk).index_copy_(0, walk, tokens)[row]
+
+
+def _plus(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a + b
+
+
+class _SavedKept(NamedTuple):
+    """What the gradient needs of the kept distributions, `[n]` each.
+
+    Attributes:
+        finite: whether any kept logit is more than -inf.
+    """
+
+    row_max: Tensor
+    log_sum: Tensor
+    entropy: Tensor
+    finite: Tensor
+
+
+class _Kept:
+    """The kept logits of a rank, entry by entry, and the distribution over them."""
+
+    def __init__(self, operation: Replay, source: Source, tensors: Tensors) -> None:
+        self._operation, self._source, self._tensors = operation, source, tensors
+        *_, row, self.local_ids, self._hit = tensors
+        self.row = _rows_of_walk(source, row)
+        self.x = torch.zeros(self.row.shape, dtype=source.acc_dtype, device=source.device)
+        self.spec = StatsSpec(entropy=operation.entropy)
+
+    def entries(self, part: slice) -> Entries:
+        return Entries(self.row[part], self.local_ids[part])
+
+    def statistics(self) -> Tensor:
+        """Row statistics `[k, n]` of this rank's kept logits."""
+        x, row, hit, multiplier = self.x, self.row, self._hit, self._source.multiplier
+        own = self.local_ids >= 0
+        stats = x.new_zeros(len(self.spec.fields), self._source.count)
+        local = self.spec.named(stats)
         local["max"].fill_(-torch.inf)
         local["max"].scatter_reduce_(0, row, torch.where(own, x, -torch.inf), "amax")
         shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
-        weight = times_multiplier(x - shift[row], per_row(multiplier, row)).exp()
-        local["sum"].index_add_(0, row, torch.where(own, weight, 0.0))
+        below = times_multiplier(x - shift[row], per_row(multiplier, row))
+        weight = torch.where(own, below.exp(), 0.0)
+        local["sum"].index_add_(0, row, weight)
         local["target"].index_add_(0, row, torch.where(own & hit, x, 0.0))
-        shards = all_gather_stack(stats, self._source.shard.group)
-        merged = merge(shards, spec, multiplier=multiplier)
-        results, softmax = finalize(merged, spec, multiplier=multiplier)
+        if self.spec.entropy:
+            local["entropy"].index_add_(0, row, below.clamp(min=LOG_ZERO) * weight)
+        return stats
+
+    def finalize(self, merged: Tensor) -> tuple[Tensor, Tensor | None, _SavedKept]:
+        """(log-probabilities, entropy or None, what the gradient needs) of all ranks' statistics.
+
+        0 in rows that do not count.
+        """
+        results, softmax = finalize(merged, self.spec, multiplier=self._source.multiplier)
+        hits = merged.new_zeros(merged.shape[1]).index_add_(0, self.row, self._hit.to(merged.dtype))
         # -inf where the target is not among the kept ids, or all of them are -inf.
-        kept = x.new_zeros(count).index_add_(0, row, hit.to(x.dtype)) > 0
-        finite = ~spec.named(merged)["max"].isneginf()
-        logprobs = torch.where(kept & finite, results.logprobs, -torch.inf)
+        finite = ~self.spec.named(merged)["max"].isneginf()
+        logprobs = torch.where((hits > 0) & finite, results.logprobs, -torch.inf)
         logprobs = torch.where(softmax.row_max.isnan(), torch.nan, logprobs)
-        row_max, log_sum, *_ = softmax
-        return (torch.where(self._valid_mask, logprobs, 0.0),), (row_max, log_sum, finite)
+        counted = self._operation.counted(self._tensors)
+        logprobs = torch.where(counted, logprobs, 0.0)
+        entropy = results.entropy
+        saved = softmax.log_sum if entropy is None else entropy
+        if entropy is not None:
+            entropy = torch.where(counted, entropy, 0.0)
+        return logprobs, entropy, _SavedKept(softmax.row_max, softmax.log_sum, saved, finite)
 
 
-class _ReplayGradient(Backward):
+class _ReplayForward(Forward):
+    """Of the kept logits alone, by dot products."""
+
+    reads = "nothing"
+
+    def __init__(self, operation: Replay, source: Source, tensors: Tensors) -> None:
+        self._kept = _Kept(operation, source, tensors)
+        self._source, self._parts = source, iter(operation.parts)
+
+    def begin_tile(self, tile: Tile, rows: slice) -> None:
+        part = next(self._parts)
+        self._kept.x[part] = tile.unscaled_logits(self._kept.entries(part))
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        kept, multiplier = self._kept, self._source.multiplier
+        shards = all_gather_stack(kept.statistics(), self._source.shard.group)
+        merged = merge(shards, kept.spec, multiplier=multiplier)
+        logprobs, entropy, saved = kept.finalize(merged)
+        return ReplayResults(logprobs, entropy, RowResults()).flat, saved
+
+
+class _FullReplayForward(LocalStatistics):
+    """Of the kept logits, which each chunk holds, and of the whole distribution; one all-gather."""
+
+    def __init__(self, operation: Replay, source: Source, tensors: Tensors) -> None:
+        assert operation.full is not None
+        self._valid_mask, local_target, self._recorded, *_ = tensors
+        super().__init__(source, operation.full, local_target)
+        self._kept = _Kept(operation, source, tensors)
+        self._operation, self._source = operation, source
+        self._parts, self._part = iter(operation.parts), slice(0, 0)
+
+    def begin_tile(self, tile: Tile, rows: slice) -> None:
+        super().begin_tile(tile, rows)
+        self._part = next(self._parts)
+
+    def see(self, placed: Placed) -> None:
+        row, column = entries_of_chunk(placed, self._kept.entries(self._part))
+        self._kept.x[self._part] += placed.chunk.unscaled_entries(row, column)
+        super().see(placed)
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        kept, operation, multiplier = self._kept, self._operation, self._source.multiplier
+        full, fields = self.stats.spec, len(self.stats.spec.fields)
+        local = torch.cat([self.stats.whole(), kept.statistics()])
+        shards = all_gather_stack(local, self._source.shard.group)
+        merged = merge(shards[:, fields:].contiguous(), kept.spec, multiplier=multiplier)
+        logprobs, entropy, saved = kept.finalize(merged)
+        merged = merge(shards[:, :fields].contiguous(), full, multiplier=multiplier)
+        found, softmax = finalize(merged, full, multiplier=multiplier, valid_mask=self._valid_mask)
+        if operation.missing == "full":
+            logprobs = torch.where(self._recorded, logprobs, found.logprobs)
+            if entropy is not None:
+                entropy = torch.where(self._recorded, entropy, found.entropy)
+        return ReplayResults(logprobs, entropy, found).flat, (*saved, *softmax)
+
+
+class _KeptEntries(Backward):
+    """The gradient of the kept logits, entry by entry.
+
+    dz = g (1[target] - p) - h p (log p + H)      with g, h upstream of logprob and entropy H
+    """
+
     entries = True
 
     def __init__(
         self,
-        multiplier: float | Tensor,
-        upstream: Tensor,
+        source: Source,
+        upstream: tuple[Tensor | None, Tensor | None],
         tensors: Tensors,
-        saved: Tensors,
-        parts: Iterator[slice],
+        saved: _SavedKept,
+        parts: list[slice],
     ) -> None:
-        self._multiplier = multiplier
-        valid_mask, self._row, self._local_ids, self._hit = tensors
-        self._row_max, self._log_sum, finite = saved
-        self._parts = parts
-        self._on_row = torch.where(valid_mask & finite, upstream, 0.0).to(self._row_max.dtype)
+        self._multiplier, self._saved = source.multiplier, saved
+        self.parts, self._next = parts, iter(parts)
+        *_, row, self._local_ids, self._hit = tensors
+        self._row = _rows_of_walk(source, row)
+        self._upstream = [
+            None if x is None else torch.where(saved.finite, x, 0.0).to(saved.row_max.dtype)
+            for x in upstream
+        ]
+
+    def entries_of(self, part: slice) -> Entries:
+        return Entries(self._row[part], self._local_ids[part])
 
     def at(self, tile: Tile) -> tuple[Entries, Tensor]:
-        part = next(self._parts)
+        part = next(self._next)
+        entries = self.entries_of(part)
+        return entries, self.of_logits(part, tile.unscaled_logits(entries))
+
+    def rows_and_hits(self, part: slice) -> tuple[Tensor, Tensor]:
+        return self._row[part], self._hit[part]
+
+    def of_logits(self, part: slice, x: Tensor) -> Tensor:
+        """The gradient of processed logits whose unscaled ones are x, `[e]` each."""
         row, hit = self._row[part], self._hit[part]
-        entries, g = Entries(row, self._local_ids[part]), self._on_row[row]
-        below = tile.unscaled_logits(entries) - self._row_max[row]
-        below = times_multiplier(below, per_row(self._multiplier, row))
-        p = (below - self._log_sum[row]).exp()
+        row_max, log_sum, entropy, _ = (numbers[row] for numbers in self._saved)
+        below = times_multiplier(x - row_max, per_row(self._multiplier, row))
+        log_p = below - log_sum
+        p = log_p.exp()
+        g, h = (None if x is None else x[row] for x in self._upstream)
+        dz = torch.zeros_like(p)
         # A target that was not kept gets nothing, the kept ids what plain torch gives.
-        return entries, torch.where(g != 0, g * (hit.to(g.dtype) - p), 0.0)
+        if g is not None:
+            dz += torch.where(g != 0, g * (hit.to(g.dtype) - p), 0.0)
+        if h is not None:
+            dz -= torch.where(h != 0, h * p * (log_p.clamp(min=LOG_ZERO) + entropy), 0.0)
+        return dz
+
+
+class _FullReplayGradient(LogitGradient):
+    """The gradient of the whole distribution's statistics, and of the kept logits on top.
+
+    What lies at the kept logits is written again, as the sum of both, so that it is rounded once.
+    """
+
+    def __init__(self, source: Source, kept: _KeptEntries, terms: GradientTerms) -> None:
+        super().__init__(source, terms)
+        self._kept, self._tile_ends, self._multiplier = kept, source.tile_ends(), source.multiplier
+        self._of_all = terms
+
+    def write(self, placed: Placed, out: Tensor) -> None:
+        part = self._kept.parts[bisect.bisect_right(self._tile_ends, placed.rows.start)]
+        chunk = placed.chunk
+        row, column = entries_of_chunk(placed, self._kept.entries_of(part))
+        x = chunk.unscaled_entries(row, column)
+        dz = self._kept.of_logits(part, x) + self._full_at(part, x)
+        dy = chunk.raw_gradient_at(row, column, torch.where(column >= 0, dz, 0.0)).to(out.dtype)
+        super().write(placed, out)  # may be over the logits
+        if out.numel():
+            _put(out, row, column, dy)
+
+    def _full_at(self, part: slice, x: Tensor) -> Tensor:
+        """The whole distribution's part, as `kernels.reference.grad` has it, `[e]`."""
+        row, hit = self._kept.rows_and_hits(part)
+        _, upstream, row_max, coef, spec = self._of_all
+        assert row_max is not None
+        assert coef is not None
+        below = times_multiplier(x - row_max[row], per_row(self._multiplier, row))
+        below = below.clamp(min=LOG_ZERO)
+        weight, of_row = below.exp(), spec.named_coefficients(coef[:, row])
+        factor = of_row["weight"]
+        if spec.entropy:
+            factor = factor + of_row["moment"] * below
+        if spec.sum_pi_squared:
+            factor = factor + of_row["squares"] * weight
+        on_target = upstream[row, 0]
+        asked = (coef[:, row] != 0).any(0) | (on_target != 0)
+        return torch.where(asked, weight * factor, 0.0) + torch.where(hit, on_target, 0.0)
+
+
+def _put(out: Tensor, row: Tensor, column: Tensor, values: Tensor) -> None:
+    """`out[row, column] = values` at entries `[e]` whose column is not -1; no sync.
+
+    The others, of row 0, write what stands at (0, 0) in the end.
+    """
+    inside = column >= 0
+    first = inside & (row == 0) & (column == 0)
+    there = torch.where(first.any(), torch.where(first, values, 0).sum().to(out.dtype), out[0, 0])
+    out.index_put_((row, column.clamp(min=0)), torch.where(inside, values, there))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A sampler's record, and what is asked of it; None and False are off.
+
+    Attributes:
+        ids: (flat ids, offsets), as `kept_ids` of `vocab_parallel_sampling_logprobs`.
+        missing: one of MISSING.
+        entropy: whether that of the kept ids is wanted.
+        full: whether log-probabilities of the whole distribution are wanted too.
+    """
+
+    ids: tuple[Tensor, Tensor]
+    missing: str = "error"
+    entropy: bool = False
+    full: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, tuple | list) or len(self.ids) != 2:
+            got = type(self.ids).__name__
+            raise ValueError(f"kept_ids: expected (flat_ids, offsets), got {got}")
+        check_choice("missing", self.missing, MISSING)
+        check_flag("entropy", self.entropy)
+        check_flag("full", self.full)
 
 
 def replay(
     source: Any,
     target: Tensor,
-    kept_ids: tuple[Tensor, Tensor],
+    kept: Kept,
     *,
+    whole: StatsSpec | None = None,
     places: Tensor | None = None,
     ignore_index: int | None = -100,
-) -> Tensor:
-    """Log-probabilities over each row's kept ids, of any source; `vocab_parallel_sampling_logprobs`
-    describes `kept_ids`.
+) -> TokenStats:
+    """Log-probabilities over each row's kept ids, of any source, as a TokenStats.
 
     Args:
+        whole: which statistics of the whole distribution are wanted besides; None: none, and lse
+            is None too, unless `kept.full` asks for it.
         places: `[*lead]` int64, which row of the record is each token's; None: in their order.
 
-    Collectives: one all-gather of `[3, n]`. A host sync where rows are left out, and one where
-    there are several tiles.
+    Collectives: one all-gather of `[3, n]`, with entropy `[4, n]`; the whole distribution's
+    statistics are rows of the same. A host sync where rows are left out, and one where there are
+    several tiles.
+
+    Raises:
+        ValueError: before it, for a record that makes no sense; see `check_kept_ids`.
     """
     target = check_target(target, source.lead, source.device)
-    ids, offsets = check_kept_ids(kept_ids, target.numel(), source.shard, source.device)
-    _, valid_mask = global_to_local(target, source.shard, ignore_index)
-    local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
-    source = source.compacted(valid_mask)
-    source = source.in_token_order()
-    # The record in the order of the rows of the walk: of each entry where it stands.
+    local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     if places is None:
         places = torch.arange(target.numel(), device=source.device).view(source.lead)
+    ids, offsets = check_kept_ids(kept.ids, target.numel(), source.shard, source.device)
+    lengths = offsets.diff()[places]
+    _check_possible(ids, offsets, source.options.disallowed)
+    if kept.missing == "error":
+        _check_recorded(lengths, valid_mask, places)
+    local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
+    asked = StatsSpec() if whole is None and kept.full else whole
+    whole = StatsSpec() if asked is None and kept.missing == "full" else asked
+    if whole is not None and kept.missing == "full" and kept.entropy:
+        whole = replace(whole, entropy=True)
+    recorded = lengths > 0
+    given = source.compacted(valid_mask)
+    source = given.in_token_order()
+    # The record in the order of the rows of the walk: of each entry where it stands.
     walk = source.flatten_rows(places)
     computed = source.flatten_rows(torch.ones_like(places), fill=0)
     lengths = offsets.diff()[walk] * computed
@@ -151,8 +460,47 @@ def replay(
     if len(tile_ends) != 1:
         bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
     hit = ids[place] == source.flatten_rows(target)[row]
-    entries = (row, local_ids[place], hit)
-    return apply(Replay(bounds), source, valid_mask, constants=entries)[0]
+    kind = Replay if whole is None else _FullReplay
+    operation = kind(bounds, kept.entropy, whole, kept.missing)
+    per_token, entries = (valid_mask, local_target, recorded), (row, local_ids[place], hit)
+    if whole is not None:
+        source = given  # statistics are taken as the logits lie
+    found = ReplayResults.of(apply(operation, source, *per_token, constants=entries))
+    full = RowResults() if asked is None else found.full
+    if asked is not None and not asked.entropy:
+        full = full._replace(entropy=None)
+    return TokenStats(
+        **full._replace(logprobs=found.logprobs)._asdict(),
+        full_logprobs=found.full.logprobs if kept.full else None,
+        kept_entropy=found.entropy,
+    )
+
+
+def _check_possible(ids: Tensor, offsets: Tensor, disallowed: Tensor | None) -> None:
+    """No disallowed id in a record, or a ValueError; on CUDA a device-side assert."""
+    if disallowed is None or disallowed.numel() == 0:
+        return
+    bad = torch.isin(ids, disallowed)
+    expected = "kept_ids: expected no disallowed id in a record"
+    if bad.device.type != "cpu":
+        torch._assert_async(~bad.any(), expected)
+    elif bool(bad.any()):
+        entry = int(bad.nonzero()[0])
+        row = int(torch.searchsorted(offsets, entry, right=True)) - 1
+        raise ValueError(f"{expected}, got id {int(ids[entry])} in row {row}")
+
+
+def _check_recorded(lengths: Tensor, valid_mask: Tensor, places: Tensor) -> None:
+    """A record for every row that counts, or a ValueError; on CUDA a device-side assert."""
+    none = (lengths == 0) & valid_mask
+    expected = "kept_ids: expected a record of every row whose target counts"
+    if none.device.type != "cpu":
+        torch._assert_async(~none.any(), expected)
+    elif bool(none.any()):
+        raise ValueError(
+            f'{expected}, got none for row {places[none][:8].tolist()}: pass missing="full" where '
+            'nothing was masked, or missing="ignore"'
+        )
 
 
 def check_kept_ids(

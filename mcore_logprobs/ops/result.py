@@ -20,7 +20,8 @@ from mcore_logprobs.spelling import suggesting
 
 @dataclass
 class TokenStats:
-    """Statistics of each token. Every tensor but policy_loss has the target's shape `[...]`.
+    """Statistics of each token. Every tensor but policy_loss has the target's shape `[...]`, or
+    `[..., k]` where it says so.
 
     Attributes:
         logprobs: float32, log p[target] in nats; 0 where the target is ignore_index. With label
@@ -37,6 +38,14 @@ class TokenStats:
             there, only it and the divergence are differentiable.
         divergence: float32, from a teacher, in nats (`PatchHandle.divergence`), or None; 0 where
             ignored. Differentiable.
+        full_logprobs: float32, log p[target] of the whole distribution where `logprobs` are of what
+            a sampler kept, or None if not asked for; 0 where ignored. Differentiable.
+        kept_entropy: float32, the entropy of the distribution over the kept ids alone, or None if
+            not asked for; 0 where ignored. Differentiable.
+        candidates: float32 `[..., k]`, log-probabilities (or logits) of the ids that were asked
+            for, or None; 0 where ignored. Differentiable.
+        topk: (float32 values, int64 global ids), `[..., k]` each, of the largest logits, or None; 0
+            where ignored. Values are differentiable.
 
     Tensors are float64 where the logits are.
 
@@ -52,6 +61,10 @@ class TokenStats:
     sum_pi_squared: Tensor | None = None
     policy_loss: Tensor | None = None
     divergence: Tensor | None = None
+    full_logprobs: Tensor | None = None
+    kept_entropy: Tensor | None = None
+    candidates: Tensor | None = None
+    topk: tuple[Tensor, Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -76,7 +89,7 @@ class TokenStats:
     @property
     def requires_grad(self) -> bool:
         """Whether a per-token tensor requires a gradient."""
-        return any(x.requires_grad for x in self._per_token().values())
+        return any(x.requires_grad for x in pytree.tree_leaves(self._per_token()))
 
     def __getitem__(self, index: Any) -> TokenStats:
         """Every per-token tensor at `index`, as `logprobs[index]`; without policy_loss."""
@@ -84,7 +97,7 @@ class TokenStats:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
         """`fn` of every per-token tensor there is; policy_loss stays as it is."""
-        return replace(self, **{name: fn(x) for name, x in self._per_token().items()})
+        return replace(self, **pytree.tree_map(fn, self._per_token()))
 
     def detach(self) -> TokenStats:
         """Every tensor detached from the graph, policy_loss too."""
@@ -196,15 +209,16 @@ class TokenStats:
 
         return [piece(start, n) for (start, _), n in zip(parts, kept, strict=True)]
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Any]:
+        """Tensors, or tuples of them, by name."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: x for name, x in found.items() if x is not None}
 
-    def _per_token(self) -> dict[str, Tensor]:
+    def _per_token(self) -> dict[str, Any]:
         return {name: x for name, x in self._tensors().items() if name != "policy_loss"}
 
     def _all(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
-        return replace(self, **{name: fn(x) for name, x in self._tensors().items()})
+        return replace(self, **pytree.tree_map(fn, self._tensors()))
 
     def _per_token_only(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
         return replace(self.map(fn), policy_loss=None)

@@ -83,7 +83,7 @@ class _SampleForward(Forward):
         self.reads = "blocks" if filters.off else "rows"
         self._best = _Best(source, stream, self._greedy)
         self._no_target = no_targets(source.count, source.device)
-        self._stats = None if filters.top_k is not None else RowStatistics(source, StatsSpec())
+        self._stats = RowStatistics(source, StatsSpec()) if filters.need_sum else None
         self._chunks: list[Placed] = []  # the tile's, where filters see whole rows
         self._cuts: list[Cut] = []
 
@@ -198,6 +198,7 @@ def sample(
     greedy: Tensor | None = None,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     mask: Tensor | None = None,
     places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -209,7 +210,7 @@ def sample(
     """
     lead, device = source.lead, source.device
     mask = check_mask(mask, lead, device)
-    filters = Filters.of(top_k, top_p, source.shard)
+    filters = Filters.of(top_k, top_p, min_p, source.shard)
     if places is None:
         places = torch.arange(lead.numel(), device=device).view(lead)
     stream = streams(check_seed(seed, lead, device), places)
@@ -245,15 +246,16 @@ def vocab_parallel_sample(
     seed: int | Tensor,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     mask: Tensor | None = None,
     **shared: Unpack[LogitsKeywords],
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row; return it with its log-probability under that distribution.
 
-    From softmax(z) with temperature, top_k and top_p as in `vocab_parallel_sampling_logprobs`, by
-    the Gumbel-max trick. The noise depends only on (seed, row, global id), where row is the
-    flat index in the results: the same logits give the same ids at every tensor-parallel size and
-    every chunk_size.
+    From softmax(z) with temperature, min_p, top_k and top_p as in
+    `vocab_parallel_sampling_logprobs`, by the Gumbel-max trick. The noise depends only on (seed,
+    row, global id), where row is the flat index in the results: the same logits give the same
+    ids at every tensor-parallel size and every chunk_size.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]`, or a DTensor sharded on its last dimension -> (ids
@@ -266,7 +268,7 @@ def vocab_parallel_sample(
             request. Ranks of one tensor-parallel group pass the same; of other groups (data or
             context parallelism, whose rows are other tokens) a seed of their own. A new one for
             every call, as every position of a sequence.
-        top_k, top_p: as in `vocab_parallel_sampling_logprobs`.
+        top_k, top_p, min_p: as in `vocab_parallel_sampling_logprobs`.
         mask: bool `[...]`; False rows give id 0 and logprob 0, whatever their logits hold.
         {shared}
 
@@ -286,7 +288,8 @@ def vocab_parallel_sample(
     """
     temperature, greedy = _split(shared, vocab_parallel_logits)
     source = given_logits(vocab_parallel_logits, **shared | {"temperature": temperature})
-    return sample(source, seed=seed, greedy=greedy, top_k=top_k, top_p=top_p, mask=mask)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return sample(source, seed=seed, greedy=greedy, mask=mask, **filters)  # type: ignore[arg-type]
 
 
 @shared_keywords(HeadKeywords, head_logits)
@@ -297,6 +300,7 @@ def linear_sample(
     seed: int | Tensor,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     mask: Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, Tensor]:
@@ -308,7 +312,7 @@ def linear_sample(
         `[m]` with rows, where row is the place among the m. Neither has a gradient.
 
     Args:
-        seed, top_k, top_p: as in `vocab_parallel_sample`.
+        seed, top_k, top_p, min_p: as in `vocab_parallel_sample`.
         mask: bool `[s, b]` or `[n]`, the whole sequence (`[m]` with rows); False rows give id 0 and
             logprob 0.
         {shared}
@@ -329,7 +333,8 @@ def linear_sample(
     """
     temperature, greedy = _split(shared, hidden)
     source = head_logits(hidden, weight, **shared | {"temperature": temperature})
-    return sample(source, seed=seed, greedy=greedy, top_k=top_k, top_p=top_p, mask=mask)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return sample(source, seed=seed, greedy=greedy, mask=mask, **filters)  # type: ignore[arg-type]
 
 
 def _split(shared: Any, like: Any) -> tuple[float | Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Log-probabilities under what the sampler sampled from: temperature, then top-k, then top-p.
+"""Log-probabilities under what the sampler sampled from: temperature, min-p, top-k, top-p.
 
 Which tokens the filters keep is found by the module `sampling_cut`; filters need whole rows at
 once. Where each row was cut is a few numbers: the backward asks no filter and no other rank again.
@@ -8,14 +8,14 @@ What the sampler itself recorded is replayed (`replay`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.arguments import check_target, global_to_local
-from mcore_logprobs.checks import check_top_k, check_top_p
+from mcore_logprobs.checks import check_choice, check_flag, check_min_p, check_top_k, check_top_p
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.reference import distribution_gradient
@@ -28,7 +28,7 @@ from mcore_logprobs.kernels.stats import (
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.replay import replay
+from mcore_logprobs.ops.replay import MISSING, Kept, replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import RowStatistics, TargetThresholds
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
@@ -45,17 +45,28 @@ class Filters:
 
     top_k: int | None
     top_p: float | None
+    min_p: float | None
 
     @property
     def off(self) -> bool:
-        return self.top_k is None and self.top_p is None
+        return self.top_k is None and self.top_p is None and self.min_p is None
+
+    @property
+    def need_sum(self) -> bool:
+        """Whether the whole softmax's sum decides what is kept."""
+        return self.top_k is None and self.min_p is None
 
     @classmethod
-    def of(cls, top_k: int | None, top_p: float, shard: VocabShard) -> Filters:
+    def of(cls, top_k: int | None, top_p: float, min_p: float, shard: VocabShard) -> Filters:
         check_top_k("top_k", top_k)
         check_top_p("top_p", top_p)
+        check_min_p("min_p", min_p)
         k_off = top_k is None or top_k <= 0 or top_k >= shard.vocab_size
-        return cls(None if k_off else top_k, None if top_p == 1.0 else float(top_p))
+        return cls(
+            None if k_off else top_k,
+            None if top_p == 1.0 else float(top_p),
+            None if min_p == 0.0 else float(min_p),
+        )
 
     def options(self, shard: VocabShard, temperature: float | Tensor) -> FilterOptions:
         """For rows of these temperatures."""
@@ -64,20 +75,23 @@ class Filters:
             if isinstance(temperature, Tensor)
             else 1.0 / temperature
         )
-        return FilterOptions(shard, multiplier, self.top_k, self.top_p)
+        return FilterOptions(shard, multiplier, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
 class Filtered(Operation):
-    """A RowResults of each row: filtered log-probabilities, the rest unfiltered or None.
+    """A RowResults of each row: filtered log-probabilities, the rest unfiltered or None; and the
+    unfiltered log-probabilities, or None.
 
     Attributes:
         whole: which statistics of the whole distribution are wanted too; None: no lse either.
+        full: whether its log-probabilities are.
     """
 
     filters: Filters
     whole: StatsSpec | None
-    ignored_values = IGNORED
+    full: bool = False
+    ignored_values = (*IGNORED, 0.0)
     rereads = "exact"
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
@@ -86,7 +100,8 @@ class Filtered(Operation):
     def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
     ) -> Backward:
-        return _FilteredGradient(self, source, RowResults(*upstream), tensors, saved)
+        *own, on_full = upstream
+        return _FilteredGradient(self, source, RowResults(*own), on_full, tensors, saved)
 
 
 class _FilteredForward(Forward):
@@ -97,7 +112,7 @@ class _FilteredForward(Forward):
         self._local_target, self._valid_mask = tensors
         self._thresholds = TargetThresholds(source, operation.whole, self._local_target)
         self._stats = None
-        if operation.whole is not None or operation.filters.top_k is None:
+        if operation.whole is not None or operation.filters.need_sum:
             self._stats = RowStatistics(source, operation.whole or StatsSpec())
         self._chunks: list[Placed] = []
         self._cuts: list[Cut] = []
@@ -128,10 +143,11 @@ class _FilteredForward(Forward):
         if self._operation.whole is not None:
             assert self._stats is not None
             results, softmax = self._stats.finalize(valid_mask=self._valid_mask)
+        full = results.logprobs if self._operation.full else None
         results = results._replace(logprobs=torch.where(self._valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
         own_target = torch.where(cut.kept, self._local_target, -1)
-        return results, (own_target, *SavedCut.of(cut), *softmax)
+        return (*results, full), (own_target, *SavedCut.of(cut), *softmax)
 
 
 class _FilteredGradient(Backward):
@@ -140,10 +156,11 @@ class _FilteredGradient(Backward):
         operation: Filtered,
         source: Source,
         upstream: RowResults,
+        on_full: Tensor | None,
         tensors: Tensors,
         saved: Tensors,
     ) -> None:
-        _, valid_mask = tensors
+        self._local_target, valid_mask = tensors
         own_target, *rest = saved
         cut, softmax = SavedCut(*rest[:4]), rest[4:]
         on_filtered = upstream.logprobs
@@ -152,11 +169,11 @@ class _FilteredGradient(Backward):
         self._source = source
         self._opts = operation.filters.options(source.shard, source.temperature)
         self._filtered = CutGradient(on_filtered, valid_mask, own_target, cut, self._opts)
-        whole = upstream._replace(logprobs=None)
+        whole = upstream._replace(logprobs=on_full)
         self._coef: Tensor | None = None
         if any(grad is not None for grad in whole):
             self._softmax = SoftmaxStats(*softmax)
-            self._spec, self._coef, _ = gradient_coefficients(
+            self._spec, self._coef, self._on_target = gradient_coefficients(
                 whole, self._softmax, valid_mask=valid_mask
             )
 
@@ -172,6 +189,7 @@ class _FilteredGradient(Backward):
                 row_max = self._softmax.row_max[rows]
                 base = distribution_gradient(some, row_max, coef[:, rows], self._spec)
                 base.masked_fill_((coef[:, rows] == 0).all(0).unsqueeze(-1), 0.0)
+                add_at(base, self._local_target[rows] - first, self._on_target[rows])
                 dz += base.mul_(multiplier_column(self._opts.multiplier, rows, dz.dtype))
             untempered.to_raw_gradient(dz)
             out[part, :valid] = dz
@@ -227,13 +245,21 @@ class CutGradient:
         multiplier = multiplier_column(opts.multiplier, part, x.dtype)
         # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
         dz = torch.sub(x, highest).mul_(multiplier).sub_(total).exp_().mul_(-g)
-        own = self._column[part] - first
-        inside = (own >= 0) & (own < x.shape[1])
-        row, at = torch.arange(own.shape[0], device=own.device), torch.where(inside, own, 0)
-        dz.index_put_((row, at), dz[row, at] + torch.where(inside, g.squeeze(-1), 0.0))
+        row, at, inside = add_at(dz, self._column[part] - first, g.squeeze(-1))
         # The target is known to be kept, even where a product made again rounds it below the cut.
         kept.index_put_((row, at), kept[row, at] | (inside & ~limit.squeeze(-1).isnan()))
         return torch.where(kept, dz, rest, out=dz).mul_(multiplier)
+
+
+def add_at(x: Tensor, column: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds a number `[c]` to a column of each row of x `[c, v]`, where the column is in it.
+
+    Returns: (row, column, whether it is in it), `[c]` each; column 0 where it is not.
+    """
+    inside = (column >= 0) & (column < x.shape[1])
+    row, at = torch.arange(column.shape[0], device=x.device), torch.where(inside, column, 0)
+    x.index_put_((row, at), x[row, at] + torch.where(inside, added, 0.0))
+    return row, at, inside
 
 
 def _outside_kept(row_max: Tensor, upstream: Tensor) -> Tensor:
@@ -249,22 +275,26 @@ def filtered_stats(
     filters: Filters,
     whole: Statistics | None,
     ignore_index: int | None,
+    *,
+    full: bool = False,
 ) -> TokenStats:
     """`token_stats` whose logprobs are those of the filtered distribution.
 
     Args:
         whole: statistics of the whole distribution, without label smoothing; None leaves lse out
             too, and with it the pass over the logits that it costs.
+        full: give its log-probabilities too; whole is not None then.
     """
     if filters.off:
-        return token_stats(source, target, whole or Statistics.of(), ignore_index)
+        stats = token_stats(source, target, whole or Statistics.of(), ignore_index)
+        return replace(stats, full_logprobs=stats.logprobs) if full else stats
     target = check_target(target, source.lead, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
     source = source.in_whole_rows()
-    operation = Filtered(filters, None if whole is None else whole.spec)
-    results = apply(operation, source, local_target, valid_mask)
-    return TokenStats(**RowResults(*results)._asdict())
+    operation = Filtered(filters, None if whole is None else whole.spec, full)
+    *results, full_logprobs = apply(operation, source, local_target, valid_mask)
+    return TokenStats(**RowResults(*results)._asdict(), full_logprobs=full_logprobs)
 
 
 def sampling_logprobs(
@@ -273,39 +303,81 @@ def sampling_logprobs(
     *,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
+    missing: str = "error",
+    full: bool = False,
+    entropy: bool = False,
     ignore_index: int | None = -100,
-) -> Tensor:
+) -> Tensor | TokenStats:
     """`vocab_parallel_sampling_logprobs` of any source."""
-    filters = Filters.of(top_k, top_p, source.shard)
+    filters = Filters.of(top_k, top_p, min_p, source.shard)
+    check_flag("full", full)
+    check_flag("entropy", entropy)
+    check_choice("missing", missing, MISSING)
     if kept_ids is None:
-        return filtered_stats(source, target, filters, None, ignore_index).logprobs
+        for name, value, off in (("missing", missing, "error"), ("entropy", entropy, False)):
+            if value != off:
+                raise ValueError(f"{name}: expected {off!r} without kept_ids, got {value!r}")
+        whole = Statistics.of() if full else None
+        stats = filtered_stats(source, target, filters, whole, ignore_index, full=full)
+        return stats if full else stats.logprobs
     if not filters.off:
         raise ValueError(
-            "kept_ids: expected top_k and top_p to be off, as the sampler's record replaces "
-            f"them, got top_k={top_k}, top_p={top_p}"
+            "kept_ids: expected top_k, top_p and min_p to be off, as the sampler's record replaces "
+            f"them, got top_k={top_k}, top_p={top_p}, min_p={min_p}"
         )
-    return replay(source, target, kept_ids, ignore_index=ignore_index)
+    kept = Kept(kept_ids, missing, entropy, full)
+    whole_too = StatsSpec(entropy=entropy) if full else None
+    stats = replay(source, target, kept, whole=whole_too, ignore_index=ignore_index)
+    return stats if full or entropy else stats.logprobs
 
 
-@shared_keywords(LogitsKeywords, given_logits)
+@overload
+def vocab_parallel_sampling_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    full: Literal[False] = ...,
+    entropy: Literal[False] = ...,
+    **rest: Any,
+) -> Tensor: ...
+
+
+@overload
+def vocab_parallel_sampling_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    full: bool = ...,
+    entropy: bool = ...,
+    **rest: Any,
+) -> TokenStats: ...
+
+
+@shared_keywords(LogitsKeywords, given_logits)  # type: ignore[misc]
 def vocab_parallel_sampling_logprobs(
     vocab_parallel_logits: Tensor,
     target: Tensor,
     *,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
+    missing: str = "error",
+    full: bool = False,
+    entropy: bool = False,
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
-) -> Tensor:
+) -> Tensor | TokenStats:
     """Log-probability of each target under the filtered distribution that it was sampled from.
 
     1. z = logits / temperature.
-    2. top-k: the k largest stay, and with them all that equal the k-th.
-    3. top-p, over what is left and renormalised: in descending order, equal ones by ascending id, a
+    2. min-p: a token stays where its probability is at least min_p times the largest one.
+    3. top-k: the k largest stay, and with them all that equal the k-th.
+    4. top-p, over what is left and renormalised: in descending order, equal ones by ascending id, a
        token stays while the probability of those before it is under top_p. The first always stays.
-    4. logprob = z[target] - logsumexp of the z that stayed.
+    5. logprob = z[target] - logsumexp of the z that stayed.
 
     A target that was filtered out gives -inf, and the gradient that plain torch gives for it:
     -grad_output p over the kept columns, 0 elsewhere; mask its loss, not its value, so that
@@ -318,16 +390,25 @@ def vocab_parallel_sampling_logprobs(
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
         target: `[...]`, integers, global ids or ignore_index; the same on every TP rank.
         Returns float32 `[...]` (float64 for float64 logits), the same on every TP rank; 0 where the
-        target is ignore_index. Differentiable; the kept set counts as a constant.
+        target is ignore_index. Differentiable; the kept set counts as a constant. With full or
+        entropy a TokenStats, whose `logprobs` these are.
 
     Args:
         top_k: None, 0, -1 or vocab_size and more: off.
         top_p: in (0, 1]; 1.0: off.
+        min_p: in [0, 1]; 0.0: off.
         kept_ids: replay: (flat ids, offsets), the sampler's own record of what it kept, in place of
             the filters. Row i of the flattened target kept the global ids
             `flat_ids[offsets[i]:offsets[i+1]]`, each once; offsets is `[n + 1]`. A target that is
             not among them gives -inf. Logits outside the record play no part, whatever they are.
-            Cannot be combined with top_k or top_p.
+            Cannot be combined with top_k, top_p or min_p.
+        missing: what a row without a record (two equal offsets) means whose target counts. "error":
+            a ValueError that names the row. "full": nothing was masked there, so that its results
+            are the whole distribution's, at the cost of `full`. "ignore": 0, and no gradient.
+        full: return a TokenStats that also holds the whole distribution's log-probabilities
+            (`full_logprobs`) and `lse`, from the same pass and in the same all-gather.
+        entropy: with kept_ids: return a TokenStats that also holds the entropy over the kept ids
+            (`kept_entropy`), differentiable; with full the whole distribution's (`entropy`) too.
         ignore_index: as in `vocab_parallel_token_stats`.
         {shared}
 
@@ -338,9 +419,12 @@ def vocab_parallel_sampling_logprobs(
     show (nearly flat ones, masses of ties, top_k past 1023) share 4 to 15 all-reduces of
     `[7, rows]` (float64: to 26) and two all-gathers a filter, of `[128, rows]` and `[2, rows]`. On
     a GPU, where asking whether the search is done would be a host sync, always 13 of bfloat16, 14
-    of float16 and 18 of float32 logits (float64: 29).
+    of float16 and 18 of float32 logits (float64: 29). min_p alone searches nothing: rows of which
+    it keeps more than the candidates share one all-reduce of `[1, rows]` and one all-gather.
     Backward none.
-    Replay: one all-gather of `[3, n]`. Filters off: as `vocab_parallel_logprobs`.
+    Replay: one all-gather of `[3, n]`, of `[4, n]` with entropy; with full or missing="full"
+    those of `vocab_parallel_token_stats` are rows of the same.
+    Filters off: as `vocab_parallel_logprobs`.
 
     Host syncs: one a call, whether rows need the search. None in replay.
 
@@ -351,17 +435,19 @@ def vocab_parallel_sampling_logprobs(
     is within about 1e-6 of top_p, that token may fall on either side. TP ranks always agree.
 
     How samplers do it. vLLM with `logprobs_mode="processed_logprobs"` returns the same: temperature
-    in float32, top-k that keeps ties, top-p renormalised; of equal logits at the top-p cut-off it
-    keeps any, by an unstable sort. Its default, raw_logprobs, has no filter and no temperature.
-    SGLang returns log-probabilities after the temperature and before top-k and top-p (before the
-    temperature too where SGLANG_RETURN_ORIGINAL_LOGPROB is set): for those leave both off here.
-    What it samples from keeps exactly k tokens, any of those that tie, and takes top-p of the
-    probabilities before top-k ("joint" order), so that with both set it may keep more tokens than
-    this function. Kernels with other sums or another order of equals differ at the edge: where that
-    matters, record the kept ids (SGLang's sampling masks hold them) and replay them.
+    in float32, min-p, top-k that keeps ties, top-p renormalised; of equal logits at the top-p
+    cut-off it keeps any, by an unstable sort. Its default, raw_logprobs, has no filter and no
+    temperature. SGLang returns log-probabilities after the temperature and before the filters
+    (before the temperature too where SGLANG_RETURN_ORIGINAL_LOGPROB is set): for those leave them
+    off here. What it samples from keeps exactly k tokens, any of those that tie, takes top-p of the
+    probabilities before top-k ("joint" order) and min-p last, so that with two of them it may keep
+    more tokens than this function. transformers takes min-p last, too: alone or with top-k it keeps
+    the same tokens, with top-p at least as many. Kernels with other sums or another order of equals
+    differ at the edge: where that matters, record the kept ids (SGLang's sampling masks hold them)
+    and replay them.
 
     Raises:
-        ValueError: top_k, top_p or kept_ids that make no sense; else as in
+        ValueError: filters or kept_ids that make no sense; else as in
             `vocab_parallel_token_stats`.
     """
     return sampling_logprobs(
@@ -369,12 +455,40 @@ def vocab_parallel_sampling_logprobs(
         target,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         kept_ids=kept_ids,
+        missing=missing,
+        full=full,
+        entropy=entropy,
         ignore_index=ignore_index,
     )
 
 
-@shared_keywords(HeadKeywords, head_logits)
+@overload
+def linear_sampling_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    full: Literal[False] = ...,
+    entropy: Literal[False] = ...,
+    **rest: Any,
+) -> Tensor: ...
+
+
+@overload
+def linear_sampling_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    full: bool = ...,
+    entropy: bool = ...,
+    **rest: Any,
+) -> TokenStats: ...
+
+
+@shared_keywords(HeadKeywords, head_logits)  # type: ignore[misc]
 def linear_sampling_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -382,31 +496,37 @@ def linear_sampling_logprobs(
     *,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     kept_ids: tuple[Tensor, Tensor] | None = None,
+    missing: str = "error",
+    full: bool = False,
+    entropy: bool = False,
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
-) -> Tensor:
+) -> Tensor | TokenStats:
     """`vocab_parallel_sampling_logprobs` from hidden states, without materialising the logits.
 
     Shape:
         hidden, weight, target: as in `linear_token_stats`.
         Returns float32 `[s, b]` or `[n]` (float64 for float64 operands), the same on every TP rank;
         0 where the target is ignore_index, -inf where it was filtered out. Differentiable; the kept
-        set counts as a constant. A filtered target has the gradient that plain torch gives.
+        set counts as a constant. A filtered target has the gradient that plain torch gives. With
+        full or entropy a TokenStats, whose `logprobs` these are.
 
     Args:
-        top_k, top_p, kept_ids, ignore_index: as in `vocab_parallel_sampling_logprobs`; with rows
-            the record is that of the m rows.
+        top_k, top_p, min_p, kept_ids, missing, full, entropy, ignore_index: as in
+            `vocab_parallel_sampling_logprobs`; with rows the record is that of the m rows.
         {shared}
 
     With filters on, chunk_size is rows a tile, which spans all of a rank's columns, as in
     `linear_map`.
 
     Cost: filters: four GEMMs with a backward, and the filters' own work once. kept_ids: a
-    dot product an id, and no GEMM. Filters off: that of `linear_token_stats`.
+    dot product an id, and no GEMM; with full or missing="full" the GEMMs of `linear_token_stats`
+    and no dot product. Filters off: that of `linear_token_stats`.
 
     Collectives: filters: those of `vocab_parallel_sampling_logprobs` a tile; kept_ids: one
-    all-gather of `[3, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
+    all-gather, as there. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
     Host syncs: filters: one a tile, as there. kept_ids: none with one tile and without compaction,
     else one each.
@@ -424,6 +544,10 @@ def linear_sampling_logprobs(
         target,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         kept_ids=kept_ids,
+        missing=missing,
+        full=full,
+        entropy=entropy,
         ignore_index=ignore_index,
     )

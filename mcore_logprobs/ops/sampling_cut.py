@@ -1,9 +1,11 @@
-"""Which tokens top-k and top-p keep, on a sharded vocabulary, without re-sharding it.
+"""Which tokens min-p, top-k and top-p keep, on a sharded vocabulary, without re-sharding it.
 
 A row's tokens stand in order: by logit before the temperature, descending, then by id, ascending.
-Both filters keep a first part of that order, so that a row's kept set is a *cut*: the smallest
+Each filter keeps a first part of that order, so that a row's kept set is a *cut*: the smallest
 logit kept, and among the tokens equal to it the last one kept. Dividing by a temperature keeps the
-order, but may make equals of what is none.
+order, but may make equals of what is none. What min_p keeps is known as soon as the largest logit
+is: what lies above the *floor*, max x + temperature * log(min_p). Top-k and top-p see what is
+below it as -inf.
 
 1. Each rank's few largest logits (its candidates) go round in one all-gather, with its part of the
    softmax's sum and of the target's logit. Every rank then knows each row's list of candidates,
@@ -98,8 +100,8 @@ def find_cut(
     only for rows that need a search. One host sync: whether any row does.
 
     Args:
-        local_sum: `[n]`, this rank's sum of exp(z - max z) about its own maximum; with top-k
-            it is not read, and may be None.
+        local_sum: `[n]`, this rank's sum of exp(z - max z) about its own maximum; with top-k or
+            min-p it is not read, and may be None.
         local_target: `[n]` int64, the target as this rank's column, or -1.
         valid_mask: `[n]` bool, False for rows that do not count.
     """
@@ -170,7 +172,9 @@ class _Survey:
     Attributes:
         row_max: `[n]` largest logit, NaN where any is (top-k takes it for the largest); 0 where all
             are -inf.
-        total: `[n]` float64, the whole softmax's mass; NaN with top-k, which has no use for it.
+        total: `[n]` float64, the whole softmax's mass; NaN with top-k and min-p, which have no use
+            for it.
+        floor: `[n]`, the smallest logit that min_p keeps.
         target, own_target: `[n]` the target's logit; own_target is 0 on ranks that lack it.
         listed: `[n, ranks*c]` the candidates, descending.
         edge: `[n]`, above which the list is complete; -inf where it is complete altogether.
@@ -203,8 +207,9 @@ class _Survey:
         row_max = self.listed[:, 0]
         self.row_max = torch.where(row_max.isneginf(), 0.0, row_max)
         self.total = (everyone[:, 1].double() * self._weight(everyone[:, 2])).sum(0)
-        if opts.top_k is not None:
+        if opts.top_k is not None or opts.min_p is not None:
             self.total.fill_(torch.nan)
+        self.floor = opts.floor(self.row_max, opts.multiplier)
         # A rank whose whole vocabulary is on the list sets no edge.
         partial = [shard.vocab_size - rank * shard.width > c for rank in range(shard.tp_size)]
         smallest = everyone[:, -1].clone()
@@ -220,25 +225,32 @@ class _Survey:
         """Step 2: the cut as the list tells it; `hard` where it does not."""
         opts, listed = self._opts, self.listed
         n, length = listed.shape
-        weight = self._weight(listed.t()).t()
-        before = running_sum(weight) - weight
+        # Whether all that min_p keeps is on the list.
+        complete = self.edge.isneginf() | (self.floor > self.edge)
         kept = torch.ones_like(listed, dtype=torch.bool)
+        weight = self._weight(listed.t()).t()
+        if opts.min_p is not None:
+            kept = listed >= self.floor.unsqueeze(-1)
+            weight = weight * kept
+        before = running_sum(weight) - weight
         hard = torch.zeros(n, dtype=torch.bool, device=listed.device)
         total = self.total
         if opts.top_k is not None:
             if opts.top_k > length:
-                hard = ~hard
+                hard = ~complete
             else:
                 kth = listed[:, opts.top_k - 1]
-                hard = (kth <= self.edge) & ~self.edge.isneginf()
-                kept = listed >= kth.unsqueeze(-1)
+                hard = (kth <= self.edge) & ~complete
+                kept = kept & (listed >= kth.unsqueeze(-1))
             total = (weight * kept).sum(-1)
+        elif opts.min_p is not None:
+            total, hard = weight.sum(-1), ~complete
         if opts.top_p is not None:
             kept = kept & (before < (opts.top_p * total).unsqueeze(-1))
         count = kept.sum(-1, keepdim=True).clamp(min=1)
         value = listed.gather(-1, count - 1).squeeze(-1)
         behind = torch.nn.functional.pad(listed, (0, 1), value=-torch.inf).gather(-1, count)
-        hard = hard | ((value <= self.edge) & ~self.edge.isneginf())
+        hard = hard | ((value <= self.edge) & ~complete)
         mass = (before + weight).gather(-1, count - 1).squeeze(-1)
         whole = torch.full_like(count.squeeze(-1), opts.shard.width)
         last = whole

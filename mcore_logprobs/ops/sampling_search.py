@@ -1,4 +1,4 @@
-"""The cut of top-k and top-p in rows whose candidates do not show it (`sampling_cut`).
+"""The cut of the filters in rows whose candidates do not show it (`sampling_cut`).
 
 The search is over the values that a logit can have. Floating-point numbers, read as integers the
 right way, keep their order. On these keys the search narrows an interval (lo, hi] eightfold a round
@@ -16,6 +16,7 @@ and is a logit of the row, since A changes only there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -36,18 +37,30 @@ _LAST = 3  # rounds for the last few values
 
 @dataclass(frozen=True)
 class FilterOptions:
-    """The settings of top-k and top-p, checked.
+    """The settings of min-p, top-k and top-p, checked.
 
     Attributes:
         multiplier: one over the temperature: a number, or float64 `[n]`, one a row.
         top_k: 1 to vocab_size - 1, or None for off.
         top_p: in (0, 1), or None for off.
+        min_p: in (0, 1], or None for off.
     """
 
     shard: VocabShard
     multiplier: float | Tensor
     top_k: int | None
     top_p: float | None
+    min_p: float | None = None
+
+    def floor(self, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
+        """The smallest logit before the temperature that min_p keeps, `[n]`; -inf where off.
+
+        Args:
+            multiplier: the multiplier of these rows.
+        """
+        if self.min_p is None:
+            return torch.full_like(row_max, -torch.inf)
+        return (row_max.double() + math.log(self.min_p) / multiplier).to(row_max.dtype)
 
 
 def multiplier_column(
@@ -130,11 +143,24 @@ class HardRows:
         self.multiplier = opts.multiplier
         if isinstance(self.multiplier, Tensor):
             self.multiplier = self.multiplier[index]
+        self.floor = opts.floor(row_max, self.multiplier)
         self._values, self._index = values, index
 
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(slice of the `r` rows, `[c, valid]` logits, new)."""
-        return self._values.of_rows(self._index)
+    def chunks(self, *, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """(slice of the `r` rows, `[c, valid]` logits, new); -inf below the floor.
+
+        Args:
+            whole: logits below the floor too.
+        """
+        for part, x in self._values.of_rows(self._index):
+            if self.opts.min_p is not None and not whole:
+                x.masked_fill_(x < self.floor[part].unsqueeze(-1), -torch.inf)
+            yield part, x
+
+    def total(self) -> Tensor:
+        """The mass of what min_p keeps, `[r]` float64. One all-reduce."""
+        lowest = torch.full_like(self.row_max, -torch.inf).unsqueeze(0)
+        return self.above(lowest, count=False)[0]
 
     def above(self, pivots: Tensor, *, count: bool) -> Tensor:
         """Mass, or number, of tokens above each pivot: `[w, r]` -> `[w, r]` float64.
@@ -182,7 +208,7 @@ class HardRows:
     def largest_below(self, value: Tensor) -> Tensor:
         """The largest logit under `value`, `[r]`. One all-gather."""
         out = torch.full_like(value, -torch.inf)
-        for part, x in self.chunks():
+        for part, x in self.chunks(whole=True):
             x.masked_fill_(x >= value[part].unsqueeze(-1), -torch.inf)
             out[part] = x.amax(-1) if x.shape[-1] else -torch.inf
         return all_gather_stack(out, self.shard.group).amax(0)
@@ -208,15 +234,24 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
     """(value, next, mass, last) as in `_Found`, `[r]` each.
 
     Args:
-        total: `[r]` float64, the whole softmax's mass; not read with top-k.
+        total: `[r]` float64, the whole softmax's mass; not read with top-k or min-p.
+
+    min_p's own cut is not searched for: it lies at the floor. The other filters see the logits
+    below it as -inf.
     """
     opts = rows.opts
+    if opts.min_p is not None and opts.top_k is None:
+        total = rows.total()
+        if opts.top_p is None:
+            whole = torch.full(total.shape, rows.shard.width, device=total.device)
+            return rows.floor, rows.largest_below(rows.floor), total, whole
     keys = _Keys(rows.raw_dtype, rows.dtype)
     high = keys.of(rows.row_max)
     low = keys.of(torch.full_like(rows.row_max, -torch.inf)) - 1
     if opts.top_k is not None:
         limit = torch.full_like(total, float(opts.top_k))
         kth = _smallest_below(rows, keys, low, high, limit, count=True)
+        kth = torch.maximum(kth, rows.floor)
         mass, ties = rows.around(kth)
         total = mass + _times(ties.sum(0), rows.weight_of(kth))
         if opts.top_p is None:

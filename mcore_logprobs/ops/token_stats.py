@@ -18,6 +18,7 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
+from mcore_logprobs.ops.answers import Also, answers
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import (
     HeadKeywords,
@@ -88,11 +89,18 @@ class _StatisticsForward(LocalStatistics):
 
 
 def token_stats(
-    source: Source, target: Tensor, wanted: Statistics, ignore_index: int | None
+    source: Source,
+    target: Tensor,
+    wanted: Statistics,
+    ignore_index: int | None,
+    also: Also | None = None,
 ) -> TokenStats:
     """`vocab_parallel_token_stats` of any source."""
     target = check_target(target, source.lead, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
+    if also is not None and not also.nothing:
+        spec, smoothing = wanted.spec, wanted.label_smoothing
+        return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)
     results = apply(wanted, source, local_target, valid_mask)
     return TokenStats(**RowResults(*results)._asdict())
@@ -108,6 +116,9 @@ def vocab_parallel_token_stats(
     sum_pi_squared: bool = False,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
+    candidate_ids: Tensor | None = None,
+    topk: int | None = None,
+    log_softmax: bool = True,
     **shared: Unpack[StatisticsKeywords],
 ) -> TokenStats:
     """Log-probability of each target and, if asked for, entropy and rank, in one pass.
@@ -128,6 +139,13 @@ def vocab_parallel_token_stats(
         label_smoothing: a in [0, 1): the target distribution has 1 - a on the target and
             a / (K - 1) on each of the K - 1 others (Megatron's convention, over the whole true
             vocabulary).
+        candidate_ids: also `candidates` `[..., k]`, differentiable, at ids `[k]`, the same of every
+            token, or `[..., k]`; of the same pass and in the same all-gather. 0 where an id or the
+            target is ignore_index.
+        topk: also `topk`, (values, ids) `[..., topk]` each, as `vocab_parallel_topk` orders them;
+            values are differentiable. One more all-gather, of min(topk, V/TP) pairs a row.
+        log_softmax: candidates and the top values are log-probabilities; False: logits over the
+            temperature.
         {shared}
 
     Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one more for each
@@ -145,7 +163,8 @@ def vocab_parallel_token_stats(
     """
     source = given_logits(vocab_parallel_logits, **shared)
     wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
-    return token_stats(source, target, wanted, ignore_index)
+    also = Also(candidate_ids, topk, log_softmax)
+    return token_stats(source, target, wanted, ignore_index, also)
 
 
 @shared_keywords(StatisticsKeywords, given_logits)
@@ -231,6 +250,9 @@ def linear_token_stats(
     sum_pi_squared: bool = False,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
+    candidate_ids: Tensor | None = None,
+    topk: int | None = None,
+    log_softmax: bool = True,
     invariant_segments: int | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> TokenStats:
@@ -253,6 +275,8 @@ def linear_token_stats(
         entropy, target_rank, sum_pi_squared, ignore_index, label_smoothing: as in
             `vocab_parallel_token_stats`. The rank's threshold is a dot product: columns within its
             rounding of the target count either way.
+        candidate_ids, topk, log_softmax: as in `vocab_parallel_token_stats`, from the same GEMMs;
+            with topk a tile of rows spans all of a rank's columns, as in `linear_topk`.
         invariant_segments: g: values are the same bits for every TP size that divides g, every
             chunk_size and whatever other rows are in the call, as in `vocab_parallel_token_stats`;
             GEMMs are made in tiles of one fixed shape. The gradients of weight, bias and hidden
@@ -308,4 +332,5 @@ def linear_token_stats(
         hidden, weight, invariant_segments=invariant_segments, may_round=True, **shared
     )
     wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
-    return token_stats(source, target, wanted, ignore_index)
+    also = Also(candidate_ids, topk, log_softmax)
+    return token_stats(source, target, wanted, ignore_index, also)

@@ -101,6 +101,7 @@ def topk_kl_div(
     ids: Tensor,
     divergence: TopKDivergence,
     ignore_index: int | None,
+    teacher_lse: Tensor | None = None,
 ) -> Tensor:
     """`vocab_parallel_topk_kl_div` of any source."""
     name = "teacher_logprobs"
@@ -111,6 +112,11 @@ def topk_kl_div(
     shape = torch.Size((*source.lead, teacher.shape[-1]))
     check_shape(name, teacher, shape, source.device)
     teacher = teacher.detach().to(acc_dtype(teacher.dtype))
+    if teacher_lse is not None:
+        lse = unwrap_rows(teacher_lse, "teacher_lse")
+        check_float_tensor("teacher_lse", lse, min_dim=0)
+        check_shape("teacher_lse", lse, source.lead, source.device)
+        teacher = teacher - lse.detach().to(teacher.dtype).unsqueeze(-1)
     ids = check_target(ids, shape, source.device, name="ids")
     student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)
     if ignore_index is None:
@@ -131,6 +137,7 @@ def vocab_parallel_topk_kl_div(
     beta: float = 0.5,
     tail: str | None = None,
     generalized: bool = False,
+    teacher_lse: Tensor | None = None,
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor:
@@ -157,6 +164,10 @@ def vocab_parallel_topk_kl_div(
             "renormalize": both sides are normalized over the k ids, as SFT on cached top-k does.
         generalized: a log(a / b) - a + b at each id in place of a log(a / b): never negative, and
             0 only where both sides are equal. With tail None or "ignore", which None is then.
+        teacher_lse: None, or float `[...]`, the log-sum-exp of the teacher's logits over its whole
+            vocabulary, at the temperature of teacher_logprobs, which are its logits then. For a
+            teacher that is known at a subset of ids (a draft's vocabulary): with tail "bin" what it
+            gives to all others is one more id.
         ignore_index: as in `vocab_parallel_gather`.
         {shared}
 
@@ -167,7 +178,7 @@ def vocab_parallel_topk_kl_div(
     """
     source = given_logits(student_logits, name="student_logits", **shared)
     divergence = TopKDivergence.of(kind, beta, tail, generalized)
-    return topk_kl_div(source, teacher_logprobs, ids, divergence, ignore_index)
+    return topk_kl_div(source, teacher_logprobs, ids, divergence, ignore_index, teacher_lse)
 
 
 @shared_keywords(HeadKeywords, head_logits)
@@ -181,6 +192,7 @@ def linear_topk_kl_div(
     beta: float = 0.5,
     tail: str | None = None,
     generalized: bool = False,
+    teacher_lse: Tensor | None = None,
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor:
@@ -195,7 +207,8 @@ def linear_topk_kl_div(
         Returns float32 `[s, b]` or `[n]` (float64 for float64 operands), the same on every TP rank.
 
     Args:
-        kind, beta, tail, generalized, ignore_index: as in `vocab_parallel_topk_kl_div`.
+        kind, beta, tail, generalized, teacher_lse, ignore_index: as in
+            `vocab_parallel_topk_kl_div`.
         {shared}
 
     Cost, collectives and memory: those of `linear_gather` with log_softmax.
@@ -205,4 +218,4 @@ def linear_topk_kl_div(
     """
     source = head_logits(hidden, weight, **shared)
     divergence = TopKDivergence.of(kind, beta, tail, generalized)
-    return topk_kl_div(source, teacher_logprobs, ids, divergence, ignore_index)
+    return topk_kl_div(source, teacher_logprobs, ids, divergence, ignore_index, teacher_lse)

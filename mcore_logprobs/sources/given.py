@@ -39,6 +39,7 @@ from mcore_logprobs.sources.source import (
     check_segments,
     entry_gradients,
 )
+from mcore_logprobs.sources.vocab_bias import Ids, LogitBias, vocab_bias
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class GivenOptions:
         chunk_size: rows at a time where a backend makes float32 copies; None: from a budget.
         segments: the segments that statistics are taken by, or None.
         inplace_backward: the gradient is written over the logits.
+        disallowed: global ids that may not come, a constant; or None.
     """
 
     shard: VocabShard
@@ -65,9 +67,12 @@ class GivenOptions:
     backend: backends.Backend
     segments: Segments | None
     inplace_backward: bool
+    disallowed: Tensor | None = None
 
-    def bind(self, logits: Tensor, temperature: Tensor | None = None) -> GivenLogits:
-        return GivenLogits(self, logits, temperature)
+    def bind(
+        self, logits: Tensor, bias: Tensor | None = None, temperature: Tensor | None = None
+    ) -> GivenLogits:
+        return GivenLogits(self, logits, bias, temperature)
 
 
 class GivenLogits:
@@ -77,14 +82,21 @@ class GivenLogits:
     another layout is copied, for a compiled backend. Rows are walked as they lie in memory:
     `[b, s]` and `[s, b]`, transposed views and slices such as `logits[:, :-1]` all become a few 2-D
     views with one row stride each.
+
+    Args:
+        bias: `[V/TP]`, added before the temperature, a constant; or None.
     """
 
     recomputed = False
 
     def __init__(
-        self, options: GivenOptions, logits: Tensor, temperature: Tensor | None = None
+        self,
+        options: GivenOptions,
+        logits: Tensor,
+        bias: Tensor | None = None,
+        temperature: Tensor | None = None,
     ) -> None:
-        self.options, self.tensors = options, (logits, temperature)
+        self.options, self.tensors, self.bias = options, (logits, bias, temperature), bias
         self.shard, self.lead = options.shard, options.lead
         self.device, self.acc_dtype = logits.device, acc_dtype(logits.dtype)
         self.count, self.linear = self.lead.numel(), options.softcap is None
@@ -94,7 +106,9 @@ class GivenLogits:
         if temperature is not None:
             self.temperature = self.flatten_rows(temperature)
         self.multiplier = logit_multiplier(
-            self.temperature, options.logit_scale, is_raw=options.softcap is None
+            self.temperature,
+            options.logit_scale,
+            is_raw=options.softcap is None and bias is None,
         )
         if logits.stride(-1) != 1 and options.backend is not reference:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
@@ -184,9 +198,10 @@ class GivenLogits:
         where: Any = (*at, columns)
         copy = base[where]
         chunk = self._chunk(copy, rows, columns)
-        if index is None or self.tensors[1] is None:
+        own = self.tensors[-1]
+        if index is None or own is None:
             return chunk
-        return replace(chunk, temperature=self.tensors[1][at])
+        return replace(chunk, temperature=own[at])
 
     def _chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
         return Chunk(
@@ -195,17 +210,23 @@ class GivenLogits:
             logit_scale=self.options.logit_scale,
             softcap=self.options.softcap,
             temperature=per_row(self.temperature, rows),
+            bias=None if self.bias is None else self.bias[columns],
         )
 
     def target_logits(self, local_target: Tensor) -> Tensor:
         found = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
-        return torch.cat(found).to(self.acc_dtype)
+        raw = torch.cat(found).to(self.acc_dtype)
+        if self.bias is None:
+            return raw
+        own = torch.where(local_target >= 0, self.bias[local_target.clamp(min=0)], 0.0)
+        return torch.stack([raw, own.to(raw.dtype)])
 
     def unscaled_logits(self, entries: Entries) -> Tensor:
         x = unscaled_logits(
             self._raw_logits(entries),
             logit_scale=self.options.logit_scale,
             softcap=self.options.softcap,
+            bias=None if self.bias is None else self.bias[entries.column.clamp(min=0)],
         )
         return torch.where(entries.column >= 0, x, 0.0)
 
@@ -238,6 +259,8 @@ def given_logits(
     backend: str = "auto",
     invariant_segments: int | None = None,
     inplace_backward: bool = False,
+    logit_bias: LogitBias | None = None,
+    disallowed_ids: Ids | None = None,
     name: str = "vocab_parallel_logits",
     prefix: str = "",
 ) -> GivenLogits:
@@ -263,6 +286,7 @@ def given_logits(
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
     shard = VocabShard.of(width, group, vocab_size)
     segments = check_segments(shard, invariant_segments)
+    added = vocab_bias(logit_bias, disallowed_ids, shard, device, acc_dtype(logits.dtype))
     if inplace_backward:
         _check_inplace_backward(logits)
     dims, strides = tuple(range(len(lead))), logits.stride()
@@ -278,8 +302,10 @@ def given_logits(
         backend=backends.select(backend, logits, invariant=segments is not None),
         segments=segments,
         inplace_backward=inplace_backward,
+        disallowed=None if added is None else added.disallowed,
     )
-    return options.bind(logits, temperature if isinstance(temperature, Tensor) else None)
+    own = temperature if isinstance(temperature, Tensor) else None
+    return options.bind(logits, None if added is None else added.values, own)
 
 
 def _check_inplace_backward(logits: Tensor) -> None:

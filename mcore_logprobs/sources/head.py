@@ -59,6 +59,7 @@ from mcore_logprobs.sources.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import HiddenRows, RowSelection, Tiling, check_rows
 from mcore_logprobs.sources.source import Entries, Placed, check_segments
+from mcore_logprobs.sources.vocab_bias import Ids, LogitBias, vocab_bias
 
 
 class HeadTensors(NamedTuple):
@@ -91,6 +92,7 @@ class HeadOptions:
         segments: the segments that statistics are taken by, or None.
         main_grad: where the weight's gradient goes, or None.
         saved: what a backward may be spared of, or None.
+        disallowed: global ids that may not come, a constant; or None.
     """
 
     shard: VocabShard
@@ -111,6 +113,7 @@ class HeadOptions:
     lora_scale: float
     main_grad: MainGrad | None
     saved: SavedBytes | None
+    disallowed: Tensor | None = None
 
     def bind(self, *tensors: Any) -> HeadLogits:
         return HeadLogits(self, HeadTensors(*tensors))
@@ -439,6 +442,8 @@ def head_logits(
     chunk_size: int | None = None,
     backend: str = "auto",
     invariant_segments: int | None = None,
+    logit_bias: LogitBias | None = None,
+    disallowed_ids: Ids | None = None,
     may_round: bool = False,
     prefix: str = "",
 ) -> HeadLogits:
@@ -490,6 +495,9 @@ def head_logits(
     accumulated = acc_dtype(compute_dtype)
     a, b = (None, None) if lora is None else lora[:2]
     own = temperature if isinstance(temperature, Tensor) else None
+    added = vocab_bias(logit_bias, disallowed_ids, shard, device, accumulated)
+    if added is not None:
+        bias = added.values if bias is None else bias.to(accumulated) + added.values
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, own
     options = HeadOptions(
         shard=shard,
@@ -510,6 +518,7 @@ def head_logits(
         lora_scale=1.0 if lora is None else float(lora[2]),
         main_grad=main_grad,
         saved=SavedBytes(saved_bytes) if saved_bytes else None,
+        disallowed=None if added is None else added.disallowed,
     )
     # A backend that is unavailable is refused here, before any collective.
     backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)

@@ -70,6 +70,7 @@ AXES: dict[str, Sequence[Any]] = {
     "upstream": ("all", "one output", "some rows"),
     "budgets": ("shipped", *BUDGETS),
     "vocab": (VOCAB, 102, 66),
+    "logit_bias": (None, "pairs", "columns", "disallowed"),
 }
 LOGITS_AXES: dict[str, Sequence[Any]] = {
     "lead": tuple(LEADS),
@@ -134,6 +135,9 @@ def allowed(op: Operation, setting: Setting) -> bool:
         or (s("values") == "large" and s("logits_dtype", "float32") != "float32")
         or (s("invariant_segments") and (s("lora") or s("vocab", VOCAB) % SEGMENTS))
         or (s("vocab_size") == 95 and s("vocab", 102) != 102)
+        or (s("values") in ("far", "large") and s("logit_bias"))  # whose sum is rounded
+        or (s("logit_bias") in ("columns", "disallowed") and op.support)
+        or (s("logit_bias") == "disallowed" and s("replay"))  # a record has no such id
         or (s("tampered") and s("checkpoint", "none") != "none")  # recomputed from the new values
     )
 
@@ -255,6 +259,7 @@ class Problem:
     def __init__(self, case: Case) -> None:
         s, op = case.setting, case.operation
         lead, dtype = shape_of(s["lead"]), getattr(torch, s["dtype"])
+        self.columns = s.get("vocab", VOCAB)
         columns, width = s.get("vocab", VOCAB), s.get("h", WIDTH)
         true, ignored = s.get("vocab_size") or columns, s.get("ignored", False)
         generator = case.generator("tensors")
@@ -272,6 +277,7 @@ class Problem:
             self.head["A"] = draw.spread(LORA_RANK, width, step=1 / 4)
             self.head["B"] = draw.spread(columns, LORA_RANK, step=1 / 4)
         self.side = op.side(draw)
+        self.vocab_bias = vocab_bias_of(s.get("logit_bias"), columns, generator)
         kind = s.get("temperature", "one")
         self.temperature: float | Tensor = {"one": 1.0, "number": 0.7}.get(kind, 0.0)
         if not self.temperature:
@@ -292,9 +298,32 @@ class Problem:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the call by name."""
-        return self.head | tensors_of(
-            self.side | {"temperature": self.temperature, "rows": self.rows}
-        )
+        more = {"temperature": self.temperature, "rows": self.rows}
+        return self.head | tensors_of(self.side | self.vocab_bias | more)
+
+    def bias_of_ids(self) -> Tensor | None:
+        """`[V]` float64: all that `vocab_bias` adds to the logits."""
+        if not self.vocab_bias:
+            return None
+        bias = torch.zeros(self.columns, dtype=torch.float64)
+        for number, x in self.vocab_bias.get("pairs", {}).items():
+            bias[number] = x
+        bias += self.vocab_bias.get("logit_bias", 0.0)
+        bias[self.vocab_bias.get("disallowed_ids", [])] = -torch.inf
+        return bias
+
+
+def vocab_bias_of(kind: str | None, columns: int, generator: torch.Generator) -> dict[str, Any]:
+    """The keywords that shift or forbid ids; `logit_bias` of pairs by the name "pairs"."""
+    if kind is None:
+        return {}
+    if kind == "disallowed":
+        return {"disallowed_ids": torch.tensor([7, 2, 7])}
+    if kind == "pairs":
+        return {"pairs": {0: 1.5, 4: -2.25, 9: 0.75}}
+    bias = torch.randint(-8, 9, (columns,), generator=generator) / 4.0
+    bias[3::5] = -torch.inf
+    return {"logit_bias": bias}
 
 
 def named_rows(kind: str | None, count: int, generator: torch.Generator) -> Tensor | None:

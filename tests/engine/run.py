@@ -112,6 +112,9 @@ def place(case: Case, problem: Problem) -> Placed:
         keywords["rows"] = problem.rows
     if "logits_dtype" in told:
         keywords["logits_dtype"] = getattr(torch, s["logits_dtype"])
+    for name, given in problem.vocab_bias.items():
+        own = cut(given, 0, s["tp"]) if name == "logit_bias" else given
+        keywords["logit_bias" if name == "pairs" else name] = own
     if "bias" in views:
         keywords["bias"] = views["bias"]
     if "A" in views:
@@ -250,6 +253,7 @@ def refusals(case: Case) -> list[tuple[str, str, list[str]]]:
         "lora",
         "backend",
     }
+    taken |= {"disallowed_ids"} if "logit_bias" in taken else set()
     taken -= {*op.without, *op.passed_on} | ({"bias", "lora"} if case.source == "logits" else set())
     shared = [({n: bad}, words) for n in MISTAKES if n in taken for bad, words in MISTAKES[n]]
     together = [(bad, words) for bad, words in MISTAKES_TOGETHER if taken.issuperset(bad)]
@@ -404,9 +408,13 @@ def _reference_block(
     own = problem.temperature
     if isinstance(own, Tensor):
         own = own.expand(problem.lead)[part].unsqueeze(-1).to(dtype)
+    added = problem.bias_of_ids()
+    bias = x.get("bias")
+    if added is not None:
+        bias = added.to(dtype) if bias is None else bias + added.to(dtype)
     z = finished_logits(
         raw,
-        bias=x.get("bias"),
+        bias=bias,
         logit_scale=s.get("logit_scale", 1.0),
         softcap=s.get("softcap"),
         temperature=own,  # type: ignore[arg-type]
@@ -416,6 +424,7 @@ def _reference_block(
     options = {name: s[name] for name in op.options}
     numbers = {name: v for name, v in side.items() if not isinstance(v, Tensor | tuple)}
     told = {"temperature": own, "vocab_size": s.get("vocab_size"), "logits_dtype": rounding}
+    told["vocab_bias"] = None if added is None else added.to(dtype)
     told["rows"] = None if problem.rows is None else problem.rows[part]
     told["first_row"] = 0 if part is ... else part.start * math.prod(problem.lead[1:])
     outputs = op.truth(z, side, options | numbers | told)

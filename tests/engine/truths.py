@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -104,7 +105,7 @@ def whole_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     temperature = o["temperature"] if o["teacher_temperature"] is None else o["teacher_temperature"]
     teacher = finished_logits(
         raw,
-        bias=side.get("teacher_bias"),
+        bias=teacher_bias(side, o),
         logit_scale=o.get("teacher_logit_scale", 1.0),
         softcap=o.get("teacher_softcap"),
         temperature=temperature,
@@ -115,8 +116,14 @@ def whole_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     return {"values": divergence(logp, logq, o.get("kind", "cross entropy"), o.get("beta", 0.5))}
 
 
+def teacher_bias(side: Side, o: dict[str, Any]) -> Tensor | None:
+    own, added = side.get("teacher_bias"), o["vocab_bias"]
+    return added if own is None else own if added is None else own.to(added.dtype) + added
+
+
 def topk_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
     logp, logq = take(z.log_softmax(-1), side["ids"]), side["teacher_logprobs"].to(z.dtype)
+    logq = logq - side["teacher_lse"].to(z.dtype).unsqueeze(-1) if "teacher_lse" in side else logq
     tail = o["tail"] or ("ignore" if o["generalized"] else "bin")
     if tail == "renormalize":
         logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
@@ -127,20 +134,42 @@ def topk_divergence(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
 
 
 def filtered(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    if "kept_ids" in side:
-        kept = torch.zeros(z.shape, dtype=torch.bool).flatten(0, -2)
-        flat, bounds = side["kept_ids"]
-        for row, (start, end) in enumerate(itertools.pairwise(bounds)):
-            kept[row, flat[start:end]] = True
-        kept = kept.view(z.shape)
-        none = ~(kept & ~z.isneginf()).any(-1)  # of which log_softmax is NaN
-        logp = z.masked_fill(~(kept | none.unsqueeze(-1)), -torch.inf).log_softmax(-1)
-        return {"values": take(logp, side["target"]).masked_fill(none, -torch.inf)}
-    return {"values": take(kept_logits(z, o).log_softmax(-1), side["target"])}
+    found, target = {}, side["target"]
+    whole = z.log_softmax(-1)
+    if o["full"]:
+        found = {"full_logprobs": take(whole, target), "lse": z.logsumexp(-1)}
+    if "kept_ids" not in side:
+        return found | {"values": take(kept_logits(z, o).log_softmax(-1), target)}
+    kept = torch.zeros(z.shape, dtype=torch.bool).flatten(0, -2)
+    flat, bounds = side["kept_ids"]
+    for row, (start, end) in enumerate(itertools.pairwise(bounds)):
+        kept[row, flat[start:end]] = True
+    kept, missing = kept.view(z.shape), (bounds.diff() == 0).view(z.shape[:-1])
+    none = ~(kept & ~z.isneginf()).any(-1)  # of which log_softmax is NaN
+    logp = z.masked_fill(~(kept | none.unsqueeze(-1)), -torch.inf).log_softmax(-1)
+    values = take(logp, target).masked_fill(none, -torch.inf)
+    found["values"] = unrecorded(values, take(whole, target), missing, side)
+    if o["entropy"]:
+        entropy = torch.where(none, 0.0, entropy_of(logp))
+        found["kept_entropy"] = unrecorded(entropy, entropy_of(whole), missing, side)
+        found |= {"entropy": entropy_of(whole)} if o["full"] else {}
+    return found
+
+
+def unrecorded(of_record: Tensor, of_whole: Tensor, missing: Tensor, side: Side) -> Tensor:
+    """What rows without a record get instead."""
+    fill = of_whole if side.get("missing") == "full" else torch.zeros_like(of_whole)
+    return torch.where(missing, fill, of_record)
 
 
 def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
-    """-inf where top_k or top_p drops a column."""
+    """-inf where min_p, top_k or top_p drops a column."""
+    if o["min_p"] > 0.0:
+        logp = z.log_softmax(-1)
+        few = logp.exp() < o["min_p"] * logp.amax(-1, keepdim=True).exp()
+        # At exactly the limit no rounding decides.
+        few &= logp < logp.amax(-1, keepdim=True) + math.log(o["min_p"])
+        z = z.masked_fill(few, -torch.inf)
     if o["top_k"] is not None and 0 < o["top_k"] < z.shape[-1]:
         z = z.masked_fill(z < z.topk(o["top_k"]).values[..., -1:], -torch.inf)
     if o["top_p"] < 1.0:
@@ -148,6 +177,17 @@ def kept_logits(z: Tensor, o: dict[str, Any]) -> Tensor:
         dropped = p.cumsum(-1) - p >= o["top_p"]
         z = z.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
     return z
+
+
+def answered(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
+    found = statistics(z, side, o)
+    values = z.log_softmax(-1) if o["log_softmax"] else z
+    ids = side["candidate_ids"].expand(*z.shape[:-1], 3)
+    found["candidates"] = take(values, ids)
+    if o["topk"] is not None:
+        top = z.sort(dim=-1, descending=True, stable=True).indices[..., : o["topk"]]
+        found |= {"values": take(values, top), "ids": top}
+    return found
 
 
 def splitmix(state: Any, number: Any) -> Any:

@@ -1,0 +1,222 @@
+"""Statistics, log-probabilities of a few ids and the top k of each row, of one pass.
+
+Candidates travel in the statistics' all-gather, and all gradients are written at once: what
+`Statistics`, `EntryLogprobs` and `TopK` do one by one costs three passes and three gradients of the
+weight's size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.arguments import check_ids, global_to_local
+from mcore_logprobs.checks import check_flag
+from mcore_logprobs.collectives import all_gather_stack
+from mcore_logprobs.kernels.chunk import times_multiplier
+from mcore_logprobs.kernels.stats import (
+    IGNORED,
+    GradientTerms,
+    RowResults,
+    SoftmaxStats,
+    StatsSpec,
+    finalize,
+    gradient_coefficients,
+    merge,
+)
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.ops.topk import TopK, check_k
+from mcore_logprobs.sources.source import Placed, Source, Tile
+
+
+@dataclass(frozen=True)
+class Also:
+    """What is asked for beside statistics.
+
+    Attributes:
+        ids: `[k]`, the same of every row, or `[*lead, k]`, global; or None.
+        topk: how many of the largest; or None.
+        log_softmax: normalized over the whole vocabulary; False: the logits over the temperature.
+    """
+
+    ids: Tensor | None = None
+    topk: int | None = None
+    log_softmax: bool = True
+
+    def __post_init__(self) -> None:
+        check_flag("log_softmax", self.log_softmax)
+
+    @property
+    def nothing(self) -> bool:
+        return self.ids is None and self.topk is None
+
+
+class Found(NamedTuple):
+    """What `Answers` gives of each row, or the upstream gradients of it."""
+
+    statistics: RowResults
+    candidates: Any
+    values: Any
+    top_ids: Any
+
+    @classmethod
+    def of(cls, flat: Tensors) -> Found:
+        return cls(RowResults(*flat[:-3]), *flat[-3:])
+
+
+@dataclass(frozen=True)
+class Answers(Operation):
+    """The fields of a `Found`, flat.
+
+    Tensors: local targets `[n]`; the valid mask `[n]`; local ids `[n, j]`, and whether each of them
+    counts, where candidates are asked for.
+
+    Attributes:
+        topk: 0 for none.
+    """
+
+    spec: StatsSpec
+    label_smoothing: float
+    candidates: bool
+    topk: int
+    log_softmax: bool
+    ignored_values = (*IGNORED, 0.0, 0.0, 0.0)
+    rereads = "exact"
+
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        return _AnswersForward(self, source, tensors)
+
+    def backward(
+        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+    ) -> Backward:
+        local_target, valid_mask, *asked = tensors
+        *softmax, top_columns = saved
+        own, found = SoftmaxStats(*softmax), Found.of(upstream)
+        columns, entries = [], []
+        if found.candidates is not None:
+            columns.append(asked[0])
+            entries.append(torch.where(asked[1], found.candidates, 0.0))
+        if found.values is not None:
+            columns.append(top_columns)
+            entries.append(torch.where(valid_mask.unsqueeze(-1), found.values, 0.0))
+        results, any_entry = found.statistics, torch.zeros_like(valid_mask)
+        if entries:
+            on_entries = torch.cat(entries, -1)
+            any_entry = (on_entries != 0).any(-1)
+            if self.log_softmax:
+                # Of z - lse; entries that cancel leave 0, but a row that holds a NaN is NaN.
+                on_lse = -on_entries.sum(-1) + torch.where(any_entry, 0.0 * own.log_sum, 0.0)
+                results = results._replace(
+                    lse=on_lse if results.lse is None else results.lse + on_lse
+                )
+        spec, coef, on_target = gradient_coefficients(
+            results, own, valid_mask=valid_mask, label_smoothing=self.label_smoothing
+        )
+        coef = coef + torch.where(any_entry, 0.0 * own.log_sum, 0.0)
+        columns = [local_target.unsqueeze(-1), *columns]
+        incoming = torch.cat([on_target.unsqueeze(-1), *entries], -1)
+        terms = GradientTerms(torch.cat(columns, -1), incoming, own.row_max, coef, spec)
+        return LogitGradient(source, terms)
+
+
+class _AnswersForward(LocalStatistics):
+    def __init__(self, operation: Answers, source: Source, tensors: Tensors) -> None:
+        local_target, self._valid_mask, *asked = tensors
+        super().__init__(source, operation.spec, local_target)
+        self._operation, self._source = operation, source
+        self._local_ids = asked[0] if asked else local_target.new_zeros(source.count, 0)
+        shape = self._local_ids.shape
+        self._x = torch.zeros(shape, dtype=source.acc_dtype, device=source.device)
+        self._ids_mask = asked[1] if asked else None
+        self._largest = TopK(operation.topk).forward(source, ()) if operation.topk else None
+        self.reads = "blocks" if self._largest is None else "rows"
+
+    def see(self, placed: Placed) -> None:
+        rows = placed.rows
+        self._x[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
+        if self._largest is not None:
+            self._largest.see(placed)
+        super().see(placed)
+
+    def end_tile(self, tile: Tile, rows: slice) -> None:
+        super().end_tile(tile, rows)
+
+    def results(self) -> tuple[Tensors, Tensors]:
+        operation, spec, multiplier = self._operation, self.stats.spec, self.stats.multiplier
+        fields = len(spec.fields)
+        local = torch.cat([self.stats.whole(), self._x.t()])
+        shards = all_gather_stack(local, self._source.shard.group)
+        statistics, softmax = finalize(
+            merge(shards[:, :fields].contiguous(), spec, multiplier=multiplier),
+            spec,
+            multiplier=multiplier,
+            valid_mask=self._valid_mask,
+            label_smoothing=operation.label_smoothing,
+        )
+        candidates = values = ids = top_columns = None
+        log_sum, row_max = softmax.log_sum.unsqueeze(-1), softmax.row_max.unsqueeze(-1)
+        if self._ids_mask is not None:
+            x = shards[:, fields:].sum(0).t()
+            if operation.log_softmax:
+                candidates = times_multiplier(x - row_max, multiplier) - log_sum
+            else:
+                candidates = times_multiplier(x, multiplier)
+            candidates = torch.where(self._ids_mask, candidates, 0.0)
+        if self._largest is not None:
+            (values, ids), (top_columns,) = self._largest.results()
+            if operation.log_softmax:
+                values = values - times_multiplier(row_max, multiplier) - log_sum
+            keep = self._valid_mask.unsqueeze(-1)
+            values, ids = torch.where(keep, values, 0.0), torch.where(keep, ids, 0)
+        return (*statistics, candidates, values, ids), (*softmax, top_columns)
+
+
+def answers(
+    source: Any,
+    local_target: Tensor,
+    valid_mask: Tensor,
+    spec: StatsSpec,
+    label_smoothing: float,
+    also: Also,
+    ignore_index: int | None,
+) -> TokenStats:
+    """`token_stats` of checked targets, and what is asked for besides.
+
+    Collectives: one all-gather of `[k + j, n]`, and one of the top k's pairs.
+
+    Raises:
+        ValueError: ids of another shape or out of range, a k out of range, invariant segments.
+    """
+    if source.options.segments is not None:
+        raise ValueError(
+            "invariant_segments: expected None with candidate ids or a top k, which are not "
+            "batch-invariant"
+        )
+    per_token = [local_target, valid_mask]
+    if also.ids is not None:
+        ids = also.ids
+        if isinstance(ids, Tensor) and ids.dim() == 1 and len(source.lead) > 0:
+            ids = ids.expand(*source.lead, ids.shape[0])
+        ids = check_ids(ids, source.lead, source.device)
+        local_ids, counted = global_to_local(ids, source.shard, ignore_index, name="ids")
+        counted = counted & valid_mask.unsqueeze(-1)
+        per_token += [torch.where(counted, local_ids, -1), counted]
+    if also.topk is not None:
+        check_k(also.topk, source.shard)
+    source = source.compacted(valid_mask)
+    if also.topk is not None:
+        source = source.in_whole_rows()
+    operation = Answers(
+        spec, label_smoothing, also.ids is not None, also.topk or 0, also.log_softmax
+    )
+    found = Found.of(apply(operation, source, *per_token))
+    return TokenStats(
+        **found.statistics._asdict(),
+        candidates=found.candidates,
+        topk=None if also.topk is None else (found.values, found.top_ids),
+    )

@@ -1,0 +1,147 @@
+"""A bias on ids, and ids that may not come, as one vector over a rank's columns.
+
+Both apply before the temperature, as inference engines apply them, and to every row alike. There is
+no `[n, V/TP]` mask: the vector is what a head's own bias is to a chunk of logits.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.groups import VocabShard
+
+LogitBias = Mapping[int, float] | Sequence[tuple[int, float]] | Tensor
+Ids = Tensor | Sequence[int]
+
+
+class VocabBias(NamedTuple):
+    """Attributes:
+    values: `[V/TP]` float32 (float64), added to the logits; -inf where an id may not come.
+    disallowed: int64 `[k]` global ids that are -inf, as far as every rank knows them.
+    """
+
+    values: Tensor
+    disallowed: Tensor
+
+
+def vocab_bias(
+    logit_bias: LogitBias | None,
+    disallowed_ids: Ids | None,
+    shard: VocabShard,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> VocabBias | None:
+    """The checked vector, new; None where nothing was given.
+
+    Args:
+        logit_bias: `{id: x}` of global ids or pairs of them, or this rank's `[V/TP]`.
+        disallowed_ids: integers `[k]`, global ids, on any device, repeated or not.
+
+    Raises:
+        ValueError: on every rank, for another type or shape, and for values on the CPU (on CUDA a
+            device-side assert): an id outside [0, vocab_size), a bias that is NaN or +inf, no id
+            left (of an `[V/TP]` bias where one rank has all of them).
+    """
+    if logit_bias is None and disallowed_ids is None:
+        return None
+    values = torch.zeros(shard.width, dtype=dtype, device=device)
+    gone = torch.empty(0, dtype=torch.int64)
+    if isinstance(logit_bias, Tensor):
+        values = _of_columns(logit_bias, shard, device).to(dtype, copy=True)
+    elif logit_bias is not None:
+        pairs = _pairs(logit_bias, shard)
+        gone = torch.tensor([i for i, x in pairs if x == -torch.inf], dtype=torch.int64)
+        own = [(i - shard.start, x) for i, x in pairs if shard.start <= i < shard.end]
+        if own:
+            columns, added = zip(*own, strict=True)
+            values[torch.tensor(columns, device=device)] = torch.tensor(
+                added, dtype=dtype, device=device
+            )
+    if disallowed_ids is not None:
+        gone = torch.cat([gone.to(device), _ids(disallowed_ids, shard).to(device)])
+        local = gone - shard.start
+        inside = (local >= 0) & (local < shard.width)
+        flags = torch.zeros(shard.width + 1, dtype=torch.bool, device=device)
+        flags[torch.where(inside, local, shard.width)] = True
+        values.masked_fill_(flags[:-1], -torch.inf)
+    gone = gone.to(device)
+    _check_some_left(values, gone, shard)
+    return VocabBias(values, gone)
+
+
+def _of_columns(bias: Tensor, shard: VocabShard, device: torch.device) -> Tensor:
+    if not bias.is_floating_point() or bias.shape != (shard.width,):
+        raise ValueError(
+            f"logit_bias: expected {{id: x}} or floating-point [V/TP] = [{shard.width}], got "
+            f"{bias.dtype} of shape {tuple(bias.shape)}"
+        )
+    if bias.device != device:
+        raise ValueError(f"logit_bias: expected device {device}, got {bias.device}")
+    if bias.requires_grad:
+        raise ValueError("logit_bias: requires a gradient, but none flows to it; detach it")
+    fits = (bias < torch.inf).all()
+    if device.type != "cpu":
+        torch._assert_async(fits, "logit_bias: NaN or inf")
+    elif not fits:
+        bad = bias[~(bias < torch.inf)]
+        raise ValueError(f"logit_bias: expected finite numbers or -inf, got {bad[:8].tolist()}")
+    return bias
+
+
+def _pairs(logit_bias: Any, shard: VocabShard) -> list[tuple[int, float]]:
+    pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else list(logit_bias)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"logit_bias: expected {{id: x}} or [V/TP], got {pair!r}")
+        number, x = pair
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(f"logit_bias: expected ids as ints, got {number!r}")
+        if not 0 <= number < shard.vocab_size:
+            raise ValueError(f"logit_bias: expected ids in [0, {shard.vocab_size}), got {number}")
+        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not x < torch.inf:
+            raise ValueError(
+                f"logit_bias: expected finite numbers or -inf, got {x!r} for id {number}"
+            )
+    return [(number, float(x)) for number, x in pairs]
+
+
+def _ids(ids: Any, shard: VocabShard) -> Tensor:
+    """int64 `[k]` on the device where they are."""
+    if not isinstance(ids, Tensor):
+        if not isinstance(ids, Sequence) or any(
+            isinstance(i, bool) or not isinstance(i, int) for i in ids
+        ):
+            raise ValueError(f"disallowed_ids: expected integers [k], got {ids!r}")
+        ids = torch.tensor(list(ids), dtype=torch.int64)
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"disallowed_ids: expected integers [k], got {ids.dtype} of shape {tuple(ids.shape)}"
+        )
+    inside = (ids >= 0) & (ids < shard.vocab_size)
+    if ids.device.type != "cpu":
+        torch._assert_async(inside.all(), f"disallowed_ids: id outside [0, {shard.vocab_size})")
+    elif not bool(inside.all()):
+        raise ValueError(
+            f"disallowed_ids: expected ids in [0, {shard.vocab_size}), got "
+            f"{ids[~inside][:8].tolist()}"
+        )
+    return ids.long()
+
+
+def _check_some_left(values: Tensor, gone: Tensor, shard: VocabShard) -> None:
+    expected = "disallowed_ids: expected an id that may come"
+    if values.device.type != "cpu":
+        if shard.tp_size == 1:
+            some = (values[: shard.vocab_size] > -torch.inf).any()
+            torch._assert_async(some, expected)
+        return
+    none = gone.numel() >= shard.vocab_size and gone.unique().numel() == shard.vocab_size
+    if shard.tp_size == 1:
+        none = none or not bool((values[: shard.vocab_size] > -torch.inf).any())
+    if none:
+        raise ValueError(f"{expected}, got all {shard.vocab_size} of the vocabulary")

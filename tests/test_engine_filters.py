@@ -1,0 +1,94 @@
+"""Filters as engines have them: vLLM's order, and transformers' own processors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import mcore_logprobs as ml
+
+ROWS, VOCAB = 20, 151
+FILTERS = [
+    {"min_p": 0.05},
+    {"min_p": 0.3, "top_k": 7},
+    {"min_p": 0.02, "top_p": 0.7},
+    {"min_p": 0.01, "top_k": 20, "top_p": 0.9},
+    {"min_p": 1.0},
+]
+
+
+def logits() -> Tensor:
+    """From nearly flat rows to peaked ones; the second half are multiples of 1/8, which tie."""
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randn(ROWS, VOCAB, generator=generator) * torch.logspace(-2, 0.8, ROWS).unsqueeze(-1)
+    return torch.cat([z[::2], (z[1::2] * 8).round() / 8])
+
+
+def kept_by_us(z: Tensor, temperature: float, **filters: float) -> Tensor:
+    """bool `[n, V]`: the ids whose log-probability is finite."""
+    n, v = z.shape
+    every = torch.arange(v).repeat_interleave(n)
+    found = ml.vocab_parallel_sampling_logprobs(
+        z.repeat(v, 1), every, temperature=temperature, **filters
+    )
+    return found.view(v, n).t().isfinite()
+
+
+def vllm(z: Tensor, temperature: float, min_p: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """vLLM's sampler in float64: temperature, min-p, then both filters on one ascending sort."""
+    z = z.double() / temperature
+    p = z.softmax(-1)
+    z = z.masked_fill(p < min_p * p.amax(-1, keepdim=True) * (1 - 1e-12), -torch.inf)
+    ascending, order = z.sort(dim=-1, descending=False, stable=True)
+    if top_k:
+        kth = ascending[:, -top_k].unsqueeze(-1)
+        ascending = ascending.masked_fill(ascending < kth, -torch.inf)
+    if top_p < 1.0:
+        dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        dropped[:, -1] = False
+        ascending = ascending.masked_fill(dropped, -torch.inf)
+    return torch.empty_like(z).scatter(-1, order, ascending).isfinite()
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_kept_tokens_are_those_of_vllm(filters: dict, temperature: float) -> None:
+    z = logits()
+    ours, theirs = kept_by_us(z, temperature, **filters), vllm(z, temperature, **filters)
+    # Of equal logits at the top-p cut vLLM keeps the last, we the first: as many of each value.
+    assert torch.equal(ours.sum(-1), theirs.sum(-1))
+    for kept in (ours, theirs):
+        smallest = z.masked_fill(~kept, math.inf).amin(-1)
+        assert (smallest >= z.masked_fill(kept, -math.inf).amax(-1)).all()
+    assert 0 < theirs.sum() < theirs.numel()
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_kept_tokens_are_those_of_transformers(filters: dict) -> None:
+    """In our order the same tokens; in transformers' own, min-p last, never fewer."""
+    process = pytest.importorskip("transformers.generation.logits_process")
+    z = logits()[: ROWS // 2]  # without ties, of which transformers' sort keeps any
+    steps = {
+        "temperature": process.TemperatureLogitsWarper(0.7),
+        "min_p": process.MinPLogitsWarper(filters["min_p"]),
+    }
+    if "top_k" in filters:
+        steps["top_k"] = process.TopKLogitsWarper(filters["top_k"])
+    if "top_p" in filters:
+        steps["top_p"] = process.TopPLogitsWarper(filters["top_p"])
+
+    def kept(names: tuple[str, ...]) -> Tensor:
+        found = z.double()
+        for name in names:
+            found = steps[name](None, found) if name in steps else found
+        return found.isfinite()
+
+    ours = kept_by_us(z, 0.7, **filters)
+    assert torch.equal(ours, kept(("temperature", "min_p", "top_k", "top_p")))
+    own = kept(("temperature", "top_k", "top_p", "min_p"))
+    assert (own | ~ours).all()
+    if "top_p" not in filters:
+        assert torch.equal(ours, own)
