@@ -74,11 +74,11 @@ class DeferredLogits:
         self.scale = scale
         self.sequence_parallel = sequence_parallel
         self.tp_group = tp_group
-        self._compute = compute
-        self._call_head = call_head
+        self.compute = compute
+        self.call_head = call_head
         self._unscaled = unscaled
         self._apply_scale = apply_scale
-        self._computed: dict[bool, Tensor] = {}
+        self.computed: dict[bool, Tensor] = {}
         self._versions: dict[bool, int] = {}
         self._largest: torch.return_types.max | None = None
 
@@ -89,9 +89,9 @@ class DeferredLogits:
         goes back to its shard after the layer's forward (FSDP), the layer is called again, so that
         its hooks gather the weight around `fn`.
         """
-        if self._call_head is None:
+        if self.call_head is None:
             return fn(self.hidden, self.weight)
-        return self._call_head(fn)
+        return self.call_head(fn)
 
     def operands(self, hidden: Tensor, weight: Tensor) -> Operands:
         """What is multiplied, from the arguments of a function in `with_head`.
@@ -114,13 +114,13 @@ class DeferredLogits:
         those of the output layer's forward (an all-gather under sequence parallelism).
         """
         grad = torch.is_grad_enabled()
-        if grad not in self._computed:
+        if grad not in self.computed:
             if self._unscaled is None:
-                logits = self.with_head(self._compute)
+                logits = self.with_head(self.compute)
             else:
                 logits = self._apply_scale(self._unscaled.materialize())
-            self._computed[grad], self._versions[grad] = logits, logits._version
-        return self._computed[grad]
+            self.computed[grad], self._versions[grad] = logits, logits._version
+        return self.computed[grad]
 
     def computed(self) -> Tensor | None:
         """The real logits where they exist for the grad mode that is on, else None.
@@ -147,7 +147,7 @@ class DeferredLogits:
 
     def is_ancestor_of(self, logits: Tensor) -> bool:
         """Whether the gradient of `logits` reaches the logits computed here."""
-        mine = self._computed.get(True)
+        mine = self.computed.get(True)
         if mine is None or mine.grad_fn is None:
             return mine is not None and logits is mine
         frontier, seen = [logits.grad_fn], set()
@@ -173,8 +173,8 @@ class DeferredLogits:
             lora=self.lora,
             output_dtype=self.output_dtype,
             scale=self.scale * factor,
-            compute=self._compute,
-            call_head=self._call_head,
+            compute=self.compute,
+            call_head=self.call_head,
             unscaled=self,
             apply_scale=apply,
         )
@@ -262,7 +262,7 @@ class DeferredLogits:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_Deferred") or "_compute" not in self.__dict__:
+        if name.startswith("_Deferred") or "compute" not in self.__dict__:
             raise AttributeError(name)  # half built: copy and pickle look around
         return getattr(self.materialize(), name)
 
@@ -384,7 +384,11 @@ class DeferringHead:
             compute=real,
             call_head=call_again if reshards_after_forward(layer) else None,
         )
-        return self.latest, base.bias if base.skip_bias_add else None
+        return self._given_out(self.latest), base.bias if base.skip_bias_add else None
+
+    def _given_out(self, deferred: DeferredLogits) -> Any:
+        """What the layer's caller gets for a deferred call."""
+        return deferred
 
     def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, Any]) -> str:
         reason = self.refusal() or call_reason(self.layer, weight, gather=bool(gather))

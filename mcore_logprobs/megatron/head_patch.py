@@ -16,7 +16,12 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import NOT_TOLD, Call, OpenBlocks, Running, check_shifted
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
-from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
+from mcore_logprobs.megatron.head_loss import (
+    check_gradient,
+    head_output,
+    lazy_mtp_loss,
+    mtp_loss,
+)
 from mcore_logprobs.megatron.heads import (
     HeadReport,
     check_head,
@@ -30,8 +35,10 @@ from mcore_logprobs.megatron.heads import (
     scale_reason,
     softcap_reason,
 )
+from mcore_logprobs.megatron.lazy import lazy_logits
 from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
+from mcore_logprobs.sources.lazy import LazyLogits
 
 # Of Megatron's dev branch: whether the output layer is asked for its own loss.
 _OWN_HEAD_LOSS = "fuse_linear_cross_entropy"
@@ -150,6 +157,28 @@ class HeadPatch(DeferringHead):
 
     # What the model calls.
 
+    @property
+    def _without_labels(self) -> bool:
+        return bool(self._running) and self._running[-1].labels is None
+
+    @property
+    def _wants_lazy(self) -> bool:
+        """Whether a call without labels is to give lazy logits; a sampler's gets real ones."""
+        return self.call.config.logits == "lazy" and not self._running[-1].samples
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the output layer's."""
+        output = super().forward(*args, **kwargs)
+        if self.reason and self._without_labels and self._wants_lazy and self.model is not None:
+            require_fused(self.call.config, self.reason, head_tp_group(self.layer))
+        return output
+
+    def _given_out(self, deferred: DeferredLogits) -> Any:
+        if not self._without_labels:
+            return deferred
+        self.latest = None
+        return lazy_logits(deferred, self.base, self.call.config)
+
     def scale_logits(self, logits: Any) -> Any:
         """In place of `model._scale_logits`."""
         original = self.original("_scale_logits")
@@ -193,7 +222,7 @@ class HeadPatch(DeferringHead):
         if self.model is None:
             return "its model is gone"
         config = self.call.config
-        if self._running and self._running[-1].labels is None:
+        if self._without_labels and not self._wants_lazy:
             return "there are no labels"
         if not config.fused:
             return "fused=False"
@@ -212,6 +241,10 @@ class HeadPatch(DeferringHead):
         running.reached |= main
         if main and not (self.own_loss and call.is_plain):
             return head_output(labels, logits, call, head=self, tp_group=tp_group)
+        if isinstance(logits, LazyLogits) and not self.own_loss:
+            return lazy_mtp_loss(
+                labels, logits, call.config, tp_group=tp_group, loss_mask=running.loss_mask
+            )
         if not isinstance(logits, DeferredLogits):
             check_gradient(logits, self.latest)
         elif self.own_loss:
@@ -277,7 +310,9 @@ class _WithLabels:
                 "rows: expected mtp='off' for a model with multi-token prediction, whose losses "
                 "are of whole sequences (PatchHandle.options(mtp='off'))"
             )
-        running = Running(labels, given["loss_mask"])
+        contexts = (given["inference_context"], given["inference_params"])
+        samples = any(x is not None and x is not NOT_TOLD for x in contexts)
+        running = Running(labels, given["loss_mask"], samples=samples)
         with patch.running(running):
             if labels is None or mtp == "keep":
                 output = wrapped(*given.args, **given.kwargs)

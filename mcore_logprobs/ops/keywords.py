@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import torch
 
 from mcore_logprobs.consistency import VARIABLE, comparing
+from mcore_logprobs.sources.lazy import calling_layer
 from mcore_logprobs.spelling import nearest
 
 if TYPE_CHECKING:
@@ -142,6 +143,9 @@ def shared_keywords(
                     f"{function.__name__}() got an unexpected keyword argument {unknown!r}"
                     f"{nearest(unknown, known)}"
                 )
+            head = calling_layer((args, kwargs))
+            if head is not None:
+                return head.run(lambda: call(*args, **kwargs))
             if not torch.compiler.is_compiling() and os.environ.get(VARIABLE) == "1":
                 with comparing(function.__name__, signature.bind(*args, **kwargs).arguments):
                     return function(*args, **kwargs)
