@@ -78,7 +78,7 @@ class DeferredLogits:
         self.call_head = call_head
         self._unscaled = unscaled
         self._apply_scale = apply_scale
-        self.computed: dict[bool, Tensor] = {}
+        self._computed: dict[bool, Tensor] = {}
         self._versions: dict[bool, int] = {}
         self._largest: torch.return_types.max | None = None
 
@@ -114,13 +114,13 @@ class DeferredLogits:
         those of the output layer's forward (an all-gather under sequence parallelism).
         """
         grad = torch.is_grad_enabled()
-        if grad not in self.computed:
+        if grad not in self._computed:
             if self._unscaled is None:
                 logits = self.with_head(self.compute)
             else:
                 logits = self._apply_scale(self._unscaled.materialize())
-            self.computed[grad], self._versions[grad] = logits, logits._version
-        return self.computed[grad]
+            self._computed[grad], self._versions[grad] = logits, logits._version
+        return self._computed[grad]
 
     def computed(self) -> Tensor | None:
         """The real logits where they exist for the grad mode that is on, else None.
@@ -147,7 +147,7 @@ class DeferredLogits:
 
     def is_ancestor_of(self, logits: Tensor) -> bool:
         """Whether the gradient of `logits` reaches the logits computed here."""
-        mine = self.computed.get(True)
+        mine = self._computed.get(True)
         if mine is None or mine.grad_fn is None:
             return mine is not None and logits is mine
         frontier, seen = [logits.grad_fn], set()

@@ -55,19 +55,24 @@ def _patch_behind(replaced: Any) -> HeadPatch | None:
 
 
 class HeadPatch(DeferringHead):
-    """One patched head. Bound methods of this object take the place of the model's and its output
+    """One patched head.
+
+    Attributes:
+        automatic: nobody asked for it by name (`dropin.lazy_models`), so that another patch may
+            take its place for as long as that one is on.
+
+    Bound methods of this object take the place of the model's and its output
     layer's, so that a deep copy of the model gets a patch of its own. It does not hold the model,
     which goes when its owner drops it, as an unpatched one does."""
 
     def __init__(self, model: Any, config: LogprobConfig) -> None:
         super().__init__(model.output_layer)
         self._model = Weak(model)
-        self.config = config
         self.own_loss = own_loss(model)
-        self.report = head_report(model, softcap=config.softcap)
-        if self.own_loss and config.output == "loss":
-            self.report = HeadReport(False, loss_reason(model))
+        self.config, self.report = config, self._report_for(config)
         self.installed = False
+        self.automatic = False
+        self._lent: LogprobConfig | None = None
         self._replaced: list[tuple[bool, str]] = []  # whether of the model or the layer, and name
         self._before: dict[tuple[bool, str], Any] = {}  # instance attributes that were there
         self.blocks = OpenBlocks(config)
@@ -84,6 +89,25 @@ class HeadPatch(DeferringHead):
         layer = self._layer()
         return self.model.output_layer if layer is None else layer
 
+    def _report_for(self, config: LogprobConfig) -> HeadReport:
+        if self.own_loss and config.output == "loss":
+            return HeadReport(False, loss_reason(self.model))
+        return head_report(self.model, softcap=config.softcap)
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether this patch may serve other settings."""
+        return self.automatic and self._lent is None
+
+    def lend(self, config: LogprobConfig) -> None:
+        """Serve other settings until the next `remove`."""
+        self._lent = self.config
+        self._settle(config)
+
+    def _settle(self, config: LogprobConfig) -> None:
+        self.config, self.report = config, self._report_for(config)
+        self.blocks = OpenBlocks(config)
+
     def check(self, config: LogprobConfig) -> None:
         """`check_head`, where the head would be fused."""
         if self.report.fusable and config.fused:
@@ -95,6 +119,8 @@ class HeadPatch(DeferringHead):
         return self.blocks.call
 
     def install(self) -> None:
+        if self.installed:
+            return
         model = self.model
         self._replace("compute_language_model_loss", self.compute_language_model_loss)
         self.reason = kind_reason(self.layer)
@@ -114,6 +140,8 @@ class HeadPatch(DeferringHead):
         self.installed = True
 
     def check_removable(self) -> None:
+        if self._lent is not None:
+            return
         for of_model, name in self._replaced:
             owner = self._owner(of_model)
             if owner is None:
@@ -127,6 +155,10 @@ class HeadPatch(DeferringHead):
                 )
 
     def remove(self) -> None:
+        if self._lent is not None:
+            self._settle(self._lent)
+            self._lent = None
+            return
         for of_model, name in reversed(self._replaced):
             owner = self._owner(of_model)
             attributes = {name: None} if owner is None else vars(owner)

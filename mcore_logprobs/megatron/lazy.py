@@ -28,7 +28,7 @@ def lazy_logits(call: DeferredLogits, layer: Any, config: LogprobConfig) -> Lazy
         tp_group=call.tp_group,
         operands=call.operands,
         product=call.compute,
-        materialized=_materialized,
+        materialized=materialized,
         largest=local_largest,
         into_main_grad=partial(into_main_grad, layer),
         lora_tensors=() if call.lora is None else (call.lora.a, call.lora.b),
@@ -51,7 +51,8 @@ def _logits_dtype(call: DeferredLogits) -> torch.dtype:
     return call.hidden.dtype
 
 
-def _materialized(source: HeadLogits, dtype: torch.dtype) -> Tensor:
+def materialized(source: HeadLogits, dtype: torch.dtype) -> Tensor:
+    """All logits `[m, V/TP]` of a source, in a dtype."""
     # A copy: what a tile's function gives may be the tile's own memory.
     return map_logits(source, partial(_cast, dtype))
 

@@ -85,7 +85,8 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
         if not has_head(language_model):
             continue
         present = patch_of(language_model)
-        if present is not None and present.config != wanted:
+        lends = present is not None and present.can_lend and present.config != wanted
+        if present is not None and present.config != wanted and not lends:
             theirs, ours = present.config.as_dict(), wanted.as_dict()
             differ = [k for k in ours if ours[k] != theirs[k]]
             raise ValueError(
@@ -96,8 +97,10 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
                 + "; call unpatch_model first"
             )
         head = present or HeadPatch(language_model, wanted)
+        if lends:
+            head.lend(wanted)
         head.check(wanted)
-        heads.append((head, present is None))
+        heads.append((head, present is None or lends))
         reason = reason or head.report.reason
     assert wanted is not None
     if wanted.fused == "require":
@@ -106,7 +109,7 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
                 raise ValueError(f"fused='require', but {why}")
     for head, is_new in heads:
         if is_new:
-            head.install()
+            head.install()  # nothing where it serves in another's place
             say_padding(head.model, wanted)
     return PatchHandle(model, heads, wanted)
 

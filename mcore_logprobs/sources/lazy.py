@@ -13,6 +13,7 @@ tokens is done to that tensor (`lazy_record`); whatever scales goes into a tempe
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,8 @@ from mcore_logprobs.sources.rows import RowSelection
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
-_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
+# Whose lines are not the caller's.
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), copy.__file__, "<")
 
 # What to use instead of a torch function, for the error of fused="require".
 INSTEAD = {
@@ -213,7 +215,7 @@ class View:
 
     @classmethod
     def all_of(cls, rows: Rows, lead: Sequence[int], dtype: torch.dtype) -> View:
-        return cls(rows, torch.arange(rows.count).view(*lead), dtype)
+        return cls(rows, torch.arange(rows.count).view(torch.Size(lead)), dtype)
 
     @property
     def width(self) -> int:
