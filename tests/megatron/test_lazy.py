@@ -16,6 +16,7 @@ from mcore_logprobs.megatron import patch_gpt_model
 from mcore_logprobs.megatron.head_loss import lazy_mtp_loss
 from mcore_logprobs.sources.lazy import LazyLogits
 from tests.helpers.lazy import Seen
+from tests.megatron import test_fsdp, test_lora
 from tests.megatron.common import (
     SEQ,
     VOCAB,
@@ -102,6 +103,54 @@ def test_a_step_equals_one_on_real_logits(ranks: Any, name: str) -> None:
         assert errors["without gradients"] < 2e-6, errors
         assert errors["grad"] < 1e-4, errors
         assert errors["materialized"] < 1e-6, errors
+
+
+def with_lora(tp: int, sequence_parallel: bool) -> dict[str, float]:
+    with megatron(tp=tp) as parallel_state:
+        model = test_lora.build(tp, sequence_parallel=sequence_parallel)
+        batch = make_batch(parallel_state)
+        expected, expected_grads, _ = step(model, batch)
+        with patch_gpt_model(model, LAZY):
+            got, grads, _ = step(model, batch)
+        assert sum("adapter" in name for name in grads) == 2
+        return {"logprobs": relative(got, expected), "grad": worst(grads, expected_grads)}
+
+
+def under_fsdp(tp: int) -> dict[str, float]:
+    """Consumers, and what wants real logits, after the layer's whole weight is gone."""
+    with megatron(tp=tp) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB, tied=False)
+        batch = make_batch(parallel_state)
+        expected, expected_grads, real = step(model, batch)
+        test_fsdp.wrap(model, parallel_state.get_data_parallel_group(), head="own")
+        with patch_gpt_model(model, LAZY):
+            got, grads, logits = step(model, batch)
+        assert isinstance(logits, LazyLogits)
+        grads = {name: test_fsdp.whole(grad) for name, grad in grads.items()}
+        with patch_gpt_model(model, LogprobConfig(logits="lazy")):
+            model.zero_grad(set_to_none=True)
+            again = model(**batch["inputs"])
+            whole = again.exp().log()
+            (whole * 0.0).sum().backward()
+        return {
+            "logprobs": relative(got, expected),
+            "grad": worst(grads, expected_grads),
+            "materialized": relative(whole.detach(), real.detach()),
+        }
+
+
+@pytest.mark.parametrize(
+    ("size", "check", "case"),
+    [
+        (2, with_lora, (2, True)),
+        (2, under_fsdp, (1,)),
+        (2, under_fsdp, (2,)),
+    ],
+    ids=["LoRA, SP", "FSDP2", "FSDP2, TP 2"],
+)
+def test_heads(ranks: Any, size: int, check: Any, case: Any) -> None:
+    for errors in ranks(size).run(check, *case):
+        assert max(errors.values()) < 1e-4, errors
 
 
 # ---- wrappers, schedules, main_grad --------------------------------------------------------------
