@@ -36,6 +36,7 @@ SETTINGS = {
     "logits_dtype": (torch.float32, torch.bfloat16, "bfloat16", "bf16"),
     "chunk_size": (None, 64, "64", "64"),
     "backend": ("auto", "torch", "torch", "torch"),
+    "logits": ("real", "lazy", "lazy", "lazy"),
     "check_labels": (False, True, "true", "true"),
 }
 NAMES = [f.name for f in dataclasses.fields(LogprobConfig)]
@@ -56,6 +57,7 @@ BAD = {
     "top_k": [-2, 1.5, True],
     "top_p": [0.0, 1.5, math.nan, None],
     "compact": [1, "require"],
+    "logits": ["never", None, True],
     "invariant_segments": [0, 2.0],
 }
 

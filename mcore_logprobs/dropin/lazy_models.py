@@ -8,6 +8,8 @@ with labels give Megatron's loss; those without a `LazyLogits`.
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from mcore_logprobs.megatron.heads import has_head, head_report
 from mcore_logprobs.megatron.imports import after_import
 from mcore_logprobs.megatron.patch import patch_model
 
+logger = logging.getLogger("mcore_logprobs")
 FUSED = ("auto", "require", False)
 _CLASSES = {
     "megatron.core.models.gpt.gpt_model": "GPTModel",
@@ -24,6 +27,7 @@ _CLASSES = {
     "megatron.core.models.mamba.mamba_model": "MambaModel",
 }
 _MARK = "_mcore_logprobs_lazy"
+_said: list[str] = []
 _settings: list[str] = []  # of those that are on, the latest last
 
 
@@ -98,3 +102,7 @@ def before_call(model: Any, args: Any) -> None:
     patch = patch_of(model)
     assert patch is not None
     patch.automatic = True
+    if not _said:
+        _said.append(type(model).__name__)
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning("%s: gives lazy logits from now on", type(model).__name__)

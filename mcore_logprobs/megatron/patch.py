@@ -48,8 +48,9 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
 
     With `output="stats"` the model returns a `TokenStats` of `[b, s]` tensors (`[b, s/CP]` under
     context parallelism), with `output="loss"` the usual `[b, s]` loss. With `labels=None` it
-    behaves as if never patched. Multi-token prediction keeps its own, unmodified losses, or with
-    `mtp="off"` is left out of calls with labels.
+    behaves as if never patched, or with `logits="lazy"` returns a `LazyLogits`. Multi-token
+    prediction keeps its own, unmodified losses, or with `mtp="off"` is left out of calls with
+    labels.
 
     Patching again with an equal config returns another handle on the same patch, whose `with`
     block leaves the outer patch in place; another config raises. A call whose logits cannot be
@@ -446,7 +447,7 @@ def _check_own_loss(language_model: Any, config: LogprobConfig) -> None:
         say_left_out(loss_reason(language_model))
         return
     got, plain = config.as_dict(), LogprobConfig(output="loss").as_dict()
-    about_speed = ("fused", "mtp", "chunk_size", "backend", "logits_dtype", "compact")
+    about_speed = ("fused", "mtp", "chunk_size", "backend", "logits_dtype", "compact", "logits")
     unseen = [k for k in got if got[k] != plain[k] and k not in about_speed]
     if unseen:
         raise ValueError(
