@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from mcore_logprobs.ops.sampling import Filters, filtered_stats
 from mcore_logprobs.ops.token_stats import Statistics, token_stats, vocab_parallel_token_stats
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
 from mcore_logprobs.sources.given import given_logits
-from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.lazy import LazyLogits
 
 NO_ID = -100  # in a teacher's ids: no id is there
@@ -341,6 +341,7 @@ def _loss_of_every_label(
     wants_top = (
         bool(outside.any()) if outside.device.type == "cpu" else not isinstance(loss_mask, Tensor)
     )
+    assert stats.lse is not None
     top: Tensor | float = 0.0
     if wants_top:
         top = all_gather_stack(local_largest().to(stats.lse.dtype), tp_group).amax(0)
@@ -352,26 +353,17 @@ def _in_head(
     logits: DeferredLogits, layer: Any, options: dict[str, Any], fn: Callable[[Any], Any]
 ) -> Any:
     """`fn(source)`, a pytree of tensors, where the whole weight of this rank is there."""
-    # Megatron scales the product with its bias, the operation the product alone.
-    bias = logits.bias
-    if bias is not None and logits.scale != 1.0:
-        bias = bias * logits.scale
     structure: list[Any] = []
 
     def with_weight(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        hidden, weight, lora = logits.operands(hidden, weight)
-        given = options
-        if logits.output_dtype is not None and hidden.dtype != torch.float64:
-            given = options | {"logits_dtype": logits.output_dtype}
-        source = head_logits(
+        given = options | {"tp_group": logits.tp_group}
+        dtype = logits.output_dtype or given.pop("logits_dtype")
+        source = logits.source(
             hidden,
             weight,
-            bias=None if bias is None else bias.to(hidden.dtype),
-            lora=lora,
-            logit_scale=logits.scale,
-            sequence_parallel=logits.sequence_parallel,
-            gradient_accumulation_fusion=into_main_grad(layer, weight),
-            **(given | {"tp_group": logits.tp_group}),
+            logits_dtype=dtype,
+            into_main_grad=partial(into_main_grad, layer),
+            **given,
         )
         flat, spec = pytree.tree_flatten(fn(source))
         structure.append(spec)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.autograd import autocast_enabled
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.deferred import DeferredLogits
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.local_largest import local_largest
 from mcore_logprobs.sources.head import HeadLogits
-from mcore_logprobs.sources.lazy import LazyHead, LazyLogits
+from mcore_logprobs.sources.lazy import LazyLogits
+from mcore_logprobs.sources.lazy_rows import LazyHead
 
 
 def lazy_logits(call: DeferredLogits, layer: Any, config: LogprobConfig) -> LazyLogits:
@@ -23,7 +23,7 @@ def lazy_logits(call: DeferredLogits, layer: Any, config: LogprobConfig) -> Lazy
         hidden=call.hidden,
         weight=call.weight,
         bias=call.bias,
-        dtype=_logits_dtype(call),
+        dtype=call.dtype,
         sequence_parallel=call.sequence_parallel,
         tp_group=call.tp_group,
         operands=call.operands,
@@ -40,15 +40,6 @@ def lazy_logits(call: DeferredLogits, layer: Any, config: LogprobConfig) -> Lazy
         require=config.fused == "require",
     )
     return LazyLogits.of_head(head)
-
-
-def _logits_dtype(call: DeferredLogits) -> torch.dtype:
-    device = call.hidden.device.type
-    if call.output_dtype is not None:
-        return call.output_dtype
-    if call.hidden.dtype != torch.float64 and autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return call.hidden.dtype
 
 
 def materialized(source: HeadLogits, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.sources.lazy import LazyLogits, Rows, View, lazy_in
+from mcore_logprobs.sources.lazy import LazyLogits, lazy_in
+from mcore_logprobs.sources.lazy_rows import Rows, View
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Not recorded, so that real logits are needed.
@@ -54,7 +55,7 @@ _REARRANGED = _words(
     split_with_sizes chunk unbind tensor_split flatten unflatten flip roll
     """
 )
-_RESHAPED = {
+_RESHAPED: dict[str, Callable[..., Tensor]] = {
     "view": Tensor.view,
     "view_as": Tensor.view,
     "reshape": Tensor.reshape,
@@ -277,24 +278,24 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     expected = func([_probe(v) for v in views], *args[1:], **rest)
 
     def join(each: Callable[[View], Tensor]) -> Tensor | None:
-        joined = func([_padded(each(v), pad) for v in views], *args[1:], **rest)
-        return _tokens_of(expected, joined, first.width, pad)
+        of_all = func([_padded(each(v), pad) for v in views], *args[1:], **rest)
+        return _tokens_of(expected, of_all, first.width, pad)
 
     rows = join(View.head_rows)
     if rows is None:
         return _NOT
     temperatures = [v.temperature for v in views]
-    whole: float | Tensor | None = temperatures[0]
+    whole: float | Tensor = temperatures[0]
     if any(isinstance(t, Tensor) or t != whole for t in temperatures):
         device = head.hidden.device
 
         def own(view: View) -> Tensor:
-            own = torch.as_tensor(view.temperature, dtype=torch.float32, device=device)
+            own = torch.as_tensor(view.temperature, dtype=first.rows.dtype, device=device)
             return own.expand(view.places.shape)
 
-        whole = join(own)
-        assert whole is not None
-        whole = whole.reshape(-1)
+        joined = join(own)
+        assert joined is not None
+        whole = joined.reshape(-1)
     made = View.all_of(Rows(head, rows.reshape(-1), whole), rows.shape, first.dtype)
     return _like(parts[0], made)
 
@@ -307,7 +308,7 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     view = handle.view_of_head
     divisor: float | Tensor
     if isinstance(other, numbers.Real) and not isinstance(other, bool):
-        if not (math.isfinite(other) and other > 0):
+        if not 0.0 < float(other) < math.inf:
             return _NOT
         divisor = float(other) if name in _QUOTIENTS else 1.0 / float(other)
     elif isinstance(other, Tensor) and not isinstance(other, LazyLogits):
@@ -321,7 +322,7 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
             return _NOT
         if other.device.type == "cpu" and not bool(((other > 0) & other.isfinite()).all()):
             return _NOT
-        own = own.detach().to(handle.device, torch.float32, copy=True)
+        own = own.detach().to(handle.device, view.rows.dtype, copy=True)
         divisor = own if name in _QUOTIENTS else own.reciprocal()
     else:
         return _NOT

@@ -13,7 +13,8 @@ from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.megatron.lazy import materialized
 from mcore_logprobs.ops.local_largest import local_largest
-from mcore_logprobs.sources.lazy import LazyHead, LazyLogits
+from mcore_logprobs.sources.lazy import LazyLogits
+from mcore_logprobs.sources.lazy_rows import LazyHead
 from mcore_logprobs.sources.lora import LoRAInput
 
 PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "dot", "mv", "baddbmm")
