@@ -207,8 +207,43 @@ def test_real_logits_are_computed_once() -> None:
         logits.softmax(-1)
         logits.transpose(0, 1).exp()
         logits[1:3].exp()
-        ours.vocab_parallel_logprobs(logits, torch.zeros(S, B, dtype=torch.int64))
     assert seen.products == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_compute_again(reentrant: bool) -> None:
+    """What a recomputation reads is what the forward read, whatever was read in between."""
+    tensors = head()
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    found = []
+    for x in (lazy_logits(**tensors), real):
+        values = [
+            torch.utils.checkpoint.checkpoint(function, x[1:], use_reentrant=reentrant)
+            for function in (of_rows, lambda part: part.exp().mean())
+        ]
+        values.append(x.sigmoid().sum())
+        found.append(gradients(torch.stack(values).sum(), tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_and_gradients_of_the_logits_themselves() -> None:
+    logits, seen = lazy_logits(**head()), []
+    logits.register_hook(lambda grad: seen.append(grad.shape))
+    logits.retain_grad()
+    of_rows(logits).backward()
+    assert seen == [torch.Size((S, B, V))]
+    assert logits.grad is not None
+    assert logits.grad.shape == (S, B, V)
+
+
+@pytest.mark.night
+def test_under_compile() -> None:
+    """A graph break, and the same values; traced, every function of it would be read."""
+    logits, tensors = torch.compile(lambda x: x.exp() + 1, backend="eager"), head()
+    got = logits(lazy_logits(**tensors))
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    torch.testing.assert_close(got, real.exp() + 1)
 
 
 def test_a_function_that_sees_tensors_only_gets_the_gradient() -> None:

@@ -356,12 +356,11 @@ def _in_head(
     structure: list[Any] = []
 
     def with_weight(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        given = options | {"tp_group": logits.tp_group}
-        dtype = logits.output_dtype or given.pop("logits_dtype")
+        given = {k: x for k, x in options.items() if k not in ("tp_group", "logits_dtype")}
         source = logits.source(
             hidden,
             weight,
-            logits_dtype=dtype,
+            logits_dtype=logits.output_dtype or options["logits_dtype"],
             into_main_grad=partial(into_main_grad, layer),
             **given,
         )

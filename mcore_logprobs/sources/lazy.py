@@ -104,7 +104,7 @@ class LazyLogits(Tensor):
                 f"tp_group: expected the output layer's, of {own} ranks, for {name}, got one of "
                 f"{group_size(group)}"
             )
-        real = self.computed()
+        real = self.written()
         if real is None:
             found = self._view.source(gradient=self._wants_gradient, **options)
             if found is not None:
@@ -129,26 +129,29 @@ class LazyLogits(Tensor):
             )
         return self if alike else self.materialize("a teacher of other rows than the student's")
 
-    def computed(self) -> Tensor | None:
-        """The real logits where they exist for the gradient that is wanted."""
-        rows, wants = self._view.rows, self._wants_gradient
-        if rows.real:
-            if wants and True not in rows.real:
-                if not rows.written:
-                    return None
-                raise RuntimeError(
-                    "lazy logits were changed in place under no_grad, which their gradient cannot "
-                    "follow; change them with gradients on"
-                )
-            real = self._part_of(rows.real.get(True, rows.real.get(False)))
-            return real if self.requires_grad or not real.requires_grad else real.detach()
-        for kind in (wants, True):
-            if kind in self._real and self._real[kind][0] == rows.version:
-                return self._real[kind][1]
-        return None
+    def written(self) -> Tensor | None:
+        """The real logits where somebody holds them, to write into or for a gradient of their own.
 
-    def _part_of(self, flat: Tensor | None) -> Tensor:
-        assert flat is not None
+        Then they, and not the product, are what an operation is about. Logits that were only read
+        do not change what is consumed: a checkpoint's recomputation must take the same way.
+        """
+        rows, wants = self._view.rows, self._wants_gradient
+        if not rows.written:
+            return None
+        if wants and True not in rows.real:
+            raise RuntimeError(
+                "lazy logits were changed in place under no_grad, which their gradient cannot "
+                "follow; change them with gradients on"
+            )
+        return self._shared()
+
+    def _shared(self) -> Tensor:
+        """This handle's part of the real logits that all views share."""
+        kept = self._view.rows.real
+        real = self._part_of(kept[True] if True in kept else kept[False])
+        return real if self.requires_grad or not real.requires_grad else real.detach()
+
+    def _part_of(self, flat: Tensor) -> Tensor:
         view = self._view
         if view.is_whole:
             return flat.view(view.shape)
@@ -161,28 +164,37 @@ class LazyLogits(Tensor):
         Args:
             what: reads them, for the log line.
         """
-        found = self.computed()
+        found = self.written()
         if found is not None:
             return found
-        view, wants = self._view, self._wants_gradient
+        view, wants, rows = self._view, self._wants_gradient, self._view.rows
+        # What is computed within a checkpoint is computed again in its backward.
+        keeps = not (wants and _saved_tensors_hooks())
+        if keeps:
+            if wants in rows.real or True in rows.real:
+                return self._shared()
+            for kind in (wants, True):
+                if kind in self._real and self._real[kind][0] == rows.version:
+                    return self._real[kind][1]
         _say_or_refuse(view, what)
         real = view.compute(gradient=wants)
-        if view.is_whole:
-            view.rows.real[wants] = real.view(-1, view.width)
-        else:
-            self._real[wants] = view.rows.version, real
+        if keeps and view.is_whole:
+            rows.real[wants] = real.view(-1, view.width)
+        elif keeps:
+            self._real[wants] = rows.version, real
         return real
 
     def materialize_to_write(self, what: str) -> Tensor:
-        """The real logits, shared with all views of the same tensor."""
+        """The real logits, shared with all views of the same tensor from now on."""
         view, wants = self._view, self._wants_gradient
         rows = view.rows
+        self.written()  # raises where a gradient cannot follow
         if wants not in rows.real:
-            self.computed()  # raises where a gradient cannot follow
             whole = View.all_of(rows, (rows.count,), view.dtype)
             _say_or_refuse(whole, what)
-            rows.real = {wants: whole.compute(gradient=wants)}
-        rows.written = True
+            rows.real[wants] = whole.compute(gradient=wants)
+        if not rows.written:
+            rows.real, rows.written = {wants: rows.real[wants]}, True
         self._real.clear()
         return self._part_of(rows.real[wants])
 
@@ -236,6 +248,11 @@ class _Handle(torch.autograd.Function):
             real = view.compute(gradient=True)
         found = iter(torch.autograd.grad(real, wanted, grads[0], allow_unused=True))
         return None, *(next(found) if need else None for need in needs)
+
+
+def _saved_tensors_hooks() -> bool:
+    """Whether somebody packs what autograd saves now, as checkpoints and offloading do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def lazy_in(args: Any) -> list[LazyLogits]:

@@ -73,6 +73,15 @@ _QUOTIENTS = _words(
 _HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
 
 
+def _not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile calls it, with a graph break, as `torch.compiler.disable` has it; without the
+    import of its compiler.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+@_not_traced
 def torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
@@ -89,7 +98,7 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if name in _MAKERS:
             like = torch.empty((), dtype=handle.dtype, device=handle.device).expand(handle.shape)
             return func(like, *args[1:], **kwargs)
-        if handle.computed() is None:
+        if handle.written() is None:
             found = _recorded(name, func, handle, args[1:], kwargs)
             if found is not _NOT:
                 return found
@@ -111,8 +120,10 @@ def _property(kind: str, func: Any, args: tuple[Any, ...]) -> Any:
         return _itself(func, args, {})
     if kind == "__get__" and name == "data":
         return LazyLogits.of(handle.view_of_head, gradient=False)
-    if kind == "__get__" and name in ("grad", "_grad", "_base") and handle.computed() is None:
+    if kind == "__get__" and name in ("grad", "_grad", "_base") and handle.written() is None:
         return None
+    if kind == "__set__":
+        return func(handle.materialize_to_write(name), *args[1:])
     return func(handle.materialize(name), *args[1:])
 
 
@@ -272,7 +283,7 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = views[0]
     head = first.rows.head
     alike = {(id(v.rows.head), v.dtype, x.requires_grad) for v, x in zip(views, parts, strict=True)}
-    if len(alike) > 1 or any(x.computed() is not None for x in parts):
+    if len(alike) > 1 or any(x.written() is not None for x in parts):
         return _NOT
     pad = _pad(first)
     expected = func([_probe(v) for v in views], *args[1:], **rest)
@@ -394,7 +405,8 @@ def _real(value: Any, what: str) -> Any:
 def _with_real(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = kwargs.get("out")
     in_place = name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
-    in_place |= name in ("__setitem__", "copy_")
+    # A hook, a gradient of the logits' own: those must be the logits from now on.
+    in_place |= name in ("__setitem__", "register_hook", "retain_grad")
     written = args[0] if in_place and args else out
     if not isinstance(written, LazyLogits):
         return func(*_real(args, name), **_real(kwargs, name))

@@ -247,8 +247,8 @@ def products_and_memory() -> dict[str, Any]:
 def test_products_are_counted_and_no_logits_exist(ranks: Any) -> None:
     (found,) = ranks(1).run(products_and_memory)
     assert found["recorded"] == 0
-    assert found["consumed"] == 1
-    assert found["backward"] == 3  # again, dHidden and dWeight
+    assert found["consumed"] == 4, "one per block of columns"
+    assert found["backward"] == 3 * 4, "the logits again, dHidden and dWeight"
     assert found["largest"] == LARGE * 32, "the head's weight and its gradient"
     assert found["largest"] < 2 * (SEQ - 5) * LARGE, "of the rows that are asked for"
 
