@@ -59,6 +59,8 @@ class LazyLogits(Tensor):
 
     _view: View
     _real: dict[bool, tuple[int, Tensor]]
+    _part: tuple[Tensor, Tensor] | None
+    _leaf: Tensor | None
 
     @staticmethod
     def __new__(cls, view: View) -> LazyLogits:
@@ -66,7 +68,7 @@ class LazyLogits(Tensor):
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, view.shape, strides=view.strides, dtype=view.dtype, device=head.hidden.device
         )
-        made._view, made._real = view, {}
+        made._view, made._real, made._part, made._leaf = view, {}, None, None
         return made
 
     @classmethod
@@ -78,6 +80,11 @@ class LazyLogits(Tensor):
     def of_head(cls, head: LazyHead) -> LazyLogits:
         """All logits `[s, b, V/TP]` of an output layer's call."""
         return cls.of(View.all_of(Rows(head, None), head.tokens, head.dtype))
+
+    @property
+    def owned(self) -> Tensor | None:
+        """The real logits that this handle is since its `requires_grad` was set."""
+        return self._leaf
 
     @property
     def view_of_head(self) -> View:
@@ -135,6 +142,8 @@ class LazyLogits(Tensor):
         Then they, and not the product, are what an operation is about. Logits that were only read
         do not change what is consumed: a checkpoint's recomputation must take the same way.
         """
+        if self._leaf is not None:
+            return self._leaf
         rows, wants = self._view.rows, self._wants_gradient
         if not rows.written:
             return None
@@ -152,11 +161,18 @@ class LazyLogits(Tensor):
         return real if self.requires_grad or not real.requires_grad else real.detach()
 
     def _part_of(self, flat: Tensor) -> Tensor:
+        """The same tensor for the same logits, so that a hook on it is a hook on them."""
+        if self._part is not None and self._part[0] is flat:
+            return self._part[1]
         view = self._view
         if view.is_whole:
-            return flat.view(view.shape)
-        start = view.places.storage_offset() * view.width
-        return flat.as_strided(view.shape, view.strides, start + flat.storage_offset())
+            part = flat.view(view.shape)
+        else:
+            start = view.places.storage_offset() * view.width + flat.storage_offset()
+            part = flat.as_strided(view.shape, view.strides, start)
+        if part.requires_grad == flat.requires_grad:  # not of another gradient mode
+            self._part = flat, part
+        return part
 
     def materialize(self, what: str) -> Tensor:
         """The real logits, computed at the first call and kept.
@@ -184,8 +200,15 @@ class LazyLogits(Tensor):
             self._real[wants] = rows.version, real
         return real
 
+    def make_leaf(self, what: str) -> Tensor:
+        """Real logits without a graph, which this handle is from now on: for their own gradient."""
+        self._leaf = self.materialize(what).detach()
+        return self._leaf
+
     def materialize_to_write(self, what: str) -> Tensor:
         """The real logits, shared with all views of the same tensor from now on."""
+        if self._leaf is not None:
+            return self._leaf
         view, wants = self._view, self._wants_gradient
         rows = view.rows
         self.written()  # raises where a gradient cannot follow

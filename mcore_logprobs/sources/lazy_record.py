@@ -6,6 +6,7 @@ torch gives, and on the places of the rows, of which the last dimension stands f
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from mcore_logprobs.sources.lazy import LazyLogits, lazy_in
 from mcore_logprobs.sources.lazy_rows import Rows, View
@@ -74,11 +76,20 @@ _HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.",
 
 
 def _not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile calls it, with a graph break, as `torch.compiler.disable` has it; without the
-    import of its compiler.
+    """A graph break for torch.compile, which compiles nothing within: `torch.compiler.disable`
+    without the import of the compiler.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args)
+        finally:
+            set_eval_frame(before)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 @_not_traced
@@ -91,7 +102,9 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if handle is not None:
         if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
             return _itself(func, args, kwargs)
-        if name == "requires_grad_" and handle.requires_grad and args[1:] in ((), (True,)):
+        if name == "requires_grad_" and args[1:] in ((), (True,)):
+            if not handle.requires_grad:
+                handle.make_leaf(name).requires_grad_()
             return handle
         if name == "register_hook" and _is_harmless(args[1]):
             return _itself(func, args, kwargs)
@@ -116,6 +129,9 @@ def _itself(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _property(kind: str, func: Any, args: tuple[Any, ...]) -> Any:
     handle, name = args[0], getattr(func.__self__, "__name__", "")
+    owned = handle.owned
+    if owned is not None:
+        return func(owned, *args[1:])
     if kind == "__get__" and name in _PROPERTIES:
         return _itself(func, args, {})
     if kind == "__get__" and name == "data":
@@ -123,7 +139,9 @@ def _property(kind: str, func: Any, args: tuple[Any, ...]) -> Any:
     if kind == "__get__" and name in ("grad", "_grad", "_base") and handle.written() is None:
         return None
     if kind == "__set__":
-        return func(handle.materialize_to_write(name), *args[1:])
+        wants = name == "requires_grad" and not handle.requires_grad
+        real = handle.make_leaf(name) if wants else handle.materialize_to_write(name)
+        return func(real, *args[1:])
     return func(handle.materialize(name), *args[1:])
 
 

@@ -42,7 +42,7 @@ class Head:
 
 TOUCHES: dict[str, Any] = {
     "method": lambda x: x.transpose(0, 1).contiguous(),
-    "attribute": lambda x: torch.zeros(1, dtype=x.dtype),
+    "attribute": lambda x: x.mT,
     "strides": lambda x: torch.zeros(x.stride(0)),
     "torch function": lambda x: torch.argmax(x, dim=-1),
     "keyword": lambda x: torch.softmax(input=x, dim=-1),
