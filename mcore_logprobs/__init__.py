@@ -1,7 +1,7 @@
 """Exact per-token log-probabilities, entropy, target ranks and top-k for Megatron-Core.
 
 From a vocabulary sharded over tensor-parallel ranks and a sequence sharded over context-parallel
-ranks; and from hidden states, without materialising the logits. Importing the package needs neither
+ranks; and from hidden states, without materializing the logits. Importing the package needs neither
 CUDA nor Triton nor Transformer Engine nor Megatron; torch is imported with the first name that is
 looked up, so that `python -m mcore_logprobs --help` comes at once.
 """

@@ -96,6 +96,7 @@ check_integer = Check("an int", _is_int)
 check_optional_integer = check_integer.optional
 check_count = Check("an int >= 1", lambda v: _is_int(v) and v >= 1)
 check_optional_count = check_count.optional
+check_bytes = Check("an int >= 0, in bytes", lambda v: _is_int(v) and v >= 0)
 check_positive = Check(
     "a finite number > 0", lambda v: _is_real(v) and math.isfinite(v) and v > 0.0
 )

@@ -1,8 +1,8 @@
-"""Every collective that the library makes, and how shards' row statistics become one.
+"""The collectives that operations make.
 
-Groups are explicit; None is one process and a no-op. The autograd-aware ones say what their
-backward sends. A plain all-reduce inside autograd would give the non-owning ranks a wrong gradient,
-so none is used there.
+Only `patch_model` makes another one, of reports over pipeline stages under `fused="require"`.
+Groups are explicit; None means one process, and nothing is sent. A plain all-reduce inside autograd
+would give the ranks that do not own a target a wrong gradient, so none is used there.
 """
 
 from __future__ import annotations

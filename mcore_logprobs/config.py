@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import numbers
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -22,7 +22,7 @@ import torch
 from mcore_logprobs import checks
 from mcore_logprobs.checks import Check
 from mcore_logprobs.kernels.backend import BACKENDS
-from mcore_logprobs.spelling import nearest
+from mcore_logprobs.spelling import SuggestsFields
 from mcore_logprobs.vocabulary import true_vocab_size
 
 ARG_PREFIX = "logprob_"
@@ -95,6 +95,33 @@ def _real(default: float | None, check: Check, help: str) -> Any:
     return _field(default, _Setting(help, check, parse=_number_parser(float), normal=normal))
 
 
+def _bytes(help: str) -> Any:
+    """A number of bytes, 0 by default; as text with a unit too: "1GiB", "500 MB"."""
+
+    def normal(value: Any) -> Any:
+        if isinstance(value, str):
+            return _bytes_of(value)
+        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return int(value) if is_integer else value
+
+    check = Check(
+        'a number of bytes >= 0, as an int or as text like "1GiB"', checks.check_bytes.accepts
+    )
+    return _field(0, _Setting(help, check, parse=_bytes_of, normal=normal))
+
+
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def _bytes_of(text: str) -> Any:
+    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([kmg]i?b)", text.strip().lower())
+    if found is None:
+        return text
+    whole, count, unit = found.groups()
+    return int(whole) if whole else int(float(count) * _UNITS[unit])
+
+
 def _dtype(default: torch.dtype, check: Check, help: str) -> Any:
     def normal(value: Any) -> Any:
         if isinstance(value, str):
@@ -143,24 +170,6 @@ def _documented(cls: _Class) -> _Class:
     return cls
 
 
-def _suggesting(cls: _Class) -> _Class:
-    """The constructor's error for an unknown keyword names the nearest field."""
-    known, plain = _settings(cls), cls.__init__  # type: ignore[misc]
-
-    @functools.wraps(plain)
-    def init(self: Any, **fields: Any) -> None:
-        for name in fields:
-            if name not in known:
-                raise TypeError(
-                    f"{cls.__name__}() got an unexpected keyword argument {name!r}"
-                    f"{nearest(name, known)}"
-                )
-        plain(self, **fields)
-
-    cls.__init__ = init  # type: ignore[misc]
-    return cls
-
-
 def _settings(cls: Any) -> dict[str, _Setting]:
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(cls)}
 
@@ -178,9 +187,8 @@ def _plain(value: Any) -> Any:
 
 
 @_documented
-@_suggesting
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogprobConfig:
+class LogprobConfig(SuggestsFields):
     """What a patched model computes and returns. Immutable, hashable, validated on construction.
 
     Fields:
@@ -199,8 +207,8 @@ class LogprobConfig:
     )
     fused: bool | Literal["require"] = _switch(
         True,
-        "True takes the path from hidden states, which never materialises the logits, and falls "
-        "back to the logits where a head does not allow it, with one log line; 'require' raises "
+        "True takes the path from hidden states, which never materializes the logits, and falls "
+        "back to the logits if the head does not allow it, with one log line; 'require' raises "
         "when the model is patched instead of falling back; False always computes the logits.",
         words=("require",),
     )
@@ -220,7 +228,7 @@ class LogprobConfig:
         None,
         checks.check_top_k,
         "Log-probabilities are those of the distribution filtered to the top_k largest logits; "
-        "entropy, rank and lse stay the whole one's. None, 0 and -1: off.",
+        "entropy, rank and lse are of the full distribution. None, 0 and -1: off.",
         off=(0, -1),
     )
     top_p: float = _real(
@@ -251,7 +259,7 @@ class LogprobConfig:
     )
     compact: bool = _switch(
         False,
-        "Compute only rows whose target is not ignore_index, at the price of one host sync.",
+        "Compute only tokens whose target is not ignore_index. Costs one host sync.",
     )
     mtp: Literal["keep", "off"] = _choice(
         "keep",
@@ -262,8 +270,8 @@ class LogprobConfig:
     invariant_segments: int | None = _integer(
         None,
         checks.check_optional_count,
-        "Results are the same bits for every tensor-parallel size that divides this number. None: "
-        "no such promise.",
+        "Results are bitwise identical for every tensor-parallel size that divides this number. "
+        "None: no such guarantee.",
     )
     logits_dtype: torch.dtype = _dtype(  # noqa: RUF009
         torch.float32,
@@ -275,6 +283,12 @@ class LogprobConfig:
         None,
         checks.check_optional_count,
         "Rows at a time. None picks a number from a memory budget.",
+    )
+    saved_bytes: int = _bytes(
+        "Bytes of logits that a rank may keep from the forward to the backward of a call on the "
+        "fused path, chunk by chunk as they fit: what is kept is not multiplied again and costs 3 "
+        "GEMMs, the rest 4. A policy loss costs 3 without it and ignores it, as do multi-token "
+        "prediction's own losses.",
     )
     backend: Literal["auto", "torch", "triton", "inductor"] = _choice(
         "auto",
@@ -291,8 +305,8 @@ class LogprobConfig:
     )
     check_labels: bool = _switch(
         False,
-        "Raise in a call whose labels are its input_ids themselves and not the tokens after them, "
-        "at the price of one host sync.",
+        "Raise an error if the labels of a call are its input_ids themselves instead of the tokens "
+        "after them. Costs one host sync.",
     )
 
     def __post_init__(self) -> None:
@@ -303,7 +317,7 @@ class LogprobConfig:
         if self.label_smoothing > 0.0 and (self.top_k is not None or self.top_p < 1.0):
             raise ValueError(
                 "LogprobConfig.label_smoothing: expected 0 with top_k or top_p, which give the "
-                f"target's neighbours no probability, got {self.label_smoothing}"
+                f"target's neighbors no probability, got {self.label_smoothing}"
             )
         if self.invariant_segments is not None and (self.top_k is not None or self.top_p < 1.0):
             raise ValueError(
@@ -350,8 +364,8 @@ class LogprobConfig:
     def from_yaml(cls, path: str | PathLike[str]) -> LogprobConfig:
         """Reads a YAML file: the fields at its top, or under a top-level key `mcore_logprobs`.
 
-        With that key the rest of the file is somebody else's and is not looked at. dtypes are
-        written by name (`logits_dtype: bfloat16`). Needs PyYAML.
+        With that key the rest of the file is ignored. dtypes are written by name
+        (`logits_dtype: bfloat16`). Requires PyYAML.
 
         Raises:
             ValueError: with the path, no YAML, not a mapping, an unknown key, or a value that its
@@ -385,7 +399,7 @@ class LogprobConfig:
         is the tokenizer's true size, so that padding is masked; give the padded size to count it.
 
         Raises:
-            ValueError: a misspelt attribute, a value that its field does not accept, or a padded
+            ValueError: a misspelled attribute, a value that its field does not accept, or a padded
                 vocabulary whose true size is not known.
         """
         config = cls._from_attributes(args)
@@ -407,7 +421,7 @@ class LogprobConfig:
         `mup_output_mult`.
 
         Raises:
-            ValueError: a misspelt attribute, or a value that its field does not accept.
+            ValueError: a misspelled attribute, or a value that its field does not accept.
         """
         return cls._from_attributes(config)
 

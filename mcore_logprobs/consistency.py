@@ -1,15 +1,19 @@
-"""Whether the ranks of a TP group make the same call: their widths always, the rest on demand.
+"""Whether the ranks of a TP group make the same call: what matters at the first one, or all of it.
 
-A rank's shard starts at `rank * width`: with uneven shards every rank has another idea of where the
-others' columns are, and results are wrong without a word. So at the first call with a width on a
-group each rank posts its width in the group's key-value store and reads the others': no collective,
-nothing on the wire that carries tensors, and later calls look in a set. A rank whose width changes
-while the others' stays finds no answer and raises, and leaves the reason in the store; the others
-wait for it in a collective, and raise with that reason once its process has ended.
+Two mistakes give wrong results without any error. With uneven shards, `rank * width` is not where a
+rank's columns begin. With `sequence_parallel=True` forgotten, each rank has other tokens. So at the
+first call of an operation with a width on a group each rank posts in the group's key-value store,
+and compares with the others: its width, a hash of each integer tensor (targets, ids, rows, masks),
+and without sequence parallelism a few values of the hidden states, which may differ by rounding.
+No collective is made. The first call waits for the device; later calls look in a set. Under
+`torch.compile` and in a CUDA graph's capture no values are compared.
 
-With `MCORE_LOGPROBS_CHECK=1` each opening of a call makes one all-gather of 4 KiB instead, which
-compares every argument of the operation: shapes, dtypes, options, a hash of integer tensors. It
-waits for the device, and is for finding a fault.
+A rank that makes a first call alone finds no answer and raises, and leaves the reason in the store;
+the others wait for it in a collective, and raise with that reason once its process has ended.
+
+`MCORE_LOGPROBS_CHECK=0` compares widths only. `MCORE_LOGPROBS_CHECK=1` compares every argument in
+every call: shapes, dtypes, options, values. It makes one all-gather of 4 KiB per call and waits for
+the device, and is for finding a fault.
 """
 
 from __future__ import annotations
@@ -17,17 +21,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import is_traced
 from mcore_logprobs.collectives import all_gather_stack, group_store, leave_reason
 from mcore_logprobs.groups import group_rank, group_size
 
@@ -37,13 +42,43 @@ _MESSAGE_BYTES = 4096
 _LONGEST_VALUE = 120
 # Arguments whose values are this rank's own; of them only shape and dtype are compared.
 _SHARDED = ("logits", "hidden", "weight", "bias", "lora")
-# How long a rank waits for the others' widths in the store, in seconds. The ranks of a TP group go
+# Along each dimension of hidden states, how many values are compared; and by how much of their norm
+# ranks may differ: far more than rounding, far less than two tokens.
+_SAMPLED = 6
+_CLOSE = 0.1
+# How long a rank waits for the others in the store, in seconds. The ranks of a TP group go
 # through a model layer by layer together: on a CPU none is late by much; elsewhere as long as NCCL
 # lets a collective take.
 _PATIENCE = {"cpu": 30.0, "other": 600.0}
 _WITHDRAWN = "withdrawn"
-_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+# What ranks have agreed on: (operation, width).
+_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
 _blamed: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # this rank has left a reason there
+
+
+class comparing:
+    """While open, `check_call` compares this call of an operation.
+
+    Args:
+        arguments: makes its arguments by name; called if they are compared.
+    """
+
+    def __init__(self, operation: str, arguments: Callable[[], Mapping[str, Any]]) -> None:
+        self.operation, self.arguments = operation, arguments
+
+    def __enter__(self) -> None:
+        _calls.under_way.append(self)
+
+    def __exit__(self, *exc: object) -> None:
+        _calls.under_way.pop()
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        self.under_way: list[comparing] = []  # outermost first
+
+
+_calls = _Calls()
 
 
 def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> None:
@@ -52,43 +87,94 @@ def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> 
     Collectives: none; with `MCORE_LOGPROBS_CHECK=1` one all-gather of 4 KiB over TP.
 
     Raises:
-        ValueError: on every rank of the group alike, saying which rank has which value. A width
-            that is new on some ranks only: on them after a while, on the others where those end.
+        ValueError: on every rank of the group alike, saying which rank has which value. For a first
+            call on some ranks only: on them after a while, on the others where those end.
     """
     if group_size(group) == 1 or torch.compiler.is_compiling():
         return
     assert group is not None
+    call = _calls.under_way[-1] if _calls.under_way else comparing("an operation", dict)
     if os.environ.get(VARIABLE) == "1":
-        described = _current[-1] if _current else {"operation": "unnamed", "columns": str(width)}
-        _compare_arguments(described, group, device)
-    elif width not in _agreed.setdefault(group, set()):
-        _agree_in_store(width, group, _PATIENCE["cpu" if device.type == "cpu" else "other"])
-        _agreed[group].add(width)
+        described = {"operation": call.operation, "columns": str(width)}
+        _compare_arguments(described | _described("", call.arguments()), group, device)
+    elif (key := (call.operation, width)) not in _agreed.setdefault(group, set()):
+        own = _Posted(width)
+        if os.environ.get(VARIABLE) != "0" and not _captured(device):
+            own = _Posted.of(width, call.arguments())
+        patience = _PATIENCE["cpu" if device.type == "cpu" else "other"]
+        _compare(_posted_by_all(own, call.operation, group, patience))
+        _agreed[group].add(key)
     if group in _blamed:  # the caller has gone on after the error
         _blamed.discard(group)
         leave_reason(group, "")
 
 
-# ---- widths, once ------------------------------------------------------------------------------
+def _captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
-    """Returns where all ranks have posted this width; without a store nothing is compared.
+# ---- the first call ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Posted:
+    """What a rank says of its first call.
+
+    Attributes:
+        width: columns of its shard.
+        tensors: shape, dtype, first values and hash of each integer tensor, by name.
+        hidden: some values of hidden states that every rank has whole, by name.
+    """
+
+    width: int
+    tensors: dict[str, str] = field(default_factory=dict)
+    hidden: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, width: int, arguments: Mapping[str, Any]) -> _Posted:
+        own = cls(width)
+        own._add(arguments, in_parts=arguments.get("sequence_parallel") is True)
+        return own
+
+    def _add(self, arguments: Mapping[str, Any], *, in_parts: bool) -> None:
+        for name, value in arguments.items():
+            if (parts := _parts(name, value)) is not None:
+                self._add(parts, in_parts=in_parts)
+            elif not isinstance(value, Tensor) or value.is_meta or is_traced(value):
+                continue  # without values
+            elif value.is_floating_point():
+                if "hidden" in name and not in_parts and value.numel():
+                    self.hidden[name] = _some_values(value.detach())
+            elif not any(part in name for part in _SHARDED) or "topk" in name:
+                self.tensors[name] = _value(name, value)
+
+
+def _some_values(x: Tensor) -> list[float]:
+    """Evenly spaced values along every dimension."""
+    x = getattr(x, "_local_tensor", x)  # of a DTensor
+    picked = x[tuple(slice(None, None, -(-size // _SAMPLED)) for size in x.shape)]
+    return picked.double().flatten().tolist()
+
+
+def _posted_by_all(
+    own: _Posted, operation: str, group: ProcessGroup, patience: float
+) -> list[_Posted]:
+    """What each rank has posted, in the group's order; without a store this rank's alone.
 
     The number in the keys counts the times that this rank has agreed or differed on the group: it
-    is the same on every rank, and lives in the store, as a group object may be made anew.
+    is the same on every rank, and lives in the store, as a group object may be made again.
 
     Raises:
-        ValueError: the widths differ, on every rank; or some rank has posted none in time.
+        ValueError: some rank has posted nothing in time.
     """
     store = group_store(group)
     if store is None:
-        return
+        return [own]
     rank, size = group_rank(group), group_size(group)
-    counter = f"mcore_logprobs/widths/{rank}"
+    counter = f"mcore_logprobs/calls/{rank}"
     number = store.add(counter, 0)
-    keys = [f"mcore_logprobs/width/{number}/{other}" for other in range(size)]
-    store.set(keys[rank], str(width))
+    keys = [f"mcore_logprobs/call/{number}/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(asdict(own)))
     deadline, pause = time.monotonic() + patience, 1e-4
     while True:
         posted = [store.get(key).decode() for key in keys] if store.check(keys) else []
@@ -97,8 +183,9 @@ def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
         if time.monotonic() > deadline:
             store.set(keys[rank], _WITHDRAWN)
             error = ValueError(
-                f"vocabulary shards: {width} columns on rank {rank} of the TP group, a new width, "
-                f"but no new one on every other rank within {patience:g} s"
+                f"{operation}: expected the same call on every rank of the TP group, got the first "
+                f"one with {own.width} columns on rank {rank}, and none within {patience:g} s on "
+                "every other rank"
             )
             leave_reason(group, str(error))
             _blamed.add(group)
@@ -107,30 +194,47 @@ def _agree_in_store(width: int, group: ProcessGroup, patience: float) -> None:
         pause = min(2.0 * pause, 0.02)
     store.add(counter, 1)
     leave_reason(group, "")
-    if len(set(posted)) > 1:
-        each = ", ".join(f"{found} on rank {other}" for other, found in enumerate(posted))
+    return [_Posted(**json.loads(text)) for text in posted]
+
+
+def _compare(posted: list[_Posted]) -> None:
+    """Raises a ValueError, on every rank, where ranks differ."""
+    if len({each.width for each in posted}) > 1:
         raise ValueError(
             "vocabulary shards: expected the same number of columns on every rank of the TP "
-            f"group, got {each}: pad the vocabulary to a multiple of the group's size"
+            f"group, got {_of_ranks([each.width for each in posted])}: pad the vocabulary to a "
+            "multiple of the group's size"
         )
+    for name in dict.fromkeys(name for each in posted for name in each.hidden):
+        values = [each.hidden.get(name, []) for each in posted]
+        if not all(_close(values[0], other) for other in values[1:]):
+            raise ValueError(
+                f"{name}: expected the same hidden states on every rank of the TP group, got "
+                "others on each; if they are each rank's part of the sequence, pass "
+                "sequence_parallel=True and the whole sequence's targets"
+            )
+    for name in dict.fromkeys(name for each in posted for name in each.tensors):
+        texts = [each.tensors.get(name, "absent") for each in posted]
+        if len(set(texts)) > 1:
+            raise ValueError(
+                f"{name}: expected the same on every rank of the TP group, got {_of_ranks(texts)}"
+            )
+
+
+def _of_ranks(values: list[Any]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _close(one: list[float], other: list[float]) -> bool:
+    if len(one) != len(other):
+        return False
+    a, b = torch.tensor([one, other], dtype=torch.float64)
+    norm = torch.maximum(a.norm(), b.norm())
+    # NaN and inf are for the operation to give back.
+    return not bool(norm.isfinite()) or bool((a - b).norm() <= _CLOSE * norm)
 
 
 # ---- all arguments, on demand ------------------------------------------------------------------
-
-_current: list[dict[str, str]] = []  # operations that are under way, outermost first
-
-
-@contextmanager
-def comparing(operation: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """While open, `check_call` compares this call of an operation. Waits for the device."""
-    if os.environ.get(VARIABLE) != "1" or torch.compiler.is_compiling():
-        yield
-        return
-    _current.append({"operation": operation, **_described("", arguments)})
-    try:
-        yield
-    finally:
-        _current.pop()
 
 
 def _compare_arguments(
@@ -149,24 +253,28 @@ def _compare_arguments(
     for name in names:
         values = [call.get(name, "absent") for call in calls]
         if len(set(values)) > 1:
-            of_ranks = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            different.append(f"{name}: {of_ranks}")
+            different.append(f"{name}: {_of_ranks(values)}")
     if different:
         raise ValueError("the ranks of the TP group make different calls; " + "; ".join(different))
 
 
 def _described(name: str, value: Any) -> dict[str, str]:
-    """An argument, part by part: of a mapping, of a dataclass, of a tuple."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        parts = {f"{name}.{key}" if name else str(key): part for key, part in value.items()}
-    elif isinstance(value, tuple):
-        parts = {f"{name}[{place}]": part for place, part in enumerate(value)}
-    else:
+    """An argument, part by part."""
+    if (parts := _parts(name, value)) is None:
         text = _value(name, value)
         return {name: text} if text else {}
     return {k: text for key, part in parts.items() for k, text in _described(key, part).items()}
+
+
+def _parts(name: str, value: Any) -> dict[str, Any] | None:
+    """The parts of a mapping, a dataclass or a tuple by name; None of anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {f"{name}.{key}" if name else str(key): part for key, part in value.items()}
+    if isinstance(value, tuple):
+        return {f"{name}[{place}]": part for place, part in enumerate(value)}
+    return None
 
 
 def _value(name: str, value: Any) -> str:

@@ -1,7 +1,7 @@
 """Process groups: which ranks share a vocabulary (TP) and which share a sequence (CP).
 
-The one place that looks groups up. Below the public functions a group is always explicit:
-a `ProcessGroup`, or `None` for "this process alone".
+Operations look their groups up here, once per call. Below the public functions a group is always
+explicit: a `ProcessGroup`, or `None` for one process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 def _resolve(name: str, getter: str, group: ProcessGroup | None) -> ProcessGroup | None:
     """Turn a caller's `group` into an explicit one, or None for one process.
 
-    In order: the caller's own; Megatron's, where `megatron.core.parallel_state` is initialised; one
-    process, where torch.distributed is not initialised or has one rank. Several ranks and none of
+    In order: the caller's own; Megatron's, where `megatron.core.parallel_state` is initialized; one
+    process, where torch.distributed is not initialized or has one rank. Several ranks and none of
     these is a ValueError: a shard must never pass for the whole vocabulary or sequence.
     """
     if group is not None:
@@ -37,7 +37,7 @@ def _resolve(name: str, getter: str, group: ProcessGroup | None) -> ProcessGroup
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"{name}=None, but torch.distributed has {dist.get_world_size()} ranks and Megatron's "
-            f"parallel_state is not initialised: pass {name}=..., the group whose ranks share the "
+            f"parallel_state is not initialized: pass {name}=..., the group whose ranks share the "
             f"{'vocabulary' if name == 'tp_group' else 'sequence'} "
             "(a group of this rank alone where nothing is sharded)"
         )
@@ -50,9 +50,9 @@ resolve_cp_group = partial(_resolve, "cp_group", "get_context_parallel_group")
 
 
 def megatron_parallel_state() -> Any | None:
-    """`megatron.core.parallel_state` if someone imported *and* initialised it, else None.
+    """`megatron.core.parallel_state` if someone imported *and* initialized it, else None.
 
-    Looked up in sys.modules: whoever initialised it has imported it, and no one else should pay
+    Looked up in sys.modules: whoever initialized it has imported it, and no one else should pay
     for the import.
     """
     state = sys.modules.get("megatron.core.parallel_state")
@@ -92,12 +92,12 @@ class ParallelGroups:
         """Megatron's global groups.
 
         Raises:
-            ValueError: `megatron.core.parallel_state` is not initialised.
+            ValueError: `megatron.core.parallel_state` is not initialized.
         """
         state = megatron_parallel_state()
         if state is None:
             raise ValueError(
-                "megatron.core.parallel_state is not initialised: call initialize_model_parallel "
+                "megatron.core.parallel_state is not initialized: call initialize_model_parallel "
                 "first, or use ParallelGroups.from_model or from_device_mesh"
             )
         return cls(
@@ -113,7 +113,7 @@ class ParallelGroups:
         Megatron's global groups.
 
         Raises:
-            ValueError: the model carries no group and Megatron's are not initialised.
+            ValueError: the model carries no group and Megatron's are not initialized.
         """
         module = model
         while True:

@@ -1,12 +1,49 @@
-"""The known word that a misspelt one is close to. Imports no torch."""
+"""The known word that a misspelled one is close to. Imports no torch."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """ "; did you mean X?", or nothing where no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a TypeError, as Python does, that suggests the nearest keyword for an unknown one."""
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}{nearest(name, known)}"
+            )
+
+
+def suggesting(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose TypeError for an unknown keyword suggests the nearest one."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not known.issuperset(kwargs):
+            check_keywords(function.__qualname__, kwargs, known)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class SuggestsFields:
+    """Base of a dataclass whose constructor suggests the nearest field for an unknown keyword."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        fields: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        check_keywords(cls.__name__, kwargs, fields)
+        return super().__new__(cls)

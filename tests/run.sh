@@ -162,7 +162,7 @@ older_triton() {  # The wheel's assembler comes without its executable bits.
 }
 # The same operations by other instructions: of AVX2, and of none of the newer ones.
 another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA have them
-    # torch's compiler cache does not tell CPUs apart.
+    # torch's compiler cache does not tell CPUs apart, but for the library's own kernels.
     export TORCHINDUCTOR_CACHE_DIR="$VIRTUAL_ENV/inductor-$1"
     ATEN_CPU_CAPABILITY=$1 MKL_ENABLE_INSTRUCTIONS=${3:-$2} ONEDNN_MAX_CPU_ISA=$2 python -m pytest -q -m "not night" \
         tests/test_operations.py tests/test_soundness.py tests/test_large_logits.py tests/test_invariant_*.py \

@@ -7,6 +7,7 @@ import pytest
 from mcore_logprobs.__main__ import main
 from mcore_logprobs.audit import KINDS, audit
 from mcore_logprobs.debug.audit_rank import _inputs
+from mcore_logprobs.debug.commands import EXAMPLE
 from tests.dropin import audited
 from tests.dropin.frameworks import source_root
 
@@ -99,6 +100,7 @@ def test_mistakes(arguments, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], f"for example:\n  {EXAMPLE}"),
         (["nowhere:f"], "No module named 'nowhere'"),
         (["torch:nothing"], "torch has no 'nothing'"),
         (["torch"], "expected MODULE:FUNCTION, got 'torch'"),

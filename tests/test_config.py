@@ -35,6 +35,7 @@ SETTINGS = {
     "invariant_segments": (None, 8, "8", "8"),
     "logits_dtype": (torch.float32, torch.bfloat16, "bfloat16", "bf16"),
     "chunk_size": (None, 64, "64", "64"),
+    "saved_bytes": (0, 3 << 29, "1.5GiB", "1536 MiB"),
     "backend": ("auto", "torch", "torch", "torch"),
     "logits": ("real", "lazy", "lazy", "lazy"),
     "check_labels": (False, True, "true", "true"),
@@ -59,6 +60,7 @@ BAD = {
     "compact": [1, "require"],
     "logits": ["never", None, True],
     "invariant_segments": [0, 2.0],
+    "saved_bytes": [-1, 1.5, True, None, "1.5", "many", "-1GiB", "3 parsecs"],
 }
 
 

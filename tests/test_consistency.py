@@ -1,7 +1,8 @@
-"""Uneven shards raise on every rank; MCORE_LOGPROBS_CHECK names the rank whose call differs."""
+"""Ranks whose first calls differ raise, all of them; MCORE_LOGPROBS_CHECK compares every call."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -28,8 +29,8 @@ def call(operation: str, width: int, **changes: Any) -> Any:
     rows = changes.pop("rows", ROWS)
     logits, weight = torch.randn(rows, width), torch.randn(width, HIDDEN)
     target = changes.pop("target", torch.arange(rows) * 5)
+    hidden = changes.pop("hidden", torch.randn(ROWS, HIDDEN))
     common = {"tp_group": dist.group.WORLD} | changes
-    hidden = torch.randn(ROWS, HIDDEN)
     ids = target.unsqueeze(-1)
     calls = {
         "logprobs": lambda: ml.vocab_parallel_logprobs(logits, target, **common),
@@ -46,6 +47,7 @@ def call(operation: str, width: int, **changes: Any) -> Any:
         ),
         "kl_div": lambda: ml.vocab_parallel_kl_div(logits, logits, **common),
         "linear_token_stats": lambda: ml.linear_token_stats(hidden, weight, target, **common),
+        "linear_topk": lambda: ml.linear_topk(hidden, weight, 3, **common),
         "linear_policy_loss": lambda: ml.linear_policy_loss(
             hidden, weight, target, lambda x, _: x, **common
         ),
@@ -111,7 +113,8 @@ def alone_with_a_new_width(next_width: int) -> tuple[str, str]:
 def test_a_width_that_is_new_on_one_rank_raises_there(ranks, next_width):
     none, (found, left) = ranks(2).run(alone_with_a_new_width, next_width, timeout=60)
     assert none == ("", "")
-    assert "13 columns on rank 1 of the TP group, a new width, but no new one" in found
+    assert found.startswith("vocab_parallel_logprobs: expected the same call on every rank")
+    assert "the first one with 13 columns on rank 1, and none within 0.5 s on every" in found
     assert left == ""
 
 
@@ -137,6 +140,77 @@ def no_cost() -> tuple[list[str], int]:
 def test_even_shards_cost_no_collective(ranks):
     """And the store is written to for a new width alone."""
     assert ranks(2).run(no_cost) == [(["all_gather"] * 3, 1)] * 2
+
+
+# ---- the first call's values ----
+
+
+def parts_of_a_sequence(operation: str, sequence_parallel: bool) -> str:
+    """Each rank's own tokens, with its own targets or with those of the whole sequence."""
+    consistency._agreed.clear()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hidden = torch.randn(size, ROWS, HIDDEN, generator=torch.Generator().manual_seed(2))[rank]
+    if sequence_parallel:
+        changes = {"target": torch.arange(size * ROWS), "sequence_parallel": True}
+    else:
+        changes = {"target": torch.arange(ROWS) + rank}
+    with _NoCollective() if not sequence_parallel else contextlib.nullcontext():
+        return message(operation, 12, hidden=hidden, **changes)
+
+
+class _NoCollective(CollectivesMade):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.namespace != "c10d", f"{func} before the ranks had compared their calls"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("operation", ["linear_token_stats", "linear_policy_loss", "linear_topk"])
+def test_forgotten_sequence_parallelism_raises_on_every_rank(ranks, operation):
+    for found in ranks(3).run(parts_of_a_sequence, operation, False, timeout=60):
+        assert found.startswith("hidden: expected the same hidden states on every rank of the TP")
+        assert "pass sequence_parallel=True" in found
+    assert ranks(3).run(parts_of_a_sequence, operation, True, timeout=60) == [""] * 3
+
+
+def first_calls(operation: str, per_rank: dict[str, list[Any]], value: str = "") -> str:
+    consistency._agreed.clear()
+    changes = {name: values[dist.get_rank()] for name, values in per_rank.items()}
+    with mock.patch.dict(os.environ, {consistency.VARIABLE: value}):
+        return message(operation, 12, **changes)
+
+
+def test_other_targets_on_a_rank_raise_on_every_rank(ranks):
+    targets = {"target": [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]}
+    for found in ranks(2).run(first_calls, "logprobs", targets, timeout=60):
+        assert found.startswith("target: expected the same on every rank of the TP group, got (4,)")
+        assert "[0, 5, 10, 14] hash" in found
+    for found in ranks(2).run(first_calls, "gather", {"rows": [4, 0]}, timeout=60):
+        assert found.startswith("ids: expected the same on every rank of the TP group, got (4, 1)")
+    assert ranks(2).run(first_calls, "logprobs", targets, "0", timeout=60) == ["", ""]
+
+
+def test_hidden_states_may_differ_by_rounding(ranks):
+    hidden = torch.randn(ROWS, HIDDEN)
+    rounded = {"hidden": [hidden, hidden.bfloat16().float()]}
+    assert ranks(2).run(first_calls, "linear_token_stats", rounded) == ["", ""]
+    nan = {"hidden": [hidden, hidden.masked_fill(hidden == hidden[0, 0], torch.nan)]}
+    assert ranks(2).run(first_calls, "linear_token_stats", nan) == ["", ""]
+
+
+def patched_models_with_other_labels() -> str:
+    from mcore_logprobs.megatron import patch_gpt_model
+    from tests.megatron.common import VOCAB, make_batch, megatron, mm, tiny_config
+
+    with megatron(tp=2) as parallel_state:
+        model = mm.build_gpt_model(tiny_config(2, sequence_parallel=True), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        with patch_gpt_model(model):
+            return refusal(model, **batch["inputs"], labels=batch["labels"] + dist.get_rank())
+
+
+def test_a_patched_model_s_labels_are_compared(ranks):
+    for found in ranks(2).run(patched_models_with_other_labels, timeout=120):
+        assert found.startswith("labels: expected the same on every rank of the TP group, got (2,")
 
 
 # ---- MCORE_LOGPROBS_CHECK ----------------------------------------------------------------------
@@ -274,7 +348,8 @@ def test_where_torch_tells_no_store_nothing_is_compared():
     assert collectives.group_store(unknown) is None
     collectives.leave_reason(unknown, "why")
     assert collectives._reason_left(unknown) == ""
-    consistency._agree_in_store(3, unknown, patience=0.0)
+    own = consistency._Posted(3)
+    assert consistency._posted_by_all(own, "any", unknown, patience=0.0) == [own]
 
 
 def test_a_long_argument_is_told_by_its_hash():

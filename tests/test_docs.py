@@ -22,7 +22,6 @@ from tests.helpers.documents import (
     PAGES,
     ROOT,
     Source,
-    cells,
     docstrings,
     fenced,
     headings,
@@ -330,40 +329,7 @@ def test_the_api_by_task_names_every_operation() -> None:
     assert [n for n in PUBLIC if n.startswith(operations) and f"[{n}](" not in text] == []
 
 
-# ---- figures -------------------------------------------------------------------------------------
-
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.txt"))
-
-
-def test_measured_figures_of_costs_are_printed_ones() -> None:
-    printed = {
-        n for file in RESULTS for n in re.findall(r"(?<![\d.])\d+(?:\.\d+)?", file.read_text())
-    }
-    checked = 0
-    header: list[str] = []
-    pages = (ROOT / "docs" / name for name in ("costs.md", "kernels.md"))
-    for line in "\n\n".join(page.read_text() for page in pages).splitlines():
-        if not line.startswith("|"):
-            header = []
-            continue
-        row = cells(line)
-        if not header:
-            header = row
-            continue
-        for title, cell in zip(header, row, strict=True):
-            unit = (
-                "" if title in ("instructions", "registers", "spills") else "(?: (?:ms|MiB|KiB)|%)"
-            )
-            match = re.fullmatch(rf"([\d.]+){unit}", cell)
-            if match is None:
-                continue
-            if title == "formula":  # n V/TP b of 1024 rows of bf16
-                vocab, tp = int(row[0]), int(row[1])
-                assert float(match[1]) == 1024 * vocab / tp * 2 / 2**20
-            else:
-                assert match[1] in printed, f"{line}: {cell} is in no table of results"
-            checked += 1
-    assert checked > 50
+# ---- configurations ------------------------------------------------------------------------------
 
 
 def test_configurations_are_all_listed() -> None:

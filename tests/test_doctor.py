@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from mcore_logprobs import __main__
+from mcore_logprobs import LogprobConfig, __main__, patch_model
 from mcore_logprobs.debug import commands, doctor, oracle
 from tests.helpers.documents import ROOT
 
@@ -21,7 +23,7 @@ def test_report_is_complete_and_passes() -> None:
     assert found["ok"]
     assert found["packages"]["torch"]["version"] == torch.__version__
     assert "version" in found["packages"]["megatron-core"]
-    assert "not initialised" in found["groups"]["torch.distributed"]
+    assert "not initialized" in found["groups"]["torch.distributed"]
     choices = {choice["name"]: choice for choice in found["backends"]["cpu"]["choices"]}
     assert choices["torch"]["available"]
     assert all(choice["reason"] for choice in choices.values())
@@ -45,6 +47,63 @@ def test_text_and_json_commands(capsys) -> None:
     assert text.rstrip().endswith("All checks passed.")
     assert __main__.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+IDS = torch.arange(24).view(2, 12)
+NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "vocab_size", "said"),
+    [
+        (NEXT, 24, "100% are the next one"),
+        (NEXT, None, "the largest label is 23; add the tokenizer's size as vocab_size"),
+        (NEXT.masked_fill(IDS > 4, -100), 24, "5 of 24 labels count (not -100)"),
+        (IDS, 24, "MISTAKE labels: expected the token after each input, got the input's own at 22"),
+        (IDS + 2, 99, "got the one after that at 100% of the positions; shift them once"),
+        (NEXT, 20, "MISTAKE labels: expected ids in [0, 20) or ignore_index, got [20, 21, 22, 23]"),
+    ],
+    ids=["right", "size not known", "masked", "not shifted", "shifted twice", "outside"],
+)
+@pytest.mark.parametrize("suffix", ["pt", "npz"])
+def test_a_batch(labels, vocab_size, said, suffix, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(doctor, "self_test", lambda device: [])
+    file = tmp_path / f"batch.{suffix}"
+    batch = {"input_ids": IDS, "labels": labels, "position_ids": IDS}
+    if vocab_size is not None:
+        batch["vocab_size"] = torch.tensor(vocab_size)
+    if suffix == "pt":
+        torch.save(batch, file)
+    else:
+        np.savez(file, **{name: tensor.numpy() for name, tensor in batch.items()})
+    failed = commands.doctor(["--batch", str(file)])
+    text = capsys.readouterr().out
+    assert said in text
+    assert bool(failed) == ("MISTAKE" in said or "shift them once" in said)
+    assert text.rstrip().endswith("The batch FAILED." if failed else "All checks passed.")
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"input_ids": IDS}, "labels: expected integers [b, s], got NoneType"),
+        (
+            {"input_ids": IDS, "labels": NEXT.float()},
+            "labels: expected integers [b, s], got (2, 12)",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT[:, 1:]},
+            "expected input_ids' shape (2, 12), got (2, 11)",
+        ),
+        ([IDS, NEXT], "expected a dictionary, got list"),
+    ],
+    ids=["no labels", "no integers", "shapes", "a list"],
+)
+def test_a_file_that_is_no_batch(batch, said, tmp_path, capsys) -> None:
+    torch.save(batch, tmp_path / "batch.pt")
+    with pytest.raises(SystemExit):
+        commands.doctor(["--batch", str(tmp_path / "batch.pt")])
+    assert said in capsys.readouterr().err
 
 
 def test_unknown_command_is_refused(capsys) -> None:
@@ -166,7 +225,7 @@ def test_under_several_ranks(ranks) -> None:
         assert found["self_test"] == []  # a shard must not be judged as a whole vocabulary
 
 
-def head_of_a_model(adapter: bool) -> str:
+def head_of_a_model(adapter: bool, tokens: int | None = None, vocab_size: int | None = None) -> str:
     from mcore_logprobs.cpu_megatron import models as mm
     from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 
@@ -176,7 +235,15 @@ def head_of_a_model(adapter: bool) -> str:
             model = mm.build_gpt_model(mm.transformer_config(), vocab_size=64)
             if adapter:
                 model.output_layer = torch.nn.Sequential(model.output_layer)
-            return str(doctor.report(torch.nn.Sequential(model))["head"])
+            if tokens is None:
+                return str(doctor.report(torch.nn.Sequential(model))["head"])
+            with (
+                mock.patch.object(doctor, "tokenizer_size", return_value=tokens or None),
+                patch_model(model, LogprobConfig(vocab_size=vocab_size)) as handle,
+            ):
+                if vocab_size is None:
+                    handle.remove()
+                return str(doctor.report(model)["vocabulary"])
         finally:
             mm.destroy_model_parallel()
 
@@ -185,3 +252,17 @@ def test_says_whether_a_model_s_head_can_be_fused(ranks) -> None:
     assert ranks(1).run(head_of_a_model, False) == ["fused"]
     (reason,) = ranks(1).run(head_of_a_model, True)
     assert reason.startswith("logits path: the output layer is a Sequential")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab_size", "said"),
+    [
+        (0, None, "all 64 columns count, padding too, unless vocab_size says otherwise"),
+        (60, None, "WARNING all 64 columns count, of which 4 are padding: pass vocab_size=60"),
+        (64, None, "all 64 columns count; the tokenizer has as many"),
+        (60, 60, "60 of 64 columns count (vocab_size=60)"),
+    ],
+    ids=["no tokenizer", "padded", "whole", "given"],
+)
+def test_says_which_columns_count(ranks, tokens, vocab_size, said):
+    assert ranks(1).run(head_of_a_model, False, tokens, vocab_size) == [said]

@@ -105,7 +105,8 @@ def test_a_rank_that_ends_is_seen_by_the_others(how):
 def test_a_width_that_changes_on_one_rank_is_named_on_the_others(how):
     survivor, _ = errors_of(raises_and_ends, how)
     assert isinstance(survivor, ValueError)
-    assert "another rank stopped: vocabulary shards: 9 columns on rank 1" in str(survivor)
+    assert "another rank stopped: linear_token_stats: expected the same call" in str(survivor)
+    assert "got the first one with 9 columns on rank 1" in str(survivor)
 
 
 # ---- NaN ---------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_none_under_several_ranks_is_refused(ranks):
 def _megatron_grid(tp: int, cp: int) -> tuple:
     from megatron.core import parallel_state
 
-    # Imported is not initialised: several ranks are still refused, one is still one.
+    # Imported is not initialized: several ranks are still refused, one is still one.
     before = _resolve_none()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, context_parallel_size=cp
@@ -90,7 +90,7 @@ def test_none_is_megatrons_group_while_its_state_is_initialised(ranks, tp, cp):
 def _from_megatron_uninitialised() -> str:
     import megatron.core.parallel_state  # noqa: F401
 
-    with pytest.raises(ValueError, match="not initialised") as caught:
+    with pytest.raises(ValueError, match="not initialized") as caught:
         ParallelGroups.from_megatron()
     return str(caught.value)
 
@@ -149,9 +149,9 @@ def _from_models() -> None:
     for name, model in models.items():
         found = ParallelGroups.from_model(model)
         assert (found.tp, found.cp) == (mine.tp, mine.cp), name
-    with pytest.raises(ValueError, match="not initialised"):
+    with pytest.raises(ValueError, match="not initialized"):
         ParallelGroups.from_model(SimpleNamespace())
-    with pytest.raises(ValueError, match="not initialised"):
+    with pytest.raises(ValueError, match="not initialized"):
         ParallelGroups.from_model(torch.nn.Linear(2, 2))
 
 

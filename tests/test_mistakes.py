@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_logprobs import LogprobConfig, linear_token_stats, vocab_parallel_logprobs
-from mcore_logprobs.losses import GSPOLoss
+from mcore_logprobs import (
+    LogprobConfig,
+    context_parallel_gather,
+    context_parallel_positions,
+    context_parallel_shard,
+    context_parallel_shift,
+    linear_token_stats,
+    patch_model,
+    vocab_parallel_logprobs,
+)
+from mcore_logprobs.losses import AdaptiveEntropy, ClippedLoss, GSPOLoss
 from mcore_logprobs.megatron.launcher import Launcher
 
 HIDDEN, WEIGHT = torch.randn(8, 2, 4), torch.randn(12, 4)
@@ -71,3 +80,21 @@ def test_statistics_taken_for_a_tensor() -> None:
         _ = stats.mean()
     assert copy.deepcopy(stats).shape == stats.shape
     assert stats.target_rank is None
+
+
+def test_misspelt_keywords_of_everything_else() -> None:
+    calls = {
+        "cu_seqlens": lambda **k: context_parallel_shard(IDS, **k),
+        "seq_dim": lambda **k: context_parallel_gather(IDS, **k),
+        "layout": lambda **k: context_parallel_positions(4, **k),
+        "fill": lambda **k: context_parallel_shift(IDS, **k),
+        "lengths": linear_token_stats(HIDDEN, WEIGHT, IDS[:8]).unpack,
+        "grad": linear_token_stats(HIDDEN, WEIGHT, IDS[:8]).gather_cp,
+        "clip_high": ClippedLoss,
+        "target": AdaptiveEntropy,
+        "config": patch_model,
+    }
+    for keyword, call in calls.items():
+        misspelt = keyword[:-1] + keyword[-1] * 2
+        with pytest.raises(TypeError, match=f"{misspelt!r}; did you mean {keyword}"):
+            call(**{misspelt: 1})

@@ -33,6 +33,7 @@ HEAD = {
     "logits_dtype": torch.float32,
     "compact": False,
     "gradient_accumulation_fusion": False,
+    "saved_bytes": 0,
     "tp_group": None,
     "chunk_size": None,
 }

@@ -18,6 +18,8 @@ from mcore_logprobs.debug import oracle
 from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.kernels.products import matmul_input, product
 from mcore_logprobs.losses import ClippedLoss
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.kept import whole_bytes
 
 _CHECKED_ROWS = 16
 
@@ -354,6 +356,50 @@ def policy_case(shape: Shape) -> Workload:
     return Workload("a policy loss from hidden states", shape.describe(), contenders)
 
 
+def keep_case(shape: Shape) -> Workload:
+    """Time against memory: `saved_bytes` from nothing to everything, and who holds the logits."""
+    hidden, weight, target = _head(shape)
+    inputs = [hidden, weight]
+    group = shape.group
+    all_of_it = whole_bytes(head_logits(hidden, weight, tp_group=group))
+
+    def keeping(share: float) -> Callable[..., Tensor]:
+        saved_bytes = int(share * all_of_it)
+        return lambda h, w: _sum(
+            m.linear_token_stats(h, w, target, tp_group=group, saved_bytes=saved_bytes)
+        )
+
+    def unfused(h: Tensor, w: Tensor) -> Tensor:
+        return m.vocab_parallel_logprobs(h @ w.t(), target, tp_group=group)
+
+    one = group_size(group) == 1
+    check = _check(hidden, target, oracle.logprobs, weight) if one else None
+    on_logits, absent = logits_peers(target)
+    on_hidden, unavailable = linear_peers(target)
+    peers: dict[str, Callable[..., Tensor]] = {
+        f"{name}, logits held": lambda h, w, f=function: f(h @ w.t())
+        for name, function in on_logits.items()
+        if name.startswith("megatron")
+    }
+    contenders = [
+        _products(hidden, weight, recompute=False),
+        *(
+            Contender(f"saved_bytes {share:.0%}", keeping(share), inputs, check=check)
+            for share in (0.0, 0.25, 0.5, 0.75, 1.0)
+        ),
+        Contender("unfused (holds the logits)", unfused, inputs, check=check),
+        *(
+            Contender(name, function, inputs, is_peer=True)
+            for name, function in (peers | on_hidden).items()
+        ),
+        _compiled(lambda h, w: oracle.logprobs((h @ w.t()).float(), target), inputs),
+    ]
+    absent = {name: why for name, why in absent.items() if name == "megatron"} | unavailable
+    return Workload(
+        "what kept logits save", shape.describe(), contenders, absent, curve="saved_bytes"
+    )
+
+
 def invariant_case(shape: Shape) -> Workload:
     """The price of `invariant_segments`, from logits and from hidden states; what `auto` takes."""
     hidden, weight, target = _head(shape)
@@ -383,6 +429,7 @@ CASES: dict[str, Callable[[Shape], Workload]] = {
     "linear": linear_case,
     "linear_ops": linear_ops_case,
     "policy": policy_case,
+    "keep": keep_case,
     "invariant": invariant_case,
     "rows": rows_case,
 }

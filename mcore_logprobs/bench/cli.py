@@ -1,4 +1,4 @@
-"""The command line of `python -m mcore_logprobs bench`. torch is imported once it has been read."""
+"""The command line of `python -m mcore_logprobs bench`. torch is imported after it is parsed."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ SIZES: Sizes = {
         "linear": ([128, 256, 512], 32768, 512),
         "linear_ops": ([256], 32768, 512),
         "policy": ([128, 256, 512], 32768, 512),
+        "keep": ([1024], 32768, 512),
         "invariant": ([256], 32768, 512),
         "rows": ([8192], 16384, 512),
     },
@@ -41,6 +42,7 @@ SIZES: Sizes = {
         "linear": ([8192, 32768], 152064, 4096),
         "linear_ops": ([8192], 152064, 4096),
         "policy": ([8192, 32768], 152064, 4096),
+        "keep": ([8192], 152064, 4096),
         "invariant": ([8192], 152064, 4096),
         "rows": ([32768], 152064, 4096),
     },
@@ -111,6 +113,7 @@ def main(
     import torch.distributed as dist
 
     from mcore_logprobs.bench import machine, peers, report
+    from mcore_logprobs.bench.progress import Progress
     from mcore_logprobs.bench.runner import measure
 
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -132,16 +135,25 @@ def main(
         if first:
             print(f"{heading}\n{report.LEGEND}")
         make = importlib.import_module(cases).CASES
-        for what in sizes["cpu"] if args.what == "all" else [args.what]:
-            for shape in _shapes(sizes[device.type][what], args, device, group):
-                work = make[what](shape)
-                results = measure(work, rounds=args.rounds, warmup=args.warmup)
-                if first:
-                    report.print_table(work, results)
-                # The contenders hold the inputs: let them go before the next shape.
-                work.contenders.clear()
-                torch.compiler.reset()  # it compiles a formula for eight shapes, and then no more
-                points.append((work, results))
+        every = [
+            (what, shape)
+            for what in (sizes["cpu"] if args.what == "all" else [args.what])
+            for shape in _shapes(sizes[device.type][what], args, device, group)
+        ]
+        progress = Progress([shape.rows * shape.vocab * (shape.hidden + 64) for _, shape in every])
+        for what, shape in every:
+            if first:
+                progress.show()
+            work = make[what](shape)
+            results = measure(work, rounds=args.rounds, warmup=args.warmup)
+            if first:
+                progress.clear()
+                report.print_table(work, results)
+                progress.step()
+            # The contenders hold the inputs: let them go before the next shape.
+            work.contenders.clear()
+            torch.compiler.reset()  # it compiles a formula for eight shapes, and then no more
+            points.append((work, results))
     finally:
         peers.stop_megatron()
         if started:

@@ -113,6 +113,10 @@ def plot(points: list[Point], path: str, machine: str) -> None:
     for row, title in enumerate(titles):
         here = [point for point in points if point[0].title == title]
         time_axis, memory_axis = axes[row]
+        if here[0][0].curve:
+            _against_memory(time_axis, *here[0])
+            memory_axis.axis("off")
+            continue
         varied = _varied(here)
         for axis, label, value in (
             (time_axis, "forward + backward, least, ms", lambda r: r.least[-1] * 1e3),
@@ -166,6 +170,30 @@ def _lines(axis: Any, points: list[Point], varied: str | None, value: Any) -> No
     axis.set_yscale("log")
     axis.set_xlabel(f"{varied}  ({', '.join(f'{k} {v}' for k, v in same.items())})", fontsize=8)
     axis.grid(alpha=0.25)
+
+
+def _against_memory(axis: Any, load: Workload, results: list[Measurement]) -> None:
+    """Time against memory of one shape: a curve, and points."""
+    curve = []
+    for place, result in enumerate(results):
+        if result.peak is None:  # the floor
+            axis.axhline(result.least[-1] * 1e3, label=result.name, color="black", linestyle=":")
+            continue
+        at = result.peak / 2**20, result.least[-1] * 1e3
+        if result.name.startswith(load.curve):
+            curve.append(at)
+        else:
+            axis.plot(*at, label=result.name, **_style(result.name, place))
+    axis.plot(*zip(*curve, strict=True), label=load.curve, color="C0", marker="o")
+    axis.set_xlabel(
+        "peak extra memory, MiB  (" + ", ".join(f"{k} {v}" for k, v in load.shape.items()) + ")",
+        fontsize=8,
+    )
+    axis.set_ylabel("forward + backward, least, ms")
+    axis.set_title(load.title, loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=7, frameon=False)
 
 
 def _bars(axis: Any, points: list[Point], varied: str | None, value: Any) -> None:

@@ -51,12 +51,15 @@ class Workload:
     Attributes:
         shape: what identifies the point, such as {"rows": 1024, "vocab": 131072, "dtype": "bf16"}.
         absent: peers that could not be had, with the reason.
+        curve: contenders whose names begin so lie on a curve of time against memory, and the others
+            are points beside it; "": time and memory have pictures of their own.
     """
 
     title: str
     shape: dict[str, Any]
     contenders: list[Contender]
     absent: dict[str, str] = field(default_factory=dict)
+    curve: str = ""
 
 
 @dataclass

@@ -20,6 +20,7 @@ from mcore_logprobs.checks import check_choice, check_integer
 from mcore_logprobs.collectives import all_gather_dim0, reduce_scatter_dim0
 from mcore_logprobs.context_parallel.layouts import SequenceLayout, check_lengths
 from mcore_logprobs.groups import group_rank, group_size, resolve_cp_group
+from mcore_logprobs.spelling import suggesting
 
 GRADS = ("sum", "slice")
 
@@ -31,6 +32,7 @@ _INDEXED_AS = {
 }
 
 
+@suggesting
 def context_parallel_shard(
     x: Tensor,
     *,
@@ -77,6 +79,7 @@ def context_parallel_shard(
     return _select(x, dim, where.positions(group_rank(group)))
 
 
+@suggesting
 def context_parallel_positions(
     seq_len: int,
     *,
@@ -106,6 +109,7 @@ def context_parallel_positions(
     return where.positions(group_rank(group))
 
 
+@suggesting
 def context_parallel_gather(
     x: Tensor,
     *,
@@ -187,6 +191,7 @@ class _Gather(torch.autograd.Function):
         return mine.movedim(0, ctx.dim), None, None, None, None
 
 
+@suggesting
 def context_parallel_shift(
     x: Tensor,
     *,

@@ -178,7 +178,7 @@ class _GatherSequence(torch.autograd.Function):
 class CpuNorm:
     """Builds torch's LayerNorm or RMSNorm, as `config.normalization` says, for Megatron.
 
-    With sequence parallelism every TP rank normalises its own tokens, so the weight's gradient is
+    With sequence parallelism every TP rank normalizes its own tokens, so the weight's gradient is
     a part of the sum: the `sequence_parallel` mark makes Megatron's `finalize_model_grads` add the
     parts up.
     """

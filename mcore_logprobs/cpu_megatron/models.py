@@ -214,7 +214,7 @@ def build_gpt_model(
 def _share_out_gates(model: Any) -> None:
     """Give each TP rank its part of the gates and its part of what they gate.
 
-    Before 0.16 Megatron's CPU initialisation cuts a gated MLP's first weight into contiguous parts,
+    Before 0.16 Megatron's CPU initialization cuts a gated MLP's first weight into contiguous parts,
     so that the same seed makes another model at another TP; from 0.16 on it does this by itself.
     Collectives: where it does not, an all-gather over TP for each such weight.
     """

@@ -78,12 +78,12 @@ def audit(
     bound: float = BOUND,
     timeout: float = 300.0,
 ) -> AuditReport:
-    """Hold a vocab-parallel function to float64: values and gradients, on every shard.
+    """Compare a vocab-parallel function with float64: values and gradients, on every shard.
 
     The function is called with this rank's logits first and the rest by its parameters' names
     (target or labels, teacher_logits, global_indices, group or tp_group, vocab_start_index and
     vocab_end_index, chunk_size); parameters with defaults keep them. Where Megatron imports, its
-    parallel state is initialised, for functions that take the group from there. An autograd
+    parallel state is initialized, for functions that take the group from there. An autograd
     function is called by its `apply`.
 
     A layout that the function refuses on every rank is left out, if it takes another one.

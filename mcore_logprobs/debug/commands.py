@@ -13,10 +13,14 @@ from typing import Any
 from mcore_logprobs.commands import Parser, comma_separated, positive
 from mcore_logprobs.debug.oracle import BOUND, KINDS
 
+EXAMPLE = "python -m mcore_logprobs audit mcore_logprobs:vocab_parallel_logprobs --tp 1,2"
+
 
 def doctor(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; 0 if the self-test is within its bounds, else 1. With `mismatch FILE`,
-    explains a run's own log-probabilities instead."""
+    """Print the report; 0 if the self-test is within its bounds and a batch has no mistake, else 1.
+
+    With `mismatch FILE`, explain a run's own log-probabilities instead.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["mismatch"]:
         return _mismatch(arguments[1:])
@@ -31,11 +35,20 @@ def doctor(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="also try what invariant_segments promises: compiles kernels, a minute or more",
     )
+    parser.add_argument(
+        "--batch",
+        metavar="FILE",
+        help="also check a training batch: a .pt or .npz file with input_ids and labels [b, s], "
+        "and vocab_size and ignore_index if you like",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse(arguments)
     from mcore_logprobs.debug.doctor import as_text, report
 
-    found = report(full=args.full)
+    try:
+        found = report(full=args.full, batch=args.batch)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0 if found["ok"] else 1
 
@@ -64,13 +77,15 @@ def _mismatch(argv: Sequence[str]) -> int:
 
 
 def audit(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; 0 if every tensor is right, 1 if one is not."""
+    """Print the report; 0 if every tensor is right, 1 if one is not."""
     parser = Parser(
         "audit",
-        description="Hold a vocab-parallel function to float64: values and gradients, every shard.",
+        description="Compare a vocab-parallel function with float64: values and gradients, on "
+        "every shard.",
+        epilog=f"for example: {EXAMPLE}",
     )
     add = parser.add_argument
-    add("function", help="MODULE:FUNCTION or FILE.py:FUNCTION")
+    add("function", nargs="?", help="MODULE:FUNCTION or FILE.py:FUNCTION")
     add("--kind", choices=list(KINDS), default="logprobs", help="what the function computes")
     add("--tp", type=_sizes, default="1,2,4", help="tensor-parallel sizes")
     add(
@@ -87,6 +102,8 @@ def audit(argv: Sequence[str] | None = None) -> int:
     add("--json", action="store_true", help="print the report as JSON")
     options = vars(parser.parse(argv))
     as_json, function, call = (options.pop(name) for name in ("json", "function", "call"))
+    if function is None:
+        parser.error(f"expected MODULE:FUNCTION or FILE.py:FUNCTION, for example:\n  {EXAMPLE}")
     from mcore_logprobs.debug.audit import audit
 
     try:

@@ -13,13 +13,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.debug import oracle
+from mcore_logprobs.debug.batch import check_batch
 from mcore_logprobs.dropin.installed import installed as installed_frameworks
+from mcore_logprobs.vocabulary import tokenizer_size
 
 # (name shown, distribution, module whose import shows that it works)
 _PACKAGES = (
@@ -31,14 +34,26 @@ _PACKAGES = (
 )
 
 
-def report(model: Any = None, *, full: bool = False) -> dict[str, Any]:
-    """Everything that `doctor` knows, as plain data that `json` can write.
+def report(
+    model: Any = None, *, full: bool = False, batch: str | PathLike[str] | None = None
+) -> dict[str, Any]:
+    """Return everything that `doctor` knows, as plain data that `json` can write.
 
-    With a Megatron model (wrapped or not), "head" says whether `patch_gpt_model` can take the fused
-    path on it, and if not, why. Makes no collective. "ok" is whether every check of the self-test
-    is within its bound. `full` adds what `invariant_segments` promises, tried here: it compiles
-    kernels, for a minute or more.
+    With a Megatron model (wrapped or not), "head" says whether `patch_model` can take the fused
+    path on it, and if not, why; "vocabulary" says whether columns that pad it have probability.
+    Makes no collective. "ok" is whether every check of the self-test is within its bound, and the
+    batch has no mistake.
+
+    Args:
+        full: also try what `invariant_segments` promises: compiles kernels, for a minute or more.
+        batch: a .pt or .npz file with `input_ids` and `labels` `[b, s]`, and the numbers
+            `vocab_size` and `ignore_index` if wanted: "batch" says whether labels are the next
+            tokens, and whether ids are in the vocabulary.
+
+    Raises:
+        ValueError: a model without a language model; a batch without these tensors.
     """
+    checked = None if batch is None else check_batch(batch)
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     tests = [test for device in devices for test in self_test(device)]
     return {
@@ -48,11 +63,12 @@ def report(model: Any = None, *, full: bool = False) -> dict[str, Any]:
         "backends": {device: _backends(device) for device in devices},
         "megatron": _megatron_hooks(),
         "frameworks": installed_frameworks(),
-        **({} if model is None else {"head": _head(model)}),
+        **({} if model is None else {"head": _head(model), "vocabulary": _vocabulary(model)}),
         "groups": _groups(),
         **({"invariant_segments": {d: _guarantees(d) for d in devices}} if full else {}),
         "self_test": [asdict(test) | {"ok": test.ok} for test in tests],
-        "ok": all(test.ok for test in tests),
+        **({} if checked is None else {"batch": asdict(checked)}),
+        "ok": all(test.ok for test in tests) and not (checked and checked.problems),
     }
 
 
@@ -91,6 +107,7 @@ def _import(module: str) -> tuple[Any, str]:
 def _backends(device: str) -> dict[str, Any]:
     """The backends for a device, best first, with the reasons, and what `auto` takes."""
     from mcore_logprobs.kernels import backend as backends
+    from mcore_logprobs.kernels import products
 
     taken = {}
     for shape in ((8, 512), (1024, 32768)):
@@ -98,7 +115,11 @@ def _backends(device: str) -> dict[str, Any]:
         backend: Any = backends.select("auto", logits)
         name = backend.__name__.rpartition(".")[2].removesuffix("_backend")
         taken[f"{list(shape)} bfloat16"] = "torch" if name == "reference" else name
-    return {"choices": [asdict(choice) for choice in backends.explain(device)], "auto": taken}
+    return {
+        "choices": [asdict(choice) for choice in backends.explain(device)],
+        "auto": taken,
+        "gemms": products.explain(torch.empty(0, device=device).device),
+    }
 
 
 def _megatron_hooks() -> dict[str, str]:
@@ -119,11 +140,35 @@ def _head(model: Any) -> str:
     return "fused" if head.fusable else f"logits path: {head.reason}"
 
 
+def _vocabulary(model: Any) -> str:
+    """Which columns of the head have probability."""
+    from mcore_logprobs.megatron.head_patch import patch_of
+    from mcore_logprobs.megatron.heads import find_language_models, has_head
+
+    for language_model in find_language_models(model):
+        columns = getattr(language_model, "vocab_size", None)
+        if not has_head(language_model) or columns is None:
+            continue
+        patch = patch_of(language_model)
+        given, tokens = patch and patch.config.vocab_size, tokenizer_size()
+        if given:
+            return f"{given} of {columns} columns count (vocab_size={given})"
+        if tokens is None:
+            return f"all {columns} columns count, padding too, unless vocab_size says otherwise"
+        if tokens < columns:
+            return (
+                f"WARNING all {columns} columns count, of which {columns - tokens} are padding: "
+                f"pass vocab_size={tokens}"
+            )
+        return f"all {columns} columns count; the tokenizer has as many"
+    return "no head on this pipeline stage"
+
+
 def _groups() -> dict[str, Any]:
-    """The process groups of this process, as far as they are initialised."""
+    """The process groups of this process, as far as they are initialized."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
-        return {"torch.distributed": "not initialised: group=None means this process alone"}
+        return {"torch.distributed": "not initialized: group=None means this process alone"}
     found: dict[str, Any] = {
         "torch.distributed": f"{dist.get_backend()}, rank {dist.get_rank()} of "
         f"{dist.get_world_size()}"
@@ -136,7 +181,7 @@ def _groups() -> dict[str, Any]:
     )
 
     if megatron_parallel_state() is None:
-        found["megatron"] = "parallel_state is not initialised: pass tp_group and cp_group"
+        found["megatron"] = "parallel_state is not initialized: pass tp_group and cp_group"
         return found
     groups = ParallelGroups.from_megatron()
     for axis, group in (("tp", groups.tp), ("cp", groups.cp)):
@@ -297,9 +342,10 @@ def as_text(found: dict[str, Any]) -> str:
             lines.append(f"    {choice['name']:18} {state}: {choice['reason']}")
         for case, taken in backends["auto"].items():
             lines.append(f"    auto takes {taken} for {case}")
+        lines += [f"    GEMMs: {text}" for text in backends["gemms"]]
     lines.append("Megatron hooks")
     lines += [f"  {name:20} {text}" for name, text in found["megatron"].items()]
-    lines += [f"  {'head':20} {found['head']}"] if "head" in found else []
+    lines += [f"  {name:20} {found[name]}" for name in ("head", "vocabulary") if name in found]
     lines.append("Frameworks whose names mcore_logprobs.dropin carries")
     lines += [line for item in found["frameworks"].items() for line in _of_framework(*item)]
     lines += [] if found["frameworks"] else ["  none installed"]
@@ -317,5 +363,12 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"  {test['name']:28} {test['error']:.1e}  {test['bound']:.1e}  {mark}")
     if not found["self_test"]:
         lines.append("  not run: torch.distributed has several ranks; run it in one process")
-    lines.append("All checks passed." if found["ok"] else "The self-test FAILED.")
-    return "\n".join(lines)
+    batch = found.get("batch", {"facts": [], "problems": []})
+    lines += ["Batch"] if "batch" in found else []
+    lines += [f"  {fact}" for fact in batch["facts"]]
+    lines += [f"  MISTAKE {problem}" for problem in batch["problems"]]
+    if found["ok"]:
+        return "\n".join([*lines, "All checks passed."])
+    failed = [] if all(test["ok"] for test in found["self_test"]) else ["The self-test FAILED."]
+    failed += ["The batch FAILED."] if batch["problems"] else []
+    return "\n".join([*lines, " ".join(failed)])

@@ -26,13 +26,13 @@ from dataclasses import replace
 from inspect import signature
 from itertools import takewhile
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.debug.dump_file import read_dump
 from mcore_logprobs.debug.mismatch_result import (
     CAUSES,
     RIGHT,
@@ -93,7 +93,7 @@ def explain_mismatch(
     Args:
         target: Megatron's labels, already shifted: target[t] is token t + 1. Give those of the
             prompt too where you have them, and say by `mask` which tokens count: a wrong shift
-            needs the neighbours.
+            needs the neighbors.
         mask: the tokens that count; None: where target is not ignore_index.
         stale_logits, stale_hidden, stale_weight: the same from the weights before the last update,
             to tell stale weights from the rest.
@@ -232,27 +232,16 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
         ValueError: another suffix, a key that is not known, or one of train_logprobs,
             rollout_logprobs and target missing.
     """
-    file = Path(path)
-    if file.suffix == ".npz":
-        import numpy as np
-
-        with np.load(file, allow_pickle=False) as arrays:
-            found: dict[str, Any] = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-    elif file.suffix in (".pt", ".pth"):
-        found = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(found, dict):
-            raise ValueError(f"{file}: expected a dictionary, got {type(found).__name__}")
-    else:
-        raise ValueError(f"{file}: expected a .npz or .pt file")
+    found = read_dump(path)
     unknown = sorted(set(found) - set(_DUMP_KEYS))
     if unknown:
         raise ValueError(
-            f"{file}: unknown key {', '.join(unknown)}; known: {', '.join(_DUMP_KEYS)}"
+            f"{path}: unknown key {', '.join(unknown)}; known: {', '.join(_DUMP_KEYS)}"
         )
     missing = [key for key in _DUMP_KEYS[:3] if key not in found]
     if missing:
         raise ValueError(
-            f"{file}: expected the keys {', '.join(_DUMP_KEYS[:3])}; {missing} missing"
+            f"{path}: expected the keys {', '.join(_DUMP_KEYS[:3])}; {missing} missing"
         )
     for key in _DUMP_NUMBERS:
         if isinstance(found.get(key), Tensor):
@@ -268,7 +257,7 @@ def _without_logits(batch: Batch, threshold: float) -> MismatchExplanation:
     ours, aligned, moved = RIGHT, train, distance(train, rollout)
     for name in ("values late", "values early"):
         # The trainer's value of token t stands one further on: at t + 1 where it is late.
-        other, inside = batch.neighbour(batch.positions, -OFFSETS[name][0])
+        other, inside = batch.neighbor(batch.positions, -OFFSETS[name][0])
         inside &= counted[other]
         if 2 * int(inside.sum()) < len(batch.positions):
             continue

@@ -238,7 +238,7 @@ def draw(found: MismatchExplanation) -> Any:
     tail.set(xscale="log", yscale="log", xlabel="nats")
     tail.set_xlim(left=max(1e-7, found.remainder.mean_abs / 300))
     tail.set_title("share of tokens larger than this", loc="left", fontweight="bold")
-    tail.text(0.02, 0.02, "colours as on the left", transform=tail.transAxes, fontsize=9)
+    tail.text(0.02, 0.02, "colors as on the left", transform=tail.transAxes, fontsize=9)
 
     explained = found.total.per_token - found.remainder.per_token
     keep = slice(None, None, -(-found.tokens // 5000))

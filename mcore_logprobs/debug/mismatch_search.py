@@ -71,7 +71,7 @@ class Batch:
             raise ValueError(f"expected no NaN where a token counts, got {bad} tokens")
         return cls((b, s), train, rollout, target.cpu().flatten(), ignore_index, positions)
 
-    def neighbour(self, positions: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+    def neighbor(self, positions: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """(flat index, whether it lies in the same sequence) of positions + offset."""
         length = self.shape[1]
         column = positions % length + offset
@@ -208,10 +208,10 @@ class Rows:
 
     @torch.no_grad()
     def logprobs(self, settings: Settings, positions: Tensor) -> Tensor:
-        """float64 [positions] on the CPU; NaN where a neighbour's label is not known."""
+        """float64 [positions] on the CPU; NaN where a neighbor's label is not known."""
         row_offset, label_offset = OFFSETS[settings.alignment]
-        row, row_inside = self.batch.neighbour(positions, row_offset)
-        label, label_inside = self.batch.neighbour(positions, label_offset)
+        row, row_inside = self.batch.neighbor(positions, row_offset)
+        label, label_inside = self.batch.neighbor(positions, label_offset)
         target = self.batch.target[label]
         known = row_inside & label_inside & (target != self.batch.ignore_index)
         source = self._source(settings)

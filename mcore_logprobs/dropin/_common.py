@@ -45,7 +45,7 @@ def or_one_process(group: ProcessGroup | None) -> ProcessGroup:
 def or_every_rank(group: ProcessGroup | None) -> ProcessGroup:
     """The group; every rank for None, as where a framework hands it to `torch.distributed`.
 
-    This process alone where `torch.distributed` is not initialised.
+    This process alone where `torch.distributed` is not initialized.
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
@@ -106,7 +106,7 @@ def rows_a_chunk(chunk_size: int | None, batch: int) -> int | None:
 
 
 def no_targets(vocab_parallel_logits: Tensor) -> Tensor:
-    """A target for calls that want statistics of the distribution alone: id 0 everywhere."""
+    """A target for calls that want only statistics of the distribution: id 0 everywhere."""
     return vocab_parallel_logits.new_zeros(vocab_parallel_logits.shape[:-1], dtype=torch.int64)
 
 

@@ -3,7 +3,7 @@
     from mcore_logprobs.dropin.areal import gather_logprobs, gather_logprobs_entropy
 
 Labels are used as they are (AReaL rolls them itself); log-probabilities, not losses; a label of
--100 gives 0 for both. tp_group None: the logits are the whole vocabulary, as there.
+-100 gives 0 for both. tp_group None: the logits are the whole vocabulary, as in AReaL.
 """
 
 from __future__ import annotations

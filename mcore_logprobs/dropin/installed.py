@@ -234,7 +234,7 @@ def misfit(ours: Callable[..., Any], theirs: str) -> str:
     for name, parameter in here.items():
         needed = parameter.default is kinds.empty and name not in theirs_parameters
         if needed and parameter.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL):
-            return f"{name!r} is ours alone and has no default"
+            return f"{name!r} is only ours and has no default"
     return ""
 
 

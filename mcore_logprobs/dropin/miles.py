@@ -46,7 +46,7 @@ def calculate_log_probs_and_entropy(
     """`[n, V/TP]`, targets `[n]` -> (float32 log-probabilities `[n, 1]`, entropy `[n]` or None).
 
     tp_group None: every rank, as in slime and in miles' entropy (its log-probabilities fail on
-    None). chunk_size: rows at a time; -1: from a memory budget. vocab_size: of no effect, as in
+    None). chunk_size: rows at a time; -1: from a memory budget. vocab_size: ignored, as in
     miles without true_on_policy.
 
     Raises:

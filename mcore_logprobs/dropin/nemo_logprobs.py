@@ -298,7 +298,7 @@ def from_parallel_hidden_states_to_logprobs(
 
     Args:
         output_weight_layer: `[V/TP, h]`.
-        runtime_gather_output: of no effect, as in NeMo-RL: no logits are made that could be
+        runtime_gather_output: ignored, as in NeMo-RL: no logits are made that could be
             gathered.
 
     Raises:

@@ -422,7 +422,7 @@ def get_distillation_topk_logprobs_from_logits(
     """`vocab_parallel_topk_distill` over TP and CP, each result cut to s - 1 positions.
 
     Student logits `[b, s/CP, V/TP]` (or a DTensor, or the whole vocabulary), the teacher's `[b, s,
-    k]`. zero_outside_topk: the student is normalised over the vocabulary, else over the k ids.
+    k]`. zero_outside_topk: the student is normalized over the vocabulary, else over the k ids.
 
     Returns:
         The student's and the teacher's log-probabilities `[b, s - 1, k]`, and H_all `[b, s - 1]`,

@@ -68,7 +68,7 @@ def vocab_parallel_logprobs(
 ) -> Tensor:
     """`[b, s, V/TP]`, global ids `[b, s]` -> float32 `[b, s]`; differentiable.
 
-    use_fused_kernel: of no effect; the best backend that is available computes at any TP.
+    use_fused_kernel: ignored; the best backend that is available computes at any TP.
     """
     return ours.vocab_parallel_logprobs(vocab_parallel_logits, target)
 
@@ -83,7 +83,7 @@ def vocab_parallel_entropy(
 ) -> Tensor:
     """`[b, s, V/TP]` -> float32 `[b, s]`, in nats (>= 0); differentiable.
 
-    used_fp32, use_fused_kernel: of no effect; statistics are float32 without a copy of the logits.
+    used_fp32, use_fused_kernel: ignored; statistics are float32 without a copy of the logits.
     """
     return ours.vocab_parallel_entropy(vocab_parallel_logits)
 
@@ -99,7 +99,7 @@ class MegatronInferStrategy:
 
         The order is by value, then by id, so that it does not depend on TP. topk may exceed V/TP.
         Collectives: one all-gather of values and ids over TP, where ROLL has two; then one each
-        over CP, as there.
+        over CP, as in ROLL.
         """
         from megatron.core import parallel_state, tensor_parallel
 

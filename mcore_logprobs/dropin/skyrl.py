@@ -231,7 +231,7 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     """Log-probabilities of packed sequences from hidden states `[1, T/CP, h]`; otherwise like
     `from_parallel_logits_to_logprobs_packed_sequences`.
 
-    temperature divides the logits. fused_backend: of no effect; the best available backend
+    temperature divides the logits. fused_backend: ignored; the best available backend
     computes.
     """
     check_vocab_range(vocab_start_index, vocab_end_index, lm_head_weight.shape[0], group)
@@ -257,7 +257,7 @@ def from_parallel_hidden_to_logprobs(
 ) -> Tensor:
     """Hidden `[b, s/CP, h]` zigzag, unshifted target `[b, s]` -> float32 `[b, s - 1]`.
 
-    temperature divides the logits; fused_backend is of no effect. Over CP the backward sums.
+    temperature divides the logits; fused_backend is ignored. Over CP the backward sums.
     """
     check_vocab_range(vocab_start_index, vocab_end_index, lm_head_weight.shape[0], tp_group)
     targets = shard_padded(next_tokens(target), hidden.shape[1], cp_group)

@@ -121,7 +121,7 @@ def LinearCrossEntropy(
     """Hidden states, weight and labels -> (log-probabilities, entropy), never holding the logits.
 
     Shape: hidden `[..., h]`, weight `[V/TP, h]`, labels `[...]` of as many tokens; both results are
-    flat `[n]` float32. reduction "sum" or "mean" reduces the log-probabilities alone (a log-
+    flat `[n]` float32. reduction "sum" or "mean" reduces only the log-probabilities (a log-
     probability still, no loss).
 
     With a group of several ranks the gradient of hidden is a rank's share of it, to be summed over
@@ -225,7 +225,7 @@ def _log_config(config: Any, given: dict[str, Any], **results: Any) -> None:
 
     if has_config_logger_enabled(config):
         names = ("input_ids", "position_ids", "attention_mask", "decoder_input")
-        # The logger saves tensors of this class alone; others it writes as text.
+        # The logger saves only tensors of this class; others it writes as text.
         payload = OrderedDict({name: given.get(name) for name in names} | results)
         log_config_to_disk(config, payload, prefix="input_and_logits")
 
@@ -266,7 +266,7 @@ def patch_fused_forward(model: Any) -> None:
 
 
 def unpatch_fused_forward(model: Any) -> None:
-    """Undo `patch_fused_forward`; a model that is not patched is left alone."""
+    """Undo `patch_fused_forward`; a model that is not patched is not changed."""
     for language_model in _language_models(model):
         if _OWN_FORWARD not in vars(language_model):
             continue
@@ -317,7 +317,7 @@ def compute_forward_kl_topk(
     config: Any,
     data_format: str,
 ) -> ForwardKL:
-    """Sum over the teacher's k ids of q (log q - log p), not renormalised: float32 `[b, s/CP]`.
+    """Sum over the teacher's k ids of q (log q - log p), not renormalized: float32 `[b, s/CP]`.
 
     Shape: student_logits `[b, s/CP, V/TP]`; the teacher's `[b, s, k]` whole, split zigzag here, or
     nested tensors, which verl's own `preprocess_{thd,bshd}_engine` packs.

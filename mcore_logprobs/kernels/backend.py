@@ -27,7 +27,8 @@ logger = logging.getLogger("mcore_logprobs")
 
 
 class Backend(Protocol):
-    """A module with these functions; `kernels.reference` and `kernels.pairs` document them."""
+    """A module with these functions; `kernels.reference`, `kernels.pairs` and `kernels.codes`
+    document them."""
 
     def stats(
         self,
@@ -41,6 +42,10 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
     def grad(self, chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None: ...
+
+    def encode(self, chunk: Chunk, *, out: Tensor, chunk_size: int) -> Tensor: ...
+
+    def decode(self, codes: Tensor, scale: Tensor, *, out: Tensor, chunk_size: int) -> None: ...
 
     def pair_stats(
         self, student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int

@@ -47,6 +47,7 @@ class Chunk:
         logit_scale, softcap: as in the module's formula.
         temperature: a number, or `[n]`, one a row.
         bias: `[v]` or None.
+        lasting: the logits are read again later: no gradient is written over them.
     """
 
     logits: Tensor
@@ -55,6 +56,7 @@ class Chunk:
     softcap: float | None = None
     temperature: float | Tensor = 1.0
     bias: Tensor | None = None
+    lasting: bool = False
 
     @property
     def width(self) -> int:

@@ -40,7 +40,14 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, row_chunks
-from mcore_logprobs.kernels.reference import gather_target, pair_grad, pair_stats, pair_sums
+from mcore_logprobs.kernels.reference import (
+    decode,
+    encode,
+    gather_target,
+    pair_grad,
+    pair_stats,
+    pair_sums,
+)
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec
 
 logger = logging.getLogger("mcore_logprobs")
@@ -129,6 +136,8 @@ def _invariant_grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_si
 INVARIANT = SimpleNamespace(
     stats=stats,
     grad=_invariant_grad,
+    encode=encode,
+    decode=decode,
     pair_stats=pair_stats,
     pair_sums=pair_sums,
     pair_grad=pair_grad,
@@ -291,13 +300,19 @@ def _multipliers(chunk: Chunk) -> Tensor:
 @cache
 def _stats_kernel(width: int) -> Callable[..., Any]:
     """`[n, blocks * width]` -> each block's statistics by name, `[n, blocks]`."""
-    static = str(width)
+    static, run = str(width), str(_run_length(width))
 
     def stats_kernel(
         logits: Tensor, multiplier: Tensor, entropy: bool, squares: bool
     ) -> dict[str, Tensor]:
         assert_compiled()
-        block = int(static)
+        block, columns = int(static), int(run)
+
+        def total(x: Tensor) -> Tensor:
+            if columns == block:
+                return x.sum(-1)
+            return x.unflatten(-1, (block // columns, columns)).sum(-1).sum(-1)
+
         blocks = logits.unflatten(1, (logits.shape[1] // block, block))
         x = blocks.float()
         block_max = x.amax(-1)
@@ -307,14 +322,26 @@ def _stats_kernel(width: int) -> Callable[..., Any]:
         if entropy:
             shifted = shifted.clamp(min=LOG_ZERO)
         weight = shifted.exp()
-        found = {"max": block_max, "sum": weight.sum(-1)}
+        found = {"max": block_max, "sum": total(weight)}
         if entropy:
-            found["entropy"] = (weight * shifted).sum(-1)
+            found["entropy"] = total(weight * shifted)
         if squares:
-            found["squares"] = (weight * weight).sum(-1)
+            found["squares"] = total(weight * weight)
         return found
 
     return stats_kernel
+
+
+def _run_length(width: int) -> int:
+    """Columns of a block that are summed one after the other, a divisor of the block's width.
+
+    A vector has 8 or 16 running totals, each of a few of the columns. Without vectors there is one,
+    which over 2048 columns rounds ten times as much: there, sums of short runs are summed.
+    """
+    if _vector_bits() > 0:
+        return width
+    divisors = [run for run in range(1, width + 1) if width % run == 0]
+    return min(divisors, key=lambda run: run + width // run)
 
 
 @cache
@@ -458,7 +485,26 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__defaults__,
         function.__closure__,
     )
-    return torch.compile(own, dynamic=True, fullgraph=True)
+    return torch.compile(own, dynamic=True, fullgraph=True, options=_instruction_set())
+
+
+def _instruction_set() -> dict[str, Any]:
+    """The width of the CPU's vectors, for the key of inductor's cache.
+
+    The cache on disk does not tell CPUs apart: what another wrote for wider vectors (a home that
+    machines share, `ATEN_CPU_CAPABILITY`) is read, and does not compile or gives other numbers.
+    """
+    return {"cpp.simdlen": _vector_bits()}
+
+
+def _vector_bits() -> int:
+    """Bits of the vectors that inductor makes code for here; 0: it makes none with vectors."""
+    # Here, not at the top: a second of imports that only compilation needs.
+    try:
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+    except ImportError:  # torch 2.4
+        from torch._inductor.codecache import pick_vec_isa
+    return int(pick_vec_isa().bit_width())
 
 
 def _first_line(error: Exception) -> str:

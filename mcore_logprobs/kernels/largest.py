@@ -1,6 +1,6 @@
 """The k largest of each row of logits, in one read of them.
 
-The columns of a row are taken in groups of neighbours. Its k largest lie in the k groups with the
+The columns of a row are taken in groups of neighbors. Its k largest lie in the k groups with the
 largest maxima: of one that lay elsewhere, the maxima of k groups would come before it. So what is
 sorted is v/g maxima and the k*g columns of those groups, in place of v columns, and the maxima are
 read without a copy.

@@ -95,7 +95,7 @@ def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
 
 
 def _log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
-    """`[n, valid]`, new, in the dtype of the normaliser `[2, n]`."""
+    """`[n, valid]`, new, in the dtype of the normalizer `[2, n]`."""
     row_max, log_sum = norm.unsqueeze(-1)
     shifted = chunk.unscaled(norm.dtype) - row_max
     return _bounded(times_multiplier(shifted, chunk.multiplier, out=shifted).sub_(log_sum))
@@ -270,7 +270,7 @@ class FinalPair:
 
 
 def finalize_pair(stats: Tensor, spec: PairSpec) -> FinalPair:
-    """Whole rows' pair statistics `[6, n]` to the divergence and both normalisers."""
+    """Whole rows' pair statistics `[6, n]` to the divergence and both normalizers."""
     max_s, sum_s, max_t, sum_t, cross, excess = stats.unbind(0)
     log_s, log_t = sum_s.log(), sum_t.log()
     no_s, no_t = max_s.isneginf(), max_t.isneginf()

@@ -9,6 +9,8 @@ gives the result in bfloat16 only: that is used where the logits are rounded to 
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels import budgets
+
+logger = logging.getLogger("mcore_logprobs")
 
 _ALIGNMENT = 64  # bytes; as torch allocates
 
@@ -88,6 +92,8 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """`out = a @ b`, all of one dtype: added in float32 or better, and rounded once."""
     if a.device.type != "cuda" or a.dtype not in _HALF:
         return torch.mm(a, b, out=out)
+    if torch.compiler.is_compiling():  # which traces no lock, and no flag of the process
+        return out.copy_(product(a, b, torch.empty_like(out, dtype=torch.float32)))
     with _whole_sums(a.dtype):
         return torch.mm(a, b, out=out)
 
@@ -158,8 +164,15 @@ def _is_aligned(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
 
 
-# torch.mm has had out_dtype since 2.8, on CUDA alone; torch.addmm since then too, but the first
-# releases refused to add to a float32 tensor. Asked for once each, by trying.
+# ---- what torch can multiply -------------------------------------------------------------------
+
+# Since when torch gives float32 results of low-precision operands, on CUDA alone: `mm(out_dtype=)`,
+# and `addmm(out_dtype=)` to a float32 tensor, which the first releases with it refused. Each is
+# tried once; where nothing can be tried, the version says.
+_SINCE = {"mm": (2, 8), "addmm": (2, 10)}
+# What torch says to operands that it does not multiply so. Any other error is one of the moment,
+# such as memory that is short, and no answer.
+_REFUSAL = re.compile(r"dtype|not implemented|support|could not run|keyword argument", re.I)
 
 
 def _has_wide_mm(dtype: torch.dtype, device: torch.device) -> bool:
@@ -177,27 +190,61 @@ def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     key = name, dtype, device
     if key in _answers:
         return _answers[key]
-    a, out = _probe(dtype, device)
+    if torch.compiler.is_compiling():
+        return _by_version(name, dtype, device)
+    a = torch.zeros(16, 16, dtype=dtype, device=device)
+    if type(a) is not Tensor:  # a fake tensor takes what its device refuses
+        return _by_version(name, dtype, device)
+    out = torch.zeros(16, 16, dtype=torch.float32, device=device)
     if name == "mm":
         answer = _works(lambda: torch.mm(a, a, out_dtype=out.dtype, out=out))
     else:
         answer = _works(lambda: torch.addmm(out, a, a, out_dtype=out.dtype, out=out))
-    # Under a fake mode, or while a graph is traced, nothing ran: what is seen there is not kept.
-    if type(a) is Tensor and not torch.compiler.is_compiling():
-        _answers[key] = answer
+    _answers[key] = answer
+    if not answer and device.type == "cuda":
+        logger.warning(_slow(name, dtype))
     return answer
 
 
-def _probe(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    a = torch.zeros(16, 16, dtype=dtype, device=device)
-    return a, torch.zeros(16, 16, dtype=torch.float32, device=device)
+def _by_version(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return device.type == "cuda" and dtype in _HALF and version >= _SINCE[name]
 
 
 def _works(call: Callable[[], Tensor]) -> bool:
     try:
         call()
-    except torch.cuda.OutOfMemoryError:
-        raise  # says nothing of what torch can do, and the answer is kept
-    except (NotImplementedError, RuntimeError, TypeError):
+    except (NotImplementedError, TypeError):
+        return False
+    except RuntimeError as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or not _REFUSAL.search(str(error)):
+            raise
         return False
     return True
+
+
+def _slow(name: str, dtype: torch.dtype) -> str:
+    major, minor = _SINCE[name]
+    cost = {
+        "mm": "operands are cast to float32 and multiplied without tensor cores, ten times slower",
+        "addmm": "each result is added in a pass of its own",
+    }
+    return (
+        f"torch {torch.__version__} has no {name} of {dtype} operands with float32 results on this "
+        f"device: {cost[name]}; torch {major}.{minor} or later has it"
+    )
+
+
+def explain(device: torch.device) -> list[str]:
+    """How GEMMs of bfloat16 operands are made on this device, in words."""
+    dtype = torch.bfloat16
+    if device.type == "cuda":
+        asked = {name: _asked(name, dtype, device) for name in _SINCE}
+        slow = [_slow(name, dtype) for name, answer in asked.items() if not answer]
+        return slow or ["bfloat16 operands, float32 results"]
+    if _cpu_multiplies_bfloat16():
+        return [
+            "bfloat16 operands are multiplied in float32, with logits_dtype=torch.bfloat16 as they "
+            "are"
+        ]
+    return ["bfloat16 operands are multiplied in float32: no instructions for them"]

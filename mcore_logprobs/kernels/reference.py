@@ -17,11 +17,14 @@ from mcore_logprobs.kernels.chunk import (
     times_multiplier,
     unscaled_logits,
 )
+from mcore_logprobs.kernels.codes import decode, encode
 from mcore_logprobs.kernels.pairs import pair_grad, pair_stats, pair_sums
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, no_columns
 
 __all__ = [
+    "decode",
     "distribution_gradient",
+    "encode",
     "gather_target",
     "grad",
     "pair_grad",
@@ -62,7 +65,7 @@ def stats(
             equal raw logits must not differ by how a tanh is rounded.
         block: columns a block. Part i is then of columns `[i * block, (i + 1) * block)`, and a
             row's bits depend on its own numbers and on `block` alone: every reduction runs over
-            `block` neighbouring numbers in fresh memory, the last block filled up with -inf, so
+            `block` neighboring numbers in fresh memory, the last block filled up with -inf, so
             that neither the other rows nor the logits' strides move a number to another place of
             the sum. None: as many parts as suit the backend.
         chunk_size: rows at a time, at least 1.

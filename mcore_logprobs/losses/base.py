@@ -21,6 +21,7 @@ from mcore_logprobs.checks import (
     is_traced,
     one_of,
 )
+from mcore_logprobs.spelling import SuggestsFields
 
 __all__ = [
     "KL",
@@ -193,7 +194,7 @@ CLIP: Checks = (("clip_low", check_fraction), ("clip_high", check_not_negative))
 TERMS: Checks = (("kl", one_of(KL)), *each(check_not_negative, "kl_coef", "entropy_coef"))
 
 
-class TokenLoss:
+class TokenLoss(SuggestsFields):
     """A loss of each token; every objective is a frozen dataclass of its settings.
 
     `loss(logprobs, entropy or None, *per-token tensors)`, all `[...]` of one shape, gives a loss
@@ -443,9 +444,9 @@ def counted(mask: Tensor, values: Tensor, seq_dim: int = 1) -> Tensor:
         return mask
     fits = ((mask == 0) | (mask == 1)).all()
     if mask.device.type != "cpu" or is_traced(mask):
-        torch._assert_async(fits, "mask: expected 0 and 1 alone")
+        torch._assert_async(fits, "mask: expected only 0 and 1")
     elif not fits:
-        raise ValueError("mask: expected 0 (not counted) and 1 (counted) alone, got other numbers")
+        raise ValueError("mask: expected only 0 (not counted) and 1 (counted), got other numbers")
     return mask != 0
 
 

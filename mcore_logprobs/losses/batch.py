@@ -23,6 +23,7 @@ from mcore_logprobs.checks import (
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import group_rank
 from mcore_logprobs.losses.base import check_shape, counted
+from mcore_logprobs.spelling import SuggestsFields
 
 __all__ = ["AdaptiveEntropy", "Aggregation", "aggregation", "top_entropy_mask"]
 
@@ -81,7 +82,7 @@ def choose_in_batch(
 
 
 @dataclass(frozen=True)
-class AdaptiveEntropy:
+class AdaptiveEntropy(SuggestsFields):
     """A coefficient of the entropy bonus that keeps the entropy up (Skywork-OR1, 2505.22312).
 
         c rises by `step` after a batch whose entropy is at most the target, falls by it otherwise;
@@ -143,7 +144,7 @@ class AdaptiveEntropy:
 
 
 @dataclass(frozen=True)
-class Aggregation:
+class Aggregation(SuggestsFields):
     """sum over tokens of weights * loss, over denominator.
 
     Attributes:

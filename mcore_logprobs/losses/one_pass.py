@@ -1,4 +1,4 @@
-"""Objectives whose loss of a token depends on that token alone.
+"""Objectives whose loss of a token depends only on that token.
 
 Called with (logprobs, entropy, old_logprobs, advantages), all `[...]`, where nothing else is said.
 """
@@ -155,7 +155,7 @@ class IcePopLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class SAPOLoss(TokenLoss):
-    """Soft adaptive policy optimisation (Gao et al., 2025): a smooth gate in place of the clip.
+    """Soft adaptive policy optimization (Gao et al., 2025): a smooth gate in place of the clip.
 
         -f(r) A,   f(r) = 4/tau sigmoid(tau (r - 1)),   r = exp(logprobs - old_logprobs)
 
@@ -177,7 +177,7 @@ class SAPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class SPOLoss(TokenLoss):
-    """Simple policy optimisation (Xie et al., 2401.16025): a parabola in place of the clip.
+    """Simple policy optimization (Xie et al., 2401.16025): a parabola in place of the clip.
 
         -(r A - |A| / (2 clip) (r - 1)^2)
 
@@ -199,7 +199,7 @@ class SPOLoss(TokenLoss):
 class ImportanceLoss(TokenLoss):
     """-r A: importance sampling, neither clipped nor truncated (Tinker's importance_sampling).
 
-    r is bounded at the dtype's range alone (e^70 in float32).
+    r is bounded only by the dtype's range (e^70 in float32).
     """
 
     def policy(self, logprobs: Tensor, given: Given) -> Tensor:
@@ -257,7 +257,7 @@ class CISPOLoss(TokenLoss):
     """Clipped importance weights on REINFORCE: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p.
 
     Every token keeps a gradient; only its weight is clipped (MiniMax-M1, 2025). clip_low=None, or
-    1 and more, leaves small ratios alone, as the paper does. clip_high may be negative: the upper
+    1 and more, does not clip small ratios, as in the paper. clip_high may be negative: the upper
     bound is 1 + clip_high, for example 0.9 with -0.1. It is at least the lower bound.
     """
 
@@ -281,7 +281,7 @@ class CISPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class DPPOLoss(TokenLoss):
-    """Divergence proximal policy optimisation (Qi et al., 2602.04879), binary approximation.
+    """Divergence proximal policy optimization (Qi et al., 2602.04879), binary approximation.
 
         -M sg(min(r, cap)) A log p
         M = 0 where A > 0, p > p_old and D > high; where A < 0, p < p_old and D > low; else 1

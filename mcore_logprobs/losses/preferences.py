@@ -42,7 +42,7 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     loss_type: str = "sigmoid",
 ) -> Tensor:
-    """Direct preference optimisation (Rafailov et al., 2023) for each pair, and its variants.
+    """Direct preference optimization (Rafailov et al., 2023) for each pair, and its variants.
 
         c = beta (chosen - ref_chosen),   r = beta (rejected - ref_rejected),   m = c - r
 
@@ -171,7 +171,7 @@ def preference_advantages(
 def cpo_loss(
     chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, nll_coef: float = 1.0
 ) -> Tensor:
-    """Contrastive preference optimisation (Xu et al., 2401.08417) for each pair, no reference.
+    """Contrastive preference optimization (Xu et al., 2401.08417) for each pair, no reference.
 
         -log sigmoid(beta (chosen - rejected)) - nll_coef chosen
 
@@ -190,7 +190,7 @@ def simpo_loss(
     gamma: float = 1.0,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Simple preference optimisation (Meng et al., 2405.14734) for each pair, no reference.
+    """Simple preference optimization (Meng et al., 2405.14734) for each pair, no reference.
 
         -(1 - a) log sigmoid(m) - a log sigmoid(-m),   m = beta (chosen - rejected) - gamma
 
@@ -207,7 +207,7 @@ def simpo_loss(
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
-    """Odds ratio preference optimisation (Hong et al., 2403.07691) for each pair, no reference.
+    """Odds ratio preference optimization (Hong et al., 2403.07691) for each pair, no reference.
 
         -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected))
         odds(x) = e^x / (1 - e^x)
@@ -239,7 +239,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation (Ethayarajh et al., 2402.01306) for each answer, unpaired.
+    """Kahneman-Tversky optimization (Ethayarajh et al., 2402.01306) for each answer, unpaired.
 
         w (1 - sigmoid(gain)) where desirable, else w sigmoid(gain),   gain = beta (log p/q - z)
 

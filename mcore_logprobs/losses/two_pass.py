@@ -209,7 +209,7 @@ class TOPRLoss(_OfSequence):
 
 @dataclass(frozen=True)
 class VESPOLoss(_OfSequence):
-    """Variational sequence-level soft policy optimisation (Shen et al., 2602.10693), two passes.
+    """Variational sequence-level soft policy optimization (Shen et al., 2602.10693), two passes.
 
         -sg(phi(w)) A log p,   phi(w) = w^k exp(lambda (1 - w))
 
@@ -238,7 +238,7 @@ class VESPOLoss(_OfSequence):
 
 @dataclass(frozen=True)
 class DROLoss(_OfSequence):
-    """Direct reward optimisation (Richemond et al., 2405.19107), two passes.
+    """Direct reward optimization (Richemond et al., 2405.19107), two passes.
 
         -A log p(y) + tau/2 (log p(y)/p_old(y))^2
 
@@ -362,7 +362,7 @@ class _OfBatch(TokenLoss):
 
 @dataclass(frozen=True)
 class M2POLoss(_OfBatch, ImportanceLoss):
-    """Second-moment trust policy optimisation (Zheng et al., 2510.01161), two passes.
+    """Second-moment trust policy optimization (Zheng et al., 2510.01161), two passes.
 
         -M r A,   M = 0 at the tokens of largest (log r)^2, as few as bring the others' mean
                   (log r)^2 below `threshold`; else 1
@@ -399,12 +399,12 @@ def _covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
 class ClipCovLoss(_OfBatch, ClippedLoss):
     """The clipped objective without a few tokens of high covariance (Cui et al., 2505.22617).
 
-        -M min(r A, clip(r) A),   M = 0 at `share` of all tokens, drawn at random among those that
+        -M min(r A, clip(r) A),   M = 0 at `share` of all tokens, sampled at random from those that
                                   the clip leaves and with low < cov < high; else 1
         cov = (A - mean A) (log p - mean log p)
 
-    Two passes; means and share are over the batch's tokens, at least one token is drawn. Mean over
-    all tokens, masked ones included. Called as `ClippedLoss`; M is in the advantages.
+    Two passes. Means and share are over the batch's tokens; at least one token is sampled. Mean
+    over all tokens, masked ones included. Called as `ClippedLoss`; M is in the advantages.
 
     Attributes:
         seed: of the draw: the same on every rank, another one each step.

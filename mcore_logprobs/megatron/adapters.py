@@ -1,4 +1,4 @@
-"""A LoRA around the output layer, recognised as Megatron-Bridge and NeMo build it.
+"""A LoRA around the output layer, recognized as Megatron-Bridge and NeMo build it.
 
 A `LoRALinear` holds `to_wrap`, the layer, and `adapter`, a `ParallelLinearAdapter`:
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec
 
-from mcore_logprobs.spelling import nearest
+from mcore_logprobs.spelling import check_keywords
 
 P = ParamSpec("P")
 
@@ -45,7 +45,7 @@ class Block(contextlib.AbstractContextManager[None]):
 def block(function: Callable[P, Iterator[None]]) -> Callable[P, Block]:
     """`contextlib.contextmanager` whose context is a `Block`.
 
-    Raises: TypeError from the call, with the nearest keyword for one that is misspelt.
+    Raises: TypeError from the call, with the nearest keyword for one that is misspelled.
     """
     manager = contextlib.contextmanager(function)
     parameters = inspect.signature(function).parameters
@@ -54,12 +54,8 @@ def block(function: Callable[P, Iterator[None]]) -> Callable[P, Block]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Block:
         name: Any = function.__qualname__
-        for keyword in kwargs:
-            if keyword not in parameters and not takes_any:
-                raise TypeError(
-                    f"{name}() got an unexpected keyword argument {keyword!r}"
-                    f"{nearest(keyword, parameters)}"
-                )
+        if not takes_any:
+            check_keywords(name, kwargs, parameters)
         return Block(name, manager(*args, **kwargs))
 
     return call

@@ -134,7 +134,7 @@ class PolicyLoss(PerToken):
 
     Raises:
         ValueError: as `PerToken`; a denominator that is not a finite number above 0 (a CUDA
-            tensor's value is not looked at).
+            tensor's value is not checked).
     """
 
     denominator: float | Tensor = 1.0
@@ -175,7 +175,7 @@ class Teacher:
     """The arguments of `PatchHandle.divergence`.
 
     Raises:
-        ValueError: a kind, a beta or a tail that there is not; an option of another kind of
+        ValueError: an unknown kind, beta or tail; an option of another kind of
             teacher.
     """
 

@@ -103,7 +103,8 @@ def head_output(
     if isinstance(logits, DeferredLogits):
         sequence_parallel = logits.sequence_parallel
     asked = _Asked(call, tokens, labels, greedy, sequence_parallel)
-    with comparing("a patched model", {"labels": labels, **vars(call)}):
+    arguments = {"labels": labels, "sequence_parallel": sequence_parallel, **vars(call)}
+    with comparing("a patched model", lambda: arguments):
         if known is not None:
             require_fused(config, reason, tp_group)
             known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
@@ -117,6 +118,7 @@ def head_output(
                 "compact": config.compact and call.draw is None,
                 "rows": tokens.head_rows,
                 "logits_dtype": config.logits_dtype,
+                "saved_bytes": config.saved_bytes,
                 "may_round": not whole,
             }
             found = _in_head(logits, head.base, options, asked.of)

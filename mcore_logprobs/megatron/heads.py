@@ -98,7 +98,7 @@ def head_report(model: Any, *, softcap: float | None = None) -> HeadReport:
 
 
 def check_head(layer: Any, config: LogprobConfig) -> None:
-    """What a fused head cannot honour of the settings is refused before the first call.
+    """What a fused head cannot honor of the settings is refused before the first call.
 
     Raises:
         ValueError: vocab_size or invariant_segments that do not fit the head's vocabulary;

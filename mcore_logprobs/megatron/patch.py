@@ -33,15 +33,17 @@ from mcore_logprobs.megatron.heads import (
 )
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
+from mcore_logprobs.spelling import suggesting
 
 
+@suggesting
 def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     """Make `model(..., labels=labels)` return what `config` asks for on the last pipeline stage.
 
     Args:
         model: a GPTModel, HybridModel or MambaModel, any wrapper around one (DDP, Float16Module,
             FSDP, a vision-language model), or a list of virtual pipeline chunks. Stages without an
-            output layer are left as they are. Wrapping it later is as good.
+            output layer are left as they are. It may also be wrapped later.
         config: None reads `model.config` (`LogprobConfig.from_transformer_config`).
 
     Returns: a `PatchHandle`; call its `.remove()`, or use it as a context manager.
@@ -53,10 +55,10 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     labels.
 
     Patching again with an equal config returns another handle on the same patch, whose `with`
-    block leaves the outer patch in place; another config raises. A call whose logits cannot be
-    deferred (`head_report` says why; hooks on the output layer, `runtime_gather_output=True` or an
-    adapter may come later) computes them and goes on from there, which one log line says;
-    `fused="require"` raises instead, here or in the call.
+    block leaves the outer patch in place. Patching with another config raises. If the logits of a
+    call cannot be deferred (`head_report` says why; hooks on the output layer,
+    `runtime_gather_output=True` or an adapter may come later), they are computed, and one log line
+    says so. `fused="require"` raises instead, here or in the call.
 
     The head multiplies and rounds as its layer does: under autocast in autocast's dtype, and where
     the layer has an `output_dtype`, to logits of that dtype.
@@ -70,7 +72,7 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
 
     Raises:
         ValueError: on every stage: no language model found; settings that are not a LogprobConfig,
-            misspelt on `model.config` or not supported yet; a head that cannot be fused under
+            misspelled on `model.config` or not supported yet; a head that cannot be fused under
             `fused="require"`; a loss of the model's own that the settings would leave out. On the
             head's stage: already patched with another config; a vocab_size or invariant_segments
             that the head cannot have. Nothing is patched then.
@@ -118,7 +120,7 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
 def unpatch_model(model: Any) -> None:
     """Undo `patch_model`; the model's and its output layer's `__dict__` are as before.
 
-    A model that is not patched is left alone.
+    A model that is not patched is not changed.
 
     Raises:
         ValueError: something else has replaced one of the patched attributes since; undo that
@@ -222,10 +224,10 @@ class PatchHandle:
         """For calls in this block: form a policy loss in the head, as `linear_policy_loss` does.
 
         The model returns a TokenStats whose `policy_loss`, a scalar, is the sum over this rank's
-        tokens of `loss_fn(logprobs, entropy or None, *the tensors' rows)` over the denominator; it
-        alone is differentiable. Entropy, rank, temperature, masks and the head's own scale, bias
-        and softcap follow the settings, as does `compact`, which leaves rows out whose label is
-        ignore_index. A head that cannot be fused computes the same from real logits.
+        tokens of `loss_fn(logprobs, entropy or None, *the tensors' rows)` over the denominator. It
+        is the only differentiable result. Entropy, rank, temperature, masks and the head's own
+        scale, bias and softcap follow the settings. So does `compact`, which leaves out rows whose
+        label is ignore_index. A head that cannot be fused computes the same from real logits.
 
         Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
             without gradient.
@@ -296,8 +298,8 @@ class PatchHandle:
     def replay(self, kept_ids: tuple[Tensor, Tensor]) -> Iterator[None]:
         """For calls in this block: log-probabilities over the ids that the sampler kept.
 
-        In place of filters: `stats.logprobs`, and those that a policy loss is given, are of a
-        softmax over each token's recorded ids alone, as `kept_ids` of
+        Instead of filters: `stats.logprobs`, and those that a policy loss gets, are of a softmax
+        over only each token's recorded ids, as `kept_ids` of
         `vocab_parallel_sampling_logprobs` says. Other statistics stay those of the whole
         distribution; none asked for (`entropy`, `target_rank`, `sum_pi_squared`) costs none of the
         head's matrix products, and `stats.lse` is None then.
@@ -354,7 +356,7 @@ class PatchHandle:
                 as in `linear_kl_div`. A temperature may broadcast to labels.
 
         Temperature, true vocabulary, softcap and backend are the settings'. Filters and a replay
-        are of the log-probabilities alone.
+        are only of the log-probabilities.
 
         Cost: the student's products once more, and the teacher's.
 

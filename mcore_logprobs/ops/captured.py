@@ -1,7 +1,7 @@
 """Captured parameters: tensors that require a gradient and reach a user's function otherwise than
 by its arguments.
 
-Gradients flow to the arguments alone; a parameter in a closure would lose its own without a word,
+Gradients flow only to the arguments. A parameter in a closure would silently lose its gradient,
 so it is found in the autograd graph, and refused by the name that the function has for it.
 """
 

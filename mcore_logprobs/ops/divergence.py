@@ -42,6 +42,7 @@ class Divergence(Operation):
     """Divergences `[n]` of a `PairSource`; 0 in rows that the valid mask `[n]` leaves out."""
 
     spec: PairSpec
+    rereads = "exact"
 
     def forward(self, source: PairSource, tensors: Tensors) -> Forward:
         return _DivergenceForward(self.spec, source, tensors[0])
@@ -170,7 +171,7 @@ def vocab_parallel_kl_div(
         "forward"          KL(q || p) = sum q (log q - log p)      covers the teacher's modes
         "reverse"          KL(p || q) = sum p (log p - log q)      seeks one of them
         "jsd"              beta KL(q || M) + (1 - beta) KL(p || M), M = beta q + (1 - beta) p
-                           (generalised Jensen-Shannon, Agarwal et al. 2024, arXiv:2306.13649)
+                           (generalized Jensen-Shannon, Agarwal et al. 2024, arXiv:2306.13649)
         "skewed_forward"   KL(q || M)      (Ko et al. 2024, arXiv:2402.03898, whose skew is beta
         "skewed_reverse"   KL(p || M)       of the first and 1 - beta of the second)
         "total_variation"  sum |p - q| / 2
@@ -187,7 +188,7 @@ def vocab_parallel_kl_div(
             and no softcap. No factor of temperature**2 is applied.
         {shared}
 
-    backend is one of "auto", "torch" and "triton" here. The gradient goes to the student alone. A
+    backend is one of "auto", "torch" and "triton" here. Only the student gets a gradient. A
     column at which one side is -inf has log-probability -1e4 there: divergences and gradients stay
     finite.
 
@@ -222,7 +223,7 @@ def vocab_parallel_soft_cross_entropy(
 ) -> Tensor:
     """H(q, p) = -sum q log p of the teacher's distribution q under the student's p, in nats.
 
-    KL(q || p) plus the teacher's entropy: the same gradient, `p - q`, to the student alone.
+    KL(q || p) plus the teacher's entropy: the same gradient, `p - q`, and only for the student.
 
     Shape:
         student_logits, teacher_logits `[..., V/TP]` -> float32 `[...]`.
@@ -299,7 +300,7 @@ def linear_kl_div(
     mask: Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor:
-    """`vocab_parallel_kl_div` from hidden states, without materialising the logits.
+    """`vocab_parallel_kl_div` from hidden states, without materializing the logits.
 
     The teacher is either its logits, or its hidden states and its head's weight: then its logits
     are never held either. Equal to the unfused operation on float32 logits up to rounding.

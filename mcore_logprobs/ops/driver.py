@@ -1,7 +1,8 @@
 """The autograd functions over a source of logits, and the only loops over tiles and chunks.
 
     recompute   forward: the operation looks at each chunk and reduces what it saw over the ranks
-                backward: each chunk is formed again, and its gradient written over it
+                backward: each chunk is formed again, or read where it was kept (`sources.kept`),
+                and its gradient written over it or beside it
     eager       the gradient of a tile is formed in the forward, while its logits exist
 
 An operation says what it takes of a chunk (`Forward`) and what the gradient of a chunk is
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.autograd import once_differentiable, without_autocast
+from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
 from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
 
 Tensors = tuple[Any, ...]
@@ -86,11 +88,13 @@ class Operation:
         ignored_values: what a token gets in each result that the source leaves out; None: 0.
         differentiable: which results carry a gradient, once there are any; None: all of floating
             point.
+        rereads: what the backward does with the logits of the forward (`sources.kept`).
     """
 
     linear = False
     ignored_values: Sequence[float] | None = None
     differentiable: Sequence[bool] | None = None
+    rereads: Rereads = "nothing"
 
     def forward(self, source: Any, tensors: Tensors) -> Forward:
         raise NotImplementedError
@@ -160,18 +164,28 @@ def apply(
     it if they change before, and so that it does not matter how the logits lie in memory then.
     """
     counts = len(source.tensors), len(per_token)
+    learns = any(x is not None and x.requires_grad for x in source.tensors)
+    plans: tuple[KeptPlan, ...] = ()
+    if learns and torch.is_grad_enabled():  # within a function of autograd it never is
+        plans = plan_kept(source, operation.rereads)
     return _Recompute.apply(
-        operation, source.options, counts, *source.tensors, *per_token, *constants
+        operation, source.options, counts, plans, *source.tensors, *per_token, *constants
     )
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, operation: Operation, options: Any, counts: tuple[int, int], *tensors: Any
+        ctx: Any,
+        operation: Operation,
+        options: Any,
+        counts: tuple[int, int],
+        plans: tuple[KeptPlan, ...],
+        *tensors: Any,
     ) -> Tensors:
         with without_autocast(tensors[0]):
             source, given = _call_context(options, counts, tensors)
+            kept = keep(source, plans)
             results, saved = _forward(operation, source, given)
             saved = tuple(None if x is None else source.pack(x) for x in saved)
             fills = operation.ignored_values or (0.0,) * len(results)
@@ -179,9 +193,10 @@ class _Recompute(torch.autograd.Function):
                 None if x is None else source.unflatten(x, fill).contiguous()
                 for x, fill in zip(results, fills, strict=True)
             )
-        ctx.operation, ctx.options, ctx.counts = operation, options, (*counts, len(tensors))
+        ctx.operation, ctx.options, ctx.plans = operation, options, plans
+        ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
         ctx.linear = operation.linear and source.linear
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*tensors, *saved, *(x for own in kept for x in own.tensors))
         ctx.set_materialize_grads(False)
         flags = operation.differentiable or (True,) * len(results)
         ctx.mark_non_differentiable(
@@ -198,17 +213,18 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        *counts, end = ctx.counts
-        tensors, saved = unpacked[:end], unpacked[end:]
+        *counts, end, last = ctx.counts
+        tensors, saved = unpacked[:end], unpacked[end:last]
         with without_autocast(tensors[0]):
             source, given = _call_context(ctx.options, counts, tensors)
+            restore(source, ctx.plans, unpacked[last:])
             upstream = tuple(
                 None if grad is None else source.flatten_rows(grad, fill=0.0) for grad in grads
             )
             saved = tuple(None if x is None else source.unpack(x) for x in saved)
-            needs = ctx.needs_input_grad[3 : 3 + counts[0]]
+            needs = ctx.needs_input_grad[4 : 4 + counts[0]]
             found = _backward(ctx.operation.backward(source, upstream, given, saved), source, needs)
-        return (None, None, None, *found, *(None for _ in tensors[len(found) :]))
+        return (None, None, None, None, *found, *(None for _ in tensors[len(found) :]))
 
 
 def _call_context(options: Any, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:

@@ -82,6 +82,7 @@ class EntryLogprobs(Operation):
 
     log_softmax: bool
     entropy: bool
+    rereads = "exact"
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         return _LogprobForward(self, source, tensors)
@@ -261,7 +262,7 @@ def vocab_parallel_gather(
 
     Collectives: forward one over TP: an all-reduce of `[n, k]`; with log_softmax an all-gather of
     `[3 + k, n]`. Backward none: dz = scatter_add(grad_output) - p * sum_k grad_output, the latter
-    with log_softmax alone.
+    only with log_softmax.
 
     Memory: backward keeps the logits and a few numbers a row and id; the gradient, in the logits'
     dtype, is the only `[..., V/TP]` tensor made.
@@ -284,7 +285,7 @@ def linear_gather(
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor:
-    """`vocab_parallel_gather` from hidden states, without materialising the logits.
+    """`vocab_parallel_gather` from hidden states, without materializing the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`.
@@ -301,7 +302,8 @@ def linear_gather(
 
     Cost: without log_softmax a dot product an id, forward and twice backward, and no GEMM; with it,
     those of `linear_token_stats`. On CUDA, where the dot products add to dWeight and dHidden by
-    atomics, gradients of logits differ in their last bits from run to run.
+    atomics, gradients of logits differ in their last bits from run to run, unless
+    `torch.use_deterministic_algorithms` is on.
 
     Collectives: forward an all-reduce of `[n k]` over TP; with log_softmax an all-gather of
     `[3 + k, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
@@ -341,13 +343,13 @@ def vocab_parallel_topk_distill(
 
     Args:
         normalize: what the student's log-probabilities are normalized over: "vocab", all V columns;
-            "topk", the k ids alone. The teacher's are normalized over the k ids either way, for
+            "topk", only the k ids. The teacher's are normalized over the k ids either way, for
             nothing else is known of it.
         entropy: also -sum p log p of the student over all V columns, in nats.
         teacher_temperature: the teacher's logits are divided by it. None: the student's.
         {shared}
 
-    The gradient goes to the student alone, from both results in one pass. A student logit of -inf
+    Only the student gets a gradient, from both results in one pass. A student logit of -inf
     at one of the ids gives -inf there.
 
     Collectives: forward one over TP: an all-gather of `[3 + k, n]` float32 (`[4 + k, n]` with
@@ -380,7 +382,7 @@ def linear_topk_distill(
     teacher_temperature: float | Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`vocab_parallel_topk_distill` from hidden states, without materialising the logits.
+    """`vocab_parallel_topk_distill` from hidden states, without materializing the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`; the student's.

@@ -1,4 +1,4 @@
-"""The keywords that operations share: declared, documented and checked here, and nowhere else.
+"""The keywords that operations share: declared and documented here.
 
 A public operation takes its own arguments by name and the rest as `**shared: Unpack[...]`, which
 type checkers and editors resolve. `shared_keywords` gives it the explicit signature and docstring
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 
-from mcore_logprobs.consistency import VARIABLE, comparing
+from mcore_logprobs.consistency import comparing
 from mcore_logprobs.sources.lazy import calling_layer
-from mcore_logprobs.spelling import nearest
+from mcore_logprobs.spelling import check_keywords
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +57,7 @@ class LayerKeywords(TypedDict, total=False):
     rows: Tensor | None
     compact: bool
     gradient_accumulation_fusion: bool
+    saved_bytes: int
     tp_group: ProcessGroup | None
     chunk_size: int | None
 
@@ -77,32 +77,35 @@ DOCS = {
     "broadcasts to the tokens' shape, a temperature per token.",
     "vocab_size": "true vocabulary; columns at or past it count as -inf. None: all V.",
     "softcap": "z = softcap * tanh(logits / softcap) before bias and temperature, as Gemma does.",
-    "chunk_size": "rows at a time; None: from a memory budget.",
+    "chunk_size": "tokens at a time; None: chosen from a memory budget.",
     "backend": '"auto", "torch", "triton" (CUDA) or "inductor" (CPU; compiles at its first use); '
     "see `mcore_logprobs.kernels.backend`.",
-    "inplace_backward": "write the gradient over the logits. Saves the only large tensor made; the "
-    "logits must not be used after the backward.",
-    "invariant_segments": "g: values and the logits' gradient are the same bits for every TP size "
-    "that divides g, every chunk_size and whatever other rows are in the call, on one kind of "
-    "machine, with one backend, dtype and number of threads. V must be divisible by g. None: no "
-    "such promise.",
+    "inplace_backward": "write the gradient over the logits: no large tensor is made. The logits "
+    "must not be used after the backward.",
+    "invariant_segments": "g: values and the logits' gradient are bitwise identical for every TP "
+    "size that divides g, for every chunk_size, and with any other rows in the call. This holds on "
+    "one kind of machine, with one backend, dtype and number of threads. V must be divisible by g. "
+    "None: no such guarantee.",
     "bias": "`[V/TP]`, added after scale and softcap, or None.",
     "lora": "None, or (A `[r, h]`, B `[V/TP, r]`, scale) in hidden's dtype: `scale * (hidden @ "
-    "A^T) @ B^T` is added to the logits before logit_scale. A is whole and the same on every TP "
-    "rank, B is this rank's rows, as the weight's are.",
+    "A^T) @ B^T` is added to the logits before logit_scale. A is the same on every TP rank; B is "
+    "this rank's rows, like the weight.",
     "logit_scale": "hidden @ weight^T is multiplied by it (MuP).",
     "sequence_parallel": "hidden is split over TP along its first dimension.",
-    "logits_dtype": "what a chunk of logits is rounded to. float32 (the default) also for bfloat16 "
-    "operands: the rounding of logits is the main source of mismatch between trainer and rollout "
-    "engine. torch.bfloat16 gives what a bfloat16 head gives.",
+    "logits_dtype": "what a chunk of logits is rounded to. The default is float32 even for "
+    "bfloat16 operands, because the rounding of logits is the main source of mismatch between "
+    "trainer and rollout engine. torch.bfloat16 gives what a bfloat16 head gives.",
     "rows": "None, or int64 `[m]`: flat indices into hidden's leading shape (of the whole sequence "
     "under sequence parallelism, the same on every TP rank), in any order, repeated or not. "
     "Targets, masks, per-token tensors and results are then `[m]`; other rows cost no GEMM. "
     "On the CPU no host sync, on a GPU one.",
-    "compact": "compute only rows that count (target not ignore_index, or mask True); the same "
-    "results. One host sync. Not with rows.",
+    "compact": "compute only rows that count (target not ignore_index, or mask True). The results "
+    "are the same. Costs one host sync. Not allowed with rows.",
     "gradient_accumulation_fusion": "add the weight's gradient to `weight.main_grad` in place, as "
-    "Megatron's linear layers do (`grad_added_to_main_grad` and `zero_out_wgrad` honoured).",
+    "Megatron's linear layers do (`grad_added_to_main_grad` and `zero_out_wgrad` honored).",
+    "saved_bytes": "bytes of logits that may be kept from the forward to the backward, chunk by "
+    "chunk as they fit: a kept chunk is not multiplied again and costs 3 GEMMs, any other 4. 0: "
+    "none. `linear_token_stats` has the details.",
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -113,7 +116,7 @@ def shared_keywords(
 ) -> Callable[[Function], Function]:
     """Makes the last parameter, `**shared: Unpack[keywords]`, explicit.
 
-    In the docstring `{shared}` becomes the keywords' texts. A keyword that is none is a TypeError.
+    In the docstring `{shared}` becomes the keywords' texts. An unknown keyword is a TypeError.
 
     Args:
         declared_by: the function whose defaults they have.
@@ -138,18 +141,14 @@ def shared_keywords(
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not known.issuperset(kwargs):
-                unknown = next(name for name in kwargs if name not in known)
-                raise TypeError(
-                    f"{function.__name__}() got an unexpected keyword argument {unknown!r}"
-                    f"{nearest(unknown, known)}"
-                )
+                check_keywords(function.__name__, kwargs, known)
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
             head = calling_layer((args, kwargs))
             if head is not None:
                 return head.run(lambda: call(*args, **kwargs))
-            if not torch.compiler.is_compiling() and os.environ.get(VARIABLE) == "1":
-                with comparing(function.__name__, signature.bind(*args, **kwargs).arguments):
-                    return function(*args, **kwargs)
-            return function(*args, **kwargs)
+            with comparing(function.__name__, lambda: signature.bind(*args, **kwargs).arguments):
+                return function(*args, **kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         if call.__doc__:  # None under python -OO

@@ -61,6 +61,7 @@ class Map(Operation):
     grad_enabled: bool
     autocast: tuple[Any, ...] | None
     structure: _Structure
+    rereads = "exact"
 
     def call(self, z: Tensor, per_token: Sequence[Tensor], rows: slice) -> list[Tensor | None]:
         """fn of one tile, flat and checked; the first call settles the structure."""
@@ -226,7 +227,7 @@ def _refuse_captured(found: list[Tensor | None], z: Tensor, fn: MapFn) -> None:
         if captured:
             raise ValueError(
                 f"fn: uses {name_of(captured, fn)}, which requires a gradient, but gradients flow "
-                "to hidden, weight, bias and lora alone; detach it"
+                "only to hidden, weight, bias and lora; detach it"
             )
 
 
@@ -279,7 +280,7 @@ def linear_map(
     mask: Tensor | None = None,
     **shared: Unpack[LayerKeywords],
 ) -> Any:
-    """Any operation on logits from hidden states, with at most one tile of logits materialised.
+    """Any operation on logits from hidden states, with at most one tile of logits materialized.
 
         linear_map(hidden, weight, lambda z, t: vocab_parallel_logprobs(z, t, tp_group=tp), target)
 
@@ -304,7 +305,7 @@ def linear_map(
             the first. What it takes from around it (a variable of an enclosing loop) is read at
             both calls: bind such a value when the function is made, as a default or by
             functools.partial. Its side effects happen once a tile in the forward and once in the
-            backward. A row's result depends on that row alone. Collectives in it are fine where
+            backward. A row's result must depend only on that row. Collectives in it are fine where
             every rank of tp_group makes the same ones, as the operations of this package do. For
             rows without any it is called on none.
         {shared}

@@ -1,6 +1,6 @@
 """A policy loss straight from hidden states: three GEMMs instead of four.
 
-Where the loss of a token depends on that token's log-probability and entropy alone, its gradient
+If the loss of a token depends only on that token's log-probability and entropy, its gradient
 can be formed while the chunk of logits still exists. Nothing is recomputed.
 """
 
@@ -156,7 +156,7 @@ def linear_policy_loss(
 
     `loss_fn(logprobs, entropy or None, *chunks of per_token_tensors)` is called for some rows at a
     time, on flat tensors `[rows]`, and returns a loss for each. Any differentiable function will do
-    as long as a token's loss depends on that token alone; rows come in no particular order. It must
+    as long as a token's loss depends only on that token; rows come in no particular order. It must
     be deterministic and the same on every TP rank. It may change its arguments in place: they are
     copies. Ready-made ones are in `mcore_logprobs.losses`.
 
@@ -195,7 +195,7 @@ def linear_policy_loss(
     Raises:
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors
             of another shape or that require a gradient; a denominator that is 0, negative, NaN or
-            inf (a CUDA tensor's value is not looked at). After the first tile: a loss_fn that
+            inf (a CUDA tensor's value is not checked). After the first tile: a loss_fn that
             returns another shape, a loss that is cut off from the log-probabilities and the
             entropy although an input requires a gradient, a loss that depends on another tensor
             that requires one (a parameter in the function's closure).

@@ -9,9 +9,11 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.arguments import check_float_tensor, check_target, global_to_local
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard, group_rank, group_size, resolve_tp_group
+from mcore_logprobs.spelling import suggesting
 
 
 @torch.no_grad()
+@suggesting
 def reshard_vocabulary(
     shard: Tensor,
     ids: Tensor | None = None,

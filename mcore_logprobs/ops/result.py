@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mcore_logprobs.checks import check_integer
 from mcore_logprobs.context_parallel import context_parallel_gather
+from mcore_logprobs.spelling import suggesting
 
 
 @dataclass
@@ -27,13 +28,13 @@ class TokenStats:
         entropy: float32, -sum p log p in nats, or None if not asked for; 0 where ignored.
             Differentiable.
         target_rank: int64, how many columns have a larger logit than the target's (0: the target
-            is the argmax; ties count as not higher), or None; -1 where ignored.
+            is the argmax; ties do not count as larger), or None; -1 where ignored.
         lse: float32, log-sum-exp of the processed logits; 0 where ignored. Differentiable, so that
-            a z-loss costs no second pass. None where log-probabilities over a sampler's kept ids
-            are all that was asked for (`PatchHandle.replay`).
+            a z-loss costs no second pass. None if only log-probabilities over a sampler's kept
+            ids were asked for (`PatchHandle.replay`).
         sum_pi_squared: float32, sum p^2, or None if not asked for. Differentiable.
         policy_loss: scalar, the loss of a policy formed with the statistics, or None. Where it is
-            there, it and the divergence alone are differentiable.
+            there, only it and the divergence are differentiable.
         divergence: float32, from a teacher, in nats (`PatchHandle.divergence`), or None; 0 where
             ignored. Differentiable.
 
@@ -90,7 +91,7 @@ class TokenStats:
         return self._all(lambda x: x.detach())
 
     def to(self, *args: Any, **kwargs: Any) -> TokenStats:
-        """`Tensor.to` of every tensor; a dtype converts the floating-point ones alone.
+        """`Tensor.to` of every tensor; a dtype converts only the floating-point ones.
 
         Raises:
             ValueError: a dtype of integers, or a tensor of one.
@@ -114,6 +115,7 @@ class TokenStats:
 
         return self._all(move)
 
+    @suggesting
     def gather_cp(
         self,
         cp_group: ProcessGroup | None = None,
@@ -147,6 +149,7 @@ class TokenStats:
             )
         )
 
+    @suggesting
     def unpack(
         self,
         cu_seqlens: Tensor | Sequence[int],

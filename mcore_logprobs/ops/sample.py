@@ -1,7 +1,7 @@
-"""A token drawn for each row, on a sharded vocabulary, from noise that any rank can compute.
+"""Sample a token for each row of a sharded vocabulary, from noise that any rank can compute.
 
 By the Gumbel-max trick: with independent standard Gumbel noise G the column of the largest z + G
-is distributed as softmax(z). The noise of a column is a function of (seed, row, global id) alone,
+is distributed as softmax(z). The noise of a column depends only on (seed, row, global id),
 by a counter-based generator, so that each rank makes the noise of its own columns, and the ranks
 compare one score a row.
 """
@@ -248,10 +248,10 @@ def vocab_parallel_sample(
     mask: Tensor | None = None,
     **shared: Unpack[LogitsKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """A token drawn for each row, and its log-probability under what it was drawn from.
+    """Sample a token for each row; return it with its log-probability under that distribution.
 
     From softmax(z) with temperature, top_k and top_p as in `vocab_parallel_sampling_logprobs`, by
-    the Gumbel-max trick. The noise is a function of (seed, row, global id) alone, where row is the
+    the Gumbel-max trick. The noise depends only on (seed, row, global id), where row is the
     flat index in the results: the same logits give the same ids at every tensor-parallel size and
     every chunk_size.
 
@@ -273,8 +273,8 @@ def vocab_parallel_sample(
     temperature may be 0 here, also per token: then the id is that of the largest logit, the
     smallest id where several tie, and its logprob 0.
 
-    A row with NaN or +inf gives the first such id and a logprob of NaN, a row of -inf alone id 0
-    and -inf. Noise and scores are float64. The work is torch's on every backend.
+    A row with NaN or +inf gives the first such id and a logprob of NaN. A row that is -inf
+    everywhere gives id 0 and -inf. Noise and scores are float64. Every backend uses torch here.
 
     Collectives: over TP one all-gather of `[3, n]` float32 and one of `[3, n]` float64; with
     filters in place of the first those of `vocab_parallel_sampling_logprobs`, and its host syncs.
@@ -300,7 +300,7 @@ def linear_sample(
     mask: Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_sample` from hidden states, without materialising the logits.
+    """`vocab_parallel_sample` from hidden states, without materializing the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`.

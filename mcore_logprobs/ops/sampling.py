@@ -78,6 +78,7 @@ class Filtered(Operation):
     filters: Filters
     whole: StatsSpec | None
     ignored_values = IGNORED
+    rereads = "exact"
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         return _FilteredForward(self, source, tensors)

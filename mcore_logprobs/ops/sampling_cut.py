@@ -29,6 +29,7 @@ from mcore_logprobs.ops.sampling_search import (
     Values,
     descending,
     kept_on_rank,
+    running_sum,
     search_cut,
 )
 from mcore_logprobs.sources.source import Placed
@@ -220,7 +221,7 @@ class _Survey:
         opts, listed = self._opts, self.listed
         n, length = listed.shape
         weight = self._weight(listed.t()).t()
-        before = weight.cumsum(-1) - weight
+        before = running_sum(weight) - weight
         kept = torch.ones_like(listed, dtype=torch.bool)
         hard = torch.zeros(n, dtype=torch.bool, device=listed.device)
         total = self.total

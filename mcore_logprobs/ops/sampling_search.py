@@ -301,10 +301,22 @@ def _look_within(
     weight = torch.ones_like(listed, dtype=torch.float64)
     if not count:
         weight = rows.weight_of(listed.t()).t()
-    before = above.unsqueeze(-1) + weight.cumsum(-1) - weight
+    before = above.unsqueeze(-1) + running_sum(weight) - weight
     kept = (before < limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
     found = listed.gather(-1, kept - 1).squeeze(-1)
     return torch.where(found > edge, found, torch.nan)
+
+
+def running_sum(weight: Tensor) -> Tensor:
+    """`cumsum` of float64 `[n, c]` along c; by a GEMM where only what is deterministic may run."""
+    if weight.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return by_product(weight)  # pragma: no cover (CUDA)
+    return weight.cumsum(-1)
+
+
+def by_product(weight: Tensor) -> Tensor:
+    """`[n, c]` times a triangle of ones, `[c, c]`; c is some hundreds."""
+    return weight @ weight.new_ones(weight.shape[-1], weight.shape[-1]).triu()
 
 
 class _Keys:

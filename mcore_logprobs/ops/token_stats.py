@@ -39,6 +39,7 @@ class Statistics(Operation):
     spec: StatsSpec
     label_smoothing: float = 0.0
     ignored_values = IGNORED
+    rereads = "rounded"
 
     @classmethod
     def of(
@@ -233,7 +234,7 @@ def linear_token_stats(
     invariant_segments: int | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> TokenStats:
-    """Log-probabilities, entropy and rank from hidden states, without materialising the logits.
+    """Log-probabilities, entropy and rank from hidden states, without materializing the logits.
 
     The logits are `hidden @ weight^T`, plus a LoRA's part, times logit_scale, through the softcap,
     plus bias, over the temperature, and masked past vocab_size: in this order.
@@ -261,6 +262,20 @@ def linear_token_stats(
             of a tile of it, and waits.
         {shared}
 
+    saved_bytes is of this rank, from the forward to the backward, which holds all of it to its end:
+    chunks of logits are kept in the order of the walk while they fit. Results are the same bits
+    whatever it is. A chunk is kept as it is where logits are no wider than the operands (float32
+    and float64 heads, or logits_dtype in the operands' 16 bits), and gradients are then those
+    without it. float32 logits of bfloat16 or float16 operands are kept in 16 bits a logit, in equal
+    steps below the largest of a row of the chunk, and 8 bytes per row: each probability that a
+    gradient is made of is off by 2^-11 of itself at most (bfloat16 dLogits by 2^-9), and by less
+    where a row's logits are close. Such logits are multiplied again with a softcap, a bias or
+    invariant_segments; so they are by the other operations, whose gradients need them as they were
+    (divergences, filters, `linear_gather` with log_softmax, `linear_map`): these keep chunks of the
+    first kind alone, and those without a GEMM in the backward none. `linear_policy_loss` has three
+    GEMMs without it. A tile of hidden states is gathered again either way. Nothing is kept without
+    a gradient. One log line where not even a chunk fits.
+
     With logits_dtype bfloat16 on a CPU with instructions for them all GEMMs of a bfloat16 head are
     bfloat16 ones, and each chunk's part of a gradient is rounded once before it is added in
     float32. chunk_size is rows a tile; None: 2048 on a CPU and 8192 on a GPU. The block of columns
@@ -284,7 +299,7 @@ def linear_token_stats(
 
     Memory: a chunk of logits and, where operands are bfloat16, its gradient; the gradients; for a
     bfloat16 weight without main_grad and more than one tile, dWeight in float32. Saved for
-    backward: the inputs and a few numbers a row.
+    backward: the inputs, a few numbers a row, and up to saved_bytes of logits.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_token_stats`.

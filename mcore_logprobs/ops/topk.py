@@ -168,7 +168,7 @@ def linear_topk(
     mask: Tensor | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_topk` from hidden states, without materialising the logits.
+    """`vocab_parallel_topk` from hidden states, without materializing the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`.

@@ -153,7 +153,7 @@ def vocab_parallel_topk_kl_div(
         tail: what becomes of the probability that either side gives to the other V - k ids.
             "bin" (None): it counts as one more id, of at least 1e-6. A lower bound of the whole
             divergence, exact where the two agree on the rest up to a factor. "ignore": left out;
-            the sum over the k ids alone, which may be negative and has no minimum at p = q.
+            the sum over only the k ids, which may be negative and has no minimum at p = q.
             "renormalize": both sides are normalized over the k ids, as SFT on cached top-k does.
         generalized: a log(a / b) - a + b at each id in place of a log(a / b): never negative, and
             0 only where both sides are equal. With tail None or "ignore", which None is then.
@@ -184,7 +184,7 @@ def linear_topk_kl_div(
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor:
-    """`vocab_parallel_topk_kl_div` from hidden states, without materialising the logits.
+    """`vocab_parallel_topk_kl_div` from hidden states, without materializing the logits.
 
     Shape:
         hidden, weight: as in `linear_token_stats`; the student's.

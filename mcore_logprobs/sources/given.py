@@ -73,10 +73,12 @@ class GivenOptions:
 
 
 class GivenLogits:
-    """A tensor of logits as a `Source`, and as its only `Tile`. It is never copied.
+    """A tensor of logits as a `Source`, and as its only `Tile`.
 
-    Rows are walked as they lie in memory: `[b, s]` and `[s, b]`, transposed views and slices such
-    as `logits[:, :-1]` all become a few 2-D views with one row stride each.
+    The caller's tensor is read in place. Only one that comes back from a saved-tensor hook with
+    another layout is copied, for a compiled backend. Rows are walked as they lie in memory:
+    `[b, s]` and `[s, b]`, transposed views and slices such as `logits[:, :-1]` all become a few 2-D
+    views with one row stride each.
     """
 
     recomputed = False

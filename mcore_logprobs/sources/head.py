@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.arguments import check_float_tensor, check_temperature
 from mcore_logprobs.autograd import autocast_enabled
 from mcore_logprobs.checks import (
+    check_bytes,
     check_flag,
     check_logits_dtype,
     check_optional_count,
@@ -53,6 +54,7 @@ from mcore_logprobs.kernels.products import (
 )
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.sources.head_gradients import HeadGradient
+from mcore_logprobs.sources.kept import KeptLogits, SavedBytes
 from mcore_logprobs.sources.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import HiddenRows, RowSelection, Tiling, check_rows
@@ -88,6 +90,7 @@ class HeadOptions:
         chunk_size: as the caller gave it.
         segments: the segments that statistics are taken by, or None.
         main_grad: where the weight's gradient goes, or None.
+        saved: what a backward may be spared of, or None.
     """
 
     shard: VocabShard
@@ -107,6 +110,7 @@ class HeadOptions:
     segments: Segments | None
     lora_scale: float
     main_grad: MainGrad | None
+    saved: SavedBytes | None
 
     def bind(self, *tensors: Any) -> HeadLogits:
         return HeadLogits(self, HeadTensors(*tensors))
@@ -151,8 +155,14 @@ class HeadLogits:
             options.logit_scale,
             is_raw=options.softcap is None and tensors.bias is None,
         )
+        self.kept: KeptLogits | None = None  # chunks that outlast the call
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._block: tuple[slice, Tensor] | None = None
+
+    @property
+    def heads(self) -> tuple[HeadLogits, ...]:
+        """Those whose chunks may be kept (`sources.kept`)."""
+        return (self,)
 
     # ---- the order of rows ----
 
@@ -317,14 +327,17 @@ class HeadTile:
 
         Args:
             tile_logits: `[rows, V/TP]`, into whose columns it goes; None: into a buffer that the
-                next such block overwrites.
+                next such block overwrites, or into memory that outlasts the call.
         """
         head = self.head
-        if tile_logits is None:
+        out = None if tile_logits is None else tile_logits[:, columns]
+        kept = None if head.kept is None else head.kept.logits(self, columns, out)
+        if kept is not None:
+            logits, lasting = kept
+            return replace(head.chunk(logits, self.rows, columns), lasting=lasting)
+        if out is None:
             shape = self.hidden.shape[0], columns.stop - columns.start
             out = head.buffer(*shape, head.options.logits_dtype)
-        else:
-            out = tile_logits[:, columns]
         return head.chunk(head.product(self.hidden, columns, out), self.rows, columns)
 
     def chunks(self, tile_logits: Tensor | None = None) -> Iterator[Placed]:
@@ -419,6 +432,7 @@ def head_logits(
     rows: Tensor | None = None,
     compact: bool = False,
     gradient_accumulation_fusion: bool = False,
+    saved_bytes: int = 0,
     tp_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
@@ -445,6 +459,7 @@ def head_logits(
     check_flag("sequence_parallel", sequence_parallel)
     check_flag("compact", compact)
     check_flag("gradient_accumulation_fusion", gradient_accumulation_fusion)
+    check_bytes("saved_bytes", saved_bytes)
     check_logits_dtype("logits_dtype", logits_dtype)
     check_optional_count("chunk_size", chunk_size)
     check_positive(f"{prefix}logit_scale", logit_scale)
@@ -494,6 +509,7 @@ def head_logits(
         segments=segments,
         lora_scale=1.0 if lora is None else float(lora[2]),
         main_grad=main_grad,
+        saved=SavedBytes(saved_bytes) if saved_bytes else None,
     )
     # A backend that is unavailable is refused here, before any collective.
     backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)

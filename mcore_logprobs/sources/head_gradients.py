@@ -113,7 +113,10 @@ class HeadGradient:
         head, chunk = self._head, placed.chunk
         raw, dtype, bias = chunk.logits, head.matmul_dtype, self._bias
         if bias is None or chunk.softcap is None:
-            out = raw if raw.dtype == dtype else _empty_like(raw, dtype)
+            if chunk.lasting:  # no other chunk is in the buffer then
+                out = head.buffer(raw.shape[0], raw.shape[1], dtype)
+            else:
+                out = raw if raw.dtype == dtype else _empty_like(raw, dtype)
             write(placed, out)
             if bias is not None:
                 bias[placed.columns] += out.sum(0, dtype=bias.dtype) * (1.0 / chunk.logit_scale)

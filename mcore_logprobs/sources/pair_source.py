@@ -68,6 +68,10 @@ class PairSource:
         self.pack, self.unpack = student.pack, student.unpack
         self.rows_at_a_time = partial(student.rows_at_a_time, copies=2)  # of either side
 
+    @property
+    def heads(self) -> tuple[HeadLogits, ...]:
+        return tuple(x for x in (self.student, self.teacher) if isinstance(x, HeadLogits))
+
     def backend(self, placed: Placed) -> backends.Backend:
         """What computes a chunk of both sides."""
         assert placed.other is not None

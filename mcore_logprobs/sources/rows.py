@@ -69,10 +69,11 @@ def _block_columns(tile: int, columns: int, chunk_size: int | None, device: torc
 
 
 def even_parts(total: int, most: int, step: int) -> int:
-    """The size of as few parts as hold `most` each, all about as large.
+    """Return the size of parts of at most `most` that are as even as whole steps allow.
 
-    A GEMM of what is left over would run far below the speed of the others. One part is `total`;
-    several are a multiple of `step`, or of `most` where that is less than a step.
+    A GEMM of a small last part would run far below the speed of the others. One part is `total`.
+    Otherwise the size is a multiple of `step` (of `most` if that is less), and the last part is
+    what is left: still a small one if `total` is just above a multiple of the size.
     """
     if total <= most:
         return max(1, total)
@@ -88,7 +89,7 @@ def check_rows(rows: Any, count: int | None) -> Tensor:
     """int64 `[m]` in [0, count), on the host, or a ValueError; a CUDA tensor is copied there.
 
     Args:
-        count: of the rows there are; None: not known yet, and the values are not looked at.
+        count: of the rows there are; None: not known yet, and the values are not checked.
     """
     if not isinstance(rows, Tensor):
         raise ValueError(f"rows: expected a torch.Tensor or None, got {type(rows).__name__}")

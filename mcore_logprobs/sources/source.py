@@ -77,7 +77,7 @@ class Tile(Protocol):
         """Chunks that cover the rows and all of this rank's true vocabulary."""
 
     def whole_rows(self) -> Iterator[Placed]:
-        """Chunks of whole rows, all of this rank's columns: without bias and softcap left to do."""
+        """Chunks of some rows by all of this rank's true columns."""
 
     def target_logits(self, local_target: Tensor) -> Tensor:
         """The raw logit of each row's target, `[rows]`, against which its rank is counted; 0 where

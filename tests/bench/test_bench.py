@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks import cases as authors
 from benchmarks.launches import one_of_ranks
-from mcore_logprobs.bench import machine, main
+from mcore_logprobs.bench import machine, main, progress
 from mcore_logprobs.bench.cases import CASES, Shape, linear_case, logits_case, rows_case
 from mcore_logprobs.bench.cli import SIZES
 from mcore_logprobs.bench.peers import stop_megatron
@@ -171,3 +172,25 @@ def test_what_is_sent_follows_the_formulas() -> None:
                 found[result.name] = (len(result.collectives), result.sent)
         stop_megatron()
     assert found == expected
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_it_says_how_long_the_rest_will_take(monkeypatch):
+    now = iter([0.0, 60.0, 60.0, 200.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    log = io.StringIO()
+    shown = progress.Progress([1.0, 1.0, 2.0], log)
+    shown.show()
+    shown.step()
+    assert log.getvalue() == "bench: 1 of 3 tables, about 3 min left\n"
+    terminal = _Terminal()
+    shown = progress.Progress([1.0, 3.0], terminal)
+    shown.step()
+    shown.show()
+    assert "[########......................] table 2 of 2, about 7 min left" in terminal.getvalue()
+    shown.clear()
+    assert terminal.getvalue().endswith("\r\x1b[K")

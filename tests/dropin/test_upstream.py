@@ -115,7 +115,7 @@ def sample(a, b=1, *, c=None, ours="x"):
         ("(a, b=1, d=None)", "expected 'd' at position 2, got []"),
         ("(a, *, d)", "expected a parameter 'd'"),
         ("(a, **anything)", "upstream takes any keyword"),
-        ("()", "'a' is ours alone and has no default"),
+        ("()", "'a' is only ours and has no default"),
     ],
 )
 def test_misfits(theirs: str, why: str) -> None:

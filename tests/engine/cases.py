@@ -86,12 +86,13 @@ HIDDEN_AXES: dict[str, Sequence[Any]] = {
     "compact": (False, True),
     "rows": (None, "some", "repeated", "one"),
     "gradient_accumulation_fusion": (False, True),
+    "saved_bytes": (0, 1700, 1 << 20),  # nothing, a part, all
     "frozen": ("nothing", "weight", "hidden", "bias", "A", "B"),
     "values": ("normal", "large"),
 }
 # Keywords of a call whose value is the setting itself. The default is left to the operation.
 KEYWORDS = ("vocab_size", "chunk_size", "softcap", "logit_scale", "compact", "sequence_parallel")
-KEYWORDS += ("gradient_accumulation_fusion", "ignore_index")
+KEYWORDS += ("gradient_accumulation_fusion", "saved_bytes", "ignore_index")
 MEMORY = ("layout", "hooks", "checkpoint")  # covered in threes
 SEVERAL_RANKS = (  # so are these
     ("budgets", "tp", "vocab"),

@@ -129,6 +129,7 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
         (torch.tensor([12]), "rows: expected indices in [0, 12), got [12]"),
     ],
     "sequence_parallel": [("yes", "sequence_parallel: expected True or False")],
+    "saved_bytes": [(bad, "saved_bytes: expected an int >= 0") for bad in (-1, 1.5, True, "1GiB")],
     "gradient_accumulation_fusion": [(True, "expected weight.main_grad")],
     "entropy": [(1, "entropy: expected True or False")],
     "target_rank": [(1, "target_rank: expected True or False")],

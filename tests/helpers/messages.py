@@ -15,7 +15,14 @@ PAGE = ROOT / "docs" / "errors.md"
 
 # Heading: what of the package is under it, by the start of the path.
 AREAS = {
-    "Settings, groups and shards": ("checks.", "config.", "groups.", "vocabulary.", "consistency."),
+    "Settings, groups and shards": (
+        "checks.",
+        "config.",
+        "groups.",
+        "vocabulary.",
+        "consistency.",
+        "spelling.",
+    ),
     "Operations": ("ops/", "sources/", "arguments.", "autograd.", "kernels/", "collectives."),
     "Losses": ("losses/",),
     "Context parallelism": ("context_parallel/",),

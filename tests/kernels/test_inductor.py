@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.profiler import ProfilerActivity, profile
 
 from mcore_logprobs import vocab_parallel_target_rank, vocab_parallel_token_stats
@@ -346,3 +348,19 @@ def test_huge_pages_are_a_hint():
         fresh = torch.empty(size)
         assert prefer_huge_pages(fresh) is fresh
         assert torch.equal(fresh.fill_(1.0), torch.ones(size))
+
+
+def test_cache_on_disk_tells_instruction_sets_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    made = []
+    for capability in ("default", "avx2", "default"):  # the last as a later process
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        counters.clear()
+        kernel = inductor._compile(inductor._count_kernel(BLOCK))
+        kernel(torch.randn(3, 2 * BLOCK), torch.zeros(3))
+        made.append(counters["inductor"]["fxgraph_cache_miss"])
+    # A CPU without AVX2 has one set of instructions, and one kernel.
+    one = not valid_vec_isa_list()
+    assert made == [1, 0 if one else 1, 0]

@@ -77,11 +77,28 @@ def test_releases_of_torch_without_wide_results(has_mm, monkeypatch):
     assert products._has_wide_mm(torch.bfloat16, torch.device(DEVICE)) == has_mm
 
 
-def test_what_a_fake_mode_answers_is_not_kept(monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "expected"), [("2.7.1+cu128", 0), ("2.9.0", 1), ("2.10.1", 3), ("2.13.0+cpu", 3)]
+)
+def test_where_nothing_can_be_tried_the_version_says(version, expected, monkeypatch):
+    """Fakes of a GPU take every product, and a graph that is traced runs none."""
     monkeypatch.setattr(products, "_answers", {})
+    monkeypatch.setattr(torch, "__version__", version)
+    asked = torch.bfloat16, torch.device("cuda")
+
+    def numbered(x):
+        return x + products._has_wide_mm(*asked) + 2 * products._has_wide_addmm(*asked)
+
     with FakeTensorMode():
-        products._has_wide_addmm(torch.bfloat16, torch.device(DEVICE))
+        assert products._has_wide_mm(*asked) + 2 * products._has_wide_addmm(*asked) == expected
+    torch.compiler.reset()
+    traced = torch.compile(numbered, backend="eager", fullgraph=True)
+    assert traced(torch.zeros(2)).tolist() == [expected] * 2
     assert products._answers == {}
+
+
+def test_what_was_tried_is_kept(monkeypatch):
+    monkeypatch.setattr(products, "_answers", {})
     products._has_wide_addmm(torch.bfloat16, torch.device(DEVICE))
     assert len(products._answers) == 1
 
@@ -94,13 +111,43 @@ def test_operands_are_cast_only_where_there_is_no_matrix_unit_for_them():
     assert products.matmul_input(x) is x
 
 
-def test_a_probe_without_memory_is_no_answer():
-    def full() -> None:
-        raise torch.cuda.OutOfMemoryError("out of memory")
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        torch.cuda.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ],
+    ids=str,
+)
+def test_a_probe_in_trouble_is_no_answer(trouble):
+    def fails():
+        raise trouble
 
-    def not_there() -> None:
-        raise RuntimeError("not implemented for this dtype")
+    with pytest.raises(type(trouble)):
+        products._works(fails)
 
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        products._works(full)
-    assert not products._works(not_there)
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        NotImplementedError("Could not run 'aten::mm.dtype_out' with arguments from 'CPU'"),
+        RuntimeError("self dtype must match either out_dtype or mat1 dtype"),
+        RuntimeError('"addmm_impl" not implemented for BFloat16'),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx"),
+        TypeError("mm() got an unexpected keyword argument 'out_dtype'"),
+    ],
+    ids=str,
+)
+def test_a_refusal_is_an_answer(refusal):
+    def fails():
+        raise refusal
+
+    assert not products._works(fails)
+
+
+def test_how_products_are_made_is_told():
+    (text,) = products.explain(torch.device("cpu"))
+    assert text.startswith("bfloat16 operands are multiplied in float32")
+    assert "2.8 or later has it" in products._slow("mm", torch.bfloat16)
+    assert "a pass of its own" in products._slow("addmm", torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -137,6 +138,11 @@ def snapshot(model: Any) -> list[dict[str, Any]]:
     return [dict(vars(m)) for m in model.modules()]
 
 
+def release() -> str:
+    version: str = import_module("megatron.core").__version__
+    return ".".join(version.split(".")[:2])
+
+
 def no_trace(tp: int, tied: bool, fused: bool) -> bool:
     with megatron(tp=tp) as parallel_state:
         model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB, tied=tied)
@@ -146,6 +152,10 @@ def no_trace(tp: int, tied: bool, fused: bool) -> bool:
 
         handle = patch_gpt_model(model, LogprobConfig(fused=fused))
         assert handle.active
+        # README says how many attributes are replaced.
+        pairs = zip(snapshot(model), before, strict=True)
+        replaced = sum(a.get(k) is not b.get(k) for a, b in pairs for k in a.keys() | b.keys())
+        assert replaced == {"0.16": 4, "0.19": 5}.get(release(), replaced)
         # labels=None: as if never patched, to the last bit.
         assert torch.equal(model(**batch["inputs"]), logits)
         step(model, batch)

@@ -1,0 +1,253 @@
+"""Chunks of a head's logits that are kept from the forward to the backward: `saved_bytes`.
+
+A chunk that is kept costs 3 GEMMs, any other 4. Before the forward the sizes alone settle which
+ones are: those that fit, in the order of the walk. A chunk is kept in one of two forms:
+
+    exact     as it was multiplied, where logits are no wider than the operands (a float32 head, or
+              a bfloat16 logits_dtype): the backward reads the numbers that the forward read
+    rounded   float32 logits of bfloat16 and float16 operands in 16 bits each (`kernels.codes`), and
+              two float32 numbers per row; probabilities are off by 2^-11 at most
+
+Rounded logits serve the gradient of statistics, which rounds them no less. A gradient that is a
+difference of close distributions, or asks which logits reach a limit, reads exact ones or none.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import aligned_width
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+
+if TYPE_CHECKING:
+    from mcore_logprobs.sources.head import HeadLogits, HeadTile
+    from mcore_logprobs.sources.source import Source
+
+logger = logging.getLogger("mcore_logprobs")
+
+# What a backward does with the logits of its forward: multiplies none again; bears them rounded;
+# needs them as they were.
+Rereads = Literal["nothing", "rounded", "exact"]
+
+
+class SavedBytes:
+    """How much a call may keep; its operations share it.
+
+    Attributes:
+        count: in all.
+        left: not yet given to an operation.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = self.left = count
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """Which chunks of one head are kept.
+
+    Attributes:
+        rounded: in which form.
+        places: (number of the tile, first column of the block), in the order of the walk.
+        saved_bytes: the setting, for an error to name.
+    """
+
+    rounded: bool
+    places: tuple[tuple[int, int], ...]
+    saved_bytes: int
+
+
+def plan_kept(source: Source, rereads: Rereads) -> tuple[KeptPlan, ...]:
+    """What an operation on this source keeps, a plan per head; none where nothing is kept."""
+    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
+    saved = next((x.options.saved for x in heads if x.options.saved is not None), None)
+    if saved is None or rereads == "nothing":
+        return ()
+    usable = [_is_exact(x) or (rereads == "rounded" and _may_round(x)) for x in heads]
+    places: list[list[tuple[int, int]]] = [[] for _ in heads]
+    least, before = 0, saved.left
+    for rows, number, columns in _walk(heads[0]):
+        for head, own, serves in zip(heads, places, usable, strict=True):
+            size = _chunk_bytes(head, rows, columns) if serves else math.inf
+            if size <= saved.left:
+                saved.left -= int(size)
+                own.append((number, columns.start))
+            elif serves:
+                least = min(least, int(size)) or int(size)
+    if least and saved.left == saved.count:
+        _log_once(
+            f"saved_bytes={saved.count}: smaller than the smallest chunk of logits, {least} bytes; "
+            "nothing is kept for the backward"
+        )
+    if saved.left == before:
+        return ()
+    return tuple(
+        KeptPlan(not _is_exact(head), tuple(own), saved.count)
+        for head, own in zip(heads, places, strict=True)
+    )
+
+
+def whole_bytes(head: HeadLogits) -> int:
+    """What keeping all chunks of a head takes."""
+    return sum(_chunk_bytes(head, rows, columns) for rows, _, columns in _walk(head))
+
+
+def _walk(head: HeadLogits) -> Iterator[tuple[int, int, slice]]:
+    """(rows, number of the tile, columns) of each chunk."""
+    for number, part in enumerate(head.hidden.local):
+        for columns in head.blocks():
+            yield (part.stop - part.start) * head.hidden.ranks, number, columns
+
+
+def _is_exact(head: HeadLogits) -> bool:
+    return head.options.logits_dtype.itemsize <= head.options.compute_dtype.itemsize
+
+
+def _may_round(head: HeadLogits) -> bool:
+    """A softcap or a bias moves logits by more than a code's range and step are made for; with
+    segments a rank's other chunks would leave their mark on bits.
+    """
+    options = head.options
+    return options.softcap is None and head.bias is None and options.segments is None
+
+
+def _chunk_bytes(head: HeadLogits, rows: int, columns: slice) -> int:
+    numbers = rows * aligned_width(columns.stop - columns.start)
+    if _is_exact(head):
+        return numbers * head.options.logits_dtype.itemsize
+    return 2 * numbers + 2 * 4 * rows
+
+
+def keep(source: Source, plans: Sequence[KeptPlan]) -> list[KeptLogits]:
+    """Have a source keep what the plans say, as its tiles are walked."""
+    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
+    kept = [KeptLogits(plan) for plan in plans]
+    for head, own in zip(heads, kept, strict=False):
+        head.kept = own
+    return kept
+
+
+def restore(source: Source, plans: Sequence[KeptPlan], tensors: Sequence[Tensor]) -> None:
+    """Have a source read what `keep` kept.
+
+    Args:
+        tensors: those of its results, one after the other.
+    """
+    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
+    for head, plan in zip(heads, plans, strict=False):
+        count = len(plan.places) * (2 if plan.rounded else 1)
+        own, tensors = tensors[:count], tensors[count:]
+        head.kept = KeptLogits(plan, own)
+
+
+class KeptLogits:
+    """The kept chunks of one head, while they are made and when they are read again.
+
+    Attributes:
+        tensors: what is saved for the backward; 1-D, so that it does not matter how saved-tensor
+            hooks lay tensors in memory. None: a chunk that was not multiplied.
+
+    Args:
+        tensors: what the forward saved; None: this is the forward.
+    """
+
+    def __init__(self, plan: KeptPlan, tensors: Sequence[Tensor] | None = None) -> None:
+        self._rounded, self._saved_bytes = plan.rounded, plan.saved_bytes
+        self._width = 2 if plan.rounded else 1
+        self._places = {place: number for number, place in enumerate(plan.places)}
+        self._is_backward = tensors is not None
+        self.tensors: list[Tensor | None] = [None] * (len(plan.places) * self._width)
+        if tensors is not None:
+            self.tensors[:] = tensors
+
+    def logits(
+        self, tile: HeadTile, columns: slice, out: Tensor | None
+    ) -> tuple[Tensor, bool] | None:
+        """(raw logits `[rows, columns]`, whether they are kept memory); None: not one of them.
+
+        Multiplied and kept at the first call, and read at later ones. Rounded logits are for the
+        backward: a second pass of the forward multiplies again.
+
+        Args:
+            out: where they go; None: kept memory, or a buffer that the next such chunk overwrites.
+        """
+        number = self._places.get((tile.number, columns.start))
+        if number is None:
+            return None
+        shape = tile.hidden.shape[0], columns.stop - columns.start
+        if self._rounded:
+            return self._through_codes(tile, columns, out, number, shape), False
+        known, dtype = self.tensors[number], tile.head.options.logits_dtype
+        if known is None:
+            known = self.tensors[number] = self._new(tile.head, shape, dtype)
+            logits = _as_chunk(known, shape)
+            if out is None:
+                return tile.head.product(tile.hidden, columns, logits), True
+            logits.copy_(tile.head.product(tile.hidden, columns, out))
+            return out, False
+        logits = _as_chunk(known, shape)
+        return (logits, True) if out is None else (out.copy_(logits), False)
+
+    def _through_codes(
+        self,
+        tile: HeadTile,
+        columns: slice,
+        out: Tensor | None,
+        number: int,
+        shape: tuple[int, int],
+    ) -> Tensor:
+        head, at = tile.head, 2 * number
+        logits = head.buffer(*shape, head.options.logits_dtype) if out is None else out
+        size = head.rows_at_a_time(shape[1])
+        if self._is_backward:
+            codes, scale = self.tensors[at : at + 2]
+            assert codes is not None
+            assert scale is not None
+            kernels = head.backend(head.chunk(logits, tile.rows, columns))
+            scale = scale.view(2, -1)
+            kernels.decode(_as_chunk(codes, shape), scale, out=logits, chunk_size=size)
+            return logits
+        chunk = head.chunk(head.product(tile.hidden, columns, logits), tile.rows, columns)
+        if self.tensors[at] is None:
+            codes = self._new(head, shape, torch.int16)
+            kernels = head.backend(chunk)
+            scale = kernels.encode(chunk, out=_as_chunk(codes, shape), chunk_size=size)
+            self.tensors[at], self.tensors[at + 1] = codes, scale.flatten()
+        return chunk.logits
+
+    def _new(self, head: HeadLogits, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Memory of a chunk, 1-D."""
+        rows, columns = shape
+        try:
+            memory = head.weight.new_empty(rows * aligned_width(columns), dtype=dtype)
+        except RuntimeError as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"These are chunks of logits that saved_bytes={self._saved_bytes} keeps for "
+                    "the backward: a smaller saved_bytes keeps fewer"
+                )
+            raise
+        return prefer_huge_pages(memory)
+
+
+def _as_chunk(memory: Tensor, shape: tuple[int, int]) -> Tensor:
+    """`[rows, columns]` of the memory of a chunk."""
+    rows, columns = shape
+    return memory.view(rows, aligned_width(columns))[:, :columns]
+
+
+_logged: set[str] = set()
+
+
+def _log_once(line: str) -> None:
+    if torch.compiler.is_compiling() or line in _logged:
+        return
+    _logged.add(line)
+    logger.warning(line)
