@@ -97,6 +97,7 @@ def before_call(model: Any, args: Any) -> None:
         chunk_size=own.chunk_size,
         backend=own.backend,
         logits_dtype=own.logits_dtype,
+        saved_bytes=own.saved_bytes,
     )
     patch_model(model, config)
     patch = patch_of(model)

@@ -37,6 +37,7 @@ def lazy_logits(call: DeferredLogits, layer: Any, config: LogprobConfig) -> Lazy
         logits_dtype=config.logits_dtype,
         chunk_size=config.chunk_size,
         backend=config.backend,
+        saved_bytes=config.saved_bytes,
         require=config.fused == "require",
     )
     return LazyLogits.of_head(head)

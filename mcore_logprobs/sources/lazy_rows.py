@@ -39,7 +39,8 @@ class LazyHead:
         into_main_grad: whether the gradient of this weight goes into its main_grad.
         call_layer: runs a function of (hidden, weight) while the whole weight of this rank is
             there, now and in its backward; None: it always is.
-        logits_dtype, chunk_size, backend: the settings of a patched model.
+        logits_dtype, chunk_size, backend, saved_bytes: the settings of a patched model; the last
+            is of each operation.
         require: whether computing the logits whole is an error.
     """
 
@@ -60,6 +61,7 @@ class LazyHead:
     logits_dtype: torch.dtype = torch.float32
     chunk_size: int | None = None
     backend: str = "auto"
+    saved_bytes: int = 0
     require: bool = False
     _versions: list[int] = field(default_factory=list)
     _open: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -377,6 +379,7 @@ class View:
             sequence_parallel=head.sequence_parallel,
             logits_dtype=logits_dtype or head.output_dtype or head.logits_dtype,
             rows=rows,
+            saved_bytes=head.saved_bytes if gradient else 0,
             gradient_accumulation_fusion=gradient and head.into_main_grad(weight),
             tp_group=head.tp_group,
             temperature=temperature,
