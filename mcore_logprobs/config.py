@@ -353,6 +353,13 @@ class LogprobConfig(SuggestsFields):
         "Which kernels to run: 'auto' takes the best available ones; any other that is unavailable "
         "raises where it is used.",
     )
+    logits: Literal["real", "lazy"] = _choice(
+        "real",
+        ("real", "lazy"),
+        "What a call without labels returns: 'lazy' gives a `LazyLogits`, which every "
+        "`vocab_parallel_*` function computes from hidden states; anything else that reads it gets "
+        "real logits, with one log line (fused='require': an error).",
+    )
     check_labels: bool = _switch(
         False,
         "Raise an error if the labels of a call are its input_ids themselves instead of the tokens "
@@ -373,6 +380,11 @@ class LogprobConfig(SuggestsFields):
             raise ValueError(
                 "LogprobConfig.invariant_segments: expected None with top_k, top_p or min_p, whose "
                 f"log-probabilities are not batch-invariant, got {self.invariant_segments}"
+            )
+        if self.logits == "lazy" and self.fused is False:
+            raise ValueError(
+                "LogprobConfig.logits: expected 'real' with fused=False, which always computes the "
+                "logits, got 'lazy'"
             )
         extras = [n for n in ("entropy", "target_rank", "sum_pi_squared") if getattr(self, n)]
         if self.output == "loss" and extras:

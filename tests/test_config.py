@@ -40,6 +40,7 @@ SETTINGS = {
     "chunk_size": (None, 64, "64", "64"),
     "saved_bytes": (0, 3 << 29, "1.5GiB", "1536 MiB"),
     "backend": ("auto", "torch", "torch", "torch"),
+    "logits": ("real", "lazy", "lazy", "lazy"),
     "check_labels": (False, True, "true", "true"),
 }
 NAMES = [f.name for f in dataclasses.fields(LogprobConfig)]
@@ -63,6 +64,7 @@ BAD = {
     "disallowed_ids": [[], [-1], [1.5], "a", 3],
     "logit_bias": [{}, {-1: 0.0}, {1: math.nan}, {1: math.inf}, "3", [3]],
     "compact": [1, "require"],
+    "logits": ["never", None, True],
     "invariant_segments": [0, 2.0],
     "saved_bytes": [-1, 1.5, True, None, "1.5", "many", "-1GiB", "3 parsecs"],
 }

@@ -171,6 +171,38 @@ def one_way(c: dict[str, str]) -> Any:
     return figure
 
 
+def lazy(c: dict[str, str]) -> Any:
+    """A training script's three lines, and what each costs with real and with lazy logits."""
+    figure, axis = _canvas(c, 4.6)
+    ink, faint = c["ink"], c["faint"]
+    _say(axis, 5.1, 4.25, 'logits="real"', c["peer1"], weight="bold")
+    _say(axis, 8.8, 4.25, 'logits="lazy"', c["ours"], weight="bold")
+    rows = (
+        ("logits = model(ids)", ("a GEMM", "[b, s, V/TP]"), ("no GEMM", "int64 [b, s]")),
+        (
+            "x = logits[:, 5:].float() / 0.7",
+            ("two copies", "of [b, s, V/TP]"),
+            ("no GEMM", "rows 5.."),
+        ),
+        (
+            "logprobs(x, target).backward()",
+            ("two GEMMs", "one more [b, s, V/TP]"),
+            ("four GEMMs", "one chunk"),
+        ),
+    )
+    for number, (line, plain, without) in enumerate(rows):
+        low = 2.75 - 1.25 * number
+        axis.text(
+            0.1, low + 0.5, line, color=ink, fontsize=FONT - 1, va="center", family="monospace"
+        )
+        _box(axis, c, (3.9, low), (2.4, 1.0), "peer1", *plain)
+        _box(axis, c, (7.6, low), (2.4, 1.0), "ours", *without)
+        if number:
+            _arrow(axis, faint, (5.1, low + 1.25), (5.1, low + 1.0))
+            _arrow(axis, faint, (8.8, low + 1.25), (8.8, low + 1.0))
+    return figure
+
+
 # name in the tables: (name in the picture, role, line)
 SERIES = {
     "logprobs": ("this library", "ours", "-"),
@@ -269,7 +301,7 @@ def main() -> None:
     parser.add_argument("--png", type=Path, metavar="FOLDER")
     png = parser.parse_args().png
     matplotlib.rcParams |= {"svg.hashsalt": "mcore_logprobs", "font.family": "DejaVu Sans"}
-    pictures = {"fused-path": fused_path, "one-way": one_way, "costs": costs}
+    pictures = {"fused-path": fused_path, "one-way": one_way, "lazy": lazy, "costs": costs}
     for name, draw in pictures.items():
         write(name, draw, png)
 

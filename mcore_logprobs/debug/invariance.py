@@ -26,7 +26,7 @@ from mcore_logprobs.ops.token_stats import (
     linear_token_stats,
     vocab_parallel_token_stats,
 )
-from mcore_logprobs.sources.given import GivenLogits, given_logits
+from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.head_gradients import HiddenGradient
 from mcore_logprobs.sources.source import Source
@@ -102,7 +102,7 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
     coef = coef.view(len(spec.coefficients), _ROWS)
     on_target = torch.linspace(-1, 1, _ROWS, device=logits.device)
 
-    def sources(tp: int) -> Iterator[tuple[GivenLogits, Tensor]]:
+    def sources(tp: int) -> Iterator[tuple[Any, Tensor]]:
         for part in _shards(_VOCAB, tp):
             source = given_logits(logits[:, part].contiguous(), invariant_segments=1)
             segments = Segments.of(_SEGMENTS, _VOCAB, tp)

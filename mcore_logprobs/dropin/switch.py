@@ -22,35 +22,53 @@ from pathlib import Path
 from typing import Any
 
 from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
+from mcore_logprobs.dropin.lazy_models import check_fused, lazy_models
 from mcore_logprobs.megatron.imports import after_import
 
 __all__ = ["environment", "main", "miles", "slime", "switch_off", "switch_on"]
 
 logger = logging.getLogger("mcore_logprobs")
 
+FUSED_VARIABLE = "MCORE_LOGPROBS_FUSED"
+
 _on: dict[str, _Switch] = {}
 
 
-def switch_on(framework: str) -> None:
+def switch_on(framework: str, fused: str | bool | None = None) -> None:
     """Make the names that `mcore_logprobs.dropin.<framework>` carries the framework's, from now on.
+
+    And the models that the framework builds from now on give lazy logits (`LogprobConfig.logits`),
+    so that its own code, the names here among it, computes from hidden states.
 
     In this process, in each of the framework's files as it is imported (now where it has been), and
     in its other modules that have imported the names already. One log line per file from rank 0,
     and one if another version is installed than the drop-in was compared with. A second call does
     nothing.
 
+    Args:
+        fused: "auto": what reads logits otherwise gets real ones, with a log line; "require": an
+            error that names the line; False: models are left as they are. None: what the variable
+            MCORE_LOGPROBS_FUSED says (auto, require, false), or "auto".
+
     Raises:
-        ValueError: an unknown framework; a name whose calls the drop-in does not take. All files on
-            `sys.path` are checked before any is replaced, others when they are imported.
+        ValueError: an unknown framework or fused; a name whose calls the drop-in does not take. All
+            files on `sys.path` are checked before any is replaced, others when they are imported.
     """
     _check(framework)
+    fused = _fused_setting() if fused is None else fused
+    check_fused(fused)
     if framework not in _on:
-        _on[framework] = _Switch(framework)
+        _on[framework] = _Switch(framework, fused)
         try:
             _on[framework].watch()
         except ValueError:
             switch_off(framework)
             raise
+
+
+def _fused_setting() -> str | bool:
+    text = os.environ.get(FUSED_VARIABLE, "auto").lower()
+    return False if text == "false" else text
 
 
 def _check(framework: str) -> None:
@@ -65,8 +83,8 @@ def switch_off(framework: str) -> None:
 
 
 class _Switch:
-    def __init__(self, framework: str) -> None:
-        self.undo = contextlib.ExitStack()
+    def __init__(self, framework: str, fused: str | bool) -> None:
+        self.undo, self._fused = contextlib.ExitStack(), fused
         self._framework = FRAMEWORKS[framework]
         self._missing = set(self._framework.names()) - set(self._framework.left_alone)
         self._to_come = set(self._framework.files)
@@ -74,6 +92,8 @@ class _Switch:
     def watch(self) -> None:
         if line := check_installed(self._framework):
             _say(line)
+        if self._fused:
+            self.undo.callback(lazy_models(str(self._fused)))
         for file in self._framework.files:
             name = self._framework.module_name(file)
             self.undo.callback(after_import(name, functools.partial(self._replace, file)))

@@ -36,7 +36,6 @@ class Budgets:
         copy_bytes: of one float32 copy of a chunk within a kernel. On a CPU it should stay in the
             cache; on a GPU it must fill the chip. The torch backend holds at most two.
         compiled_numel: logits from which on the compiled CPU backend is taken.
-        argmax_numel: logits computed at a time where only their largest are wanted.
     """
 
     tile_rows: int
@@ -55,7 +54,6 @@ class Budgets:
     min_segment_block: int
     copy_bytes: int
     compiled_numel: int
-    argmax_numel: int
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -93,7 +91,6 @@ CPU = Budgets(
     min_segment_block=512,
     copy_bytes=2 << 20,
     compiled_numel=1 << 21,
-    argmax_numel=1 << 23,
 )
 # 2.5 GiB for 4096 rows of a policy loss: their three GEMMs take 20 times as long as reading and
 # writing dWeight in float32. The same on every rank, whatever memory is free there.
@@ -114,7 +111,6 @@ GPU = Budgets(
     min_segment_block=2048,  # kernels read whole powers of two: no search for a divisor
     copy_bytes=64 << 20,
     compiled_numel=1 << 21,
-    argmax_numel=1 << 23,
 )
 
 _in_force: list[Budgets] = []  # a list, for backward runs in threads of autograd's own

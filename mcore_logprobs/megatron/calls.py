@@ -392,11 +392,13 @@ class Running:
         labels: what it was given, or NOT_TOLD where the model's method does not say.
         loss_mask: the same.
         reached: whether the patched loss was called with these labels.
+        samples: whether a sampler makes the call, with its cache.
     """
 
     labels: Any
     loss_mask: Any
     reached: bool = False
+    samples: bool = False
 
 
 NOT_TOLD: Any = object()

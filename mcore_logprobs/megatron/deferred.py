@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_size, resolve_tp_group
-from mcore_logprobs.kernels import budgets
-from mcore_logprobs.kernels.products import product
 from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
 from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
+from mcore_logprobs.ops.local_largest import local_largest
+from mcore_logprobs.sources.head import HeadLogits, head_logits
 
 HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
 
@@ -74,8 +73,8 @@ class DeferredLogits:
         self.scale = scale
         self.sequence_parallel = sequence_parallel
         self.tp_group = tp_group
-        self._compute = compute
-        self._call_head = call_head
+        self.compute = compute
+        self.call_head = call_head
         self._unscaled = unscaled
         self._apply_scale = apply_scale
         self._computed: dict[bool, Tensor] = {}
@@ -89,9 +88,9 @@ class DeferredLogits:
         goes back to its shard after the layer's forward (FSDP), the layer is called again, so that
         its hooks gather the weight around `fn`.
         """
-        if self._call_head is None:
+        if self.call_head is None:
             return fn(self.hidden, self.weight)
-        return self._call_head(fn)
+        return self.call_head(fn)
 
     def operands(self, hidden: Tensor, weight: Tensor) -> Operands:
         """What is multiplied, from the arguments of a function in `with_head`.
@@ -116,7 +115,7 @@ class DeferredLogits:
         grad = torch.is_grad_enabled()
         if grad not in self._computed:
             if self._unscaled is None:
-                logits = self.with_head(self._compute)
+                logits = self.with_head(self.compute)
             else:
                 logits = self._apply_scale(self._unscaled.materialize())
             self._computed[grad], self._versions[grad] = logits, logits._version
@@ -173,8 +172,8 @@ class DeferredLogits:
             lora=self.lora,
             output_dtype=self.output_dtype,
             scale=self.scale * factor,
-            compute=self._compute,
-            call_head=self._call_head,
+            compute=self.compute,
+            call_head=self.call_head,
             unscaled=self,
             apply_scale=apply,
         )
@@ -223,37 +222,54 @@ class DeferredLogits:
         return self._largest
 
     def _best(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        head = self.operands(hidden, weight)
-        if self.sequence_parallel:
-            head = head._replace(hidden=all_gather_dim0(head.hidden, self.tp_group))
-        numel = budgets.of(hidden.device.type).argmax_numel
-        rows = max(1, numel // self.shape[1:].numel())
-        tiles = (head._replace(hidden=tile) for tile in head.hidden.split(rows))
-        best = [self._scaled_as_here(self._logits(tile)).max(dim=-1) for tile in tiles]
-        values, indices = zip(*best, strict=True)
-        return torch.cat(values), torch.cat(indices)
+        source = self.source(hidden, weight, logits_dtype=self.dtype)
+        values, columns = local_largest(source)
+        return values.to(self.dtype), columns
 
-    def _logits(self, head: Operands) -> Tensor:
-        """The layer's output, `[rows, b, V/TP]`, in the dtype that it has there."""
-        hidden, weight, dtype = head.hidden, head.weight.t(), self.output_dtype
-        if dtype is None or dtype == hidden.dtype:
-            logits = hidden @ weight
-            logits = logits if self.bias is None else logits + self.bias
-        else:  # in one product, rounded once
-            shape = (*hidden.shape[:-1], weight.shape[1])
-            wide = torch.promote_types(torch.promote_types(hidden.dtype, dtype), torch.float32)
-            logits = hidden.new_empty(shape, dtype=wide)
-            product(hidden.flatten(0, -2), weight, logits.flatten(0, -2))
-            logits = (logits if self.bias is None else logits + self.bias).to(dtype)
-        if head.lora is None:
-            return logits
-        a, b, scale = head.lora
-        return logits + (hidden @ a.t() * scale) @ b.t()
+    def source(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        logits_dtype: torch.dtype,
+        into_main_grad: Callable[[Tensor], bool] = lambda weight: False,
+        **options: Any,
+    ) -> HeadLogits:
+        """These logits as a source, of the arguments of a function in `with_head`.
 
-    def _scaled_as_here(self, logits: Tensor) -> Tensor:
-        """The layer's output, some rows of it, as the handles up to this one scale it."""
-        before = logits if self._unscaled is None else self._unscaled._scaled_as_here(logits)
-        return self._apply_scale(before)
+        Args:
+            logits_dtype: what logits are rounded to, in place of the layer's own rounding.
+            into_main_grad: whether the gradient of the weight as it is multiplied goes into its
+                main_grad.
+            options: of `head_logits`.
+        """
+        hidden, weight, lora = self.operands(hidden, weight)
+        # Megatron scales the product with its bias, the operation the product alone.
+        bias = self.bias
+        if bias is not None and self.scale != 1.0:
+            bias = bias * self.scale
+        return head_logits(
+            hidden,
+            weight,
+            bias=None if bias is None else bias.to(hidden.dtype),
+            lora=lora,
+            logit_scale=self.scale,
+            sequence_parallel=self.sequence_parallel,
+            logits_dtype=torch.float32 if hidden.dtype == torch.float64 else logits_dtype,
+            tp_group=self.tp_group,
+            gradient_accumulation_fusion=into_main_grad(weight),
+            **options,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The real logits'."""
+        device = self.hidden.device.type
+        if self.output_dtype is not None:
+            return self.output_dtype
+        if self.hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.hidden.dtype
 
     def __repr__(self) -> str:
         return (
@@ -262,7 +278,7 @@ class DeferredLogits:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_Deferred") or "_compute" not in self.__dict__:
+        if name.startswith("_Deferred") or "compute" not in self.__dict__:
             raise AttributeError(name)  # half built: copy and pickle look around
         return getattr(self.materialize(), name)
 
@@ -384,7 +400,11 @@ class DeferringHead:
             compute=real,
             call_head=call_again if reshards_after_forward(layer) else None,
         )
-        return self.latest, base.bias if base.skip_bias_add else None
+        return self._given_out(self.latest), base.bias if base.skip_bias_add else None
+
+    def _given_out(self, deferred: DeferredLogits) -> Any:
+        """What the layer's caller gets for a deferred call."""
+        return deferred
 
     def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, Any]) -> str:
         reason = self.refusal() or call_reason(self.layer, weight, gather=bool(gather))

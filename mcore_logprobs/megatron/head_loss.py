@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
+from mcore_logprobs.megatron.lazy import into_main_grad
 from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.divergence import any_teacher, kl_div
 from mcore_logprobs.ops.linear_map import map_logits
@@ -25,10 +27,10 @@ from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.sample import sample, without_zeros
 from mcore_logprobs.ops.sampling import Filters, filtered_stats
-from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.ops.token_stats import Statistics, token_stats, vocab_parallel_token_stats
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
 from mcore_logprobs.sources.given import given_logits
-from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.lazy import LazyLogits
 
 NO_ID = -100  # in a teacher's ids: no id is there
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"
@@ -287,9 +289,6 @@ def mtp_loss(
 
     Collectives: those of `linear_token_stats`; with the maximum one all-gather of [s, b] over TP.
     """
-    target = labels.transpose(0, 1).contiguous()  # [s, b]
-    columns = logits.weight.shape[0] * group_size(tp_group)
-    outside = (target < 0) | (target >= columns)
     options = {
         "tp_group": tp_group,
         "chunk_size": config.chunk_size,
@@ -298,20 +297,79 @@ def mtp_loss(
         "logits_dtype": config.logits_dtype,
         "may_round": True,
     }
-    inside = target.masked_fill(outside, 0)
-    stats = _in_head(
-        logits,
-        head.base,
-        options,
-        lambda source: token_stats(source, inside, Statistics.of(), None),
+
+    def stats_of(target: Tensor) -> TokenStats:
+        return _in_head(
+            logits,
+            head.base,
+            options,
+            lambda source: token_stats(source, target, Statistics.of(), None),
+        )
+
+    return _loss_of_every_label(
+        labels,
+        stats_of,
+        lambda: logits.largest().values,
+        columns=logits.weight.shape[0] * group_size(tp_group),
+        tp_group=tp_group,
+        loss_mask=loss_mask,
     )
+
+
+def lazy_mtp_loss(
+    labels: Tensor,  # [b, s]
+    logits: LazyLogits,  # [s, b, V/TP]
+    config: LogprobConfig,
+    *,
+    tp_group: Any,
+    loss_mask: Any,
+) -> Tensor:
+    """`mtp_loss` of lazy logits, as a call without labels has them."""
+
+    def stats_of(target: Tensor) -> TokenStats:
+        return vocab_parallel_token_stats(
+            logits,
+            target,
+            tp_group=tp_group,
+            ignore_index=None,
+            chunk_size=config.chunk_size,
+            backend=config.backend,
+            invariant_segments=config.invariant_segments,
+        )
+
+    return _loss_of_every_label(
+        labels,
+        stats_of,
+        lambda: logits.detach().max(dim=-1).values,
+        columns=logits.shape[-1] * group_size(tp_group),
+        tp_group=tp_group,
+        loss_mask=loss_mask,
+    )
+
+
+def _loss_of_every_label(
+    labels: Tensor,
+    stats_of: Callable[[Tensor], TokenStats],
+    local_largest: Callable[[], Tensor],
+    *,
+    columns: int,
+    tp_group: Any,
+    loss_mask: Any,
+) -> Tensor:
+    """Megatron's loss, [b, s], of statistics of targets [s, b]; `columns` of the whole vocabulary.
+
+    A label outside it gets lse - max; see `mtp_loss`.
+    """
+    target = labels.transpose(0, 1).contiguous()  # [s, b]
+    outside = (target < 0) | (target >= columns)
+    stats = stats_of(target.masked_fill(outside, 0))
     wants_top = (
         bool(outside.any()) if outside.device.type == "cpu" else not isinstance(loss_mask, Tensor)
     )
+    assert stats.lse is not None
     top: Tensor | float = 0.0
     if wants_top:
-        mine = logits.largest().values.to(stats.lse.dtype)
-        top = all_gather_stack(mine, tp_group).amax(0)
+        top = all_gather_stack(local_largest().to(stats.lse.dtype), tp_group).amax(0)
     loss = torch.where(outside, stats.lse - top, -stats.logprobs)
     return loss.transpose(0, 1).contiguous()
 
@@ -320,47 +378,22 @@ def _in_head(
     logits: DeferredLogits, layer: Any, options: dict[str, Any], fn: Callable[[Any], Any]
 ) -> Any:
     """`fn(source)`, a pytree of tensors, where the whole weight of this rank is there."""
-    # Megatron scales the product with its bias, the operation the product alone.
-    bias = logits.bias
-    if bias is not None and logits.scale != 1.0:
-        bias = bias * logits.scale
     structure: list[Any] = []
 
     def with_weight(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        hidden, weight, lora = logits.operands(hidden, weight)
-        given = options
-        if logits.output_dtype is not None and hidden.dtype != torch.float64:
-            given = options | {"logits_dtype": logits.output_dtype}
-        source = head_logits(
+        given = {k: x for k, x in options.items() if k not in ("tp_group", "logits_dtype")}
+        source = logits.source(
             hidden,
             weight,
-            bias=None if bias is None else bias.to(hidden.dtype),
-            lora=lora,
-            logit_scale=logits.scale,
-            sequence_parallel=logits.sequence_parallel,
-            gradient_accumulation_fusion=_into_main_grad(layer, weight),
-            **(given | {"tp_group": logits.tp_group}),
+            logits_dtype=logits.output_dtype or options["logits_dtype"],
+            into_main_grad=partial(into_main_grad, layer),
+            **given,
         )
         flat, spec = pytree.tree_flatten(fn(source))
         structure.append(spec)
         return tuple(flat)
 
     return pytree.tree_unflatten(list(logits.with_head(with_weight)), structure[-1])
-
-
-def _into_main_grad(layer: Any, weight: Tensor) -> bool:
-    """Whether the weight's gradient goes into `weight.main_grad`, as the layer's own would.
-
-    Not without gradients, as a reference model has no buffers; not a weight that autocast has cast;
-    nor where FSDP makes the buffer when the gradient arrives, which it takes from autograd as well.
-    """
-    return bool(
-        layer.gradient_accumulation_fusion
-        and torch.is_grad_enabled()
-        and weight.requires_grad
-        and isinstance(getattr(weight, "main_grad", None), Tensor)
-        and not hasattr(weight, "__fsdp_param__")
-    )
 
 
 def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:

@@ -16,7 +16,12 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import NOT_TOLD, Call, OpenBlocks, Running, check_shifted
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
-from mcore_logprobs.megatron.head_loss import check_gradient, head_output, mtp_loss
+from mcore_logprobs.megatron.head_loss import (
+    check_gradient,
+    head_output,
+    lazy_mtp_loss,
+    mtp_loss,
+)
 from mcore_logprobs.megatron.heads import (
     HeadReport,
     check_head,
@@ -30,8 +35,10 @@ from mcore_logprobs.megatron.heads import (
     scale_reason,
     softcap_reason,
 )
+from mcore_logprobs.megatron.lazy import lazy_logits
 from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
+from mcore_logprobs.sources.lazy import LazyLogits
 
 # Of Megatron's dev branch: whether the output layer is asked for its own loss.
 _OWN_HEAD_LOSS = "fuse_linear_cross_entropy"
@@ -48,19 +55,24 @@ def _patch_behind(replaced: Any) -> HeadPatch | None:
 
 
 class HeadPatch(DeferringHead):
-    """One patched head. Bound methods of this object take the place of the model's and its output
+    """One patched head.
+
+    Attributes:
+        automatic: nobody asked for it by name (`dropin.lazy_models`), so that another patch may
+            take its place for as long as that one is on.
+
+    Bound methods of this object take the place of the model's and its output
     layer's, so that a deep copy of the model gets a patch of its own. It does not hold the model,
     which goes when its owner drops it, as an unpatched one does."""
 
     def __init__(self, model: Any, config: LogprobConfig) -> None:
         super().__init__(model.output_layer)
         self._model = Weak(model)
-        self.config = config
         self.own_loss = own_loss(model)
-        self.report = head_report(model, softcap=config.softcap)
-        if self.own_loss and config.output == "loss":
-            self.report = HeadReport(False, loss_reason(model))
+        self.config, self.report = config, self._report_for(config)
         self.installed = False
+        self.automatic = False
+        self._lent: LogprobConfig | None = None
         self._replaced: list[tuple[bool, str]] = []  # whether of the model or the layer, and name
         self._before: dict[tuple[bool, str], Any] = {}  # instance attributes that were there
         self.blocks = OpenBlocks(config)
@@ -77,6 +89,25 @@ class HeadPatch(DeferringHead):
         layer = self._layer()
         return self.model.output_layer if layer is None else layer
 
+    def _report_for(self, config: LogprobConfig) -> HeadReport:
+        if self.own_loss and config.output == "loss":
+            return HeadReport(False, loss_reason(self.model))
+        return head_report(self.model, softcap=config.softcap)
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether this patch may serve other settings."""
+        return self.automatic and self._lent is None
+
+    def lend(self, config: LogprobConfig) -> None:
+        """Serve other settings until the next `remove`."""
+        self._lent = self.config
+        self._settle(config)
+
+    def _settle(self, config: LogprobConfig) -> None:
+        self.config, self.report = config, self._report_for(config)
+        self.blocks = OpenBlocks(config)
+
     def check(self, config: LogprobConfig) -> None:
         """`check_head`, where the head would be fused."""
         if self.report.fusable and config.fused:
@@ -88,6 +119,8 @@ class HeadPatch(DeferringHead):
         return self.blocks.call
 
     def install(self) -> None:
+        if self.installed:
+            return
         model = self.model
         self._replace("compute_language_model_loss", self.compute_language_model_loss)
         self.reason = kind_reason(self.layer)
@@ -107,6 +140,8 @@ class HeadPatch(DeferringHead):
         self.installed = True
 
     def check_removable(self) -> None:
+        if self._lent is not None:
+            return
         for of_model, name in self._replaced:
             owner = self._owner(of_model)
             if owner is None:
@@ -120,6 +155,10 @@ class HeadPatch(DeferringHead):
                 )
 
     def remove(self) -> None:
+        if self._lent is not None:
+            self._settle(self._lent)
+            self._lent = None
+            return
         for of_model, name in reversed(self._replaced):
             owner = self._owner(of_model)
             attributes = {name: None} if owner is None else vars(owner)
@@ -149,6 +188,28 @@ class HeadPatch(DeferringHead):
         return getattr(type(self.model), name).__get__(self.model)
 
     # What the model calls.
+
+    @property
+    def _without_labels(self) -> bool:
+        return bool(self._running) and self._running[-1].labels is None
+
+    @property
+    def _wants_lazy(self) -> bool:
+        """Whether a call without labels is to give lazy logits; a sampler's gets real ones."""
+        return self.call.config.logits == "lazy" and not self._running[-1].samples
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the output layer's."""
+        output = super().forward(*args, **kwargs)
+        if self.reason and self._without_labels and self._wants_lazy and self.model is not None:
+            require_fused(self.call.config, self.reason, head_tp_group(self.layer))
+        return output
+
+    def _given_out(self, deferred: DeferredLogits) -> Any:
+        if not self._without_labels:
+            return deferred
+        self.latest = None
+        return lazy_logits(deferred, self.base, self.call.config)
 
     def scale_logits(self, logits: Any) -> Any:
         """In place of `model._scale_logits`."""
@@ -193,7 +254,7 @@ class HeadPatch(DeferringHead):
         if self.model is None:
             return "its model is gone"
         config = self.call.config
-        if self._running and self._running[-1].labels is None:
+        if self._without_labels and not self._wants_lazy:
             return "there are no labels"
         if not config.fused:
             return "fused=False"
@@ -212,6 +273,10 @@ class HeadPatch(DeferringHead):
         running.reached |= main
         if main and not (self.own_loss and call.is_plain):
             return head_output(labels, logits, call, head=self, tp_group=tp_group)
+        if isinstance(logits, LazyLogits) and not self.own_loss:
+            return lazy_mtp_loss(
+                labels, logits, call.config, tp_group=tp_group, loss_mask=running.loss_mask
+            )
         if not isinstance(logits, DeferredLogits):
             check_gradient(logits, self.latest)
         elif self.own_loss:
@@ -277,7 +342,9 @@ class _WithLabels:
                 "rows: expected mtp='off' for a model with multi-token prediction, whose losses "
                 "are of whole sequences (PatchHandle.options(mtp='off'))"
             )
-        running = Running(labels, given["loss_mask"])
+        contexts = (given["inference_context"], given["inference_params"])
+        samples = any(x is not None and x is not NOT_TOLD for x in contexts)
+        running = Running(labels, given["loss_mask"], samples=samples)
         with patch.running(running):
             if labels is None or mtp == "keep":
                 output = wrapped(*given.args, **given.kwargs)

@@ -53,8 +53,9 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
 
     With `output="stats"` the model returns a `TokenStats` of `[b, s]` tensors (`[b, s/CP]` under
     context parallelism), with `output="loss"` the usual `[b, s]` loss. With `labels=None` it
-    behaves as if never patched. Multi-token prediction keeps its own, unmodified losses, or with
-    `mtp="off"` is left out of calls with labels.
+    behaves as if never patched, or with `logits="lazy"` returns a `LazyLogits`. Multi-token
+    prediction keeps its own, unmodified losses, or with `mtp="off"` is left out of calls with
+    labels.
 
     Patching again with an equal config returns another handle on the same patch, whose `with`
     block leaves the outer patch in place. Patching with another config raises. If the logits of a
@@ -90,7 +91,8 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
         if not has_head(language_model):
             continue
         present = patch_of(language_model)
-        if present is not None and present.config != wanted:
+        lends = present is not None and present.can_lend and present.config != wanted
+        if present is not None and present.config != wanted and not lends:
             theirs, ours = present.config.as_dict(), wanted.as_dict()
             differ = [k for k in ours if ours[k] != theirs[k]]
             raise ValueError(
@@ -101,8 +103,10 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
                 + "; call unpatch_model first"
             )
         head = present or HeadPatch(language_model, wanted)
+        if lends:
+            head.lend(wanted)
         head.check(wanted)
-        heads.append((head, present is None))
+        heads.append((head, present is None or lends))
         reason = reason or head.report.reason
     assert wanted is not None
     if wanted.fused == "require":
@@ -111,7 +115,7 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
                 raise ValueError(f"fused='require', but {why}")
     for head, is_new in heads:
         if is_new:
-            head.install()
+            head.install()  # nothing where it serves in another's place
             say_padding(head.model, wanted)
     return PatchHandle(model, heads, wanted)
 
@@ -507,7 +511,7 @@ def _check_own_loss(language_model: Any, config: LogprobConfig) -> None:
         say_left_out(loss_reason(language_model))
         return
     got, plain = config.as_dict(), LogprobConfig(output="loss").as_dict()
-    about_speed = ("fused", "mtp", "chunk_size", "backend", "logits_dtype", "compact")
+    about_speed = ("fused", "mtp", "chunk_size", "backend", "logits_dtype", "compact", "logits")
     unseen = [k for k in got if got[k] != plain[k] and k not in about_speed]
     if unseen:
         raise ValueError(

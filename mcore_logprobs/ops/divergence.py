@@ -31,7 +31,7 @@ from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_key
 from mcore_logprobs.sources.given import GivenLogits, given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.lora import LoRAInput
-from mcore_logprobs.sources.pair_source import PairSource, beside
+from mcore_logprobs.sources.pair_source import AnySource, PairSource, alongside, beside
 from mcore_logprobs.sources.source import Placed, masked_source, token_temperature
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
@@ -245,8 +245,10 @@ def _both_given(
     teacher_temperature: float | Tensor | None,
     teacher_softcap: float | None,
     shared: LogitsKeywords,
-) -> tuple[GivenLogits, GivenLogits]:
+) -> tuple[AnySource, AnySource]:
     student = given_logits(student_logits, name="student_logits", **shared)
+    if teacher_temperature is None:  # not the source's, which has what lazy logits were divided by
+        teacher_temperature = shared.get("temperature", 1.0)
     teacher = given_teacher(
         student,
         teacher_logits,
@@ -268,8 +270,9 @@ def given_teacher(
     *,
     temperature: float | Tensor | None,
     **options: Any,
-) -> GivenLogits:
+) -> AnySource:
     """A teacher's logits, checked against the student's source, whose temperature None is."""
+    teacher_logits = alongside(student, teacher_logits)
     teacher = given_logits(
         teacher_logits,
         temperature=token_temperature(student) if temperature is None else temperature,
@@ -279,7 +282,8 @@ def given_teacher(
         **options,
     )
     shape = torch.Size((*student.lead, student.shard.width))
-    check_shape("teacher_logits", teacher.logits, shape, student.device)
+    local = unwrap_logits(teacher_logits, None, "teacher_logits")[0]
+    check_shape("teacher_logits", local, shape, student.device)
     return teacher
 
 

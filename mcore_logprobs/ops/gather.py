@@ -363,6 +363,8 @@ def vocab_parallel_topk_distill(
             and on CPU ids outside [0, vocab_size) (on CUDA a device-side assert).
     """
     source = given_logits(student_logits, name="student_logits", **shared)
+    if teacher_temperature is None:  # not the source's, which has what lazy logits were divided by
+        teacher_temperature = shared.get("temperature", 1.0)
     teacher = teacher_topk_logits, teacher_topk_ids
     return topk_distill(source, *teacher, normalize, entropy, mask, teacher_temperature)
 

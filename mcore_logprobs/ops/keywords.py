@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import torch
 
 from mcore_logprobs.consistency import comparing
+from mcore_logprobs.sources.lazy import calling_layer
 from mcore_logprobs.spelling import check_keywords
 
 if TYPE_CHECKING:
@@ -153,6 +154,9 @@ def shared_keywords(
                 check_keywords(function.__name__, kwargs, known)
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
+            head = calling_layer((args, kwargs))
+            if head is not None:
+                return head.run(lambda: call(*args, **kwargs))
             with comparing(function.__name__, lambda: signature.bind(*args, **kwargs).arguments):
                 return function(*args, **kwargs)
 

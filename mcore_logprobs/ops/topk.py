@@ -96,7 +96,7 @@ def topk(source: Source, k: int, *, mask: Tensor | None = None) -> tuple[Tensor,
     """`vocab_parallel_topk` of any source."""
     check_k(k, source.shard)
     mask = check_mask(mask, source.lead, source.device)
-    values, ids = apply(TopK(k), masked_source(source, mask))
+    values, ids = apply(TopK(k), masked_source(source, mask).in_whole_rows())
     if mask is not None:
         values = torch.where(mask.unsqueeze(-1), values, 0.0)
         ids = torch.where(mask.unsqueeze(-1), ids, 0)
@@ -196,4 +196,4 @@ def linear_topk(
         ValueError: before any collective; k out of range, compact without a mask; else as in
             `linear_token_stats`.
     """
-    return topk(head_logits(hidden, weight, **shared).in_whole_rows(), k, mask=mask)
+    return topk(head_logits(hidden, weight, **shared), k, mask=mask)

@@ -32,6 +32,8 @@ from mcore_logprobs.kernels.chunk import (
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.source import (
     Entries,
     Placed,
@@ -263,10 +265,11 @@ def given_logits(
     disallowed_ids: Ids | None = None,
     name: str = "vocab_parallel_logits",
     prefix: str = "",
-) -> GivenLogits:
+) -> GivenLogits | HeadLogits:
     """Check the arguments that operations on logits share, and resolve the group.
 
-    A DTensor sharded on its last dimension brings its own group.
+    A DTensor sharded on its last dimension brings its own group. `LazyLogits` are a source from
+    hidden states, for which inplace_backward has nothing to write over.
 
     Args:
         name, prefix: of the logits, and before the names of options, in errors.
@@ -274,6 +277,24 @@ def given_logits(
     Raises:
         ValueError: with the argument's name, what was expected and what was given.
     """
+    if isinstance(vocab_parallel_logits, LazyLogits):
+        found = vocab_parallel_logits.source(
+            name,
+            tp_group,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            chunk_size=chunk_size,
+            backend=backend,
+            invariant_segments=invariant_segments,
+            logit_bias=logit_bias,
+            disallowed_ids=disallowed_ids,
+            prefix=prefix,
+        )
+        if not isinstance(found, Tensor):
+            return found
+        vocab_parallel_logits = found
     logits, tp_group = unwrap_logits(vocab_parallel_logits, tp_group, name)
     check_float_tensor(name, logits, min_dim=1)
     group = resolve_tp_group(tp_group)

@@ -179,7 +179,7 @@ class HeadLogits:
         per_row = self.hidden.by_rank(per_row)
         if self.options.selection is not None:
             per_row = self.options.selection.unselect(per_row, fill)
-        return per_row.reshape(*self.lead, *per_row.shape[1:])
+        return per_row.reshape((*self.lead, *per_row.shape[1:]))
 
     def pack(self, per_row: Tensor) -> Tensor:
         return per_row

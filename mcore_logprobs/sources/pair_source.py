@@ -18,6 +18,7 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
 from mcore_logprobs.sources.given import GivenLogits
 from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.source import Placed, Write
 
 AnySource = GivenLogits | HeadLogits
@@ -149,6 +150,13 @@ class PairGradient:
 
     def finish(self) -> tuple[Tensor | None, ...]:
         return self._own.finish()
+
+
+def alongside(student: AnySource, teacher_logits: Tensor) -> Tensor:
+    """A teacher's logits, lazy ones real where their rows cannot be walked with the student's."""
+    if not isinstance(teacher_logits, LazyLogits):
+        return teacher_logits
+    return teacher_logits.beside(student if isinstance(student, HeadLogits) else None)
 
 
 def beside(student: AnySource, teacher: AnySource, backend: str) -> PairSource:

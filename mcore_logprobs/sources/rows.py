@@ -147,7 +147,7 @@ class RowSelection:
         self.exact = bool((mine >= 0).all()) and local.unique().numel() == local.numel()
         place = torch.empty(m, dtype=torch.int64)
         place[order] = (entry >= 0).flatten().nonzero().squeeze(1)
-        self._count = count
+        self._count, self.rows = count, rows
         self.local = _to_device(local, device)
         self._place = None if ranks == 1 else _to_device(place, device)
         self._padding = _to_device(entry.flatten() < 0, device) if (entry < 0).any() else None
@@ -156,6 +156,12 @@ class RowSelection:
             index = rows[index] if m else index
         self._index = _to_device(index, device) if tokens or ranks > 1 else None
         self._tokens = _to_device(rows, device) if tokens else None
+
+    def same_as(self, other: RowSelection | None) -> bool:
+        """Whether the other names the same rows of as many."""
+        return (
+            other is not None and self._count == other._count and torch.equal(self.rows, other.rows)
+        )
 
     def select(self, per_token: Tensor, fill: float | None) -> Tensor:
         """Per-token `[tokens, ...]` -> `[ranks * k, ...]`.

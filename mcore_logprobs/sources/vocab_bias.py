@@ -74,6 +74,16 @@ def vocab_bias(
     return VocabBias(values, gone)
 
 
+def scaled_bias(logit_bias: LogitBias, factor: float) -> LogitBias:
+    """The bias times a factor above 0; what is no bias stays, for `vocab_bias` to refuse."""
+    if factor == 1.0:
+        return logit_bias
+    if isinstance(logit_bias, Tensor):
+        return logit_bias * factor
+    pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else list(logit_bias)
+    return [(i, x * factor) if isinstance(x, int | float) else (i, x) for i, x in pairs]
+
+
 def _of_columns(bias: Tensor, shard: VocabShard, device: torch.device) -> Tensor:
     if not bias.is_floating_point() or bias.shape != (shard.width,):
         raise ValueError(

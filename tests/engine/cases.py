@@ -34,7 +34,7 @@ NARROW = Budgets(
     **ONE_CELL
     | {"tile_rows": 5, "chunk_bytes": 4 * 5 * 7, "max_block": 7, "held_bytes": 4 * 5 * VOCAB}
     | {"max_held_bytes": 4 * 5 * VOCAB, "gathered_bytes": 8 * WIDTH * 3, "copy_bytes": 4 * 2 * 7}
-    | {"fixed_columns": 10, "fixed_rows": 4, "segment_block": 5, "argmax_numel": 50}
+    | {"fixed_columns": 10, "fixed_rows": 4, "segment_block": 5}
 )
 BUDGETS = {
     "narrow": NARROW,

@@ -24,7 +24,7 @@ from mcore_logprobs.ops.token_stats import TokenStats
 from tests.dropin.frameworks import MAIN, source_root, versions
 from tests.dropin.test_switch import fresh
 from tests.megatron import test_hybrid as hybrid
-from tests.megatron import test_mtp, test_patch
+from tests.megatron import test_lazy, test_mtp, test_patch
 from tests.megatron.common import (
     VOCAB,
     loss_of,
@@ -96,6 +96,14 @@ LOSS, LOGITS, MTP = {"output": "loss"}, {"fused": False}, {"mtp_num_layers": 1}
 def test_output_processor(ranks, layout, settings, config):
     for errors in ranks(layout[0]).run(through_the_hook, *layout, settings, config):
         assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_lazy_logits_with_multi_token_prediction(ranks, tp):
+    """Whose losses and acceptance a call without labels computes from its input ids."""
+    config = {"sequence_parallel": tp > 1, "mtp_num_layers": 2, **MUP}
+    for errors in ranks(tp).run(test_lazy.compare, {"tp": tp}, config, {"mtp": True}):
+        assert max(errors.values()) < 1e-4, errors
 
 
 def test_a_scaled_head_with_a_bias(ranks):

@@ -42,7 +42,7 @@ class Head:
 
 TOUCHES: dict[str, Any] = {
     "method": lambda x: x.transpose(0, 1).contiguous(),
-    "attribute": lambda x: torch.zeros(1, dtype=x.dtype),
+    "attribute": lambda x: x.mT,
     "strides": lambda x: torch.zeros(x.stride(0)),
     "torch function": lambda x: torch.argmax(x, dim=-1),
     "keyword": lambda x: torch.softmax(input=x, dim=-1),
@@ -126,12 +126,12 @@ def test_scaled_handle_gives_scaled_logits():
 @pytest.mark.parametrize("budget", [1, 13, 1 << 20])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_largest_logits_without_the_logits(monkeypatch, budget, scaled):
-    monkeypatch.setattr(budgets, "CPU", replace(budgets.CPU, argmax_numel=budget))
+    monkeypatch.setattr(budgets, "CPU", replace(budgets.CPU, tile_rows=budget, chunk_bytes=budget))
     head = Head()
     handle = head.handle()
     expected = head.logits().detach()
-    if scaled:  # a negative scale: the smallest product wins
-        handle, expected = handle.scaled(-2.0, lambda x: x * -2.0), expected * -2.0
+    if scaled:
+        handle, expected = handle.scaled(2.0, lambda x: x * 2.0), expected * 2.0
     head.calls = 0
     with torch.no_grad():
         for found in (handle.max(dim=-1), handle.max(2), torch.max(handle, dim=-1)):

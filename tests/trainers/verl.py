@@ -47,6 +47,7 @@ def _row(
     return Row("verl", layout, option, processes, calls=tuple(calls), settings=settings, **more)
 
 
+LAZY = "gives lazy logits from now on"
 _FUSED: dict[str, Any] = {
     "settings": {"fused": True},
     "calls": ("patch_fused_forward", "_fused_forward"),
@@ -64,7 +65,14 @@ _DISTILL = {
 }
 
 ROWS = [
-    _row("TP 2 SP", "logits, external_lib", night=False),
+    # Nothing in verl's own step may read logits but by the names that are replaced.
+    _row(
+        "TP 2 SP",
+        "logits, external_lib",
+        night=False,
+        log=(LOGITS, NOW, LAZY),
+        environment={"MCORE_LOGPROBS_FUSED": "require"},
+    ),
     *(
         _row(layout, option, **more)
         for layout in ("TP 1", "TP 2", "TP 2 SP", "CP 2", "PP 2", "DP 2", "TP 2 CP 2")

@@ -1,0 +1,109 @@
+"""Models that a framework builds give lazy logits, from their first call on.
+
+Megatron's model classes are watched and not replaced: a model that is made while this is on is
+patched at its first call, when the framework has put its adapters and wrappers around it. Calls
+with labels give Megatron's loss; those without a `LazyLogits`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.megatron.head_patch import patch_of
+from mcore_logprobs.megatron.heads import has_head, head_report
+from mcore_logprobs.megatron.imports import after_import
+from mcore_logprobs.megatron.patch import patch_model
+
+logger = logging.getLogger("mcore_logprobs")
+FUSED = ("auto", "require", False)
+_CLASSES = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel",
+    "megatron.core.models.hybrid.hybrid_model": "HybridModel",
+    "megatron.core.models.mamba.mamba_model": "MambaModel",
+}
+_MARK = "_mcore_logprobs_lazy"
+_said: list[str] = []
+_settings: list[str] = []  # of those that are on, the latest last
+
+
+def check_fused(fused: Any) -> None:
+    """One of `FUSED`, or a ValueError."""
+    if not any(fused is known or (isinstance(fused, str) and fused == known) for known in FUSED):
+        raise ValueError(f"fused: expected 'auto', 'require' or False, got {fused!r}")
+
+
+def lazy_models(fused: str) -> Callable[[], None]:
+    """Let models of Megatron's classes give lazy logits, those included that are made later.
+
+    Args:
+        fused: "auto": whatever reads the logits of a model gets real ones, with a log line;
+            "require": an error.
+
+    Returns: a function that undoes it.
+    """
+    undo = [
+        after_import(module, functools.partial(_watch, name)) for module, name in _CLASSES.items()
+    ]
+    _settings.append(fused)
+
+    def off() -> None:
+        _settings.remove(fused)
+        for each in undo:
+            each()
+
+    return off
+
+
+def _watch(name: str, module: Any) -> None:
+    """Every model of the class gets a hook for its calls, which does nothing without a setting."""
+    owner = getattr(module, name, None)
+    if owner is None or getattr(owner.__init__, _MARK, False):
+        return
+    original = owner.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if before_call not in self._forward_pre_hooks.values():
+            self.register_forward_pre_hook(before_call)
+
+    setattr(init, _MARK, True)
+    owner.__init__ = init
+
+
+def before_call(model: Any, args: Any) -> None:
+    """Patch a model that has a head and no patch; take the patch back once this is off."""
+    if not has_head(model):
+        return
+    present = patch_of(model)
+    if not _settings:
+        if present is not None and present.automatic:
+            present.remove()
+        return
+    if present is not None or not hasattr(model.output_layer, "output_size_per_partition"):
+        return  # a patch of somebody's own; a critic's head, which has no vocabulary
+    if _settings[-1] != "require" and not head_report(model).fusable:
+        return
+    own = LogprobConfig.from_transformer_config(model.config)
+    config = LogprobConfig(
+        output="loss",
+        logits="lazy",
+        fused="require" if _settings[-1] == "require" else True,
+        chunk_size=own.chunk_size,
+        backend=own.backend,
+        logits_dtype=own.logits_dtype,
+        saved_bytes=own.saved_bytes,
+    )
+    patch_model(model, config)
+    patch = patch_of(model)
+    assert patch is not None
+    patch.automatic = True
+    if not _said:
+        _said.append(type(model).__name__)
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning("%s: gives lazy logits from now on", type(model).__name__)

@@ -1,0 +1,318 @@
+"""Logits that are never there: a tensor of them that is computed by whoever consumes it.
+
+    logits = model(ids, positions, mask)          a LazyLogits [b, s, V/TP]; no product yet
+    logits = logits[0, 5:].float().div_(0.7)      rows 5.. of the first sequence, temperature 0.7
+    vocab_parallel_logprobs(logits, target)       the products of these rows, a chunk at a time
+
+A `LazyLogits` is a subclass of torch.Tensor without memory, so that `isinstance`, wrappers around a
+model and autograd functions take it for the tensor that it stands for. All that it records is an
+int64 tensor in the logits' place: which row of the head each of its rows is. Whatever rearranges
+tokens is done to that tensor (`lazy_record`); whatever scales goes into a temperature.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.groups import group_size, resolve_tp_group
+from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.sources.lazy_rows import LazyHead, Rows, View
+
+logger = logging.getLogger("mcore_logprobs")
+_said: set[str] = set()
+# Whose lines are not the caller's.
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), copy.__file__, "<")
+
+# What to use instead of a torch function, for the error of fused="require".
+INSTEAD = {
+    "argmax": "vocab_parallel_argmax",
+    "max": "vocab_parallel_topk(logits, 1)",
+    "topk": "vocab_parallel_topk",
+    "gather": "vocab_parallel_gather",
+    "log_softmax": "vocab_parallel_logprobs, or vocab_parallel_log_softmax for all columns",
+    "softmax": "vocab_parallel_log_softmax",
+    "logsumexp": "vocab_parallel_token_stats(...).lse",
+    "cross_entropy": "vocab_parallel_logprobs",
+    "multinomial": "vocab_parallel_sample",
+    "masked_fill": "top_k, top_p or kept_ids of vocab_parallel_sampling_logprobs",
+    "masked_fill_": "top_k, top_p or kept_ids of vocab_parallel_sampling_logprobs",
+    "__setitem__": "top_k, top_p or kept_ids of vocab_parallel_sampling_logprobs",
+}
+
+
+class LazyLogits(Tensor):
+    """Logits `[..., V/TP]` of a patched model that nobody has computed.
+
+    Every `vocab_parallel_*` function takes it and computes from hidden states. Shape, dtype,
+    device, `requires_grad` and the like cost nothing, nor does what rearranges tokens or scales
+    them. Anything else gets the real logits of the rows that are left: computed once, with one log
+    line that names the caller's line, or refused under fused="require".
+    """
+
+    _view: View
+    _real: dict[bool, tuple[int, Tensor]]
+    _part: tuple[Tensor, Tensor] | None
+    _leaf: Tensor | None
+
+    @staticmethod
+    def __new__(cls, view: View) -> LazyLogits:
+        head = view.rows.head
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, view.shape, strides=view.strides, dtype=view.dtype, device=head.hidden.device
+        )
+        made._view, made._real, made._part, made._leaf = view, {}, None, None
+        return made
+
+    @classmethod
+    def of(cls, view: View, *, gradient: bool = True) -> LazyLogits:
+        """A handle, with a gradient where `gradient`, autograd's mode and the head say so."""
+        return _Handle.apply(view, *view.rows.head.inputs) if gradient else cls(view)
+
+    @classmethod
+    def of_head(cls, head: LazyHead) -> LazyLogits:
+        """All logits `[s, b, V/TP]` of an output layer's call."""
+        return cls.of(View.all_of(Rows(head, None), head.tokens, head.dtype))
+
+    @property
+    def owned(self) -> Tensor | None:
+        """The real logits that this handle is since its `requires_grad` was set."""
+        return self._leaf
+
+    @property
+    def view_of_head(self) -> View:
+        return self._view
+
+    @property
+    def _wants_gradient(self) -> bool:
+        return torch.is_grad_enabled() and self.requires_grad
+
+    def source(self, name: str, tp_group: ProcessGroup | None, **options: Any) -> Any:
+        """A source from hidden states for an operation, or real logits where it has to be.
+
+        Args:
+            options: of `given_logits`, by their names.
+
+        Raises:
+            ValueError: another tp_group than the head's; under fused="require" real logits.
+            RuntimeError: hidden states or weight have changed since.
+        """
+        head = self._view.rows.head
+        own, group = group_size(head.tp_group), resolve_tp_group(tp_group)
+        if tp_group is not None and group_size(group) != own:
+            raise ValueError(
+                f"tp_group: expected the output layer's, of {own} ranks, for {name}, got one of "
+                f"{group_size(group)}"
+            )
+        real = self.written()
+        if real is None:
+            found = self._view.source(gradient=self._wants_gradient, **options)
+            if found is not None:
+                return found
+            real = self.materialize(
+                "a softcap behind a bias, or one or a logit_bias behind a temperature per token"
+            )
+        return real
+
+    def beside(self, student: HeadLogits | None) -> Tensor:
+        """These as a teacher of a student's head, or of given logits.
+
+        Returns: real logits where the rows of the two do not lie in the same way.
+        """
+        view = self._view
+        parallel = view.rows.head.sequence_parallel and group_size(view.rows.head.tp_group) > 1
+        if student is None:
+            alike = not parallel
+        else:
+            options = student.options
+            own = view.selection()
+            alike = parallel == (options.sequence_parallel and student.hidden.ranks > 1) and (
+                options.selection is None if own is None else own.same_as(options.selection)
+            )
+        return self if alike else self.materialize("a teacher of other rows than the student's")
+
+    def written(self) -> Tensor | None:
+        """The real logits where somebody holds them, to write into or for a gradient of their own.
+
+        Then they, and not the product, are what an operation is about. Logits that were only read
+        do not change what is consumed: a checkpoint's recomputation must take the same way.
+        """
+        if self._leaf is not None:
+            return self._leaf
+        rows, wants = self._view.rows, self._wants_gradient
+        if not rows.written:
+            return None
+        if wants and True not in rows.real:
+            raise RuntimeError(
+                "lazy logits were changed in place under no_grad, which their gradient cannot "
+                "follow; change them with gradients on"
+            )
+        return self._shared()
+
+    def _shared(self) -> Tensor:
+        """This handle's part of the real logits that all views share."""
+        kept = self._view.rows.real
+        real = self._part_of(kept[True] if True in kept else kept[False])
+        return real if self.requires_grad or not real.requires_grad else real.detach()
+
+    def _part_of(self, flat: Tensor) -> Tensor:
+        """The same tensor for the same logits, so that a hook on it is a hook on them."""
+        if self._part is not None and self._part[0] is flat:
+            return self._part[1]
+        view = self._view
+        if view.is_whole:
+            part = flat.view(view.shape)
+        else:
+            start = view.places.storage_offset() * view.width + flat.storage_offset()
+            part = flat.as_strided(view.shape, view.strides, start)
+        if part.requires_grad == flat.requires_grad:  # not of another gradient mode
+            self._part = flat, part
+        return part
+
+    def materialize(self, what: str) -> Tensor:
+        """The real logits, computed at the first call and kept.
+
+        Args:
+            what: reads them, for the log line.
+        """
+        found = self.written()
+        if found is not None:
+            return found
+        view, wants, rows = self._view, self._wants_gradient, self._view.rows
+        # What is computed within a checkpoint is computed again in its backward.
+        keeps = not (wants and _saved_tensors_hooks())
+        if keeps:
+            if wants in rows.real or True in rows.real:
+                return self._shared()
+            for kind in (wants, True):
+                if kind in self._real and self._real[kind][0] == rows.version:
+                    return self._real[kind][1]
+        _say_or_refuse(view, what)
+        real = view.compute(gradient=wants)
+        if keeps and view.is_whole:
+            rows.real[wants] = real.view(-1, view.width)
+        elif keeps:
+            self._real[wants] = rows.version, real
+        return real
+
+    def make_leaf(self, what: str) -> Tensor:
+        """Real logits without a graph, which this handle is from now on: for their own gradient."""
+        self._leaf = self.materialize(what).detach()
+        return self._leaf
+
+    def materialize_to_write(self, what: str) -> Tensor:
+        """The real logits, shared with all views of the same tensor from now on."""
+        if self._leaf is not None:
+            return self._leaf
+        view, wants = self._view, self._wants_gradient
+        rows = view.rows
+        self.written()  # raises where a gradient cannot follow
+        if wants not in rows.real:
+            whole = View.all_of(rows, (rows.count,), view.dtype)
+            _say_or_refuse(whole, what)
+            rows.real[wants] = whole.compute(gradient=wants)
+        if not rows.written:
+            rows.real, rows.written = {wants: rows.real[wants]}, True
+        self._real.clear()
+        return self._part_of(rows.real[wants])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"requires_grad={self.requires_grad})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize("pickle").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.materialize("copy.deepcopy").__deepcopy__(memo)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from mcore_logprobs.sources.lazy_record import torch_function
+
+        return torch_function(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from mcore_logprobs.sources.lazy_record import torch_dispatch
+
+        return torch_dispatch(func, args, kwargs or {})
+
+
+class _Handle(torch.autograd.Function):
+    """Joins a handle to the graph of its head, for those who pass it through a function of their
+    own (`autograd.Function.apply`), which sees a tensor and gives back a gradient of its size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, view: View, *inputs: Tensor) -> LazyLogits:
+        ctx.view = view  # no tensors are saved: the head holds them, and checks their versions
+        return LazyLogits(view)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        view, needs = ctx.view, ctx.needs_input_grad[1:]
+        hidden, *others = view.rows.head.inputs
+        # A leaf: a tied weight would be reached through the whole model as well.
+        hidden = hidden.detach().requires_grad_(needs[0])
+        wanted = [x for x, need in zip((hidden, *others), needs, strict=True) if need]
+        with view.rows.head.opened(hidden, others[0]):
+            real = view.compute(gradient=True)
+        found = iter(torch.autograd.grad(real, wanted, grads[0], allow_unused=True))
+        return None, *(next(found) if need else None for need in needs)
+
+
+def _saved_tensors_hooks() -> bool:
+    """Whether somebody packs what autograd saves now, as checkpoints and offloading do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def lazy_in(args: Any) -> list[LazyLogits]:
+    """The handles among arguments, in tuples, lists and dicts too."""
+    if isinstance(args, LazyLogits):
+        return [args]
+    if isinstance(args, (tuple, list)):
+        return [found for x in args for found in lazy_in(x)]
+    if isinstance(args, dict):
+        return [found for x in args.values() for found in lazy_in(x)]
+    return []
+
+
+def calling_layer(args: Any) -> LazyHead | None:
+    """The head among arguments whose layer has to be called for its weight, if there is one."""
+    heads = (handle.view_of_head.rows.head for handle in lazy_in(args))
+    return next((head for head in heads if head.must_open), None)
+
+
+def _say_or_refuse(view: View, what: str) -> None:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    if view.rows.head.require:
+        instead = INSTEAD.get(what, "a vocab_parallel_* function")
+        raise ValueError(
+            f"fused='require', but {where} wants real logits ({what}): expected {instead}, which "
+            "takes lazy ones"
+        )
+    if where not in _said:
+        _said.add(where)
+        logger.warning(
+            "lazy logits: %s wants real ones (%s): %d rows are computed whole",
+            where,
+            what,
+            view.places.numel(),
+        )

@@ -1,0 +1,455 @@
+"""What `LazyLogits` does with a torch function: record it, or compute real logits for it.
+
+Recorded functions run twice and cost nothing: on a meta tensor, for the shape or the error that
+torch gives, and on the places of the rows, of which the last dimension stands for the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+from mcore_logprobs.sources.lazy import LazyLogits, lazy_in
+from mcore_logprobs.sources.lazy_rows import Rows, View
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# Not recorded, so that real logits are needed.
+_NOT: Any = object()
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Answered by the handle itself.
+_METADATA = _words(
+    """
+    size dim ndimension numel nelement stride storage_offset is_contiguous element_size
+    is_floating_point is_complex is_signed is_conj is_neg is_inference is_shared get_device
+    has_names __len__ __hash__ is_same_size
+    """
+)
+_PROPERTIES = _words(
+    """
+    shape dtype device requires_grad ndim is_leaf grad_fn layout is_cuda is_cpu is_meta
+    is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xpu is_mps is_xla is_mtia
+    is_ipu is_vulkan is_maia itemsize nbytes _version names name output_nr retains_grad
+    _backward_hooks
+    """
+)
+# Give other tensors of its kind, without its values.
+_MAKERS = _words(
+    """
+    new_empty new_zeros new_ones new_full new_tensor zeros_like ones_like empty_like full_like
+    rand_like randn_like
+    """
+)
+_REARRANGED = _words(
+    """
+    transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze select narrow split
+    split_with_sizes chunk unbind tensor_split flatten unflatten flip roll
+    """
+)
+_RESHAPED: dict[str, Callable[..., Tensor]] = {
+    "view": Tensor.view,
+    "view_as": Tensor.view,
+    "reshape": Tensor.reshape,
+    "reshape_as": Tensor.reshape,
+    "expand": Tensor.expand,
+    "expand_as": Tensor.expand,
+    "broadcast_to": Tensor.expand,
+}
+_PRODUCTS = _words("mul __mul__ __rmul__ multiply mul_ __imul__ multiply_")
+_QUOTIENTS = _words(
+    """
+    div __truediv__ true_divide divide div_ __itruediv__ true_divide_ divide_ __div__ __idiv__
+    """
+)
+_HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
+
+
+def _not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph break for torch.compile, which compiles nothing within: `torch.compiler.disable`
+    without the import of the compiler.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args)
+        finally:
+            set_eval_frame(before)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+@_not_traced
+def torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return _property(name, func, args)
+    self = args[0] if args else kwargs.get("input")
+    handle = self if isinstance(self, LazyLogits) else None
+    if handle is not None:
+        if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
+            return _itself(func, args, kwargs)
+        if name == "requires_grad_" and args[1:] in ((), (True,)):
+            if not handle.requires_grad:
+                handle.make_leaf(name).requires_grad_()
+            return handle
+        if name == "register_hook" and _is_harmless(args[1]):
+            return _itself(func, args, kwargs)
+        if name in _MAKERS:
+            like = torch.empty((), dtype=handle.dtype, device=handle.device).expand(handle.shape)
+            return func(like, *args[1:], **kwargs)
+        if handle.written() is None:
+            found = _recorded(name, func, handle, args[1:], kwargs)
+            if found is not _NOT:
+                return found
+    elif name in ("cat", "concat", "concatenate", "stack"):
+        found = _joined(func, args, kwargs)
+        if found is not _NOT:
+            return found
+    return _with_real(name, func, args, kwargs)
+
+
+def _itself(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _property(kind: str, func: Any, args: tuple[Any, ...]) -> Any:
+    handle, name = args[0], getattr(func.__self__, "__name__", "")
+    owned = handle.owned
+    if owned is not None:
+        return func(owned, *args[1:])
+    if kind == "__get__" and name in _PROPERTIES:
+        return _itself(func, args, {})
+    if kind == "__get__" and name == "data":
+        return LazyLogits.of(handle.view_of_head, gradient=False)
+    if kind == "__get__" and name in ("grad", "_grad", "_base") and handle.written() is None:
+        return None
+    if kind == "__set__":
+        wants = name == "requires_grad" and not handle.requires_grad
+        real = handle.make_leaf(name) if wants else handle.materialize_to_write(name)
+        return func(real, *args[1:])
+    return func(handle.materialize(name), *args[1:])
+
+
+def _is_harmless(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # functools.partial
+    return (getattr(hook, "__module__", "") or "").startswith(_HARMLESS_HOOKS)
+
+
+# ---- what is recorded ---------------------------------------------------------------------------
+
+
+def _recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+    view = handle.view_of_head
+    if name in _REARRANGED:
+        return _rearranged(func, handle, args, kwargs)
+    if name in _RESHAPED:
+        return _reshaped(name, func, handle, args, kwargs)
+    if name == "__getitem__":
+        return _indexed(handle, args[0])
+    if name == "__iter__":
+        return iter(_rearranged(Tensor.unbind, handle, (), {}))
+    if name in ("max", "argmax"):
+        return _largest(name, handle, args, kwargs)
+    if name == "index_select":
+        return _selected(handle, *args, **kwargs)
+    if name == "contiguous":
+        return handle if _probe(view).is_contiguous() else _like(handle, view.copy())
+    if name == "clone":
+        return _like(handle, view.copy())
+    if name == "detach":
+        return LazyLogits.of(view, gradient=False)
+    if name == "alias":
+        return _like(handle, view)
+    if name in _PRODUCTS or name in _QUOTIENTS:
+        return _scaled(name, handle, args, kwargs)
+    return _cast(name, handle, args, kwargs)
+
+
+def _like(handle: LazyLogits, view: View) -> LazyLogits:
+    return LazyLogits.of(view, gradient=handle.requires_grad)
+
+
+def _probe(view: View) -> Tensor:
+    return torch.empty_strided(view.shape, view.strides, dtype=view.dtype, device="meta")
+
+
+def _pad(view: View) -> int:
+    """Columns in place of the vocabulary's: neither 1, which is squeezed, nor as many as those."""
+    return 3 if view.width == 2 else 2
+
+
+def _padded(x: Tensor, pad: int) -> Tensor:
+    return x.unsqueeze(-1).expand(*x.shape, pad)
+
+
+def _tokens_of(expected: Any, found: Any, width: int, pad: int) -> Tensor | None:
+    """Of a result's places `[*lead, pad]` the `[*lead]`, where its last dimension is still the
+    vocabulary's; else None.
+    """
+    lead = found.shape[:-1]
+    if found.dim() == 0 or found.shape[-1] != pad or expected.shape != (*lead, width):
+        return None
+    return found[..., 0]
+
+
+def _rearranged(func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+    view = handle.view_of_head
+    pad = _pad(view)
+    expected = func(_probe(view), *args, **kwargs)  # torch's errors are the caller's
+    try:
+        found = func(_padded(view.places, pad), *args, **kwargs)
+    except (RuntimeError, IndexError):
+        return _NOT
+    several = not isinstance(expected, Tensor)
+    expected, found = (expected, found) if several else ((expected,), (found,))
+    if len(expected) != len(found):
+        return _NOT
+    places = [_tokens_of(e, f, view.width, pad) for e, f in zip(expected, found, strict=True)]
+    handles = tuple(_like(handle, view.at(x)) for x in places if x is not None)
+    if len(handles) < len(places):
+        return _NOT
+    return handles if several else handles[0]
+
+
+def _reshaped(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+    view = handle.view_of_head
+    if name.endswith("_as") and args:
+        args = (torch.empty(args[0].shape, dtype=view.dtype, device="meta"),)
+    expected = func(_probe(view), *args, **kwargs)  # torch's errors are the caller's
+    if expected.dtype != view.dtype or expected.dim() == 0 or expected.shape[-1] != view.width:
+        return _NOT
+    pad = _pad(view)
+    found = _RESHAPED[name](_padded(view.places, pad), (*expected.shape[:-1], pad))
+    return _like(handle, view.at(found[..., 0]))
+
+
+def _indexed(handle: LazyLogits, key: Any) -> Any:
+    """`handle[key]`: the vocabulary's dimension must be taken whole."""
+    view = handle.view_of_head
+    keys = list(key) if isinstance(key, tuple) else [key]
+    dims = len(view.places.shape) + 1
+    taken = 0
+    for k in keys:
+        if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8):
+            taken += k.dim()
+        elif isinstance(k, bool):
+            return _NOT
+        elif k is not None and k is not Ellipsis:
+            if isinstance(k, list) and (not k or isinstance(k[0], (bool, list, Tensor))):
+                return _NOT
+            if not isinstance(k, (slice, list, Tensor, numbers.Integral)):
+                return _NOT
+            taken += 1
+    if taken > dims:
+        return _NOT
+    has_rest = any(k is Ellipsis for k in keys)
+    if taken == dims or (has_rest and keys[-1] is not Ellipsis):
+        last = keys.pop()
+        if last is None or not isinstance(last, slice):
+            return _NOT
+        if range(view.width)[last] != range(view.width):
+            return _NOT
+    keys = [k.cpu() if isinstance(k, Tensor) else k for k in keys]
+    places = view.places[tuple(keys)]  # torch's errors are the caller's
+    return _like(handle, view.at(places))
+
+
+def _selected(handle: LazyLogits, dim: int, index: Tensor) -> Any:
+    view = handle.view_of_head
+    lead = view.places.dim()
+    if not -lead - 1 <= dim < lead or dim == -1:
+        return _NOT
+    places = view.places.index_select(dim if dim >= 0 else dim + 1, index.cpu())
+    return _like(handle, view.at(places))
+
+
+def _largest(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """Over the vocabulary and without gradients, as Megatron counts accepted predictions."""
+    dims = (*args, *kwargs.values())
+    if len(dims) != 1 or not set(kwargs) <= {"dim"} or isinstance(dims[0], Tensor):
+        return _NOT
+    if dims[0] not in (-1, handle.dim() - 1):
+        return _NOT
+    if name == "argmax":
+        return handle.view_of_head.largest().indices
+    wants = torch.is_grad_enabled() and handle.requires_grad
+    return _NOT if wants else handle.view_of_head.largest()
+
+
+def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`cat` and `stack` of handles of one call."""
+    parts = args[0] if args else kwargs.get("tensors", ())
+    rest = {k: v for k, v in kwargs.items() if k != "tensors"}
+    if "out" in rest or not parts or not all(isinstance(x, LazyLogits) for x in parts):
+        return _NOT
+    views = [x.view_of_head for x in parts]
+    first = views[0]
+    head = first.rows.head
+    alike = {(id(v.rows.head), v.dtype, x.requires_grad) for v, x in zip(views, parts, strict=True)}
+    if len(alike) > 1 or any(x.written() is not None for x in parts):
+        return _NOT
+    pad = _pad(first)
+    expected = func([_probe(v) for v in views], *args[1:], **rest)
+
+    def join(each: Callable[[View], Tensor]) -> Tensor | None:
+        of_all = func([_padded(each(v), pad) for v in views], *args[1:], **rest)
+        return _tokens_of(expected, of_all, first.width, pad)
+
+    rows = join(View.head_rows)
+    if rows is None:
+        return _NOT
+    temperatures = [v.temperature for v in views]
+    whole: float | Tensor = temperatures[0]
+    if any(isinstance(t, Tensor) or t != whole for t in temperatures):
+        device = head.hidden.device
+
+        def own(view: View) -> Tensor:
+            own = torch.as_tensor(view.temperature, dtype=first.rows.dtype, device=device)
+            return own.expand(view.places.shape)
+
+        joined = join(own)
+        assert joined is not None
+        whole = joined.reshape(-1)
+    made = View.all_of(Rows(head, rows.reshape(-1), whole), rows.shape, first.dtype)
+    return _like(parts[0], made)
+
+
+def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """By numbers above 0, or tensors of such that broadcast with a last dimension of 1."""
+    other = args[0] if args else kwargs.get("other")
+    if len(args) + len(kwargs) != 1:
+        return _NOT
+    view = handle.view_of_head
+    divisor: float | Tensor
+    if isinstance(other, numbers.Real) and not isinstance(other, bool):
+        if not 0.0 < float(other) < math.inf:
+            return _NOT
+        divisor = float(other) if name in _QUOTIENTS else 1.0 / float(other)
+    elif isinstance(other, Tensor) and not isinstance(other, LazyLogits):
+        if other.requires_grad or other.is_complex() or other.dtype == torch.bool:
+            return _NOT
+        if other.dim() > handle.dim() or (other.dim() and other.shape[-1] != 1):
+            return _NOT
+        try:
+            own = (other.squeeze(-1) if other.dim() else other).expand(view.places.shape)
+        except RuntimeError:
+            return _NOT
+        if other.device.type == "cpu" and not bool(((other > 0) & other.isfinite()).all()):
+            return _NOT
+        own = own.detach().to(handle.device, view.rows.dtype, copy=True)
+        divisor = own if name in _QUOTIENTS else own.reciprocal()
+    else:
+        return _NOT
+    if name.endswith("_") and (not name.startswith("__") or name.startswith("__i")):
+        view.rows.divide_(view.places, divisor)
+        return handle
+    dtype = (
+        view.dtype if isinstance(other, numbers.Real) else torch.result_type(_probe(view), other)
+    )
+    if dtype != view.dtype and not {dtype, view.dtype} <= set(_FLOATS):
+        return _NOT
+    made = view.copy(dtype)
+    made.rows.divide_(made.places, divisor)
+    return _like(handle, made)
+
+
+def _cast(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """To another dtype among float32, bfloat16 and float16, or to what it is already."""
+    dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    copy = False
+    if name in dtypes and not args:
+        dtype = dtypes[name]
+    elif name == "double" and not args:
+        dtype = torch.float64
+    elif name == "type_as":
+        dtype, device = args[0].dtype, args[0].device
+    elif name == "type" and args and isinstance(args[0], torch.dtype):
+        dtype = args[0]
+    elif name == "cpu":
+        device = torch.device("cpu")
+    elif name == "cuda" and not args and not kwargs:
+        device = torch.device("cuda", torch.cuda.current_device())
+    elif name == "to":
+        kwargs = dict(kwargs)
+        copy = bool(kwargs.pop("copy", False))
+        if args and isinstance(args[0], Tensor):
+            device, dtype = args[0].device, args[0].dtype
+        else:
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    else:
+        return _NOT
+    if device is not None and device != handle.device:
+        same = device.type == handle.device.type and device.index is None
+        if not same:
+            return _NOT
+    if dtype in (None, handle.dtype):
+        return _like(handle, handle.view_of_head.copy()) if copy else handle
+    if dtype not in _FLOATS or handle.dtype not in _FLOATS:
+        return _NOT
+    return _like(handle, handle.view_of_head.copy(dtype))
+
+
+# ---- what is not --------------------------------------------------------------------------------
+
+
+def _real(value: Any, what: str) -> Any:
+    """`value` with every handle in tuples, lists and dicts replaced by its logits."""
+    if isinstance(value, LazyLogits):
+        return value.materialize(what)
+    if type(value) in (tuple, list):
+        return type(value)(_real(x, what) for x in value)
+    if type(value) is dict:
+        return {k: _real(x, what) for k, x in value.items()}
+    return value
+
+
+def _with_real(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = kwargs.get("out")
+    in_place = name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
+    # A hook, a gradient of the logits' own: those must be the logits from now on.
+    in_place |= name in ("__setitem__", "register_hook", "retain_grad")
+    written = args[0] if in_place and args else out
+    if not isinstance(written, LazyLogits):
+        return func(*_real(args, name), **_real(kwargs, name))
+    real = written.materialize_to_write(name)
+    if written is out:
+        kwargs = {**_real({k: v for k, v in kwargs.items() if k != "out"}, name), "out": real}
+        result = func(*_real(args, name), **kwargs)
+    else:
+        result = func(real, *_real(args[1:], name), **_real(kwargs, name))
+    return written if result is real else result
+
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What reaches a handle below autograd (collectives, functions written in C++)."""
+    name = func._schema.name.removeprefix("aten::")
+    if func in _ALIASES:
+        return LazyLogits(args[0].view_of_head)
+    if func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape):
+        return LazyLogits(args[0].view_of_head)
+    with torch.no_grad():
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for handle in lazy_in(value):
+                    handle.materialize_to_write(name)
+        return func(*_real(args, name), **_real(kwargs, name))

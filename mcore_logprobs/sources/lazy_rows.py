@@ -1,0 +1,399 @@
+"""What lazy logits are made of: an output layer's call that was not made, and rows of it.
+
+`LazyLogits` is the tensor in front of it. The int64 places of a `View` are a view of one arange as
+the tensor is a view of another, so that torch itself says what shares memory with what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+
+from mcore_logprobs.groups import group_size
+from mcore_logprobs.sources.head import HeadLogits, head_logits
+from mcore_logprobs.sources.lora import LoRAInput
+from mcore_logprobs.sources.rows import RowSelection
+from mcore_logprobs.sources.vocab_bias import LogitBias, scaled_bias
+
+
+@dataclass(eq=False)
+class LazyHead:
+    """One call of an output layer that was not made.
+
+    Attributes:
+        hidden: `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism); weight `[V/TP, h]`, bias
+            `[V/TP]` or None.
+        lora_tensors: what of a LoRA may get a gradient.
+        dtype: of the layer's logits.
+        operands: (hidden, weight, LoRA or None) as they are multiplied, of hidden and weight.
+        product: the layer's own logits `[s, b, V/TP]`, of hidden and weight.
+        materialized: all logits `[m, V/TP]` of a source, in a dtype.
+        largest: (largest logit, its local column) of each token of a source.
+        output_dtype: what the layer rounds its product to, where it has one of its own.
+        into_main_grad: whether the gradient of this weight goes into its main_grad.
+        call_layer: runs a function of (hidden, weight) while the whole weight of this rank is
+            there, now and in its backward; None: it always is.
+        logits_dtype, chunk_size, backend, saved_bytes: the settings of a patched model; the last
+            is of each operation.
+        require: whether computing the logits whole is an error.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    sequence_parallel: bool
+    tp_group: ProcessGroup | None
+    operands: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, LoRAInput | None]]
+    product: Callable[[Tensor, Tensor], Tensor]
+    materialized: Callable[[HeadLogits, torch.dtype], Tensor]
+    largest: Callable[[HeadLogits], tuple[Tensor, Tensor]]
+    into_main_grad: Callable[[Tensor], bool]
+    lora_tensors: tuple[Tensor, ...] = ()
+    call_layer: Callable[[Callable[[Tensor, Tensor], Any]], Any] | None = None
+    output_dtype: torch.dtype | None = None
+    logits_dtype: torch.dtype = torch.float32
+    chunk_size: int | None = None
+    backend: str = "auto"
+    saved_bytes: int = 0
+    require: bool = False
+    _versions: list[int] = field(default_factory=list)
+    _open: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._versions = self._current_versions()
+
+    @property
+    def tokens(self) -> torch.Size:
+        """`[s, b]`, of the whole sequence."""
+        ranks = group_size(self.tp_group) if self.sequence_parallel else 1
+        return torch.Size((self.hidden.shape[0] * ranks, *self.hidden.shape[1:-1]))
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What may get a gradient."""
+        bias = () if self.bias is None else (self.bias,)
+        return (self.hidden, self.weight, *bias, *self.lora_tensors)
+
+    def _current_versions(self) -> list[int]:
+        if (
+            self.call_layer is not None
+        ):  # FSDP's memory of a whole weight is written again and again
+            return [] if self.hidden.is_inference() else [self.hidden._version]
+        return [0 if x.is_inference() else x._version for x in (self.hidden, self.weight)]
+
+    def check_unchanged(self) -> None:
+        """Raises: RuntimeError: hidden states or weight were changed since the model's call."""
+        names = ("hidden states", "weight")
+        for name, then, now in zip(names, self._versions, self._current_versions(), strict=False):
+            if then != now:
+                raise RuntimeError(
+                    f"lazy logits: expected the {name} of the model's call (version {then}), got "
+                    f"version {now}: they were changed since, by an optimizer step or in place, so "
+                    "that these logits cannot be computed any more; consume them before, or call "
+                    "the model again"
+                )
+
+    @property
+    def must_open(self) -> bool:
+        return self.call_layer is not None and not self._open
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        """`fn()`, a pytree of tensors, while the whole weight of this rank is there."""
+        if self.call_layer is None or self._open:
+            return fn()
+        structure: list[Any] = []
+
+        def inside(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
+            with self.opened(hidden, weight):
+                flat, spec = pytree.tree_flatten(fn())
+            structure.append(spec)
+            return tuple(flat)
+
+        return pytree.tree_unflatten(list(self.call_layer(inside)), structure[-1])
+
+    @contextlib.contextmanager
+    def opened(self, hidden: Tensor, weight: Tensor) -> Iterator[None]:
+        """While open, these are multiplied."""
+        self._open.append((hidden, weight))
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def present(self, *, gradient: bool) -> tuple[Tensor, Tensor]:
+        """(hidden, weight) as they are now."""
+        hidden, weight = self._open[-1] if self._open else (self.hidden, self.weight)
+        return (hidden, weight) if gradient else (hidden.detach(), weight.detach())
+
+
+class Rows:
+    """Memory that is not there: rows of a head, each over its temperature, that handles share.
+
+    Handles that are views of one tensor have one `Rows`, so that what is done in place to one of
+    them is seen by all.
+
+    Attributes:
+        rows: int64 `[m]` on the host, flat indices into the head's tokens; None: all in order.
+        temperature: what they are divided by, a number or `[m]`.
+        real: the logits `[m, V/TP]` where they were computed, by whether they have a gradient.
+        written: whether those were changed in place.
+        version: how often the temperature was changed.
+    """
+
+    def __init__(
+        self, head: LazyHead, rows: Tensor | None, temperature: float | Tensor = 1.0
+    ) -> None:
+        self.head, self.rows, self.temperature = head, rows, temperature
+        self.count = head.tokens.numel() if rows is None else rows.numel()
+        self.real: dict[bool, Tensor] = {}
+        self.written = False
+        self.version = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of temperatures per row."""
+        return torch.promote_types(self.head.dtype, torch.float32)
+
+    def divide_(self, places: Tensor, by: float | Tensor) -> None:
+        """Divide the rows at places (int64, any shape) by a number or a tensor of that shape."""
+        self.version += 1
+        if places.numel() == self.count and not isinstance(by, Tensor):
+            self.temperature = self.temperature * by
+            return
+        device = self.head.hidden.device
+        own = torch.as_tensor(self.temperature, dtype=self.dtype, device=device)
+        own = own.expand(self.count).clone()
+        at = places.reshape(-1).to(device)
+        by = by.reshape(-1).to(own.dtype) if isinstance(by, Tensor) else by
+        own[at] = own[at] * by
+        self.temperature = own
+
+
+@dataclass(frozen=True)
+class View:
+    """What a handle is: rows at places, `[*lead]`, in a dtype.
+
+    Attributes:
+        places: int64 on the host, indices into `rows`; a view of one arange as the handle is a
+            view of its tensor.
+    """
+
+    rows: Rows
+    places: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def all_of(cls, rows: Rows, lead: Sequence[int], dtype: torch.dtype) -> View:
+        return cls(rows, torch.arange(rows.count).view(torch.Size(lead)), dtype)
+
+    @property
+    def width(self) -> int:
+        return self.rows.head.weight.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.places.shape, self.width))
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*(self.width * stride for stride in self.places.stride()), 1)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all of the rows, in their order."""
+        return self.places.numel() == self.rows.count and self.places.is_contiguous()
+
+    def at(self, places: Tensor) -> View:
+        """Other places: a view where they are one of these, else a copy."""
+        mine, theirs = (x.untyped_storage().data_ptr() for x in (self.places, places))
+        if mine == theirs:
+            return replace(self, places=places)
+        flat = places.reshape(-1)
+        return self._copied(self.head_rows(flat), self._temperature_at(flat), places.shape)
+
+    def copy(self, dtype: torch.dtype | None = None) -> View:
+        """The same in other memory."""
+        flat = self.places.reshape(-1)
+        found = self._copied(self.head_rows(flat), self._temperature_at(flat), self.places.shape)
+        return found if dtype is None else replace(found, dtype=dtype)
+
+    def _copied(self, rows: Tensor, temperature: float | Tensor, lead: Sequence[int]) -> View:
+        return View.all_of(Rows(self.rows.head, rows, temperature), lead, self.dtype)
+
+    def head_rows(self, places: Tensor | None = None) -> Tensor:
+        """int64, flat indices into the head's tokens, of places' shape."""
+        places = self.places if places is None else places
+        return places if self.rows.rows is None else self.rows.rows[places]
+
+    def _temperature_at(self, places: Tensor) -> float | Tensor:
+        own = self.rows.temperature
+        return own[places.to(own.device)] if isinstance(own, Tensor) else own
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """A number, or `[*lead]`."""
+        return self._temperature_at(self.places)
+
+    def named_rows(self) -> Tensor | None:
+        """int64 `[m]`, the head's tokens; None: all in order."""
+        rows, count = self.head_rows().reshape(-1), self.rows.head.tokens.numel()
+        every = rows.numel() == count and torch.equal(rows, torch.arange(count))
+        return None if every else rows
+
+    def selection(self) -> RowSelection | None:
+        """What a source of these has."""
+        rows, head = self.named_rows(), self.rows.head
+        if rows is None:
+            return None
+        group = head.tp_group if head.sequence_parallel and group_size(head.tp_group) > 1 else None
+        count = head.tokens.numel()
+        return RowSelection(rows, count, group, head.hidden.device, tokens=False)
+
+    # ---- real logits ----
+
+    def compute(self, *, gradient: bool) -> Tensor:
+        """The real logits `[*lead, V/TP]`.
+
+        All tokens of a head are multiplied by the layer itself; some of them cost their own
+        products alone. Collectives: those of the layer.
+        """
+        head = self.rows.head
+        head.check_unchanged()
+        with torch.set_grad_enabled(gradient):
+            return head.run(lambda: self._compute(gradient))
+
+    def _compute(self, gradient: bool) -> Tensor:
+        head, rows = self.rows.head, self.named_rows()
+        count = head.tokens.numel()
+        if rows is None or (rows.numel() == count and rows.unique().numel() == count):
+            hidden, weight = head.present(gradient=gradient)
+            flat = head.product(hidden, weight).reshape(count, self.width)
+            flat = flat if rows is None else flat.index_select(0, rows.to(flat.device))
+        else:
+            exact = None if head.dtype == torch.float64 else head.dtype
+            source = self._head_source(gradient=gradient, logits_dtype=exact)
+            flat = head.materialized(source, head.dtype)
+            flat = flat.view(-1, self.width)
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            flat = flat / temperature.reshape(-1, 1)
+        elif temperature != 1.0:
+            flat = flat / temperature
+        return flat.to(self.dtype).view(self.shape)
+
+    def largest(self) -> torch.return_types.max:
+        """The largest logit of each row among this rank's columns, and its column: `[*lead]` each.
+
+        Without gradients; of logits rounded as the layer rounds them.
+        """
+        head = self.rows.head
+
+        def best() -> tuple[Tensor, Tensor]:
+            source = self._head_source(
+                gradient=False,
+                temperature=self.temperature,
+                logits_dtype=None if head.dtype == torch.float64 else head.dtype,
+            )
+            values, columns = head.largest(source)
+            return values.to(self.dtype), columns
+
+        with torch.no_grad():
+            return torch.return_types.max(head.run(best))
+
+    # ---- a source ----
+
+    def source(
+        self,
+        *,
+        gradient: bool,
+        temperature: float | Tensor,
+        softcap: float | None,
+        logit_scale: float,
+        chunk_size: int | None,
+        backend: str,
+        logit_bias: LogitBias | None,
+        **options: Any,
+    ) -> HeadLogits | None:
+        """These logits as a source from hidden states; None where they cannot be one."""
+        head, own = self.rows.head, self.temperature
+        if softcap is not None:
+            # Ours come before it: numbers alone, and no bias, which comes after it.
+            if isinstance(own, Tensor) or head.bias is not None:
+                return None
+            logit_scale, own = logit_scale / own, 1.0
+        elif logit_bias is not None:
+            # Ours come before it, and are divided by after it.
+            if isinstance(own, Tensor):
+                return None
+            logit_bias = scaled_bias(logit_bias, own)
+        lead = self.places.shape
+        if isinstance(temperature, Tensor):
+            try:
+                temperature = temperature.expand(lead)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"temperature: expected a number or a tensor that broadcasts to {tuple(lead)}, "
+                    f"got shape {tuple(temperature.shape)}"
+                ) from error
+        if isinstance(own, Tensor) or own != 1.0:
+            temperature = temperature * own
+        return self._head_source(
+            gradient=gradient,
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            chunk_size=head.chunk_size if chunk_size is None else chunk_size,
+            backend=head.backend if backend == "auto" else backend,
+            logit_bias=logit_bias,
+            **options,
+        )
+
+    def _head_source(
+        self,
+        *,
+        gradient: bool,
+        temperature: float | Tensor = 1.0,
+        logit_scale: float = 1.0,
+        logits_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> HeadLogits:
+        head, lead = self.rows.head, self.places.shape
+        head.check_unchanged()
+        hidden, weight, lora = head.operands(*head.present(gradient=gradient))
+        if lora is not None and not gradient:
+            lora = (lora[0].detach(), lora[1].detach(), lora[2])
+        bias = head.bias
+        if bias is not None:
+            # The layer's logits have it; the operation adds it after the scale.
+            bias = (bias if gradient else bias.detach()).to(hidden.dtype)
+            bias = bias if logit_scale == 1.0 else bias * logit_scale
+        rows, tokens = self.named_rows(), head.tokens
+        if isinstance(temperature, Tensor):
+            temperature = temperature.reshape(tokens if rows is None else (-1,))
+        source = head_logits(
+            hidden,
+            weight,
+            bias=bias,
+            lora=lora,
+            logit_scale=logit_scale,
+            sequence_parallel=head.sequence_parallel,
+            logits_dtype=logits_dtype or head.output_dtype or head.logits_dtype,
+            rows=rows,
+            saved_bytes=head.saved_bytes if gradient else 0,
+            gradient_accumulation_fusion=gradient and head.into_main_grad(weight),
+            tp_group=head.tp_group,
+            temperature=temperature,
+            **options,
+        )
+        tensors = source.tensors
+        if tensors.temperature is not None:
+            tensors = tensors._replace(temperature=tensors.temperature.reshape(lead))
+        return replace(source.options, lead=lead).bind(*tensors)

@@ -1,0 +1,86 @@
+"""Models built while a drop-in is on give lazy logits, and nothing else of them changes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mcore_logprobs as ours
+from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.dropin import lazy_models, switch
+from mcore_logprobs.megatron.head_patch import patch_of
+from mcore_logprobs.sources.lazy import LazyLogits
+from tests.megatron.common import VOCAB, make_batch, megatron, relative, step, tiny_config, worst
+
+
+def built(**config: Any) -> Any:
+    return mm.build_gpt_model(tiny_config(**config), vocab_size=VOCAB)
+
+
+def while_it_is_on(fused: str) -> None:
+    with megatron() as parallel_state:
+        batch, before = make_batch(parallel_state), built()
+        expected, expected_grads = step(before, batch)
+        off = lazy_models.lazy_models(fused)
+        try:
+            model = built()
+            model.load_state_dict(before.state_dict())
+            assert patch_of(model) is None
+            logits = model(**batch["inputs"])
+            assert isinstance(logits, LazyLogits)
+            # Labels give Megatron's loss and gradients.
+            got, grads = step(model, batch)
+            assert relative(got, expected) < 1e-6
+            assert worst(grads, expected_grads) < 1e-4
+            # A patch of somebody's own takes its place for as long as it is on.
+            for _ in range(2):
+                with ours.patch_model(model, ours.LogprobConfig(entropy=True)) as handle:
+                    stats = model(**batch["inputs"], labels=batch["labels"])
+                    assert stats.entropy is not None
+                    assert type(model(**batch["inputs"])) is Tensor
+                    assert handle.active
+                assert isinstance(model(**batch["inputs"]), LazyLogits)
+            with (
+                ours.patch_model(model, ours.LogprobConfig()),
+                pytest.raises(ValueError, match="entropy=False, got entropy=True"),
+            ):
+                ours.patch_model(model, ours.LogprobConfig(entropy=True))
+            # A head that has no vocabulary.
+            critic = built()
+            critic.output_layer = torch.nn.Linear(32, 1)
+            critic.output_layer.forward = lambda x, **_: (x.sum(-1, keepdim=True), None)
+            assert type(critic(**batch["inputs"])) is Tensor
+            reads = model(**batch["inputs"])
+            if fused == "require":
+                with pytest.raises(ValueError, match="fused='require'"):
+                    reads.softmax(-1)
+            else:
+                assert type(reads.softmax(-1)) is Tensor
+        finally:
+            off()
+        assert type(model(**batch["inputs"])) is Tensor
+        assert patch_of(model) is None
+        assert "output_layer" in dict(model.named_modules())
+
+
+@pytest.mark.parametrize("fused", ["auto", "require"])
+def test_models_made_while_it_is_on(ranks: Any, fused: str) -> None:
+    ranks(1).run(while_it_is_on, fused)
+
+
+def test_the_setting(monkeypatch: Any) -> None:
+    with pytest.raises(ValueError, match="fused: expected 'auto', 'require' or False, got 'of"):
+        switch.switch_on("slime", fused="off")
+    monkeypatch.setenv("MCORE_LOGPROBS_FUSED", "Require")
+    found: list[str] = []
+    monkeypatch.setattr(switch, "lazy_models", lambda fused: found.append(fused) or found.clear)
+    for expected, given in (("require", None), ("auto", "auto"), (None, False)):
+        found.clear()
+        switch.switch_on("slime", given)
+        assert found == ([] if expected is None else [expected])
+        switch.switch_off("slime")
+    assert "MCORE_LOGPROBS_FUSED" in os.environ

@@ -1,0 +1,616 @@
+"""Lazy logits without Megatron: what is recorded, what consumes them, what computes them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mcore_logprobs as ours
+from mcore_logprobs.sources import lazy as lazy_module
+from mcore_logprobs.sources.lazy import LazyLogits
+from tests.helpers.lazy import Seen, lazy_logits
+from tests.helpers.shards import world_group, world_rank, world_size
+
+# 2 sequences of 5 tokens; a hidden size and a vocabulary of no round width. TP 1, 2, 3.
+S, B, H, V = 5, 2, 7, 18
+
+_LIKE = torch.empty(S * B, V)
+_MASK = torch.tensor([True, False, True, True, False])
+_PLACES = torch.tensor([3, 0, 0, 4])
+_TEMPERATURES = torch.linspace(0.5, 2.0, S * B).view(S, B, 1)
+
+# Every one of them is of logits [s, b, v], costs no product, and leaves the vocabulary last.
+RECORDED: dict[str, Any] = {
+    "transpose": lambda x: x.transpose(0, 1),
+    "torch.transpose": lambda x: torch.transpose(x, 1, 0),
+    "swapaxes": lambda x: x.swapaxes(0, 1),
+    "permute": lambda x: x.permute(1, 0, 2),
+    "movedim": lambda x: torch.movedim(x, 0, 1),
+    "view": lambda x: x.view(-1, x.size(-1)),
+    "view with the vocabulary left to torch": lambda x: x.view(S * B, -1),
+    "view_as": lambda x: x.view_as(_LIKE),
+    "reshape": lambda x: x.transpose(0, 1).reshape(S * B, x.size(-1)),
+    "flatten": lambda x: x.flatten(0, 1),
+    "unflatten": lambda x: x.flatten(0, 1).unflatten(0, (B, S)),
+    "squeeze": lambda x: x[:, :1].squeeze(1),
+    "squeeze all": lambda x: x[2:3, :1].squeeze(),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "expand": lambda x: x[:, :1].expand(-1, 3, -1),
+    "an int": lambda x: x[3],
+    "ints": lambda x: x[3, -1],
+    "slice": lambda x: x[1:, :1],
+    "slice with a step": lambda x: x[::2],
+    "ellipsis": lambda x: x[1:3, ...],
+    "ellipsis and all columns": lambda x: x[..., :],
+    "None": lambda x: x[:, None, 1],
+    "mask": lambda x: x[_MASK],
+    "mask of tokens": lambda x: x[torch.arange(S * B).view(S, B) % 3 == 1],
+    "index tensor": lambda x: x[_PLACES],
+    "two index tensors": lambda x: x[_PLACES, torch.tensor([1, 0, 1, 1])],
+    "list": lambda x: x[[4, 1]],
+    "split": lambda x: x.split(2)[1],
+    "split by sizes": lambda x: x.split([1, 3, 1], dim=0)[1],
+    "torch.split": lambda x: torch.split(x.flatten(0, 1), [4, 6])[1],
+    "chunk": lambda x: x.chunk(2, dim=1)[1],
+    "unbind": lambda x: x.unbind(1)[0],
+    "iterate": lambda x: list(x)[2],
+    "narrow": lambda x: x.narrow(0, 1, 3),
+    "select": lambda x: x.select(1, 1),
+    "index_select": lambda x: x.index_select(0, _PLACES),
+    "torch.cat": lambda x: torch.cat([x[4], x[1:2, 1], x[0]]),
+    "torch.cat of scaled ones": lambda x: torch.cat([x[4] / 0.5, x[0] / _TEMPERATURES[0]]),
+    "torch.stack": lambda x: torch.stack([x[4], x[1]], dim=1),
+    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
+    "clone": lambda x: x[1:].clone(),
+    "data.float": lambda x: x.float(),
+    "to": lambda x: x.to(torch.float32),
+    "times a number": lambda x: x * 1.5,
+    "a number times": lambda x: 1.5 * x,
+    "over a number": lambda x: x / 0.7,
+    "torch.div": lambda x: torch.div(x, 0.7),
+    "mul_": lambda x: x.clone().mul_(1.5),
+    "div_": lambda x: x.clone().div_(0.7),
+    "/=": lambda x: _over(x.clone()),
+    "over a tensor of no dimension": lambda x: x / torch.tensor(0.7),
+    "over a temperature per token": lambda x: x / _TEMPERATURES,
+    "over a temperature per sequence": lambda x: x / _TEMPERATURES[0],
+    "times a number per token": lambda x: x * _TEMPERATURES,
+    "div_ by a temperature per token": lambda x: x.clone().div_(_TEMPERATURES),
+    "div_ of a view is seen by its base": lambda x: _over_in_part(x.clone()),
+    "several": lambda x: x.transpose(0, 1).contiguous()[0].float().div_(0.7)[1:4] * 2,
+}
+
+
+def _over(x: Tensor) -> Tensor:
+    x /= 0.7
+    return x
+
+
+def _over_in_part(x: Tensor) -> Tensor:
+    part = x.flatten(0, 1)[3:7]
+    part /= 0.7
+    part[1:].mul_(torch.linspace(1.0, 2.0, 3).view(3, 1))
+    return x
+
+
+def of_rows(x: Tensor, tp_group: Any = None) -> Tensor:
+    """Different targets, weights and statistics of logits of any leading shape, as one number."""
+    lead = x.shape[:-1]
+    size = 1 if tp_group is None else tp_group.size()
+    target = torch.arange(lead.numel()).view(lead).mul(5).remainder(x.shape[-1] * size)
+    stats = ours.vocab_parallel_token_stats(
+        x, target, entropy=True, sum_pi_squared=True, tp_group=tp_group, temperature=0.9
+    )
+    weights = torch.linspace(-1.0, 2.0, lead.numel()).view(lead)
+    assert stats.entropy is not None
+    assert stats.sum_pi_squared is not None
+    return ((stats.logprobs + 0.3 * stats.entropy + stats.sum_pi_squared) * weights).sum()
+
+
+def head(dtype: torch.dtype = torch.float32, *, tp: int = 1, rank: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        "hidden": torch.randn(S, B, H, generator=generator),
+        "weight": torch.randn(V, H, generator=generator).chunk(tp)[rank],
+        "bias": torch.randn(V, generator=generator).chunk(tp)[rank],
+    }
+    return {k: x.to(dtype).requires_grad_() for k, x in tensors.items()}
+
+
+def gradients(value: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(value, list(tensors.values())))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_rearranges_and_scales_is_recorded(name: str) -> None:
+    operation, tensors = RECORDED[name], head()
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    expected = operation(real)
+    with Seen() as seen:
+        got = operation(lazy_logits(**tensors))
+    assert isinstance(got, LazyLogits)
+    assert seen.products == 0
+    assert seen.largest <= S * B * 8, "rows and temperatures, and no logits"
+    for attribute in ("shape", "dtype", "device", "requires_grad", "ndim", "is_leaf"):
+        assert getattr(got, attribute) == getattr(expected, attribute), attribute
+    assert (got.size(), got.dim(), got.numel(), len(got) if got.dim() > 1 else 0) == (
+        expected.size(),
+        expected.dim(),
+        expected.numel(),
+        len(expected) if expected.dim() > 1 else 0,
+    )
+    assert got.stride() == expected.stride() or not expected.is_contiguous()
+    one, other = of_rows(got), of_rows(expected)
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradients(one, tensors), gradients(other, tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    # And so are the real logits of what is left, which cost the rows that are left.
+    with torch.no_grad():
+        torch.testing.assert_close(got + 0.0, expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+MATERIALIZED: dict[str, Any] = {
+    "softmax": lambda x: x.softmax(-1),
+    "functional": lambda x: torch.nn.functional.log_softmax(x, dim=-1),
+    "keyword": lambda x: torch.softmax(input=x, dim=-1),
+    "some columns": lambda x: x[..., 2:5],
+    "one column": lambda x: x[..., 3],
+    "transposed vocabulary": lambda x: x.transpose(-1, 0),
+    "view across tokens": lambda x: x.view(S, -1),
+    "negative scale": lambda x: x * -1.0,
+    "scale per column": lambda x: x * torch.linspace(1.0, 2.0, V),
+    "sum of two": lambda x: x + x,
+    "logits first": lambda x: torch.ones(V) + x,
+    "matmul": lambda x: x @ torch.ones(V),
+    "compare": lambda x: torch.where(x > 0, x, 0.0),
+    "argsort": lambda x: x.argsort(-1),
+    "max with a gradient": lambda x: x.max(dim=-1)[0],
+    "cat of two calls": lambda x: torch.cat([x, torch.zeros(1, B, V)]),
+    "double": lambda x: x.double(),
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy().copy()),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x.detach())),
+    "deepcopy": lambda x: copy.deepcopy(x.detach()),
+    "out": lambda x: torch.exp(x.detach(), out=torch.empty(S, B, V)),
+    "two of a sequence": lambda x: x.transpose(0, 1)[1, 2:4].exp(),
+}
+
+
+@pytest.mark.parametrize("name", MATERIALIZED)
+def test_anything_else_gets_real_logits(name: str, caplog: Any) -> None:
+    operation, tensors = MATERIALIZED[name], head()
+    lazy_module._said.clear()
+    expected = operation(tensors["hidden"] @ tensors["weight"].t() + tensors["bias"])
+    with caplog.at_level("WARNING"):
+        got = operation(lazy_logits(**tensors))
+    assert type(got) is Tensor
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert len(caplog.records) == 1
+    assert f"{__file__}:" in caplog.text
+    assert ("2 rows" if name == "two of a sequence" else "10 rows") in caplog.text
+    if expected.requires_grad and expected.is_floating_point():
+        upstream = torch.randn_like(expected)
+        found = (gradients((x * upstream).sum(), tensors) for x in (got, expected))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_real_logits_are_computed_once() -> None:
+    logits = lazy_logits(**head())
+    with Seen() as seen:
+        logits.softmax(-1)
+        logits.transpose(0, 1).exp()
+        logits[1:3].exp()
+    assert seen.products == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_compute_again(reentrant: bool) -> None:
+    """What a recomputation reads is what the forward read, whatever was read in between."""
+    tensors = head()
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    found = []
+    for x in (lazy_logits(**tensors), real):
+        values = [
+            torch.utils.checkpoint.checkpoint(function, x[1:], use_reentrant=reentrant)
+            for function in (of_rows, lambda part: part.exp().mean())
+        ]
+        values.append(x.sigmoid().sum())
+        for tensor in tensors.values():
+            tensor.grad = None
+        torch.stack(values).sum().backward(retain_graph=True)
+        found.append([tensor.grad for tensor in tensors.values()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_and_gradients_of_the_logits_themselves() -> None:
+    logits, seen = lazy_logits(**head()), []
+    logits.register_hook(lambda grad: seen.append(grad.shape))
+    logits.retain_grad()
+    of_rows(logits).backward()
+    assert seen == [torch.Size((S, B, V))]
+    assert logits.grad is not None
+    assert logits.grad.shape == (S, B, V)
+
+
+@pytest.mark.night
+def test_under_compile() -> None:
+    """A graph break, and the same values; traced, every function of it would be read."""
+    logits, tensors = torch.compile(lambda x: x.exp() + 1, backend="eager"), head()
+    got = logits(lazy_logits(**tensors))
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    torch.testing.assert_close(got, real.exp() + 1)
+
+
+def test_a_function_that_sees_tensors_only_gets_the_gradient() -> None:
+    """`autograd.Function.apply` does not pass through `__torch_function__`."""
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+            p = logits.float().softmax(-1)
+            ctx.save_for_backward(p, target)
+            return -p.gather(-1, target[..., None])[..., 0].log()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            p, target = ctx.saved_tensors
+            one_hot = torch.nn.functional.one_hot(target, V)
+            return grads[0][..., None] * (p - one_hot), None
+
+    tensors, target = head(), torch.arange(S * B).view(B, S)
+    found = []
+    for logits in (
+        lazy_logits(**tensors),
+        tensors["hidden"] @ tensors["weight"].t() + tensors["bias"],
+    ):
+        loss = Loss.apply(logits.transpose(0, 1).contiguous() / 0.7, target)
+        found.append(gradients((loss * torch.linspace(-1, 1, S)).sum(), tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [{2: 1.5, 11: -0.7}, [(2, 1.5)], torch.linspace(-1.0, 1.0, V)])
+@pytest.mark.parametrize("divisor", [1.0, 0.7, _TEMPERATURES], ids=["1", "0.7", "per token"])
+def test_a_bias_on_ids_comes_after_what_was_recorded(bias: Any, divisor: Any) -> None:
+    tensors, target = head(), torch.arange(S * B).view(S, B)
+    found = []
+    for logits in (
+        lazy_logits(**tensors),
+        tensors["hidden"] @ tensors["weight"].t() + tensors["bias"],
+    ):
+        logprobs = ours.vocab_parallel_logprobs(
+            logits / divisor, target, temperature=0.9, logit_bias=bias, disallowed_ids=[15, 17]
+        )
+        value = (logprobs * torch.linspace(-1.0, 2.0, S * B).view(S, B)).sum()
+        found.append([value, *gradients(value, tensors)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_writes_are_seen_by_every_view() -> None:
+    tensors = head()
+    found = []
+    for logits in (
+        lazy_logits(**tensors),
+        tensors["hidden"] @ tensors["weight"].t() + tensors["bias"],
+    ):
+        logits = logits.clone()
+        part = logits.transpose(0, 1)[1]
+        part[1:, 4:] = -torch.inf
+        logits[0, 0].clamp_(max=0.5)
+        logits.div_(0.7)
+        value = of_rows(logits.transpose(0, 1)[:, :, :4]) + logits[0].exp().sum()
+        found.append([value, *gradients(value, tensors)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_writes_under_no_grad_cannot_be_followed() -> None:
+    logits = lazy_logits(**head())
+    with torch.no_grad():
+        logits[0] = 0.0
+        assert float(logits[0].abs().max()) == 0.0
+    with pytest.raises(RuntimeError, match="changed in place under no_grad"):
+        ours.vocab_parallel_logprobs(logits, torch.zeros(S, B, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("touch", "instead"),
+    [
+        (lambda x: x.log_softmax(-1), "vocab_parallel_logprobs"),
+        (lambda x: x.__setitem__(x > 0, 0.0), "a vocab_parallel_"),
+        (lambda x: x.__setitem__(0, -torch.inf), "kept_ids of vocab_parallel_sampling_logprobs"),
+        (lambda x: pickle.dumps(x), "a vocab_parallel_"),
+    ],
+)
+def test_require_names_the_line_and_what_to_use(touch: Any, instead: str) -> None:
+    logits = lazy_logits(**head(), require=True)
+    with pytest.raises(ValueError, match=r"fused='require', but .*test_lazy\.py") as error:
+        touch(logits)
+    assert instead in str(error.value)
+    ours.vocab_parallel_entropy(logits)
+
+
+def test_changed_weights_are_refused() -> None:
+    tensors = head()
+    logits = lazy_logits(**tensors)
+    target = torch.zeros(S, B, dtype=torch.int64)
+    torch.optim.SGD([tensors["weight"]], lr=0.1).step()  # without a gradient: nothing happens
+    ours.vocab_parallel_logprobs(logits, target)
+    tensors["weight"].grad = torch.ones_like(tensors["weight"])
+    torch.optim.SGD([tensors["weight"]], lr=0.1).step()
+    for consume in (lambda: ours.vocab_parallel_logprobs(logits, target), lambda: logits.exp()):
+        with pytest.raises(
+            RuntimeError, match=r"the weight of the model's call \(version 0\), got"
+        ):
+            consume()
+
+
+def test_gradient_modes() -> None:
+    tensors, target = head(), torch.zeros(S, B, dtype=torch.int64)
+    logits = lazy_logits(**tensors)
+    assert logits.requires_grad
+    assert not logits.is_leaf
+    assert not ours.vocab_parallel_logprobs(logits.detach(), target).requires_grad
+    assert not logits.data.requires_grad
+    with torch.no_grad():
+        assert not logits[1:].requires_grad
+        assert not ours.vocab_parallel_logprobs(logits, target).requires_grad
+        assert not lazy_logits(**tensors).requires_grad
+        assert not (logits + 1).requires_grad
+    assert ours.vocab_parallel_logprobs(logits, target).requires_grad
+    assert (logits + 1).requires_grad
+    with torch.inference_mode():
+        assert not lazy_logits(**tensors).softmax(-1).requires_grad
+    frozen = {**tensors, "weight": tensors["weight"].detach()}
+    ours.vocab_parallel_logprobs(lazy_logits(**frozen), target).sum().backward()
+    assert tensors["weight"].grad is None
+    assert tensors["hidden"].grad is not None
+
+
+def test_a_handle_keeps_nothing_alive() -> None:
+    gc.disable()
+    try:
+        tensors = head()
+        hidden = tensors["hidden"] * 1.0
+        dropped = weakref.ref(hidden)
+        logits = lazy_logits(hidden, tensors["weight"])
+        views = [logits.transpose(0, 1)[1:] / 0.7, logits.detach()]
+        (views[0] + 1).sum().backward()
+        ours.vocab_parallel_entropy(views[1])
+        del hidden
+        assert dropped() is not None
+        del logits, views
+        assert dropped() is None
+    finally:
+        gc.enable()
+
+
+def test_rows_that_are_not_asked_for_cost_no_product() -> None:
+    """A tenth of the rows is a tenth of the multiplications, forward and backward."""
+    hidden = torch.randn(40, 1, H, requires_grad=True)
+    weight = torch.randn(V, H, requires_grad=True)
+    rows: list[int] = []
+
+    class Rows(Seen):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func._schema.name == "aten::mm":
+                rows.append(max(args[0].shape[0], args[0].shape[1]))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with Rows():
+        logits = lazy_logits(hidden, weight).transpose(0, 1)[0, 30:34]
+        ours.vocab_parallel_logprobs(logits, torch.arange(4)).sum().backward()
+    assert len(rows) == 4
+    assert max(rows) <= V
+
+
+# ---- what consumes them -------------------------------------------------------------------------
+
+
+def _kept(n: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    other = (ids + 1) % V
+    return torch.stack([ids, other], -1).flatten(), torch.arange(0, 2 * n + 1, 2)
+
+
+def consumers(teacher: Tensor, lead: torch.Size) -> dict[str, Any]:
+    """Every operation on logits: functions of (logits, keywords)."""
+    n = lead.numel()
+    target = torch.arange(n).mul(5).remainder(V).view(lead)
+    ids = torch.stack([target, (target + 3) % V], -1)
+    topk = torch.linspace(-3.0, -1.0, 2 * n).view(*lead, 2)
+    kept = _kept(n, target.flatten())
+    return {
+        "logprobs": lambda x, **k: ours.vocab_parallel_logprobs(x, target, **k),
+        "label_smoothing": lambda x, **k: ours.vocab_parallel_logprobs(
+            x, target, label_smoothing=0.1, **k
+        ),
+        "entropy": ours.vocab_parallel_entropy,
+        "target_rank": lambda x, **k: ours.vocab_parallel_target_rank(x, target, **k),
+        "token_stats": lambda x, **k: ours.vocab_parallel_token_stats(
+            x, target, entropy=True, sum_pi_squared=True, target_rank=True, **k
+        ),
+        "log_softmax": ours.vocab_parallel_log_softmax,
+        "topk": lambda x, **k: ours.vocab_parallel_topk(x, 3, **k),
+        "argmax": ours.vocab_parallel_argmax,
+        "gather": lambda x, **k: ours.vocab_parallel_gather(x, ids, **k),
+        "gather log_softmax": lambda x, **k: ours.vocab_parallel_gather(
+            x, ids, log_softmax=True, **k
+        ),
+        "top_k": lambda x, **k: ours.vocab_parallel_sampling_logprobs(x, target, top_k=9, **k),
+        "top_p": lambda x, **k: ours.vocab_parallel_sampling_logprobs(x, target, top_p=0.9, **k),
+        "kept_ids": lambda x, **k: ours.vocab_parallel_sampling_logprobs(
+            x, target, kept_ids=kept, **k
+        ),
+        "sample": lambda x, **k: ours.vocab_parallel_sample(x, seed=3, **k),
+        "kl_div": lambda x, **k: ours.vocab_parallel_kl_div(x, teacher, **k),
+        "jsd": lambda x, **k: ours.vocab_parallel_kl_div(x, teacher, kind="jsd", **k),
+        "soft_cross_entropy": lambda x, **k: ours.vocab_parallel_soft_cross_entropy(
+            x, teacher, **k
+        ),
+        "a teacher": lambda x, **k: ours.vocab_parallel_kl_div(teacher, x, kind="reverse", **k),
+        "both": lambda x, **k: ours.vocab_parallel_kl_div(x, x.detach() * 0.5, **k),
+        "both, of other rows": lambda x, **k: ours.vocab_parallel_kl_div(
+            x, x.detach().flip(0), **k
+        ),
+        "topk_distill": lambda x, **k: ours.vocab_parallel_topk_distill(
+            x, topk, ids, entropy=True, **k
+        ),
+        "topk_kl_div": lambda x, **k: ours.vocab_parallel_topk_kl_div(x, topk, ids, **k),
+    }
+
+
+CONSUMERS = list(consumers(torch.zeros(1, V), torch.Size((1,))))
+CUTS: dict[str, Any] = {
+    "all rows": lambda x: x,
+    "tokens": lambda x: x.transpose(0, 1).contiguous() / 0.7,
+    "some rows": lambda x: (x / _TEMPERATURES).flatten(0, 1)[torch.tensor([7, 2, 2, 9])],
+}
+
+
+def compare(name: str, tp: int = 1, rank: int = 0, group: Any = None, **head_of: Any) -> None:
+    """Of every cut and keyword: lazy equals real, values and all gradients."""
+    sp = head_of.pop("sequence_parallel", False)
+    for cut_name, cut in CUTS.items():
+        tensors = head(tp=tp, rank=rank)
+        if sp:
+            whole = tensors.pop("hidden")
+            own = torch.cat([whole.detach(), torch.zeros(-S % tp, B, H)]).chunk(tp)[rank].clone()
+            tensors = {"hidden": own.requires_grad_(), **tensors}
+            real_hidden = torch.cat([whole.detach(), torch.zeros(-S % tp, B, H)]).requires_grad_()
+        else:
+            real_hidden = tensors["hidden"].detach().clone().requires_grad_()
+        weight, bias = (tensors[k].detach().clone().requires_grad_() for k in ("weight", "bias"))
+        for keywords in ({}, {"temperature": 0.6}, {"softcap": 2.0}, {"chunk_size": 3}):
+            inputs = dict(tensors)
+            if "softcap" in keywords:
+                inputs.pop("bias")
+            lazy = lazy_logits(**inputs, tp_group=group, sequence_parallel=sp)[:S]
+            real = (real_hidden @ weight.t())[:S]
+            if "bias" in inputs:
+                real = real + bias
+            lazy, real = cut(lazy), cut(real)
+            generator = torch.Generator().manual_seed(11)
+            teacher = torch.randn(*real.shape[:-1], V, generator=generator).chunk(tp, -1)[rank]
+            operation = consumers(teacher, real.shape[:-1])[name]
+            options = {**keywords, "tp_group": group}
+            got, expected = operation(lazy, **options), operation(real, **options)
+            pairs = []
+            for a, b in zip(_tensors(got), _tensors(expected), strict=True):
+                assert a.requires_grad == b.requires_grad
+                _close(a, b, f"{cut_name} {keywords}")
+                if b.requires_grad:
+                    pairs.append((a, b))
+            if not pairs:
+                continue
+            upstream = [torch.linspace(-1.0, 2.0, a.numel()).view(a.shape) for a, _ in pairs]
+            if name == "log_softmax":
+                upstream = [g * (rank + 1) for g in upstream]
+            found = torch.autograd.grad([a for a, _ in pairs], list(inputs.values()), upstream)
+            others = [real_hidden, weight] + ([bias] if "bias" in inputs else [])
+            wanted = list(torch.autograd.grad([b for _, b in pairs], others, upstream))
+            if group is not None:
+                torch.distributed.all_reduce(wanted[0], group=group)
+            if sp:
+                wanted[0] = wanted[0].chunk(tp)[rank]
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-5)
+
+
+def _close(got: Tensor, expected: Tensor, where: str) -> None:
+    torch.testing.assert_close(
+        got, expected, rtol=2e-5, atol=2e-5, msg=lambda text: f"{where}: {text}"
+    )
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_every_operation_consumes_them(name: str) -> None:
+    compare(name)
+
+
+def compare_on_ranks(sequence_parallel: bool) -> None:
+    for name in CONSUMERS:
+        compare(
+            name,
+            world_size(),
+            world_rank(),
+            world_group(),
+            sequence_parallel=sequence_parallel,
+        )
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_every_operation_over_ranks(ranks: Any, tp: int, sequence_parallel: bool) -> None:
+    ranks(tp).run(compare_on_ranks, sequence_parallel)
+
+
+def test_consumers_add_their_gradients() -> None:
+    tensors = head()
+    logits = lazy_logits(**tensors)
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    found = []
+    for x in (logits, real):
+        x = x.transpose(0, 1)
+        value = of_rows(x) + of_rows(x[1:] / 2) + x[0, 1:3].exp().mean()
+        found.append(gradients(value, tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lora_gets_its_gradient() -> None:
+    tensors = head()
+    a, b = (torch.randn(*shape, requires_grad=True) for shape in ((3, H), (V, 3)))
+    real = tensors["hidden"] @ tensors["weight"].t() + (tensors["hidden"] @ a.t() * 0.5) @ b.t()
+    logits = lazy_logits(tensors["hidden"], tensors["weight"], lora=(a, b, 0.5))
+    inputs = {"hidden": tensors["hidden"], "weight": tensors["weight"], "a": a, "b": b}
+    found = [gradients(of_rows(x[1:] / 0.7), inputs) for x in (logits, real)]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_is_no_worse_than_real_logits() -> None:
+    exact = {k: x.detach().double().requires_grad_() for k, x in head(torch.bfloat16).items()}
+    expected = of_rows(exact["hidden"] @ exact["weight"].t() + exact["bias"])
+    tensors = head(torch.bfloat16)
+    real = of_rows((tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]).float())
+    logits = lazy_logits(**tensors)
+    assert logits.dtype == torch.bfloat16
+    assert logits.float().dtype == torch.float32
+    got = of_rows(logits.float())
+    assert (got - expected).abs() <= (real - expected).abs() + 1e-5
+    for name, mine, theirs, truth in zip(
+        tensors,
+        gradients(got, tensors),
+        gradients(real, tensors),
+        gradients(expected, exact),
+        strict=True,
+    ):
+        bound = (theirs.double() - truth).abs().max()
+        assert (mine.double() - truth).abs().max() <= bound + 1e-3 * truth.abs().max(), name
+
+
+def test_mistakes() -> None:
+    logits = lazy_logits(**head())
+    with pytest.raises(ValueError, match=r"target: expected shape \(5, 2\), got \(2, 5\)"):
+        ours.vocab_parallel_logprobs(logits, torch.zeros(B, S, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"temperature: .* broadcasts to \(5, 2\), got shape \(3"):
+        ours.vocab_parallel_entropy(logits, temperature=torch.ones(3, 1))
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        logits.view(3, V)
+    with pytest.raises(IndexError, match="out of"):
+        logits[7]
+    with pytest.raises(RuntimeError, match="must match"):
+        logits.expand(4, B, V)
