@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +42,8 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
 
 class SuggestsFields:
     """Base of a dataclass whose constructor suggests the nearest field for an unknown keyword."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         fields: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
