@@ -60,12 +60,12 @@ def token_stats(head: Head, *, saved: float = 0.0, main_grad: bool = False) -> f
     """ms of `linear_token_stats` forward and backward; the entropy costs no pass more.
 
     Args:
-        saved: the share of the logits whose exponentials are kept (`saved_bytes`), in bf16.
+        saved: the share of the logits that are kept (`saved_bytes`), in 16-bit codes.
         main_grad: dWeight is added to a float32 buffer.
     """
-    # Float32 logits are read forward and backward, bf16 dLogits written; kept exponentials are
-    # written once and read once instead of the second product's logits.
-    nbytes = head.logits * (10 * (1 - saved) + (4 + 2 + 2 + 2) * saved)
+    # Float32 logits are read forward and backward, bf16 dLogits written; kept ones are read
+    # and written as codes in the forward, and read and written as logits in the backward.
+    nbytes = head.logits * (10 + (6 + 6) * saved)
     tiles = math.ceil(head.rows / _TILE_ROWS)
     nbytes += 6 * head.rows * head.hidden  # dHidden rounded
     if main_grad:
@@ -81,7 +81,7 @@ def policy_loss(head: Head) -> float:
     tile = min(max(_POLICY_CHUNK // row, min(_POLICY_ROWS, _POLICY_MOST // row)), _TILE_ROWS)
     tiles = math.ceil(head.rows / max(1, tile))
     nbytes = 10 * head.logits + 4 * (tiles - 1) * head.weight
-    nbytes += 10 * (head.weight + head.rows * head.hidden)  # times upstream, rounded, masked
+    nbytes += 6 * (head.weight + head.rows * head.hidden)  # times upstream and rounded
     return _total(head.products(3), nbytes)
 
 

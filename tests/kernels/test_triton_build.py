@@ -23,6 +23,7 @@ from benchmarks.ahead import Built, Case, cases, launched_code
 from benchmarks.launches import CALLS, count, dry_launches, one_of_ranks
 from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_token_stats
 from mcore_logprobs.kernels import triton as triton_backend
+from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.pairs import PairSpec
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton.gradient import grad_kernel
@@ -262,3 +263,33 @@ def test_the_measure_of_loads_in_flight() -> None:
     code = ("STL [R1], R2", "@!P1 LDL R2, [R1]", "LDG.E R3, [R2]")
     assert Built(code, code, 16).spills == 2
     assert Built(code, code, 16).narrow("LD") == 1
+
+
+def _encoded() -> None:
+    chunk = Chunk(torch.empty(4, 6400), 6400)
+    triton_backend.encode(chunk, out=torch.empty(4, 6400, dtype=torch.int16))
+
+
+def _decoded() -> None:
+    codes = torch.empty(4, 6400, dtype=torch.int16)
+    triton_backend.decode(codes, torch.empty(2, 4), out=torch.empty(4, 6400))
+
+
+def _scaled(add: bool) -> None:
+    out = torch.empty(6400, dtype=torch.float32 if add else torch.bfloat16)
+    triton_backend.scale(torch.empty(6400), torch.empty(()), out=out, add=add)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "call",
+    [_encoded, _decoded, partial(_scaled, False), partial(_scaled, True)],
+    ids=["encode", "decode", "scale", "add"],
+)
+def test_codes_and_scaling_are_wide_and_spill_nothing(
+    call: Callable[[], None], target: str
+) -> None:
+    ((_, built),) = launched_code(call, target)
+    assert built.spills == 0
+    assert max(built.narrow_anywhere) <= 2  # a row's or the call's own numbers
