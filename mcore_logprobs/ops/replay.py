@@ -481,25 +481,27 @@ def _check_possible(ids: Tensor, offsets: Tensor, disallowed: Tensor | None) -> 
     if disallowed is None or disallowed.numel() == 0:
         return
     bad = torch.isin(ids, disallowed)
-    expected = "kept_ids: expected no disallowed id in a record"
     if bad.device.type != "cpu":
-        torch._assert_async(~bad.any(), expected)
+        torch._assert_async(~bad.any(), "kept_ids: a disallowed id in a record")
     elif bool(bad.any()):
         entry = int(bad.nonzero()[0])
         row = int(torch.searchsorted(offsets, entry, right=True)) - 1
-        raise ValueError(f"{expected}, got id {int(ids[entry])} in row {row}")
+        raise ValueError(
+            "kept_ids: expected no disallowed id in a record, got id "
+            f"{int(ids[entry])} in row {row}"
+        )
 
 
 def _check_recorded(lengths: Tensor, valid_mask: Tensor, places: Tensor) -> None:
     """A record for every row that counts, or a ValueError; on CUDA a device-side assert."""
     none = (lengths == 0) & valid_mask
-    expected = "kept_ids: expected a record of every row whose target counts"
     if none.device.type != "cpu":
-        torch._assert_async(~none.any(), expected)
+        torch._assert_async(~none.any(), "kept_ids: a row without a record")
     elif bool(none.any()):
         raise ValueError(
-            f'{expected}, got none for row {places[none][:8].tolist()}: pass missing="full" where '
-            'nothing was masked, or missing="ignore"'
+            "kept_ids: expected a record of every row whose target counts, got none for row "
+            f"{places[none][:8].tolist()}: pass missing='full' where nothing was masked, or "
+            "missing='ignore'"
         )
 
 

@@ -144,14 +144,16 @@ def _ids(ids: Any, shard: VocabShard) -> Tensor:
 
 
 def _check_some_left(values: Tensor, gone: Tensor, shard: VocabShard) -> None:
-    expected = "disallowed_ids: expected an id that may come"
     if values.device.type != "cpu":
         if shard.tp_size == 1:
             some = (values[: shard.vocab_size] > -torch.inf).any()
-            torch._assert_async(some, expected)
+            torch._assert_async(some, "disallowed_ids: no id may come")
         return
     none = gone.numel() >= shard.vocab_size and gone.unique().numel() == shard.vocab_size
     if shard.tp_size == 1:
         none = none or not bool((values[: shard.vocab_size] > -torch.inf).any())
     if none:
-        raise ValueError(f"{expected}, got all {shard.vocab_size} of the vocabulary")
+        raise ValueError(
+            "disallowed_ids: expected an id that may come, got all "
+            f"{shard.vocab_size} of the vocabulary"
+        )
