@@ -551,8 +551,15 @@ def compare_on_ranks(sequence_parallel: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"),
+    [
+        (2, False),
+        (3, True),
+        pytest.param(2, True, marks=pytest.mark.night),
+        pytest.param(3, False, marks=pytest.mark.night),
+    ],
+)
 def test_every_operation_over_ranks(ranks: Any, tp: int, sequence_parallel: bool) -> None:
     ranks(tp).run(compare_on_ranks, sequence_parallel)
 

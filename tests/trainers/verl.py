@@ -27,6 +27,7 @@ LOGITS = "verl.utils.megatron.tensor_parallel: vocab_parallel_entropy"
 NOW = "now those of mcore_logprobs.dropin.verl"
 
 VOCABULARY, HIDDEN = 96, 32
+VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 
 
 def _row(
@@ -82,12 +83,12 @@ ROWS = [
     _row(
         "TP 2",
         "logits, environment variable",
-        environment={"VERL_USE_EXTERNAL_MODULES": PLUGIN},
+        environment={VARIABLE: PLUGIN},
     ),
     _row(
         "TP 2 SP",
         "fused, environment variable, reference worker, KL loss",
-        environment={"VERL_USE_EXTERNAL_MODULES": PLUGIN},
+        environment={VARIABLE: PLUGIN},
         log=_FUSED["log"],
         calls=_FUSED["calls"],
         settings={"fused": True, **_REFERENCE},
@@ -164,7 +165,7 @@ def prepare(row: Row, folder: Path) -> None:
 
     classes = Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast
     write_model(folder / "model", row.settings, *classes)
-    if not row.environment:
+    if VARIABLE not in row.environment:
         _import()
 
 
@@ -230,7 +231,7 @@ def drive(row: Row, how: How) -> Trace:
 
     given = row.settings
     with cpu_devices():
-        if row.environment:
+        if VARIABLE in row.environment:
             _import()
         torch.distributed.init_process_group("gloo")
         actor, reference = _workers(row, how)
@@ -280,7 +281,7 @@ def _workers(row: Row, how: How) -> tuple[Any, Any]:
     }
     if not given["sp"] and given["tp"] > 1:  # mbridge turns it on with TP
         overrides[f"+{actor}.megatron.override_transformer_config.sequence_parallel"] = False
-    if how.switched and not row.environment:
+    if how.switched and VARIABLE not in row.environment:
         overrides["actor_rollout_ref.model.external_lib"] = PLUGIN
     overrides |= given.get("overrides", {})
     if how.switched:
