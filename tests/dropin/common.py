@@ -64,7 +64,7 @@ def spread(grads: list[Tensor], tp: int, cp: int, shape: Any, bounds: Any = None
 
 def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Logits with everything that a sampler drops at -inf."""
-    return kept_logits(logits, {"top_k": top_k, "top_p": top_p})
+    return kept_logits(logits, {"top_k": top_k, "top_p": top_p, "min_p": 0.0})
 
 
 def next_token_logprobs(

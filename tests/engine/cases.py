@@ -277,7 +277,7 @@ class Problem:
             self.head["A"] = draw.spread(LORA_RANK, width, step=1 / 4)
             self.head["B"] = draw.spread(columns, LORA_RANK, step=1 / 4)
         self.side = op.side(draw)
-        self.vocab_bias = vocab_bias_of(s.get("logit_bias"), columns, generator)
+        self.vocab_bias = vocab_bias_of(s.get("logit_bias"), columns, true, generator)
         kind = s.get("temperature", "one")
         self.temperature: float | Tensor = {"one": 1.0, "number": 0.7}.get(kind, 0.0)
         if not self.temperature:
@@ -313,14 +313,16 @@ class Problem:
         return bias
 
 
-def vocab_bias_of(kind: str | None, columns: int, generator: torch.Generator) -> dict[str, Any]:
+def vocab_bias_of(
+    kind: str | None, columns: int, true: int, generator: torch.Generator
+) -> dict[str, Any]:
     """The keywords that shift or forbid ids; `logit_bias` of pairs by the name "pairs"."""
     if kind is None:
         return {}
     if kind == "disallowed":
-        return {"disallowed_ids": torch.tensor([7, 2, 7])}
+        return {"disallowed_ids": torch.tensor([7, 2, 7]) % true}
     if kind == "pairs":
-        return {"pairs": {0: 1.5, 4: -2.25, 9: 0.75}}
+        return {"pairs": {0: 1.5, 4 % true: -2.25, 9 % true: 0.75}}
     bias = torch.randint(-8, 9, (columns,), generator=generator) / 4.0
     bias[3::5] = -torch.inf
     return {"logit_bias": bias}

@@ -38,10 +38,11 @@ def linear_filtered_stats(
     """What a patched model with filters computes, of a head given by keywords."""
     names = ("entropy", "target_rank", "sum_pi_squared")
     wanted = Statistics.of(**{name: options.pop(name) for name in names if name in options})
-    top_k, top_p = options.pop("top_k", None), options.pop("top_p", 1.0)
+    off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+    given = {name: options.pop(name, value) for name, value in off.items()}
     ignore_index = options.pop("ignore_index", -100)
     source = head_logits(hidden, weight, **options)
-    filters = Filters.of(top_k, top_p, source.shard)
+    filters = Filters.of(**given, shard=source.shard)
     return filtered_stats(source, target, filters, wanted, ignore_index)
 
 

@@ -121,7 +121,8 @@ def case_of(row: Setting, seed: int = 0) -> Case:
     if "invariant_segments" in op.options:  # a kernel for each width: test_large.py has them
         setting["invariant_segments"] = None
     statistics = ("entropy", "target_rank", "sum_pi_squared")
-    setting |= {name: True for name in statistics if name in op.options}
+    asked = {name: True for name in statistics if name in op.options}
+    setting |= asked if op.allowed(setting | asked) else {}
     if "k" in known:
         setting["k"] = (3, 50, 700)[seed % 3]
     return Case(op.name, setting, seed)
