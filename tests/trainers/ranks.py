@@ -12,8 +12,20 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tests.trainers.frame import How, Row, counting, free_port, module
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays: Megatron replaces what torch pickles them by, and releases differ."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is torch.Tensor and thing.dtype is not torch.bfloat16:
+            return torch.from_numpy, (thing.detach().numpy(),)
+        return NotImplemented
 
 
 def _rank(row: Row, paths: list[Path], how: How, rank: int, port: int, folder: Path) -> None:
@@ -78,7 +90,8 @@ def main(folder: Path) -> None:
     module(row.framework).prepare(row, folder)
     gc.freeze()  # a collection in a rank would copy the modules' pages
     traces = [_run(row, paths, how, folder) for how in runs]
-    (folder / "traces").write_bytes(pickle.dumps(traces))
+    with open(folder / "traces", "wb") as file:
+        _Pickler(file).dump(traces)
 
 
 if __name__ == "__main__":
