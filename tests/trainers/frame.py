@@ -83,6 +83,7 @@ class How:
     switched: bool
     temperature: float
     folder: str = ""  # the one that `prepare` was given
+    fault: str = ""  # one of `faults.FAULTS`, put into the drop-in
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.trainers import faults
 from tests.trainers.frame import How, Row, counting, free_port, module
 
 
@@ -46,6 +47,8 @@ def _rank(row: Row, paths: list[Path], how: How, rank: int, port: int, folder: P
         )
         if how.switched:
             os.environ.update(row.environment)
+        if how.fault:
+            faults.put(row.framework, how.fault)
         drive = module(row.framework).drive
         how = dataclasses.replace(how, folder=str(folder))
         with counting(row.framework, paths, row.calls) as (ours, theirs):
