@@ -81,7 +81,7 @@ def _run(row: Row, paths: list[Path], how: How, folder: Path) -> list:
             rank = children.pop(child)
             if status:
                 text = (folder / f"output{rank}").read_text(errors="replace")
-                sys.exit(f"{how}, rank {rank}: {text[-6000:]}")
+                raise RuntimeError(f"{how}, rank {rank}: {text[-6000:]}")
     finally:
         for child in children:  # they would wait for the one that failed
             os.kill(child, 9)
@@ -98,4 +98,10 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+        status = 0
+    except BaseException as error:
+        print(error if isinstance(error, RuntimeError) else traceback.format_exc(), flush=True)
+        status = 1
+    os._exit(status)  # what extensions say of their leaks at the end would hide what failed
