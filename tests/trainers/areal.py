@@ -68,9 +68,11 @@ _CHUNKS = {"logprobs_chunk_size": 5}
 _ON_POLICY = {"use_decoupled_loss": False, "kl_ctl": 0.1}
 _HEAD = {"enable_chunked_logits": True}
 ROWS = [
-    _row("1.0.4", "TP 1", "decoupled PPO"),
-    _row("1.0.4", "TP 2", "decoupled PPO"),
-    _row("1.0.4", "CP 2", "decoupled PPO"),
+    _row("1.0.4", "TP 1", "decoupled PPO, checkpoints"),
+    _row("1.0.4", "TP 2", "ratios of sequences, checkpoints", settings={"options": _SEQUENCES}),
+    _row("1.0.4", "DP 2", "decoupled PPO, checkpoints"),
+    # Not CP: 1.0.4's compute_logp takes a rank's part of the logits with the whole labels, silently
+    # where the part has more rows; the drop-in refuses. Main gathers the logits there.
     _row("main", "TP 1", "decoupled PPO"),
     _row("main", "TP 2", "CISPO, chunks of 5 tokens", settings={"options": _CISPO | _CHUNKS}),
     _row("main", "TP 2", "decoupled PPO, AReaL's head", settings={"megatron": _HEAD}),
@@ -169,6 +171,8 @@ def _actor(row: Row, how: How) -> Any:
         backend=layout,
         path=f"{how.folder}/model",
         dtype="float32",
+        # Without it 1.0.4 leaves the model in mbridge's bfloat16, whatever dtype says.
+        gradient_checkpointing=given["version"] == "1.0.4",
         temperature=how.temperature,
         mb_spec=settings.MicroBatchSpec(max_tokens_per_mb=40),
         optimizer=settings.OptimizerConfig(
