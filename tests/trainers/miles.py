@@ -44,6 +44,10 @@ def arguments(row: Row, how: How) -> list[str]:
     given = [word.replace("tests.trainers.slime", "tests.trainers.miles") for word in given]
     at = given.index("--rollout-data-postprocess-path")
     del given[at : at + 2]
+    # miles reads Hugging Face's weights by Megatron-Bridge: here the model starts from a seed.
+    for name in ("--load", "--ref-load"):
+        given[given.index(name) + 1] = f"{how.folder}/empty"
+    given += ["--init-method-std", "0.3", "--disable-rollout-global-dataset"]
     if how.switched:
         given += ["--custom-megatron-init-path", "mcore_logprobs.dropin.switch.miles"]
     return given
@@ -57,6 +61,7 @@ def cpu_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
 def prepare(row: Row, folder: Path) -> None:
     """Writes the inputs, and imports miles: its switch acts when Megatron has been initialized."""
     slime.write_inputs(row, folder)
+    (folder / "empty").mkdir()
     slime.ray_in_process()
     stand_in(*slime.ENGINES, *ABSENT)
     with cpu_training():
@@ -77,16 +82,18 @@ def train(row: Row, how: How) -> Trace:
     from miles.backends.megatron_utils import actor as actors
     from miles.ray.rollout.rollout_manager import RolloutManager
     from miles.utils import arguments as parser
-    from miles.utils import object_store
+    from miles.utils import dumper_utils, object_store
     from miles.utils.ft_utils.indep_dp import IndepDPInfo
     from miles.utils.reloadable_process_group import ReloadableProcessGroup
     from miles.utils.tracking_utils import tracking
 
     slime.forward_new_names(ReloadableProcessGroup)
     one_object_store(object_store)
+    dumper_utils.DumperConfig = NoDumps
     sys.argv = ["train.py", *arguments(row, how)]
     parser.sglang_validate_args = lambda args: None  # of the rollout's engine, which is not there
     args = parser.parse_args()
+    args.enable_gloo_process_groups = args.use_gloo_process_groups  # its name before 0.19
     args.bf16, args.params_dtype = False, torch.float32
     trace = Trace()
     watch(actors, tracking, trace)
@@ -101,7 +108,7 @@ def train(row: Row, how: How) -> Trace:
     before = slime.parameters(actor)
     for rollout in range(slime.ROLLOUTS):
         pack = asyncio.run(manager.generate(rollout))
-        actor.train(rollout, pack)
+        actor.train(rollout, pack["data_ref"])
     trace.parameters = slime.parameters(actor)
     trace.moved = max(float((trace.parameters[k] - x).abs().max()) for k, x in before.items())
     return trace
@@ -123,6 +130,14 @@ def watch(actors: Any, tracking: Any, trace: Trace) -> None:
     actors.log_rollout_data = rollout_data
     tracking.log = metrics
     slime._trace = trace
+
+
+class NoDumps:
+    """sglang's dumper of intermediate tensors, off."""
+
+    @staticmethod
+    def _kv_pairs_to_dict(pairs: Any) -> dict[str, Any]:
+        return {}
 
 
 def tokenizers_of_before() -> None:
