@@ -25,6 +25,8 @@ FAULTS = {
 }
 # Framework -> the layout and option of the row that is run with them.
 FAULTY = {
+    "areal": ("TP 1", "1.0.4, decoupled PPO, checkpoints"),
+    "miles": ("TP 1", "GRPO"),
     "slime": ("TP 1", "GRPO"),
     "verl": ("TP 1", "fused, external_lib"),  # on logits verl applies the temperature itself
 }

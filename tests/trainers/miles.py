@@ -66,6 +66,7 @@ def prepare(row: Row, folder: Path) -> None:
     stand_in(*slime.ENGINES, *ABSENT)
     with cpu_training():
         tokenizers_of_before()
+        float32_gradient()
         import miles.backends.megatron_utils.actor  # type: ignore[import-not-found]
         import miles.ray.rollout.rollout_manager  # type: ignore[import-not-found]  # noqa: F401
 
@@ -140,6 +141,19 @@ class NoDumps:
         return {}
 
 
+def float32_gradient() -> None:
+    """Megatron's fused cross entropy, which miles calls, rounds every gradient to bfloat16."""
+    from megatron.core.fusions import fused_cross_entropy as fused
+
+    parts = fused.VocabParallelCrossEntropy
+
+    def gradients(softmax: Any, upstream: Any, mask: Any, target: Any) -> Any:
+        rows, place, update, result = parts.prepare_gradient_calculation_operands(softmax, mask)
+        return parts.calculate_gradients(rows, place, target, update, result, upstream)
+
+    fused.calculate_gradients = gradients
+
+
 def tokenizers_of_before() -> None:
     """miles' fork of Megatron has the padding of the vocabulary where it was before 0.19."""
     from megatron.core.tokenizers.utils import build_tokenizer
@@ -167,4 +181,10 @@ def row(layout: str, option: str = "GRPO", **settings: Any) -> Row:
 
 ROWS = [
     row("TP 1"),
+    row("TP 2", "GRPO, chunks", options=slime.CHUNKS),
+    row("TP 2", "GSPO, padded batches", options=slime.GSPO | {"qkv-format": "bshd"}),
+    row("TP 2 x SP", "GSPO, TIS", options=slime.GSPO, flags=["use-tis", "sequence-parallel"]),
+    row("CP 2", "GRPO, chunks", options=slime.CHUNKS),
+    row("PP 2", "GRPO, TIS", flags=["use-tis"]),
+    row("DP 2", "GRPO, dynamic batches", options=slime.DYNAMIC, flags=["use-dynamic-batch-size"]),
 ]
