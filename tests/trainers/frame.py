@@ -27,7 +27,13 @@ from torch import Tensor
 
 from mcore_logprobs.dropin.installed import FRAMEWORKS as DESCRIBED
 
-FRAMEWORKS: tuple[str, ...] = ("areal", "miles", "slime", "verl")  # modules of this package
+FRAMEWORKS: tuple[str, ...] = (
+    "areal",
+    "megatron_rl",
+    "miles",
+    "slime",
+    "verl",
+)  # modules of this package
 REPO = Path(__file__).parents[2]
 
 
