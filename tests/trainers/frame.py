@@ -24,8 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mcore_logprobs.dropin.installed import FRAMEWORKS as DESCRIBED
+from mcore_logprobs.sources.lazy import LazyLogits
 
 FRAMEWORKS: tuple[str, ...] = (
     "areal",
@@ -107,6 +110,7 @@ class Trace:
     ours: Counter[str] = dataclasses.field(default_factory=Counter)  # calls; filled in by the frame
     theirs: Counter[str] = dataclasses.field(default_factory=Counter)
     output: str = ""
+    logits: list[str] = dataclasses.field(default_factory=list)  # see `watched`
     measured: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -216,6 +220,46 @@ def counting(
         for entry in profile.getstats():
             if isinstance(entry.code, types.CodeType):
                 count(entry.code, entry.callcount)
+
+
+# ---- logits that are made --------------------------------------------------------------------
+
+
+class _LogitsMade(TorchDispatchMode):
+    """Notes tensors `[..., V/TP]` of `rows` rows or more, but for the head's weight `[h, V/TP]`."""
+
+    def __init__(self, width: int, rows: int, weight: tuple[int, int]) -> None:
+        super().__init__()
+        self.width, self.rows, self.weight = width, rows, weight
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if not isinstance(x, Tensor) or isinstance(x, LazyLogits):
+                continue
+            if x.device.type == "meta" or not x.dim():
+                continue  # how shapes are worked out: nothing is in memory
+            held = x.untyped_storage().nbytes() // x.element_size()  # an expanded number is one
+            large = x.shape[-1] == self.width and min(x.numel(), held) >= self.rows * self.width
+            if large and tuple(x.shape) != self.weight:
+                self.made.append(f"{func} {tuple(x.shape)}")
+        return out
+
+
+@contextlib.contextmanager
+def watched(row: Row, trace: Trace, hidden: int, rows: int) -> Iterator[None]:
+    """Notes what makes logits of a micro-batch in here, if the row is a lazy one.
+
+    rows: as many as a micro-batch has at least, on one of the context-parallel ranks.
+    """
+    if not row.settings.get("lazy"):
+        yield
+        return
+    width = row.settings["vocabulary"] // row.settings["sizes"].get("tensor", 1)
+    with _LogitsMade(width, rows, (hidden, width)) as seen:
+        yield
+    trace.logits = seen.made
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -379,6 +423,10 @@ def check(row: Row, traces: Sequence[Sequence[Trace]]) -> Result:
         assert max(len(t.grad_norm) for t in ranks) >= 2, "expected two updates or more"
         assert max(len(t.metrics) for t in ranks) >= 2, "expected the metrics of two updates"
         assert min(t.moved for t in ranks) > 20 * row.tolerance.parameters, "nothing was trained"
+    if row.settings.get("lazy"):
+        made = [[made for t in ranks for made in t.logits] for ranks in (plain, switched)]
+        assert made[0], "the plain run made no logits"
+        assert not made[1], f"the switched run made logits: {sorted(set(made[1]))}"
     agreement = differences(plain, switched)
     control = differences(plain, other)
     result = Result(agreement, control, sum(total["ours"].values()), 0)

@@ -205,7 +205,11 @@ def watch(training: Any, rl_utils: Any, trace: Trace) -> list[Any]:
 
     def logprobs(*args: Any, **options: Any) -> Any:
         found = batch(*args, **options)
-        trace.logprobs.append(found.clone())
+        kept = found
+        if (packing := options["packing_context"]) is not None:
+            # Between the sequences of a bin ours has 0, and Megatron a number that nobody reads.
+            kept = found * packing.packed_loss_mask[:, 1:].cpu()
+        trace.logprobs.append(kept.clone())
         return found
 
     def training_log(losses: dict[str, Any], *args: Any, **options: Any) -> Any:
@@ -253,4 +257,15 @@ def row(layout: str, option: str, **settings: Any) -> Row:
     )
 
 
-ROWS = [row("TP 1", "train_rl.py")]
+PACKED = ["rl-use-sequence-packing"]
+CORRECTED = ["rl-inference-logprobs-is-correction"]
+TRUNCATED = {"rl-importance-sampling-truncation-coef": 2.0}
+ROWS = [
+    row("TP 1", "GRPO"),
+    row("TP 1", "GRPO, packed bins", flags=PACKED),
+    row("TP 2", "GRPO, importance sampling", flags=CORRECTED, options=TRUNCATED),
+    row("TP 2 x SP", "GRPO, packed bins", flags=[*PACKED, "sequence-parallel"]),
+    row("CP 2", "GRPO", flags=["calculate-per-token-loss"]),
+    row("PP 2", "GRPO"),
+    row("DP 2", "GRPO, distributed optimizer", flags=["use-distributed-optimizer"]),
+]

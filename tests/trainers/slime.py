@@ -20,7 +20,7 @@ import torch
 from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout
+from tests.trainers.frame import How, Row, Trace, checkout, watched
 
 MEGATRON = "0.19.2"
 VOCAB = 96
@@ -62,6 +62,7 @@ def arguments(row: Row, how: How) -> list[str]:
     sizes = {"tensor": 1, "pipeline": 1, "context": 1, **row.settings.get("sizes", {})}
     options: dict[str, Any] = {
         **MODEL,
+        "vocab-size": vocabulary(row),
         **{
             f"{kind}{'' if kind == 'context' else '-model'}-parallel-size": size
             for kind, size in sizes.items()
@@ -113,6 +114,10 @@ def cpu_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
     return bridged_block_spec(config, vp_stage=vp_stage)
 
 
+def vocabulary(row: Row) -> int:
+    return row.settings.get("vocabulary", VOCAB)
+
+
 # ---- model and rollouts --------------------------------------------------------------------------
 
 
@@ -124,7 +129,7 @@ def write_inputs(row: Row, folder: Path) -> None:
 
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocabulary(row),
         hidden_size=MODEL["hidden-size"],
         intermediate_size=MODEL["ffn-hidden-size"],
         num_hidden_layers=MODEL["num-layers"],
@@ -136,7 +141,7 @@ def write_inputs(row: Row, folder: Path) -> None:
         initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    words = {f"w{i}": i for i in range(VOCAB)}
+    words = {f"w{i}": i for i in range(vocabulary(row))}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w0", pad_token="w0", eos_token="w1"
@@ -149,7 +154,7 @@ def write_inputs(row: Row, folder: Path) -> None:
 def sample(row: Row, rollout: int, index: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(100 * rollout + index)
     prompt, response = 3 + index % 4, 4 + (5 * index) % 11
-    tokens = torch.randint(0, VOCAB, (prompt + response,), generator=generator).tolist()
+    tokens = torch.randint(0, vocabulary(row), (prompt + response,), generator=generator).tolist()
     mask = torch.ones(response, dtype=torch.int64)
     mask[1 + index % 2] = 0  # a tool's answer
     found = {
@@ -167,7 +172,9 @@ def sample(row: Row, rollout: int, index: int) -> dict[str, Any]:
         "metadata": {},
     }
     if "rollout-top-p" in row.settings.get("options", {}):
-        kept = [torch.randperm(VOCAB, generator=generator)[: 5 + r] for r in range(response)]
+        kept = [
+            torch.randperm(vocabulary(row), generator=generator)[: 5 + r] for r in range(response)
+        ]
         found["rollout_top_p_token_ids"] = torch.cat(kept).tolist()
         counts = torch.tensor([len(ids) for ids in kept])
         found["rollout_top_p_token_offsets"] = [0, *counts.cumsum(0).tolist()]
@@ -241,8 +248,10 @@ def train(row: Row, how: How) -> Trace:
     manager = RolloutManager(args, None)
     manager.set_train_parallel_config(actor.train_parallel_config)
     before = parameters(actor)
-    for rollout in range(ROLLOUTS):
-        actor.train(rollout, manager.generate(rollout))
+    rows = 12 // row.settings["sizes"].get("context", 1)  # a micro-batch has two samples
+    with watched(row, _trace, MODEL["hidden-size"], rows):
+        for rollout in range(ROLLOUTS):
+            actor.train(rollout, manager.generate(rollout))
     _trace.parameters = parameters(actor)
     _trace.moved = max(float((_trace.parameters[k] - x).abs().max()) for k, x in before.items())
     return _trace
@@ -325,6 +334,7 @@ def forward_new_names(wrapper: type) -> None:
 
 
 def row(layout: str, option: str = "GRPO", **settings: Any) -> Row:
+    """lazy: with a large vocabulary, where whatever wants real logits fails, and none are made."""
     sizes = {}
     processes = 1
     for part in layout.split(" x "):
@@ -345,6 +355,7 @@ def row(layout: str, option: str = "GRPO", **settings: Any) -> Row:
         ),
         calls=("get_log_probs_and_entropy",),
         settings={"sizes": sizes, **settings},
+        environment={"MCORE_LOGPROBS_FUSED": "require"} if settings.get("lazy") else {},
         megatron=MEGATRON,
         timeout=600,
     )
@@ -357,8 +368,13 @@ TOP_P = {"rollout-top-p": 0.9}
 KL = {"kl-loss-coef": 0.1, "kl-loss-type": "low_var_kl"}
 DYNAMIC = {"max-tokens-per-gpu": 40}
 
+LAZY = {"lazy": True, "vocabulary": 8192, "options": CHUNKS}
+
 ROWS = [
     row("TP 1"),
+    row("TP 1", "GRPO, chunks, lazy logits at V 8192", **LAZY),
+    row("TP 2", "GRPO, chunks, lazy logits at V 8192", **LAZY),
+    row("CP 2", "GSPO, chunks, lazy logits at V 8192", **LAZY | {"options": CHUNKS | GSPO}),
     row("TP 2", "GRPO, chunks", options=CHUNKS),
     row("TP 2", "GSPO, top-p replay", options=GSPO | TOP_P),
     row("TP 2 x SP", "CISPO, TIS", options=CISPO, flags=["use-tis", "sequence-parallel"]),
