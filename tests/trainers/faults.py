@@ -26,10 +26,12 @@ FAULTS = {
 # Framework -> the layout and option of the row that is run with them.
 FAULTY = {
     "areal": ("TP 1", "1.0.4, decoupled PPO, checkpoints"),
+    "megatron_rl": ("TP 1", "GRPO"),
     "miles": ("TP 1", "GRPO"),
     "slime": ("TP 1", "GRPO"),
     "verl": ("TP 1", "fused, external_lib"),  # on logits verl applies the temperature itself
 }
+_NO_TEMPERATURE = ("megatron_rl",)
 _LOGPROBS = (
     "context_parallel_gather",
     "vocab_parallel_logprobs",
@@ -37,6 +39,12 @@ _LOGPROBS = (
     "vocab_parallel_token_stats",
 )
 _RESULTS = {"verl": ("_flat",)}  # functions of a drop-in that a patched model's results go through
+
+
+def faults(framework: str) -> dict[str, str]:
+    """Those of `FAULTS` that the framework's drop-in can have."""
+    without = ("temperature ignored",) if framework in _NO_TEMPERATURE else ()
+    return {fault: told_by for fault, told_by in FAULTS.items() if fault not in without}
 
 
 def put(framework: str, fault: str) -> None:

@@ -11,6 +11,7 @@ scale of the initial weights.
 
 from __future__ import annotations
 
+import itertools
 import runpy
 import sys
 import types
@@ -96,6 +97,24 @@ def layers(config: Any, vp_stage: int | None = None) -> Any:
     return gpt_block_spec(getattr(config, "transformer", config), vp_stage=vp_stage)
 
 
+def arguments_config() -> Any:
+    """The older way to the same model, by which the inference engine's own is built."""
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    return core_transformer_config_from_args(get_args())
+
+
+def zigzag(bounds: torch.Tensor, tokens: int, size: int, rank: int) -> torch.Tensor:
+    """Transformer Engine's: which tokens of packed sequences a context-parallel rank holds."""
+    held = []
+    for start, end in itertools.pairwise(bounds.tolist()):
+        piece = (end - start) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            held.append(torch.arange(start + number * piece, start + (number + 1) * piece))
+    return torch.cat(held)
+
+
 # ---- rollouts ------------------------------------------------------------------------------------
 
 
@@ -156,9 +175,14 @@ def drive(row: Row, how: How) -> Trace:
 
     trace = Trace()
     with cpu_training():
+        import gpt_builders  # type: ignore[import-not-found]
         import megatron.training as training
         from megatron.rl import rl_utils
 
+        if not rl_utils.HAVE_TEX:
+            rl_utils.HAVE_TEX = True
+            rl_utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=zigzag)
+        gpt_builders.import_module = lambda spec: layers(arguments_config())
         models = watch(training.training, rl_utils, trace)
         script = Path(rl_utils.__file__).parents[2] / "train_rl.py"
         command = [str(script), *arguments(row, how)]

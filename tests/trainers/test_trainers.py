@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.trainers.faults import FAULTS, FAULTY
+from tests.trainers.faults import FAULTY, faults
 from tests.trainers.frame import (
     PLAIN,
     SWITCHED,
@@ -32,9 +32,9 @@ def test_a_fault_turns_the_row_red(framework: str) -> None:
     (row,) = [r for r in rows(framework) if (r.layout, r.option) == FAULTY[framework]]
     if why := unavailable(row):
         pytest.skip(why)
-    faulty = [dataclasses.replace(SWITCHED, fault=fault) for fault in FAULTS]
+    faulty = [dataclasses.replace(SWITCHED, fault=fault) for fault in faults(framework)]
     plain, *others = run(row, [PLAIN, *faulty])
-    for (fault, told_by), traces in zip(FAULTS.items(), others, strict=True):
+    for (fault, told_by), traces in zip(faults(framework).items(), others, strict=True):
         with pytest.raises(AssertionError, match="expected at most"):
             check(row, [plain, traces, traces])
         found = differences(plain, traces)[told_by]
