@@ -107,9 +107,10 @@ def train(row: Row, how: How) -> Trace:
     manager = RolloutManager(args, None)
     manager.set_train_parallel_config(actor.train_parallel_config)
     before = slime.parameters(actor)
-    for rollout in range(slime.ROLLOUTS):
-        pack = asyncio.run(manager.generate(rollout))
-        actor.train(rollout, pack["data_ref"])
+    with slime.step_watched(row, trace):
+        for rollout in range(slime.ROLLOUTS):
+            pack = asyncio.run(manager.generate(rollout))
+            actor.train(rollout, pack["data_ref"])
     trace.parameters = slime.parameters(actor)
     trace.moved = max(float((trace.parameters[k] - x).abs().max()) for k, x in before.items())
     return trace
@@ -181,6 +182,7 @@ def row(layout: str, option: str = "GRPO", **settings: Any) -> Row:
 
 ROWS = [
     row("TP 1"),
+    row("TP 2", "GRPO, chunks, lazy logits at V 8192", **slime.LAZY),
     row("TP 2", "GRPO, chunks", options=slime.CHUNKS),
     row("TP 2", "GSPO, padded batches", options=slime.GSPO | {"qkv-format": "bshd"}),
     row("TP 2 x SP", "GSPO, TIS", options=slime.GSPO, flags=["use-tis", "sequence-parallel"]),

@@ -248,13 +248,18 @@ def train(row: Row, how: How) -> Trace:
     manager = RolloutManager(args, None)
     manager.set_train_parallel_config(actor.train_parallel_config)
     before = parameters(actor)
-    rows = 12 // row.settings["sizes"].get("context", 1)  # a micro-batch has two samples
-    with watched(row, _trace, MODEL["hidden-size"], rows):
+    with step_watched(row, _trace):
         for rollout in range(ROLLOUTS):
             actor.train(rollout, manager.generate(rollout))
     _trace.parameters = parameters(actor)
     _trace.moved = max(float((_trace.parameters[k] - x).abs().max()) for k, x in before.items())
     return _trace
+
+
+def step_watched(row: Row, trace: Trace) -> Any:
+    """For the training: a micro-batch has two samples of six tokens or more."""
+    rows = 2 * 6 // row.settings["sizes"].get("context", 1)
+    return watched(row, trace, MODEL["hidden-size"], rows)
 
 
 def parameters(actor: Any) -> dict[str, torch.Tensor]:
