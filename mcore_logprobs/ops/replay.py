@@ -435,7 +435,8 @@ def replay(
         places = torch.arange(target.numel(), device=source.device).view(source.lead)
     ids, offsets = check_kept_ids(kept.ids, target.numel(), source.shard, source.device)
     lengths = offsets.diff()[places]
-    _check_possible(ids, offsets, source.options.disallowed)
+    # A source of a kind of one's own need not know of ids that may not come.
+    _check_possible(ids, offsets, getattr(source.options, "disallowed", None))
     if kept.missing == "error":
         _check_recorded(lengths, valid_mask, places)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
