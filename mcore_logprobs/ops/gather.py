@@ -33,7 +33,7 @@ from mcore_logprobs.kernels.stats import (
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.entries import EntryGradient, grid_entries
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient, no_targets
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source, token_temperature
@@ -107,11 +107,10 @@ class EntryLogprobs(Operation):
         return LogitGradient(source, terms)
 
 
-class _LogprobForward(LocalStatistics):
+class _LogprobForward(RowStatistics):
     def __init__(self, operation: EntryLogprobs, source: Source, tensors: Tensors) -> None:
-        spec = StatsSpec(entropy=operation.entropy)
-        super().__init__(source, spec, no_targets(source.count, source.device))
-        self._operation, (self._local_ids, self._valid_mask) = operation, tensors
+        super().__init__(source, StatsSpec(entropy=operation.entropy))
+        self._operation, (self._local_ids, self._counted) = operation, tensors
         shape, device = self._local_ids.shape, source.device
         self._values = torch.zeros(shape, dtype=source.acc_dtype, device=device)
 
@@ -121,14 +120,15 @@ class _LogprobForward(LocalStatistics):
         super().see(placed)
 
     def results(self) -> tuple[Tensors, Tensors]:
-        done, values = self.stats.finalize_with(self._values)
+        done, shards = self.reduce(self._values.t())
+        values = shards.sum(0).t()
         if self._operation.log_softmax:
             # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
             values = values - done.softmax.row_max.unsqueeze(-1)
-        values = times_multiplier(values, self.stats.multiplier)
+        values = times_multiplier(values, self.multiplier)
         if self._operation.log_softmax:
             values = values - done.softmax.log_sum.unsqueeze(-1)
-        values = torch.where(self._valid_mask, values, 0.0)
+        values = torch.where(self._counted, values, 0.0)
         return (values, done.results.entropy), done.softmax
 
 

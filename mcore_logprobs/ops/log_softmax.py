@@ -13,7 +13,7 @@ from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.row_statistics import LocalStatistics, no_targets
+from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.source import Placed, Source, Tile
 
@@ -31,12 +31,11 @@ class LogSoftmax(Operation):
         return _LogSoftmaxGradient(source, upstream[0], *saved)
 
 
-class _LogSoftmaxForward(LocalStatistics):
+class _LogSoftmaxForward(RowStatistics):
     passes = 2  # the normalizers, and what they normalize
 
     def __init__(self, source: Source) -> None:
-        super().__init__(source, StatsSpec(), no_targets(source.count, source.device))
-        self._source = source
+        super().__init__(source, StatsSpec())
         self._softmax: SoftmaxStats | None = None
         self._result = torch.empty(0)
 
@@ -61,7 +60,7 @@ class _LogSoftmaxForward(LocalStatistics):
 
     def end_pass(self) -> None:
         if self._softmax is None:
-            self._softmax = self.stats.finalize().softmax
+            self._softmax = self.reduce()[0].softmax
             shape = (self._source.count, self._source.shard.width)
             dtype, device = self._source.acc_dtype, self._source.device
             self._result = torch.empty(shape, dtype=dtype, device=device)

@@ -34,7 +34,7 @@ from mcore_logprobs.kernels.stats import (
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.entries import entries_of_chunk
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
 
 MISSING = ("error", "full", "ignore")
@@ -240,20 +240,19 @@ class _ReplayForward(Forward):
         return ReplayResults(logprobs, entropy, RowResults()).flat, saved
 
 
-class _FullReplayForward(LocalStatistics):
+class _FullReplayForward(RowStatistics):
     """Of the kept logits, which each chunk holds, and of the whole distribution; one all-gather."""
 
     def __init__(self, operation: Replay, source: Source, tensors: Tensors) -> None:
         assert operation.full is not None
-        self._valid_mask, local_target, self._recorded, *_ = tensors
-        super().__init__(source, operation.full, local_target)
-        self._kept = _Kept(operation, source, tensors)
-        self._operation, self._source = operation, source
-        self._parts, self._part = iter(operation.parts), slice(0, 0)
+        valid_mask, local_target, self._recorded, *_ = tensors
+        super().__init__(source, operation.full, local_target, valid_mask=valid_mask)
+        self._kept, self._operation = _Kept(operation, source, tensors), operation
+        self._parts_of_tiles, self._part = iter(operation.parts), slice(0, 0)
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
         super().begin_tile(tile, rows)
-        self._part = next(self._parts)
+        self._part = next(self._parts_of_tiles)
 
     def see(self, placed: Placed) -> None:
         row, column = entries_of_chunk(placed, self._kept.entries(self._part))
@@ -261,15 +260,11 @@ class _FullReplayForward(LocalStatistics):
         super().see(placed)
 
     def results(self) -> tuple[Tensors, Tensors]:
-        kept, operation, multiplier = self._kept, self._operation, self._source.multiplier
-        full, fields = self.stats.spec, len(self.stats.spec.fields)
-        local = torch.cat([self.stats.whole(), kept.statistics()])
-        shards = all_gather_stack(local, self._source.shard.group)
-        merged = merge(shards[:, fields:].contiguous(), kept.spec, multiplier=multiplier)
+        kept = self._kept
+        (found, softmax), shards = self.reduce(kept.statistics())
+        merged = merge(shards.contiguous(), kept.spec, multiplier=self._source.multiplier)
         logprobs, entropy, saved = kept.finalize(merged)
-        merged = merge(shards[:, :fields].contiguous(), full, multiplier=multiplier)
-        found, softmax = finalize(merged, full, multiplier=multiplier, valid_mask=self._valid_mask)
-        if operation.missing == "full":
+        if self._operation.missing == "full":
             logprobs = torch.where(self._recorded, logprobs, found.logprobs)
             if entropy is not None:
                 entropy = torch.where(self._recorded, entropy, found.entropy)
@@ -435,7 +430,7 @@ def replay(
         places = torch.arange(target.numel(), device=source.device).view(source.lead)
     ids, offsets = check_kept_ids(kept.ids, target.numel(), source.shard, source.device)
     lengths = offsets.diff()[places]
-    _check_possible(ids, offsets, source.options.disallowed)
+    _check_possible(ids, offsets, getattr(source.options, "disallowed", None))
     if kept.missing == "error":
         _check_recorded(lengths, valid_mask, places)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")

@@ -30,7 +30,7 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, app
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.replay import MISSING, Kept, replay
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import RowStatistics, TargetThresholds
+from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
@@ -110,27 +110,27 @@ class _FilteredForward(Forward):
     def __init__(self, operation: Filtered, source: Source, tensors: Tensors) -> None:
         self._operation, self._source = operation, source
         self._local_target, self._valid_mask = tensors
-        self._thresholds = TargetThresholds(source, operation.whole, self._local_target)
         self._stats = None
         if operation.whole is not None or operation.filters.need_sum:
-            self._stats = RowStatistics(source, operation.whole or StatsSpec())
+            spec, target = operation.whole or StatsSpec(), self._local_target
+            self._stats = RowStatistics(source, spec, target, valid_mask=self._valid_mask)
         self._chunks: list[Placed] = []
         self._cuts: list[Cut] = []
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
-        self._thresholds.begin_tile(tile, rows)
+        if self._stats is not None:
+            self._stats.begin_tile(tile, rows)
 
     def see(self, placed: Placed) -> None:
         self._chunks.append(placed)
         if self._stats is not None:
-            rows = placed.rows
-            self._stats.see(placed, self._local_target[rows], self._thresholds.of(rows))
+            self._stats.see(placed)
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
         local_sum, source = None, self._source
         if self._stats is not None:
-            of_tile = self._stats.end_tile(tile.rows)
-            local_sum = self._stats.spec.named(of_tile)["sum"]
+            self._stats.end_tile(tile, rows)
+            local_sum = self._stats.spec.named(self._stats.of_tile)["sum"]
         opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
         own, valid_mask = self._local_target[rows], self._valid_mask[rows]
         self._cuts.append(find_cut(source, self._chunks, local_sum, own, valid_mask, opts))
@@ -142,7 +142,7 @@ class _FilteredForward(Forward):
         softmax: Tensors = ()
         if self._operation.whole is not None:
             assert self._stats is not None
-            results, softmax = self._stats.finalize(valid_mask=self._valid_mask)
+            results, softmax = self._stats.reduce()[0]
         full = results.logprobs if self._operation.full else None
         results = results._replace(logprobs=torch.where(self._valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.

@@ -27,7 +27,7 @@ from mcore_logprobs.ops.keywords import (
     shared_keywords,
 )
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Source
@@ -59,7 +59,14 @@ class Statistics(Operation):
         return cls(spec, label_smoothing)
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
-        return _StatisticsForward(self, source, tensors)
+        local_target, valid_mask = tensors
+        return RowStatistics(
+            source,
+            self.spec,
+            local_target,
+            valid_mask=valid_mask,
+            label_smoothing=self.label_smoothing,
+        )
 
     def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
@@ -74,18 +81,6 @@ class Statistics(Operation):
         )
         entries = local_target.unsqueeze(-1), on_target.unsqueeze(-1)
         return LogitGradient(source, GradientTerms(*entries, softmax.row_max, coef, spec))
-
-
-class _StatisticsForward(LocalStatistics):
-    def __init__(self, operation: Statistics, source: Source, tensors: Tensors) -> None:
-        local_target, self._valid_mask = tensors
-        super().__init__(source, operation.spec, local_target)
-        self._label_smoothing = operation.label_smoothing
-
-    def results(self) -> tuple[Tensors, Tensors]:
-        return self.stats.finalize(
-            valid_mask=self._valid_mask, label_smoothing=self._label_smoothing
-        )
 
 
 def token_stats(
