@@ -114,6 +114,10 @@ class Chunk:
 
     def unscaled_at(self, columns: Tensor) -> Tensor:
         """x at columns `[n, j]`, 0 where a column is negative (another shard's or ignored)."""
+        if self.width == 0:  # a rank, or a block of it, without true vocabulary
+            return torch.zeros(
+                columns.shape, dtype=acc_dtype(self.logits.dtype), device=columns.device
+            )
         x = unscaled_logits(
             gather_columns(self.logits, columns),
             logit_scale=self.logit_scale,

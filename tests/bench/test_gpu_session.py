@@ -317,7 +317,7 @@ def test_a_wrong_value_or_gradient_is_seen(tmp_path: Path) -> None:
 def test_the_model_predicts_what_the_design_says() -> None:
     head = Head(8192, 19008, 4096)
     assert 0.90 < 1e3 * head.products(4) / time_model.token_stats(head) < 0.95
-    assert 0.81 < 1e3 * head.products(3) / time_model.policy_loss(head) < 0.90
+    assert 0.88 < 1e3 * head.products(3) / time_model.policy_loss(head) < 0.95
     kept = [time_model.token_stats(head, saved=share) for share in (0.0, 0.5, 1.0)]
     assert kept == sorted(kept, reverse=True)
     keywords = inspect.signature(mcore_logprobs.linear_token_stats).parameters
