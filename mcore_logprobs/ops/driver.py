@@ -110,12 +110,6 @@ class Operation:
 # ---- the loops ----------------------------------------------------------------------------------
 
 
-def _forward(operation: Operation, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
-    run = operation.forward(source, tensors)
-    show(run, source)
-    return run.results()
-
-
 def show(run: Forward, source: Any) -> None:
     """Show it all tiles of a source."""
     for _ in range(run.passes):
@@ -167,8 +161,9 @@ def apply(
     counts = len(source.tensors), len(per_token)
     learns = any(x is not None and x.requires_grad for x in source.tensors)
     plans: tuple[KeptPlan, ...] = ()
-    if learns and torch.is_grad_enabled():  # within a function of autograd it never is
-        plans = plan_kept(source, operation.rereads)
+    heads = getattr(source, "heads", ())
+    if heads and learns and torch.is_grad_enabled():  # within a function of autograd it never is
+        plans = plan_kept(heads, operation.rereads)
     return _Recompute.apply(
         operation, source.options, counts, plans, *source.tensors, *per_token, *constants
     )
@@ -186,8 +181,10 @@ class _Recompute(torch.autograd.Function):
     ) -> Tensors:
         with without_autocast(tensors[0]):
             source, given = _call_context(options, counts, tensors)
-            kept = keep(source, plans)
-            results, saved = _forward(operation, source, given)
+            kept = keep(source.heads, plans) if plans else []
+            run = operation.forward(source, given)
+            show(run, source)
+            results, saved = run.results()
             saved = tuple(None if x is None else source.pack(x) for x in saved)
             fills = operation.ignored_values or (0.0,) * len(results)
             results = tuple(
@@ -218,7 +215,8 @@ class _Recompute(torch.autograd.Function):
         tensors, saved = unpacked[:end], unpacked[end:last]
         with without_autocast(tensors[0]):
             source, given = _call_context(ctx.options, counts, tensors)
-            restore(source, ctx.plans, unpacked[last:])
+            if ctx.plans:
+                restore(source.heads, ctx.plans, unpacked[last:])
             upstream = tuple(
                 None if grad is None else source.flatten_rows(grad, fill=0.0) for grad in grads
             )
@@ -328,7 +326,9 @@ class _Eager(torch.autograd.Function):
                     gradient.end_tile(tile)
             ctx.gradients = gradient.finish()
             if not parts:  # no rows
-                parts = [_forward(operation, source, tuple(rows[:per_token]))[0]]
+                run = operation.forward(source, tuple(rows[:per_token]))
+                show(run, source)
+                parts = [run.results()[0]]
             whole = [
                 None if pieces[0] is None else torch.cat(pieces)
                 for pieces in zip(*parts, strict=True)

@@ -154,7 +154,7 @@ def shared_keywords(
                 check_keywords(function.__name__, kwargs, known)
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            head = calling_layer((args, kwargs))
+            head = calling_layer((*args, *kwargs.values()))
             if head is not None:
                 return head.run(lambda: call(*args, **kwargs))
             with comparing(function.__name__, lambda: signature.bind(*args, **kwargs).arguments):

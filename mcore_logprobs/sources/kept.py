@@ -28,7 +28,6 @@ from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 
 if TYPE_CHECKING:
     from mcore_logprobs.sources.head import HeadLogits, HeadTile
-    from mcore_logprobs.sources.source import Source
 
 logger = logging.getLogger("mcore_logprobs")
 
@@ -64,9 +63,8 @@ class KeptPlan:
     saved_bytes: int
 
 
-def plan_kept(source: Source, rereads: Rereads) -> tuple[KeptPlan, ...]:
-    """What an operation on this source keeps, a plan per head; none where nothing is kept."""
-    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
+def plan_kept(heads: Sequence[HeadLogits], rereads: Rereads) -> tuple[KeptPlan, ...]:
+    """What an operation on these heads keeps, a plan for each; none where nothing is kept."""
     saved = next((x.options.saved for x in heads if x.options.saved is not None), None)
     if saved is None or rereads == "nothing":
         return ()
@@ -125,23 +123,23 @@ def _chunk_bytes(head: HeadLogits, rows: int, columns: slice) -> int:
     return 2 * numbers + 2 * 4 * rows
 
 
-def keep(source: Source, plans: Sequence[KeptPlan]) -> list[KeptLogits]:
-    """Have a source keep what the plans say, as its tiles are walked."""
-    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
+def keep(heads: Sequence[HeadLogits], plans: Sequence[KeptPlan]) -> list[KeptLogits]:
+    """Have heads keep what the plans say, as their tiles are walked."""
     kept = [KeptLogits(plan) for plan in plans]
-    for head, own in zip(heads, kept, strict=False):
+    for head, own in zip(heads, kept, strict=True):
         head.kept = own
     return kept
 
 
-def restore(source: Source, plans: Sequence[KeptPlan], tensors: Sequence[Tensor]) -> None:
-    """Have a source read what `keep` kept.
+def restore(
+    heads: Sequence[HeadLogits], plans: Sequence[KeptPlan], tensors: Sequence[Tensor]
+) -> None:
+    """Have heads read what `keep` kept.
 
     Args:
         tensors: those of its results, one after the other.
     """
-    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
-    for head, plan in zip(heads, plans, strict=False):
+    for head, plan in zip(heads, plans, strict=True):
         count = len(plan.places) * (2 if plan.rounded else 1)
         own, tensors = tensors[:count], tensors[count:]
         head.kept = KeptLogits(plan, own)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -280,21 +281,12 @@ def _saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def lazy_in(args: Any) -> list[LazyLogits]:
-    """The handles among arguments, in tuples, lists and dicts too."""
-    if isinstance(args, LazyLogits):
-        return [args]
-    if isinstance(args, (tuple, list)):
-        return [found for x in args for found in lazy_in(x)]
-    if isinstance(args, dict):
-        return [found for x in args.values() for found in lazy_in(x)]
-    return []
-
-
-def calling_layer(args: Any) -> LazyHead | None:
+def calling_layer(arguments: Iterable[object]) -> LazyHead | None:
     """The head among arguments whose layer has to be called for its weight, if there is one."""
-    heads = (handle.view_of_head.rows.head for handle in lazy_in(args))
-    return next((head for head in heads if head.must_open), None)
+    for x in arguments:
+        if isinstance(x, LazyLogits) and x.view_of_head.rows.head.must_open:
+            return x.view_of_head.rows.head
+    return None
 
 
 def _say_or_refuse(view: View, what: str) -> None:

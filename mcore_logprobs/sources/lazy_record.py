@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from mcore_logprobs.sources.lazy import LazyLogits, lazy_in
+from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import Rows, View
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -450,6 +450,15 @@ def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with torch.no_grad():
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for handle in lazy_in(value):
+                for handle in _lazy_in(value):
                     handle.materialize_to_write(name)
         return func(*_real(args, name), **_real(kwargs, name))
+
+
+def _lazy_in(value: Any) -> list[LazyLogits]:
+    """The handles in a value of an argument, in tuples and lists too."""
+    if isinstance(value, LazyLogits):
+        return [value]
+    return (
+        [found for x in value for found in _lazy_in(x)] if isinstance(value, tuple | list) else []
+    )
