@@ -25,9 +25,6 @@ from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
-    logit_multiplier,
-    per_row,
-    unscaled_logits,
 )
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.reference import gather_target
@@ -37,6 +34,7 @@ from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.source import (
     Entries,
     Placed,
+    ProcessedLogits,
     Write,
     check_segments,
     entry_gradients,
@@ -77,7 +75,7 @@ class GivenOptions:
         return GivenLogits(self, logits, bias, temperature)
 
 
-class GivenLogits:
+class GivenLogits(ProcessedLogits):
     """A tensor of logits as a `Source`, and as its only `Tile`.
 
     The caller's tensor is read in place. Only one that comes back from a saved-tensor hook with
@@ -98,20 +96,13 @@ class GivenLogits:
         bias: Tensor | None = None,
         temperature: Tensor | None = None,
     ) -> None:
-        self.options, self.tensors, self.bias = options, (logits, bias, temperature), bias
+        self.options, self.tensors = options, (logits, bias, temperature)
         self.shard, self.lead = options.shard, options.lead
         self.device, self.acc_dtype = logits.device, acc_dtype(logits.dtype)
         self.count, self.linear = self.lead.numel(), options.softcap is None
         self.rows = slice(0, self.count)
         self._in_order = options.order == tuple(range(len(options.order)))
-        self.temperature: float | Tensor = options.temperature
-        if temperature is not None:
-            self.temperature = self.flatten_rows(temperature)
-        self.multiplier = logit_multiplier(
-            self.temperature,
-            options.logit_scale,
-            is_raw=options.softcap is None and bias is None,
-        )
+        self.process(bias, None if temperature is None else self.flatten_rows(temperature))
         if logits.stride(-1) != 1 and options.backend is not reference:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
         self.logits = logits
@@ -174,7 +165,7 @@ class GivenLogits:
         start, columns = 0, slice(0, self.shard.width)
         for view in self._views:
             rows = slice(start, start + view.shape[0])
-            yield Placed(rows, columns, self._chunk(view, rows, columns))
+            yield Placed(rows, columns, self.chunk(view, rows, columns))
             start = rows.stop
 
     whole_rows = chunks
@@ -191,7 +182,7 @@ class GivenLogits:
             index: `[n]`, the token of each row; None: in the source's order.
         """
         if index is None and self.is_one_view:
-            return self._chunk(self._views[0][rows, columns], rows, columns)
+            return self.chunk(self._views[0][rows, columns], rows, columns)
         row = torch.arange(rows.start, rows.stop, device=self.device)
         base = self.logits if self.lead else self.logits.unsqueeze(0)
         at = torch.unravel_index(
@@ -199,21 +190,11 @@ class GivenLogits:
         )
         where: Any = (*at, columns)
         copy = base[where]
-        chunk = self._chunk(copy, rows, columns)
+        chunk = self.chunk(copy, rows, columns)
         own = self.tensors[-1]
         if index is None or own is None:
             return chunk
         return replace(chunk, temperature=own[at])
-
-    def _chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
-        return Chunk(
-            logits=logits,
-            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
-            logit_scale=self.options.logit_scale,
-            softcap=self.options.softcap,
-            temperature=per_row(self.temperature, rows),
-            bias=None if self.bias is None else self.bias[columns],
-        )
 
     def target_logits(self, local_target: Tensor) -> Tensor:
         found = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
@@ -224,13 +205,7 @@ class GivenLogits:
         return torch.stack([raw, own.to(raw.dtype)])
 
     def unscaled_logits(self, entries: Entries) -> Tensor:
-        x = unscaled_logits(
-            self._raw_logits(entries),
-            logit_scale=self.options.logit_scale,
-            softcap=self.options.softcap,
-            bias=None if self.bias is None else self.bias[entries.column.clamp(min=0)],
-        )
-        return torch.where(entries.column >= 0, x, 0.0)
+        return self.unscaled_of(self._raw_logits(entries), entries.column)
 
     def _raw_logits(self, entries: Entries) -> Tensor:
         """`[e]` in the accumulation dtype; any value where the column is -1."""

@@ -40,10 +40,7 @@ from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
     aligned_width,
-    logit_multiplier,
-    per_row,
     row_chunks,
-    unscaled_logits,
 )
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import (
@@ -58,7 +55,7 @@ from mcore_logprobs.sources.kept import KeptLogits, SavedBytes
 from mcore_logprobs.sources.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import HiddenRows, RowSelection, Tiling, check_rows
-from mcore_logprobs.sources.source import Entries, Placed, check_segments
+from mcore_logprobs.sources.source import Entries, Placed, ProcessedLogits, check_segments
 from mcore_logprobs.sources.vocab_bias import Ids, LogitBias, vocab_bias
 
 
@@ -119,7 +116,7 @@ class HeadOptions:
         return HeadLogits(self, HeadTensors(*tensors))
 
 
-class HeadLogits:
+class HeadLogits(ProcessedLogits):
     """Hidden states and an LM head as a `Source`.
 
     Operands are multiplied row by row, however they lie in memory: a matrix library rounds the
@@ -132,7 +129,7 @@ class HeadLogits:
     def __init__(self, options: HeadOptions, tensors: HeadTensors) -> None:
         self.options, self.tensors = options, tensors
         self.shard, self.lead = options.shard, options.lead
-        self.weight, self.bias = tensors.weight.detach(), tensors.bias
+        self.weight = tensors.weight.detach()
         self.device, self.acc_dtype = self.weight.device, acc_dtype(options.compute_dtype)
         group = self.shard.group if options.sequence_parallel else None
         self.hidden = HiddenRows(
@@ -150,14 +147,8 @@ class HeadLogits:
             a, b = (x.detach().contiguous() for x in (tensors.lora_a, tensors.lora_b))
             self.lora = LoRA(a, b, options.lora_scale)
             self.low_rank = LowRank(self.lora, self.acc_dtype, self.matmul_input)
-        self.temperature: float | Tensor = options.temperature
-        if tensors.temperature is not None:
-            self.temperature = self.flatten_rows(tensors.temperature)
-        self.multiplier = logit_multiplier(
-            self.temperature,
-            options.logit_scale,
-            is_raw=options.softcap is None and tensors.bias is None,
-        )
+        own = tensors.temperature
+        self.process(tensors.bias, None if own is None else self.flatten_rows(own))
         self.kept: KeptLogits | None = None  # chunks that outlast the call
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._block: tuple[slice, Tensor] | None = None
@@ -293,17 +284,6 @@ class HeadLogits:
             self._buffers[dtype] = found
         return found[: rows * stride].view(rows, stride)[:, :columns]
 
-    def chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
-        """Raw logits of some rows and columns, and how they are processed."""
-        return Chunk(
-            logits=logits,
-            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
-            logit_scale=self.options.logit_scale,
-            softcap=self.options.softcap,
-            temperature=per_row(self.temperature, rows),
-            bias=None if self.bias is None else self.bias[columns],
-        )
-
 
 def _matmul_input(compute_dtype: torch.dtype, matmul_dtype: torch.dtype, x: Tensor) -> Tensor:
     """x as it is multiplied; x itself where it is that already."""
@@ -393,14 +373,7 @@ class HeadTile:
         return torch.where(local_target >= 0, found, 0.0)
 
     def unscaled_logits(self, entries: Entries) -> Tensor:
-        head, bias = self.head, self.head.bias
-        x = unscaled_logits(
-            self.raw_entries(entries),
-            logit_scale=head.options.logit_scale,
-            softcap=head.options.softcap,
-            bias=None if bias is None else bias[entries.column.clamp(min=0)].to(head.acc_dtype),
-        )
-        return torch.where(entries.column >= 0, x, 0.0)
+        return self.head.unscaled_of(self.raw_entries(entries), entries.column)
 
     def raw_entries(self, entries: Entries) -> Tensor:
         """By dot products, `[e]` in the accumulation dtype; any value where the column is -1."""

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mcore_logprobs.checks import (
-    check_optional_count,
-)
+from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import (
     Chunk,
+    logit_multiplier,
     per_row,
     row_chunks,
     softcap_slope,
+    unscaled_logits,
 )
 from mcore_logprobs.kernels.segments import Segments
 
@@ -201,6 +201,46 @@ class Source(Protocol):
 
     def in_token_order(self) -> Source:
         """The source with rows in the order of the tokens, where it can choose their order."""
+
+
+class ProcessedLogits:
+    """What given logits and a head share: how raw logits are processed."""
+
+    options: Any
+    shard: VocabShard
+    bias: Tensor | None
+    temperature: float | Tensor
+    multiplier: float | Tensor
+
+    def process(self, bias: Tensor | None, temperature: Tensor | None) -> None:
+        """Take over a bias `[V/TP]`, and temperatures `[n]` where rows have their own."""
+        options, self.bias = self.options, bias
+        self.temperature = options.temperature if temperature is None else temperature
+        is_raw = options.softcap is None and bias is None
+        self.multiplier = logit_multiplier(self.temperature, options.logit_scale, is_raw=is_raw)
+
+    def chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
+        """Raw logits of some rows and columns, and how they are processed."""
+        options, bias = self.options, self.bias
+        return Chunk(
+            logits=logits,
+            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
+            logit_scale=options.logit_scale,
+            softcap=options.softcap,
+            temperature=per_row(self.temperature, rows),
+            bias=None if bias is None else bias[columns],
+        )
+
+    def unscaled_of(self, raw: Tensor, column: Tensor) -> Tensor:
+        """Unscaled logits of raw ones `[e]` in the accumulation dtype; 0 where a column is -1."""
+        options, bias = self.options, self.bias
+        x = unscaled_logits(
+            raw,
+            logit_scale=options.logit_scale,
+            softcap=options.softcap,
+            bias=None if bias is None else bias[column.clamp(min=0)].to(raw.dtype),
+        )
+        return torch.where(column >= 0, x, 0.0)
 
 
 def masked_source(source: Source, mask: Tensor | None) -> Source:
