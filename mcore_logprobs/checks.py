@@ -30,6 +30,11 @@ def is_traced(x: torch.Tensor) -> bool:
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for this type of device, which may know none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def check_called(
     name: str, fn: Any, first: tuple[str, ...], tensors: int, named: Sequence[str] = ()
 ) -> None:

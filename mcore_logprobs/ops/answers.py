@@ -48,10 +48,6 @@ class Also:
     def __post_init__(self) -> None:
         check_flag("log_softmax", self.log_softmax)
 
-    @property
-    def nothing(self) -> bool:
-        return self.ids is None and self.topk is None
-
 
 class Found(NamedTuple):
     """What `Answers` gives of each row, or the upstream gradients of it."""

@@ -11,13 +11,15 @@ An operation says what it takes of a chunk (`Forward`) and what the gradient of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mcore_logprobs.autograd import once_differentiable, without_autocast
+from mcore_logprobs.checks import autocast_enabled
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
 from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
@@ -141,6 +143,61 @@ def _backward(backward: Backward, source: Any, needs: Sequence[bool]) -> Tensors
             del raw
         gradient.end_tile(tile)
     return gradient.finish()
+
+
+# ---- what both modes are: no double backward in silence, no autocast --------------------------
+
+
+def once_differentiable(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """For an autograd.Function's backward whose result depends on what the forward saved.
+
+    torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
+    without a graph where that is a constant, so that a penalty on them would train nothing, in
+    silence. Here such gradients raise a RuntimeError once they are differentiated.
+
+    Args:
+        backward: called as `backward(ctx, saved tensors, *grads)`. Those are unpacked once, as
+            hooks may bring them from far away. With `ctx.linear` set the result depends on grads
+            alone, up to constants: torch's own rule holds.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor | None) -> Tensors:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = backward(ctx, saved, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        # Those alone are reached by a backward for some inputs only, as autograd.grad's.
+        held = grads if getattr(ctx, "linear", False) else (*grads, *saved)
+        on = [x for x in held if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(_Last.apply(x, *on) if isinstance(x, Tensor) else x for x in found)
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    """A gradient, of what it depends on, that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *on: Tensor) -> Tensor:
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "mcore_logprobs' operations have no double backward (gradient of a gradient): expected "
+            "create_graph=False, or gradients that no loss depends on"
+        )
+
+
+def without_autocast(like: Tensor | None) -> AbstractContextManager[Any]:
+    """Products within it have the dtypes that they are told, in a backward as in its forward."""
+    assert like is not None
+    device_type = like.device.type
+    if not autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 # ---- recompute mode -----------------------------------------------------------------------------

@@ -31,9 +31,13 @@ from mcore_logprobs.kernels.stats import (
     gradient_coefficients,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.entries import EntryGradient, grid_entries
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
+from mcore_logprobs.ops.row_statistics import (
+    EntryGradient,
+    LogitGradient,
+    RowStatistics,
+    grid_entries,
+)
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source, token_temperature

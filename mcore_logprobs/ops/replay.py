@@ -32,9 +32,8 @@ from mcore_logprobs.kernels.stats import (
     merge,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.entries import entries_of_chunk
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, entries_of_chunk
 from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
 
 MISSING = ("error", "full", "ignore")

@@ -22,7 +22,7 @@ from mcore_logprobs.kernels.stats import (
     no_columns,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Tensors
-from mcore_logprobs.sources.source import Placed, Source, Tile
+from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
 
 
 class RowStatistics(Forward):
@@ -184,6 +184,36 @@ class LogitGradient(Backward):
             out=out,
             chunk_size=self._source.rows_at_a_time(chunk.width),
         )
+
+
+class EntryGradient(LogitGradient):
+    """The gradient of processed logits `[n, k]` at local ids `[n, k]`; -1 is another rank's.
+
+    Of recomputed logits by dot products, of given ones chunk by chunk.
+    """
+
+    def __init__(self, source: Source, local_ids: Tensor, upstream: Tensor) -> None:
+        super().__init__(source, GradientTerms(local_ids, upstream, None, None, StatsSpec()))
+        self.entries = source.recomputed
+        self._local_ids, self._upstream = local_ids, upstream
+
+    def at(self, tile: Tile) -> tuple[Entries, Tensor]:
+        own = self._upstream[tile.rows].reshape(-1)
+        return grid_entries(self._local_ids, tile.rows), own
+
+
+def grid_entries(local_ids: Tensor, rows: slice) -> Entries:
+    """The entries of some rows, from `[n, k]` columns: k per row."""
+    own = local_ids[rows]
+    row = torch.arange(rows.start, rows.stop, device=own.device)
+    return Entries(row.repeat_interleave(own.shape[1]), own.reshape(-1))
+
+
+def entries_of_chunk(placed: Placed, entries: Entries) -> tuple[Tensor, Tensor]:
+    """(row, column) of entries as the chunk's own, `[e]` each; (0, -1) of those not in it."""
+    inside = (entries.row >= placed.rows.start) & (entries.row < placed.rows.stop)
+    column = torch.where(inside, placed.local(entries.column), -1)
+    return torch.where(column >= 0, entries.row - placed.rows.start, 0), column
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

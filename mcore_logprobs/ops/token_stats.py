@@ -93,7 +93,7 @@ def token_stats(
     """`vocab_parallel_token_stats` of any source."""
     target = check_target(target, source.lead, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
-    if also is not None and not also.nothing:
+    if also is not None and (also.ids is not None or also.topk is not None):
         spec, smoothing = wanted.spec, wanted.label_smoothing
         return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)

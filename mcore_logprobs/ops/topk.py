@@ -14,8 +14,8 @@ from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.entries import EntryGradient
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.row_statistics import EntryGradient
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Placed, Source, masked_source

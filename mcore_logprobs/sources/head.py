@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.arguments import check_float_tensor, check_temperature
-from mcore_logprobs.autograd import autocast_enabled
 from mcore_logprobs.checks import (
+    autocast_enabled,
     check_bytes,
     check_flag,
     check_logits_dtype,
