@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from mcore_logprobs.groups import group_rank, group_size
 from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
-from mcore_logprobs.megatron.lazy import into_main_grad
 from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.divergence import any_teacher, kl_div
 from mcore_logprobs.ops.linear_map import map_logits
@@ -103,7 +101,7 @@ def head_output(
         }
     sequence_parallel = bool(getattr(head.base, "sequence_parallel", False))
     if isinstance(logits, DeferredLogits):
-        sequence_parallel = logits.sequence_parallel
+        sequence_parallel = logits.head.sequence_parallel
     asked = _Asked(call, tokens, labels, greedy, sequence_parallel)
     arguments = {"labels": labels, "sequence_parallel": sequence_parallel, **vars(call)}
     with comparing("a patched model", lambda: arguments):
@@ -115,16 +113,18 @@ def head_output(
             found = asked.of(given_logits(known, **options))
         else:
             assert isinstance(logits, DeferredLogits)
+            deferred = logits
             asks = (call.mapped, call.kept, call.teacher, call.draw, call.also)
             whole = call.filtered or any(x is not None for x in asks)
             options |= {
                 "compact": config.compact and call.draw is None,
                 "rows": tokens.head_rows,
-                "logits_dtype": config.logits_dtype,
+                "logits_dtype": deferred.head.output_dtype or config.logits_dtype,
                 "saved_bytes": config.saved_bytes,
                 "may_round": not whole,
             }
-            found = _in_head(logits, head.base, options, asked.of)
+            del options["tp_group"]  # the head's own
+            found = deferred.head.run(lambda: asked.of(deferred.source(**options)))
     if isinstance(found, TokenStats):
         stats = found.map(tokens.from_head)
         more = call.policy or call.mapped or call.teacher or call.also
@@ -276,7 +276,6 @@ def mtp_loss(
     logits: DeferredLogits,
     config: LogprobConfig,
     *,
-    head: DeferringHead,
     tp_group: Any,
     loss_mask: Any,
 ) -> Tensor:
@@ -289,28 +288,26 @@ def mtp_loss(
 
     Collectives: those of `linear_token_stats`; with the maximum one all-gather of [s, b] over TP.
     """
-    options = {
-        "tp_group": tp_group,
-        "chunk_size": config.chunk_size,
-        "backend": config.backend,
-        "invariant_segments": config.invariant_segments,
-        "logits_dtype": config.logits_dtype,
-        "may_round": True,
-    }
+    head = logits.head
 
     def stats_of(target: Tensor) -> TokenStats:
-        return _in_head(
-            logits,
-            head.base,
-            options,
-            lambda source: token_stats(source, target, Statistics.of(), None),
-        )
+        def in_head() -> TokenStats:
+            source = logits.source(
+                chunk_size=config.chunk_size,
+                backend=config.backend,
+                invariant_segments=config.invariant_segments,
+                logits_dtype=head.output_dtype or config.logits_dtype,
+                may_round=True,
+            )
+            return token_stats(source, target, Statistics.of(), None)
+
+        return head.run(in_head)
 
     return _loss_of_every_label(
         labels,
         stats_of,
         lambda: logits.largest().values,
-        columns=logits.weight.shape[0] * group_size(tp_group),
+        columns=head.weight.shape[0] * group_size(tp_group),
         tp_group=tp_group,
         loss_mask=loss_mask,
     )
@@ -374,34 +371,11 @@ def _loss_of_every_label(
     return loss.transpose(0, 1).contiguous()
 
 
-def _in_head(
-    logits: DeferredLogits, layer: Any, options: dict[str, Any], fn: Callable[[Any], Any]
-) -> Any:
-    """`fn(source)`, a pytree of tensors, where the whole weight of this rank is there."""
-    structure: list[Any] = []
-
-    def with_weight(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        given = {k: x for k, x in options.items() if k not in ("tp_group", "logits_dtype")}
-        source = logits.source(
-            hidden,
-            weight,
-            logits_dtype=logits.output_dtype or options["logits_dtype"],
-            into_main_grad=partial(into_main_grad, layer),
-            **given,
-        )
-        flat, spec = pytree.tree_flatten(fn(source))
-        structure.append(spec)
-        return tuple(flat)
-
-    return pytree.tree_unflatten(list(logits.with_head(with_weight)), structure[-1])
-
-
 def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
     """Real logits that reached the loss must carry the gradient of the deferred ones."""
     if latest is None or not torch.is_grad_enabled():
         return
-    inputs = [latest.hidden, latest.weight, *(latest.lora[:2] if latest.lora else ())]
-    trains = any(x.requires_grad for x in inputs)
+    trains = any(x.requires_grad for x in latest.head.inputs)
     if trains and not (logits.requires_grad and latest.is_ancestor_of(logits)):
         raise RuntimeError(
             "the logits lost their gradient between the patched output layer and the loss: they "

@@ -209,7 +209,7 @@ class HeadPatch(DeferringHead):
         if not self._without_labels:
             return deferred
         self.latest = None
-        return lazy_logits(deferred, self.base, self.call.config)
+        return lazy_logits(deferred.head, self.call.config)
 
     def scale_logits(self, logits: Any) -> Any:
         """In place of `model._scale_logits`."""
@@ -288,7 +288,6 @@ class HeadPatch(DeferringHead):
                 labels,
                 logits,
                 call.config,
-                head=self,
                 tp_group=tp_group,
                 loss_mask=running.loss_mask,
             )
