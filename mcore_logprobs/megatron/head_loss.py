@@ -14,7 +14,7 @@ from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.consistency import comparing
 from mcore_logprobs.groups import group_rank, group_size
-from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
+from mcore_logprobs.megatron.calls import Call, SampleRequest, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
 from mcore_logprobs.ops.answers import Also
@@ -102,7 +102,7 @@ def head_output(
     sequence_parallel = bool(getattr(head.base, "sequence_parallel", False))
     if isinstance(logits, DeferredLogits):
         sequence_parallel = logits.head.sequence_parallel
-    asked = _Asked(call, tokens, labels, greedy, sequence_parallel)
+    asked = _HeadRequest(call, tokens, labels, greedy, sequence_parallel)
     arguments = {"labels": labels, "sequence_parallel": sequence_parallel, **vars(call)}
     with comparing("a patched model", lambda: arguments):
         if known is not None:
@@ -137,7 +137,7 @@ def _device(logits: Tensor | DeferredLogits) -> torch.device:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _HeadRequest:
     """What a call asks of a source of logits, its tokens in the head's order.
 
     Attributes:
@@ -255,7 +255,7 @@ class _Asked:
             source, other, kind=teacher.kind, beta=teacher.beta, mask=keep, backend=backend
         )
 
-    def _drawn(self, source: Any, draw: Draw) -> tuple[Tensor, Tensor]:
+    def _drawn(self, source: Any, draw: SampleRequest) -> tuple[Tensor, Tensor]:
         tokens, config = self.tokens, self.call.config
         seed = draw.seed
         if isinstance(seed, Tensor):

@@ -21,7 +21,14 @@ from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.megatron.blocks import block
-from mcore_logprobs.megatron.calls import Call, Draw, OpenBlocks, PerToken, PolicyLoss, Teacher
+from mcore_logprobs.megatron.calls import (
+    Call,
+    OpenBlocks,
+    PerToken,
+    PolicyLoss,
+    SampleRequest,
+    Teacher,
+)
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.megatron.heads import (
     HeadReport,
@@ -475,7 +482,7 @@ class PatchHandle:
             ValueError: settings out of range, on every stage; a call with labels, or inside a block
                 of another kind; in the call what `linear_sample` raises.
         """
-        draw = Draw(seed, top_k, top_p, temperature, min_p)
+        draw = SampleRequest(seed, top_k, top_p, temperature, min_p)
         if rows is not None:
             rows = check_rows(rows, None)
         with self._during(lambda call: replace(call, draw=draw, rows=rows)):

@@ -28,7 +28,7 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, app
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.ops.topk import TopK, check_k
-from mcore_logprobs.sources.source import Placed, Source
+from mcore_logprobs.sources.source import ChunkAt, Source
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,14 @@ class _AnswersForward(RowStatistics):
             label_smoothing=operation.label_smoothing,
         )
         self._operation, self._counted = operation, valid_mask.unsqueeze(-1)
-        self._local_ids = asked[0] if asked else local_target.new_zeros(source.count, 0)
+        self._local_ids = asked[0] if asked else local_target.new_zeros(source.num_rows, 0)
         shape = self._local_ids.shape
         self._x = torch.zeros(shape, dtype=source.acc_dtype, device=source.device)
         self._ids_mask = asked[1] if asked else None
         self._largest = TopK(operation.topk).forward(source, ()) if operation.topk else None
         self.reads = "blocks" if self._largest is None else "rows"
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
         self._x[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
         if self._largest is not None:
@@ -187,9 +187,9 @@ def answers(
     per_token = [local_target, valid_mask]
     if also.ids is not None:
         ids = also.ids
-        if isinstance(ids, Tensor) and ids.dim() == 1 and len(source.lead) > 0:
-            ids = ids.expand(*source.lead, ids.shape[0])
-        ids = check_ids(ids, source.lead, source.device)
+        if isinstance(ids, Tensor) and ids.dim() == 1 and len(source.batch_shape) > 0:
+            ids = ids.expand(*source.batch_shape, ids.shape[0])
+        ids = check_ids(ids, source.batch_shape, source.device)
         local_ids, counted = global_to_local(ids, source.shard, ignore_index, name="ids")
         counted = counted & valid_mask.unsqueeze(-1)
         per_token += [torch.where(counted, local_ids, -1), counted]

@@ -22,7 +22,7 @@ from torch import Tensor
 from mcore_logprobs.checks import autocast_enabled
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
-from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
 
 Tensors = tuple[Any, ...]
 
@@ -43,7 +43,7 @@ class Forward:
     def begin_tile(self, tile: Any, rows: slice) -> None:
         """Take what concerns a whole tile; `rows` are its rows of the operation's tensors."""
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         """Take what is needed of a chunk of logits."""
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
@@ -72,11 +72,11 @@ class Backward:
         """The tile's raw logits `[rows, V/TP]`; called with `whole_tile`."""
         raise NotImplementedError
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         """Write the gradient of a chunk's raw logits into out; out may be the logits' memory."""
         raise NotImplementedError
 
-    def at(self, tile: Tile) -> tuple[Entries, Tensor]:
+    def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
         """(single logits of a tile, the gradient of their processed values `[e]`)."""
         raise NotImplementedError
 
@@ -120,10 +120,12 @@ def show(run: Forward, source: Any) -> None:
         run.end_pass()
 
 
-def _show_tile(run: Forward, tile: Tile, rows: slice, held: Sequence[Placed] | None = None) -> None:
+def _show_tile(
+    run: Forward, tile: Tile, rows: slice, held: Sequence[ChunkAt] | None = None
+) -> None:
     run.begin_tile(tile, rows)
     if run.reads != "nothing":
-        chunks: Iterable[Placed] = tile.whole_rows() if run.reads == "rows" else tile.chunks()
+        chunks: Iterable[ChunkAt] = tile.whole_rows() if run.reads == "rows" else tile.chunks()
         for placed in chunks if held is None else held:
             run.see(placed)
             del placed  # a tile's logits may be the only large memory: gone before the next
@@ -243,10 +245,10 @@ class _Recompute(torch.autograd.Function):
             show(run, source)
             results, saved = run.results()
             saved = tuple(None if x is None else source.pack(x) for x in saved)
-            fills = operation.ignored_values or (0.0,) * len(results)
+            ignored_values = operation.ignored_values or (0.0,) * len(results)
             results = tuple(
-                None if x is None else source.unflatten(x, fill).contiguous()
-                for x, fill in zip(results, fills, strict=True)
+                None if x is None else source.to_token_order(x, fill).contiguous()
+                for x, fill in zip(results, ignored_values, strict=True)
             )
         ctx.operation, ctx.options, ctx.plans = operation, options, plans
         ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
@@ -275,7 +277,7 @@ class _Recompute(torch.autograd.Function):
             if ctx.plans:
                 restore(source.heads, ctx.plans, unpacked[last:])
             upstream = tuple(
-                None if grad is None else source.flatten_rows(grad, fill=0.0) for grad in grads
+                None if grad is None else source.to_row_order(grad, fill=0.0) for grad in grads
             )
             saved = tuple(None if x is None else source.unpack(x) for x in saved)
             needs = ctx.needs_input_grad[4 : 4 + counts[0]]
@@ -287,7 +289,7 @@ def _call_context(options: Any, counts: Sequence[int], tensors: Tensors) -> tupl
     """The source, and what the operation takes besides."""
     own, per_token = counts
     source = options.bind(*tensors[:own])
-    rows = (source.flatten_rows(x) for x in tensors[own : own + per_token])
+    rows = (source.to_row_order(x) for x in tensors[own : own + per_token])
     return source, (*rows, *tensors[own + per_token :])
 
 
@@ -360,7 +362,7 @@ class _Eager(torch.autograd.Function):
         inputs = tensors[:count]
         with without_autocast(inputs[0]):
             source = options.bind(*inputs)
-            rows = [source.flatten_rows(x) for x in tensors[count:]]
+            rows = [source.to_row_order(x) for x in tensors[count:]]
             needs = [flag and objective.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
             gradient = source.gradient(needs, in_acc_dtype=True)
             total = torch.zeros((), dtype=torch.float64, device=source.device)
@@ -390,10 +392,10 @@ class _Eager(torch.autograd.Function):
                 None if pieces[0] is None else torch.cat(pieces)
                 for pieces in zip(*parts, strict=True)
             ]
-            fills = operation.ignored_values or (0.0,) * len(whole)
+            ignored_values = operation.ignored_values or (0.0,) * len(whole)
             results = tuple(
-                None if x is None else source.unflatten(x, fill)
-                for x, fill in zip(whole, fills, strict=True)
+                None if x is None else source.to_token_order(x, fill)
+                for x, fill in zip(whole, ignored_values, strict=True)
             )
         ctx.save_for_backward(anchor)
         ctx.main_grad = getattr(options, "main_grad", None)

@@ -40,7 +40,7 @@ from mcore_logprobs.ops.row_statistics import (
 )
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source, token_temperature
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile, masked_source, token_temperature
 
 NORMALIZATIONS = ("vocab", "topk")
 
@@ -118,7 +118,7 @@ class _LogprobForward(RowStatistics):
         shape, device = self._local_ids.shape, source.device
         self._values = torch.zeros(shape, dtype=source.acc_dtype, device=device)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
         self._values[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
         super().see(placed)
@@ -141,7 +141,7 @@ def gather(
 ) -> Tensor:
     """`vocab_parallel_gather` of any source."""
     check_flag("log_softmax", log_softmax)
-    ids = check_ids(ids, source.lead, source.device)
+    ids = check_ids(ids, source.batch_shape, source.device)
     local_ids, valid_mask = global_to_local(ids, source.shard, ignore_index, name="ids")
     source = source.compacted(valid_mask.any(-1))
     return _entries(source, local_ids, valid_mask, log_softmax=log_softmax)[0]
@@ -173,7 +173,7 @@ def topk_distill(
     """`vocab_parallel_topk_distill` of any source."""
     check_choice("normalize", normalize, NORMALIZATIONS)
     check_flag("entropy", entropy)
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     if teacher_temperature is None:
         teacher_temperature = token_temperature(source)
     own = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")

@@ -94,7 +94,7 @@ def policy_loss(
             stats, valid_mask, loss_fn, *per_token_tensors, denominator=denominator
         )
         return value, stats.detach()
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     target = check_target(target, lead, device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     per_token = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]

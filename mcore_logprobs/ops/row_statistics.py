@@ -22,7 +22,7 @@ from mcore_logprobs.kernels.stats import (
     no_columns,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Tensors
-from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
 
 
 class RowStatistics(Forward):
@@ -53,7 +53,7 @@ class RowStatistics(Forward):
         label_smoothing: float = 0.0,
     ) -> None:
         if column is None:
-            column = torch.full((source.count,), -1, dtype=torch.int64, device=source.device)
+            column = torch.full((source.num_rows,), -1, dtype=torch.int64, device=source.device)
         self.spec, self._source, self._column = spec, source, column
         self._valid_mask, self._label_smoothing = valid_mask, label_smoothing
         self._segments: Segments | None = source.options.segments
@@ -76,7 +76,7 @@ class RowStatistics(Forward):
             self._first = rows.start
             self._thresholds = all_reduce_sum(own, self._source.shard.group)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         rows, source, threshold = placed.rows, self._source, self._thresholds
         if rows != self._rows:
             self._merge_rows()
@@ -144,7 +144,7 @@ class RowStatistics(Forward):
         """What differences of unscaled logits are multiplied by, in the rows of the tiles."""
         return per_row(self._source.multiplier, self._seen)
 
-    def _by_segment(self, placed: Placed, block: int) -> Iterator[tuple[int, Placed]]:
+    def _by_segment(self, placed: ChunkAt, block: int) -> Iterator[tuple[int, ChunkAt]]:
         """(its first segment, the columns) of each call of the backend that a chunk takes."""
         assert self._segments is not None
         first = placed.columns.start
@@ -176,7 +176,7 @@ class LogitGradient(Backward):
     def __init__(self, source: Source, terms: GradientTerms) -> None:
         self._source, self._terms = source, terms
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         own, chunk = self._terms.rows(placed.rows), placed.chunk
         self._source.backend(chunk).grad(
             chunk,
@@ -197,19 +197,19 @@ class EntryGradient(LogitGradient):
         self.entries = source.recomputed
         self._local_ids, self._upstream = local_ids, upstream
 
-    def at(self, tile: Tile) -> tuple[Entries, Tensor]:
+    def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
         own = self._upstream[tile.rows].reshape(-1)
         return grid_entries(self._local_ids, tile.rows), own
 
 
-def grid_entries(local_ids: Tensor, rows: slice) -> Entries:
+def grid_entries(local_ids: Tensor, rows: slice) -> LogitIndices:
     """The entries of some rows, from `[n, k]` columns: k per row."""
     own = local_ids[rows]
     row = torch.arange(rows.start, rows.stop, device=own.device)
-    return Entries(row.repeat_interleave(own.shape[1]), own.reshape(-1))
+    return LogitIndices(row.repeat_interleave(own.shape[1]), own.reshape(-1))
 
 
-def entries_of_chunk(placed: Placed, entries: Entries) -> tuple[Tensor, Tensor]:
+def entries_of_chunk(placed: ChunkAt, entries: LogitIndices) -> tuple[Tensor, Tensor]:
     """(row, column) of entries as the chunk's own, `[e]` each; (0, -1) of those not in it."""
     inside = (entries.row >= placed.rows.start) & (entries.row < placed.rows.stop)
     column = torch.where(inside, placed.local(entries.column), -1)

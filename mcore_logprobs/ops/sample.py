@@ -27,7 +27,7 @@ from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile, masked_source
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
 # signed integers of torch, which wrap.
@@ -83,10 +83,10 @@ class _SampleForward(Forward):
         self.reads = "blocks" if filters.off else "rows"
         self._best = _Best(source, stream, self._greedy)
         self._stats = RowStatistics(source, StatsSpec()) if filters.need_sum else None
-        self._chunks: list[Placed] = []  # the tile's, where filters see whole rows
+        self._chunks: list[ChunkAt] = []  # the tile's, where filters see whole rows
         self._cuts: list[Cut] = []
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         if self._stats is not None:
             self._stats.see(placed)
         if self._filters.off:
@@ -158,10 +158,10 @@ class _Best:
     def __init__(self, source: Any, stream: Tensor, greedy: Tensor) -> None:
         self._source, self._stream, self._greedy = source, stream, greedy
         # Score, id and logit, float64: ids are exact in it. All -inf: the first id of all.
-        self._found = stream.new_zeros(3, source.count, dtype=torch.float64)
+        self._found = stream.new_zeros(3, source.num_rows, dtype=torch.float64)
         self._found[0] = self._found[2] = -torch.inf
 
-    def see(self, placed: Placed, kept: _Kept | None = None) -> None:
+    def see(self, placed: ChunkAt, kept: _Kept | None = None) -> None:
         chunk, shard = placed.chunk, self._source.shard
         if chunk.valid == 0:
             return
@@ -208,7 +208,7 @@ def sample(
         greedy: bool that broadcasts to the tokens' shape; True: the temperature is 0.
         places: `[*lead]` int64, each token's row, on which its noise depends; None: its flat index.
     """
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     mask = check_mask(mask, lead, device)
     filters = Filters.of(top_k, top_p, min_p, source.shard)
     if places is None:

@@ -36,7 +36,7 @@ from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ class _FilteredForward(Forward):
         if operation.whole is not None or operation.filters.need_sum:
             spec, target = operation.whole or StatsSpec(), self._local_target
             self._stats = RowStatistics(source, spec, target, valid_mask=self._valid_mask)
-        self._chunks: list[Placed] = []
+        self._chunks: list[ChunkAt] = []
         self._cuts: list[Cut] = []
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
         if self._stats is not None:
             self._stats.begin_tile(tile, rows)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         self._chunks.append(placed)
         if self._stats is not None:
             self._stats.see(placed)
@@ -177,7 +177,7 @@ class _FilteredGradient(Backward):
                 whole, self._softmax, valid_mask=valid_mask
             )
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         coef, first, valid = self._coef, placed.columns.start, placed.chunk.valid
         out[:, valid:] = 0
         if valid == 0:
@@ -214,7 +214,7 @@ def filtered_stats(
     if filters.off:
         stats = token_stats(source, target, whole or Statistics.of(), ignore_index)
         return replace(stats, full_logprobs=stats.logprobs) if full else stats
-    target = check_target(target, source.lead, source.device)
+    target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
     source = source.in_whole_rows()

@@ -35,7 +35,7 @@ from mcore_logprobs.ops.sampling_search import (
     running_sum,
     search_cut,
 )
-from mcore_logprobs.sources.source import Placed
+from mcore_logprobs.sources.source import ChunkAt
 
 # Candidates a rank for top-p alone, and the largest top_k served by candidates.
 _TOP_P_CANDIDATES = 128
@@ -89,7 +89,7 @@ class Cut(NamedTuple):
 
 def find_cut(
     source: Any,
-    chunks: list[Placed],
+    chunks: list[ChunkAt],
     local_sum: Tensor | None,
     local_target: Tensor,
     valid_mask: Tensor,

@@ -91,7 +91,7 @@ def token_stats(
     also: Also | None = None,
 ) -> TokenStats:
     """`vocab_parallel_token_stats` of any source."""
-    target = check_target(target, source.lead, source.device)
+    target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     if also is not None and (also.ids is not None or also.topk is not None):
         spec, smoothing = wanted.spec, wanted.label_smoothing
@@ -199,7 +199,7 @@ def vocab_parallel_entropy(
     Keywords, memory and errors are `vocab_parallel_token_stats`'s.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    local_target = torch.full(source.lead, -1, dtype=torch.int64, device=source.device)
+    local_target = torch.full(source.batch_shape, -1, dtype=torch.int64, device=source.device)
     valid_mask = torch.ones_like(local_target, dtype=torch.bool)
     results = apply(Statistics(StatsSpec(entropy=True)), source, local_target, valid_mask)
     entropy = RowResults(*results).entropy

@@ -55,7 +55,7 @@ from mcore_logprobs.sources.kept import KeptLogits, SavedBytes
 from mcore_logprobs.sources.lora import LoRA, LoRAInput, LowRank, check_lora
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import HiddenRows, RowSelection, Tiling, check_rows
-from mcore_logprobs.sources.source import Entries, Placed, ProcessedLogits, check_segments
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, ProcessedLogits, check_segments
 from mcore_logprobs.sources.vocab_bias import Ids, LogitBias, vocab_bias
 
 
@@ -64,7 +64,7 @@ class HeadTensors(NamedTuple):
 
     Attributes:
         hidden: `[n_local, h]`; weight `[v, h]`, bias `[v]`; a LoRA's A `[r, h]` and B `[v, r]`.
-        temperature: `[*lead]` where each token has its own; without a gradient.
+        temperature: `[*batch_shape]` where each token has its own; without a gradient.
     """
 
     hidden: Tensor
@@ -80,11 +80,11 @@ class HeadOptions:
     """A head's options, checked; holds no tensor of the caller's.
 
     Attributes:
-        lead: the shape of the tokens: hidden's leading shape over all ranks, or `[m]` of m rows.
+        batch_shape: of the tokens: hidden's leading shape over all ranks, or `[m]` of m rows.
         temperature: a number, where tokens do not have their own.
         logits_dtype: what a chunk of logits is rounded to; float64 for float64 operands.
         compute_dtype: what the operands are rounded to: their own, or autocast's.
-        rounded: GEMMs may be made in compute_dtype throughout: logits_dtype is that.
+        low_precision: GEMMs may be made in compute_dtype throughout: logits_dtype is that.
         chunk_size: as the caller gave it.
         segments: the segments that statistics are taken by, or None.
         main_grad: where the weight's gradient goes, or None.
@@ -93,13 +93,13 @@ class HeadOptions:
     """
 
     shard: VocabShard
-    lead: torch.Size
+    batch_shape: torch.Size
     logit_scale: float
     softcap: float | None
     temperature: float
     logits_dtype: torch.dtype
     compute_dtype: torch.dtype
-    rounded: bool
+    low_precision: bool
     backend: str
     sequence_parallel: bool
     chunk_size: int | None
@@ -128,17 +128,17 @@ class HeadLogits(ProcessedLogits):
 
     def __init__(self, options: HeadOptions, tensors: HeadTensors) -> None:
         self.options, self.tensors = options, tensors
-        self.shard, self.lead = options.shard, options.lead
+        self.shard, self.batch_shape = options.shard, options.batch_shape
         self.weight = tensors.weight.detach()
         self.device, self.acc_dtype = self.weight.device, acc_dtype(options.compute_dtype)
         group = self.shard.group if options.sequence_parallel else None
         self.hidden = HiddenRows(
             tensors.hidden.detach(), group, options.tiling.rows, options.selection
         )
-        self.count = self.hidden.count
+        self.num_rows = self.hidden.num_rows
         # What operands are multiplied in: a CPU may multiply low precision in float32.
         self.matmul_dtype = matmul_dtype(
-            options.compute_dtype, self.device, rounded=options.rounded
+            options.compute_dtype, self.device, low_precision=options.low_precision
         )
         # No method: what holds it would hold the head, in a cycle that outlives the call.
         self.matmul_input = partial(_matmul_input, options.compute_dtype, self.matmul_dtype)
@@ -148,7 +148,7 @@ class HeadLogits(ProcessedLogits):
             self.lora = LoRA(a, b, options.lora_scale)
             self.low_rank = LowRank(self.lora, self.acc_dtype, self.matmul_input)
         own = tensors.temperature
-        self.process(tensors.bias, None if own is None else self.flatten_rows(own))
+        self.process(tensors.bias, None if own is None else self.to_row_order(own))
         self.kept: KeptLogits | None = None  # chunks that outlast the call
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._block: tuple[slice, Tensor] | None = None
@@ -160,17 +160,18 @@ class HeadLogits(ProcessedLogits):
 
     # ---- the order of rows ----
 
-    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
-        flat = per_token.reshape(self.lead.numel(), *per_token.shape[len(self.lead) :])
+    def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        shape = self.batch_shape
+        flat = per_token.reshape(shape.numel(), *per_token.shape[len(shape) :])
         if self.options.selection is not None:
             flat = self.options.selection.select(flat, fill)
         return self.hidden.by_tile(flat)
 
-    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
+    def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
         per_row = self.hidden.by_rank(per_row)
         if self.options.selection is not None:
             per_row = self.options.selection.unselect(per_row, fill)
-        return per_row.reshape((*self.lead, *per_row.shape[1:]))
+        return per_row.reshape((*self.batch_shape, *per_row.shape[1:]))
 
     def pack(self, per_row: Tensor) -> Tensor:
         return per_row
@@ -183,7 +184,7 @@ class HeadLogits(ProcessedLogits):
         if not options.compact:
             return self
         rows = valid_mask.reshape(-1).cpu().nonzero().squeeze(1)  # the host sync
-        count = self.lead.numel()
+        count = self.batch_shape.numel()
         selection = RowSelection(rows, count, self.hidden.group, self.device, tokens=True)
         return replace(options, selection=selection).bind(*self.tensors)
 
@@ -203,7 +204,7 @@ class HeadLogits(ProcessedLogits):
         # dHidden of a tile is float32 too.
         width = max(shard.padded_size if any_tp else shard.width, self.weight.shape[1])
         tiling = Tiling.of_whole_rows(
-            self.lead.numel(),
+            self.batch_shape.numel(),
             shard.width,
             options.chunk_size,
             self.device,
@@ -323,22 +324,22 @@ class HeadTile:
             out = head.buffer(*shape, head.options.logits_dtype)
         return head.chunk(head.product(self.hidden, columns, out), self.rows, columns)
 
-    def chunks(self, tile_logits: Tensor | None = None) -> Iterator[Placed]:
+    def chunks(self, tile_logits: Tensor | None = None) -> Iterator[ChunkAt]:
         """Block by block; `tile_logits` as in `block`."""
         for columns in self.head.blocks():
-            yield Placed(self.rows, columns, self.block(columns, tile_logits))
+            yield ChunkAt(self.rows, columns, self.block(columns, tile_logits))
 
-    def held_chunks(self) -> list[Placed]:
+    def held_chunks(self) -> list[ChunkAt]:
         """All chunks at once, which share a buffer that the next tile's overwrite."""
         head = self.head
         shape = self.hidden.shape[0], head.shard.valid_width
         return list(self.chunks(head.buffer(*shape, head.options.logits_dtype)))
 
-    def whole_rows(self) -> Iterator[Placed]:
+    def whole_rows(self) -> Iterator[ChunkAt]:
         """All columns of true vocabulary as one chunk, in new memory; the same bits as chunks'."""
         columns = slice(0, self.head.shard.valid_width)
         logits = self._new_logits(columns.stop)
-        yield Placed(self.rows, columns, self.head.chunk(logits, self.rows, columns))
+        yield ChunkAt(self.rows, columns, self.head.chunk(logits, self.rows, columns))
 
     def raw_logits(self) -> Tensor:
         """Raw logits `[rows, V/TP]` in the accumulation dtype, rounded to logits_dtype; new.
@@ -349,11 +350,11 @@ class HeadTile:
         out[:, self.head.shard.valid_width :] = -torch.inf
         return out
 
-    def blocks_of(self, raw_logits: Tensor) -> Iterator[Placed]:
+    def blocks_of(self, raw_logits: Tensor) -> Iterator[ChunkAt]:
         """The chunks of a tile's raw logits `[rows, V/TP]`, block by block."""
         for columns in self.head.blocks():
             chunk = self.head.chunk(raw_logits[:, columns], self.rows, columns)
-            yield Placed(self.rows, columns, chunk)
+            yield ChunkAt(self.rows, columns, chunk)
 
     def _new_logits(self, width: int) -> Tensor:
         """`[rows, width]` in the accumulation dtype, whose true columns are filled."""
@@ -366,16 +367,16 @@ class HeadTile:
     def target_logits(self, local_target: Tensor) -> Tensor:
         """By one dot product a row."""
         row = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
-        entries = Entries(row, local_target)
+        entries = LogitIndices(row, local_target)
         found, bias = self.raw_entries(entries), self.head.bias
         if bias is not None:
             found = torch.stack([found, bias[local_target.clamp(min=0)].to(found.dtype)])
         return torch.where(local_target >= 0, found, 0.0)
 
-    def unscaled_logits(self, entries: Entries) -> Tensor:
+    def unscaled_logits(self, entries: LogitIndices) -> Tensor:
         return self.head.unscaled_of(self.raw_entries(entries), entries.column)
 
-    def raw_entries(self, entries: Entries) -> Tensor:
+    def raw_entries(self, entries: LogitIndices) -> Tensor:
         """By dot products, `[e]` in the accumulation dtype; any value where the column is -1."""
         rows, column = entries.row - self.rows.start, entries.column.clamp(min=0)
         head = self.head
@@ -389,7 +390,7 @@ class HeadTile:
             out[part] = raw.to(head.options.logits_dtype)
         return out
 
-    def parts(self, entries: Entries) -> Iterator[slice]:
+    def parts(self, entries: LogitIndices) -> Iterator[slice]:
         """Entries a few at a time, so that their operands stay as small as a chunk."""
         budget = budgets.of(self.head.device.type).gathered_bytes
         return row_chunks(entries.row.shape[0], max(1, budget // (8 * self.hidden.shape[1])))
@@ -474,13 +475,16 @@ def head_logits(
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, own
     options = HeadOptions(
         shard=shard,
-        lead=lead,
+        batch_shape=lead,
         logit_scale=float(logit_scale),
         softcap=softcap,
         temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
         logits_dtype=torch.float64 if accumulated == torch.float64 else logits_dtype,
         compute_dtype=compute_dtype,
-        rounded=may_round and logits_dtype == compute_dtype and lora is None and segments is None,
+        low_precision=may_round
+        and logits_dtype == compute_dtype
+        and lora is None
+        and segments is None,
         backend=backend,
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,

@@ -33,7 +33,7 @@ from mcore_logprobs.kernels.products import (
     rounded_product,
 )
 from mcore_logprobs.sources.lora import LoRAGradient
-from mcore_logprobs.sources.source import Entries, Placed, Write, entry_gradients
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Write, entry_gradients
 
 if TYPE_CHECKING:
     from mcore_logprobs.sources.head import HeadLogits, HeadTile
@@ -79,7 +79,7 @@ class HeadGradient:
         self._reduced = -1  # the latest tile whose reduction was started
         self._parts: list[Tensor | None] = []
 
-    def collect(self, tile: HeadTile, placed: Placed, write: Write) -> None:
+    def collect(self, tile: HeadTile, placed: ChunkAt, write: Write) -> None:
         """dLogits of a chunk, over the logits where they fit there, and from it the GEMMs.
 
         After dHidden's GEMM of a tile's last chunk its sum over TP starts, so that it runs while
@@ -93,18 +93,19 @@ class HeadGradient:
         if self.hidden is not None and head.options.segments is not None:
             self._add_segment(columns, dlogits, tile)
         elif self.hidden is not None:
-            block, rounded = head.weight_block(columns), head.options.rounded
+            block = head.weight_block(columns)
+            low_precision = head.options.low_precision
             if self._tile is None:
                 self._tile = torch.empty_like(tile.hidden, dtype=head.acc_dtype)
-                product(dlogits, block, self._tile, rounded=rounded)
+                product(dlogits, block, self._tile, low_precision=low_precision)
             else:
-                add_product(dlogits, block, self._tile, rounded=rounded)
+                add_product(dlogits, block, self._tile, low_precision=low_precision)
         if columns.stop == head.shard.valid_width:
             self._reduce(tile)
         if self.weight is not None:
             self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
 
-    def _dlogits(self, placed: Placed, write: Write) -> Tensor:
+    def _dlogits(self, placed: ChunkAt, write: Write) -> Tensor:
         """`[rows, columns]` as it is multiplied; and dBias.
 
         With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on
@@ -144,10 +145,10 @@ class HeadGradient:
         before = self._parts[number]
         self._parts[number] = part if before is None else before.add_(part)
 
-    def collect_entries(self, tile: HeadTile, entries: Entries, upstream: Tensor) -> None:
+    def collect_entries(self, tile: HeadTile, entries: LogitIndices, upstream: Tensor) -> None:
         head, options = self._head, self._head.options
         for part in tile.parts(entries):
-            some = Entries(*(x[part] for x in entries))
+            some = LogitIndices(*(x[part] for x in entries))
             dz, dy = entry_gradients(
                 upstream[part].to(head.acc_dtype),
                 some,
@@ -304,7 +305,8 @@ class WeightGradient:
     ) -> None:
         weight, tiles, options = head.weight, len(head.hidden.local), head.options
         self._main_grad = main_grad
-        self._fixed, self._rounded = options.segments is not None, options.rounded
+        self._fixed = options.segments is not None
+        self._low_precision = options.low_precision
         self._acc_dtype = head.acc_dtype
         self._dtype = self._acc_dtype if in_acc_dtype else weight.dtype
         self._fresh = main_grad is None
@@ -331,14 +333,14 @@ class WeightGradient:
         elif block is not None and block.dtype == self._acc_dtype:
             # `product` writes where there is nothing yet, so that no zero fill is needed.
             multiply = product if first and self._fresh else add_product
-            multiply(dlogits.t(), hidden, block, rounded=self._rounded)
+            multiply(dlogits.t(), hidden, block, low_precision=self._low_precision)
             return
         elif block is not None and first and self._fresh and block.dtype == dlogits.dtype:
             rounded_product(dlogits.t(), hidden, block)
             return
         shape = (dlogits.shape[1], hidden.shape[1])
         part = hidden.new_empty(shape, dtype=self._acc_dtype)
-        product(dlogits.t(), hidden, part, rounded=self._rounded)
+        product(dlogits.t(), hidden, part, low_precision=self._low_precision)
         if block is not None:  # fixed; or one tile, float32 operands of a low-precision weight
             block.copy_(part) if first and self._fresh else block.add_(part)
         else:  # a low-precision main_grad: rounded once a tile, as Megatron's own does

@@ -216,7 +216,7 @@ class LazyLogits(Tensor):
         rows = view.rows
         self.written()  # raises where a gradient cannot follow
         if wants not in rows.real:
-            whole = View.all_of(rows, (rows.count,), view.dtype)
+            whole = View.all_of(rows, (rows.num_rows,), view.dtype)
             _say_or_refuse(whole, what)
             rows.real[wants] = whole.compute(gradient=wants)
         if not rows.written:

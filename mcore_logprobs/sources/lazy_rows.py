@@ -193,7 +193,7 @@ class Rows:
         self, head: LazyHead, rows: Tensor | None, temperature: float | Tensor = 1.0
     ) -> None:
         self.head, self.rows, self.temperature = head, rows, temperature
-        self.count = head.tokens.numel() if rows is None else rows.numel()
+        self.num_rows = head.tokens.numel() if rows is None else rows.numel()
         self.real: dict[bool, Tensor] = {}
         self.written = False
         self.version = 0
@@ -206,12 +206,12 @@ class Rows:
     def divide_(self, places: Tensor, by: float | Tensor) -> None:
         """Divide the rows at places (int64, any shape) by a number or a tensor of that shape."""
         self.version += 1
-        if places.numel() == self.count and not isinstance(by, Tensor):
+        if places.numel() == self.num_rows and not isinstance(by, Tensor):
             self.temperature = self.temperature * by
             return
         device = self.head.hidden.device
         own = torch.as_tensor(self.temperature, dtype=self.dtype, device=device)
-        own = own.expand(self.count).clone()
+        own = own.expand(self.num_rows).clone()
         at = places.reshape(-1).to(device)
         by = by.reshape(-1).to(own.dtype) if isinstance(by, Tensor) else by
         own[at] = own[at] * by
@@ -233,7 +233,7 @@ class View:
 
     @classmethod
     def all_of(cls, rows: Rows, lead: Sequence[int], dtype: torch.dtype) -> View:
-        return cls(rows, torch.arange(rows.count).view(torch.Size(lead)), dtype)
+        return cls(rows, torch.arange(rows.num_rows).view(torch.Size(lead)), dtype)
 
     @property
     def width(self) -> int:
@@ -250,7 +250,7 @@ class View:
     @property
     def is_whole(self) -> bool:
         """Whether these are all of the rows, in their order."""
-        return self.places.numel() == self.rows.count and self.places.is_contiguous()
+        return self.places.numel() == self.rows.num_rows and self.places.is_contiguous()
 
     def at(self, places: Tensor) -> View:
         """Other places: a view where they are one of these, else a copy."""
@@ -409,4 +409,4 @@ class View:
         tensors = source.tensors
         if tensors.temperature is not None:
             tensors = tensors._replace(temperature=tensors.temperature.reshape(lead))
-        return replace(source.options, lead=lead).bind(*tensors)
+        return replace(source.options, batch_shape=lead).bind(*tensors)

@@ -202,7 +202,7 @@ class HiddenRows:
 
     Attributes:
         ranks: over which the rows are split.
-        count: rows over all ranks, n.
+        num_rows: rows over all ranks, n.
         local: each tile's rows of this rank, or places in its selection.
 
     Args:
@@ -222,7 +222,7 @@ class HiddenRows:
         self.hidden, self.group, self.selection = hidden, group, selection
         self.ranks = group_size(group)
         own = hidden.shape[0] if selection is None else selection.local.shape[0]
-        self.count = own * self.ranks
+        self.num_rows = own * self.ranks
         self.local = list(row_chunks(own, max(1, tile_rows // self.ranks)))
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:

@@ -29,7 +29,7 @@ from mcore_logprobs.kernels.chunk import (
 from mcore_logprobs.kernels.segments import Segments
 
 
-class Placed(NamedTuple):
+class ChunkAt(NamedTuple):
     """A chunk and its place: rows in the source's order, columns of this rank's shard.
 
     Attributes:
@@ -54,11 +54,11 @@ class Placed(NamedTuple):
 
 
 Write = Callable[
-    [Placed, Tensor], None
+    [ChunkAt, Tensor], None
 ]  # writes the gradient of a chunk's raw logits into a tensor
 
 
-class Entries(NamedTuple):
+class LogitIndices(NamedTuple):
     """Single logits of a tile's rows, `[e]` each: row in the source's order, this rank's column.
 
     A column of -1 is another rank's, or none.
@@ -73,10 +73,10 @@ class Tile(Protocol):
 
     rows: slice
 
-    def chunks(self) -> Iterator[Placed]:
+    def chunks(self) -> Iterator[ChunkAt]:
         """Chunks that cover the rows and all of this rank's true vocabulary."""
 
-    def whole_rows(self) -> Iterator[Placed]:
+    def whole_rows(self) -> Iterator[ChunkAt]:
         """Chunks of some rows by all of this rank's true columns."""
 
     def target_logits(self, local_target: Tensor) -> Tensor:
@@ -84,30 +84,30 @@ class Tile(Protocol):
         -1. With a bias `[2, rows]`, that and the bias there.
         """
 
-    def unscaled_logits(self, entries: Entries) -> Tensor:
+    def unscaled_logits(self, entries: LogitIndices) -> Tensor:
         """Unscaled logits at entries, `[e]`; 0 where the column is -1."""
 
 
 class RecomputedTile(Tile, Protocol):
     """Some rows of a source whose logits are computed when they are asked for."""
 
-    def held_chunks(self) -> list[Placed]:
+    def held_chunks(self) -> list[ChunkAt]:
         """Its chunks, all at one time."""
 
     def raw_logits(self) -> Tensor:
         """`[rows, V/TP]` in the accumulation dtype; -inf past the true vocabulary."""
 
-    def blocks_of(self, raw_logits: Tensor) -> Iterator[Placed]:
+    def blocks_of(self, raw_logits: Tensor) -> Iterator[ChunkAt]:
         """The chunks of such logits."""
 
 
 class Gradient(Protocol):
     """Collects the gradients of a source's tensors, tile by tile."""
 
-    def collect(self, tile: Any, placed: Placed, write: Write) -> None:
+    def collect(self, tile: Any, placed: ChunkAt, write: Write) -> None:
         """Take the gradient of a chunk's raw logits, which `write` writes where it is told to."""
 
-    def collect_entries(self, tile: Any, entries: Entries, upstream: Tensor) -> None:
+    def collect_entries(self, tile: Any, entries: LogitIndices, upstream: Tensor) -> None:
         """Take the gradient of processed logits at entries `[e]`, all others being 0."""
 
     def end_tile(self, tile: Any) -> None:
@@ -128,18 +128,18 @@ class Source(Protocol):
         options: all that is not a tensor of autograd's: `options.bind(*tensors)` is the source.
         tensors: what gradients may be wanted of.
         shard: this rank's columns of the vocabulary.
-        lead: the shape of the tokens: of targets, masks and results.
+        batch_shape: the shape of the tokens: of targets, masks and results.
         device: of everything.
         acc_dtype: of statistics and results, float32 or float64.
-        count: rows, n.
+        num_rows: n.
     """
 
     options: Any
     shard: VocabShard
-    lead: torch.Size
+    batch_shape: torch.Size
     device: torch.device
     acc_dtype: torch.dtype
-    count: int
+    num_rows: int
     temperature: float | Tensor
     multiplier: float | Tensor
     recomputed: bool
@@ -167,15 +167,15 @@ class Source(Protocol):
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         """Rows of which so many float32 copies of `width` columns are made at a time."""
 
-    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
-        """`[*lead, ...]` -> `[n, ...]` as the rows are walked.
+    def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        """`[*batch_shape, ...]` -> `[n, ...]` as the rows are walked.
 
         Args:
             fill: what rows of no token get; None: a mask gets False, other tensors a value of
                 theirs.
         """
 
-    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
+    def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
         """The inverse; `fill` at tokens that are not walked over."""
 
     def pack(self, per_row: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Source(Protocol):
         """The source of the tokens that count alone, if it was asked to be compact.
 
         Args:
-            valid_mask: bool `[*lead]`.
+            valid_mask: bool `[*batch_shape]`.
         """
 
     def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> Source:
@@ -257,7 +257,7 @@ def masked_source(source: Source, mask: Tensor | None) -> Source:
 
 
 def token_temperature(source: Any) -> float | Tensor:
-    """The temperature as a caller gives it: a number, or `[*lead]` where tokens have their own."""
+    """The temperature as a caller gives it: a number, or `[*batch_shape]`."""
     own = source.tensors[-1]
     return source.options.temperature if own is None else own
 
@@ -272,7 +272,7 @@ def check_segments(shard: VocabShard, invariant_segments: int | None) -> Segment
 
 def entry_gradients(
     upstream: Tensor,
-    entries: Entries,
+    entries: LogitIndices,
     raw_logits: Callable[[], Tensor],
     *,
     logit_scale: float,

@@ -14,7 +14,7 @@ from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowResults, StatsSpec, finalize, merge
 from mcore_logprobs.ops.row_statistics import RowStatistics
-from mcore_logprobs.sources.source import Placed
+from mcore_logprobs.sources.source import ChunkAt
 from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,7 +144,7 @@ def segment_stats(
     tile: Any = SimpleNamespace(rows=slice(0, rows), target_logits=lambda _: threshold)
     stats = RowStatistics(source, spec, target)
     stats.begin_tile(tile, tile.rows)
-    stats.see(Placed(tile.rows, slice(0, width), chunk))
+    stats.see(ChunkAt(tile.rows, slice(0, width), chunk))
     stats.end_tile(tile, tile.rows)
     return stats.of_tile
 
