@@ -57,7 +57,6 @@ def step(model: Any, batch: dict[str, Any], **call: Any) -> tuple[Tensor, dict[s
     logits = model(**batch["inputs"], **call)
     loss, logprobs = objective(logits, batch["labels"], batch["weights"])
     loss.backward()
-    # Whole at once: an operation on a DTensor may give it another test's mesh, by torch's caches.
     grads = {
         n: test_fsdp.whole(p.grad).clone()
         for n, p in model.named_parameters()
