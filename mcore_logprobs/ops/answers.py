@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answers(Operation):
+class Answers(Operation[Source]):
     """The fields of a `Found`, flat.
 
     Tensors: local targets `[n]`; the valid mask `[n]`; local ids `[n, j]`, and whether each of them
@@ -164,7 +164,7 @@ class _AnswersForward(RowStatistics):
 
 
 def answers(
-    source: Any,
+    source: Source,
     local_target: Tensor,
     valid_mask: Tensor,
     spec: StatsSpec,

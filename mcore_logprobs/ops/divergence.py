@@ -38,7 +38,7 @@ KL_KINDS = ("forward", "reverse", *TWO_PASS)
 
 
 @dataclass(frozen=True)
-class Divergence(Operation):
+class Divergence(Operation[PairSource]):
     """Divergences `[n]` of a `PairSource`; 0 in rows that the valid mask `[n]` leaves out."""
 
     spec: PairSpec
@@ -124,8 +124,8 @@ class _DivergenceGradient(Backward):
 
 
 def kl_div(
-    student: Any,
-    teacher: Any,
+    student: AnySource,
+    teacher: AnySource,
     *,
     kind: str = "forward",
     beta: float = 0.5,
@@ -265,7 +265,7 @@ def _of_both_sides(shared: Any) -> dict[str, Any]:
 
 
 def given_teacher(
-    student: Any,
+    student: AnySource,
     teacher_logits: Tensor,
     *,
     temperature: float | Tensor | None,
@@ -369,7 +369,7 @@ def linear_kl_div(
 
 
 def any_teacher(
-    student: Any,
+    student: AnySource,
     *,
     logits: Tensor | None,
     hidden: Tensor | None,

@@ -14,17 +14,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from mcore_logprobs.checks import autocast_enabled
+from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
-from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
+from mcore_logprobs.sources.main_grad import MainGrad
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Options, Source, Tile, Walked
 
-Tensors = tuple[Any, ...]
+Tensors = tuple[Any, ...]  # each a Tensor or None
+SourceT = TypeVar("SourceT", bound=Walked)
 
 
 class Forward:
@@ -81,7 +85,7 @@ class Backward:
         raise NotImplementedError
 
 
-class Operation:
+class Operation(Generic[SourceT]):
     """An operation on a source; a frozen dataclass of its options, without tensors.
 
     Per-row tensors are `[n, ...]` in the order of the source's rows.
@@ -99,11 +103,11 @@ class Operation:
     differentiable: Sequence[bool] | None = None
     rereads: Rereads = "nothing"
 
-    def forward(self, source: Any, tensors: Tensors) -> Forward:
+    def forward(self, source: SourceT, tensors: Tensors) -> Forward:
         raise NotImplementedError
 
     def backward(
-        self, source: Any, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: SourceT, upstream: Tensors, tensors: Tensors, saved: Tensors
     ) -> Backward:
         """The gradient; an upstream of None stands for 0."""
         raise NotImplementedError
@@ -112,7 +116,7 @@ class Operation:
 # ---- the loops ----------------------------------------------------------------------------------
 
 
-def show(run: Forward, source: Any) -> None:
+def show(run: Forward, source: Walked) -> None:
     """Show it all tiles of a source."""
     for _ in range(run.passes):
         for tile in source.tiles():
@@ -132,7 +136,7 @@ def _show_tile(
     run.end_tile(tile, rows)
 
 
-def _backward(backward: Backward, source: Any, needs: Sequence[bool]) -> Tensors:
+def _backward(backward: Backward, source: Walked, needs: Sequence[bool]) -> Tensors:
     gradient = source.gradient(needs, sparse=backward.entries)
     for tile in source.tiles():
         if backward.entries:
@@ -182,18 +186,18 @@ class _Last(torch.autograd.Function):
     """A gradient, of what it depends on, that cannot be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, *on: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, grad: Tensor, *on: Tensor) -> Tensor:
         return grad.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
         raise RuntimeError(
             "mcore_logprobs' operations have no double backward (gradient of a gradient): expected "
             "create_graph=False, or gradients that no loss depends on"
         )
 
 
-def without_autocast(like: Tensor | None) -> AbstractContextManager[Any]:
+def without_autocast(like: Tensor | None) -> AbstractContextManager[object]:
     """Products within it have the dtypes that they are told, in a backward as in its forward."""
     assert like is not None
     device_type = like.device.type
@@ -206,7 +210,10 @@ def without_autocast(like: Tensor | None) -> AbstractContextManager[Any]:
 
 
 def apply(
-    operation: Operation, source: Any, *per_token: Tensor, constants: Tensors = ()
+    operation: Operation[SourceT],
+    source: SourceT,
+    *per_token: Tensor,
+    constants: Tensors = (),
 ) -> Tensors:
     """The operation's results, `[*lead, ...]` each; differentiable by the source's tensors.
 
@@ -228,15 +235,28 @@ def apply(
     )
 
 
+class _RecomputeContext(FunctionCtx):
+    """Attributes:
+    counts: of the source's tensors, those per token, all that are given, and these with saved ones.
+    """
+
+    operation: Operation[Any]
+    options: Options
+    plans: tuple[KeptPlan, ...]
+    counts: tuple[int, int, int, int]
+    linear: bool
+    needs_input_grad: tuple[bool, ...]
+
+
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        operation: Operation,
-        options: Any,
+        ctx: _RecomputeContext,
+        operation: Operation[Any],
+        options: Options,
         counts: tuple[int, int],
         plans: tuple[KeptPlan, ...],
-        *tensors: Any,
+        *tensors: Tensor | None,
     ) -> Tensors:
         with without_autocast(tensors[0]):
             source, given = _call_context(options, counts, tensors)
@@ -253,7 +273,8 @@ class _Recompute(torch.autograd.Function):
         ctx.operation, ctx.options, ctx.plans = operation, options, plans
         ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
         ctx.linear = operation.linear and source.linear
-        ctx.save_for_backward(*tensors, *saved, *(x for own in kept for x in own.tensors))
+        everything: Tensors = (*tensors, *saved, *(x for own in kept for x in own.tensors))
+        ctx.save_for_backward(*everything)
         ctx.set_materialize_grads(False)
         flags = operation.differentiable or (True,) * len(results)
         ctx.mark_non_differentiable(
@@ -267,7 +288,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
+    def backward(ctx: _RecomputeContext, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         *counts, end, last = ctx.counts
@@ -285,7 +306,7 @@ class _Recompute(torch.autograd.Function):
         return (None, None, None, None, *found, *(None for _ in tensors[len(found) :]))
 
 
-def _call_context(options: Any, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
+def _call_context(options: Options, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
     """The source, and what the operation takes besides."""
     own, per_token = counts
     source = options.bind(*tensors[:own])
@@ -318,7 +339,7 @@ class Objective(Protocol):
 
 
 def apply_eagerly(
-    operation: Operation,
+    operation: Operation[Source],
     source: Source,
     objective: Objective,
     *per_token: Tensor,
@@ -347,16 +368,28 @@ def apply_eagerly(
     )
 
 
+class _EagerContext(FunctionCtx):
+    """Attributes:
+    gradients: of the source's tensors, until the first backward takes them; dtypes: theirs.
+    """
+
+    gradients: tuple[Tensor | None, ...] | None
+    dtypes: list[torch.dtype | None]
+    main_grad: MainGrad | None
+    kernels: Backend
+    needs_input_grad: tuple[bool, ...]
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        operation: Operation,
+        ctx: _EagerContext,
+        operation: Operation[Any],
         objective: Objective,
-        options: Any,
+        options: Options,
         counts: tuple[int, int, int],
-        *tensors: Any,
-    ) -> Any:
+        *tensors: Tensor,
+    ) -> Tensors:
         count, per_token, _ = counts
         *tensors, anchor = tensors  # type: ignore[assignment]
         inputs = tensors[:count]
@@ -408,7 +441,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _EagerContext, _: Tensors, *grads: Tensor | None) -> Tensors:
         upstream, none = grads[0], len(ctx.needs_input_grad)
         if upstream is None:
             return (None,) * none

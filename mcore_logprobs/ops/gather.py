@@ -46,7 +46,7 @@ NORMALIZATIONS = ("vocab", "topk")
 
 
 @dataclass(frozen=True)
-class EntryLogits(Operation):
+class EntryLogits(Operation[Source]):
     """Processed logits `[n, k]` at local ids `[n, k]`, 0 where no rank owns one."""
 
     linear = True
@@ -77,7 +77,7 @@ class _EntryForward(Forward):
 
 
 @dataclass(frozen=True)
-class EntryLogprobs(Operation):
+class EntryLogprobs(Operation[Source]):
     """(log-probabilities, or logits, `[n, k]`; entropy `[n]` or None), of local ids and valid mask.
 
     Attributes:
@@ -162,7 +162,7 @@ def _entries(
 
 
 def topk_distill(
-    source: Any,
+    source: Source,
     teacher_topk_logits: Tensor,
     teacher_topk_ids: Tensor,
     normalize: str,

@@ -46,7 +46,7 @@ class _Structure:
 
 
 @dataclass(frozen=True)
-class Map(Operation):
+class Map(Operation[HeadLogits]):
     """fn's flat results, `[n, ...]` each. Tensors: the valid mask `[n]`, per-token tensors.
 
     Attributes:

@@ -19,7 +19,7 @@ from mcore_logprobs.sources.source import ChunkAt, Source, Tile
 
 
 @dataclass(frozen=True)
-class LogSoftmax(Operation):
+class LogSoftmax(Operation[Source]):
     """`[n, V/TP]`."""
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:

@@ -61,7 +61,7 @@ class ReplayResults(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Replay(Operation):
+class Replay(Operation[Source]):
     """The fields of a `ReplayResults`, flat.
 
     Tensors: the valid mask, local targets and whether there is a record, `[n]` each; of each entry
@@ -401,7 +401,7 @@ class Kept:
 
 
 def replay(
-    source: Any,
+    source: Source,
     target: Tensor,
     kept: Kept,
     *,

@@ -63,7 +63,7 @@ def gumbel_noise(stream: Tensor, first: int, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sample(Operation):
+class Sample(Operation[Source]):
     """(ids, logprobs), each `[n]`; 0 in rows that the valid mask leaves out.
 
     Tensors: the valid mask `[n]`; each row's stream, int64; whether it takes its largest logit.
@@ -155,7 +155,7 @@ def _tempered(x: Tensor, multiplier: float | Tensor) -> Tensor:
 class _Best:
     """The largest score of each row on this rank, its global id and its logit."""
 
-    def __init__(self, source: Any, stream: Tensor, greedy: Tensor) -> None:
+    def __init__(self, source: Source, stream: Tensor, greedy: Tensor) -> None:
         self._source, self._stream, self._greedy = source, stream, greedy
         # Score, id and logit, float64: ids are exact in it. All -inf: the first id of all.
         self._found = stream.new_zeros(3, source.num_rows, dtype=torch.float64)
@@ -192,7 +192,7 @@ class _Best:
 
 
 def sample(
-    source: Any,
+    source: Source,
     *,
     seed: int | Tensor,
     greedy: Tensor | None = None,

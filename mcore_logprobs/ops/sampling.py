@@ -79,7 +79,7 @@ class Filters:
 
 
 @dataclass(frozen=True)
-class Filtered(Operation):
+class Filtered(Operation[Source]):
     """A RowResults of each row: filtered log-probabilities, the rest unfiltered or None; and the
     unfiltered log-probabilities, or None.
 
@@ -196,7 +196,7 @@ class _FilteredGradient(Backward):
 
 
 def filtered_stats(
-    source: Any,
+    source: Source,
     target: Tensor,
     filters: Filters,
     whole: Statistics | None,
@@ -224,7 +224,7 @@ def filtered_stats(
 
 
 def sampling_logprobs(
-    source: Any,
+    source: Source,
     target: Tensor,
     *,
     top_k: int | None = None,

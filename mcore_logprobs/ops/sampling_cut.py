@@ -18,7 +18,7 @@ Masses are sums of exp(z - max z), never normalised, in float64 over the candida
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from mcore_logprobs.ops.sampling_search import (
     running_sum,
     search_cut,
 )
-from mcore_logprobs.sources.source import ChunkAt
+from mcore_logprobs.sources.source import ChunkAt, Source
 
 # Candidates a rank for top-p alone, and the largest top_k served by candidates.
 _TOP_P_CANDIDATES = 128
@@ -88,7 +88,7 @@ class Cut(NamedTuple):
 
 
 def find_cut(
-    source: Any,
+    source: Source,
     chunks: list[ChunkAt],
     local_sum: Tensor | None,
     local_target: Tensor,

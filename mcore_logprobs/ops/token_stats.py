@@ -34,7 +34,7 @@ from mcore_logprobs.sources.source import Source
 
 
 @dataclass(frozen=True)
-class Statistics(Operation):
+class Statistics(Operation[Source]):
     """A RowResults of each row, of local targets and a valid mask `[n]`."""
 
     spec: StatsSpec

@@ -22,7 +22,7 @@ from mcore_logprobs.sources.source import ChunkAt, Source, masked_source
 
 
 @dataclass(frozen=True)
-class TopK(Operation):
+class TopK(Operation[Source]):
     """(values, global ids), each `[n, k]`."""
 
     k: int

@@ -17,9 +17,9 @@ from torch import Tensor
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
 from mcore_logprobs.sources.given import GivenLogits
-from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.sources.head import HeadLogits, HeadTile
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.source import ChunkAt, Write
+from mcore_logprobs.sources.source import ChunkAt, Gradient, LogitIndices, Options, Write
 
 AnySource = GivenLogits | HeadLogits
 
@@ -32,13 +32,13 @@ class PairOptions:
         backend: as the caller named it.
     """
 
-    student: Any
-    teacher: Any
+    student: Options
+    teacher: Options
     count: int
     backend: str
     segments: None = None
 
-    def bind(self, *tensors: Any) -> PairSource:
+    def bind(self, *tensors: Tensor | None) -> PairSource:
         own, (index, *other) = tensors[: self.count], tensors[self.count :]
         return PairSource(self, self.student.bind(*own), self.teacher.bind(*other), index)
 
@@ -127,7 +127,7 @@ class PairTile:
         of_teacher: gives the teacher's chunk of these rows, by columns.
     """
 
-    own: Any
+    own: GivenLogits | HeadTile
     rows: slice
     own_chunks: Callable[[], Iterator[ChunkAt]]
     of_teacher: Callable[[slice], Chunk]
@@ -140,8 +140,11 @@ class PairTile:
 class PairGradient:
     """The student's gradient, tile by tile of the pair."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Gradient) -> None:
         self._own = own
+
+    def collect_entries(self, tile: PairTile, entries: LogitIndices, upstream: Tensor) -> None:
+        raise NotImplementedError("a divergence's gradient is of whole chunks")
 
     def collect(self, tile: PairTile, placed: ChunkAt, write: Write) -> None:
         self._own.collect(tile.own, placed, write)

@@ -10,10 +10,11 @@ A *row* is a token, a *tile* some rows, a *block* some columns, a *chunk* a tile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.groups import VocabShard
@@ -117,55 +118,45 @@ class Gradient(Protocol):
         """The gradients, in the order of the source's tensors; None where none is wanted."""
 
 
-class Source(Protocol):
-    """Logits, a chunk at a time, and where their gradient goes.
+class Options(Protocol):
+    """All of a source that is not a tensor of autograd's.
 
     Attributes:
-        temperature: a number, or `[n]` as the rows are walked.
-        multiplier: likewise, what differences of unscaled logits are multiplied by.
-        recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
+        segments: those that statistics are taken by, or None.
+    """
+
+    @property
+    def segments(self) -> Segments | None: ...
+
+    @property
+    def bind(self) -> Callable[..., Any]:
+        """Makes the source again, of its tensors."""
+
+
+class Walked(Protocol):
+    """What the driver asks of a source, or of two side by side.
+
+    Attributes:
         linear: whether processed logits are linear in the tensors.
-        options: all that is not a tensor of autograd's: `options.bind(*tensors)` is the source.
         tensors: what gradients may be wanted of.
-        shard: this rank's columns of the vocabulary.
-        batch_shape: the shape of the tokens: of targets, masks and results.
         device: of everything.
         acc_dtype: of statistics and results, float32 or float64.
         num_rows: n.
     """
 
-    options: Any
-    shard: VocabShard
-    batch_shape: torch.Size
     device: torch.device
     acc_dtype: torch.dtype
     num_rows: int
-    temperature: float | Tensor
-    multiplier: float | Tensor
-    recomputed: bool
     linear: bool
+
+    @property
+    def options(self) -> Options: ...
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]: ...
 
-    def tiles(self) -> Iterator[Tile]: ...
-
-    def tile_ends(self) -> list[int]:
-        """The row behind each tile's last."""
-
-    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> Gradient:
-        """Collects gradients.
-
-        Args:
-            needs: of which tensors.
-            sparse: they come by `collect_entries`, not by chunks.
-        """
-
-    def backend(self, chunk: Chunk) -> backends.Backend:
-        """The backend that computes this chunk."""
-
-    def rows_at_a_time(self, width: int, copies: int = 1) -> int:
-        """Rows of which so many float32 copies of `width` columns are made at a time."""
+    def tiles(self) -> Iterator[Any]:
+        """Its tiles, in order."""
 
     def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
         """`[*batch_shape, ...]` -> `[n, ...]` as the rows are walked.
@@ -184,14 +175,51 @@ class Source(Protocol):
     def unpack(self, saved: Tensor) -> Tensor:
         """The inverse of `pack`."""
 
-    def compacted(self, valid_mask: Tensor) -> Source:
+    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> Gradient:
+        """Collects gradients.
+
+        Args:
+            needs: of which tensors.
+            sparse: they come by `collect_entries`, not by chunks.
+        """
+
+
+class Source(Walked, Protocol):
+    """Logits, a chunk at a time, and where their gradient goes.
+
+    Attributes:
+        temperature: a number, or `[n]` as the rows are walked.
+        multiplier: likewise, what differences of unscaled logits are multiplied by.
+        recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
+        shard: this rank's columns of the vocabulary.
+        batch_shape: the shape of the tokens: of targets, masks and results.
+    """
+
+    shard: VocabShard
+    batch_shape: torch.Size
+    temperature: float | Tensor
+    multiplier: float | Tensor
+    recomputed: bool
+
+    def tiles(self) -> Iterator[Tile]: ...
+
+    def tile_ends(self) -> list[int]:
+        """The row behind each tile's last."""
+
+    def backend(self, chunk: Chunk) -> backends.Backend:
+        """The backend that computes this chunk."""
+
+    def rows_at_a_time(self, width: int, copies: int = 1) -> int:
+        """Rows of which so many float32 copies of `width` columns are made at a time."""
+
+    def compacted(self, valid_mask: Tensor) -> Self:
         """The source of the tokens that count alone, if it was asked to be compact.
 
         Args:
             valid_mask: bool `[*batch_shape]`.
         """
 
-    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> Source:
+    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> Self:
         """The source in tiles of which all logits of a rank may exist at one time.
 
         Args:
@@ -199,8 +227,11 @@ class Source(Protocol):
             any_tp: the same rows per tile whatever the tensor-parallel size is.
         """
 
-    def in_token_order(self) -> Source:
+    def in_token_order(self) -> Self:
         """The source with rows in the order of the tokens, where it can choose their order."""
+
+
+_Source = TypeVar("_Source", bound=Source)
 
 
 class ProcessedLogits:
@@ -243,7 +274,7 @@ class ProcessedLogits:
         return torch.where(column >= 0, x, 0.0)
 
 
-def masked_source(source: Source, mask: Tensor | None) -> Source:
+def masked_source(source: _Source, mask: Tensor | None) -> _Source:
     """The source of the tokens that a mask keeps, if it was asked to be compact.
 
     Raises:
