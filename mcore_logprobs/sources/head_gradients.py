@@ -320,6 +320,10 @@ class WeightGradient:
             self._sum[head.shard.valid_width if tiles else 0 :] = 0
         elif buffer.dtype == self._acc_dtype:
             self._sum = buffer
+        # How a block is added: multiplied where it goes; likewise, rounded once; or apart.
+        direct = None if self._sum is None or self._fixed else self._sum.dtype
+        self._in_place = direct == self._acc_dtype
+        self._rounds_once = self._fresh and direct == head.matmul_dtype
 
     def add(self, first: bool, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
         """Add `dlogits^T @ hidden`, `[columns, h]`; `first` for the first tile of the block.
@@ -327,25 +331,24 @@ class WeightGradient:
         Args:
             dlogits: `[rows, columns]`, hidden: `[rows, h]`; of one dtype.
         """
-        block = None if self._sum is None else self._sum[columns]
-        if self._fixed:
-            dlogits, hidden = aligned(dlogits), aligned(hidden)
-        elif block is not None and block.dtype == self._acc_dtype:
-            # `product` writes where there is nothing yet, so that no zero fill is needed.
-            multiply = product if first and self._fresh else add_product
+        is_new = first and self._fresh  # there is nothing yet, nor a zero fill
+        if self._sum is None:  # a low-precision main_grad: rounded once a tile, as Megatron's is
+            assert self._main_grad is not None
+            block = self._main_grad.buffer[columns]
+        else:
+            block = self._sum[columns]
+        if self._in_place:
+            multiply = product if is_new else add_product
             multiply(dlogits.t(), hidden, block, low_precision=self._low_precision)
             return
-        elif block is not None and first and self._fresh and block.dtype == dlogits.dtype:
+        if self._rounds_once:
             rounded_product(dlogits.t(), hidden, block)
             return
-        shape = (dlogits.shape[1], hidden.shape[1])
-        part = hidden.new_empty(shape, dtype=self._acc_dtype)
+        if self._fixed:
+            dlogits, hidden = aligned(dlogits), aligned(hidden)
+        part = hidden.new_empty((dlogits.shape[1], hidden.shape[1]), dtype=self._acc_dtype)
         product(dlogits.t(), hidden, part, low_precision=self._low_precision)
-        if block is not None:  # fixed; or one tile, float32 operands of a low-precision weight
-            block.copy_(part) if first and self._fresh else block.add_(part)
-        else:  # a low-precision main_grad: rounded once a tile, as Megatron's own does
-            assert self._main_grad is not None
-            self._main_grad.buffer[columns].add_(part)
+        block.copy_(part) if is_new else block.add_(part)
 
     def add_rows(self, columns: Tensor, rows: Tensor) -> None:
         """Add `rows[i]` to the gradient's row `columns[i]`; `[e]`, `[e, h]` float32 or float64."""
