@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +32,10 @@ from mcore_logprobs.kernels.products import (
     product,
     rounded_product,
 )
+from mcore_logprobs.sources.head_operands import HeadOperands, HeadTile
 from mcore_logprobs.sources.lora import LoRAGradient
+from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Write, entry_gradients
-
-if TYPE_CHECKING:
-    from mcore_logprobs.sources.head import HeadLogits, HeadTile
-    from mcore_logprobs.sources.main_grad import MainGrad
 
 
 class HeadGradient:
@@ -52,7 +50,7 @@ class HeadGradient:
 
     def __init__(
         self,
-        head: HeadLogits,
+        head: HeadOperands,
         needs: Sequence[bool],
         *,
         in_acc_dtype: bool = False,
@@ -72,9 +70,14 @@ class HeadGradient:
             )
         if for_bias and bias is not None:
             self._bias = torch.zeros_like(bias, dtype=head.acc_dtype)
-        if head.lora is not None and (for_hidden or any(for_lora)):
-            lora_needs = (for_hidden, *for_lora)
-            self._lora = LoRAGradient(head, lora_needs, in_acc_dtype=in_acc_dtype, sparse=sparse)
+        if head.low_rank is not None and (for_hidden or any(for_lora)):
+            self._lora = LoRAGradient(
+                head.low_rank,
+                head.shard.group,
+                (for_hidden, *for_lora),
+                in_acc_dtype=in_acc_dtype,
+                sparse=sparse,
+            )
         self._tile: Tensor | None = None
         self._reduced = -1  # the latest tile whose reduction was started
         self._parts: list[Tensor | None] = []
@@ -229,7 +232,7 @@ class HiddenGradient:
     rounded to the hidden states' dtype once (not at all if `in_acc_dtype`).
     """
 
-    def __init__(self, head: HeadLogits, *, in_acc_dtype: bool) -> None:
+    def __init__(self, head: HeadOperands, *, in_acc_dtype: bool) -> None:
         hidden, self._selection = head.tensors.hidden, head.options.selection
         self._group, self._scatter = head.shard.group, head.options.sequence_parallel
         self._parts = head.hidden.local
@@ -301,7 +304,7 @@ class WeightGradient:
     """
 
     def __init__(
-        self, head: HeadLogits, *, main_grad: MainGrad | None, in_acc_dtype: bool, sparse: bool
+        self, head: HeadOperands, *, main_grad: MainGrad | None, in_acc_dtype: bool, sparse: bool
     ) -> None:
         weight, tiles, options = head.weight, len(head.hidden.local), head.options
         self._main_grad = main_grad
