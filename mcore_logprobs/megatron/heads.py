@@ -245,7 +245,7 @@ def kind_reason(layer: Any) -> str:
     if is_adapter(layer):
         if "forward" in vars(layer) and not _is_ours(vars(layer)["forward"]):
             return "something else has replaced the output layer's forward"
-        layer = layer.to_wrap
+        layer = base_layer(layer)
     kind = type(layer).__name__
     if not isinstance(layer, ColumnParallelLinear):
         return f"the output layer is a {kind} (an adapter, FP8 or other head), not Megatron's own"
