@@ -121,7 +121,7 @@ def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor
 
 def _all_gather_dim0(
     x: Tensor, group: ProcessGroup | None, *, async_op: bool
-) -> tuple[Tensor, Any | None]:
+) -> tuple[Tensor, object | None]:
     out = x.new_empty((group_size(group) * x.shape[0], *x.shape[1:]))
     # Empty on one rank is empty on all: nothing to send.
     if not x.numel():
@@ -181,7 +181,7 @@ def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Te
 
 def _reduce_scatter_dim0(
     x: Tensor, group: ProcessGroup | None, *, async_op: bool
-) -> tuple[Tensor, Any | None]:
+) -> tuple[Tensor, object | None]:
     size = group_size(group)
     if x.shape[0] % size:
         raise ValueError(f"reduce-scatter: expected dim 0 divisible by {size}, got {x.shape[0]}")

@@ -59,7 +59,7 @@ _blamed: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # this rank has left
 
 class _Call(NamedTuple):
     operation: str
-    arguments: Callable[[], Mapping[str, Any]]
+    arguments: Callable[[], Mapping[str, object]]
 
 
 class _Calls(threading.local):
@@ -71,7 +71,7 @@ _calls = _Calls()
 
 
 @contextmanager
-def comparing(operation: str, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+def comparing(operation: str, arguments: Callable[[], Mapping[str, object]]) -> Iterator[None]:
     """Within it, `check_call` compares this call of an operation.
 
     Args:
@@ -134,12 +134,12 @@ class _Posted:
     hidden: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, width: int, arguments: Mapping[str, Any]) -> _Posted:
+    def of(cls, width: int, arguments: Mapping[str, object]) -> _Posted:
         own = cls(width)
         own._add(arguments, in_parts=arguments.get("sequence_parallel") is True)
         return own
 
-    def _add(self, arguments: Mapping[str, Any], *, in_parts: bool) -> None:
+    def _add(self, arguments: Mapping[str, object], *, in_parts: bool) -> None:
         for name, value in arguments.items():
             if (parts := _parts(name, value)) is not None:
                 self._add(parts, in_parts=in_parts)
@@ -269,7 +269,7 @@ def _described(name: str, value: Any) -> dict[str, str]:
     return {k: text for key, part in parts.items() for k, text in _described(key, part).items()}
 
 
-def _parts(name: str, value: Any) -> dict[str, Any] | None:
+def _parts(name: str, value: object) -> dict[str, object] | None:
     """The parts of a mapping, a dataclass or a tuple by name; None of anything else."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -280,7 +280,7 @@ def _parts(name: str, value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _value(name: str, value: Any) -> str:
+def _value(name: str, value: object) -> str:
     if isinstance(value, ProcessGroup):
         return ""
     if isinstance(value, Tensor):

@@ -105,7 +105,7 @@ class ParallelGroups:
         )
 
     @classmethod
-    def from_model(cls, model: Any) -> ParallelGroups:
+    def from_model(cls, model: object) -> ParallelGroups:
         """The groups that a Megatron model was built with.
 
         Reads, through any wrapper's `.module`: `pg_collection` (once named `model_comm_pgs`), then

@@ -206,7 +206,7 @@ def carried(framework: str, name: str) -> Callable[..., Any]:
     return getattr(found, "apply", found)
 
 
-def signature_mismatch(ours: Callable[..., Any], theirs: str) -> str:
+def signature_mismatch(ours: Callable[..., object], theirs: str) -> str:
     """Why a call that upstream's signature takes may fail on ours; "" if none can.
 
     Ours may have more parameters, if they have defaults; those of upstream must be there by name,

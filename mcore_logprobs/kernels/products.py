@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +100,7 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 # Of each dtype: how many threads are within `_whole_sums`, and the flag as the first found it.
-_within: dict[torch.dtype, tuple[int, Any]] = {}
+_within: dict[torch.dtype, tuple[int, object]] = {}
 _lock = threading.Lock()
 
 

@@ -155,7 +155,7 @@ class RowResults(NamedTuple):
     lse: Any = None
     sum_pi_squared: Any = None
 
-    def map(self, function: Callable[..., Any], *others: RowResults) -> RowResults:
+    def map(self, function: Callable[..., object], *others: RowResults) -> RowResults:
         """`function` of every field that is there, with the same field of the others."""
         if not others:
             return RowResults(*[None if x is None else function(x) for x in self])

@@ -206,7 +206,7 @@ class Teacher:
     def __post_init__(self) -> None:
         _ = self.divergence
         if self.topk is None:
-            unused: dict[str, Any] = {"tail": self.tail, "generalized": self.generalized or None}
+            unused: dict[str, object] = {"tail": self.tail, "generalized": self.generalized or None}
             unused["teacher_lse"] = self.lse
             whose = "without teacher_topk"
         else:
@@ -401,10 +401,10 @@ class ForwardState:
     samples: bool = False
 
 
-NOT_PASSED: Any = object()
+NOT_PASSED: object = object()
 
 
-def check_shifted(input_ids: Any, labels: Any, ignore_index: int) -> None:
+def check_shifted(input_ids: object, labels: object, ignore_index: int) -> None:
     """Check that labels are the tokens after their inputs, where both are there. Host sync.
 
     Raises:

@@ -17,7 +17,7 @@ from mcore_logprobs.megatron.lazy import call_of
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.lazy_rows import LazyHead
 
-HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
+HeadCall = Callable[[Tensor, Tensor], object]  # of hidden and weight
 
 
 class DeferredLogits:
@@ -125,7 +125,7 @@ class DeferredLogits:
     def shape(self) -> torch.Size:
         return torch.Size((*self.head.tokens, self.head.weight.shape[0]))
 
-    def max(self, *args: Any, **kwargs: Any) -> Any:
+    def max(self, *args: object, **kwargs: object) -> Any:
         """`Tensor.max`; over the vocabulary and without gradients, a few rows at a time.
 
         Megatron counts accepted multi-token predictions so, from 0.19 on.
@@ -186,7 +186,7 @@ class DeferredLogits:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         return self.materialize().__deepcopy__(memo)
 
     @classmethod
@@ -206,7 +206,7 @@ class Weak:
     refers to the module's own copy.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: object) -> None:
         self._module = None if module is None else weakref.ref(module)
 
     def __call__(self) -> Any:
@@ -217,7 +217,7 @@ class Weak:
 
 
 @contextlib.contextmanager
-def in_place(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def in_place(layer: object, forward: Callable[..., object]) -> Iterator[None]:
     """While open, calling the layer as a module runs its hooks around `forward`."""
     before = vars(layer).get("forward")
     vars(layer)["forward"] = forward
@@ -239,7 +239,7 @@ class DeferringHead:
         latest: the latest handle.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: object) -> None:
         self._layer = Weak(layer)
         self.reason = ""
         self.latest: DeferredLogits | None = None
@@ -282,8 +282,8 @@ class DeferringHead:
             finally:
                 base.sequence_parallel = now
 
-        def call_again(fn: HeadCall) -> Any:
-            def instead(hidden: Tensor, weight: Tensor | None = None, *_: Any) -> Any:
+        def call_again(fn: HeadCall) -> object:
+            def instead(hidden: Tensor, weight: Tensor | None = None, *_: object) -> object:
                 return fn(hidden, base.weight if weight is None else weight)
 
             with in_place(layer, instead):
@@ -293,7 +293,7 @@ class DeferringHead:
         self.latest = DeferredLogits(call_of(layer, input_, whose, real, call_again))
         return self._given_out(self.latest), base.bias if base.skip_bias_add else None
 
-    def _given_out(self, deferred: DeferredLogits) -> Any:
+    def _given_out(self, deferred: DeferredLogits) -> object:
         """What the layer's caller gets for a deferred call."""
         return deferred
 
@@ -327,8 +327,8 @@ def _materialized(value: Any) -> Any:
     return value
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+def _forwarded(name: str) -> Callable[..., object]:
+    def method(self: DeferredLogits, *args: object, **kwargs: object) -> object:
         return getattr(self.materialize(), name)(*_materialized(args), **_materialized(kwargs))
 
     method.__name__ = name

@@ -44,7 +44,7 @@ def head_output(
     call: Call,
     *,
     head: DeferringHead,
-    tp_group: Any,
+    tp_group: object,
     reason: str = "",
 ) -> Any:
     """What a patched model returns: a TokenStats of tensors like labels, or a loss like labels.
@@ -277,7 +277,7 @@ def mtp_loss(
     config: LogprobConfig,
     *,
     tp_group: Any,
-    loss_mask: Any,
+    loss_mask: object,
 ) -> Tensor:
     """Megatron's own loss for a multi-token prediction head, [b, s], from hidden states.
 
@@ -319,7 +319,7 @@ def lazy_mtp_loss(
     config: LogprobConfig,
     *,
     tp_group: Any,
-    loss_mask: Any,
+    loss_mask: object,
 ) -> Tensor:
     """`mtp_loss` of lazy logits, as a call without labels has them."""
 
@@ -351,7 +351,7 @@ def _loss_of_every_label(
     *,
     columns: int,
     tp_group: Any,
-    loss_mask: Any,
+    loss_mask: object,
 ) -> Tensor:
     """Megatron's loss, [b, s], of statistics of targets [s, b]; `columns` of the whole vocabulary.
 

@@ -44,12 +44,12 @@ from mcore_logprobs.sources.lazy import LazyLogits
 _OWN_HEAD_LOSS = "fuse_linear_cross_entropy"
 
 
-def patch_of(language_model: Any) -> HeadPatch | None:
+def patch_of(language_model: object) -> HeadPatch | None:
     """The patch that is on a language model now, or None."""
     return _patch_behind(vars(language_model).get("compute_language_model_loss"))
 
 
-def _patch_behind(replaced: Any) -> HeadPatch | None:
+def _patch_behind(replaced: object) -> HeadPatch | None:
     owner = getattr(replaced, "__self__", None)
     return owner if isinstance(owner, HeadPatch) else None
 
@@ -170,11 +170,11 @@ class HeadPatch(DeferringHead):
         self._before.clear()
         self.installed = False
 
-    def _owner(self, of_model: bool) -> Any:
+    def _owner(self, of_model: bool) -> object:
         """None for a layer that the model has dropped since."""
         return self.model if of_model else self._layer()
 
-    def _replace(self, name: str, ours: Any, *, of_model: bool = True) -> None:
+    def _replace(self, name: str, ours: object, *, of_model: bool = True) -> None:
         attributes = vars(self._owner(of_model))
         if name in attributes:
             self._before[of_model, name] = attributes[name]
@@ -205,18 +205,18 @@ class HeadPatch(DeferringHead):
             require_fused(self.call.config, self.reason, head_tp_group(self.layer))
         return output
 
-    def _given_out(self, deferred: DeferredLogits) -> Any:
+    def _given_out(self, deferred: DeferredLogits) -> object:
         if not self._without_labels:
             return deferred
         self.latest = None
         return lazy_logits(deferred.head, self.call.config)
 
-    def scale_logits(self, logits: Any) -> Any:
+    def scale_logits(self, logits: object) -> Any:
         """In place of `model._scale_logits`."""
         original = self.original("_scale_logits")
         return scale_deferred(logits, self.model.config, original)
 
-    def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
+    def build_schedule_plan(self, *args: object, **kwargs: object) -> Any:
         """In place of the model's: a plan whose head runs with the blocks that are open now."""
         plan = self.original("build_schedule_plan")(*args, **kwargs)
         call = self.call
@@ -317,7 +317,7 @@ class _WithLabels:
         self._name = name
         self.__signature__ = inspect.signature(patch.original(name))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         given = _Arguments(self.__signature__, args, kwargs)
         patch = self.__self__
         call, wrapped = patch.call, patch.original(self._name)
@@ -364,13 +364,13 @@ class _Arguments:
         self._bound = signature.bind(*args, **kwargs)
         self._bound.apply_defaults()
         rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-        self._rest: dict[str, Any] = self._bound.arguments[rest[0]] if rest else {}
+        self._rest: dict[str, object] = self._bound.arguments[rest[0]] if rest else {}
         self.args, self.kwargs = self._bound.args, self._bound.kwargs
 
     def __getitem__(self, name: str) -> Any:
         return self._bound.arguments.get(name, self._rest.get(name, NOT_PASSED))
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if name in self._bound.arguments:
             self._bound.arguments[name] = value
         else:
@@ -379,7 +379,7 @@ class _Arguments:
 
 
 @contextlib.contextmanager
-def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
+def _without_mtp(model: object, given: _Arguments) -> Iterator[None]:
     """While open, `model` has no multi-token prediction: its layers pass hidden states through.
 
     Hidden states that come with those of the MTP layers already joined to them (`_postprocess` of a
@@ -402,5 +402,5 @@ def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
         del vars(model)["mtp"]
 
 
-def _pass_through(*args: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _pass_through(*args: object, hidden_states: Tensor, **kwargs: object) -> Tensor:
     return hidden_states

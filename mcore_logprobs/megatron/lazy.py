@@ -23,11 +23,11 @@ from mcore_logprobs.sources.lora import LoRAInput
 
 
 def call_of(
-    layer: Any,
+    layer: object,
     hidden: Tensor,
     weight: Tensor,
     product: Callable[[Tensor, Tensor], Tensor],
-    call_layer: Callable[[Callable[[Tensor, Tensor], Any]], Any],
+    call_layer: Callable[[Callable[[Tensor, Tensor], object]], object],
 ) -> LazyHead:
     """A call of an output layer that is not made.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -237,7 +236,7 @@ class HiddenGradient:
         self._group, self._scatter = head.shard.group, head.options.sequence_parallel
         self._parts = head.hidden.local
         self._dtype = acc_dtype(hidden.dtype) if in_acc_dtype else hidden.dtype
-        self._pending: tuple[int, Tensor, Any | None] | None = None
+        self._pending: tuple[int, Tensor, object | None] | None = None
         # One tile's rows, of the gradient's dtype, are the gradient.
         self._is_tile = self._selection is None and len(self._parts) == 1
         if self._selection is None:
@@ -323,10 +322,8 @@ class WeightGradient:
             self._sum[head.shard.valid_width if tiles else 0 :] = 0
         elif buffer.dtype == self._acc_dtype:
             self._sum = buffer
-        # How a block is added: multiplied where it goes; likewise, rounded once; or apart.
-        direct = None if self._sum is None or self._fixed else self._sum.dtype
-        self._in_place = direct == self._acc_dtype
-        self._rounds_once = self._fresh and direct == head.matmul_dtype
+        # In which dtype a block is multiplied straight into its place; None: in memory of its own.
+        self._direct = None if self._sum is None or self._fixed else self._sum.dtype
 
     def add(self, first: bool, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
         """Add `dlogits^T @ hidden`, `[columns, h]`; `first` for the first tile of the block.
@@ -340,11 +337,11 @@ class WeightGradient:
             block = self._main_grad.buffer[columns]
         else:
             block = self._sum[columns]
-        if self._in_place:
+        if self._direct == self._acc_dtype:
             multiply = product if is_new else add_product
             multiply(dlogits.t(), hidden, block, low_precision=self._low_precision)
             return
-        if self._rounds_once:
+        if is_new and self._direct == dlogits.dtype:
             rounded_product(dlogits.t(), hidden, block)
             return
         if self._fixed:

@@ -224,7 +224,7 @@ class LazyLogits(Tensor):
         self._real.clear()
         return self._part_of(rows.real[wants])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
             f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"requires_grad={self.requires_grad})"
@@ -233,12 +233,12 @@ class LazyLogits(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize("pickle").__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         return self.materialize("copy.deepcopy").__deepcopy__(memo)
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls, func: object, types: object, args: object = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         from mcore_logprobs.sources.lazy_record import torch_function
 

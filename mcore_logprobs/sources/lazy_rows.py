@@ -111,7 +111,7 @@ class LazyHead:
             return fn()
         structure: list[Any] = []
 
-        def inside(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
+        def inside(hidden: Tensor, weight: Tensor) -> tuple[object, ...]:
             with self.opened(hidden, weight):
                 flat, spec = pytree.tree_flatten(fn())
             structure.append(spec)
@@ -356,7 +356,7 @@ class View:
         chunk_size: int | None,
         backend: str,
         logit_bias: LogitBias | None,
-        **options: Any,
+        **options: object,
     ) -> HeadLogits | None:
         """These logits as a source from hidden states; None where they cannot be one."""
         head, own = self.rows.head, self.temperature

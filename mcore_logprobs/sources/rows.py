@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +84,7 @@ def even_parts(total: int, most: int, step: int) -> int:
 # ---- rows that are named or found --------------------------------------------------------------
 
 
-def check_rows(rows: Any, count: int | None) -> Tensor:
+def check_rows(rows: object, count: int | None) -> Tensor:
     """int64 `[m]` in [0, count), on the host, or a ValueError; a CUDA tensor is copied there.
 
     Args:
@@ -239,7 +238,7 @@ class HiddenRows:
             pending = self._start(parts[number + 1]) if number + 1 < len(parts) else None
             yield slice(part.start * self.ranks, part.stop * self.ranks), tile
 
-    def _start(self, part: slice) -> tuple[Tensor, Any | None]:
+    def _start(self, part: slice) -> tuple[Tensor, object | None]:
         if self.selection is None:
             rows = self.hidden[part]
         else:
