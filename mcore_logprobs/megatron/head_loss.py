@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from mcore_logprobs.collectives import all_gather_stack
@@ -29,6 +30,7 @@ from mcore_logprobs.ops.token_stats import Statistics, token_stats, vocab_parall
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.lazy import LazyLogits
+from mcore_logprobs.sources.pair_source import AnySource
 
 NO_ID = -100  # in a teacher's ids: no id is there
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"
@@ -44,7 +46,7 @@ def head_output(
     call: Call,
     *,
     head: DeferringHead,
-    tp_group: object,
+    tp_group: ProcessGroup | None,
     reason: str = "",
 ) -> Any:
     """What a patched model returns: a TokenStats of tensors like labels, or a loss like labels.
@@ -152,7 +154,7 @@ class _HeadRequest:
     greedy: Tensor | None
     sequence_parallel: bool
 
-    def of(self, source: Any) -> Any:
+    def of(self, source: AnySource) -> Any:
         """The result, as `[s, b, ...]` tensors; `[m, ...]` with rows."""
         call, tokens = self.call, self.tokens
         if call.draw is not None:
@@ -170,11 +172,11 @@ class _HeadRequest:
             stats = replace(stats, candidates=plain.candidates, topk=plain.topk)
         if call.teacher is not None:
             # Without segments, of whose bits a divergence promises nothing.
-            plain = replace(source.options, segments=None).bind(*source.tensors)
-            stats = replace(stats, divergence=self._divergence(plain, keep, call.teacher))
+            without = replace(source.options, segments=None).bind(*source.tensors)
+            stats = replace(stats, divergence=self._divergence(without, keep, call.teacher))
         return stats
 
-    def _stats(self, source: Any, target: Tensor, keep: Tensor) -> TokenStats:
+    def _stats(self, source: AnySource, target: Tensor, keep: Tensor) -> TokenStats:
         call, config, policy = self.call, self.call.config, self.call.policy
         wanted = Statistics.of(
             config.entropy, config.target_rank, config.sum_pi_squared, config.label_smoothing
@@ -220,7 +222,7 @@ class _HeadRequest:
             return also
         return replace(also, ids=self.tokens.to_head(also.ids, "ids"))
 
-    def _divergence(self, source: Any, keep: Tensor, teacher: Teacher) -> Tensor:
+    def _divergence(self, source: AnySource, keep: Tensor, teacher: Teacher) -> Tensor:
         tokens, config = self.tokens, self.call.config
         if teacher.topk is not None:
             logprobs, ids = (
@@ -255,7 +257,7 @@ class _HeadRequest:
             source, other, kind=teacher.kind, beta=teacher.beta, mask=keep, backend=backend
         )
 
-    def _drawn(self, source: Any, draw: SampleRequest) -> tuple[Tensor, Tensor]:
+    def _drawn(self, source: AnySource, draw: SampleRequest) -> tuple[Tensor, Tensor]:
         tokens, config = self.tokens, self.call.config
         seed = draw.seed
         if isinstance(seed, Tensor):
@@ -276,7 +278,7 @@ def mtp_loss(
     logits: DeferredLogits,
     config: LogprobConfig,
     *,
-    tp_group: Any,
+    tp_group: ProcessGroup | None,
     loss_mask: object,
 ) -> Tensor:
     """Megatron's own loss for a multi-token prediction head, [b, s], from hidden states.
@@ -318,7 +320,7 @@ def lazy_mtp_loss(
     logits: LazyLogits,  # [s, b, V/TP]
     config: LogprobConfig,
     *,
-    tp_group: Any,
+    tp_group: ProcessGroup | None,
     loss_mask: object,
 ) -> Tensor:
     """`mtp_loss` of lazy logits, as a call without labels has them."""
@@ -350,7 +352,7 @@ def _loss_of_every_label(
     local_largest: Callable[[], Tensor],
     *,
     columns: int,
-    tp_group: Any,
+    tp_group: ProcessGroup | None,
     loss_mask: object,
 ) -> Tensor:
     """Megatron's loss, [b, s], of statistics of targets [s, b]; `columns` of the whole vocabulary.
@@ -384,7 +386,9 @@ def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
         )
 
 
-def _own_columns(logits: Tensor, tp_group: Any, padded_vocab_size: int | None) -> Tensor:
+def _own_columns(
+    logits: Tensor, tp_group: ProcessGroup | None, padded_vocab_size: int | None
+) -> Tensor:
     """This rank's vocabulary shard of logits that a head has gathered; others as they are.
 
     The gather's backward takes each rank's own columns of the gradient, and only those are filled.

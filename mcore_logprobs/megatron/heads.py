@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import VocabShard, group_rank, resolve_tp_group
@@ -76,7 +77,7 @@ def has_head(language_model: object) -> bool:
     )
 
 
-def head_tp_group(layer: Any) -> Any:
+def head_tp_group(layer: Any) -> ProcessGroup | None:
     """The TP group over which the output layer's vocabulary is split, Megatron's by default."""
     return resolve_tp_group(getattr(base_layer(layer), "tp_group", None))
 
@@ -172,7 +173,7 @@ def call_reason(
     )
 
 
-def say_unfused(reason: str, tp_group: Any) -> None:
+def say_unfused(reason: str, tp_group: ProcessGroup | None) -> None:
     """One log line a reason, from the first TP rank, that a head computes its logits whole."""
     if group_rank(tp_group) == 0 and reason not in _said:
         _said.add(reason)
@@ -201,7 +202,7 @@ def say_padding(language_model: object, config: LogprobConfig) -> None:
         )
 
 
-def require_fused(config: LogprobConfig, reason: str, tp_group: object) -> None:
+def require_fused(config: LogprobConfig, reason: str, tp_group: ProcessGroup | None) -> None:
     """For a call whose loss comes from real logits for `reason`: refuse it, or say so once.
 
     Raises:

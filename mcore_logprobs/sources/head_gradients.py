@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from mcore_logprobs.collectives import (
     all_reduce_sum_async,
@@ -236,7 +237,7 @@ class HiddenGradient:
         self._group, self._scatter = head.shard.group, head.options.sequence_parallel
         self._parts = head.hidden.local
         self._dtype = acc_dtype(hidden.dtype) if in_acc_dtype else hidden.dtype
-        self._pending: tuple[int, Tensor, object | None] | None = None
+        self._pending: tuple[int, Tensor, Work | None] | None = None
         # One tile's rows, of the gradient's dtype, are the gradient.
         self._is_tile = self._selection is None and len(self._parts) == 1
         if self._selection is None:

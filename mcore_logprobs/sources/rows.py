@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from mcore_logprobs.collectives import all_gather_dim0_async, wait_for
 from mcore_logprobs.groups import group_rank, group_size
@@ -238,7 +238,7 @@ class HiddenRows:
             pending = self._start(parts[number + 1]) if number + 1 < len(parts) else None
             yield slice(part.start * self.ranks, part.stop * self.ranks), tile
 
-    def _start(self, part: slice) -> tuple[Tensor, object | None]:
+    def _start(self, part: slice) -> tuple[Tensor, Work | None]:
         if self.selection is None:
             rows = self.hidden[part]
         else:
