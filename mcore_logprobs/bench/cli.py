@@ -53,7 +53,7 @@ _SWEEP = {
 }
 
 
-def _parser(sizes: Sizes, command: str, **options: Any) -> Parser:
+def _parser(sizes: Sizes, command: str, **options: object) -> Parser:
     parser = Parser(
         command,
         description="Time, memory, traffic and error of this library and its peers, on this "
@@ -91,7 +91,7 @@ def main(
     cases: str = "mcore_logprobs.bench.cases",
     sizes: Sizes = SIZES,
     command: str = "bench",
-    **options: Any,
+    **options: object,
 ) -> int:
     """Measure the cases that the arguments ask for; an operation of this library that fails ends
     the run with its error.

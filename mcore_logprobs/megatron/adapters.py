@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
@@ -49,7 +50,7 @@ class HeadLoRA(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
-    group: Any
+    group: ProcessGroup | None
     layout: str = "rows"
 
     def whole(self) -> tuple[Tensor, Tensor, float]:
@@ -69,7 +70,7 @@ class _WholeA(torch.autograd.Function):
     """`[r/TP, h]` -> `[r, h]`; the gradient of it, whole on every rank, -> this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, a: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.rows, ctx.rank = a.shape[0], group_rank(group)
         return all_gather_dim0(a, group)
 
