@@ -178,7 +178,11 @@ def lazy(c: dict[str, str]) -> Any:
     _say(axis, 5.1, 4.25, 'logits="real"', c["peer1"], weight="bold")
     _say(axis, 8.8, 4.25, 'logits="lazy"', c["ours"], weight="bold")
     rows = (
-        ("logits = model(ids)", ("one GEMM", "one [b, s, V/TP]"), ("no GEMM", "remembers its rows")),
+        (
+            "logits = model(ids)",
+            ("one GEMM", "one [b, s, V/TP]"),
+            ("no GEMM", "remembers its rows"),
+        ),
         (
             "x = logits[:, 5:].float() / 0.7",
             ("no GEMM", "two more [b, s, V/TP]"),
