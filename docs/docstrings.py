@@ -104,7 +104,9 @@ def _without_shared(doc: str, name: str) -> str:
         )
         for keyword, text in DOCS.items()
     }
-    found = sorted((each for each in texts if texts[each] in doc), key=lambda k: doc.index(texts[k]))
+    found = sorted(
+        (each for each in texts if texts[each] in doc), key=lambda k: doc.index(texts[k])
+    )
     if len(found) < 3:
         return doc
     home = list(HOMES)[1 if name.startswith("linear_") else 0]

@@ -236,7 +236,10 @@ A, B = torch.zeros(3, 3), torch.zeros(3)
             lambda: losses.aggregation(torch.zeros(3, 2), mode="prompt", answers=2),
             r"answers: expected a divisor of the 3 sequences, got 2",
         ),
-        (lambda: losses.aggregation(torch.full((2, 2), 0.5)), r"mask: expected only 0 .* and 1 .*, got other"),
+        (
+            lambda: losses.aggregation(torch.full((2, 2), 0.5)),
+            r"mask: expected only 0 .* and 1 .*, got other",
+        ),
         (lambda: losses.rejection_mask(*[ZERO] * 3, low=2.0, **HIGH), r"low, high: .*got 2.0, 1.0"),
         (
             lambda: losses.rejection_mask(*[ZERO] * 3, estimator="k4", **HIGH),
@@ -274,8 +277,14 @@ A, B = torch.zeros(3, 3), torch.zeros(3)
         (lambda: losses.sequence_sum(A, A == 0, seq_dim=2), r"seq_dim: out of range.*got 2"),
         (lambda: losses.sequence_sum(A, A == 0, seq_dim="1"), r"seq_dim: .*got '1'"),
         (lambda: losses.sequence_sum(A, A + 0.5), r"mask: expected only 0 .* and 1 .*, got other"),
-        (lambda: losses.sequence_sum(A, A - torch.inf), r"mask: expected only 0 .* and 1 .*, got other"),
-        (lambda: losses.sequence_mean(A, A * torch.nan), r"mask: expected only 0 .* and 1 .*, got other"),
+        (
+            lambda: losses.sequence_sum(A, A - torch.inf),
+            r"mask: expected only 0 .* and 1 .*, got other",
+        ),
+        (
+            lambda: losses.sequence_mean(A, A * torch.nan),
+            r"mask: expected only 0 .* and 1 .*, got other",
+        ),
     ],
 )
 def test_settings_and_tensors_that_do_not_go_together(make, message):

@@ -171,7 +171,7 @@ def call_reason(layer: Any, weight: Any, *, gather: bool, gathered_by_then: bool
 
 
 def say_unfused(reason: str, tp_group: Any) -> None:
-    """One log line a reason, from the first TP rank, that a head computes its logits whole."""
+    """One log line per reason, from the first TP rank, that a head computes its logits whole."""
     if group_rank(tp_group) == 0 and reason not in _said:
         _said.add(reason)
         logger.warning("not fused, the logits are computed whole: %s", reason)

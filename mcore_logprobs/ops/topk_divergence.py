@@ -151,7 +151,7 @@ def vocab_parallel_topk_kl_div(
     Shape:
         student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension.
         teacher_logprobs: `[..., k]`, any float dtype, the same on every TP rank; no gradient.
-        ids: `[..., k]` integers, global ids, each at most once a row; likewise. A row of
+        ids: `[..., k]` integers, global ids, each at most once per row; likewise. A row of
             ignore_index alone gives 0 and no gradient.
         Returns float32 `[...]` (float64 for float64 logits), the same on every TP rank.
 

@@ -206,7 +206,7 @@ class HeadLogits:
 
         Args:
             adds_per_tile: as in `Tiling.of_whole_rows`.
-            any_tp: the same rows a tile whatever the tensor-parallel size is.
+            any_tp: the same rows per tile whatever the tensor-parallel size is.
         """
         options, shard = self.options, self.shard
         # dHidden of a tile is float32 too.
@@ -384,7 +384,7 @@ class HeadTile:
         return out
 
     def target_logits(self, local_target: Tensor) -> Tensor:
-        """By one dot product a row."""
+        """By one dot product per row."""
         row = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
         entries = Entries(row, local_target)
         found, bias = self.raw_entries(entries), self.head.bias

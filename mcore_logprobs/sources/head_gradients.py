@@ -341,7 +341,7 @@ class WeightGradient:
         product(dlogits.t(), hidden, part, rounded=self._rounded)
         if block is not None:  # fixed; or one tile, float32 operands of a low-precision weight
             block.copy_(part) if first and self._fresh else block.add_(part)
-        else:  # a low-precision main_grad: rounded once a tile, as Megatron's own does
+        else:  # a low-precision main_grad: rounded once per tile, as Megatron's own does
             assert self._main_grad is not None
             self._main_grad.buffer[columns].add_(part)
 
