@@ -102,7 +102,7 @@ def check_gradient(chunk: Chunk, terms: GradientTerms, out: Tensor, *, inplace: 
 
 
 def check(chunk: Chunk, *, out: str = "fresh", ulps: float = 4.0) -> None:
-    """Statistics and gradients, of one entry per row and of several, with and without statistics."""
+    """Statistics and gradients, of one entry per row and of several, alone and with statistics."""
     check_statistics(chunk, ulps=ulps)
     dtype = chunk.logits.dtype
     fresh = torch.full(chunk.logits.shape, torch.nan, dtype=getattr(torch, out, dtype))
