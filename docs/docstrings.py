@@ -36,6 +36,9 @@ SECTION = re.compile(
 )
 # "name: text", "a, b: text", "`[s, b]` ..."; a deeper line goes on with the entry above it.
 NAMES = re.compile(r"([\w*., ]+?):(?= |$)")
+STARTS = re.compile(
+    r"Returns |`\w|[\w*., ]+: |[\w*][^:]{0,60}: "
+)  # of an entry on a line of its own
 HOMES = {
     "vocab_parallel_token_stats": "logits.md#vocab_parallel_token_stats",
     "linear_token_stats": "hidden.md#linear_token_stats",
@@ -226,7 +229,7 @@ def to_markdown(doc: str) -> str:
     lines: list[str] = []
     inside = False  # an indented section, whose title stands on a line of its own
     titled = False  # a section that begins on the line of its title
-    returns = False  # an entry without a name, which goes on in lines of the same indent
+    full = False  # whether the line before is as long as a wrapped one, so that its entry goes on
     for line in doc.splitlines():
         titled &= bool(line.strip())
         if match := SECTION.match(line):
@@ -242,17 +245,19 @@ def to_markdown(doc: str) -> str:
             lines.append(line.strip())
         elif inside and re.match(r" {4}\S", line):
             text = line.strip()
-            if returns and not NAMES.match(text):
+            goes_on = full and not STARTS.match(text)
+            full = len(line) >= 80
+            if goes_on:
                 lines.append("  " + text)
                 continue
-            returns = text.startswith("Returns ")
             # A list of names may go on in the next line before its colon.
             lines.append("- " + NAMES.sub(lambda m: f"`{m[1]}`:", text, count=1))
         elif inside and line.startswith("     "):
             lines.append("  " + line.strip())
+            full = False
         else:
             inside &= not line.strip()
-            returns = False
+            full = False
             lines.append(line)
     return "\n".join(lines)
 

@@ -183,7 +183,7 @@ def vocab_parallel_kl_div(
 
     Args:
         kind, beta: see above; beta in (0, 1).
-        mask: bool `[...]`; False rows give 0 and exactly no gradient, whatever their logits hold.
+        mask: bool `[...]`; False rows give 0 and a gradient of exactly 0, also if they have NaN.
         teacher_temperature, teacher_softcap: of the teacher's logits; None: the same temperature,
             and no softcap. No factor of temperature**2 is applied.
         {shared}
@@ -221,7 +221,7 @@ def vocab_parallel_soft_cross_entropy(
     teacher_softcap: float | None = None,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor:
-    """H(q, p) = -sum q log p of the teacher's distribution q under the student's p, in nats.
+    """Return H(q, p) = -sum q log p of the teacher's q under the student's p, in nats.
 
     KL(q || p) plus the teacher's entropy: the same gradient, `p - q`, and only for the student.
 
@@ -230,7 +230,7 @@ def vocab_parallel_soft_cross_entropy(
 
     Collectives: forward one all-gather of `[6, n]` float32 over TP, backward none.
 
-    Keywords, memory and errors are `vocab_parallel_kl_div`'s.
+    Keywords, memory and errors are those of `vocab_parallel_kl_div`.
     """
     student, teacher = _both_given(
         student_logits, teacher_logits, teacher_temperature, teacher_softcap, shared

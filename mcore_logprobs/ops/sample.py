@@ -260,8 +260,7 @@ def vocab_parallel_sample(
     Shape:
         vocab_parallel_logits `[..., V/TP]`, or a DTensor sharded on its last dimension -> (ids
         int64 `[...]`, global; logprobs float32 `[...]`, float64 for float64 logits), the same on
-        every TP rank. Neither has a gradient: score the ids for one
-        (`vocab_parallel_sampling_logprobs`).
+        every TP rank. Neither has a gradient; `vocab_parallel_sampling_logprobs` of the ids has.
 
     Args:
         seed: an int of 64 bits, or a tensor of them that broadcasts to `[...]`, such as one seed

@@ -415,6 +415,7 @@ def vocab_parallel_sampling_logprobs(
     With filters the backend computes the statistics of whole rows, and torch does the rest.
 
     Collectives, forward, over TP; backward none:
+
     - Filters: one all-gather of `[2 + c, n]` with c = top_k + 1 or 128; top-p adds one all-reduce
       of `[n]`. The c largest logits of each rank may not contain the cutoff: nearly flat rows, many
       ties, top_k above 1023. Such rows are searched together, by 4 to 15 all-reduces of
@@ -436,6 +437,7 @@ def vocab_parallel_sampling_logprobs(
     about 1e-6 of top_p, that token may be kept or not. TP ranks always agree.
 
     What engines do:
+
     - vLLM with `logprobs_mode="processed_logprobs"` returns the same: temperature in float32,
       min-p, top-k that keeps ties, top-p renormalized. Of equal logits at the top-p cutoff it keeps
       any. Its default, raw_logprobs, has neither filters nor temperature.

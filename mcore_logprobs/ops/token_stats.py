@@ -287,6 +287,7 @@ def linear_token_stats(
     saved_bytes is what this rank may hold from the forward to the end of the backward. Chunks of
     logits are kept in the order in which they are computed, while they fit. All results are bitwise
     identical with any saved_bytes. The gradients depend on what is kept:
+
     - Logits no wider than the operands (float32 and float64 heads, or logits_dtype of 16 bits) are
       kept as they are. The gradients are the same as without saved_bytes.
     - float32 logits of bfloat16 or float16 operands are kept in 16 bits per logit, and 8 bytes per

@@ -118,10 +118,11 @@ def vocab_parallel_topk(
     mask: Tensor | None = None,
     **shared: Unpack[LogitsKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each row over the whole vocabulary, and their global ids.
+    """Return the k largest logits of each row over the whole vocabulary, and their global ids.
 
-    The order is by value before the temperature, descending, then by id, ascending, also where
-    values tie at the k-th place: results do not depend on TP. NaN counts as larger than any number.
+    They are ordered by value before the temperature (descending), equal ones by id (ascending).
+    That also decides ties at the k-th place, so results do not depend on TP. NaN counts as larger
+    than any number.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]` -> values float32 `[..., k]` (float64 for float64
