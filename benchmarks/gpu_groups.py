@@ -122,7 +122,7 @@ _AHEAD_TESTS = ("test_triton_build.py",)  # need none, and take long
 
 
 def kernel_tests(run: GroupRun) -> None:
-    """The tests that compile for a GPU, where they are: a process a file, several at once."""
+    """The tests that compile for a GPU, where they are: a process per file, several at once."""
     root = Path(__file__).resolve().parents[1]
     folder = root / "tests"
     if not folder.is_dir():
