@@ -120,7 +120,9 @@ class _LogprobForward(RowStatistics):
 
     def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
-        self._values[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
+        self._values[rows] += placed.chunk.unscaled_at(
+            placed.local(self._local_ids[rows], self._source.shard)
+        )
         super().see(placed)
 
     def results(self) -> tuple[Tensors, Tensors]:

@@ -254,7 +254,7 @@ class _FullReplayForward(RowStatistics):
         self._part = next(self._parts_of_tiles)
 
     def see(self, placed: ChunkAt) -> None:
-        row, column = entries_of_chunk(placed, self._kept.entries(self._part))
+        row, column = entries_of_chunk(placed, self._kept.entries(self._part), self._source.shard)
         self._kept.x[self._part] += placed.chunk.unscaled_entries(row, column)
         super().see(placed)
 
@@ -337,7 +337,7 @@ class _FullReplayGradient(LogitGradient):
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         part = self._kept.parts[bisect.bisect_right(self._tile_ends, placed.rows.start)]
         chunk = placed.chunk
-        row, column = entries_of_chunk(placed, self._kept.entries_of(part))
+        row, column = entries_of_chunk(placed, self._kept.entries_of(part), self._source.shard)
         x = chunk.unscaled_entries(row, column)
         dz = self._kept.of_logits(part, x) + self._full_at(part, x)
         dy = chunk.raw_gradient_at(row, column, torch.where(column >= 0, dz, 0.0)).to(out.dtype)
