@@ -220,7 +220,7 @@ class _Spoilt(torch.autograd.Function):
         return torch.full_like(x, torch.nan)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: object, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
         asked = (grad != 0).any(-1, keepdim=True)

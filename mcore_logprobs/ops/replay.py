@@ -52,7 +52,7 @@ class ReplayResults(NamedTuple):
     full: RowResults
 
     @classmethod
-    def of(cls, flat: Sequence[Any]) -> ReplayResults:
+    def of(cls, flat: Sequence[object]) -> ReplayResults:
         return cls(flat[0], flat[1], RowResults(*flat[2:]))
 
     @property
@@ -501,7 +501,7 @@ def _check_recorded(lengths: Tensor, valid_mask: Tensor, places: Tensor) -> None
 
 
 def check_kept_ids(
-    kept_ids: Any, rows: int, shard: VocabShard, device: torch.device
+    kept_ids: object, rows: int, shard: VocabShard, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """(flat ids `[e]`, offsets `[rows + 1]`), int64 copies; no sync on CUDA.
 
