@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from typing_extensions import Unpack
 
 from mcore_logprobs.arguments import (
@@ -215,12 +215,12 @@ class _Spoilt(torch.autograd.Function):
     """NaN, of x's shape; the gradient of a row is NaN where one is asked of it, and else 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         return torch.full_like(x, torch.nan)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: FunctionCtx, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
         asked = (grad != 0).any(-1, keepdim=True)
