@@ -73,7 +73,7 @@ def test_a_backward_walks_as_its_forward_did(x, random):
         (torch.zeros(5, 16)[:, 3:9], 1),
         (torch.zeros(4, 5, 8), 1),
         (torch.zeros(4, 5, 8).transpose(0, 1), 1),
-        (torch.zeros(4, 6, 8)[:, :-1], 4),  # one a sequence
+        (torch.zeros(4, 6, 8)[:, :-1], 4),  # one per sequence
         (torch.zeros(6, 4, 8)[:-1], 1),
         (torch.zeros(4, 10, 8)[:, ::2], 1),
         (torch.zeros(2, 3, 4, 8).permute(2, 0, 1, 3), 1),

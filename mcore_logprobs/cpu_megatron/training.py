@@ -89,7 +89,8 @@ def _devices() -> list[tuple[object, str, object]]:
     return [
         # What trainers log: nothing is on a device.
         *((torch.cuda, name, lambda device=None: 0) for name in amounts),
-        (torch.cuda, "mem_get_info", lambda device=None: (0, 0)),
+        # Free and whole: trainers divide by the second, and collect garbage where little is free.
+        (torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36)),
         # Megatron makes its process groups only where it counts a device.
         (torch.cuda, "device_count", lambda: 1),
         # Its arguments' validation asks for the device's generation: before Hopper.

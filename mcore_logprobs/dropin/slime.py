@@ -120,7 +120,7 @@ def get_label_token_log_probs_from_vocab_parallel_logits(
     tp_group: ProcessGroup | None = None,
     reduction_chunk_size: int = 4096,
 ) -> Tensor:
-    """`[n, V/TP]`, several labels a row `[n, k]` -> float32 log-probabilities `[n, k]`.
+    """`[n, V/TP]`, several labels per row `[n, k]` -> float32 log-probabilities `[n, k]`.
 
     No gradient. tp_group None: Megatron's. reduction_chunk_size: rows at a time.
     """

@@ -45,7 +45,7 @@ class Chunk:
         logits: `[n, v]`, raw, any float dtype, any row stride; not modified.
         valid: columns that are true vocabulary; they come first. May be 0.
         logit_scale, softcap: as in the module's formula.
-        temperature: a number, or `[n]`, one a row.
+        temperature: a number, or `[n]`, one per row.
         bias: `[v]` or None.
         lasting: the logits are read again later: no gradient is written over them.
     """

@@ -6,7 +6,7 @@ which stays in the first-level cache, and gives each block's statistics as a par
 terms at a time also round less than the sum of a whole row.
 
 Compiled are float32, bfloat16 and float16 logits with any temperature, scale, row stride, entropy
-and rank. What is rare (softcap, bias, label smoothing, several entries a row, one row, under two
+and rank. What is rare (softcap, bias, label smoothing, several entries per row, one row, under two
 blocks of columns) and the columns past the last whole block go to the reference, and so does what
 does not compile.
 
@@ -55,10 +55,10 @@ logger = logging.getLogger("mcore_logprobs")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Columns a block: 8 KiB of float32, well within a first-level cache.
+# Columns per block: 8 KiB of float32, well within a first-level cache.
 BLOCK = 2048
 _MIN_BLOCKS = 2  # torch.compile makes a kernel of its own for a size of 1
-_MIN_INVARIANT = 512  # columns a block for which a kernel is compiled
+_MIN_INVARIANT = 512  # columns per block for which a kernel is compiled
 _VECTOR = 64
 
 

@@ -174,7 +174,7 @@ def call_reason(
 
 
 def say_unfused(reason: str, tp_group: ProcessGroup | None) -> None:
-    """One log line a reason, from the first TP rank, that a head computes its logits whole."""
+    """One log line per reason, from the first TP rank, that a head computes its logits whole."""
     if group_rank(tp_group) == 0 and reason not in _said:
         _said.add(reason)
         logger.warning("not fused, the logits are computed whole: %s", reason)

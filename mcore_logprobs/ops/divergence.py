@@ -166,7 +166,7 @@ def vocab_parallel_kl_div(
     teacher_softcap: float | None = None,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor:
-    """Divergence of the student's distribution p from the teacher's q, token by token, in nats.
+    """Return the divergence of the student's distribution p from the teacher's q, in nats.
 
         "forward"          KL(q || p) = sum q (log q - log p)      covers the teacher's modes
         "reverse"          KL(p || q) = sum p (log p - log q)      seeks one of them
@@ -183,7 +183,7 @@ def vocab_parallel_kl_div(
 
     Args:
         kind, beta: see above; beta in (0, 1).
-        mask: bool `[...]`; False rows give 0 and exactly no gradient, whatever their logits hold.
+        mask: bool `[...]`; False rows give 0 and a gradient of exactly 0, also if they have NaN.
         teacher_temperature, teacher_softcap: of the teacher's logits; None: the same temperature,
             and no softcap. No factor of temperature**2 is applied.
         {shared}
@@ -196,7 +196,7 @@ def vocab_parallel_kl_div(
     "reverse" one all-reduce of `[2, n]` more, since they need both normalizers first. Backward
     none.
 
-    Memory: backward keeps both logits and a few float32 numbers a row; the student's gradient, in
+    Memory: backward keeps both logits and a few float32 numbers per row; the student's gradient, in
     its logits' dtype, is the only `[..., V/TP]` tensor made.
 
     Raises:
@@ -221,7 +221,7 @@ def vocab_parallel_soft_cross_entropy(
     teacher_softcap: float | None = None,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor:
-    """H(q, p) = -sum q log p of the teacher's distribution q under the student's p, in nats.
+    """Return H(q, p) = -sum q log p of the teacher's q under the student's p, in nats.
 
     KL(q || p) plus the teacher's entropy: the same gradient, `p - q`, and only for the student.
 
@@ -230,7 +230,7 @@ def vocab_parallel_soft_cross_entropy(
 
     Collectives: forward one all-gather of `[6, n]` float32 over TP, backward none.
 
-    Keywords, memory and errors are `vocab_parallel_kl_div`'s.
+    Keywords, memory and errors are those of `vocab_parallel_kl_div`.
     """
     student, teacher = _both_given(
         student_logits, teacher_logits, teacher_temperature, teacher_softcap, shared
@@ -307,8 +307,8 @@ def linear_kl_div(
 ) -> Tensor:
     """`vocab_parallel_kl_div` from hidden states, without materializing the logits.
 
-    The teacher is either its logits, or its hidden states and its head's weight: then its logits
-    are never held either. Equal to the unfused operation on float32 logits up to rounding.
+    The teacher is given by its logits, or by its hidden states and its head's weight. In the second
+    case its logits are never held either.
 
     Shape:
         hidden: `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism) or `[n, h]` (`[n/TP, h]`).
@@ -339,7 +339,7 @@ def linear_kl_div(
     backward.
 
     Memory: a chunk of either side's logits and where operands are bfloat16 its gradient; the
-    gradients. Saved for backward: the inputs and a few numbers a row.
+    gradients. Saved for backward: the inputs and a few numbers per row.
 
     Raises:
         ValueError: before any collective; neither or both kinds of teacher; else as in

@@ -252,7 +252,7 @@ def vocab_parallel_gather(
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor:
-    """Logits (over the temperature), or log-probabilities, at k given ids of each row.
+    """Return the logits (divided by the temperature) or log-probabilities of k ids of each row.
 
     Shape:
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
@@ -262,15 +262,16 @@ def vocab_parallel_gather(
         without a gradient, where the id is ignore_index. Differentiable.
 
     Args:
-        log_softmax: normalized over the whole vocabulary, instead of the logits themselves.
-        ignore_index: an id that asks for nothing. None: no such id.
+        log_softmax: return log-probabilities over the whole vocabulary instead of logits.
+        ignore_index: an id with this value gives 0. None: no such id.
         {shared}
 
-    Collectives: forward one over TP: an all-reduce of `[n, k]`; with log_softmax an all-gather of
-    `[3 + k, n]`. Backward none: dz = scatter_add(grad_output) - p * sum_k grad_output, the latter
-    only with log_softmax.
+    Collectives: forward one over TP: an all-reduce of `[n, k]`, or with log_softmax an all-gather
+    of `[3 + k, n]`. Backward none.
 
-    Memory: backward keeps the logits and a few numbers a row and id; the gradient, in the logits'
+    Gradients: dz = scatter_add(grad_output), with log_softmax minus p * sum_k grad_output.
+
+    Memory: backward keeps the logits and a few numbers per row and id; the gradient, in the logits'
     dtype, is the only `[..., V/TP]` tensor made.
 
     Raises:
@@ -302,21 +303,21 @@ def linear_gather(
         rank; 0, without a gradient, where the id is ignore_index. Differentiable.
 
     Args:
-        log_softmax: normalized over the whole vocabulary, instead of the logits themselves.
-        ignore_index: an id that asks for nothing; compact leaves out rows that have no other.
+        log_softmax: return log-probabilities over the whole vocabulary instead of logits.
+        ignore_index: an id with this value gives 0; compact=True leaves out rows of only such ids.
         {shared}
 
-    Cost: without log_softmax a dot product an id, forward and twice backward, and no GEMM; with it,
-    those of `linear_token_stats`. On CUDA, where the dot products add to dWeight and dHidden by
-    atomics, gradients of logits differ in their last bits from run to run, unless
+    Cost: with log_softmax that of `linear_token_stats`. Without it no GEMM: a dot product per id in
+    the forward, and two in the backward. On CUDA these add to dWeight and dHidden by atomics, so
+    gradients differ in their last bits from run to run, unless
     `torch.use_deterministic_algorithms` is on.
 
     Collectives: forward an all-reduce of `[n k]` over TP; with log_softmax an all-gather of
     `[3 + k, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
-    Memory: as `linear_token_stats`; without log_softmax, in place of the chunk, 8 MiB of gathered
-    operands (64 MiB on a GPU) and their dot products, and dWeight in float32. Saved for the
-    backward: the inputs and a few numbers a row and id.
+    Memory: with log_softmax that of `linear_token_stats`. Without it 8 MiB of gathered operands (64
+    MiB on a GPU), their dot products, and dWeight in float32. Saved for backward: the inputs and a
+    few numbers per row and id.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_gather` and `linear_token_stats`.
@@ -361,7 +362,7 @@ def vocab_parallel_topk_distill(
     Collectives: forward one over TP: an all-gather of `[3 + k, n]` float32 (`[4 + k, n]` with
     entropy), or an all-reduce of `[n, k]` for "topk" without entropy; backward none.
 
-    Memory: backward keeps the logits and k + 2 numbers a row; the gradient, in the logits' dtype,
+    Memory: backward keeps the logits and k + 2 numbers per row; the gradient, in the logits' dtype,
     is the only `[..., V/TP]` tensor made.
 
     Raises:

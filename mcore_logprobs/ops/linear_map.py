@@ -279,13 +279,13 @@ def linear_map(
     mask: Tensor | None = None,
     **shared: Unpack[LayerKeywords],
 ) -> Any:
-    """Any operation on logits from hidden states, with at most one tile of logits materialized.
+    """Apply any function of logits to hidden states, holding at most one tile of logits.
 
         linear_map(hidden, weight, lambda z, t: vocab_parallel_logprobs(z, t, tp_group=tp), target)
 
-    `fn(logits, *rows of per_token_tensors)` is called for some rows at a time with the processed
-    logits `[rows, V/TP]` of this rank, and once more a tile in the backward. It is given no
-    temperature and no true vocabulary: what fn calls applies them.
+    `fn(logits, *rows of per_token_tensors)` gets this rank's logits `[rows, V/TP]` of some rows,
+    after scale, softcap and bias. It is called once per tile in the forward and once in the
+    backward. Temperature and vocab_size are not keywords here: pass them to what fn calls.
 
     Shape:
         hidden, weight: as in `linear_token_stats`.
@@ -300,30 +300,28 @@ def linear_map(
         Returns what fn returns, each tensor `[s, b, ...]` or `[n, ...]`.
 
     Args:
-        fn: deterministic, for the backward differentiates its second call, under the autocast of
-            the first. What it takes from around it (a variable of an enclosing loop) is read at
-            both calls: bind such a value when the function is made, as a default or by
-            functools.partial. Its side effects happen once a tile in the forward and once in the
-            backward. A row's result must depend only on that row. Collectives in it are fine where
-            every rank of tp_group makes the same ones, as the operations of this package do. For
-            rows without any it is called on none.
+        fn: a deterministic function, because the backward differentiates its second call (under the
+            autocast of the first). A row's result must depend only on that row. A variable of the
+            enclosing scope is read at both calls: bind it as a default or by functools.partial if
+            it changes in between. Side effects happen at both calls. Collectives are allowed if
+            every rank of tp_group makes the same ones, as the operations of this package do. A call
+            of zero rows calls fn once, on zero rows.
         {shared}
 
-    chunk_size is rows a tile. A tile spans all of a rank's columns; None: as many rows as fit 128
+    chunk_size is rows per tile. A tile spans all of a rank's columns; None: as many rows as fit 128
     MiB on a CPU, 1 GiB on a GPU, in float32.
 
-    A result has a gradient if fn's depends on the logits; a result that fn detached has none. On
-    a rank, a gradient of a result is the gradient of fn's result on that rank: as with the
-    operations on logits, each rank differentiates its own, equal or not.
+    A result has a gradient if fn's result depends on the logits. As with the operations on logits,
+    each rank differentiates its own result.
 
     Cost: four GEMMs with a backward, and twice the forward of fn. Each tile reads and
     writes dWeight in float32 once.
 
-    Collectives: those of fn a tile, forward and backward; backward one all-reduce of dHidden a
+    Collectives: those of fn per tile, forward and backward; backward one all-reduce of dHidden per
     tile, or a reduce-scatter under sequence parallelism, which also gathers each tile of hidden.
 
-    Memory: a tile of logits, in the backward another of their gradient, with a softcap one more;
-    and what fn makes of one tile. Saved for backward: the inputs.
+    Memory: a tile of logits, in the backward another of their gradient, with a softcap one more,
+    and fn's own tensors of one tile. Saved for backward: the inputs.
 
     Raises:
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors

@@ -103,10 +103,10 @@ class _LogSoftmaxGradient(Backward):
 def vocab_parallel_log_softmax(
     vocab_parallel_logits: Tensor, **shared: Unpack[LogitsKeywords]
 ) -> Tensor:
-    """log p of every column of this rank's shard, differentiable.
+    """Return log p of every column of this rank's shard, differentiable.
 
-    Prefer `vocab_parallel_token_stats` or `vocab_parallel_gather` where a few columns do: this one
-    makes a float32 tensor of the logits' size, because that is what is asked for.
+    Its result is a float32 tensor of the logits' size. If you need only a few columns, use
+    `vocab_parallel_token_stats` or `vocab_parallel_gather`.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]` -> float32 `[..., V/TP]`, normalized over all V columns;
@@ -115,6 +115,6 @@ def vocab_parallel_log_softmax(
     Collectives: forward one all-gather of `[3, n]` float32 over TP, backward one all-reduce of
     `[n]` (grad_output's sum over the whole vocabulary).
 
-    Keywords and errors are `vocab_parallel_token_stats`'s.
+    Keywords and errors are those of `vocab_parallel_token_stats`.
     """
     return apply(LogSoftmax(), given_logits(vocab_parallel_logits, **shared))[0]

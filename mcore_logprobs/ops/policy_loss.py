@@ -156,7 +156,7 @@ def linear_policy_loss(
     invariant_segments: int | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, TokenStats]:
-    """The sum of a per-token loss over a denominator, its gradient formed in the forward.
+    """Return the sum of a per-token loss over a denominator; its gradient is formed in the forward.
 
     `loss_fn(logprobs, entropy or None, *chunks of per_token_tensors)` is called for some rows at a
     time, on flat tensors `[rows]`, and returns a loss for each. Any differentiable function will do
@@ -181,17 +181,18 @@ def linear_policy_loss(
             `linear_token_stats`. Rows whose target is ignore_index add nothing.
         {shared}
 
-    chunk_size is rows per tile. A tile's logits exist at one time, over all of a rank's columns.
-    None: as many rows as fit 128 MiB on a CPU, 1 GiB on a GPU, in float32; there 4096 if 2.5 GiB
-    hold them; tiles of about one size.
+    chunk_size is rows per tile. The logits of one tile exist at a time, over all of a rank's
+    columns, in float32. None: as many rows as fit 128 MiB on a CPU or 1 GiB on a GPU; on a GPU 4096
+    rows if 2.5 GiB hold them. Tiles have about the same number of rows.
 
     Cost: three GEMMs, where `linear_token_stats` with a backward takes four. Each tile
     reads and writes dWeight in float32 once.
 
-    Collectives: one all-gather of `[k, rows]` over TP per tile (with the rank one all-reduce of
-    `[rows]` more, with a bias `[2, rows]`); none on one rank. Where hidden needs a gradient one
-    all-reduce of dHidden per tile, or a reduce-scatter under sequence parallelism, while the next
-    tile is computed. Where a LoRA's A needs one, one all-reduce of `[r, h]`.
+    Collectives, all in the forward: one all-gather of `[k, rows]` over TP per tile; target_rank
+    adds one all-reduce of `[rows]`, with a bias of `[2, rows]`. If hidden requires a gradient, one
+    all-reduce of dHidden per tile, while the next tile is computed. Sequence parallelism makes it a
+    reduce-scatter, and gathers each tile of hidden once. If a LoRA's A requires a gradient, one
+    all-reduce of `[r, h]`. On one rank none.
 
     Memory: a tile of logits, the gradient of one chunk in the operands' dtype, and the gradients of
     hidden, weight and LoRA in float32, from the forward to the backward. `backward` may run once.

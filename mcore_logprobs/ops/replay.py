@@ -1,6 +1,6 @@
 """Log-probabilities over the ids that a sampler recorded, in place of its filters.
 
-A softmax over each row's kept ids alone, in plain torch on their logits: a dot product an id from
+A softmax over each row's kept ids alone, in plain torch on their logits: a dot product per id from
 hidden states, no GEMM. Where statistics of the whole distribution are wanted too, both are of one
 pass: the kept logits are read from the chunks, and travel in the same all-gather.
 """
@@ -534,5 +534,5 @@ def check_kept_ids(
     if device.type != "cpu":
         torch._assert_async(single, "kept_ids: an id twice in one row")
     elif not single:
-        raise ValueError("kept_ids: expected each id at most once a row")
+        raise ValueError("kept_ids: expected each id at most once per row")
     return ids, offsets

@@ -3,7 +3,7 @@
 By the Gumbel-max trick: with independent standard Gumbel noise G the column of the largest z + G
 is distributed as softmax(z). The noise of a column depends only on (seed, row, global id),
 by a counter-based generator, so that each rank makes the noise of its own columns, and the ranks
-compare one score a row.
+compare one score per row.
 """
 
 from __future__ import annotations
@@ -260,14 +260,13 @@ def vocab_parallel_sample(
     Shape:
         vocab_parallel_logits `[..., V/TP]`, or a DTensor sharded on its last dimension -> (ids
         int64 `[...]`, global; logprobs float32 `[...]`, float64 for float64 logits), the same on
-        every TP rank. Neither has a gradient: score the ids for one
-        (`vocab_parallel_sampling_logprobs`).
+        every TP rank. Neither has a gradient; `vocab_parallel_sampling_logprobs` of the ids has.
 
     Args:
-        seed: an int of 64 bits, or a tensor of such that broadcasts to `[...]`, as a seed per
-            request. Ranks of one tensor-parallel group pass the same; of other groups (data or
-            context parallelism, whose rows are other tokens) a seed of their own. A new one for
-            every call, as every position of a sequence.
+        seed: an int of 64 bits, or a tensor of them that broadcasts to `[...]`, such as one seed
+            per request. Pass the same on the ranks of one tensor-parallel group, and another one
+            wherever the rows are other tokens: on data- and context-parallel ranks, and in every
+            call of a decoding loop.
         top_k, top_p, min_p: as in `vocab_parallel_sampling_logprobs`.
         mask: bool `[...]`; False rows give id 0 and logprob 0, whatever their logits hold.
         {shared}
@@ -278,8 +277,8 @@ def vocab_parallel_sample(
     A row with NaN or +inf gives the first such id and a logprob of NaN. A row that is -inf
     everywhere gives id 0 and -inf. Noise and scores are float64. Every backend uses torch here.
 
-    Collectives: over TP one all-gather of `[3, n]` float32 and one of `[3, n]` float64; with
-    filters in place of the first those of `vocab_parallel_sampling_logprobs`, and its host syncs.
+    Collectives: over TP one all-gather of `[3, n]` float32 and one of `[3, n]` float64. With
+    filters, those of `vocab_parallel_sampling_logprobs` replace the first, with its host syncs.
 
     Memory: a chunk of logits in float64, twice.
 
@@ -309,7 +308,7 @@ def linear_sample(
     Shape:
         hidden, weight: as in `linear_token_stats`.
         Returns (ids int64 `[s, b]` or `[n]`, global; logprobs float32), the same on every TP rank;
-        `[m]` with rows, where row is the place among the m. Neither has a gradient.
+        `[m]` with rows, and the noise of entry i is then that of row i. Neither has a gradient.
 
     Args:
         seed, top_k, top_p, min_p: as in `vocab_parallel_sample`.
@@ -317,12 +316,12 @@ def linear_sample(
             logprob 0.
         {shared}
 
-    temperature may be 0 here. Products may round otherwise at another tensor-parallel size, which
-    changes an id only where two scores are as close as that rounding.
+    temperature may be 0 here. GEMMs may round differently at another tensor-parallel size. That
+    changes an id only if two scores are as close as the rounding.
 
     Cost: one GEMM, and the noise of every logit.
 
-    Collectives: those of `vocab_parallel_sample`, with filters a tile; under sequence parallelism
+    Collectives: those of `vocab_parallel_sample`, with filters per tile; under sequence parallelism
     each tile of hidden is gathered.
 
     Memory: a chunk of logits, and in float64 some rows of it; with filters a tile.

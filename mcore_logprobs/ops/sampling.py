@@ -296,21 +296,20 @@ def vocab_parallel_sampling_logprobs(
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor | TokenStats:
-    """Log-probability of each target under the filtered distribution that it was sampled from.
+    """Return each target's log-probability under the filtered distribution it was sampled from.
 
     1. z = logits / temperature.
-    2. min-p: a token stays where its probability is at least min_p times the largest one.
-    3. top-k: the k largest stay, and with them all that equal the k-th.
-    4. top-p, over what is left and renormalised: in descending order, equal ones by ascending id, a
-       token stays while the probability of those before it is under top_p. The first always stays.
+    2. min-p: a token stays if its probability is at least min_p times the largest one.
+    3. top-k: the k largest stay, and all that are equal to the k-th.
+    4. top-p, over what is left, renormalized: in descending order (ties by ascending id), a token
+       stays while the probability of those before it is below top_p. The first always stays.
     5. logprob = z[target] - logsumexp of the z that stayed.
 
     A target that was filtered out gives -inf, and the gradient that plain torch gives for it:
-    -grad_output p over the kept columns, 0 elsewhere; mask its loss, not its value, so that
-    grad_output is 0. A row with NaN or +inf (its masked columns aside) gives NaN, in value and
-    gradient. A grad_output of exactly 0 gives a gradient of exactly 0, in such rows too; one of NaN
-    or inf passes through to the kept columns. Larger and equal are decided on logits before the
-    temperature, in their own dtype where nothing else is done to them.
+    -grad_output p over the kept columns, 0 elsewhere. Mask its loss and not its value, so that its
+    grad_output is 0: a grad_output of exactly 0 gives a gradient of exactly 0. A row with NaN or
+    +inf in a column that counts gives NaN, in value and gradient. Logits are compared before the
+    temperature, in their own dtype if no scale, softcap or bias changes them.
 
     Shape:
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
@@ -323,54 +322,61 @@ def vocab_parallel_sampling_logprobs(
         top_k: None, 0, -1 or vocab_size and more: off.
         top_p: in (0, 1]; 1.0: off.
         min_p: in [0, 1]; 0.0: off.
-        kept_ids: replay: (flat ids, offsets), the sampler's own record of what it kept, in place of
-            the filters. Row i of the flattened target kept the global ids
+        kept_ids: replay: (flat ids, offsets), the sampler's own record of the ids it kept, instead
+            of the filters. Row i of the flattened target kept the global ids
             `flat_ids[offsets[i]:offsets[i+1]]`, each once; offsets is `[n + 1]`. A target that is
-            not among them gives -inf. Logits outside the record play no part, whatever they are.
-            Cannot be combined with top_k, top_p or min_p.
-        missing: what a row without a record (two equal offsets) means whose target counts. "error":
-            a ValueError that names the row. "full": nothing was masked there, so that its results
-            are the whole distribution's, at the cost of `full`. "ignore": 0, and no gradient.
-        full: return a TokenStats that also holds the whole distribution's log-probabilities
-            (`full_logprobs`) and `lse`, from the same pass and in the same all-gather.
-        entropy: with kept_ids: return a TokenStats that also holds the entropy over the kept ids
-            (`kept_entropy`), differentiable; with full the whole distribution's (`entropy`) too.
+            not among them gives -inf. Logits outside the record are ignored, also NaN. Not with
+            top_k, top_p or min_p.
+        missing: what a token without a record means (two equal offsets). "error": a ValueError that
+            names the row. "full": nothing was masked there, so its results are those of the full
+            distribution; this costs what `full` does. "ignore": 0, and no gradient.
+        full: return a TokenStats that also has the log-probabilities of the full distribution
+            (`full_logprobs`) and its `lse`. They cost no further all-gather.
+        entropy: with kept_ids: return a TokenStats that also has the entropy over the kept ids
+            (`kept_entropy`), differentiable; with full also that of the full distribution
+            (`entropy`).
         ignore_index: as in `vocab_parallel_token_stats`.
         {shared}
 
-    With filters on the backend takes the statistics of whole rows; the rest is torch's everywhere.
+    With filters the backend computes the statistics of whole rows, and torch does the rest.
 
-    Collectives, forward, over TP: one all-gather of `[2 + c, n]` with c = top_k + 1 or 128; with
-    top-p one all-reduce of `[n]`. Rows whose cut-off these c largest logits of each rank do not
-    show (nearly flat ones, masses of ties, top_k past 1023) share 4 to 15 all-reduces of
-    `[7, rows]` (float64: to 26) and two all-gathers a filter, of `[128, rows]` and `[2, rows]`. On
-    a GPU, where asking whether the search is done would be a host sync, always 13 of bfloat16, 14
-    of float16 and 18 of float32 logits (float64: 29). min_p alone searches nothing: rows of which
-    it keeps more than the candidates share one all-reduce of `[1, rows]` and one all-gather.
-    Backward none.
-    Replay: one all-gather of `[3, n]`, of `[4, n]` with entropy; with full or missing="full"
-    those of `vocab_parallel_token_stats` are rows of the same.
-    Filters off: as `vocab_parallel_logprobs`.
+    Collectives, forward, over TP; backward none:
 
-    Host syncs: one a call, whether rows need the search. None in replay.
+    - Filters: one all-gather of `[2 + c, n]` with c = top_k + 1 or 128; top-p adds one all-reduce
+      of `[n]`. The c largest logits of each rank may not contain the cutoff: nearly flat rows, many
+      ties, top_k above 1023. Such rows are searched together, by 4 to 15 all-reduces of
+      `[7, rows]` (float64: up to 26) and two all-gathers per filter, of `[128, rows]` and
+      `[2, rows]`. On a GPU a search always takes 13 all-reduces for bfloat16, 14 for float16, 18
+      for float32 and 29 for float64 logits, because asking whether it is done would be a host sync.
+    - min_p alone needs no search: rows that keep more than the candidates share one all-reduce of
+      `[1, rows]` and one all-gather.
+    - Replay: one all-gather of `[3, n]`, with entropy of `[4, n]`; full and missing="full" add the
+      rows of `vocab_parallel_token_stats` to it.
+    - Filters off: as `vocab_parallel_logprobs`.
 
-    Memory: backward keeps the logits and six numbers a row; the gradient, in the logits' dtype, is
-    the only `[..., V/TP]` tensor made.
+    Host syncs: one per call, which asks whether any row needs the search. None in replay.
 
-    Rounding: probabilities are summed in float32 or better, so that where the sum before a token
-    is within about 1e-6 of top_p, that token may fall on either side. TP ranks always agree.
+    Memory: backward keeps the logits and six numbers per row. The gradient, in the logits' dtype,
+    is the only `[..., V/TP]` tensor made.
 
-    How samplers do it. vLLM with `logprobs_mode="processed_logprobs"` returns the same: temperature
-    in float32, min-p, top-k that keeps ties, top-p renormalised; of equal logits at the top-p
-    cut-off it keeps any, by an unstable sort. Its default, raw_logprobs, has no filter and no
-    temperature. SGLang returns log-probabilities after the temperature and before the filters
-    (before the temperature too where SGLANG_RETURN_ORIGINAL_LOGPROB is set): for those leave them
-    off here. What it samples from keeps exactly k tokens, any of those that tie, takes top-p of the
-    probabilities before top-k ("joint" order) and min-p last, so that with two of them it may keep
-    more tokens than this function. transformers takes min-p last, too: alone or with top-k it keeps
-    the same tokens, with top-p at least as many. Kernels with other sums or another order of equals
-    differ at the edge: where that matters, record the kept ids (SGLang's sampling masks hold them)
-    and replay them.
+    Rounding: probabilities are summed in float32 or better. If the sum before a token is within
+    about 1e-6 of top_p, that token may be kept or not. TP ranks always agree.
+
+    What engines do:
+
+    - vLLM with `logprobs_mode="processed_logprobs"` returns the same: temperature in float32,
+      min-p, top-k that keeps ties, top-p renormalized. Of equal logits at the top-p cutoff it keeps
+      any. Its default, raw_logprobs, has neither filters nor temperature.
+    - SGLang returns log-probabilities after the temperature and before the filters, or before the
+      temperature if SGLANG_RETURN_ORIGINAL_LOGPROB is set: leave the filters off for those. Its
+      sampler keeps exactly k tokens, applies top-p to the probabilities before top-k, and min-p
+      last. With two filters it may keep more tokens than this function.
+    - transformers applies min-p last: alone or with top-k the same tokens stay, with top-p at least
+      as many.
+
+    Other kernels may differ at the cutoff, because they sum and break ties in another order. If
+    that matters, record the ids that the engine kept (SGLang's sampling masks have them), and
+    replay them.
 
     Raises:
         ValueError: filters or kept_ids that make no sense; else as in
@@ -430,7 +436,7 @@ def linear_sampling_logprobs(
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor | TokenStats:
-    """`vocab_parallel_sampling_logprobs` from hidden states, without materialising the logits.
+    """`vocab_parallel_sampling_logprobs` from hidden states, without materializing the logits.
 
     Shape:
         hidden, weight, target: as in `linear_token_stats`.
@@ -444,22 +450,22 @@ def linear_sampling_logprobs(
             `vocab_parallel_sampling_logprobs`; with rows the record is that of the m rows.
         {shared}
 
-    With filters on, chunk_size is rows a tile, which spans all of a rank's columns, as in
+    With filters on, chunk_size is rows per tile, which spans all of a rank's columns, as in
     `linear_map`.
 
-    Cost: filters: four GEMMs with a backward, and the filters' own work once. kept_ids: a
-    dot product an id, and no GEMM; with full or missing="full" the GEMMs of `linear_token_stats`
-    and no dot product. Filters off: that of `linear_token_stats`.
+    Cost: filters: four GEMMs with a backward, and the filters' own work once. kept_ids: a dot
+    product per id and no GEMM; with full or missing="full" the GEMMs of `linear_token_stats` and no
+    dot product. Filters off: that of `linear_token_stats`.
 
-    Collectives: filters: those of `vocab_parallel_sampling_logprobs` a tile; kept_ids: one
+    Collectives: filters: those of `vocab_parallel_sampling_logprobs` per tile; kept_ids: one
     all-gather, as there. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
-    Host syncs: filters: one a tile, as there. kept_ids: none with one tile and without compaction,
-    else one each.
+    Host syncs: filters: one per tile. kept_ids: one if there are several tiles, and one for
+    compact=True.
 
-    Memory: filters: a tile and a chunk of logits and what the filters make of a tile; backward a
-    chunk; saved for it the inputs and six numbers a row. kept_ids: a few numbers
-    an id, and 32 MiB of gathered operands.
+    Memory: filters: a tile and a chunk of logits, and the filters' own copies of a tile; backward a
+    chunk. Saved for backward: the inputs and six numbers per row. kept_ids: a few numbers per id,
+    and 32 MiB of gathered operands.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_sampling_logprobs` and

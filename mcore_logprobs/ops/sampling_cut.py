@@ -37,7 +37,7 @@ from mcore_logprobs.ops.sampling_search import (
 )
 from mcore_logprobs.sources.source import ChunkAt, Source
 
-# Candidates a rank for top-p alone, and the largest top_k served by candidates.
+# Candidates per rank for top-p alone, and the largest top_k served by candidates.
 _TOP_P_CANDIDATES = 128
 _MAX_CANDIDATES = 1024
 

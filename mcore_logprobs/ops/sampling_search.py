@@ -40,7 +40,7 @@ class FilterOptions:
     """The settings of min-p, top-k and top-p, checked.
 
     Attributes:
-        multiplier: one over the temperature: a number, or float64 `[n]`, one a row.
+        multiplier: one over the temperature: a number, or float64 `[n]`, one per row.
         top_k: 1 to vocab_size - 1, or None for off.
         top_p: in (0, 1), or None for off.
         min_p: in (0, 1], or None for off.
@@ -324,7 +324,7 @@ def _smallest_below(
 
 
 def _is_done(low: Tensor, high: Tensor) -> bool:
-    """Asked on a CPU alone: elsewhere that is a host sync a round, and the rounds suffice."""
+    """Asked on a CPU alone: elsewhere that is a host sync per round, and the rounds suffice."""
     return low.is_cpu and bool((high - low == 1).all())
 
 

@@ -118,10 +118,11 @@ def vocab_parallel_topk(
     mask: Tensor | None = None,
     **shared: Unpack[LogitsKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each row over the whole vocabulary, and their global ids.
+    """Return the k largest logits of each row over the whole vocabulary, and their global ids.
 
-    The order is by value before the temperature, descending, then by id, ascending, also where
-    values tie at the k-th place: results do not depend on TP. NaN counts as larger than any number.
+    They are ordered by value before the temperature (descending), equal ones by id (ascending).
+    That also decides ties at the k-th place, so results do not depend on TP. NaN counts as larger
+    than any number.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]` -> values float32 `[..., k]` (float64 for float64
@@ -133,8 +134,8 @@ def vocab_parallel_topk(
         mask: bool `[...]`; False rows give value 0 and id 0, and no gradient.
         {shared}
 
-    Collectives: one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward none.
-    Ranks' contributions are found a chunk of rows at a time, without a host sync.
+    Collectives: one all-gather over TP of min(k, V/TP) pairs (value, id) per row; backward none.
+    No host sync.
 
     Raises:
         ValueError: k out of range; else as in `vocab_parallel_token_stats`.
@@ -147,14 +148,14 @@ def vocab_parallel_topk(
 def vocab_parallel_argmax(
     vocab_parallel_logits: Tensor, **shared: Unpack[LogitsKeywords]
 ) -> Tensor:
-    """The global id of each row's largest logit; the smallest id where several tie.
+    """Return the global id of each row's largest logit; of several equal ones the smallest id.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]` -> int64 `[...]`, the same on every TP rank.
 
-    Collectives: one all-gather over TP of one pair (value, id) a row.
+    Collectives: one all-gather over TP of one pair (value, id) per row.
 
-    Keywords and errors are `vocab_parallel_token_stats`'s.
+    Keywords and errors are those of `vocab_parallel_token_stats`.
     """
     return topk(given_logits(vocab_parallel_logits, **shared), 1)[1].squeeze(-1)
 
@@ -181,16 +182,16 @@ def linear_topk(
         k: 1 to vocab_size; columns at or past vocab_size are never chosen.
         {shared}
 
-    chunk_size is rows a tile, which spans all of a rank's columns, as in `linear_map`.
+    chunk_size is rows per tile, which spans all of a rank's columns, as in `linear_map`.
 
-    Cost: one GEMM, and a top-k of each tile; backward a dot product an entry, see
+    Cost: one GEMM, and a top-k of each tile; backward a dot product per entry, see
     `linear_gather`.
 
-    Collectives: forward one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward,
+    Collectives: forward one all-gather over TP of min(k, V/TP) pairs (value, id) per row; backward,
     and under sequence parallelism, those of `linear_token_stats`.
 
-    Memory: a tile of logits and some rows' copies; k pairs a row are all that is kept of it. Saved
-    for backward: the inputs and the ids.
+    Memory: a tile of logits, and copies of some of its rows. Saved for backward: the inputs and the
+    ids.
 
     Raises:
         ValueError: before any collective; k out of range, compact without a mask; else as in

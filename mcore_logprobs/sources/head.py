@@ -117,7 +117,7 @@ class HeadLogits(HeadOperands):
 
         Args:
             adds_per_tile: as in `Tiling.of_whole_rows`.
-            any_tp: the same rows a tile whatever the tensor-parallel size is.
+            any_tp: the same rows per tile whatever the tensor-parallel size is.
         """
         options, shard = self.options, self.shard
         # dHidden of a tile is float32 too.

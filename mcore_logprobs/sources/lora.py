@@ -1,11 +1,11 @@
 """A LoRA on the head: logits = hidden W^T + scale (hidden A^T) B^T, and what it adds to gradients.
 
-    U    = scale * tile @ A^T                once a tile, [rows, r]
+    U    = scale * tile @ A^T                once per tile, [rows, r]
     chunk                += U @ B[block]^T
     dB[block]            += dLogits^T @ U
     dU                   += dLogits @ B[block]
-    dTile                += scale * dU @ A   once a tile; summed over TP with the rest of dTile
-    dA                   += scale * dU^T @ tile, summed over TP once a call
+    dTile                += scale * dU @ A   once per tile; summed over TP with the rest of dTile
+    dA                   += scale * dU^T @ tile, summed over TP once per call
 
 Where dLogits are single entries, dB and dU get theirs row by row, and the rest is the same.
 

@@ -210,7 +210,7 @@ class HiddenRows:
     Args:
         hidden: this rank's.
         group: over which the rows are split, or None.
-        tile_rows: rows a tile, over all ranks.
+        tile_rows: rows per tile, over all ranks.
         selection: which of them are computed; None: all.
     """
 

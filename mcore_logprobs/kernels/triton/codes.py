@@ -1,4 +1,4 @@
-"""`kernels.codes` as Triton kernels: a program a row."""
+"""`kernels.codes` as Triton kernels: a program per row."""
 
 # mypy: allow-untyped-defs
 

@@ -1,7 +1,7 @@
 """The gradient with respect to raw logits, one read and one write, as Triton kernels.
 
-A row's single target is part of that. Where there are several entries a row, a second, small kernel
-writes them anew, each summed in float32 and rounded once, from raw logits that were picked before.
+A row's single target is part of that. If there are several entries per row, a second, small kernel
+writes them again, each summed in float32 and rounded once, from raw logits that were picked before.
 """
 
 # mypy: allow-untyped-defs
@@ -110,7 +110,7 @@ def _write_tile(
 def grad_kernel(
     logits_ptr,  # [n, v]
     out_ptr,  # [n, v]; may be logits_ptr
-    column_ptr,  # [n] int64, one entry a row; None: no entries here
+    column_ptr,  # [n] int64, one entry per row; None: no entries here
     upstream_ptr,  # [n]
     row_max_ptr,  # [n]
     coef_ptr,  # [k, n]

@@ -227,7 +227,7 @@ def pair_stats_kernel(
         max_s, sum_s, max_t, sum_t, cross, excess = _take_in(
             s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, excess, KIND
         )  # fmt: skip
-    if end < stop:  # under UNIT columns, one a group
+    if end < stop:  # under UNIT columns, one per group
         rest = end + tl.arange(0, GROUPS)[:, None]
         s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
@@ -315,7 +315,7 @@ def pair_sums_kernel(
         value, inner = _take_in_shares(
             value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
         )  # fmt: skip
-    if end < stop:  # under UNIT columns, one a group
+    if end < stop:  # under UNIT columns, one per group
         rest = end + tl.arange(0, GROUPS)[:, None]
         s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)

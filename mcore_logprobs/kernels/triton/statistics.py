@@ -198,7 +198,7 @@ def stats_kernel(
             whole, end, scale, softcap, multiplier, True, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
-    if end < stop:  # under UNIT columns, one a group
+    if end < stop:  # under UNIT columns, one per group
         rest = end + tl.arange(0, GROUPS)[:, None]
         y = tl.load(row_ptr + rest, mask=rest < stop, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
