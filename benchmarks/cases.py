@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,7 +151,12 @@ SIZES: cli.Sizes = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the cases that the arguments ask for; returns the exit status."""
-    return cli.main(argv, cases="benchmarks.cases", sizes=SIZES, prog="python -m benchmarks.cases")
+    given: dict[str, Any] = {
+        "cases": "benchmarks.cases",
+        "sizes": SIZES,
+        "default": [*SIZES["cpu"]],
+    }
+    return cli.main(argv, **given, prog="python -m benchmarks.cases")
 
 
 if __name__ == "__main__":

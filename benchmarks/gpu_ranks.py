@@ -126,7 +126,7 @@ def _cases(run: GroupRun, backend: str) -> None:
 
 
 def _problem(run: GroupRun) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The whole head, the same on every rank, and a gradient a token."""
+    """The whole head, the same on every rank, and a gradient per token."""
     rows, width, vocab = (12, 16, 128) if run.small else (512, 256, 8192)
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(rows, width, generator=generator)

@@ -151,7 +151,7 @@ def dry_launches(target: str = "sm_90") -> Iterator[Launched]:
         slot = "_active" if "_active" in vars(triton.runtime.driver) else "active"  # 3.3 has that
         stack.enter_context(mock.patch.object(triton.runtime.driver, slot, driver))
         stack.enter_context(mock.patch.object(backends, "_CANDIDATES", candidates))
-        # Plain functions: a Mock takes 4 us a call, which would count as the host's.
+        # Plain functions: a Mock takes 4 us per call, which would count as the host's.
         processors = lambda device: _PROCESSORS[target]  # noqa: E731
         stack.enter_context(mock.patch.object(common, "_processors", processors))
         # CUDA tensors are asserted on by the kernel; what CPU ones get is no part of the count.
@@ -343,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Launches and host time of the calls on logits as on a GPU; needs none.",
     )
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--width", type=int, default=19008, help="columns a rank, V/TP")
+    parser.add_argument("--width", type=int, default=19008, help="columns per rank, V/TP")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--calls", type=int, default=300, help="to take the median time of")
     parser.add_argument("--kernels", action="store_true", help="name what is launched")

@@ -1,7 +1,7 @@
 """A candidate for the fused forward: row statistics of hidden @ weight^T, logits never written.
 
 The library multiplies with the vendor's library into a chunk of logits and reads that back (see
-`fused`). This kernel keeps each tile of logits in registers and writes four numbers a row and
+`fused`). This kernel keeps each tile of logits in registers and writes four numbers per row and
 tile instead. It saves the chunk's write and read, about a tenth of the product's time on a Hopper
 GPU, and pays with the difference between a Triton product and the vendor's. `gpu_session` measures
 the two beside each other.

@@ -1,12 +1,15 @@
 """Writes the API's pages from signatures and docstrings:  python docs/docstrings.py
 
 A page of docs/api has `<!-- api: dotted.name -->` where an entry begins and `<!-- end -->` where it
-ends; what stands between is made here, so that it reads the same on the site, in an editor and on
-any viewer of Markdown. tests/test_docs.py holds the pages to the code.
+ends; what is between them is made here, so that it reads the same on the site, in an editor and on
+any viewer of Markdown. tests/test_docs.py compares the pages with the code.
 
     function   signature and docstring
     class      constructor, docstring, and each public method under a heading `### Class.method`
     module     docstring, and each name of its `__all__` under a heading `## name`
+
+Keywords that many operations share (mcore_logprobs.ops.keywords) are described at the two functions
+in HOMES; every other entry refers to them. `help` has the whole text.
 
 The docstrings describe arguments in groups ("entropy, target_rank: ..."), which parsers of Google's
 style drop; here nothing is dropped: sections become titles, their entries lists.
@@ -19,6 +22,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +36,13 @@ SECTION = re.compile(
 )
 # "name: text", "a, b: text", "`[s, b]` ..."; a deeper line goes on with the entry above it.
 NAMES = re.compile(r"([\w*., ]+?):(?= |$)")
+STARTS = re.compile(
+    r"Returns |`\w|[\w*., ]+: |[\w*][^:]{0,60}: "
+)  # of an entry on a line of its own
+HOMES = {
+    "vocab_parallel_token_stats": "logits.md#vocab_parallel_token_stats",
+    "linear_token_stats": "hidden.md#linear_token_stats",
+}
 LINE = 76  # what fits beside the site's navigation
 
 
@@ -65,7 +76,7 @@ def _entry(thing: Any, name: str) -> Iterator[str]:
         yield from _settings(thing)
     else:
         yield _fenced(signature(thing, name))
-        yield to_markdown(_docstring(thing))
+        yield to_markdown(_without_shared(_docstring(thing), name))
     if inspect.isclass(thing):
         for member in _members(thing):
             yield f"\n### {name}.{member}\n"
@@ -82,6 +93,37 @@ def _docstring(thing: Any) -> str:
     doc = inspect.getdoc(thing) or ""
     # A dataclass without a docstring has one made of its signature, which stands above already.
     return "" if doc.startswith(f"{getattr(thing, '__name__', '')}(") else doc
+
+
+def _without_shared(doc: str, name: str) -> str:
+    """A docstring whose shared keywords are one line that names where they are described."""
+    if name in HOMES:
+        return doc
+    from mcore_logprobs.ops.keywords import DOCS
+
+    texts = {
+        keyword: textwrap.fill(
+            f"{keyword}: {text}", 92, initial_indent=" " * 4, subsequent_indent=" " * 8
+        )
+        for keyword, text in DOCS.items()
+    }
+    found = sorted(
+        (each for each in texts if texts[each] in doc), key=lambda k: doc.index(texts[k])
+    )
+    if len(found) < 3:
+        return doc
+    home = list(HOMES)[1 if name.startswith("linear_") else 0]
+    for keyword in found[1:]:
+        doc = doc.replace(texts[keyword] + "\n", "", 1)
+    reference = textwrap.fill(
+        f"{', '.join(f'`{keyword}`' for keyword in found)}: as in [{home}]({HOMES[home]}).",
+        96,
+        initial_indent=" " * 4,
+        subsequent_indent=" " * 8,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return doc.replace(texts[found[0]], reference, 1)
 
 
 def _members(cls: type) -> list[str]:
@@ -187,6 +229,7 @@ def to_markdown(doc: str) -> str:
     lines: list[str] = []
     inside = False  # an indented section, whose title stands on a line of its own
     titled = False  # a section that begins on the line of its title
+    full = False  # whether the line before is as long as a wrapped one, so that its entry goes on
     for line in doc.splitlines():
         titled &= bool(line.strip())
         if match := SECTION.match(line):
@@ -202,13 +245,19 @@ def to_markdown(doc: str) -> str:
             lines.append(line.strip())
         elif inside and re.match(r" {4}\S", line):
             text = line.strip()
+            goes_on = full and not STARTS.match(text)
+            full = len(line) >= 80
+            if goes_on:
+                lines.append("  " + text)
+                continue
             # A list of names may go on in the next line before its colon.
             lines.append("- " + NAMES.sub(lambda m: f"`{m[1]}`:", text, count=1))
         elif inside and line.startswith("     "):
             lines.append("  " + line.strip())
+            full = False
         else:
-            if line.strip():
-                inside = False
+            inside &= not line.strip()
+            full = False
             lines.append(line)
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 formulas     $...$ and ```math become MathML, which a browser draws without a script
 signatures   on an API page, one of several lines folds under its first
 tabs         a list below `<!-- tabs -->`, "- **verl**: ...", becomes a tab for each entry
+cells        long code in a table may break after a dot or a slash; a measurement keeps its unit
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 SIGNATURE = re.compile(r"^```py\n(?P<head>[^\n]+\(\n)(?P<rest>.*?)^```\n", re.M | re.S)
 TABS = re.compile(r"^<!-- tabs -->\n\n?(?P<list>(?:(?:- |  ).*\n|\n(?=- |  ))+)", re.M)
+LONG_CODE = re.compile(r"<code>([^<]{31,})</code>")
+MEASUREMENT = re.compile(r"<td>([\d.,]+) (ms|s|[KMG]iB|x|%)(?=<| \()")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
 
@@ -24,8 +27,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace each formula of a rendered page by MathML."""
+    """Rewrite a rendered page: formulas as MathML, table cells that break where they may."""
+    content = re.sub(r"<table>.*?</table>", _cells, content, flags=re.S)
     return FORMULA.sub(_mathml, content)
+
+
+def _cells(table: re.Match[str]) -> str:
+    """A table with places to break long code, and none between a number and its unit."""
+    text = LONG_CODE.sub(_breakable, table[0])
+    return MEASUREMENT.sub(r"<td>\1&nbsp;\2", text)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return f'<code class="long">{re.sub(r"(?<=[./=,_:(])", "<wbr>", code[1])}</code>'
 
 
 def _folded(match: re.Match[str]) -> str:

@@ -191,8 +191,9 @@ def global_to_local(
         bool: False where the target is ignore_index), both of the target's shape.
     """
     check_optional_integer("ignore_index", ignore_index)
-    valid_mask = torch.ones_like(target, dtype=torch.bool)
-    if ignore_index is not None:
+    if ignore_index is None:
+        valid_mask = torch.ones_like(target, dtype=torch.bool)
+    else:
         valid_mask = target != ignore_index
     _check_inside(target, valid_mask, shard, ignore_index, name)
     local = target - shard.start

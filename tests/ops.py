@@ -97,7 +97,7 @@ def candidates_of(draw: Draw) -> Side:
 
 
 def kept_by_sampler(draw: Draw) -> Side:
-    """Targets, and for a replay up to 6 ids a row that hold most targets."""
+    """Targets, and for a replay up to 6 ids per row that hold most targets."""
     target = draw.target()
     if not draw.setting["replay"]:
         return {"target": target} | candidates_of(draw)

@@ -355,7 +355,7 @@ class _Order(TorchDispatchMode):
 def _order(problem: Problem, sequence_parallel: bool, policy: bool) -> list:
     hidden, weight, _ = shard_problem(problem, sequence_parallel)
     parallel = {"tp_group": world_group(), "sequence_parallel": sequence_parallel, "chunk_size": 8}
-    # 8 rows by 256 columns a chunk, of a shard of 320: two blocks of 192 and 128.
+    # 8 rows by 256 columns per chunk, of a shard of 320: two blocks of 192 and 128.
     small = replace(budgets.CPU, chunk_bytes=4 * 8 * 256)
     with budgets.use(small), _Order() as order:
         if policy:

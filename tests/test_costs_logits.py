@@ -159,7 +159,7 @@ def test_the_gradient_is_the_only_tensor_of_the_logits_size(ranks, world, dtype,
     for nbytes, chunk, made, peak, after, large, backward_peak in on_ranks(
         ranks, world, _summary, dtype, options, 4
     ):
-        rows = 128 * 8 * 32  # a few numbers a row (and what the wire still holds)
+        rows = 128 * 8 * 32  # a few numbers per row (and what the wire still holds)
         assert max(m.nbytes for m in made) <= chunk
         assert peak <= 4 * chunk + rows
         assert after <= rows  # the logits themselves are all that is kept besides
@@ -192,7 +192,7 @@ TEACHER = torch.linspace(-2.0, 2.0, ROWS * WIDE).view(ROWS, WIDE).bfloat16()
 def test_memory_is_a_few_chunks(name, spread):
     logits = (torch.randn(ROWS, WIDE) * spread).bfloat16().requires_grad_()
     copy = CHUNK * WIDE * 4  # float32 copies of a chunk's rows
-    per_row = ROWS * 8 * 128 * 12  # a few hundred numbers a row, whatever its width
+    per_row = ROWS * 8 * 128 * 12  # a few hundred numbers per row, whatever its width
     with TensorsMade() as made:
         out = MEMORY[name](logits)
     result = out.nbytes if name == "log_softmax" else 0

@@ -265,7 +265,7 @@ def test_a_teacher_that_is_not_one() -> None:
 def _teacher(lead: tuple[int, ...], vocab: int, k: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, log-probabilities of the k ids, ids)."""
     logits = torch.randn(*lead, vocab)
-    ids = torch.rand(*lead, vocab).argsort(-1)[..., :k]  # each at most once a row
+    ids = torch.rand(*lead, vocab).argsort(-1)[..., :k]  # each at most once per row
     return logits, logits.log_softmax(-1).gather(-1, ids), ids
 
 

@@ -82,6 +82,8 @@ def own_names() -> dict[str, dict[str, Any]]:
             "a": torch.randn(8, 16),
             "b": torch.randn(64, 8),
             "teacher_hidden": torch.randn(4, 4, 16),
+            "adapters": [(torch.randn(8, 16), torch.randn(64, 8), 0.5) for _ in range(2)],
+            "rows_of_adapter": torch.arange(16).chunk(2),
         },
         "docs/mismatch.md": {"logits": torch.randn(4, 4, 49152)},
         "mcore_logprobs/debug/compare.py": {
@@ -307,7 +309,10 @@ def test_an_entry_has_signature_arguments_and_shapes() -> None:
     assert "    log_softmax: bool = False,\n" in entry
     assert "    logits_dtype: torch.dtype = torch.float32,\n" in entry  # a shared keyword
     assert "**Shape**" in entry
-    assert "`temperature`: logits are divided by it" in entry
+    assert "`temperature`: logits are divided by it" not in entry
+    assert "`temperature`" in entry.split("as in [linear_token_stats]")[0]
+    home = docstrings_py().entry("mcore_logprobs.linear_token_stats")
+    assert "`temperature`: logits are divided by it" in home
     result = docstrings_py().entry("mcore_logprobs.TokenStats")
     assert "    sum_pi_squared: Tensor | None = None,\n" in result
     assert "### TokenStats.gather_cp\n" in result

@@ -1,4 +1,4 @@
-"""Every message that the package can raise or log is findable in the documentation."""
+"""A message that does not say its cure is explained in docs/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import pytest
 import torch
 
 import mcore_logprobs as ml
-from tests.helpers.messages import PAGE, ROOT, Message, area, messages, page
+from tests.helpers.documents import ROOT
+from tests.helpers.messages import Message, messages
 
 # Messages that name what they take explain themselves; so do the lines of command-line tools.
-SAY_IT = ("Diagnostics and tools", "Megatron on a CPU")
-OTHERS = [m for m in messages() if "expected" not in m.text and area(m.where) not in SAY_IT]
-
-
-def test_the_page_of_all_messages_is_the_one_of_this_source():
-    assert PAGE.read_text() == page(), "python -m tests.helpers.messages writes it"
+SAY_IT = ("debug/", "bench/", "commands.", "run.", "cpu_megatron/")
+OTHERS = [m for m in messages() if "expected" not in m.text and not m.where.startswith(SAY_IT)]
 
 
 def test_what_is_collected():

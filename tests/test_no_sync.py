@@ -61,7 +61,7 @@ def policy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def replay(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """As many ids a row as in any other, in one tile."""
+    """As many ids per row as in any other, in one tile."""
     ids = torch.arange(5, device=hidden.device).repeat(ROWS)
     offsets = torch.arange(ROWS + 1, device=hidden.device) * 5
     return m.linear_sampling_logprobs(hidden, weight, target, kept_ids=(ids, offsets)).sum()

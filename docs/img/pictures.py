@@ -103,7 +103,7 @@ def fused_path(c: dict[str, str]) -> Any:
     _say(axis, 0.95, low - 0.25, "hidden\n[tokens, h]", ink, va="top")
     _say(axis, left + wide / 2, 5.3, "weight of the LM head, transposed  [h, V/TP]", ink)
     _say(axis, left + wide / 2, low + 0.75, "logits [tokens, V/TP]", faint)
-    _say(axis, left + wide / 2, low + 0.4, "are never materialised", faint)
+    _say(axis, left + wide / 2, low + 0.4, "are never materialized", faint)
     _say(axis, left + wide / 2, low - 0.25, "one chunk at a time", c["ours"], va="top")
     _say(axis, 0.95, tile + tile_height / 2, "tile", c["paper"], weight="bold")
     _say(axis, block + block_width / 2, 4.6, "block", c["paper"], weight="bold")
@@ -119,7 +119,7 @@ def fused_path(c: dict[str, str]) -> Any:
     size, right = (4.3, 0.95), 6.3
     middle = right + size[0] / 2
     _say(axis, middle, 5.55, "forward, 1 GEMM", c["ours"], weight="bold")
-    _box(axis, c, (right, 4.35), size, "ours", "row statistics", "3 to 8 float32 numbers a token")
+    _box(axis, c, (right, 4.35), size, "ours", "row statistics", "3 to 8 float32 numbers per token")
     _box(axis, c, (right, 2.75), size, "ours", "logprob, entropy, rank", "the same on every rank")
     _box(axis, c, (right, 0.75), size, "peer1", "the chunk again", "dLogits written over it")
     _arrow(axis, c["ours"], (block + block_width, tile + 0.45), (right, 4.5))
@@ -152,7 +152,7 @@ def one_way(c: dict[str, str]) -> Any:
         (2.6, 1.0),
         "peer2",
         "all-gather over TP",
-        "a few numbers a row",
+        "a few numbers per row",
         "collectives.py",
     )
     _box(axis, c, (8.2, 2.05), (2.5, 1.9), "peer1", "a backend", "statistics, gradient", "kernels/")
@@ -178,11 +178,15 @@ def lazy(c: dict[str, str]) -> Any:
     _say(axis, 5.1, 4.25, 'logits="real"', c["peer1"], weight="bold")
     _say(axis, 8.8, 4.25, 'logits="lazy"', c["ours"], weight="bold")
     rows = (
-        ("logits = model(ids)", ("a GEMM", "[b, s, V/TP]"), ("no GEMM", "int64 [b, s]")),
+        (
+            "logits = model(ids)",
+            ("one GEMM", "one [b, s, V/TP]"),
+            ("no GEMM", "remembers its rows"),
+        ),
         (
             "x = logits[:, 5:].float() / 0.7",
-            ("two copies", "of [b, s, V/TP]"),
-            ("no GEMM", "rows 5.."),
+            ("no GEMM", "two more [b, s, V/TP]"),
+            ("no GEMM", "remembers fewer rows"),
         ),
         (
             "logprobs(x, target).backward()",
@@ -211,7 +215,7 @@ SERIES = {
     "megatron fused": ("Megatron, fused", "peer2", "--"),
     "torch cross_entropy": ("torch cross entropy", "peer3", "--"),
     "torch.compile": ("torch.compile of the plain formula", "ink", "--"),
-    "floor: copy": ("copy (the floor)", "faint", ":"),
+    "floor: copy": ("copy (lower bound)", "faint", ":"),
 }
 
 
@@ -279,7 +283,7 @@ def write(name: str, draw: Any, png: Path | None) -> None:
     path = HERE / f"{name}.svg"
     figure.savefig(path, metadata={"Date": None}, facecolor=figure.get_facecolor())
     pyplot.close(figure)
-    # matplotlib writes colours as inline styles; these rules replace them in a dark setting.
+    # matplotlib writes colors as inline styles; these rules replace them in a dark setting.
     rules = "".join(
         f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
         for light, dark in PALETTE.values()

@@ -1,4 +1,4 @@
-"""Checkpoints that resume bit for bit on the same layout: one file a rank, one for the run.
+"""Checkpoints that resume bit for bit on the same layout: one file per rank, one for the run.
 
 Kept: model, optimizer, every random generator and the step, which fixes the data order. The
 reference model is the starting weights; the rollout engine gets its weights from the resumed model.

@@ -19,7 +19,7 @@ from .rollout import Sample
 def self_check(trainer: Any) -> None:
     """Raises SetupError where the trainer's figures are not those of transformers' implementation
     of the model, and of one process with the whole vocabulary."""
-    count = trainer.config.grpo.micro_batch * trainer.layout.dp  # one micro-batch a rank
+    count = trainer.config.grpo.micro_batch * trainer.layout.dp  # one micro-batch per rank
 
     def texts() -> list[Sample]:
         # Questions far from those of the training steps; every token of theirs is scored.

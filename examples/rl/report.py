@@ -109,7 +109,7 @@ def peak_memory_gib(layout: Layout) -> float:
 
 
 class Reporter:
-    """On rank 0: metrics.jsonl, a line a step and the last step's table. Silent elsewhere."""
+    """On rank 0: metrics.jsonl, a line per step and the last step's table. Silent elsewhere."""
 
     def __init__(self, trainer: Any) -> None:
         self.records: list[StepRecord] = []

@@ -26,13 +26,17 @@ MODELS = {
     "deepseek-v3": (7168, 129024),
 }
 Sizes = Mapping[str, Mapping[str, tuple[list[int], int, int]]]
-# Of each case on a device: rows, vocabulary, hidden size. On two cores all together take minutes.
+# Run if no case is named: the ways to a log-probability and to a policy loss, about two minutes on
+# two cores.
+DEFAULT = ("logits", "linear", "policy")
+# Of each case on a device: rows, vocabulary, hidden size. Those of DEFAULT have logits that are
+# larger than the weight's gradient, so that the ways differ in memory.
 SIZES: Sizes = {
     "cpu": {
-        "logits": ([128, 256, 512], 65536, 0),
-        "linear": ([128, 256, 512], 32768, 512),
+        "logits": ([2048], 32768, 0),
+        "linear": ([2048], 32768, 256),
         "linear_ops": ([256], 32768, 512),
-        "policy": ([128, 256, 512], 32768, 512),
+        "policy": ([2048], 32768, 256),
         "keep": ([1024], 32768, 512),
         "invariant": ([256], 32768, 512),
         "rows": ([8192], 16384, 512),
@@ -53,7 +57,7 @@ _SWEEP = {
 }
 
 
-def _parser(sizes: Sizes, command: str, **options: Any) -> Parser:
+def _parser(sizes: Sizes, default: Sequence[str], command: str, **options: object) -> Parser:
     parser = Parser(
         command,
         description="Time, memory, traffic and error of this library and its peers, on this "
@@ -61,7 +65,9 @@ def _parser(sizes: Sizes, command: str, **options: Any) -> Parser:
         **options,
     )
     add = parser.add_argument
-    add("what", nargs="?", default="all", choices=["all", *sizes["cpu"]], help="the case")
+    every = [*sizes["cpu"]]
+    usual = "all" if list(default) == every else ", ".join(default)
+    add("what", nargs="?", choices=["all", *every], help=f"the case (default: {usual})")
     numbers = comma_separated(positive)
     add("--rows", type=numbers, help="one or more, separated by commas (default: the case's)")
     add("--vocab", type=numbers, help="columns in all; one or more (default: the case's)")
@@ -77,7 +83,7 @@ def _parser(sizes: Sizes, command: str, **options: Any) -> Parser:
     add("--memory-gib", type=float, help="leave out shapes whose logits are larger")
     add("--rounds", type=positive, default=5, help="timed calls of each contender, in turns")
     add("--warmup", type=positive, default=2, help="calls beforehand, in turns")
-    add("--threads", type=positive, help="CPU threads a rank")
+    add("--threads", type=positive, help="CPU threads per rank")
     add("--device", choices=["cpu", "cuda"], help="where to run; a GPU if there is one")
     add("--busy-ok", action="store_true", help="measure though other processes use the CPUs")
     add("--json", metavar="FILE", help="write everything as JSON")
@@ -90,8 +96,9 @@ def main(
     *,
     cases: str = "mcore_logprobs.bench.cases",
     sizes: Sizes = SIZES,
+    default: Sequence[str] = DEFAULT,
     command: str = "bench",
-    **options: Any,
+    **options: object,
 ) -> int:
     """Measure the cases that the arguments ask for; an operation of this library that fails ends
     the run with its error.
@@ -100,9 +107,10 @@ def main(
         argv: the arguments; None: the process's.
         cases: a module whose `CASES` makes the workload of each case.
         sizes: of its cases.
+        default: the cases that run if none is named.
         command, options: of the `Parser`.
     """
-    parser = _parser(sizes, command, **options)
+    parser = _parser(sizes, default, command, **options)
     args = parser.parse(argv)
     for file in (args.json, args.plot):
         if file and not Path(file).absolute().parent.is_dir():
@@ -135,9 +143,10 @@ def main(
         if first:
             print(f"{heading}\n{report.LEGEND}")
         make = importlib.import_module(cases).CASES
+        named = list(sizes["cpu"]) if args.what == "all" else [args.what]
         every = [
             (what, shape)
-            for what in (sizes["cpu"] if args.what == "all" else [args.what])
+            for what in (named if args.what else default)
             for shape in _shapes(sizes[device.type][what], args, device, group)
         ]
         progress = Progress([shape.rows * shape.vocab * (shape.hidden + 64) for _, shape in every])

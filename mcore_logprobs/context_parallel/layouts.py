@@ -206,7 +206,7 @@ def check_lengths(
     padded = where.sequences.diff()
     if lengths.shape != padded.shape:
         raise ValueError(
-            f"lengths: expected one a sequence, shape {list(padded.shape)}, got "
+            f"lengths: expected one per sequence, shape {list(padded.shape)}, got "
             f"{list(lengths.shape)}"
         )
     if lengths.device != device:

@@ -35,7 +35,7 @@ _CPU_PROPERTIES = types.SimpleNamespace(
     total_memory=0,
     gcnArchName="cpu",  # the last for torch.compile
 )
-_open: set[Callable[..., Any]] = set()
+_open: set[Callable[..., object]] = set()
 
 
 @contextlib.contextmanager
@@ -72,7 +72,9 @@ def cpu_training() -> Iterator[bool]:
         yield active
 
 
-def _once(undo: contextlib.ExitStack, table: Callable[[], list[tuple[Any, str, Any]]]) -> None:
+def _once(
+    undo: contextlib.ExitStack, table: Callable[[], list[tuple[object, str, object]]]
+) -> None:
     """What an outer context has replaced stays as it is."""
     if table in _open:
         return
@@ -82,7 +84,7 @@ def _once(undo: contextlib.ExitStack, table: Callable[[], list[tuple[Any, str, A
         _replace(undo, owner, name, value)
 
 
-def _devices() -> list[tuple[Any, str, Any]]:
+def _devices() -> list[tuple[object, str, object]]:
     amounts = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     return [
         # What trainers log: nothing is on a device.
@@ -98,7 +100,7 @@ def _devices() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _loop() -> list[tuple[Any, str, Any]]:
+def _loop() -> list[tuple[object, str, object]]:
     training = importlib.import_module("megatron.training.training")
     datasets = importlib.import_module("megatron.core.datasets.utils")
     # pretrain calls it by this name, and has no parameter for what it passes on.
@@ -109,9 +111,9 @@ def _loop() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _cuda_type(plain: Any) -> Any:
+def _cuda_type(plain: Any) -> object:
     @functools.wraps(plain)
-    def named(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def named(self: object, dtype: object = None, *args: object, **kwargs: object) -> object:
         if dtype is None:
             return plain(self).replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):

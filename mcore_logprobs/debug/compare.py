@@ -60,13 +60,13 @@ class MismatchStats:
 
     Attributes:
         tokens, sequences: how many the mask leaves (sequences with at least one token).
-        k1, k2, k3: estimates of KL(pi_rollout || pi_train) in nats a token.
+        k1, k2, k3: estimates of KL(pi_rollout || pi_train) in nats per token.
         abs_diff_mean, abs_diff_max: of |d|.
         ratio_percentiles: percent -> percentile of r over tokens (linear interpolation).
         effective_sample_size: (sum r)^2 / sum r^2 over tokens, from 1 to `tokens` (Kish); NaN
             where every r is 0 or one is infinite.
         sequence_ratio: [sequences] prod r = exp(sum d), the importance weight of a sequence.
-        sequence_ratio_normalized: [sequences] exp(mean d), its geometric mean a token (GSPO's).
+        sequence_ratio_normalized: [sequences] exp(mean d), its geometric mean per token (GSPO's).
         sequence_effective_sample_size: as above, over `sequence_ratio`; from 1 to `sequences`.
         target_ranks: histogram of the ranks given, else None.
         log_ratio, rollout_logprobs: [tokens] d and log q, float64 on the CPU, for plots.
@@ -108,11 +108,11 @@ class MismatchStats:
 
 
 def compare_logprobs(
-    train_logprobs: Any,
-    rollout_logprobs: Any,
-    mask: Any = None,
+    train_logprobs: object,
+    rollout_logprobs: object,
+    mask: object = None,
     *,
-    target_rank: Any = None,
+    target_rank: object = None,
     percentiles: Sequence[float] = PERCENTILES,
     seq_dim: int = -1,
     cu_seqlens: Tensor | None = None,
@@ -178,7 +178,7 @@ def report(stats: MismatchStats, path: str | PathLike[str] | None = None) -> str
     ess, sequence_ess = stats.effective_sample_size, stats.sequence_effective_sample_size
     rows = [
         ("tokens / sequences", f"{stats.tokens} / {stats.sequences}"),
-        ("KL(rollout || train), nats a token", ""),
+        ("KL(rollout || train), nats per token", ""),
         ("  k1 = -log r", f"{stats.k1:+.3e}"),
         ("  k2 = (log r)^2 / 2", f"{stats.k2:.3e}"),
         ("  k3 = r - 1 - log r", f"{stats.k3:.3e}"),
@@ -192,7 +192,7 @@ def report(stats: MismatchStats, path: str | PathLike[str] | None = None) -> str
         ("importance ratio r = p_train / p_rollout", ""),
         *((f"  {p:g}%", f"{value:.4f}") for p, value in stats.ratio_percentiles.items()),
         ("sequence ratio, min to max", _span(stats.sequence_ratio)),
-        ("  geometric mean a token", _span(stats.sequence_ratio_normalized)),
+        ("  geometric mean per token", _span(stats.sequence_ratio_normalized)),
     ]
     ranks = stats.target_ranks
     if ranks is not None:
@@ -353,7 +353,7 @@ def _figure(stats: MismatchStats) -> Any:
 
     axes[1, 0].hist(_finite(stats.sequence_ratio_normalized), bins=40)
     axes[1, 0].set(
-        title="sequence ratio, geometric mean a token", xlabel="ratio", ylabel="sequences"
+        title="sequence ratio, geometric mean per token", xlabel="ratio", ylabel="sequences"
     )
 
     ranks = stats.target_ranks

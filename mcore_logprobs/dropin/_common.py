@@ -74,7 +74,7 @@ def check_vocab_range(
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def applied(function: Callable[..., Any]) -> Any:
+def applied(function: Callable[..., object]) -> Any:
     """A class whose `apply` is the function: for names that are called as autograd functions are.
 
     There is no backward: the operations within bring their own.
@@ -88,7 +88,7 @@ def grad_unless(inference_only: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad() if inference_only else contextlib.nullcontext()
 
 
-def setting(node: Any, name: str, default: Any = None) -> Any:
+def setting(node: object, name: str, default: object = None) -> Any:
     """A field of a framework's configuration: a mapping, an OmegaConf node, args or a dataclass."""
     if isinstance(node, Mapping):
         return node.get(name, default)
@@ -145,7 +145,7 @@ def token_logprobs(
 
     group None: every rank.
     """
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "tp_group": or_every_rank(group),
         "chunk_size": rows_a_chunk(chunk_size, vocab_parallel_logits.shape[0]),
     }
@@ -221,8 +221,8 @@ def packed_places(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def whole_logprobs(
-    run: Callable[[], Any],
-    model: Any,
+    run: Callable[[], object],
+    model: object,
     config: ours.LogprobConfig,
     cp: ProcessGroup,
     cu_seqlens: Tensor | None,

@@ -31,7 +31,7 @@ _said: list[str] = []
 _settings: list[str] = []  # of those that are on, the latest last
 
 
-def check_fused(fused: Any) -> None:
+def check_fused(fused: object) -> None:
     """One of `FUSED`, or a ValueError."""
     if not any(fused is known or (isinstance(fused, str) and fused == known) for known in FUSED):
         raise ValueError(f"fused: expected 'auto', 'require' or False, got {fused!r}")
@@ -59,7 +59,7 @@ def lazy_models(fused: str) -> Callable[[], None]:
     return off
 
 
-def _watch(name: str, module: Any) -> None:
+def _watch(name: str, module: object) -> None:
     """Every model of the class gets a hook for its calls, which does nothing without a setting."""
     owner = getattr(module, name, None)
     if owner is None or getattr(owner.__init__, _MARK, False):
@@ -67,7 +67,7 @@ def _watch(name: str, module: Any) -> None:
     original = owner.__init__
 
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: object, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if before_call not in self._forward_pre_hooks.values():
             self.register_forward_pre_hook(before_call)
@@ -76,7 +76,7 @@ def _watch(name: str, module: Any) -> None:
     owner.__init__ = init
 
 
-def before_call(model: Any, args: Any) -> None:
+def before_call(model: Any, args: object) -> None:
     """Patch a model that has a head and no patch; take the patch back once this is off."""
     if not has_head(model):
         return

@@ -199,9 +199,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     """`[1, T/CP, V/TP]` packed, unshifted target `[1, T]` -> float32 `[b, unpacked_seqlen - 1]`.
 
     attention_mask `[b, unpacked_seqlen]`: values go back to the places of its ones.
-    sub_seq_lengths: several packed sequences a row, in SkyRL's places. Neither: each sequence from
-    column 0 on. 0 elsewhere and at each last token. Under CP the backward takes this rank's own
-    part, as SkyRL's.
+    sub_seq_lengths: several packed sequences per row, in SkyRL's places. Neither: each sequence
+    from column 0 on. 0 elsewhere and at each last token. Under CP the backward takes this rank's
+    own part, as SkyRL's.
     """
     check_vocab_range(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
     targets = packed_targets(target, cu_seqlens_padded, cp_group)
@@ -422,7 +422,7 @@ def draft_soft_ce(
     return (per_token * mask).sum() / tokens.clamp(min=1.0)
 
 
-_widest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_widest: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def _widest_shard(logits: Tensor, group: Any) -> int:

@@ -1,10 +1,10 @@
-"""Put a drop-in's names in place of a framework's own by configuration, its source as it is.
+"""Replace a framework's functions by those of a drop-in, without changing its source.
 
-Which setting of a framework calls `switch_on("verl")`, `slime` or `miles` is in its page
-(docs/frameworks). For a framework that can only be told what command to run:
-`python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...`, which switches the drop-in on in
-the script and in every Python process that it starts. For workers that only inherit an environment:
-the variables that `python -m mcore_logprobs.dropin FRAMEWORK --env` prints.
+Each framework's page (docs/frameworks) says which of its settings calls `switch_on`. If a framework
+can only be told which command to run, `python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS`
+switches the drop-in on in the script and in every Python process that it starts. Workers that only
+inherit an environment get the variables that `python -m mcore_logprobs.dropin FRAMEWORK --env`
+prints.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _on: dict[str, _Switch] = {}
 
 
 def switch_on(framework: str, fused: str | bool | None = None) -> None:
-    """Make the names that `mcore_logprobs.dropin.<framework>` carries the framework's, from now on.
+    """Replace a framework's functions by those of `mcore_logprobs.dropin.<framework>`.
 
-    And the models that the framework builds from now on give lazy logits (`LogprobConfig.logits`),
-    so that its own code, the names here among it, computes from hidden states.
-
-    In this process, in each of the framework's files as it is imported (now where it has been), and
-    in its other modules that have imported the names already. One log line per file from rank 0,
-    and one if another version is installed than the drop-in was compared with. A second call does
-    nothing.
+    This holds in this process, for files of the framework that are imported already and for those
+    that are imported later. Models that the framework builds from now on return lazy logits
+    (docs/lazy.md), so that its own code computes from hidden states. Rank 0 logs one line per file,
+    and one if the installed version is not the one that the drop-in was compared with. A second
+    call does nothing.
 
     Args:
-        fused: "auto": what reads logits otherwise gets real ones, with a log line; "require": an
-            error that names the line; False: models are left as they are. None: what the variable
-            MCORE_LOGPROBS_FUSED says (auto, require, false), or "auto".
+        fused: what code gets that reads logits outside this library's functions. "auto": real
+            logits, with a log line. "require": an error that names the line. False: the models are
+            not patched at all. None: the environment variable MCORE_LOGPROBS_FUSED (auto, require
+            or false), else "auto".
 
     Raises:
-        ValueError: an unknown framework or fused; a name whose calls the drop-in does not take. All
-            files on `sys.path` are checked before any is replaced, others when they are imported.
+        ValueError: an unknown framework or fused; a function whose calls the drop-in does not
+            accept. Files on `sys.path` are checked before any function is replaced, others when
+            they are imported.
     """
     _check(framework)
     fused = _fused_setting() if fused is None else fused
@@ -77,7 +77,7 @@ def _check(framework: str) -> None:
 
 
 def switch_off(framework: str) -> None:
-    """Undo `switch_on`: every name is the framework's own again; nothing where it is not on."""
+    """Undo `switch_on`; does nothing if the framework is not switched on."""
     if framework in _on:
         _on.pop(framework).undo.close()
 
@@ -118,13 +118,13 @@ class _Switch:
             missing = ", ".join(sorted(self._missing))
             _say(f"{self._framework.repository}: found nowhere, and left as it is: {missing}")
 
-    def _put_method(self, name: str, module: Any, dropin: Any) -> None:
+    def _put_method(self, name: str, module: object, dropin: object) -> None:
         owner, _, method = name.partition(".")
         theirs = getattr(module, owner)
         self.undo.callback(setattr, theirs, method, vars(theirs)[method])
         setattr(theirs, method, vars(getattr(dropin, owner))[method])
 
-    def _put(self, new: Any, *, in_place_of: Any) -> None:
+    def _put(self, new: object, *, in_place_of: object) -> None:
         """In the framework's modules and the script, whichever imported it."""
         packages = {self._framework.installed_path(f).split("/")[0] for f in self._framework.files}
         for name, module in list(sys.modules.items()):
@@ -140,12 +140,12 @@ def _say(line: str) -> None:
         logger.warning(line)
 
 
-def slime(args: Any = None) -> None:
+def slime(args: object = None) -> None:
     """`switch_on("slime")`, for slime's --custom-megatron-init-path."""
     switch_on("slime")
 
 
-def miles(args: Any = None) -> None:
+def miles(args: object = None) -> None:
     """`switch_on("miles")`, for miles' --custom-megatron-init-path."""
     switch_on("miles")
 

@@ -50,7 +50,7 @@ def copied_numbers(width: int, k: int) -> int:
 
 
 def _group(width: int, k: int) -> int:
-    """Columns a group, a power of two near the one that leaves least to sort; 1: no groups."""
+    """Columns per group, a power of two near the one that leaves least to sort; 1: no groups."""
     if width <= 8 * k:
         return 1
     return 1 << round(math.log2(width / k) / 2)

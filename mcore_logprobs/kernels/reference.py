@@ -65,7 +65,7 @@ def stats(
             and its bias. `higher` counts columns whose x is larger than the target's, which is made
             here as the columns' own are: a softcap may make equals of different raw logits, and
             equal raw logits must not differ by how a tanh is rounded.
-        block: columns a block. Part i is then of columns `[i * block, (i + 1) * block)`, and a
+        block: columns per block. Part i is then of columns `[i * block, (i + 1) * block)`, and a
             row's bits depend on its own numbers and on `block` alone: every reduction runs over
             `block` neighboring numbers in fresh memory, the last block filled up with -inf, so
             that neither the other rows nor the logits' strides move a number to another place of

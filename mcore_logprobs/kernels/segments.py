@@ -29,7 +29,7 @@ class Segments:
 
     Attributes:
         local: segments on each rank, g/TP.
-        width: columns a segment, V/g.
+        width: columns per segment, V/g.
     """
 
     local: int
@@ -56,7 +56,7 @@ class Segments:
         return cls(segments // tp_size, padded_size // segments)
 
     def block(self, device_type: str) -> int:
-        """Columns a block; the last one of a segment is filled up with -inf if it is not whole.
+        """Columns per block; the last one of a segment is filled up with -inf if it is not whole.
 
         A narrow segment is one block. Otherwise the largest divisor of the width between
         `Budgets.min_segment_block` and `segment_block`, so that all are whole, or `segment_block`
@@ -84,7 +84,7 @@ class Segments:
         """(first segment, columns) of each call that takes block statistics of some columns.
 
         One call where no block reaches into the next segment: the logits are then read by one
-        kernel. Else one a segment.
+        kernel. Else one per segment.
         """
         first, offset = divmod(columns.start, self.width)
         if self.width % block == 0 and offset == 0:

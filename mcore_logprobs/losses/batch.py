@@ -174,7 +174,7 @@ def aggregation(
         mode         the loss                                           D
         "token"      mean over all tokens (PPO, DAPO as implemented)    tokens
         "sequence"   mean over sequences of their tokens' mean (GRPO)   sequences
-        "constant"   sum over tokens, a constant a sequence (Dr. GRPO)  sequences * length
+        "constant"   sum over tokens, a constant per sequence (Dr. GRPO)  sequences * length
         "prompt"     mean over prompts of the mean over the tokens of   prompts
                      all their answers (DAPO's eq. 8)
 

@@ -85,7 +85,7 @@ def masked_sequence_weights(
     weighted: bool = True,
     seq_dim: int = 1,
 ) -> Tensor:
-    """One weight a sequence: its ratio s where low <= s <= high, else 0; without gradient.
+    """One weight per sequence: its ratio s where low <= s <= high, else 0; without gradient.
 
     Masked importance sampling by sequence (Seq-MIS; Liu, Li et al., When Speed Kills Stability,
     2025): rho(y) 1[rho(y) <= C]. A sequence that the trainer finds too unlike the rollout engine is
@@ -116,7 +116,7 @@ def truncated_sequence_weights(
     veto: float | None = None,
     seq_dim: int = 1,
 ) -> Tensor:
-    """One weight a sequence: min(s, cap); 0 where a token of it has r < veto. Without gradient.
+    """One weight per sequence: min(s, cap); 0 where a token of it has r < veto. Without gradient.
 
     Truncated importance sampling by sequence (Seq-TIS; Liu, Li et al., When Speed Kills Stability,
     2025) with their token veto: one token that the trainer all but excludes drops the sequence.
@@ -187,7 +187,7 @@ def off_policy_sequence_mask(
         them -> `[b, s]`, without gradient.
 
     Args:
-        delta: at least 0, in nats a token; a hyperparameter.
+        delta: at least 0, in nats per token; a hyperparameter.
     """
     check_not_negative("delta", delta)
     drift = sequence_mean(log_ratio_of(rollout_logprobs, logprobs), mask, seq_dim=seq_dim)

@@ -1,9 +1,9 @@
-"""Speculative decoding: how often a draft's token is accepted, and losses of just that.
+"""Speculative decoding: how often a draft's token is accepted, and losses that increase it.
 
-A draft p proposes, the model q accepts a token with probability min(1, q / p). Of all tokens the
-share sum min(p, q) is accepted, which is 1 - total variation: `kind="total_variation"` of
-`linear_kl_div` or `linear_topk_kl_div`, whose student is the draft, and of
-`PatchHandle.divergence`.
+A draft p proposes tokens, and the model q accepts one with probability min(1, q / p). The share of
+accepted tokens is sum min(p, q) = 1 - total variation. The total variation is
+`kind="total_variation"` of `linear_kl_div`, `linear_topk_kl_div` or `PatchHandle.divergence`, with
+the draft as the student.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEAST = 1e-6  # an acceptance rate under which float32 has no digits left of 1 
 
 
 def acceptance_rate(total_variation: Tensor) -> Tensor:
-    """sum min(p, q) of each token, which is 1 - total_variation; differentiable.
+    """Return each token's acceptance rate, sum min(p, q) = 1 - total_variation; differentiable.
 
     Shape: any, `total_variation` of a divergence -> the same.
     """
@@ -27,11 +27,11 @@ def acceptance_rate(total_variation: Tensor) -> Tensor:
 
 
 def lk_alpha_loss(total_variation: Tensor) -> Tensor:
-    """-log of the acceptance rate, token by token; differentiable.
+    """Return -log of each token's acceptance rate; differentiable.
 
-    Samarin et al. 2026, LK Losses, arXiv:2602.23881. Its gradient is that of the total variation
-    over the acceptance rate, so that it does not vanish where a draft begins. A rate counts as
-    at least 1e-6.
+    Samarin et al. 2026, LK Losses, arXiv:2602.23881. Its gradient is that of the total variation,
+    divided by the acceptance rate. So it does not vanish for a draft whose tokens are rarely
+    accepted. The rate is taken as at least 1e-6.
 
     Shape: any -> the same.
     """
@@ -39,10 +39,10 @@ def lk_alpha_loss(total_variation: Tensor) -> Tensor:
 
 
 def lk_lambda_loss(forward_kl: Tensor, total_variation: Tensor, *, eta: float = 3.0) -> Tensor:
-    """w KL(q || p) + (1 - w) TV with w = exp(-eta sg(acceptance rate)); differentiable.
+    """Return w KL(q || p) + (1 - w) TV, w = exp(-eta sg(acceptance rate)); differentiable.
 
-    The hybrid of the same paper: a KL while few tokens are accepted, the total variation later.
-    `forward_kl` is a divergence of kind "forward".
+    The hybrid loss of the same paper: mostly the KL while few tokens are accepted, and mostly the
+    total variation later. `forward_kl` is a divergence of kind "forward".
 
     Shape: both of one shape -> the same.
 

@@ -104,7 +104,7 @@ def clip_fraction(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """1.0 where the clip takes a token's gradient away, else 0.0; average it over your tokens.
+    """Return 1.0 at tokens whose gradient the clip removes, else 0.0; average it over your tokens.
 
     Shape:
         `[...]` each -> float32 `[...]`, without gradient; NaN where the ratio is.
@@ -155,7 +155,7 @@ class IcePopLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class SAPOLoss(TokenLoss):
-    """Soft adaptive policy optimization (Gao et al., 2025): a smooth gate in place of the clip.
+    """Soft adaptive policy optimization (Gao et al., 2025): a smooth gate instead of the clip.
 
         -f(r) A,   f(r) = 4/tau sigmoid(tau (r - 1)),   r = exp(logprobs - old_logprobs)
 
@@ -177,7 +177,7 @@ class SAPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class SPOLoss(TokenLoss):
-    """Simple policy optimization (Xie et al., 2401.16025): a parabola in place of the clip.
+    """Simple policy optimization (Xie et al., 2401.16025): a parabola instead of the clip.
 
         -(r A - |A| / (2 clip) (r - 1)^2)
 

@@ -71,7 +71,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GSPOLoss(TokenLoss):
-    """The clipped objective with one importance ratio a sequence (Zheng et al., 2025), two passes.
+    """The clipped objective with one importance ratio per sequence (Zheng et al., 2025).
 
         s = exp(mean over the sequence of (logprobs - old_logprobs)),   -min(s A, clip(s) A)
 

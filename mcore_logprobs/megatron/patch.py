@@ -21,7 +21,14 @@ from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.megatron.blocks import block
-from mcore_logprobs.megatron.calls import Call, Draw, OpenBlocks, PerToken, PolicyLoss, Teacher
+from mcore_logprobs.megatron.calls import (
+    Call,
+    OpenBlocks,
+    PerToken,
+    PolicyLoss,
+    SampleRequest,
+    Teacher,
+)
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.megatron.heads import (
     HeadReport,
@@ -40,7 +47,7 @@ from mcore_logprobs.spelling import suggesting
 
 
 @suggesting
-def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
+def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHandle:
     """Make `model(..., labels=labels)` return what `config` asks for on the last pipeline stage.
 
     Args:
@@ -52,26 +59,27 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     Returns: a `PatchHandle`; call its `.remove()`, or use it as a context manager.
 
     With `output="stats"` the model returns a `TokenStats` of `[b, s]` tensors (`[b, s/CP]` under
-    context parallelism), with `output="loss"` the usual `[b, s]` loss. With `labels=None` it
-    behaves as if never patched, or with `logits="lazy"` returns a `LazyLogits`. Multi-token
-    prediction keeps its own, unmodified losses, or with `mtp="off"` is left out of calls with
-    labels.
+    context parallelism), with `output="loss"` the usual `[b, s]` loss. Without labels it behaves as
+    if never patched; with `logits="lazy"` it returns a `LazyLogits`. Multi-token prediction keeps
+    its own losses. With `mtp="off"` calls with labels leave it out.
 
     Patching again with an equal config returns another handle on the same patch, whose `with`
-    block leaves the outer patch in place. Patching with another config raises. If the logits of a
-    call cannot be deferred (`head_report` says why; hooks on the output layer,
-    `runtime_gather_output=True` or an adapter may come later), they are computed, and one log line
-    says so. `fused="require"` raises instead, here or in the call.
+    block leaves the outer patch in place. Patching with another config raises. Some heads and calls
+    cannot be fused: a hook on the output layer, `runtime_gather_output=True` or an adapter of an
+    unknown kind. The logits are then computed, and one log line says why. `fused="require"` raises
+    instead, here or in the call.
 
-    The head multiplies and rounds as its layer does: under autocast in autocast's dtype, and where
-    the layer has an `output_dtype`, to logits of that dtype.
+    The head multiplies and rounds as its layer does. Under autocast it multiplies in autocast's
+    dtype. If the layer has an `output_dtype`, the logits are rounded to it.
 
     A model class with a `compute_language_model_loss` of its own is called with real logits under
     `output="loss"`, and refused under `output="stats"`.
 
-    Call it on every pipeline stage. Collectives: none, but under `fused="require"` one gather of
-    the stages' reports; in the model's forward those of the operation over TP, and under FSDP2,
-    where the output layer is a module of its own, one more all-gather of its weight.
+    Call it on every pipeline stage.
+
+    Collectives: with `fused="require"` one gather of the stages' reports, else none. In the model's
+    forward: those of the operation over TP. Under FSDP2, if the output layer is a module of its
+    own, one more all-gather of its weight.
 
     Raises:
         ValueError: on every stage: no language model found; settings that are not a LogprobConfig,
@@ -120,7 +128,7 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     return PatchHandle(model, heads, wanted)
 
 
-def unpatch_model(model: Any) -> None:
+def unpatch_model(model: object) -> None:
     """Undo `patch_model`; the model's and its output layer's `__dict__` are as before.
 
     A model that is not patched is not changed.
@@ -141,20 +149,20 @@ unpatch_gpt_model = unpatch_model
 
 
 class PatchHandle:
-    """What `patch_model` returns: undoes the patch, and changes single calls.
+    """Undo a patch, or change single calls; `patch_model` returns it.
 
         with handle.options(temperature=0.7), handle.policy_loss(loss_fn, advantages):
             stats = model(ids, positions, mask, labels=labels)
         stats.policy_loss.backward()
 
-    Blocks nest, the innermost wins; each takes its own change back, whichever ends first. On
-    pipeline stages without a head they check their arguments and do nothing else. Under the
-    combined 1F1B schedule they hold for the schedule plans that are built inside. A deep copy of
-    the model is patched alike, with no block open.
+    Blocks can be nested; the innermost wins. Each undoes only its own change, in any order. On
+    pipeline stages without a head they only check their arguments. Under the combined 1F1B schedule
+    a block applies to the schedule plans that are built inside it. A deep copy of a patched model
+    is patched too, with no block open.
 
-    A block changes the model, for every thread that calls it meanwhile: threads that want other
-    options take turns. Where an activation checkpoint is around the *whole* model, its backward
-    calls the model again: run it inside the block, or it recomputes without these options.
+    A block changes the model for every thread that calls it: threads with different options take
+    turns. If an activation checkpoint wraps the *whole* model, run the backward inside the block
+    too, because it calls the model again.
 
     Attributes:
         reports: a `HeadReport` for each head of this rank (none on stages without one), as of
@@ -162,7 +170,7 @@ class PatchHandle:
     """
 
     def __init__(
-        self, model: Any, heads: list[tuple[HeadPatch, bool]], config: LogprobConfig
+        self, model: object, heads: list[tuple[HeadPatch, bool]], config: LogprobConfig
     ) -> None:
         self._model = model
         self._owned = [head for head, is_new in heads if is_new]
@@ -186,12 +194,12 @@ class PatchHandle:
     def __enter__(self) -> PatchHandle:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         """Undo what this handle's own call patched."""
         _remove(self._owned)
 
     @block
-    def options(self, **fields: Any) -> Iterator[None]:
+    def options(self, **fields: object) -> Iterator[None]:
         """For calls in this block: `LogprobConfig` fields that differ from the patch's.
 
         temperature may be a tensor too, without gradient, that broadcasts to labels' `[b, s]`;
@@ -246,13 +254,13 @@ class PatchHandle:
             yield
 
     @block
-    def map(self, fn: Callable[..., Any], *per_token_tensors: Tensor) -> Iterator[None]:
+    def map(self, fn: Callable[..., object], *per_token_tensors: Tensor) -> Iterator[None]:
         """For calls in this block: the model returns what `linear_map` gives.
 
-        `fn(logits, *the tensors' rows)` gets logits `[rows, V/TP]` after scale, softcap and bias,
-        of some tokens at a time; what it calls applies temperature and vocabulary mask. Rows whose
-        label is ignore_index give 0 and no gradient, and with `compact` cost nothing. A head that
-        cannot be fused calls fn once, with the real logits of all rows.
+        `fn(logits, *the tensors' rows)` gets logits `[rows, V/TP]` of some tokens at a time, after
+        scale, softcap and bias. Pass temperature and vocab_size to the functions that fn calls.
+        Tokens whose label is ignore_index give 0 and no gradient, and with `compact` cost nothing.
+        With a head that cannot be fused, fn is called once, with the real logits of all tokens.
 
         Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
             without gradient; fn's results `[rows, ...]` come back as `[b, s, ...]`.
@@ -267,7 +275,7 @@ class PatchHandle:
 
     @block
     def targets(self, target: Tensor, rows: Tensor | None = None) -> Iterator[None]:
-        """For calls in this block that pass no labels: what `labels=target` gives.
+        """For calls in this block, without labels: return what `labels=target` would give.
 
         Shape: target `[b, s]` (`[b, s/CP]`), already shifted, as Megatron's labels are. With rows
             target, per-token tensors and results are `[m]`, and a temperature broadcasts to it.
@@ -308,26 +316,29 @@ class PatchHandle:
         full: bool = False,
         entropy: bool = False,
     ) -> Iterator[None]:
-        """For calls in this block: log-probabilities over the ids that the sampler kept.
+        """For calls in this block: replay the sampler's masks, instead of filters.
 
-        Instead of filters: `stats.logprobs`, and those that a policy loss gets, are of a softmax
-        over only each token's recorded ids, as `kept_ids` of
-        `vocab_parallel_sampling_logprobs` says. Other statistics stay those of the whole
-        distribution. Where none is asked for (`full`, or the settings' `entropy`, `target_rank`,
-        `sum_pi_squared`) the call costs none of the head's matrix products, and `stats.lse` is
-        None; where one is, both are of one pass.
+            with handle.replay((kept_ids, offsets), missing="full", full=True):
+                stats = model(ids, positions, mask, labels=labels)
+            stats.logprobs, stats.full_logprobs  # over the kept ids, over the vocabulary
+
+        `stats.logprobs`, and the log-probabilities that a policy loss gets, come from a softmax
+        over only the ids that the sampler kept for the token. All other statistics are those of the
+        full distribution. If you ask for one of them (`full`, or `entropy`, `target_rank` or
+        `sum_pi_squared` of LogprobConfig), one pass computes both. If you ask for none, the call
+        costs no GEMM of the head, and `stats.lse` is None.
 
         Args:
             kept_ids: (flat ids, offsets `[n + 1]`), integers, in the order of the flattened labels
                 `[b, s]` (or `[m]` of rows): token i kept `ids[offsets[i]:offsets[i + 1]]`.
-            missing: "error", "full" or "ignore", what a token without a record means, as in
-                `vocab_parallel_sampling_logprobs`.
-            full: give `stats.full_logprobs` too, of the whole distribution.
-            entropy: give `stats.kept_entropy` too, over the kept ids; the settings' entropy=True
-                gives it beside `stats.entropy`, which is the whole distribution's.
+            missing: what a token without a record means. "error": a ValueError. "full": nothing was
+                masked there. "ignore": 0, and no gradient.
+            full: also give `stats.full_logprobs`, over the whole vocabulary.
+            entropy: also give `stats.kept_entropy`, over the kept ids. LogprobConfig(entropy=True)
+                gives it too, next to `stats.entropy` of the full distribution.
 
-        Beside a policy loss, loss_fn gets `full_logprobs` and `kept_entropy` as keywords where its
-        signature has parameters of these names.
+        With a policy loss, loss_fn gets `full_logprobs` and `kept_entropy` as keywords if its
+        signature has parameters with these names.
 
         Raises:
             ValueError: no pair, a `missing` that does not exist; filters, label smoothing or
@@ -342,15 +353,19 @@ class PatchHandle:
     def also(
         self, ids: Tensor | None = None, topk: int | None = None, *, log_softmax: bool = True
     ) -> Iterator[None]:
-        """For calls in this block: `stats.candidates` and `stats.topk` beside what else is asked.
+        """For calls in this block: also give `stats.candidates` and `stats.topk`.
 
-        Of the same pass as the statistics, so that they cost no matrix product of their own. Beside
-        a policy loss, filters or a replay they are of one pass more, without a backward unless a
-        gradient flows to them. Tokens whose label is ignore_index give 0. The model returns a
-        TokenStats whatever `output` says.
+            with handle.also(ids=torch.tensor([7, 11]), topk=20):
+                stats = model(ids, positions, mask, labels=labels)
+            values, top_ids = stats.topk  # [b, s, 20]; stats.candidates: [b, s, 2]
+
+        They come from the pass that computes the statistics, and cost no GEMM of their own. With a
+        policy loss, filters or a replay they take a pass of their own, which has a backward only if
+        a gradient flows to them. Tokens whose label is ignore_index give 0. The model returns a
+        TokenStats with any `output`.
 
         Shape:
-            ids: integers, global ids: `[k]`, the same of every token, or `[b, s, k]` like labels
+            ids: integers, global ids: `[k]`, the same for every token, or `[b, s, k]` like labels
                 (`[m, k]` with rows).
             `stats.candidates` is `[b, s, k]` (`[m, k]`), `stats.topk` (values, ids) of `[b, s,
             topk]` each; candidates and values are differentiable.
@@ -395,10 +410,10 @@ class PatchHandle:
         tail: str | None = None,
         generalized: bool = False,
     ) -> Iterator[None]:
-        """For calls in this block: `stats.divergence` from a teacher too, token by token.
+        """For calls in this block: also give `stats.divergence` from a teacher, per token.
 
-        It is differentiable, beside a policy loss as well: add its masked sum to the loss. A token
-        whose label is ignore_index gives 0. The model returns a TokenStats whatever `output` says.
+        It is differentiable, also together with a policy loss: add its masked sum to the loss. A
+        token whose label is ignore_index gives 0. The model returns a TokenStats with any `output`.
 
         Shape:
             teacher_logits: `[b, s, V/TP]` like labels (`[b, s/CP, V/TP]`; `[m, V/TP]` with rows).
@@ -414,10 +429,10 @@ class PatchHandle:
             teacher_bias, teacher_lora, teacher_logit_scale, teacher_softcap, teacher_temperature:
                 as in `linear_kl_div`. A temperature may broadcast to labels.
 
-        Temperature, true vocabulary, softcap and backend are the settings'. Filters and a replay
-        are only of the log-probabilities.
+        Temperature, vocab_size, softcap and backend come from LogprobConfig. Filters and a replay
+        apply only to the log-probabilities.
 
-        Cost: the student's products once more, and the teacher's.
+        Cost: the student's GEMMs a second time, and the teacher's.
 
         Raises:
             ValueError: options that do not exist or are of another kind of teacher, on every stage;
@@ -456,18 +471,18 @@ class PatchHandle:
         temperature: float | Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Iterator[None]:
-        """For calls in this block, without labels: a token drawn at every position.
+        """For calls in this block, without labels: sample a token at every position.
 
         The model returns (ids int64, log-probabilities float32) `[b, s]`, without gradient, as
-        `linear_sample` draws them. The same ids at every tensor-parallel size.
+        `linear_sample` does. The ids are the same at every tensor-parallel size.
 
         Args:
             seed: as in `vocab_parallel_sample`: the same on the ranks of a tensor-parallel group,
-                another for ranks of other rows (data and context parallelism), and for every call.
-            top_k, top_p, min_p, temperature: None, or a top_p of 1 or a min_p of 0: the settings'.
-                A temperature of 0 takes the largest logit; it may be a tensor that broadcasts to
-                the results.
-            rows: as in `targets`; results are `[m]` then, and row i's noise that of place i.
+                another one on data- and context-parallel ranks, and in every call.
+            top_k, top_p, min_p, temperature: as in `vocab_parallel_sample`. The defaults take the
+                values of LogprobConfig. A temperature of 0 takes the largest logit. It may be a
+                tensor that broadcasts to the results.
+            rows: as in `targets`. Results are then `[m]`; the noise of entry i is that of row i.
 
         Multi-token prediction is left out.
 
@@ -475,7 +490,7 @@ class PatchHandle:
             ValueError: settings out of range, on every stage; a call with labels, or inside a block
                 of another kind; in the call what `linear_sample` raises.
         """
-        draw = Draw(seed, top_k, top_p, temperature, min_p)
+        draw = SampleRequest(seed, top_k, top_p, temperature, min_p)
         if rows is not None:
             rows = check_rows(rows, None)
         with self._during(lambda call: replace(call, draw=draw, rows=rows)):
@@ -499,7 +514,7 @@ class PatchHandle:
             yield
 
 
-def _check_own_loss(language_model: Any, config: LogprobConfig) -> None:
+def _check_own_loss(language_model: object, config: LogprobConfig) -> None:
     """A loss that the model brings along is called, or the settings are refused.
 
     One that was put on the instance is left out under output="stats", and a log line says so.
@@ -523,7 +538,7 @@ def _check_own_loss(language_model: Any, config: LogprobConfig) -> None:
         )
 
 
-def _of_all_stages(model: Any, reason: str) -> list[str]:
+def _of_all_stages(model: object, reason: str) -> list[str]:
     """`reason` of every pipeline stage. Collective over the pipeline group, where there is one."""
     state = megatron_parallel_state()
     language_model = find_language_models(model)[0]

@@ -68,12 +68,12 @@ def carry_stats(plan: Any, around: Callable[[], Any]) -> None:
         return
     forward, backward = node.forward_func, node.backward_func
 
-    def forward_func(*inputs: Tensor) -> Any:
+    def forward_func(*inputs: Tensor) -> object:
         with around():
             output = forward(*inputs)
         return ScheduledStats.of(output) if isinstance(output, TokenStats) else output
 
-    def backward_func(outputs: tuple[Any, ...], grads: tuple[Any, ...]) -> Any:
+    def backward_func(outputs: tuple[Any, ...], grads: tuple[Any, ...]) -> object:
         (output,) = outputs
         if not isinstance(output, ScheduledStats):
             return backward(outputs, grads)

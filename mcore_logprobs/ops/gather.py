@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from typing_extensions import Unpack
 
 from mcore_logprobs.arguments import (
@@ -31,18 +31,22 @@ from mcore_logprobs.kernels.stats import (
     gradient_coefficients,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.entries import EntryGradient, grid_entries
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient, no_targets
+from mcore_logprobs.ops.row_statistics import (
+    EntryGradient,
+    LogitGradient,
+    RowStatistics,
+    grid_entries,
+)
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source, token_temperature
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile, masked_source, token_temperature
 
 NORMALIZATIONS = ("vocab", "topk")
 
 
 @dataclass(frozen=True)
-class EntryLogits(Operation):
+class EntryLogits(Operation[Source]):
     """Processed logits `[n, k]` at local ids `[n, k]`, 0 where no rank owns one."""
 
     linear = True
@@ -73,7 +77,7 @@ class _EntryForward(Forward):
 
 
 @dataclass(frozen=True)
-class EntryLogprobs(Operation):
+class EntryLogprobs(Operation[Source]):
     """(log-probabilities, or logits, `[n, k]`; entropy `[n]` or None), of local ids and valid mask.
 
     Attributes:
@@ -107,28 +111,30 @@ class EntryLogprobs(Operation):
         return LogitGradient(source, terms)
 
 
-class _LogprobForward(LocalStatistics):
+class _LogprobForward(RowStatistics):
     def __init__(self, operation: EntryLogprobs, source: Source, tensors: Tensors) -> None:
-        spec = StatsSpec(entropy=operation.entropy)
-        super().__init__(source, spec, no_targets(source.count, source.device))
-        self._operation, (self._local_ids, self._valid_mask) = operation, tensors
+        super().__init__(source, StatsSpec(entropy=operation.entropy))
+        self._operation, (self._local_ids, self._counted) = operation, tensors
         shape, device = self._local_ids.shape, source.device
         self._values = torch.zeros(shape, dtype=source.acc_dtype, device=device)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
-        self._values[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
+        self._values[rows] += placed.chunk.unscaled_at(
+            placed.local(self._local_ids[rows], self._source.shard)
+        )
         super().see(placed)
 
     def results(self) -> tuple[Tensors, Tensors]:
-        done, values = self.stats.finalize_with(self._values)
+        done, shards = self.reduce(self._values.t())
+        values = shards.sum(0).t()
         if self._operation.log_softmax:
             # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
             values = values - done.softmax.row_max.unsqueeze(-1)
-        values = times_multiplier(values, self.stats.multiplier)
+        values = times_multiplier(values, self.multiplier)
         if self._operation.log_softmax:
             values = values - done.softmax.log_sum.unsqueeze(-1)
-        values = torch.where(self._valid_mask, values, 0.0)
+        values = torch.where(self._counted, values, 0.0)
         return (values, done.results.entropy), done.softmax
 
 
@@ -137,7 +143,7 @@ def gather(
 ) -> Tensor:
     """`vocab_parallel_gather` of any source."""
     check_flag("log_softmax", log_softmax)
-    ids = check_ids(ids, source.lead, source.device)
+    ids = check_ids(ids, source.batch_shape, source.device)
     local_ids, valid_mask = global_to_local(ids, source.shard, ignore_index, name="ids")
     source = source.compacted(valid_mask.any(-1))
     return _entries(source, local_ids, valid_mask, log_softmax=log_softmax)[0]
@@ -158,7 +164,7 @@ def _entries(
 
 
 def topk_distill(
-    source: Any,
+    source: Source,
     teacher_topk_logits: Tensor,
     teacher_topk_ids: Tensor,
     normalize: str,
@@ -169,7 +175,7 @@ def topk_distill(
     """`vocab_parallel_topk_distill` of any source."""
     check_choice("normalize", normalize, NORMALIZATIONS)
     check_flag("entropy", entropy)
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     if teacher_temperature is None:
         teacher_temperature = token_temperature(source)
     own = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")
@@ -209,12 +215,12 @@ class _Spoilt(torch.autograd.Function):
     """NaN, of x's shape; the gradient of a row is NaN where one is asked of it, and else 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         return torch.full_like(x, torch.nan)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: FunctionCtx, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
         asked = (grad != 0).any(-1, keepdim=True)
@@ -246,7 +252,7 @@ def vocab_parallel_gather(
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor:
-    """Logits (over the temperature), or log-probabilities, at k given ids of each row.
+    """Return the logits (divided by the temperature) or log-probabilities of k ids of each row.
 
     Shape:
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
@@ -256,15 +262,16 @@ def vocab_parallel_gather(
         without a gradient, where the id is ignore_index. Differentiable.
 
     Args:
-        log_softmax: normalized over the whole vocabulary, instead of the logits themselves.
-        ignore_index: an id that asks for nothing. None: no such id.
+        log_softmax: return log-probabilities over the whole vocabulary instead of logits.
+        ignore_index: an id with this value gives 0. None: no such id.
         {shared}
 
-    Collectives: forward one over TP: an all-reduce of `[n, k]`; with log_softmax an all-gather of
-    `[3 + k, n]`. Backward none: dz = scatter_add(grad_output) - p * sum_k grad_output, the latter
-    only with log_softmax.
+    Collectives: forward one over TP: an all-reduce of `[n, k]`, or with log_softmax an all-gather
+    of `[3 + k, n]`. Backward none.
 
-    Memory: backward keeps the logits and a few numbers a row and id; the gradient, in the logits'
+    Gradients: dz = scatter_add(grad_output), with log_softmax minus p * sum_k grad_output.
+
+    Memory: backward keeps the logits and a few numbers per row and id; the gradient, in the logits'
     dtype, is the only `[..., V/TP]` tensor made.
 
     Raises:
@@ -296,21 +303,21 @@ def linear_gather(
         rank; 0, without a gradient, where the id is ignore_index. Differentiable.
 
     Args:
-        log_softmax: normalized over the whole vocabulary, instead of the logits themselves.
-        ignore_index: an id that asks for nothing; compact leaves out rows that have no other.
+        log_softmax: return log-probabilities over the whole vocabulary instead of logits.
+        ignore_index: an id with this value gives 0; compact=True leaves out rows of only such ids.
         {shared}
 
-    Cost: without log_softmax a dot product an id, forward and twice backward, and no GEMM; with it,
-    those of `linear_token_stats`. On CUDA, where the dot products add to dWeight and dHidden by
-    atomics, gradients of logits differ in their last bits from run to run, unless
+    Cost: with log_softmax that of `linear_token_stats`. Without it no GEMM: a dot product per id in
+    the forward, and two in the backward. On CUDA these add to dWeight and dHidden by atomics, so
+    gradients differ in their last bits from run to run, unless
     `torch.use_deterministic_algorithms` is on.
 
     Collectives: forward an all-reduce of `[n k]` over TP; with log_softmax an all-gather of
     `[3 + k, n]`. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
-    Memory: as `linear_token_stats`; without log_softmax, in place of the chunk, 8 MiB of gathered
-    operands (64 MiB on a GPU) and their dot products, and dWeight in float32. Saved for the
-    backward: the inputs and a few numbers a row and id.
+    Memory: with log_softmax that of `linear_token_stats`. Without it 8 MiB of gathered operands (64
+    MiB on a GPU), their dot products, and dWeight in float32. Saved for backward: the inputs and a
+    few numbers per row and id.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_gather` and `linear_token_stats`.
@@ -355,7 +362,7 @@ def vocab_parallel_topk_distill(
     Collectives: forward one over TP: an all-gather of `[3 + k, n]` float32 (`[4 + k, n]` with
     entropy), or an all-reduce of `[n, k]` for "topk" without entropy; backward none.
 
-    Memory: backward keeps the logits and k + 2 numbers a row; the gradient, in the logits' dtype,
+    Memory: backward keeps the logits and k + 2 numbers per row; the gradient, in the logits' dtype,
     is the only `[..., V/TP]` tensor made.
 
     Raises:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
 
@@ -79,14 +79,14 @@ DOCS = {
     "tp_group": "ranks that share the vocabulary. None: Megatron's own group, or one process; see "
     "`mcore_logprobs.groups`.",
     "temperature": "logits are divided by it: a number, or a tensor without gradient that "
-    "broadcasts to the tokens' shape, a temperature per token.",
+    "broadcasts to the tokens' shape (one temperature per token).",
     "vocab_size": "true vocabulary; columns at or past it count as -inf. None: all V.",
     "softcap": "z = softcap * tanh(logits / softcap) before bias and temperature, as Gemma does.",
     "chunk_size": "tokens at a time; None: chosen from a memory budget.",
     "backend": '"auto", "torch", "triton" (CUDA) or "inductor" (CPU; compiles at its first use); '
     "see `mcore_logprobs.kernels.backend`.",
-    "inplace_backward": "write the gradient over the logits: no large tensor is made. The logits "
-    "must not be used after the backward.",
+    "inplace_backward": "write the gradient over the logits, so that no large tensor is made. The "
+    "logits must not be used after the backward.",
     "invariant_segments": "g: values and the logits' gradient are bitwise identical for every TP "
     "size that divides g, for every chunk_size, and with any other rows in the call. This holds on "
     "one kind of machine, with one backend, dtype and number of threads. V must be divisible by g. "
@@ -100,29 +100,29 @@ DOCS = {
     "logits_dtype": "what a chunk of logits is rounded to. The default is float32 even for "
     "bfloat16 operands, because the rounding of logits is the main source of mismatch between "
     "trainer and rollout engine. torch.bfloat16 gives what a bfloat16 head gives.",
-    "logit_bias": "None, or what is added to the logits after scale and softcap and before the "
-    "temperature, as engines do: `{id: x}` of global ids, or this rank's `[V/TP]`; finite or -inf. "
-    "A constant. Both sides of a divergence get it.",
-    "disallowed_ids": "None, or integers `[k]`, global ids that may not come, the same on every TP "
-    "rank: a logit_bias of -inf.",
-    "rows": "None, or int64 `[m]`: flat indices into hidden's leading shape (of the whole sequence "
-    "under sequence parallelism, the same on every TP rank), in any order, repeated or not. "
-    "Targets, masks, per-token tensors and results are then `[m]`; other rows cost no GEMM. "
-    "On the CPU no host sync, on a GPU one.",
+    "logit_bias": "None, or what is added to the logits before the temperature, as engines do: "
+    "`{id: x}` with global ids, or this rank's `[V/TP]`; finite or -inf. A constant without a "
+    "gradient. Both sides of a divergence get it.",
+    "disallowed_ids": "None, or integers `[k]`: global ids whose logits are -inf, the same on "
+    "every TP rank.",
+    "rows": "None, or int64 `[m]`: compute only these rows, flat indices into hidden's leading "
+    "shape (of the whole sequence under sequence parallelism, the same on every TP rank), in any "
+    "order, repeated or not. Targets, masks, per-token tensors and results are then `[m]`; other "
+    "rows cost no GEMM. No host sync if the indices are on the CPU, one if they are on a GPU.",
     "compact": "compute only rows that count (target not ignore_index, or mask True). The results "
     "are the same. Costs one host sync. Not allowed with rows.",
     "gradient_accumulation_fusion": "add the weight's gradient to `weight.main_grad` in place, as "
     "Megatron's linear layers do (`grad_added_to_main_grad` and `zero_out_wgrad` honored).",
     "saved_bytes": "bytes of logits that may be kept from the forward to the backward, chunk by "
-    "chunk as they fit: a kept chunk is not multiplied again and costs 3 GEMMs, any other 4. 0: "
+    "chunk as they fit. A kept chunk is not computed again: it costs 3 GEMMs, any other 4. 0: "
     "none. `linear_token_stats` has the details.",
 }
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def shared_keywords(
-    keywords: type, declared_by: Callable[..., Any]
+    keywords: type, declared_by: Callable[..., object]
 ) -> Callable[[Function], Function]:
     """Makes the last parameter, `**shared: Unpack[keywords]`, explicit.
 
@@ -149,12 +149,12 @@ def shared_keywords(
         known = frozenset(signature.parameters)
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if not known.issuperset(kwargs):
                 check_keywords(function.__name__, kwargs, known)
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            head = calling_layer((args, kwargs))
+            head = calling_layer((*args, *kwargs.values()))
             if head is not None:
                 return head.run(lambda: call(*args, **kwargs))
             with comparing(function.__name__, lambda: signature.bind(*args, **kwargs).arguments):

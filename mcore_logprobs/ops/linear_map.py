@@ -19,14 +19,13 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from mcore_logprobs.arguments import check_mask, check_per_token
-from mcore_logprobs.autograd import autocast_enabled
-from mcore_logprobs.checks import check_called
+from mcore_logprobs.checks import autocast_enabled, check_called
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.ops.captured import name_of, walk_graph
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.sources.head import HeadLogits, HeadTile, head_logits
-from mcore_logprobs.sources.source import Placed, masked_source
+from mcore_logprobs.sources.source import ChunkAt, masked_source
 
 MapFn = Callable[..., Any]
 
@@ -47,7 +46,7 @@ class _Structure:
 
 
 @dataclass(frozen=True)
-class Map(Operation):
+class Map(Operation[HeadLogits]):
     """fn's flat results, `[n, ...]` each. Tensors: the valid mask `[n]`, per-token tensors.
 
     Attributes:
@@ -155,7 +154,7 @@ class _MapGradient(Backward):
         self._dz = torch.zeros_like(raw) if dz is None else dz
         return raw
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         asked = self._asked[placed.rows].unsqueeze(-1)
         grad = torch.where(asked, self._dz[:, placed.columns], 0.0)
         placed.chunk.to_raw_gradient(grad)
@@ -175,7 +174,7 @@ def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
     return raw.detach(), raw
 
 
-def flat_results(found: Any, rows: int) -> tuple[list[Tensor | None], Any]:
+def flat_results(found: object, rows: int) -> tuple[list[Tensor | None], Any]:
     """(tensors of a function's result as a flat list, its pytree structure).
 
     Raises:
@@ -210,7 +209,7 @@ def _autocast_state(device_type: str) -> tuple[Any, ...] | None:
     return device_type, dtype, torch.is_autocast_cache_enabled()
 
 
-def _autocast(state: tuple[Any, ...] | None) -> AbstractContextManager[Any]:
+def _autocast(state: tuple[Any, ...] | None) -> AbstractContextManager[object]:
     if state is None:
         return nullcontext()
     device_type, dtype, cache_enabled = state
@@ -235,7 +234,7 @@ def map_logits(
     source: Any, fn: MapFn, *per_token_tensors: Tensor, mask: Tensor | None = None
 ) -> Any:
     """`linear_map` of any source; of given logits fn is called once, with all rows."""
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
     mask = check_mask(mask, lead, device)
     source = masked_source(source, mask)
@@ -245,7 +244,7 @@ def map_logits(
         flat_logits = source.logits.reshape(-1, source.logits.shape[-1])
         z = Chunk(flat_logits, flat_logits.shape[1], logit_scale=scale, softcap=softcap).processed()
         rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
-        flat, spec = flat_results(fn(z, *rows), source.count)
+        flat, spec = flat_results(fn(z, *rows), source.num_rows)
         found = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
         if mask is not None:
             found = [None if x is None else _masked(x, mask) for x in found]
@@ -280,13 +279,13 @@ def linear_map(
     mask: Tensor | None = None,
     **shared: Unpack[LayerKeywords],
 ) -> Any:
-    """Any operation on logits from hidden states, with at most one tile of logits materialized.
+    """Apply any function of logits to hidden states, holding at most one tile of logits.
 
         linear_map(hidden, weight, lambda z, t: vocab_parallel_logprobs(z, t, tp_group=tp), target)
 
-    `fn(logits, *rows of per_token_tensors)` is called for some rows at a time with the processed
-    logits `[rows, V/TP]` of this rank, and once more a tile in the backward. It is given no
-    temperature and no true vocabulary: what fn calls applies them.
+    `fn(logits, *rows of per_token_tensors)` gets this rank's logits `[rows, V/TP]` of some rows,
+    after scale, softcap and bias. It is called once per tile in the forward and once in the
+    backward. Temperature and vocab_size are not keywords here: pass them to what fn calls.
 
     Shape:
         hidden, weight: as in `linear_token_stats`.
@@ -301,30 +300,28 @@ def linear_map(
         Returns what fn returns, each tensor `[s, b, ...]` or `[n, ...]`.
 
     Args:
-        fn: deterministic, for the backward differentiates its second call, under the autocast of
-            the first. What it takes from around it (a variable of an enclosing loop) is read at
-            both calls: bind such a value when the function is made, as a default or by
-            functools.partial. Its side effects happen once a tile in the forward and once in the
-            backward. A row's result must depend only on that row. Collectives in it are fine where
-            every rank of tp_group makes the same ones, as the operations of this package do. For
-            rows without any it is called on none.
+        fn: a deterministic function, because the backward differentiates its second call (under the
+            autocast of the first). A row's result must depend only on that row. A variable of the
+            enclosing scope is read at both calls: bind it as a default or by functools.partial if
+            it changes in between. Side effects happen at both calls. Collectives are allowed if
+            every rank of tp_group makes the same ones, as the operations of this package do. A call
+            of zero rows calls fn once, on zero rows.
         {shared}
 
-    chunk_size is rows a tile. A tile spans all of a rank's columns; None: as many rows as fit 128
+    chunk_size is rows per tile. A tile spans all of a rank's columns; None: as many rows as fit 128
     MiB on a CPU, 1 GiB on a GPU, in float32.
 
-    A result has a gradient if fn's depends on the logits; a result that fn detached has none. On
-    a rank, a gradient of a result is the gradient of fn's result on that rank: as with the
-    operations on logits, each rank differentiates its own, equal or not.
+    A result has a gradient if fn's result depends on the logits. As with the operations on logits,
+    each rank differentiates its own result.
 
     Cost: four GEMMs with a backward, and twice the forward of fn. Each tile reads and
     writes dWeight in float32 once.
 
-    Collectives: those of fn a tile, forward and backward; backward one all-reduce of dHidden a
+    Collectives: those of fn per tile, forward and backward; backward one all-reduce of dHidden per
     tile, or a reduce-scatter under sequence parallelism, which also gathers each tile of hidden.
 
-    Memory: a tile of logits, in the backward another of their gradient, with a softcap one more;
-    and what fn makes of one tile. Saved for backward: the inputs.
+    Memory: a tile of logits, in the backward another of their gradient, with a softcap one more,
+    and fn's own tensors of one tile. Saved for backward: the inputs.
 
     Raises:
         ValueError: before any collective for arguments, see `linear_token_stats`; per-token tensors

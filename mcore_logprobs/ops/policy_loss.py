@@ -7,7 +7,6 @@ can be formed while the chunk of logits still exists. Nothing is recomputed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from mcore_logprobs.ops.loss_function import (
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Loss:
 
 
 def policy_loss(
-    source: Any,
+    source: Source,
     target: Tensor,
     wanted: Statistics,
     loss_fn: LossFn,
@@ -94,7 +94,7 @@ def policy_loss(
             stats, valid_mask, loss_fn, *per_token_tensors, denominator=denominator
         )
         return value, stats.detach()
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     target = check_target(target, lead, device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     per_token = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
@@ -156,7 +156,7 @@ def linear_policy_loss(
     invariant_segments: int | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> tuple[Tensor, TokenStats]:
-    """The sum of a per-token loss over a denominator, its gradient formed in the forward.
+    """Return the sum of a per-token loss over a denominator; its gradient is formed in the forward.
 
     `loss_fn(logprobs, entropy or None, *chunks of per_token_tensors)` is called for some rows at a
     time, on flat tensors `[rows]`, and returns a loss for each. Any differentiable function will do
@@ -181,17 +181,18 @@ def linear_policy_loss(
             `linear_token_stats`. Rows whose target is ignore_index add nothing.
         {shared}
 
-    chunk_size is rows per tile. A tile's logits exist at one time, over all of a rank's columns.
-    None: as many rows as fit 128 MiB on a CPU, 1 GiB on a GPU, in float32; there 4096 if 2.5 GiB
-    hold them; tiles of about one size.
+    chunk_size is rows per tile. The logits of one tile exist at a time, over all of a rank's
+    columns, in float32. None: as many rows as fit 128 MiB on a CPU or 1 GiB on a GPU; on a GPU 4096
+    rows if 2.5 GiB hold them. Tiles have about the same number of rows.
 
     Cost: three GEMMs, where `linear_token_stats` with a backward takes four. Each tile
     reads and writes dWeight in float32 once.
 
-    Collectives: one all-gather of `[k, rows]` over TP per tile (with the rank one all-reduce of
-    `[rows]` more, with a bias `[2, rows]`); none on one rank. Where hidden needs a gradient one
-    all-reduce of dHidden per tile, or a reduce-scatter under sequence parallelism, while the next
-    tile is computed. Where a LoRA's A needs one, one all-reduce of `[r, h]`.
+    Collectives, all in the forward: one all-gather of `[k, rows]` over TP per tile; target_rank
+    adds one all-reduce of `[rows]`, with a bias of `[2, rows]`. If hidden requires a gradient, one
+    all-reduce of dHidden per tile, while the next tile is computed. Sequence parallelism makes it a
+    reduce-scatter, and gathers each tile of hidden once. If a LoRA's A requires a gradient, one
+    all-reduce of `[r, h]`. On one rank none.
 
     Memory: a tile of logits, the gradient of one chunk in the operands' dtype, and the gradients of
     hidden, weight and LoRA in float32, from the forward to the backward. `backward` may run once.

@@ -20,38 +20,39 @@ from mcore_logprobs.spelling import suggesting
 
 @dataclass
 class TokenStats:
-    """Statistics of each token. Every tensor but policy_loss has the target's shape `[...]`, or
-    `[..., k]` where it says so.
+    """Statistics of each token.
+
+    Every tensor except policy_loss has the target's shape `[...]`, or `[..., k]` if it says so. A
+    field that the call did not ask for is None.
 
     Attributes:
         logprobs: float32, log p[target] in nats; 0 where the target is ignore_index. With label
             smoothing, minus the smoothed cross entropy. Differentiable.
-        entropy: float32, -sum p log p in nats, or None if not asked for; 0 where ignored.
-            Differentiable.
-        target_rank: int64, how many columns have a larger logit than the target's (0: the target
-            is the argmax; ties do not count as larger), or None; -1 where ignored.
+        entropy: float32, -sum p log p in nats; 0 where ignored. Differentiable. By entropy=True.
+        target_rank: int64, the number of columns with a larger logit than the target's (0: the
+            target is the argmax; ties do not count as larger); -1 where ignored. By
+            target_rank=True.
         lse: float32, log-sum-exp of the processed logits; 0 where ignored. Differentiable, so that
-            a z-loss costs no second pass. None if only log-probabilities over a sampler's kept
-            ids were asked for (`PatchHandle.replay`).
-        sum_pi_squared: float32, sum p^2, or None if not asked for. Differentiable.
-        policy_loss: scalar, the loss of a policy formed with the statistics, or None. Where it is
-            there, only it and the divergence are differentiable.
-        divergence: float32, from a teacher, in nats (`PatchHandle.divergence`), or None; 0 where
-            ignored. Differentiable.
-        full_logprobs: float32, log p[target] of the whole distribution where `logprobs` are of what
-            a sampler kept, or None if not asked for; 0 where ignored. Differentiable.
-        kept_entropy: float32, the entropy of the distribution over the kept ids alone, or None if
-            not asked for; 0 where ignored. Differentiable.
-        candidates: float32 `[..., k]`, log-probabilities (or logits) of the ids that were asked
-            for, or None; 0 where ignored. Differentiable.
-        topk: (float32 values, int64 global ids), `[..., k]` each, of the largest logits, or None; 0
-            where ignored. Values are differentiable.
+            a z-loss costs no second pass. None if the call only replays a sampler's masks.
+        sum_pi_squared: float32, sum p^2. Differentiable. By sum_pi_squared=True.
+        policy_loss: scalar, the loss of `PatchHandle.policy_loss`. With it, only it and the
+            divergence are differentiable.
+        divergence: float32, from a teacher, in nats; 0 where ignored. Differentiable. By
+            `PatchHandle.divergence`.
+        full_logprobs: float32, log p[target] of the full distribution, next to `logprobs` over the
+            ids that a sampler kept; 0 where ignored. Differentiable. By full=True of a replay.
+        kept_entropy: float32, the entropy over the ids that a sampler kept; 0 where ignored.
+            Differentiable. By entropy=True of a replay.
+        candidates: float32 `[..., k]`, log-probabilities (or logits) of given ids; 0 where ignored.
+            Differentiable. By candidate_ids= or `PatchHandle.also`.
+        topk: (float32 values, int64 global ids), `[..., k]` each, of the largest logits; 0 where
+            ignored. Values are differentiable. By topk= or `PatchHandle.also`.
 
     Tensors are float64 where the logits are.
 
-    A pytree, and handled like one tensor `[...]` where callers slice or move model outputs:
-    `stats[index]`, `.shape`, `.device`, `.requires_grad`, `.detach()`, `.to(...)`. policy_loss is
-    no per-token tensor: `.requires_grad` is not about it, and an index leaves it out.
+    It is a pytree, and can be sliced and moved like one tensor `[...]`: `stats[index]`, `.shape`,
+    `.device`, `.requires_grad`, `.detach()`, `.to(...)`. policy_loss is not a per-token tensor:
+    `.requires_grad` ignores it, and an index drops it.
     """
 
     logprobs: Tensor
@@ -239,7 +240,7 @@ def _integers(values: Tensor | Sequence[int], name: str) -> list[int]:
     return [int(v) for v in values]
 
 
-def _flatten(stats: TokenStats) -> tuple[list[Any], None]:
+def _flatten(stats: TokenStats) -> tuple[list[object], None]:
     return [getattr(stats, f.name) for f in fields(stats)], None
 
 

@@ -8,7 +8,7 @@ What the sampler itself recorded is replayed (`replay`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -30,13 +30,13 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, app
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.replay import MISSING, Kept, replay
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import RowStatistics, TargetThresholds
-from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
+from mcore_logprobs.ops.row_statistics import RowStatistics
+from mcore_logprobs.ops.sampling_cut import Cut, CutGradient, SavedCut, add_at, find_cut
 from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Filters:
 
 
 @dataclass(frozen=True)
-class Filtered(Operation):
+class Filtered(Operation[Source]):
     """A RowResults of each row: filtered log-probabilities, the rest unfiltered or None; and the
     unfiltered log-probabilities, or None.
 
@@ -110,27 +110,27 @@ class _FilteredForward(Forward):
     def __init__(self, operation: Filtered, source: Source, tensors: Tensors) -> None:
         self._operation, self._source = operation, source
         self._local_target, self._valid_mask = tensors
-        self._thresholds = TargetThresholds(source, operation.whole, self._local_target)
         self._stats = None
         if operation.whole is not None or operation.filters.need_sum:
-            self._stats = RowStatistics(source, operation.whole or StatsSpec())
-        self._chunks: list[Placed] = []
+            spec, target = operation.whole or StatsSpec(), self._local_target
+            self._stats = RowStatistics(source, spec, target, valid_mask=self._valid_mask)
+        self._chunks: list[ChunkAt] = []
         self._cuts: list[Cut] = []
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
-        self._thresholds.begin_tile(tile, rows)
+        if self._stats is not None:
+            self._stats.begin_tile(tile, rows)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         self._chunks.append(placed)
         if self._stats is not None:
-            rows = placed.rows
-            self._stats.see(placed, self._local_target[rows], self._thresholds.of(rows))
+            self._stats.see(placed)
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
         local_sum, source = None, self._source
         if self._stats is not None:
-            of_tile = self._stats.end_tile(tile.rows)
-            local_sum = self._stats.spec.named(of_tile)["sum"]
+            self._stats.end_tile(tile, rows)
+            local_sum = self._stats.spec.named(self._stats.of_tile)["sum"]
         opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
         own, valid_mask = self._local_target[rows], self._valid_mask[rows]
         self._cuts.append(find_cut(source, self._chunks, local_sum, own, valid_mask, opts))
@@ -142,7 +142,7 @@ class _FilteredForward(Forward):
         softmax: Tensors = ()
         if self._operation.whole is not None:
             assert self._stats is not None
-            results, softmax = self._stats.finalize(valid_mask=self._valid_mask)
+            results, softmax = self._stats.reduce()[0]
         full = results.logprobs if self._operation.full else None
         results = results._replace(logprobs=torch.where(self._valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
@@ -177,7 +177,7 @@ class _FilteredGradient(Backward):
                 whole, self._softmax, valid_mask=valid_mask
             )
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         coef, first, valid = self._coef, placed.columns.start, placed.chunk.valid
         out[:, valid:] = 0
         if valid == 0:
@@ -195,82 +195,8 @@ class _FilteredGradient(Backward):
             out[part, :valid] = dz
 
 
-class SavedCut(NamedTuple):
-    """The fields of a `Cut` that the backward reads, `[n]` each."""
-
-    limit: Tensor
-    last: Tensor
-    row_max: Tensor
-    log_sum: Tensor
-
-    @classmethod
-    def of(cls, cut: Cut) -> SavedCut:
-        return cls(cut.limit, cut.last, cut.row_max, cut.log_sum)
-
-
-class CutGradient:
-    """The gradient of filtered log-probabilities, from the rows' saved cuts: no search, no rank.
-
-    Args:
-        upstream, valid_mask, column: `[n]`, in the order of the rows; the target as this rank's
-            column, -1 where it is another rank's or filtered out.
-    """
-
-    def __init__(
-        self,
-        upstream: Tensor,
-        valid_mask: Tensor,
-        column: Tensor,
-        cut: SavedCut,
-        opts: FilterOptions,
-    ) -> None:
-        self._opts, self._column, self._last = opts, column, cut.last
-        upstream = torch.where(valid_mask, upstream, 0.0).to(cut.limit.dtype)
-        # A row that asks for nothing keeps nothing: NaN compares with no logit.
-        limit = torch.where(upstream == 0, torch.nan, cut.limit)
-        filtered = _outside_kept(cut.row_max, upstream)
-        self._rows = (upstream, limit, cut.row_max, cut.log_sum, filtered)
-
-    def of_logits(self, logits: Tensor, part: slice, first: int = 0) -> Tensor:
-        """The gradient of logits `[c, v]` of some rows, in a new float32 or float64 tensor.
-
-        Args:
-            logits: as `find_cut` saw them; columns from `first` on.
-            part: their rows.
-        """
-        opts = self._opts
-        g, limit, highest, total, rest = (t[part].unsqueeze(-1) for t in self._rows)
-        x = logits.to(limit.dtype)
-        kept = kept_columns(x, limit, self._last[part].unsqueeze(-1), first, opts)
-        multiplier = multiplier_column(opts.multiplier, part, x.dtype)
-        # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-        dz = torch.sub(x, highest).mul_(multiplier).sub_(total).exp_().mul_(-g)
-        row, at, inside = add_at(dz, self._column[part] - first, g.squeeze(-1))
-        # The target is known to be kept, even where a product made again rounds it below the cut.
-        kept.index_put_((row, at), kept[row, at] | (inside & ~limit.squeeze(-1).isnan()))
-        return torch.where(kept, dz, rest, out=dz).mul_(multiplier)
-
-
-def add_at(x: Tensor, column: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds a number `[c]` to a column of each row of x `[c, v]`, where the column is in it.
-
-    Returns: (row, column, whether it is in it), `[c]` each; column 0 where it is not.
-    """
-    inside = (column >= 0) & (column < x.shape[1])
-    row, at = torch.arange(column.shape[0], device=x.device), torch.where(inside, column, 0)
-    x.index_put_((row, at), x[row, at] + torch.where(inside, added, 0.0))
-    return row, at, inside
-
-
-def _outside_kept(row_max: Tensor, upstream: Tensor) -> Tensor:
-    """The gradient of each row's columns outside the kept set, `[n]`: NaN in a row with NaN or
-    +inf whose grad_output is not 0, else 0.
-    """
-    return torch.where(row_max.isfinite() | (upstream == 0), 0.0, torch.nan).to(upstream.dtype)
-
-
 def filtered_stats(
-    source: Any,
+    source: Source,
     target: Tensor,
     filters: Filters,
     whole: Statistics | None,
@@ -288,7 +214,7 @@ def filtered_stats(
     if filters.off:
         stats = token_stats(source, target, whole or Statistics.of(), ignore_index)
         return replace(stats, full_logprobs=stats.logprobs) if full else stats
-    target = check_target(target, source.lead, source.device)
+    target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
     source = source.in_whole_rows()
@@ -298,7 +224,7 @@ def filtered_stats(
 
 
 def sampling_logprobs(
-    source: Any,
+    source: Source,
     target: Tensor,
     *,
     top_k: int | None = None,
@@ -340,7 +266,7 @@ def vocab_parallel_sampling_logprobs(
     *,
     full: Literal[False] = ...,
     entropy: Literal[False] = ...,
-    **rest: Any,
+    **rest: object,
 ) -> Tensor: ...
 
 
@@ -351,7 +277,7 @@ def vocab_parallel_sampling_logprobs(
     *,
     full: bool = ...,
     entropy: bool = ...,
-    **rest: Any,
+    **rest: object,
 ) -> TokenStats: ...
 
 
@@ -370,21 +296,20 @@ def vocab_parallel_sampling_logprobs(
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor | TokenStats:
-    """Log-probability of each target under the filtered distribution that it was sampled from.
+    """Return each target's log-probability under the filtered distribution it was sampled from.
 
     1. z = logits / temperature.
-    2. min-p: a token stays where its probability is at least min_p times the largest one.
-    3. top-k: the k largest stay, and with them all that equal the k-th.
-    4. top-p, over what is left and renormalised: in descending order, equal ones by ascending id, a
-       token stays while the probability of those before it is under top_p. The first always stays.
+    2. min-p: a token stays if its probability is at least min_p times the largest one.
+    3. top-k: the k largest stay, and all that are equal to the k-th.
+    4. top-p, over what is left, renormalized: in descending order (ties by ascending id), a token
+       stays while the probability of those before it is below top_p. The first always stays.
     5. logprob = z[target] - logsumexp of the z that stayed.
 
     A target that was filtered out gives -inf, and the gradient that plain torch gives for it:
-    -grad_output p over the kept columns, 0 elsewhere; mask its loss, not its value, so that
-    grad_output is 0. A row with NaN or +inf (its masked columns aside) gives NaN, in value and
-    gradient. A grad_output of exactly 0 gives a gradient of exactly 0, in such rows too; one of NaN
-    or inf passes through to the kept columns. Larger and equal are decided on logits before the
-    temperature, in their own dtype where nothing else is done to them.
+    -grad_output p over the kept columns, 0 elsewhere. Mask its loss and not its value, so that its
+    grad_output is 0: a grad_output of exactly 0 gives a gradient of exactly 0. A row with NaN or
+    +inf in a column that counts gives NaN, in value and gradient. Logits are compared before the
+    temperature, in their own dtype if no scale, softcap or bias changes them.
 
     Shape:
         vocab_parallel_logits: `[..., V/TP]`, or a DTensor `[..., V]` sharded on its last dimension.
@@ -397,54 +322,61 @@ def vocab_parallel_sampling_logprobs(
         top_k: None, 0, -1 or vocab_size and more: off.
         top_p: in (0, 1]; 1.0: off.
         min_p: in [0, 1]; 0.0: off.
-        kept_ids: replay: (flat ids, offsets), the sampler's own record of what it kept, in place of
-            the filters. Row i of the flattened target kept the global ids
+        kept_ids: replay: (flat ids, offsets), the sampler's own record of the ids it kept, instead
+            of the filters. Row i of the flattened target kept the global ids
             `flat_ids[offsets[i]:offsets[i+1]]`, each once; offsets is `[n + 1]`. A target that is
-            not among them gives -inf. Logits outside the record play no part, whatever they are.
-            Cannot be combined with top_k, top_p or min_p.
-        missing: what a row without a record (two equal offsets) means whose target counts. "error":
-            a ValueError that names the row. "full": nothing was masked there, so that its results
-            are the whole distribution's, at the cost of `full`. "ignore": 0, and no gradient.
-        full: return a TokenStats that also holds the whole distribution's log-probabilities
-            (`full_logprobs`) and `lse`, from the same pass and in the same all-gather.
-        entropy: with kept_ids: return a TokenStats that also holds the entropy over the kept ids
-            (`kept_entropy`), differentiable; with full the whole distribution's (`entropy`) too.
+            not among them gives -inf. Logits outside the record are ignored, also NaN. Not with
+            top_k, top_p or min_p.
+        missing: what a token without a record means (two equal offsets). "error": a ValueError that
+            names the row. "full": nothing was masked there, so its results are those of the full
+            distribution; this costs what `full` does. "ignore": 0, and no gradient.
+        full: return a TokenStats that also has the log-probabilities of the full distribution
+            (`full_logprobs`) and its `lse`. They cost no further all-gather.
+        entropy: with kept_ids: return a TokenStats that also has the entropy over the kept ids
+            (`kept_entropy`), differentiable; with full also that of the full distribution
+            (`entropy`).
         ignore_index: as in `vocab_parallel_token_stats`.
         {shared}
 
-    With filters on the backend takes the statistics of whole rows; the rest is torch's everywhere.
+    With filters the backend computes the statistics of whole rows, and torch does the rest.
 
-    Collectives, forward, over TP: one all-gather of `[2 + c, n]` with c = top_k + 1 or 128; with
-    top-p one all-reduce of `[n]`. Rows whose cut-off these c largest logits of each rank do not
-    show (nearly flat ones, masses of ties, top_k past 1023) share 4 to 15 all-reduces of
-    `[7, rows]` (float64: to 26) and two all-gathers a filter, of `[128, rows]` and `[2, rows]`. On
-    a GPU, where asking whether the search is done would be a host sync, always 13 of bfloat16, 14
-    of float16 and 18 of float32 logits (float64: 29). min_p alone searches nothing: rows of which
-    it keeps more than the candidates share one all-reduce of `[1, rows]` and one all-gather.
-    Backward none.
-    Replay: one all-gather of `[3, n]`, of `[4, n]` with entropy; with full or missing="full"
-    those of `vocab_parallel_token_stats` are rows of the same.
-    Filters off: as `vocab_parallel_logprobs`.
+    Collectives, forward, over TP; backward none:
 
-    Host syncs: one a call, whether rows need the search. None in replay.
+    - Filters: one all-gather of `[2 + c, n]` with c = top_k + 1 or 128; top-p adds one all-reduce
+      of `[n]`. The c largest logits of each rank may not contain the cutoff: nearly flat rows, many
+      ties, top_k above 1023. Such rows are searched together, by 4 to 15 all-reduces of
+      `[7, rows]` (float64: up to 26) and two all-gathers per filter, of `[128, rows]` and
+      `[2, rows]`. On a GPU a search always takes 13 all-reduces for bfloat16, 14 for float16, 18
+      for float32 and 29 for float64 logits, because asking whether it is done would be a host sync.
+    - min_p alone needs no search: rows that keep more than the candidates share one all-reduce of
+      `[1, rows]` and one all-gather.
+    - Replay: one all-gather of `[3, n]`, with entropy of `[4, n]`; full and missing="full" add the
+      rows of `vocab_parallel_token_stats` to it.
+    - Filters off: as `vocab_parallel_logprobs`.
 
-    Memory: backward keeps the logits and six numbers a row; the gradient, in the logits' dtype, is
-    the only `[..., V/TP]` tensor made.
+    Host syncs: one per call, which asks whether any row needs the search. None in replay.
 
-    Rounding: probabilities are summed in float32 or better, so that where the sum before a token
-    is within about 1e-6 of top_p, that token may fall on either side. TP ranks always agree.
+    Memory: backward keeps the logits and six numbers per row. The gradient, in the logits' dtype,
+    is the only `[..., V/TP]` tensor made.
 
-    How samplers do it. vLLM with `logprobs_mode="processed_logprobs"` returns the same: temperature
-    in float32, min-p, top-k that keeps ties, top-p renormalised; of equal logits at the top-p
-    cut-off it keeps any, by an unstable sort. Its default, raw_logprobs, has no filter and no
-    temperature. SGLang returns log-probabilities after the temperature and before the filters
-    (before the temperature too where SGLANG_RETURN_ORIGINAL_LOGPROB is set): for those leave them
-    off here. What it samples from keeps exactly k tokens, any of those that tie, takes top-p of the
-    probabilities before top-k ("joint" order) and min-p last, so that with two of them it may keep
-    more tokens than this function. transformers takes min-p last, too: alone or with top-k it keeps
-    the same tokens, with top-p at least as many. Kernels with other sums or another order of equals
-    differ at the edge: where that matters, record the kept ids (SGLang's sampling masks hold them)
-    and replay them.
+    Rounding: probabilities are summed in float32 or better. If the sum before a token is within
+    about 1e-6 of top_p, that token may be kept or not. TP ranks always agree.
+
+    What engines do:
+
+    - vLLM with `logprobs_mode="processed_logprobs"` returns the same: temperature in float32,
+      min-p, top-k that keeps ties, top-p renormalized. Of equal logits at the top-p cutoff it keeps
+      any. Its default, raw_logprobs, has neither filters nor temperature.
+    - SGLang returns log-probabilities after the temperature and before the filters, or before the
+      temperature if SGLANG_RETURN_ORIGINAL_LOGPROB is set: leave the filters off for those. Its
+      sampler keeps exactly k tokens, applies top-p to the probabilities before top-k, and min-p
+      last. With two filters it may keep more tokens than this function.
+    - transformers applies min-p last: alone or with top-k the same tokens stay, with top-p at least
+      as many.
+
+    Other kernels may differ at the cutoff, because they sum and break ties in another order. If
+    that matters, record the ids that the engine kept (SGLang's sampling masks have them), and
+    replay them.
 
     Raises:
         ValueError: filters or kept_ids that make no sense; else as in
@@ -472,7 +404,7 @@ def linear_sampling_logprobs(
     *,
     full: Literal[False] = ...,
     entropy: Literal[False] = ...,
-    **rest: Any,
+    **rest: object,
 ) -> Tensor: ...
 
 
@@ -484,7 +416,7 @@ def linear_sampling_logprobs(
     *,
     full: bool = ...,
     entropy: bool = ...,
-    **rest: Any,
+    **rest: object,
 ) -> TokenStats: ...
 
 
@@ -504,7 +436,7 @@ def linear_sampling_logprobs(
     ignore_index: int | None = -100,
     **shared: Unpack[HeadKeywords],
 ) -> Tensor | TokenStats:
-    """`vocab_parallel_sampling_logprobs` from hidden states, without materialising the logits.
+    """`vocab_parallel_sampling_logprobs` from hidden states, without materializing the logits.
 
     Shape:
         hidden, weight, target: as in `linear_token_stats`.
@@ -518,22 +450,22 @@ def linear_sampling_logprobs(
             `vocab_parallel_sampling_logprobs`; with rows the record is that of the m rows.
         {shared}
 
-    With filters on, chunk_size is rows a tile, which spans all of a rank's columns, as in
+    With filters on, chunk_size is rows per tile, which spans all of a rank's columns, as in
     `linear_map`.
 
-    Cost: filters: four GEMMs with a backward, and the filters' own work once. kept_ids: a
-    dot product an id, and no GEMM; with full or missing="full" the GEMMs of `linear_token_stats`
-    and no dot product. Filters off: that of `linear_token_stats`.
+    Cost: filters: four GEMMs with a backward, and the filters' own work once. kept_ids: a dot
+    product per id and no GEMM; with full or missing="full" the GEMMs of `linear_token_stats` and no
+    dot product. Filters off: that of `linear_token_stats`.
 
-    Collectives: filters: those of `vocab_parallel_sampling_logprobs` a tile; kept_ids: one
+    Collectives: filters: those of `vocab_parallel_sampling_logprobs` per tile; kept_ids: one
     all-gather, as there. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
-    Host syncs: filters: one a tile, as there. kept_ids: none with one tile and without compaction,
-    else one each.
+    Host syncs: filters: one per tile. kept_ids: one if there are several tiles, and one for
+    compact=True.
 
-    Memory: filters: a tile and a chunk of logits and what the filters make of a tile; backward a
-    chunk; saved for it the inputs and six numbers a row. kept_ids: a few numbers
-    an id, and 32 MiB of gathered operands.
+    Memory: filters: a tile and a chunk of logits, and the filters' own copies of a tile; backward a
+    chunk. Saved for backward: the inputs and six numbers per row. kept_ids: a few numbers per id,
+    and 32 MiB of gathered operands.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_sampling_logprobs` and

@@ -27,14 +27,14 @@ from mcore_logprobs.ops.keywords import (
     shared_keywords,
 )
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Source
 
 
 @dataclass(frozen=True)
-class Statistics(Operation):
+class Statistics(Operation[Source]):
     """A RowResults of each row, of local targets and a valid mask `[n]`."""
 
     spec: StatsSpec
@@ -59,7 +59,14 @@ class Statistics(Operation):
         return cls(spec, label_smoothing)
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
-        return _StatisticsForward(self, source, tensors)
+        local_target, valid_mask = tensors
+        return RowStatistics(
+            source,
+            self.spec,
+            local_target,
+            valid_mask=valid_mask,
+            label_smoothing=self.label_smoothing,
+        )
 
     def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
@@ -76,18 +83,6 @@ class Statistics(Operation):
         return LogitGradient(source, GradientTerms(*entries, softmax.row_max, coef, spec))
 
 
-class _StatisticsForward(LocalStatistics):
-    def __init__(self, operation: Statistics, source: Source, tensors: Tensors) -> None:
-        local_target, self._valid_mask = tensors
-        super().__init__(source, operation.spec, local_target)
-        self._label_smoothing = operation.label_smoothing
-
-    def results(self) -> tuple[Tensors, Tensors]:
-        return self.stats.finalize(
-            valid_mask=self._valid_mask, label_smoothing=self._label_smoothing
-        )
-
-
 def token_stats(
     source: Source,
     target: Tensor,
@@ -96,9 +91,9 @@ def token_stats(
     also: Also | None = None,
 ) -> TokenStats:
     """`vocab_parallel_token_stats` of any source."""
-    target = check_target(target, source.lead, source.device)
+    target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
-    if also is not None and not also.nothing:
+    if also is not None and (also.ids is not None or also.topk is not None):
         spec, smoothing = wanted.spec, wanted.label_smoothing
         return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)
@@ -121,7 +116,7 @@ def vocab_parallel_token_stats(
     log_softmax: bool = True,
     **shared: Unpack[StatisticsKeywords],
 ) -> TokenStats:
-    """Log-probability of each target and, if asked for, entropy and rank, in one pass.
+    """Return each target's log-probability and, on request, its rank and the entropy, in one pass.
 
     Shape:
         vocab_parallel_logits: `[..., V/TP]`, float16, bfloat16, float32 or float64; this rank's
@@ -134,26 +129,26 @@ def vocab_parallel_token_stats(
         entropy: also the entropy of the whole distribution.
         target_rank: also the target's rank.
         sum_pi_squared: also the sum of the squared probabilities.
-        ignore_index: a target that asks for nothing: logprob 0, entropy 0, rank -1, lse 0, no
-            gradient, whatever its logits hold. None: no such target.
+        ignore_index: a target with this value gives logprob 0, entropy 0, rank -1, lse 0 and no
+            gradient, also if its logits are NaN. None: no such target.
         label_smoothing: a in [0, 1): the target distribution has 1 - a on the target and
             a / (K - 1) on each of the K - 1 others (Megatron's convention, over the whole true
             vocabulary).
-        candidate_ids: also `candidates` `[..., k]`, differentiable, at ids `[k]`, the same of every
-            token, or `[..., k]`; of the same pass and in the same all-gather. 0 where an id or the
-            target is ignore_index.
+        candidate_ids: also `candidates` `[..., k]`, differentiable: the values at ids `[k]`, which
+            are the same for every token, or at `[..., k]`. They cost no further pass and no further
+            collective. 0 where an id or the target is ignore_index.
         topk: also `topk`, (values, ids) `[..., topk]` each, as `vocab_parallel_topk` orders them;
-            values are differentiable. One more all-gather, of min(topk, V/TP) pairs a row.
+            values are differentiable. One more all-gather, of min(topk, V/TP) pairs per row.
         log_softmax: candidates and the top values are log-probabilities; False: logits over the
             temperature.
         {shared}
 
-    Collectives: forward one all-gather of `[k, n]` float32 over TP (k is 3, and one more for each
-    of entropy, sum_pi_squared and rank, two for label smoothing); with the rank, one all-reduce of
-    `[n]` more. Backward none. None at all on one rank. With invariant_segments the all-gather is
-    of `[g/TP, k, n]`.
+    Collectives: forward one all-gather of `[k, n]` float32 over TP. k is 3, plus one for each of
+    entropy, sum_pi_squared and rank, plus two for label smoothing. The rank adds one all-reduce of
+    `[n]`. Backward none. On one rank there is none at all. With invariant_segments the all-gather
+    is of `[g/TP, k, n]`.
 
-    Memory: backward keeps the logits themselves and a few float32 numbers a row; the gradient, in
+    Memory: backward keeps the logits themselves and a few float32 numbers per row; the gradient, in
     the logits' dtype, is the only `[..., V/TP]` tensor made.
 
     Raises:
@@ -204,7 +199,7 @@ def vocab_parallel_entropy(
     Keywords, memory and errors are `vocab_parallel_token_stats`'s.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    local_target = torch.full(source.lead, -1, dtype=torch.int64, device=source.device)
+    local_target = torch.full(source.batch_shape, -1, dtype=torch.int64, device=source.device)
     valid_mask = torch.ones_like(local_target, dtype=torch.bool)
     results = apply(Statistics(StatsSpec(entropy=True)), source, local_target, valid_mask)
     entropy = RowResults(*results).entropy
@@ -256,10 +251,10 @@ def linear_token_stats(
     invariant_segments: int | None = None,
     **shared: Unpack[HeadKeywords],
 ) -> TokenStats:
-    """Log-probabilities, entropy and rank from hidden states, without materializing the logits.
+    """Return log-probabilities, entropy and rank from hidden states, without holding the logits.
 
-    The logits are `hidden @ weight^T`, plus a LoRA's part, times logit_scale, through the softcap,
-    plus bias, over the temperature, and masked past vocab_size: in this order.
+    The logits are `hidden @ weight^T` plus a LoRA's part. Then, in this order: times logit_scale,
+    the softcap, plus bias, plus logit_bias, divided by the temperature, masked past vocab_size.
 
     Shape:
         hidden: `[s, b, h]` (`[s/TP, b, h]` under sequence parallelism) or `[n, h]` (`[n/TP, h]`);
@@ -273,57 +268,54 @@ def linear_token_stats(
 
     Args:
         entropy, target_rank, sum_pi_squared, ignore_index, label_smoothing: as in
-            `vocab_parallel_token_stats`. The rank's threshold is a dot product: columns within its
-            rounding of the target count either way.
+            `vocab_parallel_token_stats`. The target's logit for the rank comes from a dot product:
+            a column that differs from it by less than rounding may count as larger or not.
         candidate_ids, topk, log_softmax: as in `vocab_parallel_token_stats`, from the same GEMMs;
             with topk a tile of rows spans all of a rank's columns, as in `linear_topk`.
-        invariant_segments: g: values are the same bits for every TP size that divides g, every
-            chunk_size and whatever other rows are in the call, as in `vocab_parallel_token_stats`;
-            GEMMs are made in tiles of one fixed shape. The gradients of weight, bias and hidden
-            are the same bits at every such TP size for the same rows in the same order and the same
-            chunk_size (under sequence parallelism with one tile). dHidden then is not reduced as it
-            comes: each rank sends g/TP times what a reduce-scatter does, keeps g/TP float32 copies
-            of a tile of it, and waits.
+        invariant_segments: g: values are bitwise identical for every TP size that divides g, for
+            every chunk_size, and with any other rows in the call. The gradients of weight, bias and
+            hidden are so at every such TP size, for the same rows in the same order and the same
+            chunk_size (under sequence parallelism: with one tile). Each rank then sends g/TP times
+            what a reduce-scatter of dHidden does, and keeps g/TP float32 copies of a tile of it.
         {shared}
 
-    saved_bytes is of this rank, from the forward to the backward, which holds all of it to its end:
-    chunks of logits are kept in the order of the walk while they fit. Results are the same bits
-    whatever it is. A chunk is kept as it is where logits are no wider than the operands (float32
-    and float64 heads, or logits_dtype in the operands' 16 bits), and gradients are then those
-    without it. float32 logits of bfloat16 or float16 operands are kept in 16 bits a logit, in equal
-    steps below the largest of a row of the chunk, and 8 bytes per row: each probability that a
-    gradient is made of is off by 2^-11 of itself at most (bfloat16 dLogits by 2^-9), and by less
-    where a row's logits are close. Such logits are multiplied again with a softcap, a bias or
-    invariant_segments; so they are by the other operations, whose gradients need them as they were
-    (divergences, filters, `linear_gather` with log_softmax, `linear_map`): these keep chunks of the
-    first kind alone, and those without a GEMM in the backward none. `linear_policy_loss` has three
-    GEMMs without it. A tile of hidden states is gathered again either way. Nothing is kept without
-    a gradient. One log line where not even a chunk fits.
+    saved_bytes is what this rank may hold from the forward to the end of the backward. Chunks of
+    logits are kept in the order in which they are computed, while they fit. All results are bitwise
+    identical with any saved_bytes. The gradients depend on what is kept:
 
-    With logits_dtype bfloat16 on a CPU with instructions for them all GEMMs of a bfloat16 head are
-    bfloat16 ones, and each chunk's part of a gradient is rounded once before it is added in
-    float32. chunk_size is rows a tile; None: 2048 on a CPU and 8192 on a GPU. The block of columns
-    follows from the budget of a chunk of logits, 32 MiB on a CPU and 256 MiB on a GPU.
+    - Logits no wider than the operands (float32 and float64 heads, or logits_dtype of 16 bits) are
+      kept as they are. The gradients are the same as without saved_bytes.
+    - float32 logits of bfloat16 or float16 operands are kept in 16 bits per logit, and 8 bytes per
+      row. A probability in the gradient is then off by at most 2^-11 of itself (rounding dLogits to
+      bfloat16: 2^-9). With a softcap, a bias or invariant_segments they are computed again.
 
-    Which way the work is cut: tiles of rows outside, blocks of columns inside. Up to one tile of
-    rows each block of dWeight is one GEMM, written once, and dHidden is added up in float32 over
-    the blocks; each further tile reads and writes dWeight in float32 once more, which 2048 (8192)
-    rows of GEMMs outweigh.
+    Other operations keep only the first kind, because their gradients need exact logits:
+    divergences, filters, `linear_gather` with log_softmax and `linear_map`. `linear_policy_loss`
+    has three GEMMs without it, and keeps nothing. Hidden states that are gathered under sequence
+    parallelism are gathered again. If not even one chunk fits, one log line says so.
 
-    Gradients: hidden's and weight's (and bias's), each in its own dtype, accumulated in float32;
-    an input that does not require one skips its GEMM (a frozen weight under a LoRA: no dWeight).
-    dHidden is summed over TP, and so is the gradient of a LoRA's A: every rank gets the whole of
-    it. That of B is of this rank's rows.
+    With logits_dtype=torch.bfloat16 every GEMM of a bfloat16 head is a bfloat16 one, on a CPU with
+    instructions for them. Each chunk's part of a gradient is then rounded once before it is added
+    in float32.
 
-    Collectives: forward one all-gather of `[k, n]` float32 over TP, with the rank one all-reduce of
-    `[rows]` a tile more; backward one all-reduce of dHidden a tile (in float32, while the next tile
-    is computed), with sequence parallelism one reduce-scatter; sequence parallelism gathers each
-    tile of hidden, forward and backward, one ahead of the GEMMs. Where a LoRA's A requires a
-    gradient, one all-reduce of `[r, h]` float32 at the end of the backward.
+    chunk_size is rows per tile; None: 2048 on a CPU and 8192 on a GPU. A tile is computed in blocks
+    of columns, whose chunk of logits takes at most 32 MiB on a CPU and 256 MiB on a GPU. With one
+    tile, each block of dWeight is one GEMM. Every further tile reads and writes dWeight in float32
+    once more.
+
+    Gradients: of hidden, weight, bias and a LoRA, each in its own dtype, accumulated in float32.
+    An input that does not require a gradient costs no GEMM for it. dHidden and the gradient of a
+    LoRA's A are summed over TP: every rank gets the sum. The gradient of B is of this rank's rows.
+
+    Collectives: forward one all-gather of `[k, n]` float32 over TP; target_rank adds one all-reduce
+    of `[rows]` per tile. Backward one all-reduce of dHidden per tile, in float32, while the next
+    tile is computed. Sequence parallelism makes it a reduce-scatter, and gathers each tile of
+    hidden, forward and backward, while the tile before it is computed. If a LoRA's A requires a
+    gradient, the backward ends in one all-reduce of `[r, h]` float32.
 
     Memory: a chunk of logits and, where operands are bfloat16, its gradient; the gradients; for a
     bfloat16 weight without main_grad and more than one tile, dWeight in float32. Saved for
-    backward: the inputs, a few numbers a row, and up to saved_bytes of logits.
+    backward: the inputs, a few numbers per row, and up to saved_bytes of logits.
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_token_stats`.

@@ -14,15 +14,15 @@ from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.entries import EntryGradient
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.row_statistics import EntryGradient
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, masked_source
+from mcore_logprobs.sources.source import ChunkAt, Source, masked_source
 
 
 @dataclass(frozen=True)
-class TopK(Operation):
+class TopK(Operation[Source]):
     """(values, global ids), each `[n, k]`."""
 
     k: int
@@ -47,20 +47,20 @@ class _TopKForward(Forward):
         # in the stable sort below the padding comes after every true column.
         width = min(k, shard.width)
         self._own = min(width, shard.valid_width)
-        shape = (source.count, width)
+        shape = (source.num_rows, width)
         self._values = torch.full(shape, -torch.inf, dtype=source.acc_dtype, device=device)
         self._columns = torch.zeros(shape, dtype=torch.int64, device=device)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         own, values, columns = self._own, self._values, self._columns
         if own == 0:
             return
         # The order is that of logits before the temperature, which changes no order.
         chunk = replace(placed.chunk, temperature=1.0)
-        copied = copied_numbers(chunk.valid, own) + (not chunk.is_plain) * chunk.valid
+        copied = copied_numbers(chunk.valid, own) + (not chunk.is_unprocessed) * chunk.valid
         steps = placed._replace(chunk=chunk).steps(self._source.rows_at_a_time(copied))
         for rows, _, some in steps:
-            z = some.logits[:, : some.valid] if some.is_plain else some.processed()
+            z = some.logits[:, : some.valid] if some.is_unprocessed else some.processed()
             # By column, hence by global id after the gather: the sort by value is stable.
             columns[rows, :own] = largest_columns(z, own).sort(-1).values
             values[rows, :own] = z.gather(-1, columns[rows, :own]).to(values.dtype)
@@ -95,7 +95,7 @@ def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tup
 def topk(source: Source, k: int, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`vocab_parallel_topk` of any source."""
     check_k(k, source.shard)
-    mask = check_mask(mask, source.lead, source.device)
+    mask = check_mask(mask, source.batch_shape, source.device)
     values, ids = apply(TopK(k), masked_source(source, mask).in_whole_rows())
     if mask is not None:
         values = torch.where(mask.unsqueeze(-1), values, 0.0)
@@ -118,10 +118,11 @@ def vocab_parallel_topk(
     mask: Tensor | None = None,
     **shared: Unpack[LogitsKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each row over the whole vocabulary, and their global ids.
+    """Return the k largest logits of each row over the whole vocabulary, and their global ids.
 
-    The order is by value before the temperature, descending, then by id, ascending, also where
-    values tie at the k-th place: results do not depend on TP. NaN counts as larger than any number.
+    They are ordered by value before the temperature (descending), equal ones by id (ascending).
+    That also decides ties at the k-th place, so results do not depend on TP. NaN counts as larger
+    than any number.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]` -> values float32 `[..., k]` (float64 for float64
@@ -133,8 +134,8 @@ def vocab_parallel_topk(
         mask: bool `[...]`; False rows give value 0 and id 0, and no gradient.
         {shared}
 
-    Collectives: one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward none.
-    Ranks' contributions are found a chunk of rows at a time, without a host sync.
+    Collectives: one all-gather over TP of min(k, V/TP) pairs (value, id) per row; backward none.
+    No host sync.
 
     Raises:
         ValueError: k out of range; else as in `vocab_parallel_token_stats`.
@@ -147,14 +148,14 @@ def vocab_parallel_topk(
 def vocab_parallel_argmax(
     vocab_parallel_logits: Tensor, **shared: Unpack[LogitsKeywords]
 ) -> Tensor:
-    """The global id of each row's largest logit; the smallest id where several tie.
+    """Return the global id of each row's largest logit; of several equal ones the smallest id.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]` -> int64 `[...]`, the same on every TP rank.
 
-    Collectives: one all-gather over TP of one pair (value, id) a row.
+    Collectives: one all-gather over TP of one pair (value, id) per row.
 
-    Keywords and errors are `vocab_parallel_token_stats`'s.
+    Keywords and errors are those of `vocab_parallel_token_stats`.
     """
     return topk(given_logits(vocab_parallel_logits, **shared), 1)[1].squeeze(-1)
 
@@ -181,16 +182,16 @@ def linear_topk(
         k: 1 to vocab_size; columns at or past vocab_size are never chosen.
         {shared}
 
-    chunk_size is rows a tile, which spans all of a rank's columns, as in `linear_map`.
+    chunk_size is rows per tile, which spans all of a rank's columns, as in `linear_map`.
 
-    Cost: one GEMM, and a top-k of each tile; backward a dot product an entry, see
+    Cost: one GEMM, and a top-k of each tile; backward a dot product per entry, see
     `linear_gather`.
 
-    Collectives: forward one all-gather over TP of min(k, V/TP) pairs (value, id) a row; backward,
+    Collectives: forward one all-gather over TP of min(k, V/TP) pairs (value, id) per row; backward,
     and under sequence parallelism, those of `linear_token_stats`.
 
-    Memory: a tile of logits and some rows' copies; k pairs a row are all that is kept of it. Saved
-    for backward: the inputs and the ids.
+    Memory: a tile of logits, and copies of some of its rows. Saved for backward: the inputs and the
+    ids.
 
     Raises:
         ValueError: before any collective; k out of range, compact without a mask; else as in

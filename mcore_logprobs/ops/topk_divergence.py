@@ -109,13 +109,13 @@ def topk_kl_div(
     check_float_tensor(name, teacher, min_dim=1)
     if teacher.shape[-1] < 1:
         raise ValueError(f"{name}: expected [..., k] with k >= 1, got k = 0")
-    shape = torch.Size((*source.lead, teacher.shape[-1]))
+    shape = torch.Size((*source.batch_shape, teacher.shape[-1]))
     check_shape(name, teacher, shape, source.device)
     teacher = teacher.detach().to(acc_dtype(teacher.dtype))
     if teacher_lse is not None:
         lse = unwrap_rows(teacher_lse, "teacher_lse")
         check_float_tensor("teacher_lse", lse, min_dim=0)
-        check_shape("teacher_lse", lse, source.lead, source.device)
+        check_shape("teacher_lse", lse, source.batch_shape, source.device)
         teacher = teacher - lse.detach().to(teacher.dtype).unsqueeze(-1)
     ids = check_target(ids, shape, source.device, name="ids")
     student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)
@@ -141,33 +141,34 @@ def vocab_parallel_topk_kl_div(
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor:
-    """Divergence of the student from a teacher that is known at k ids of each row, in nats.
+    """Return the divergence from a teacher that is known at k ids of each row, in nats.
 
-    `vocab_parallel_topk_distill` renormalizes the teacher over the k ids; here its
-    log-probabilities are those of its whole distribution. The ids are the teacher's largest (kind
-    "forward"), or the student's own (`vocab_parallel_topk` of detached logits, for "reverse" and
-    "jsd"), at which the teacher's come from `vocab_parallel_gather(..., log_softmax=True)`.
+    The teacher's log-probabilities are those of its full distribution
+    (`vocab_parallel_topk_distill` renormalizes them over the k ids). For kind "forward" use the
+    teacher's largest ids. For "reverse" and "jsd" use the student's own, from `vocab_parallel_topk`
+    of detached logits, and the teacher's log-probabilities there, from
+    `vocab_parallel_gather(..., log_softmax=True)`.
 
     Shape:
         student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension.
         teacher_logprobs: `[..., k]`, any float dtype, the same on every TP rank; no gradient.
-        ids: `[..., k]` integers, global ids, each at most once a row; likewise. A row of
-            ignore_index alone gives 0 and no gradient.
+        ids: `[..., k]` integers, global ids, each at most once per row; the same on every TP rank.
+            A row of only ignore_index gives 0 and no gradient.
         Returns float32 `[...]` (float64 for float64 logits), the same on every TP rank.
 
     Args:
         kind, beta: as in `vocab_parallel_kl_div`.
-        tail: what becomes of the probability that either side gives to the other V - k ids.
-            "bin" (None): it counts as one more id, of at least 1e-6. A lower bound of the whole
-            divergence, exact where the two agree on the rest up to a factor. "ignore": left out;
-            the sum over only the k ids, which may be negative and has no minimum at p = q.
-            "renormalize": both sides are normalized over the k ids, as SFT on cached top-k does.
-        generalized: a log(a / b) - a + b at each id in place of a log(a / b): never negative, and
-            0 only where both sides are equal. With tail None or "ignore", which None is then.
-        teacher_lse: None, or float `[...]`, the log-sum-exp of the teacher's logits over its whole
-            vocabulary, at the temperature of teacher_logprobs, which are its logits then. For a
-            teacher that is known at a subset of ids (a draft's vocabulary): with tail "bin" what it
-            gives to all others is one more id.
+        tail: how the probability of the other V - k ids counts. "bin" (the default): as one more
+            id, of at least 1e-6. This is a lower bound of the divergence over all ids, and exact if
+            both sides agree on the rest up to a factor. "ignore": not at all; the sum over the k
+            ids may be negative, and has no minimum at p = q. "renormalize": both sides are
+            normalized over the k ids, as SFT on cached top-k does.
+        generalized: at each id use a log(a / b) - a + b instead of a log(a / b), which is never
+            negative, and 0 only if both sides are equal. The tail is then "ignore".
+        teacher_lse: None, or float `[...]`: the log-sum-exp of the teacher's logits over its whole
+            vocabulary. teacher_logprobs are then its logits at the k ids, divided by the same
+            temperature. For a teacher that is only known at the ids of a draft's vocabulary; with
+            tail "bin" all its other ids count as one more id.
         ignore_index: as in `vocab_parallel_gather`.
         {shared}
 

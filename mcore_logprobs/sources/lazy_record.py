@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from mcore_logprobs.sources.lazy import LazyLogits, lazy_in
+from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import Rows, View
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Not recorded, so that real logits are needed.
-_NOT: Any = object()
+_NOT: object = object()
 
 
 def _words(text: str) -> frozenset[str]:
@@ -75,13 +75,13 @@ _QUOTIENTS = _words(
 _HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
 
 
-def _not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+def _not_traced(function: Callable[..., object]) -> Callable[..., object]:
     """A graph break for torch.compile, which compiles nothing within: `torch.compiler.disable`
     without the import of the compiler.
     """
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         before = set_eval_frame(None)
         try:
             return function(*args)
@@ -93,7 +93,7 @@ def _not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_not_traced
-def torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return _property(name, func, args)
@@ -122,12 +122,12 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _with_real(name, func, args, kwargs)
 
 
-def _itself(func: Any, args: Any, kwargs: Any) -> Any:
+def _itself(func: Any, args: Any, kwargs: Any) -> object:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _property(kind: str, func: Any, args: tuple[Any, ...]) -> Any:
+def _property(kind: str, func: Any, args: tuple[Any, ...]) -> object:
     handle, name = args[0], getattr(func.__self__, "__name__", "")
     owned = handle.owned
     if owned is not None:
@@ -145,7 +145,7 @@ def _property(kind: str, func: Any, args: tuple[Any, ...]) -> Any:
     return func(handle.materialize(name), *args[1:])
 
 
-def _is_harmless(hook: Any) -> bool:
+def _is_harmless(hook: object) -> bool:
     hook = getattr(hook, "func", hook)  # functools.partial
     return (getattr(hook, "__module__", "") or "").startswith(_HARMLESS_HOOKS)
 
@@ -153,7 +153,7 @@ def _is_harmless(hook: Any) -> bool:
 # ---- what is recorded ---------------------------------------------------------------------------
 
 
-def _recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+def _recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     view = handle.view_of_head
     if name in _REARRANGED:
         return _rearranged(func, handle, args, kwargs)
@@ -238,7 +238,7 @@ def _reshaped(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) 
     return _like(handle, view.at(found[..., 0]))
 
 
-def _indexed(handle: LazyLogits, key: Any) -> Any:
+def _indexed(handle: LazyLogits, key: Any) -> object:
     """`handle[key]`: the vocabulary's dimension must be taken whole."""
     view = handle.view_of_head
     keys = list(key) if isinstance(key, tuple) else [key]
@@ -269,7 +269,7 @@ def _indexed(handle: LazyLogits, key: Any) -> Any:
     return _like(handle, view.at(places))
 
 
-def _selected(handle: LazyLogits, dim: int, index: Tensor) -> Any:
+def _selected(handle: LazyLogits, dim: int, index: Tensor) -> object:
     view = handle.view_of_head
     lead = view.places.dim()
     if not -lead - 1 <= dim < lead or dim == -1:
@@ -329,7 +329,7 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _like(parts[0], made)
 
 
-def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     """By numbers above 0, or tensors of such that broadcast with a last dimension of 1."""
     other = args[0] if args else kwargs.get("other")
     if len(args) + len(kwargs) != 1:
@@ -420,7 +420,7 @@ def _real(value: Any, what: str) -> Any:
     return value
 
 
-def _with_real(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     out = kwargs.get("out")
     in_place = name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
     # A hook, a gradient of the logits' own: those must be the logits from now on.
@@ -440,7 +440,7 @@ def _with_real(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """What reaches a handle below autograd (collectives, functions written in C++)."""
     name = func._schema.name.removeprefix("aten::")
     if func in _ALIASES:
@@ -450,6 +450,15 @@ def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with torch.no_grad():
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for handle in lazy_in(value):
+                for handle in _lazy_in(value):
                     handle.materialize_to_write(name)
         return func(*_real(args, name), **_real(kwargs, name))
+
+
+def _lazy_in(value: object) -> list[LazyLogits]:
+    """The handles in a value of an argument, in tuples and lists too."""
+    if isinstance(value, LazyLogits):
+        return [value]
+    return (
+        [found for x in value for found in _lazy_in(x)] if isinstance(value, tuple | list) else []
+    )

@@ -196,7 +196,7 @@ MISTAKES: list[tuple[str, tuple[int, ...], torch.dtype, dict, str]] = [
         )
     ),
     ("shift", ROW, FLOAT, {"fill": None}, "fill: expected a number, got NoneType"),
-    ("shift", ROW, INT, {"lengths": [3, 5]}, r"one a sequence, shape \[1\], got \[2\]"),
+    ("shift", ROW, INT, {"lengths": [3, 5]}, r"one per sequence, shape \[1\], got \[2\]"),
     ("shift", ROW, INT, {"lengths": [17]}, r"padded lengths \[16\], got \[17\]"),
     ("shift", ROW, INT, {"lengths": [-1]}, r"padded lengths \[16\], got \[-1\]"),
     ("shift", ROW, INT, {"lengths": [2.5]}, "lengths: expected a tensor or a list"),

@@ -177,5 +177,5 @@ BAD_RECORDS: list[tuple[Any, str]] = [
     ((_IDS + VOCAB, _BOUNDS), "kept_ids: expected ids in"),
     ((_IDS, _BOUNDS.clamp(min=2) - 2), "offsets that rise"),
     ((_IDS[:10], (_BOUNDS - 2).clamp(min=0)), "record of every row whose target counts, got none"),
-    ((_IDS * 0, torch.cat([_BOUNDS[:1], _BOUNDS[2:], _BOUNDS[-1:]])), "at most once a row"),
+    ((_IDS * 0, torch.cat([_BOUNDS[:1], _BOUNDS[2:], _BOUNDS[-1:]])), "at most once per row"),
 ]

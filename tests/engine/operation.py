@@ -73,7 +73,7 @@ class Draw:
         return torch.randint(0, self.vocab, (*self.lead, *k), generator=self.generator)
 
     def distinct_ids(self, k: int) -> Tensor:
-        """int64 `[..., k]`, each id at most once a row."""
+        """int64 `[..., k]`, each id at most once per row."""
         noise = torch.rand(*self.lead, self.vocab, generator=self.generator)
         return noise.topk(k, largest=False).indices
 

@@ -162,6 +162,9 @@ def reader_names() -> dict[str, Any]:
         "loss_fn": losses.ReinforceLoss(),
         "answer_mask": torch.ones(4, 4, dtype=torch.bool),
         "answer_tokens": 16,
+        # What a sampler kept of each token's distribution: the token and another id.
+        "kept_ids": torch.stack([labels.flatten(), (labels.flatten() + 1) % 64], dim=1).flatten(),
+        "offsets": torch.arange(0, 33, 2),
         "torch": torch,
     }
 

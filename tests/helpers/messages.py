@@ -1,7 +1,4 @@
-"""Every message of the package, read from its source, and the page that lists them.
-
-python -m tests.helpers.messages    # writes docs/errors.md
-"""
+"""Every message of the package, read from its source."""
 
 from __future__ import annotations
 
@@ -9,28 +6,8 @@ import ast
 import re
 from dataclasses import dataclass
 
-from tests.helpers.documents import PACKAGE, ROOT
+from tests.helpers.documents import PACKAGE
 
-PAGE = ROOT / "docs" / "errors.md"
-
-# Heading: what of the package is under it, by the start of the path.
-AREAS = {
-    "Settings, groups and shards": (
-        "checks.",
-        "config.",
-        "groups.",
-        "vocabulary.",
-        "consistency.",
-        "spelling.",
-    ),
-    "Operations": ("ops/", "sources/", "arguments.", "autograd.", "kernels/", "collectives."),
-    "Losses": ("losses/",),
-    "Context parallelism": ("context_parallel/",),
-    "Patched models": ("megatron/", "prefix_tree."),
-    "Frameworks": ("dropin/",),
-    "Diagnostics and tools": ("debug/", "bench/", "commands.", "run."),
-    "Megatron on a CPU": ("cpu_megatron/",),
-}
 _LOGS = ("logger.info", "logger.warning", "warnings.warn")
 _INNER = ("AttributeError",)  # Python's own protocol, whose text nobody reads
 
@@ -51,7 +28,7 @@ class Message:
 
 
 def messages() -> list[Message]:
-    """In the order of AREAS, then of the source; each text once."""
+    """In the order of the source; each text once."""
     found = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         where = str(file.relative_to(PACKAGE))
@@ -61,11 +38,7 @@ def messages() -> list[Message]:
             if any(len(piece.strip(" :,;")) > 3 for piece in pieces[::2]):
                 text = " ".join("".join(pieces).replace("......", "...").split())
                 found.setdefault(text, Message(where, kind, text, pieces[::2]))
-    return sorted(found.values(), key=lambda m: (list(AREAS).index(area(m.where)), m.where))
-
-
-def area(where: str) -> str:
-    return next(name for name, starts in AREAS.items() if where.startswith(starts))
+    return list(found.values())
 
 
 def _message_of(node: ast.AST) -> tuple[str, ast.expr | None]:
@@ -105,28 +78,3 @@ def _placeholder(node: ast.expr) -> str:
     if isinstance(node, ast.Name):
         return node.id.strip("_").upper()
     return "..."
-
-
-def page() -> str:
-    """docs/errors.md."""
-    lines = [
-        "# Every error and log line",
-        "",
-        "Written by `python -m tests.helpers.messages` from the source: search here for the words",
-        "of a message. Capitals and `...` stand for what a call fills in. What is wrong stands",
-        "before `expected`, and what cures it after; the others are explained in",
-        "[Troubleshooting](troubleshooting.md).",
-    ]
-    heading = ""
-    for message in messages():
-        if area(message.where) != heading:
-            heading = area(message.where)
-            lines += ["", f"## {heading}", "", "| message | raised as | in |", "|---|---|---|"]
-        text = message.text.replace("|", "\\|")
-        quote = "``" if "`" in text else "`"
-        lines.append(f"| {quote}{text}{quote} | {message.kind} | {message.where} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -66,7 +66,7 @@ def chunk_of(logits: Tensor, spec: StatsSpec = FULL) -> Chunk:
 
 
 def make_terms(logits: Tensor, target: Tensor, spec: StatsSpec) -> GradientTerms:
-    """Of one entry a row; nothing is asked of the NaN row and one more."""
+    """Of one entry per row; nothing is asked of the NaN row and one more."""
     shift = logits.float().nan_to_num(neginf=-1e4).amax(-1)
     coef, upstream = torch.randn(len(spec.coefficients), ROWS), torch.randn(ROWS, 1)
     coef[:, [3, 6]] = upstream[[3, 6]] = 0.0

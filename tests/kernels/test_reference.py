@@ -101,7 +101,7 @@ def test_rows_do_not_know_each_other(drawn, random, chunk_size):
 def _grad(
     chunk: Chunk, target: Tensor, upstream: Tensor, coef: Tensor, spec: StatsSpec, **options
 ) -> Tensor:
-    """Of one entry a row."""
+    """Of one entry per row."""
     out = options.pop("out", torch.empty_like(chunk.logits))
     shift = torch.where(chunk.logits.isnan(), -torch.inf, chunk.logits).amax(-1)
     entries = target.unsqueeze(-1), upstream.unsqueeze(-1)

@@ -59,7 +59,7 @@ def check_statistics(chunk: Chunk, spec: StatsSpec = EVERYTHING, *, ulps: float 
 
 
 def make_terms(chunk: Chunk, spec: StatsSpec, entries: int | None = None) -> GradientTerms:
-    """Of one entry a row, the target, or of several, some twice and some that are none.
+    """Of one entry per row, the target, or of several, some twice and some that are none.
 
     Nothing is asked of every fifth row from the third on.
     """
@@ -102,7 +102,7 @@ def check_gradient(chunk: Chunk, terms: GradientTerms, out: Tensor, *, inplace: 
 
 
 def check(chunk: Chunk, *, out: str = "fresh", ulps: float = 4.0) -> None:
-    """Statistics and gradients, of one entry a row and of several, with statistics and without."""
+    """Statistics and gradients, of one entry per row and of several, alone and with statistics."""
     check_statistics(chunk, ulps=ulps)
     dtype = chunk.logits.dtype
     fresh = torch.full(chunk.logits.shape, torch.nan, dtype=getattr(torch, out, dtype))

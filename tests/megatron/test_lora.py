@@ -38,7 +38,7 @@ RANK = 6  # divides by TP 1, 2 and 3
 
 
 class ParallelLinearAdapter(nn.Module):
-    """A of `[RANK/TP, h]` rows a rank, its output gathered; B split as the vocabulary is."""
+    """A of `[RANK/TP, h]` rows per rank, its output gathered; B split as the vocabulary is."""
 
     def __init__(self, base: Any, *, dropout: float = 0.0) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ _PROGRAMS_PER_PROCESSOR = 32
 _TILE_BYTES = 8192
 # Columns that one program writes: enough to spread the cost of reading the row's numbers first.
 _SPAN = 16384
-# Columns of a masked step: a 16-byte access of two bytes a column for each of 128 threads.
+# Columns of a masked step: a 16-byte access of two bytes per column for each of 128 threads.
 _TAIL = 1024
 
 
@@ -181,7 +181,7 @@ def with_unit_stride(tensor: Tensor | None) -> Tensor | None:
 INTERPRETED = not any(isinstance(function, triton.JITFunction) for function in (tl.sum, unscaled))
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any):
+def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: object):
     """`programs` programs of a kernel on the device of its first argument, a tensor."""
     here: Any = nullcontext()
     if arguments[0].is_cuda and arguments[0].get_device() != torch.cuda.current_device():
@@ -252,7 +252,7 @@ def _tile(width: int, logits: Tensor) -> tuple[int, int]:
 
 
 def span_plan(width: int, tile: int) -> tuple[int, dict[str, int]]:
-    """How one launch writes its rows: programs a row; the columns of one as a kernel's constants.
+    """How one launch writes its rows: programs per row; the columns of one as a kernel's constants.
 
     It writes TILES tiles of TILE columns, and what is masked, TAIL at a time: few enough to take
     no more registers than the others.

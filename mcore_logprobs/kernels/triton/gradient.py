@@ -1,14 +1,12 @@
 """The gradient with respect to raw logits, one read and one write, as Triton kernels.
 
-A row's single target is part of that. Where there are several entries a row, a second, small kernel
-writes them anew, each summed in float32 and rounded once, from raw logits that were picked before.
+A row's single target is part of that. If there are several entries per row, a second, small kernel
+writes them again, each summed in float32 and rounded once, from raw logits that were picked before.
 """
 
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -112,7 +110,7 @@ def _write_tile(
 def grad_kernel(
     logits_ptr,  # [n, v]
     out_ptr,  # [n, v]; may be logits_ptr
-    column_ptr,  # [n] int64, one entry a row; None: no entries here
+    column_ptr,  # [n] int64, one entry per row; None: no entries here
     upstream_ptr,  # [n]
     row_max_ptr,  # [n]
     coef_ptr,  # [k, n]
@@ -261,7 +259,7 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int = 0
     _grad(*arguments(chunk, *terms, out))
 
 
-def _run(*given: Any) -> None:
+def _run(*given: object) -> None:
     chunk, columns, upstream, row_max, coef, *wanted, out = chunks_of(1, given)
     if out.numel() == 0:
         return

@@ -8,8 +8,6 @@ sides, and some kinds take a second one for their sums. Nothing of the logits' s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -229,7 +227,7 @@ def pair_stats_kernel(
         max_s, sum_s, max_t, sum_t, cross, excess = _take_in(
             s, t, student, teacher, max_s, sum_s, max_t, sum_t, cross, excess, KIND
         )  # fmt: skip
-    if end < stop:  # under UNIT columns, one a group
+    if end < stop:  # under UNIT columns, one per group
         rest = end + tl.arange(0, GROUPS)[:, None]
         s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
@@ -317,7 +315,7 @@ def pair_sums_kernel(
         value, inner = _take_in_shares(
             value, inner, s, t, student, teacher, max_s, log_s, max_t, log_t, beta, KIND
         )  # fmt: skip
-    if end < stop:  # under UNIT columns, one a group
+    if end < stop:  # under UNIT columns, one per group
         rest = end + tl.arange(0, GROUPS)[:, None]
         s, _ = load_side(student, student_bias_ptr, rest, stop, True, STUDENT_SOFTCAP)
         t, _ = load_side(teacher, teacher_bias_ptr, rest, stop, True, TEACHER_SOFTCAP)
@@ -339,7 +337,7 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
     return _pair_stats(*arguments(student, teacher, spec.kind, float(spec.beta)))
 
 
-def _run_stats(*given: Any) -> Tensor:
+def _run_stats(*given: object) -> Tensor:
     student, teacher, *wanted = chunks_of(2, given)
     spec = PairSpec(*wanted)
     plan = pair_plan(student.logits, teacher.logits, student.valid)
@@ -377,7 +375,7 @@ def pair_sums(
     return _pair_sums(*arguments(student, teacher, softmax, spec.kind, float(spec.beta)))
 
 
-def _run_sums(*given: Any) -> Tensor:
+def _run_sums(*given: object) -> Tensor:
     student, teacher, softmax, *wanted = chunks_of(2, given)
     plan = pair_plan(student.logits, teacher.logits, student.valid)
     return launch_pair_sums(student, teacher, softmax, PairSpec(*wanted), plan).sum(0)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -199,7 +198,7 @@ def stats_kernel(
             whole, end, scale, softcap, multiplier, True, LANES, GROUPS,
             HAS_SOFTCAP, ENTROPY >= 0, SQUARES >= 0, HIGHER >= 0, ZSUM >= 0,
         )  # fmt: skip
-    if end < stop:  # under UNIT columns, one a group
+    if end < stop:  # under UNIT columns, one per group
         rest = end + tl.arange(0, GROUPS)[:, None]
         y = tl.load(row_ptr + rest, mask=rest < stop, other=float("-inf"))
         group_max, total, weighted, squares, higher, zsum, finite = _accumulate(
@@ -266,7 +265,7 @@ def stats(
     return _stats(*arguments(chunk, target, threshold, block, spec))
 
 
-def _run(*given: Any) -> Tensor:
+def _run(*given: object) -> Tensor:
     chunk, target, threshold, block, *wanted = chunks_of(1, given)
     spec, logits = StatsSpec(*wanted), chunk.logits
     if block is not None:
@@ -278,7 +277,7 @@ def _run(*given: Any) -> Tensor:
     return merge(parts, spec, multiplier=chunk.multiplier).unsqueeze(0)
 
 
-def _fake(*given: Any) -> Tensor:
+def _fake(*given: object) -> Tensor:
     chunk, _, _, block, *wanted = chunks_of(1, given)
     parts = 1 if block is None else max(1, -(-chunk.valid // block))
     shape = (parts, len(StatsSpec(*wanted).fields), chunk.logits.shape[0])
