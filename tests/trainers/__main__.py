@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.trainers.frame import check, rows, run, unavailable
+from tests.trainers.frame import check, check_alike, rows, run, unavailable
 
 
 def main() -> int:
@@ -15,6 +15,7 @@ def main() -> int:
     parser.add_argument("-k", default="", help="only rows whose name has these words")
     options = parser.parse_args()
     failed = 0
+    norms: dict[str, list[float]] = {}
     print("| framework | layout | option | log-probabilities | entropy | metrics | gradient norm "
           "| parameters | calls: ours, theirs | s |\n|" + "---|" * 10)  # fmt: skip
     for row in rows(options.framework):
@@ -26,7 +27,9 @@ def main() -> int:
             continue
         begun = time.monotonic()
         try:
-            found = check(row, run(row))
+            traces = run(row)
+            found = check(row, traces)
+            check_alike(row, traces[0], norms)
         except (AssertionError, RuntimeError) as error:
             failed += 1
             print(f"{head} FAILED |\n{error}", flush=True)

@@ -438,6 +438,22 @@ def check(row: Row, traces: Sequence[Sequence[Trace]]) -> Result:
     return result
 
 
+def check_alike(row: Row, plain: Sequence[Trace], norms: dict[str, list[float]]) -> None:
+    """Rows that say so (`settings["alike"]`) train on the same data in every layout.
+
+    norms: the gradient norms of the first such row of each framework; this one's are put there.
+
+    Raises:
+        AssertionError: they differ from those of the first.
+    """
+    if not row.settings.get("alike"):
+        return
+    own = max((t.grad_norm for t in plain), key=len)
+    first = norms.setdefault(row.framework, own)
+    worst = _apart(first, own, "gradient norms", lambda size: size)
+    assert worst < 1e-4, f"{row.name}: gradient norms: expected {first} in every layout, got {own}"
+
+
 def describe(row: Row) -> str:
     """A row's settings, for a message."""
     return f"{row.name} {json.dumps(dict(row.settings), sort_keys=True)}"

@@ -44,6 +44,7 @@ def _row(
             sizes[name] = int(size)
     processes = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
     settings = {**sizes, "sp": "sp" in words, **more.pop("settings", {})}
+    settings["alike"] = "overrides" not in settings
     more.setdefault("log", (LOGITS, NOW))
     return Row("verl", layout, option, processes, calls=tuple(calls), settings=settings, **more)
 
@@ -366,7 +367,6 @@ def _step(
 ) -> None:
     """What verl's trainer asks of its workers for one batch, and in that order."""
     from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import response_from_nested
 
     def data(**info: Any) -> Any:
         tensors = {name: _nested(values) for name, values in batch.items()}
@@ -377,21 +377,21 @@ def _step(
     asked = data(calculate_entropy=True, compute_loss=False)
     with trace.measure("log-probabilities") if given.get("length") else contextlib.nullcontext():
         found = actor.compute_log_prob(asked)
-    # Ranks without results take part in the updates with any numbers: they compute no loss.
-    old = [torch.zeros(len(r)) for r in batch["responses"]]
+    mask = _nested(batch["response_mask"])
     if found is not None:
-        mask = _nested(batch["response_mask"])
         for name in ("log_probs", "entropy"):
             kept = trace.logprobs if name == "log_probs" else trace.entropy
             kept.append(found[name].values().clone())
-        old = list(response_from_nested(found["log_probs"], mask).unbind())
-    batch["old_log_probs"] = [_off(x, i) for i, x in enumerate(old)]
+    old = _everywhere(found, mask, actor)
+    first = actor.actor.engine.get_data_parallel_rank() * len(old)  # of this rank's sequences
+    batch["old_log_probs"] = [_off(x, first + i) for i, x in enumerate(old)]
     if reference is not None:
         found = reference.compute_ref_log_prob(data(calculate_entropy=False, compute_loss=False))
         if found is not None:
             trace.logprobs.append(found["log_probs"].values().clone())
-            old = list(response_from_nested(found["log_probs"], mask).unbind())
-        batch["ref_log_prob"] = [_off(x, i + 8) for i, x in enumerate(old)]
+        batch["ref_log_prob"] = [
+            _off(x, first + i + 8) for i, x in enumerate(_everywhere(found, mask, actor))
+        ]
     asked = data(
         calculate_entropy=True,
         distillation_use_topk=bool(given.get("topk")),
@@ -408,6 +408,22 @@ def _step(
         metrics = _numbers(tu.get(output, "metrics"))
         trace.grad_norm += [metrics.pop("grad_norm")]
         trace.metrics.append(metrics)
+
+
+def _everywhere(found: Any, mask: Tensor, actor: Any) -> list[Tensor]:
+    """Log-probabilities of the responses, on every rank of the replica: one of them has results.
+
+    In verl the driver collects them and sends them to all workers.
+    """
+    from verl.workers.utils.padding import response_from_nested
+
+    own = actor.actor.engine.get_data_parallel_rank()
+    mine = None
+    if found is not None:
+        mine = [x.clone() for x in response_from_nested(found["log_probs"], mask).unbind()]
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, (own, mine))
+    return next(x for rank, x in every if rank == own and x is not None)
 
 
 def _off(x: Tensor, seed: int) -> Tensor:
