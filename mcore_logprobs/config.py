@@ -284,7 +284,7 @@ class LogprobConfig(SuggestsFields):
     disallowed_ids: tuple[int, ...] | None = _ids(
         None,
         checks.check_optional_ids,
-        "Global ids that may not come: their logits are -inf, for every statistic, filter, sample "
+        "Forbidden global ids: their logits are -inf, for every statistic, filter, sample "
         "and divergence. A flag separates them by commas.",
     )
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = _pairs(
