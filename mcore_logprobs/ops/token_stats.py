@@ -176,7 +176,9 @@ def vocab_parallel_logprobs(
     label_smoothing: float = 0.0,
     **shared: Unpack[StatisticsKeywords],
 ) -> Tensor:
-    """Return log p[target] in nats, differentiable: minus Megatron's `vocab_parallel_cross_entropy`.
+    """Return log p[target] in nats: minus Megatron's `vocab_parallel_cross_entropy`.
+
+    Differentiable.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> float32 `[...]`.

@@ -305,13 +305,13 @@ def _say_or_refuse(view: View, what: str) -> None:
     if view.rows.head.require:
         instead = INSTEAD.get(what, "a vocab_parallel_* function")
         raise ValueError(
-            f"fused='require', but {where} wants real logits ({what}): expected {instead}, which "
+            f"fused='require', but {where} needs real logits ({what}): expected {instead}, which "
             "takes lazy ones"
         )
     if where not in _said:
         _said.add(where)
         logger.warning(
-            "lazy logits: %s wants real ones (%s): %d rows are computed whole",
+            "lazy logits: %s needs real ones (%s): %d rows are materialized",
             where,
             what,
             view.places.numel(),
