@@ -37,6 +37,11 @@ platforms=()  # of wheels with compiled parts, newest first
 for glibc in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
 platforms+=(--platform manylinux2014_x86_64)
 
+"$python" -c "import torch, triton" || {
+    echo "carry.sh: $python has no torch and Triton to try the wheels with: set PYTHON to one that has" >&2
+    exit 1
+}
+
 mkdir -p "$folder"
 rm -f "$folder"/*.whl "$folder"/tried.txt
 for project in "${wanted[@]}"; do

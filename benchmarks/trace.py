@@ -1,16 +1,18 @@
-"""How far one call travels in this package:  python -m benchmarks.trace
+"""How far one call travels in this package:  python -m benchmarks.trace [CALL]
 
 One warm call, forward and backward, on one CPU process: the package's own functions that it enters,
 their files, and how often the file changes on the way. Comprehensions and lambdas are part of the
-function that they stand in.
+function that they stand in. With the name of a call: its functions by file, and how often each was
+entered.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -28,7 +30,6 @@ def calls() -> dict[str, Callable[[], Tensor]]:
     hidden.requires_grad_()
     logits = torch.randn(4, 24, generator=generator).requires_grad_()
     target = torch.arange(4)
-    both: dict[str, Any] = {"teacher_hidden": teacher, "teacher_weight": weight.detach()}
     return {
         "vocab_parallel_logprobs": lambda: ml.vocab_parallel_logprobs(logits, target),
         "linear_token_stats": lambda: ml.linear_token_stats(hidden, weight, target).logprobs,
@@ -38,40 +39,57 @@ def calls() -> dict[str, Callable[[], Tensor]]:
         "linear_sampling_logprobs": lambda: ml.linear_sampling_logprobs(
             hidden, weight, target, top_k=12
         ),
-        "linear_kl_div": lambda: ml.linear_kl_div(hidden, weight, **both),
+        "linear_kl_div": lambda: ml.linear_kl_div(
+            hidden, weight, teacher_hidden=teacher, teacher_weight=weight.detach()
+        ),
     }
 
 
-def traced(call: Callable[[], Tensor]) -> tuple[int, int, int]:
-    """(functions, files, changes of the file) of a call and its backward."""
-    entered: set[tuple[str, str]] = set()
+def entered_by(call: Callable[[], Tensor]) -> tuple[Counter[tuple[str, str]], int]:
+    """(how often each function was entered, by file and name; changes of the file), warm."""
+    entered: Counter[tuple[str, str]] = Counter()
     files: list[str] = []
 
-    def seen(frame: Any, event: str, argument: Any) -> None:
+    def seen(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(PACKAGE):
             return
         if not files or files[-1] != code.co_filename:
             files.append(code.co_filename)
         if not code.co_name.startswith("<"):
-            entered.add((code.co_filename, f"{code.co_firstlineno} {code.co_name}"))
+            file = str(Path(code.co_filename).relative_to(PACKAGE))
+            entered[file, f"{code.co_name} (line {code.co_firstlineno})"] += 1
 
+    for _ in range(2):
+        call().sum().backward()
     sys.setprofile(seen)
     try:
         call().sum().backward()
     finally:
         sys.setprofile(None)
-    return len(entered), len(set(files)), len(files) - 1
+    return entered, len(files) - 1
 
 
-def main() -> None:
+def traced(call: Callable[[], Tensor]) -> tuple[int, int, int]:
+    """(functions, files, changes of the file) of a call and its backward."""
+    entered, changes = entered_by(call)
+    return len(entered), len({file for file, _ in entered}), changes
+
+
+def main(names: Sequence[str]) -> None:
+    known = calls()
+    for name in names:
+        entered, _ = entered_by(known[name])
+        for file in sorted({file for file, _ in entered}):
+            own = [f"{what}: {n}" for (where, what), n in entered.items() if where == file]
+            print(f"{file}, {len(own)} functions", *own, sep="\n    ")
+    if names:
+        return
     print("| call | functions | files | changes |\n|---|---|---|---|")
-    for name, call in calls().items():
-        for _ in range(2):
-            call().sum().backward()
+    for name, call in known.items():
         functions, files, changes = traced(call)
         print(f"| `{name}` | {functions} | {files} | {changes} |")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -219,7 +219,8 @@ class GrpoTrainer:
 
         size = self.config.grpo.micro_batch
         if filtered and not self.config.rollout.replays:
-            options["top_p"] = self.config.rollout.top_p
+            rollout = self.config.rollout
+            options |= {"top_p": rollout.top_p, "min_p": rollout.min_p}
         with patch_model(policy.model, replace(self.logprobs, **options)) as handle:
 
             def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:

@@ -30,8 +30,13 @@ def is_traced(x: torch.Tensor) -> bool:
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for this type of device, which may know none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def check_called(
-    name: str, fn: Any, first: tuple[str, ...], tensors: int, named: Sequence[str] = ()
+    name: str, fn: object, first: tuple[str, ...], tensors: int, named: Sequence[str] = ()
 ) -> None:
     """A function that takes the named arguments and then that many per-token tensors.
 
@@ -70,7 +75,7 @@ class Check:
     expected: str
     accepts: Callable[[Any], bool]
 
-    def __call__(self, name: str, value: Any) -> None:
+    def __call__(self, name: str, value: object) -> None:
         if not self.accepts(value):
             raise ValueError(f"{name}: expected {self.expected}, got {value!r}")
 
@@ -86,11 +91,11 @@ def one_of(choices: Collection[str]) -> Check:
     return Check(f"one of {known}", lambda v: isinstance(v, str) and v in known)
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_real(value: Any) -> bool:
+def _is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -149,6 +154,6 @@ check_floating = Check(
 )
 
 
-def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """One of these strings, or a ValueError."""
     one_of(choices)(name, value)

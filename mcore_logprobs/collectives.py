@@ -10,11 +10,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import group_size
@@ -37,7 +37,7 @@ _SENT_AS_THEY_ARE = (
 _REASON = "mcore_logprobs/reason"
 
 
-def group_store(group: ProcessGroup) -> Any | None:
+def group_store(group: ProcessGroup) -> dist.Store | None:
     """The group's key-value store, or None where torch does not tell."""
     try:
         from torch.distributed.distributed_c10d import _get_process_group_store
@@ -57,7 +57,7 @@ def leave_reason(group: ProcessGroup, reason: str) -> None:
         store.set(_REASON, reason)
 
 
-def wait_for(work: Any | None, group: ProcessGroup | None) -> None:
+def wait_for(work: dist.Work | None, group: ProcessGroup | None) -> None:
     """`work.wait()`, if there is any.
 
     Raises:
@@ -105,7 +105,7 @@ def all_gather_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
         return _all_gather_dim0(x.contiguous(), group, async_op=False)[0]
 
 
-def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any | None]:
+def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
     """Start an `all_gather_dim0`: (output, work to wait for, or None if nothing is sent).
 
     x must be contiguous and stay as it is until the work is done.
@@ -121,7 +121,7 @@ def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor
 
 def _all_gather_dim0(
     x: Tensor, group: ProcessGroup | None, *, async_op: bool
-) -> tuple[Tensor, Any | None]:
+) -> tuple[Tensor, dist.Work | None]:
     out = x.new_empty((group_size(group) * x.shape[0], *x.shape[1:]))
     # Empty on one rank is empty on all: nothing to send.
     if not x.numel():
@@ -148,7 +148,7 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return out
 
 
-def all_reduce_sum_async(x: Tensor, group: ProcessGroup | None) -> Any | None:
+def all_reduce_sum_async(x: Tensor, group: ProcessGroup | None) -> dist.Work | None:
     """Start summing x over ranks in place; `wait()` on what is returned, None on one process.
 
     x must be contiguous and the library's own.
@@ -169,7 +169,9 @@ def reduce_scatter_dim0(x: Tensor, group: ProcessGroup | None) -> Tensor:
         return _reduce_scatter_dim0(x.contiguous(), group, async_op=False)[0]
 
 
-def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Any | None]:
+def reduce_scatter_dim0_async(
+    x: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor, dist.Work | None]:
     """Start a `reduce_scatter_dim0`: (output, work to wait for, or None if nothing is sent).
 
     x must be contiguous and stay as it is until the work is done.
@@ -181,7 +183,7 @@ def reduce_scatter_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Te
 
 def _reduce_scatter_dim0(
     x: Tensor, group: ProcessGroup | None, *, async_op: bool
-) -> tuple[Tensor, Any | None]:
+) -> tuple[Tensor, dist.Work | None]:
     size = group_size(group)
     if x.shape[0] % size:
         raise ValueError(f"reduce-scatter: expected dim 0 divisible by {size}, got {x.shape[0]}")
@@ -237,16 +239,20 @@ warnings.filterwarnings(
 )
 
 
+class _GroupContext(FunctionCtx):
+    group: ProcessGroup
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(grads[0], ctx.group), None
 
 

@@ -49,16 +49,16 @@ class _Setting:
     help: str
     check: Check
     parse: Callable[[str], Any]
-    normal: Callable[[Any], Any] = lambda value: value
+    normal: Callable[[object], object] = lambda value: value
     words: tuple[str, ...] = ()
 
 
-def _field(default: Any, setting: _Setting) -> Any:
+def _field(default: object, setting: _Setting) -> object:
     return dataclasses.field(default=default, metadata={"setting": setting})
 
 
 def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
-    def normal(value: Any) -> Any:
+    def normal(value: object) -> object:
         return "off" if value is False and "off" in choices else value  # YAML's unquoted off
 
     return _field(default, _Setting(help, checks.one_of(choices), parse=str, normal=normal))
@@ -77,7 +77,7 @@ def _switch(default: bool, help: str, *, words: tuple[str, ...] = ()) -> Any:
 def _integer(default: int | None, check: Check, help: str, *, off: tuple[int, ...] = ()) -> Any:
     """An int, or None where the check accepts it; the values `off` are other spellings of None."""
 
-    def normal(value: Any) -> Any:
+    def normal(value: object) -> object:
         if isinstance(value, numbers.Integral) and not isinstance(value, bool):
             return None if value in off else int(value)
         return value
@@ -98,13 +98,13 @@ def _real(default: float | None, check: Check, help: str) -> Any:
 def _ids(default: None, check: Check, help: str) -> Any:
     """A tuple of ints, ascending, or None; in a text they stand between commas."""
 
-    def parse(text: str) -> Any:
+    def parse(text: str) -> object:
         if text.lower() in ("none", "null", ""):
             return None
         found = [_number_parser(int)(part.strip()) for part in text.split(",")]
         return text if any(isinstance(x, str) for x in found) else tuple(found)
 
-    def normal(value: Any) -> Any:
+    def normal(value: object) -> object:
         ids = value.tolist() if isinstance(value, torch.Tensor) else value
         if isinstance(ids, Sequence) and not isinstance(ids, str) and ids and checks.all_ids(ids):
             return tuple(sorted({int(x) for x in ids}))
@@ -116,7 +116,7 @@ def _ids(default: None, check: Check, help: str) -> Any:
 def _pairs(default: None, check: Check, help: str) -> Any:
     """A tuple of (id, number), by id, or None; in a text `id:number` between commas."""
 
-    def parse(text: str) -> Any:
+    def parse(text: str) -> object:
         if text.lower() in ("none", "null", ""):
             return None
         try:
@@ -125,7 +125,7 @@ def _pairs(default: None, check: Check, help: str) -> Any:
         except ValueError:
             return text
 
-    def normal(value: Any) -> Any:
+    def normal(value: object) -> object:
         pairs = tuple(value.items()) if isinstance(value, Mapping) else value
         if isinstance(pairs, tuple | list) and pairs and checks.all_pairs(pairs):
             return tuple(sorted((int(number), float(x)) for number, x in pairs))
@@ -153,7 +153,7 @@ _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def _bytes_of(text: str) -> Any:
+def _bytes_of(text: str) -> object:
     found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([kmg]i?b)", text.strip().lower())
     if found is None:
         return text
@@ -162,7 +162,7 @@ def _bytes_of(text: str) -> Any:
 
 
 def _dtype(default: torch.dtype, check: Check, help: str) -> Any:
-    def normal(value: Any) -> Any:
+    def normal(value: object) -> object:
         if isinstance(value, str):
             return _DTYPES.get(value.lower().removeprefix("torch."), value)
         return value
@@ -182,12 +182,12 @@ _DTYPES = {
 }
 
 
-def _parse_switch(text: str) -> Any:
+def _parse_switch(text: str) -> object:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _number_parser(number: type[int] | type[float]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
+def _number_parser(number: type[int] | type[float]) -> Callable[[str], object]:
+    def parse(text: str) -> object:
         if text.lower() in ("none", "null"):
             return None
         try:
@@ -218,7 +218,7 @@ def _default(cls: Any, name: str) -> Any:
     return _plain(cls.__dataclass_fields__[name].default)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
@@ -488,7 +488,7 @@ class LogprobConfig(SuggestsFields):
         return cls._from_attributes(config)
 
     @classmethod
-    def _from_attributes(cls, source: Any) -> LogprobConfig:
+    def _from_attributes(cls, source: object) -> LogprobConfig:
         known = _settings(cls)
         settings = {}
         names = set(getattr(source, "__dict__", ())) | {ARG_PREFIX + k for k in known}
@@ -543,8 +543,8 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     return parser
 
 
-def _argument_type(setting: _Setting) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
+def _argument_type(setting: _Setting) -> Callable[[str], object]:
+    def convert(text: str) -> object:
         value = setting.normal(setting.parse(text))
         if not setting.check.accepts(value):
             raise argparse.ArgumentTypeError(f"expected {setting.check.expected}, got {text!r}")

@@ -24,9 +24,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,29 +57,31 @@ _agreed: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[str, int]]] = weakref
 _blamed: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # this rank has left a reason there
 
 
-class comparing:
-    """While open, `check_call` compares this call of an operation.
-
-    Args:
-        arguments: makes its arguments by name; called if they are compared.
-    """
-
-    def __init__(self, operation: str, arguments: Callable[[], Mapping[str, Any]]) -> None:
-        self.operation, self.arguments = operation, arguments
-
-    def __enter__(self) -> None:
-        _calls.under_way.append(self)
-
-    def __exit__(self, *exc: object) -> None:
-        _calls.under_way.pop()
+class _Call(NamedTuple):
+    operation: str
+    arguments: Callable[[], Mapping[str, object]]
 
 
 class _Calls(threading.local):
     def __init__(self) -> None:
-        self.under_way: list[comparing] = []  # outermost first
+        self.under_way: list[_Call] = []  # outermost first
 
 
 _calls = _Calls()
+
+
+@contextmanager
+def comparing(operation: str, arguments: Callable[[], Mapping[str, object]]) -> Iterator[None]:
+    """Within it, `check_call` compares this call of an operation.
+
+    Args:
+        arguments: makes its arguments by name; called if they are compared.
+    """
+    _calls.under_way.append(_Call(operation, arguments))
+    try:
+        yield
+    finally:
+        _calls.under_way.pop()
 
 
 def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> None:
@@ -93,7 +96,7 @@ def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> 
     if group_size(group) == 1 or torch.compiler.is_compiling():
         return
     assert group is not None
-    call = _calls.under_way[-1] if _calls.under_way else comparing("an operation", dict)
+    call = _calls.under_way[-1] if _calls.under_way else _Call("an operation", dict)
     if os.environ.get(VARIABLE) == "1":
         described = {"operation": call.operation, "columns": str(width)}
         _compare_arguments(described | _described("", call.arguments()), group, device)
@@ -131,12 +134,12 @@ class _Posted:
     hidden: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, width: int, arguments: Mapping[str, Any]) -> _Posted:
+    def of(cls, width: int, arguments: Mapping[str, object]) -> _Posted:
         own = cls(width)
         own._add(arguments, in_parts=arguments.get("sequence_parallel") is True)
         return own
 
-    def _add(self, arguments: Mapping[str, Any], *, in_parts: bool) -> None:
+    def _add(self, arguments: Mapping[str, object], *, in_parts: bool) -> None:
         for name, value in arguments.items():
             if (parts := _parts(name, value)) is not None:
                 self._add(parts, in_parts=in_parts)
@@ -266,7 +269,7 @@ def _described(name: str, value: Any) -> dict[str, str]:
     return {k: text for key, part in parts.items() for k, text in _described(key, part).items()}
 
 
-def _parts(name: str, value: Any) -> dict[str, Any] | None:
+def _parts(name: str, value: object) -> dict[str, object] | None:
     """The parts of a mapping, a dataclass or a tuple by name; None of anything else."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -277,7 +280,7 @@ def _parts(name: str, value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _value(name: str, value: Any) -> str:
+def _value(name: str, value: object) -> str:
     if isinstance(value, ProcessGroup):
         return ""
     if isinstance(value, Tensor):

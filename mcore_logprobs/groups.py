@@ -105,7 +105,7 @@ class ParallelGroups:
         )
 
     @classmethod
-    def from_model(cls, model: Any) -> ParallelGroups:
+    def from_model(cls, model: object) -> ParallelGroups:
         """The groups that a Megatron model was built with.
 
         Reads, through any wrapper's `.module`: `pg_collection` (once named `model_comm_pgs`), then
@@ -159,11 +159,18 @@ class VocabShard:
         group: the TP group, None for one process.
         width: columns on this rank, V/TP, the same on every rank.
         vocab_size: true vocabulary size, at most V; global columns at or past it count as -inf.
+        rank, tp_size: this process's in the group.
+        start: this rank's first column.
+        valid_width: how many of this rank's columns are true vocabulary; they come first. May be 0.
     """
 
     group: ProcessGroup | None
     width: int
     vocab_size: int
+    rank: int
+    tp_size: int
+    start: int
+    valid_width: int
 
     @classmethod
     def of(cls, width: int, group: ProcessGroup | None, vocab_size: int | None) -> VocabShard:
@@ -172,15 +179,15 @@ class VocabShard:
         Raises:
             ValueError: no columns, or vocab_size outside [1, V].
         """
-        tp_size = group_size(group)
+        rank, tp_size = group_rank(group), group_size(group)
         padded = width * tp_size
         if width < 1:
             raise ValueError(f"vocabulary shard: expected at least 1 column, got {width}")
         if vocab_size is None:
-            return cls(group, width, padded)
-        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+            vocab_size = padded
+        elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
             raise ValueError(f"vocab_size: expected an int or None, got {vocab_size!r}")
-        if not 1 <= vocab_size <= padded:
+        elif not 1 <= vocab_size <= padded:
             hint = ""
             if vocab_size > padded:
                 hint = f"; is tp_group, of size {tp_size}, the tensor-parallel group?"
@@ -188,19 +195,9 @@ class VocabShard:
                 f"vocab_size: expected 1 to {padded} (V/TP {width} x TP {tp_size}), got "
                 f"{vocab_size}{hint}"
             )
-        return cls(group, width, vocab_size)
-
-    @property
-    def rank(self) -> int:
-        return group_rank(self.group)
-
-    @property
-    def tp_size(self) -> int:
-        return group_size(self.group)
-
-    @property
-    def start(self) -> int:
-        return self.rank * self.width
+        start = rank * width
+        valid_width = max(0, min(width, vocab_size - start))
+        return cls(group, width, vocab_size, rank, tp_size, start, valid_width)
 
     @property
     def end(self) -> int:
@@ -210,8 +207,3 @@ class VocabShard:
     def padded_size(self) -> int:
         """V, the padded global vocabulary."""
         return self.width * self.tp_size
-
-    @property
-    def valid_width(self) -> int:
-        """How many of this rank's columns are true vocabulary; they come first. May be 0."""
-        return max(0, min(self.width, self.vocab_size - self.start))

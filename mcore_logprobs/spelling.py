@@ -43,9 +43,9 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
 class SuggestsFields:
     """Base of a dataclass whose constructor suggests the nearest field for an unknown keyword."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[dict[str, object]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        fields: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        fields: dict[str, object] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         check_keywords(cls.__name__, kwargs, fields)
         return super().__new__(cls)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 
-def true_vocab_size(args: Any) -> int | None:
+def true_vocab_size(args: object) -> int | None:
     """The number of tokens before padding, from Megatron-LM's parsed arguments.
 
     The tokenizer that `megatron.training` has built says it; before one is built, a NullTokenizer
@@ -39,7 +38,7 @@ def tokenizer_size() -> int | None:
     return None if size is None else int(size)
 
 
-def _size_by_flags(args: Any) -> int | None:
+def _size_by_flags(args: object) -> int | None:
     size = getattr(args, "vocab_size", None)
     if size is None or getattr(args, "tokenizer_type", None) != "NullTokenizer":
         return size

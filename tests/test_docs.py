@@ -82,6 +82,8 @@ def own_names() -> dict[str, dict[str, Any]]:
             "a": torch.randn(8, 16),
             "b": torch.randn(64, 8),
             "teacher_hidden": torch.randn(4, 4, 16),
+            "adapters": [(torch.randn(8, 16), torch.randn(64, 8), 0.5) for _ in range(2)],
+            "rows_of_adapter": torch.arange(16).chunk(2),
         },
         "docs/mismatch.md": {"logits": torch.randn(4, 4, 49152)},
         "mcore_logprobs/debug/compare.py": {

@@ -9,6 +9,7 @@ import megatron.core  # noqa: F401  (the ranks' fork server imports it once for 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_logprobs import (
     linear_gather,
@@ -333,3 +334,47 @@ def test_a_changing_structure_is_refused():
 
     with pytest.raises(ValueError, match="structure and dtypes that its first call gave"):
         linear_map(hidden, weight, fn, chunk_size=3)
+
+
+def test_adapters_in_one_batch_are_a_call_each_and_cost_what_one_call_does() -> None:
+    """As docs/api/hidden.md has it: values, gradients and multiplications."""
+    generator = torch.Generator().manual_seed(5)
+    n, v, h, r = 60, 320, 64, 2
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    hidden, weight = normal(n, h), normal(v, h).detach()
+    adapters = [(normal(r, h), normal(v, r), 0.1) for _ in range(3)]
+    target = torch.randint(0, v, (n,), generator=generator)
+    upstream = torch.randn(n, generator=generator, dtype=torch.float64)
+    adapter_id = torch.randint(0, 3, (n,), generator=generator)
+    rows_of_adapter = [(adapter_id == i).nonzero().squeeze(1) for i in range(3)]
+    leaves = [hidden, *(x for a, b, _ in adapters for x in (a, b))]
+
+    def ours() -> Tensor:
+        found = [
+            linear_token_stats(hidden, weight, target[rows], rows=rows, lora=lora).logprobs
+            for rows, lora in zip(rows_of_adapter, adapters, strict=True)
+        ]
+        return torch.zeros(n, dtype=torch.float64).index_put(
+            (torch.cat(rows_of_adapter),), torch.cat(found)
+        )
+
+    def one_call() -> Tensor:
+        return linear_token_stats(hidden, weight, target, lora=adapters[0]).logprobs
+
+    a, b = (torch.stack([lora[part] for lora in adapters])[adapter_id] for part in (0, 1))
+    low = torch.einsum("nh,nrh->nr", hidden, a)
+    logits = hidden @ weight.t() + 0.1 * torch.einsum("nr,nvr->nv", low, b)
+    expected = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
+    flops, grads = [], []
+    for call in (ours, one_call):
+        with FlopCounterMode(display=False) as counted:
+            found = call()
+            grads.append(torch.autograd.grad(found @ upstream, leaves, allow_unused=True))
+        flops.append(counted.get_total_flops())
+        if call is ours:
+            torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads[0], torch.autograd.grad(expected @ upstream, leaves))
+    assert flops[0] == flops[1] > 3 * 2 * n * v * h

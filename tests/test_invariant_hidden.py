@@ -16,7 +16,7 @@ from mcore_logprobs.debug import doctor, invariance
 from mcore_logprobs.kernels.products import product
 from mcore_logprobs.kernels.stats import merge
 from mcore_logprobs.ops import row_statistics
-from mcore_logprobs.sources import head as fused_head
+from mcore_logprobs.sources import head_operands as fused_head
 from mcore_logprobs.sources.head_gradients import HeadGradient
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size

@@ -22,7 +22,7 @@ from mcore_logprobs.ops.gather import gather
 from mcore_logprobs.ops.sampling import sampling_logprobs
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.ops.topk import topk
-from mcore_logprobs.sources.source import Entries, Placed, Source
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source
 from tests.helpers.shards import world_group, world_rank, world_size
 
 ROWS, VOCAB, TILE, WEIGHT = 5, 12, 2, 0.3
@@ -45,12 +45,12 @@ class ContrastLogits:
 
     def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
         self.options, self.tensors, self.shard = options, (first, second), options.shard
-        self.lead, self.count, self.device = first.shape[:1], first.shape[0], first.device
+        self.batch_shape, self.num_rows, self.device = first.shape[:1], first.shape[0], first.device
         self.acc_dtype = torch.float64
 
     def tiles(self) -> Iterator[ContrastTile]:
-        starts = range(0, self.count, TILE)
-        return (ContrastTile(self, slice(i, min(i + TILE, self.count))) for i in starts)
+        starts = range(0, self.num_rows, TILE)
+        return (ContrastTile(self, slice(i, min(i + TILE, self.num_rows))) for i in starts)
 
     def tile_ends(self) -> list[int]:
         return [tile.rows.stop for tile in self.tiles()]
@@ -64,10 +64,10 @@ class ContrastLogits:
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         return TILE
 
-    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+    def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
         return per_token
 
-    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
+    def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
         return per_row
 
     def pack(self, per_row: Tensor) -> Tensor:
@@ -92,9 +92,9 @@ class ContrastTile:
         first, second = (x[rows] for x in source.tensors)
         self._logits = first - source.options.weight * second
 
-    def chunks(self) -> Iterator[Placed]:
+    def chunks(self) -> Iterator[ChunkAt]:
         chunk = Chunk(self._logits, self._shard.valid_width)
-        yield Placed(self.rows, slice(0, self._shard.width), chunk)
+        yield ChunkAt(self.rows, slice(0, self._shard.width), chunk)
 
     whole_rows = chunks
 
@@ -102,7 +102,7 @@ class ContrastTile:
         found = self._logits.gather(1, local_target.clamp(min=0).unsqueeze(1)).squeeze(1)
         return torch.where(local_target >= 0, found, 0.0)
 
-    def unscaled_logits(self, entries: Entries) -> Tensor:
+    def unscaled_logits(self, entries: LogitIndices) -> Tensor:
         found = self._logits[entries.row - self.rows.start, entries.column.clamp(min=0)]
         return torch.where(entries.column >= 0, found, 0.0)
 
@@ -111,10 +111,10 @@ class ContrastGradient:
     def __init__(self, source: ContrastLogits) -> None:
         self._weight, self._grad = source.options.weight, torch.zeros_like(source.tensors[0])
 
-    def collect(self, tile: ContrastTile, placed: Placed, write: Callable[..., None]) -> None:
+    def collect(self, tile: ContrastTile, placed: ChunkAt, write: Callable[..., None]) -> None:
         write(placed, self._grad[placed.rows])
 
-    def collect_entries(self, tile: ContrastTile, entries: Entries, upstream: Tensor) -> None:
+    def collect_entries(self, tile: ContrastTile, entries: LogitIndices, upstream: Tensor) -> None:
         own = torch.where(entries.column >= 0, upstream, 0.0)
         self._grad.index_put_((entries.row, entries.column.clamp(min=0)), own, accumulate=True)
 

@@ -233,7 +233,6 @@ LEVELS = {
     "groups": 1,
     "collectives": 1,
     "consistency": 1,
-    "autograd": 0,
     "arguments": 2,
     "context_parallel": 2,
     "sources": 3,

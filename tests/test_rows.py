@@ -32,13 +32,13 @@ def strided(draw) -> Tensor:
 def test_every_row_comes_once_and_finds_its_way_back(x, start, length):
     source = given_logits(x)
     lead = x.shape[:-1]
-    assert source.count == lead.numel()
+    assert source.num_rows == lead.numel()
     number = torch.arange(lead.numel()).reshape(lead)
-    flat = source.flatten_rows(number)
-    assert flat.shape == (source.count,)
-    assert torch.equal(source.unflatten(flat), number)
+    flat = source.to_row_order(number)
+    assert flat.shape == (source.num_rows,)
+    assert torch.equal(source.to_token_order(flat), number)
     wide = torch.randn(*lead, 3)
-    assert torch.equal(source.unflatten(source.flatten_rows(wide)), wide)
+    assert torch.equal(source.to_token_order(source.to_row_order(wide)), wide)
 
     by_number, at = x.reshape(-1, x.shape[-1]), 0
     for placed in source.chunks():
@@ -47,8 +47,8 @@ def test_every_row_comes_once_and_finds_its_way_back(x, start, length):
         at = rows.stop
         assert torch.equal(chunk.logits, by_number[flat[rows]])
         assert chunk.logits.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert at == source.count
-    rows = slice(min(start, source.count), min(start + length, source.count))
+    assert at == source.num_rows
+    rows = slice(min(start, source.num_rows), min(start + length, source.num_rows))
     for index in (None, flat):
         found = source.rectangle(rows, slice(1, 3), index)
         assert torch.equal(found.logits, by_number[flat[rows], 1:3])

@@ -63,8 +63,9 @@ class RolloutSection:
     """The rollout engine and how it samples.
 
     engine: "vllm", "transformers", or "auto" (vLLM where it is installed and starts).
-    kept_tokens: with top_p < 1, what the trainer's log-probabilities are taken over: "trainer" (its
-        own top-p) or "engine" (the ids that the engine kept).
+    min_p: drop tokens whose probability is below min_p times the largest; 0: none.
+    kept_tokens: with top_p < 1 or min_p > 0, what the trainer's log-probabilities are taken over:
+        "trainer" (its own filter) or "engine" (the ids that the engine kept).
     max_kept: ids of a token that vLLM reports under "engine"; a token for which it kept as many or
         more is left out of the loss.
     importance_cap: cap of the truncated importance weights p_train / p_rollout; 0: no weights.
@@ -79,6 +80,7 @@ class RolloutSection:
     max_new_tokens: int = 24
     temperature: float = 1.0
     top_p: float = 1.0
+    min_p: float = 0.0
     kept_tokens: str = "trainer"
     max_kept: int = 4096
     importance_cap: float = 0.0
@@ -88,9 +90,14 @@ class RolloutSection:
     gpu_memory: float = 0.3
 
     @property
+    def filters(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.min_p > 0
+
+    @property
     def replays(self) -> bool:
         """Whether log-probabilities are over the ids that the engine kept."""
-        return self.top_p < 1 and self.kept_tokens == "engine"
+        return self.filters and self.kept_tokens == "engine"
 
 
 @dataclass(frozen=True)
@@ -255,6 +262,7 @@ _RULES = (
     ("rollout.temperature rollout.timeout optimizer.lr selfcheck", lambda x: x > 0, "> 0"),
     ("optimizer.beta1 optimizer.beta2", lambda x: 0 <= x < 1, "in [0, 1)"),
     ("rollout.top_p", lambda x: 0 < x <= 1, "in (0, 1]"),
+    ("rollout.min_p", lambda x: 0 <= x <= 1, "in [0, 1]"),
     ("task.eval_questions", lambda x: x == 0 or x >= 2, "0, or >= 2"),  # one has no standard error
 )
 _CHOICES = {
@@ -292,13 +300,19 @@ def validate(config: RunConfig, world_size: int) -> None:
         needs_reference = config.needs_reference
     except (TypeError, ValueError) as error:
         raise SetupError(f"grpo.settings of {g.objective}: {error}") from None
-    if needs_reference and r.top_p < 1 and not r.replays:
+    if needs_reference and r.filters and not r.replays:
         raise SetupError(
-            "rollout.kept_tokens: expected engine with top_p < 1 and a reference model (kl_coef), "
-            "whose own filter may leave a sampled token out; got trainer"
+            "rollout.kept_tokens: expected engine with top_p < 1 or min_p > 0 and a reference "
+            "model (kl_coef), whose own filter may leave a sampled token out; got trainer"
         )
-    own = {"output", "temperature", "top_k", "top_p", "vocab_size", "entropy", "target_rank"}
-    for key in sorted((own | {"ignore_index", "compact"}) & set(config.logprobs)):
+    if r.top_p < 1 and r.min_p > 0 and not r.replays:
+        raise SetupError(
+            "rollout.kept_tokens: expected engine with both top_p < 1 and min_p > 0, which vLLM "
+            "and transformers apply in different orders; got trainer"
+        )
+    own = {"output", "temperature", "top_k", "top_p", "min_p", "vocab_size", "entropy"}
+    own |= {"target_rank", "ignore_index", "compact"}
+    for key in sorted(own & set(config.logprobs)):
         raise SetupError(f"logprobs.{key} is set by the run itself; leave it out")
     try:
         LogprobConfig.from_dict(config.logprobs)

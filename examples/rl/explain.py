@@ -36,6 +36,7 @@ def explain(trainer: Any) -> Any:
         "hidden": hidden,
         "temperature": config.rollout.temperature,
         "top_p": config.rollout.top_p,
+        "min_p": config.rollout.min_p,
         "vocab_size": trainer.logprobs.vocab_size,
     }
     if all(s.hidden is not None for s in samples):

@@ -83,6 +83,7 @@ class RolloutEngine:
             temperature=rollout.temperature,
             top_k=0,
             top_p=rollout.top_p,
+            min_p=rollout.min_p or None,
             num_return_sequences=group_size,
             pad_token_id=pad,
             eos_token_id=eos,

@@ -137,6 +137,7 @@ class VllmEngine:
             sampling={
                 "temperature": rollout.temperature,
                 "top_p": rollout.top_p,
+                "min_p": rollout.min_p,
                 "max_tokens": rollout.max_new_tokens,
                 "stop_token_ids": [self.tokenizer.eos_token_id],
             },

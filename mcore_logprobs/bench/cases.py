@@ -41,7 +41,7 @@ class Shape:
         return self.vocab // group_size(self.group)
 
     def describe(self, *, hidden: bool = True) -> dict[str, Any]:
-        shape: dict[str, Any] = {"device": "GPU" if self.device.type == "cuda" else "CPU"}
+        shape: dict[str, object] = {"device": "GPU" if self.device.type == "cuda" else "CPU"}
         shape |= {"rows": self.rows, "vocab": self.vocab, "tp": group_size(self.group)}
         shape["dtype"] = str(self.dtype).removeprefix("torch.")
         return {**shape, "hidden": self.hidden} if hidden else shape
@@ -325,7 +325,7 @@ def policy_case(shape: Shape) -> Workload:
     advantages = shape.randn(rows).float()
     loss_fn = ClippedLoss(entropy_coef=0.01)
 
-    def policy(h: Tensor, w: Tensor, **options: Any) -> Tensor:
+    def policy(h: Tensor, w: Tensor, **options: object) -> Tensor:
         given: dict[str, Any] = {"denominator": rows, "entropy": True, "tp_group": group, **options}
         return m.linear_policy_loss(h, w, target, loss_fn, old, advantages, **given)[0]
 

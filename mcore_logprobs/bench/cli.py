@@ -57,7 +57,7 @@ _SWEEP = {
 }
 
 
-def _parser(sizes: Sizes, default: Sequence[str], command: str, **options: Any) -> Parser:
+def _parser(sizes: Sizes, default: Sequence[str], command: str, **options: object) -> Parser:
     parser = Parser(
         command,
         description="Time, memory, traffic and error of this library and its peers, on this "
@@ -98,7 +98,7 @@ def main(
     sizes: Sizes = SIZES,
     default: Sequence[str] = DEFAULT,
     command: str = "bench",
-    **options: Any,
+    **options: object,
 ) -> int:
     """Measure the cases that the arguments ask for; an operation of this library that fails ends
     the run with its error.

@@ -145,7 +145,7 @@ def _varied(points: list[Point]) -> str | None:
     return numeric[0] if numeric else None
 
 
-def _style(name: str, place: int) -> dict[str, Any]:
+def _style(name: str, place: int) -> dict[str, object]:
     if name.startswith("floor"):
         return {"color": "black", "linestyle": ":", "linewidth": 1.5}
     return {"color": f"C{place % 10}", "marker": "o", "markersize": 4}

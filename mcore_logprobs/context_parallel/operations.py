@@ -257,7 +257,7 @@ class _GatherBoundary(torch.autograd.Function):
         return reduce_scatter_dim0(grads[0], ctx.group), None
 
 
-def _filler(fill: Any, dtype: torch.dtype) -> int | float | complex:
+def _filler(fill: object, dtype: torch.dtype) -> int | float | complex:
     """The fill as a Python number that the dtype can hold, or a ValueError."""
     number = fill.item() if isinstance(fill, Tensor) and fill.dim() == 0 else fill
     if not isinstance(number, numbers.Number):

@@ -65,7 +65,7 @@ def norm_linear() -> type[nn.Module]:
             self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore
             self._eps = config.layernorm_epsilon
 
-        def forward(self, input_: Tensor, *rest: Any, **options: Any) -> Any:
+        def forward(self, input_: Tensor, *rest: object, **options: object) -> object:
             normal = nn.functional.rms_norm(
                 input_, (input_.shape[-1],), self.layer_norm_weight, self._eps
             )

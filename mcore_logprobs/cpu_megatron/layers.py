@@ -35,13 +35,13 @@ class CpuCoreAttention(nn.Module):
         self,
         config: Any,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: object,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **unused: Any,
+        pg_collection: object = None,
+        **unused: object,
     ) -> None:
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -64,10 +64,10 @@ class CpuCoreAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
+        attn_mask_type: object = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-        **unused: Any,
+        packed_seq_params: object = None,
+        **unused: object,
     ) -> Tensor:
         mask_type = getattr(attn_mask_type or self.attn_mask_type, "name", "causal")
         if mask_type not in ("causal", "padding_causal") or attention_bias is not None:

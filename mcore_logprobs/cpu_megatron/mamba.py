@@ -31,7 +31,7 @@ def split_conv1d_scan(
     seq_idx: Tensor | None = None,  # [b, l]
     activation: str = "silu",
     norm_before_gate: bool = False,
-    **other: Any,
+    **other: object,
 ) -> Tensor:
     """`mamba_split_conv1d_scan_combined`: [b, l, heads * d], gated by silu(z) and not normed.
 
@@ -119,7 +119,7 @@ class CpuGatedNorm(nn.Module):
         return normed.flatten(-2) * self.weight
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        self, prefix: str = "", sharded_offsets: object = (), metadata: object = None
     ) -> Any:
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -138,9 +138,9 @@ def partitioned_indices(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: 
     return starts[seq] + position
 
 
-def replacements(mixer: Any, context_parallel: Any) -> list[tuple[Any, str, Any]]:
+def replacements(mixer: object, context_parallel: object) -> list[tuple[Any, str, Any]]:
     """What `cpu_runtime` sets in Megatron's mamba_mixer and mamba_context_parallel modules."""
-    table: list[tuple[Any, str, Any]] = [
+    table: list[tuple[object, str, object]] = [
         (mixer, "HAVE_MAMBA_SSM", True),
         (mixer, "MAMBA_HAS_STATE_DTYPE", False),
         (mixer, "ExtendedRMSNorm", CpuGatedNorm),

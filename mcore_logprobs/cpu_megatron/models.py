@@ -121,7 +121,7 @@ def transformer_config(
     ffn_hidden_size: int | None = None,
     dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
-    **overrides: Any,
+    **overrides: object,
 ) -> Any:
     """A Llama-like TransformerConfig (RMSNorm, gated SiLU, no biases, no dropout).
 
@@ -132,7 +132,7 @@ def transformer_config(
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     tp, cp, pp, vp, ep, etp = _current_layout()
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_attention_heads": num_attention_heads,
@@ -167,7 +167,7 @@ def transformer_config(
 
 
 def build_gpt_model(
-    config: Any,
+    config: object,
     *,
     vocab_size: int,
     max_sequence_length: int = 4096,
@@ -176,7 +176,7 @@ def build_gpt_model(
     mtp: bool = False,
     vp_stage: int | None = None,
     seed: int | None = 1234,
-    **gpt_kwargs: Any,
+    **gpt_kwargs: object,
 ) -> Any:
     """This rank's GPTModel (with virtual pipelining: the chunk `vp_stage`), with RoPE.
 
@@ -248,7 +248,7 @@ def build_gpt_chunks(config: Any, **kwargs: Any) -> list[Any]:
 
 
 def build_hybrid_model(
-    config: Any,
+    config: object,
     *,
     vocab_size: int,
     pattern: str,
@@ -256,7 +256,7 @@ def build_hybrid_model(
     tied: bool = True,
     vp_stage: int | None = None,
     seed: int | None = 1234,
-    **model_kwargs: Any,
+    **model_kwargs: object,
 ) -> Any:
     """This rank's HybridModel, or MambaModel where Megatron has only that (before 0.18).
 
@@ -374,7 +374,7 @@ def _mlp_submodules(submodules: Any, parts: Any) -> Any:
     )
 
 
-def _mamba_layer_spec(norm: Any, bias_dropout_add: Any) -> Any:
+def _mamba_layer_spec(norm: object, bias_dropout_add: object) -> object:
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -388,7 +388,7 @@ def _mamba_layer_spec(norm: Any, bias_dropout_add: Any) -> Any:
     return ModuleSpec(module=MambaLayer, submodules=parts)
 
 
-def _hybrid_mtp_spec(norm: Any) -> Any:
+def _hybrid_mtp_spec(norm: object) -> object:
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction as mtp
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -453,7 +453,7 @@ def _bound_submodules(builder: Any) -> Any:
     return found
 
 
-def _mtp_block_spec(config: Any, block: Any, vp_stage: int | None) -> Any:
+def _mtp_block_spec(config: object, block: object, vp_stage: int | None) -> object:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     gpu = gpu_present()
@@ -494,7 +494,7 @@ def _gpu_layer_spec(config: Any, experts: int | None) -> Any:
     return make(**{k: v for k, v in wanted.items() if k in known})
 
 
-def _gpu_hybrid_stack_spec() -> Any:
+def _gpu_hybrid_stack_spec() -> object:
     if importlib.util.find_spec("megatron.core.models.hybrid"):
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 

@@ -85,7 +85,7 @@ def _leave() -> None:
     _depth -= 1
 
 
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+def _replace(undo: contextlib.ExitStack, owner: object, name: str, value: object) -> None:
     before = vars(owner).get(name, _MISSING)
 
     def restore() -> None:
@@ -98,12 +98,12 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
     undo.callback(restore)
 
 
-def _replacements() -> list[tuple[Any, str, Any]]:
+def _replacements() -> list[tuple[object, str, object]]:
     # Import Megatron first: its decorators make torch.compile list torch's functions by object,
     # once and for good, and that list must hold the real ones.
     importlib.import_module("megatron.core.models.gpt")
     tracker = importlib.import_module("megatron.core.tensor_parallel.random")
-    cuda_calls: dict[str, Any] = {
+    cuda_calls: dict[str, object] = {
         "current_device": lambda: _CPU,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
@@ -121,7 +121,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         "manual_seed": lambda seed: torch.manual_seed(seed),
         "initial_seed": lambda: torch.initial_seed(),
     }
-    table: list[tuple[Any, str, Any]] = [(torch.cuda, k, v) for k, v in cuda_calls.items()]
+    table: list[tuple[object, str, object]] = [(torch.cuda, k, v) for k, v in cuda_calls.items()]
     table += [
         (torch.cuda.random, name, cuda_calls[name])
         for name in ("get_rng_state", "set_rng_state", "manual_seed")
@@ -147,11 +147,11 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     return table + mamba.replacements(mixer, shards)
 
 
-def _names_of_transformer_engine() -> list[tuple[Any, str, Any]]:
+def _names_of_transformer_engine() -> list[tuple[object, str, object]]:
     """Names that some releases read without looking whether Transformer Engine gave them."""
     moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    table: list[tuple[Any, str, Any]] = []
+    table: list[tuple[object, str, object]] = []
     if not hasattr(moe, "te_general_gemm"):
         table.append((moe, "te_general_gemm", None))
     inference = sys.modules.get("megatron.core.tensor_parallel.inference_layers")
@@ -169,7 +169,7 @@ class _NoLayer:
     """No module is one."""
 
 
-def _all_to_all_of_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+def _all_to_all_of_lists(original: Callable[..., object]) -> Callable[..., object]:
     """`all_to_all_single` that takes its split sizes as tensors or arrays too.
 
     Megatron's token dispatcher turns sizes that lie on a GPU into lists on their way to the host;
@@ -182,9 +182,9 @@ def _all_to_all_of_lists(original: Callable[..., Any]) -> Callable[..., Any]:
         input: torch.Tensor,
         output_split_sizes: Any = None,
         input_split_sizes: Any = None,
-        group: Any = None,
+        group: object = None,
         async_op: bool = False,
-    ) -> Any:
+    ) -> object:
         sizes = (
             None if split is None else [int(n) for n in split]
             for split in (output_split_sizes, input_split_sizes)
@@ -197,11 +197,11 @@ def _all_to_all_of_lists(original: Callable[..., Any]) -> Callable[..., Any]:
 class _OneGenerator:
     """`torch.cuda.default_generators`: every device, by number or by name, has the CPU's."""
 
-    def __getitem__(self, device: Any) -> torch.Generator:
+    def __getitem__(self, device: object) -> torch.Generator:
         return torch.default_generator
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(factory: Callable[..., object]) -> Callable[..., object]:
     """`factory` with device="cuda..." read as the CPU and pinned memory as plain memory."""
 
     @functools.wraps(factory)
@@ -216,32 +216,32 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _same(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _same(self: object, *args: object, **kwargs: object) -> object:
     return self
 
 
-def _call_now(callback: Callable[[], Any], **kwargs: Any) -> None:
+def _call_now(callback: Callable[[], object], **kwargs: object) -> None:
     callback()
 
 
 class _NullContext(contextlib.AbstractContextManager):
     """Stands in for `torch.cuda.device(...)` and `torch.cuda.stream(...)`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         return None
 
 
 class _NullStream(_NullContext):
     """Stands in for CUDA streams and events: everything has happened already."""
 
-    def wait_stream(self, *args: Any) -> None: ...
-    def wait_event(self, *args: Any) -> None: ...
-    def record_event(self, *args: Any) -> _NullStream:
+    def wait_stream(self, *args: object) -> None: ...
+    def wait_event(self, *args: object) -> None: ...
+    def record_event(self, *args: object) -> _NullStream:
         return self
 
-    def record(self, *args: Any) -> None: ...
-    def wait(self, *args: Any) -> None: ...
+    def record(self, *args: object) -> None: ...
+    def wait(self, *args: object) -> None: ...
     def synchronize(self) -> None: ...

@@ -35,7 +35,7 @@ _CPU_PROPERTIES = types.SimpleNamespace(
     total_memory=0,
     gcnArchName="cpu",  # the last for torch.compile
 )
-_open: set[Callable[..., Any]] = set()
+_open: set[Callable[..., object]] = set()
 
 
 @contextlib.contextmanager
@@ -72,7 +72,9 @@ def cpu_training() -> Iterator[bool]:
         yield active
 
 
-def _once(undo: contextlib.ExitStack, table: Callable[[], list[tuple[Any, str, Any]]]) -> None:
+def _once(
+    undo: contextlib.ExitStack, table: Callable[[], list[tuple[object, str, object]]]
+) -> None:
     """What an outer context has replaced stays as it is."""
     if table in _open:
         return
@@ -82,12 +84,13 @@ def _once(undo: contextlib.ExitStack, table: Callable[[], list[tuple[Any, str, A
         _replace(undo, owner, name, value)
 
 
-def _devices() -> list[tuple[Any, str, Any]]:
+def _devices() -> list[tuple[object, str, object]]:
     amounts = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     return [
         # What trainers log: nothing is on a device.
         *((torch.cuda, name, lambda device=None: 0) for name in amounts),
-        (torch.cuda, "mem_get_info", lambda device=None: (0, 0)),
+        # Free and whole: trainers divide by the second, and collect garbage where little is free.
+        (torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36)),
         # Megatron makes its process groups only where it counts a device.
         (torch.cuda, "device_count", lambda: 1),
         # Its arguments' validation asks for the device's generation: before Hopper.
@@ -97,7 +100,7 @@ def _devices() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _loop() -> list[tuple[Any, str, Any]]:
+def _loop() -> list[tuple[object, str, object]]:
     training = importlib.import_module("megatron.training.training")
     datasets = importlib.import_module("megatron.core.datasets.utils")
     # pretrain calls it by this name, and has no parameter for what it passes on.
@@ -110,7 +113,7 @@ def _loop() -> list[tuple[Any, str, Any]]:
 
 def _cuda_type(plain: Any) -> Any:
     @functools.wraps(plain)
-    def named(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def named(self: object, dtype: object = None, *args: object, **kwargs: object) -> object:
         if dtype is None:
             return plain(self).replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):

@@ -69,11 +69,11 @@ class AuditReport:
 
 
 def audit(
-    fn: Callable[..., Any] | str,
+    fn: Callable[..., object] | str,
     *,
     kind: str = "logprobs",
     tp: Sequence[int] = (1, 2, 4),
-    call: Mapping[str, Any] | None = None,
+    call: Mapping[str, object] | None = None,
     vocab: int = 48,
     bound: float = BOUND,
     timeout: float = 300.0,
@@ -113,7 +113,7 @@ def audit(
     return _judge(spec, kind, found, bound, sizes)
 
 
-def _spec_of(fn: Any) -> str:
+def _spec_of(fn: object) -> str:
     name, module = getattr(fn, "__qualname__", ""), getattr(fn, "__module__", "")
     owner = getattr(fn, "__self__", None)
     if inspect.isclass(owner) and getattr(fn, "__name__", "") == "apply":
@@ -132,7 +132,7 @@ def _has_megatron() -> bool:
         return False
 
 
-def _launch(job: Job) -> list[dict[str, Any]]:
+def _launch(job: Job) -> list[dict[str, object]]:
     """Every rank's findings; a rank that died or hung is a finding too."""
     from torch import multiprocessing
 
@@ -151,7 +151,7 @@ def _launch(job: Job) -> list[dict[str, Any]]:
         deadline = time.monotonic() + job.timeout
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))
-        found: list[dict[str, Any]] = []
+        found: list[dict[str, object]] = []
         for rank, process in enumerate(ranks):
             answer = Path(folder, f"rank{rank}.json")
             if process.is_alive():

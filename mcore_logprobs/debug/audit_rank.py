@@ -83,7 +83,7 @@ def run_rank(rank: int, job: Job, folder: str, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     for size in job.sizes:
         if rank < size:
             try:
@@ -98,7 +98,7 @@ def run_rank(rank: int, job: Job, folder: str, path: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _world(rank: int, size: int, store: str, timeout: float) -> Iterator[Any]:
+def _world(rank: int, size: int, store: str, timeout: float) -> Iterator[object]:
     """torch.distributed of exactly `size` ranks, and Megatron's state where it imports."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     if sys.platform == "linux":
@@ -112,7 +112,7 @@ def _world(rank: int, size: int, store: str, timeout: float) -> Iterator[Any]:
     )
     try:
         with contextlib.ExitStack() as stack:
-            group: Any = dist.group.WORLD
+            group: object = dist.group.WORLD
             try:
                 import megatron.core  # noqa: F401
             except Exception:
@@ -132,7 +132,7 @@ def _world(rank: int, size: int, store: str, timeout: float) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def _cases(job: Job, rank: int, size: int, group: Any) -> Iterator[dict[str, Any]]:
+def _cases(job: Job, rank: int, size: int, group: object) -> Iterator[dict[str, object]]:
     fn, kind = find(job.spec), KINDS[job.kind]
     for layout in _LAYOUTS:
         for spread, (scale, offset) in _SPREADS.items():
@@ -165,8 +165,8 @@ def _inputs(vocab: int, layout: str, scale: float, offset: float) -> dict[str, T
 
 
 def _one(
-    fn: Any, kind: Kind, whole: dict[str, Tensor], job: Job, rank: int, size: int, group: Any
-) -> list[dict[str, Any]]:
+    fn: object, kind: Kind, whole: dict[str, Tensor], job: Job, rank: int, size: int, group: object
+) -> list[dict[str, object]]:
     width = job.vocab // size
     mine = slice(rank * width, (rank + 1) * width)
     exact_leaf = whole["logits"].double().requires_grad_()
@@ -229,8 +229,8 @@ def _call(fn: Any, kind: Kind, given: dict[str, Any], call: dict[str, Any]) -> t
         fn = fn.apply  # type: ignore[attr-defined]
     else:
         parameters = list(inspect.signature(fn).parameters.values())
-    args: list[Any] = []
-    keywords: dict[str, Any] = {}
+    args: list[object] = []
+    keywords: dict[str, object] = {}
     for place, parameter in enumerate(parameters):
         name, what = parameter.name, _MEANING_OF.get(parameter.name, "")
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -258,7 +258,7 @@ def _call(fn: Any, kind: Kind, given: dict[str, Any], call: dict[str, Any]) -> t
     return found
 
 
-def _difference(got: Tensor, want: Tensor) -> dict[str, Any]:
+def _difference(got: Tensor, want: Tensor) -> dict[str, object]:
     """Relative to the largest expected value; what factor it is off by, if it is one factor."""
     if got.shape != want.shape:
         note = f"expected shape {list(want.shape)}, got {list(got.shape)}"

@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from mcore_logprobs.commands import Parser, comma_separated, positive
 from mcore_logprobs.debug.oracle import BOUND, KINDS
@@ -121,7 +120,7 @@ def _sizes(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"expected numbers such as 1,2,4, got {text!r}") from error
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def _pair(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")

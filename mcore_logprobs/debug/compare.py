@@ -108,11 +108,11 @@ class MismatchStats:
 
 
 def compare_logprobs(
-    train_logprobs: Any,
-    rollout_logprobs: Any,
-    mask: Any = None,
+    train_logprobs: object,
+    rollout_logprobs: object,
+    mask: object = None,
     *,
-    target_rank: Any = None,
+    target_rank: object = None,
     percentiles: Sequence[float] = PERCENTILES,
     seq_dim: int = -1,
     cu_seqlens: Tensor | None = None,

@@ -35,7 +35,7 @@ _PACKAGES = (
 
 
 def report(
-    model: Any = None, *, full: bool = False, batch: str | PathLike[str] | None = None
+    model: object = None, *, full: bool = False, batch: str | PathLike[str] | None = None
 ) -> dict[str, Any]:
     """Return everything that `doctor` knows, as plain data that `json` can write.
 
@@ -104,7 +104,7 @@ def _import(module: str) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _backends(device: str) -> dict[str, Any]:
+def _backends(device: str) -> dict[str, object]:
     """The backends for a device, best first, with the reasons, and what `auto` takes."""
     from mcore_logprobs.kernels import backend as backends
     from mcore_logprobs.kernels import products
@@ -133,14 +133,14 @@ def _megatron_hooks() -> dict[str, str]:
     return found
 
 
-def _head(model: Any) -> str:
+def _head(model: object) -> str:
     from mcore_logprobs.megatron.heads import head_report
 
     head = head_report(model)
     return "fused" if head.fusable else f"logits path: {head.reason}"
 
 
-def _vocabulary(model: Any) -> str:
+def _vocabulary(model: object) -> str:
     """Which columns of the head have probability."""
     from mcore_logprobs.megatron.head_patch import patch_of
     from mcore_logprobs.megatron.heads import find_language_models, has_head
@@ -164,12 +164,12 @@ def _vocabulary(model: Any) -> str:
     return "no head on this pipeline stage"
 
 
-def _groups() -> dict[str, Any]:
+def _groups() -> dict[str, object]:
     """The process groups of this process, as far as they are initialized."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return {"torch.distributed": "not initialized: group=None means this process alone"}
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "torch.distributed": f"{dist.get_backend()}, rank {dist.get_rank()} of "
         f"{dist.get_world_size()}"
     }

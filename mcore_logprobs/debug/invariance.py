@@ -20,7 +20,7 @@ from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
 from mcore_logprobs.ops.driver import show
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.ops.token_stats import (
     Statistics,
     linear_token_stats,
@@ -180,9 +180,9 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
 
 def _local_stats(source: Source, column: Tensor, spec: StatsSpec) -> Tensor:
     """A rank's statistics, `[g/TP, k, n]`."""
-    run = LocalStatistics(source, spec, column)
+    run = RowStatistics(source, spec, column)
     show(run, source)
-    return run.stats.whole()
+    return run.of_all_tiles()
 
 
 class _Segments(HiddenGradient):

@@ -132,7 +132,7 @@ class MismatchExplanation:
         """Plain data for a line of JSON: no per-token values."""
         keys = ("name", "side", "mean", "mean_abs", "max_abs", "share", "cure")
 
-        def plain(cause: MismatchCause) -> dict[str, Any]:
+        def plain(cause: MismatchCause) -> dict[str, object]:
             return {key: getattr(cause, key) for key in keys}
 
         return {

@@ -42,7 +42,9 @@ class Batch:
     positions: Tensor  # [tokens] flat indices of the tokens that count
 
     @classmethod
-    def of(cls, train: Any, rollout: Any, target: Any, mask: Any, ignore_index: int) -> Batch:
+    def of(
+        cls, train: object, rollout: object, target: object, mask: object, ignore_index: int
+    ) -> Batch:
         train, rollout = torch.as_tensor(train), torch.as_tensor(rollout)
         target = torch.as_tensor(target)
         if train.dim() not in (1, 2):
@@ -88,7 +90,7 @@ class Source:
 
     @classmethod
     def of(
-        cls, prefix: str, given: Mapping[str, Any], shape: tuple[int, int], weight: Any = None
+        cls, prefix: str, given: Mapping[str, object], shape: tuple[int, int], weight: object = None
     ) -> Source | None:
         """From the arguments whose names begin with the prefix; None where there are none.
 
@@ -125,7 +127,7 @@ class Source:
         return x if self.weight is None else x @ self.weight.float().T
 
 
-def check_known(side: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def check_known(side: str, given: Mapping[str, object] | None) -> dict[str, Any]:
     for name, value in (given or {}).items():
         if name not in SETTINGS:
             raise ValueError(f"{side}: unknown setting {name!r}; known: {', '.join(SETTINGS)}")

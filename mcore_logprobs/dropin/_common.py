@@ -145,7 +145,7 @@ def token_logprobs(
 
     group None: every rank.
     """
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "tp_group": or_every_rank(group),
         "chunk_size": rows_a_chunk(chunk_size, vocab_parallel_logits.shape[0]),
     }
@@ -221,8 +221,8 @@ def packed_places(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def whole_logprobs(
-    run: Callable[[], Any],
-    model: Any,
+    run: Callable[[], object],
+    model: object,
     config: ours.LogprobConfig,
     cp: ProcessGroup,
     cu_seqlens: Tensor | None,

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FRAMEWORKS", "Framework", "carried", "installed", "misfit", "signatures"]
+__all__ = ["FRAMEWORKS", "Framework", "carried", "installed", "signature_mismatch", "signatures"]
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def carried(framework: str, name: str) -> Callable[..., Any]:
     return getattr(found, "apply", found)
 
 
-def misfit(ours: Callable[..., Any], theirs: str) -> str:
+def signature_mismatch(ours: Callable[..., object], theirs: str) -> str:
     """Why a call that upstream's signature takes may fail on ours; "" if none can.
 
     Ours may have more parameters, if they have defaults; those of upstream must be there by name,
@@ -310,7 +310,7 @@ def check_fits(
     """
     theirs = signatures(source, names)
     for name, text in theirs.items():
-        if why := misfit(carried(framework.module, name), text):
+        if why := signature_mismatch(carried(framework.module, name), text):
             raise ValueError(
                 f"{module}.{name}: expected a release whose calls "
                 f"mcore_logprobs.dropin.{framework.module} takes, got one that differs: {why}"
@@ -357,7 +357,7 @@ def _problems(framework: Framework, texts: dict[str, str], roots: list[Path]) ->
             yield f"{name} has moved to {moved[name]}, where the switch does not replace it"
         elif name not in theirs:
             yield f"{name} is no longer in {framework.repository}'s files"
-        elif why := misfit(carried(framework.module, name), theirs[name]):
+        elif why := signature_mismatch(carried(framework.module, name), theirs[name]):
             yield f"{name}: {why}"
 
 

@@ -31,7 +31,7 @@ _said: list[str] = []
 _settings: list[str] = []  # of those that are on, the latest last
 
 
-def check_fused(fused: Any) -> None:
+def check_fused(fused: object) -> None:
     """One of `FUSED`, or a ValueError."""
     if not any(fused is known or (isinstance(fused, str) and fused == known) for known in FUSED):
         raise ValueError(f"fused: expected 'auto', 'require' or False, got {fused!r}")
@@ -59,7 +59,7 @@ def lazy_models(fused: str) -> Callable[[], None]:
     return off
 
 
-def _watch(name: str, module: Any) -> None:
+def _watch(name: str, module: object) -> None:
     """Every model of the class gets a hook for its calls, which does nothing without a setting."""
     owner = getattr(module, name, None)
     if owner is None or getattr(owner.__init__, _MARK, False):

@@ -81,7 +81,7 @@ def get_logprobs(
     extra = {} if packed is None else {"packed_seq_params": packed}
     config = ours.LogprobConfig(output="stats", ignore_index=IGNORED)
 
-    def run() -> Any:
+    def run() -> object:
         return model(local(tokens), local(position_ids), None, labels=labels, **extra)
 
     with _without_flash_decode(model):
@@ -100,13 +100,13 @@ def _cp_group(model: Any) -> Any:
     return ONE_PROCESS
 
 
-def _returns_logits(model: Any) -> bool:
+def _returns_logits(model: object) -> bool:
     """Whether the model keeps no output layer of its own to patch, and is no pipeline stage."""
     found = find_language_models(model)
     return not any(hasattr(m, "output_layer") or hasattr(m, "post_process") for m in found)
 
 
-def _upstream_s_own(tokens: Tensor, sequence_packing: bool) -> Any:
+def _upstream_s_own(tokens: Tensor, sequence_packing: bool) -> object:
     """What `rl_utils.get_logprobs` gives the model where it is given nothing (0.18 and later)."""
     packing = sys.modules.get("megatron.rl.sequence_packing_utils")
     if packing is None or not hasattr(packing, "get_default_packed_seq_params"):

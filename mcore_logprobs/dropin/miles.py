@@ -9,7 +9,6 @@ For its Megatron backend. miles began as a copy of slime: what both have is that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -62,7 +61,7 @@ def calculate_log_probs_and_entropy(
 def get_log_probs_and_entropy(
     logits: Tensor,
     *,
-    args: Any,
+    args: object,
     unconcat_tokens: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],

@@ -54,7 +54,7 @@ def rank_in_group(rank: int | None) -> int:
 
 def _options(chunk_size: int | None, inference_only: bool, sampling_params: Any) -> dict[str, Any]:
     """Keywords of `token_logprobs`."""
-    options: dict[str, Any] = {"chunk_size": chunk_size, "inference_only": inference_only}
+    options: dict[str, object] = {"chunk_size": chunk_size, "inference_only": inference_only}
     if sampling_params is not None:
         options |= {"top_k": sampling_params.top_k, "top_p": sampling_params.top_p}
         options["min_p"] = getattr(sampling_params, "min_p", None) or 0.0
@@ -70,7 +70,7 @@ def from_parallel_logits_to_logprobs(
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
-    sampling_params: Any | None = None,
+    sampling_params: object | None = None,
 ) -> Tensor:
     """`[b, s/CP, V/TP]` zigzag, unshifted target `[b, s]` -> float32 `[b, s - 1]`.
 
@@ -98,7 +98,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
-    sampling_params: Any | None = None,
+    sampling_params: object | None = None,
     target_is_pre_rolled: bool = False,
 ) -> Tensor:
     """`[1, T/CP, V/TP]` packed, target `[1, T]` -> float32 `[b, unpacked_seqlen - 1]`.
@@ -128,7 +128,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     inference_only: bool = False,
     seq_index: Tensor | None = None,
     chunk_size: int | None = None,
-    sampling_params: Any | None = None,
+    sampling_params: object | None = None,
 ) -> Tensor:
     """`[b, s(/CP), V/TP]` local logits, unshifted target `[b, s]` -> float32 `[b, s - 1]`.
 
@@ -163,7 +163,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     return DTensor.from_local(logprobs, mesh, placements).full_tensor()[:, order][:, :-1]
 
 
-def _is_over_cp(target: Any) -> bool:
+def _is_over_cp(target: object) -> bool:
     if not is_dtensor(target):
         return False
     names = target.device_mesh.mesh_dim_names or ()
@@ -171,11 +171,11 @@ def _is_over_cp(target: Any) -> bool:
 
 
 def get_logprobs_from_vocab_parallel_logits(
-    vocab_parallel_logits: Any,
+    vocab_parallel_logits: object,
     input_ids: Tensor,
     seq_index: Tensor | None = None,
     chunk_size: int | None = None,
-    sampling_params: Any | None = None,
+    sampling_params: object | None = None,
 ) -> Tensor:
     """`dtensor_from_parallel_logits_to_logprobs` of a DTensor, whose mesh has the group.
 
@@ -212,7 +212,7 @@ def get_next_token_logprobs_from_logits(
     vocab_parallel_rank: int | None = None,
     vocab_parallel_group: ProcessGroup | None = None,
     context_parallel_group: ProcessGroup | None = None,
-    sampling_params: Any | None = None,
+    sampling_params: object | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Log-probabilities `[b, s - 1]` from sharded, DTensor or whole logits, whichever came.
@@ -260,7 +260,7 @@ def _or_with_output_weight(function: Callable[..., Tensor]) -> Callable[..., Ten
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
+    def call(*args: object, **kwargs: object) -> Tensor:
         older = isinstance(args[2], Tensor) if len(args) == 3 else False
         if len(args) > 3:
             older = not isinstance(args[3], Tensor)
@@ -342,7 +342,7 @@ def hidden_logprobs(
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(
-    *, chunk_size: int, temperature: float = 1.0, sampling_params: Any | None = None
+    *, chunk_size: int, temperature: float = 1.0, sampling_params: object | None = None
 ) -> None:
     """Let every GPTModel's forward take `return_logprobs_for_linear_ce_fusion=True`.
 
@@ -378,7 +378,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     original = model_class.forward
 
     @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: object, *args: object, **kwargs: object) -> object:
         if kwargs.get("is_spec_decode", False) is None:
             del kwargs["is_spec_decode"]  # a Megatron that does not know it is called as ever
         return _forward(self, args, kwargs)
@@ -409,24 +409,24 @@ def unpatch_gpt_model_forward_for_linear_ce_fusion() -> None:
 
 
 def _gpt_forward_with_linear_ce_fusion(
-    self: Any,
+    self: object,
     input_ids: Tensor,
     position_ids: Tensor,
     attention_mask: Tensor,
     decoder_input: Tensor = None,  # type: ignore[assignment]
     labels: Tensor = None,  # type: ignore[assignment]
-    inference_context: Any = None,
-    packed_seq_params: Any = None,
+    inference_context: object = None,
+    packed_seq_params: object = None,
     extra_block_kwargs: dict | None = None,
     runtime_gather_output: bool | None = None,
     *,
-    inference_params: Any | None = None,
+    inference_params: object | None = None,
     loss_mask: Tensor | None = None,
     padding_mask: Tensor | None = None,
     is_spec_decode: bool | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
     temperature: float | Tensor | None = None,
-    sampling_params: Any | None = None,
+    sampling_params: object | None = None,
 ) -> Tensor:
     """The patched forward as a function of the model, in NeMo-RL's signature.
 
@@ -447,7 +447,7 @@ def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _original_forward(model)(model, *args, **kwargs)
 
 
-def _sampling(temperature: Any, sampling_params: Any) -> dict[str, Any]:
+def _sampling(temperature: object, sampling_params: object) -> dict[str, object]:
     """Fields of `LogprobConfig`; sampling_params goes before temperature."""
     if sampling_params is not None:
         temperature = getattr(sampling_params, "temperature", 1.0)
@@ -462,10 +462,10 @@ def _sampling(temperature: Any, sampling_params: Any) -> dict[str, Any]:
 def _next_token_logprobs(
     model: Any,
     args: tuple,
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
     *,
-    temperature: Any = None,
-    sampling_params: Any = None,
+    temperature: object = None,
+    sampling_params: object = None,
 ) -> Tensor:
     """Run the model once with a patched head; the last stage's `[b, s - 1]`, else its output."""
     original = _original_forward(model)

@@ -269,11 +269,11 @@ def cp_shift_next(x: Tensor, cp_group: ProcessGroup | None = None, *, fill: floa
 
 class _SumKeepingGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: ProcessGroup) -> Tensor:
         return all_reduce_sum(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 

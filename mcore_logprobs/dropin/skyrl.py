@@ -422,7 +422,7 @@ def draft_soft_ce(
     return (per_token * mask).sum() / tokens.clamp(min=1.0)
 
 
-_widest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_widest: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def _widest_shard(logits: Tensor, group: Any) -> int:

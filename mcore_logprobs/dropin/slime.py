@@ -136,14 +136,14 @@ def get_label_token_log_probs_from_vocab_parallel_logits(
 def get_log_probs_and_entropy(
     logits: Tensor,
     *,
-    args: Any,
+    args: object,
     unconcat_tokens: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     non_loss_data: bool = True,
-    top_p_token_ids: Sequence[Any] | None = None,
-    top_p_token_offsets: Sequence[Any] | None = None,
+    top_p_token_ids: Sequence[object] | None = None,
+    top_p_token_offsets: Sequence[object] | None = None,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Log-probabilities (and entropy) of each response: (empty, {"log_probs": [...], ...}).
 
@@ -170,13 +170,13 @@ def get_log_probs_and_entropy(
 
 def responses_of(
     logits: Tensor,
-    args: Any,
+    args: object,
     unconcat_tokens: Sequence[Tensor],
     layout: Layout,
     *,
     with_entropy: bool,
     entropy_grad: bool,
-    replay: tuple[Sequence[Any] | None, Sequence[Any] | None] = (None, None),
+    replay: tuple[Sequence[object] | None, Sequence[object] | None] = (None, None),
 ) -> dict[str, list[Tensor]]:
     """Logits `[b, T, V/TP]` -> {"log_probs": one `[response part]` a sample, "entropy": ...}."""
     logits = logits.flatten(0, 1)
@@ -212,7 +212,7 @@ class Layout:
     def __init__(
         self,
         logits: Tensor,
-        args: Any,
+        args: object,
         totals: Sequence[int],
         responses: Sequence[int],
         max_seq_lens: Sequence[int] | None = None,
@@ -261,7 +261,7 @@ class Layout:
         return targets
 
     def kept_ids(
-        self, ids: Sequence[Any], offsets: Sequence[Any], device: torch.device
+        self, ids: Sequence[object], offsets: Sequence[object], device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
         """(flat ids, offsets `[T + 1]`, which rows have a record, whether each response row)."""
         counts, flat = [], []  # of every response token, -1 where it has no record

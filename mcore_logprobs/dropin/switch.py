@@ -118,13 +118,13 @@ class _Switch:
             missing = ", ".join(sorted(self._missing))
             _say(f"{self._framework.repository}: found nowhere, and left as it is: {missing}")
 
-    def _put_method(self, name: str, module: Any, dropin: Any) -> None:
+    def _put_method(self, name: str, module: object, dropin: object) -> None:
         owner, _, method = name.partition(".")
         theirs = getattr(module, owner)
         self.undo.callback(setattr, theirs, method, vars(theirs)[method])
         setattr(theirs, method, vars(getattr(dropin, owner))[method])
 
-    def _put(self, new: Any, *, in_place_of: Any) -> None:
+    def _put(self, new: object, *, in_place_of: object) -> None:
         """In the framework's modules and the script, whichever imported it."""
         packages = {self._framework.installed_path(f).split("/")[0] for f in self._framework.files}
         for name, module in list(sys.modules.items()):
@@ -140,12 +140,12 @@ def _say(line: str) -> None:
         logger.warning(line)
 
 
-def slime(args: Any = None) -> None:
+def slime(args: object = None) -> None:
     """`switch_on("slime")`, for slime's --custom-megatron-init-path."""
     switch_on("slime")
 
 
-def miles(args: Any = None) -> None:
+def miles(args: object = None) -> None:
     """`switch_on("miles")`, for miles' --custom-megatron-init-path."""
     switch_on("miles")
 

@@ -187,13 +187,13 @@ class FusedOutputProcessorContext:
 def fused_output_processor(
     *,
     hidden_states: Tensor,
-    output_layer: Any,
+    output_layer: object,
     output_weight: Tensor | None,
     labels: Tensor,
     context: Any,
-    config: Any,
-    scale_logits: Any = None,
-    **given: Any,
+    config: object,
+    scale_logits: object = None,
+    **given: object,
 ) -> FusedOutput:
     """Megatron's output processor (0.18 and later): log-probabilities and entropy of the labels.
 
@@ -220,7 +220,7 @@ def fused_output_processor(
     return found
 
 
-def _log_config(config: Any, given: dict[str, Any], **results: Any) -> None:
+def _log_config(config: object, given: dict[str, object], **results: object) -> None:
     from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
 
     if has_config_logger_enabled(config):
@@ -252,12 +252,12 @@ def patch_fused_forward(model: Any) -> None:
         original = language_model.forward
 
         def forward(
-            *args: Any,
-            temperature: Any = 1.0,
-            _model: Any = language_model,
-            _original: Any = original,
-            **kwargs: Any,
-        ) -> Any:
+            *args: object,
+            temperature: object = 1.0,
+            _model: object = language_model,
+            _original: object = original,
+            **kwargs: object,
+        ) -> object:
             return _fused_forward(_model, _original, args, kwargs, temperature)
 
         functools.update_wrapper(forward, original)
@@ -265,7 +265,7 @@ def patch_fused_forward(model: Any) -> None:
         vars(language_model)["forward"] = forward
 
 
-def unpatch_fused_forward(model: Any) -> None:
+def unpatch_fused_forward(model: object) -> None:
     """Undo `patch_fused_forward`; a model that is not patched is not changed."""
     for language_model in _language_models(model):
         if _OWN_FORWARD not in vars(language_model):
@@ -314,7 +314,7 @@ def compute_forward_kl_topk(
     student_logits: Tensor,
     teacher_topk_log_probs: Tensor,
     teacher_topk_ids: Tensor,
-    config: Any,
+    config: object,
     data_format: str,
 ) -> ForwardKL:
     """Sum over the teacher's k ids of q (log q - log p), not renormalized: float32 `[b, s/CP]`.

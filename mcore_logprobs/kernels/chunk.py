@@ -96,7 +96,7 @@ class Chunk:
         return logit_multiplier(self.temperature, self.logit_scale, is_raw=True)
 
     @property
-    def is_plain(self) -> bool:
+    def is_unprocessed(self) -> bool:
         """Whether z is y itself."""
         multiplier = self.multiplier
         return self.is_raw and not isinstance(multiplier, Tensor) and multiplier == 1.0
@@ -114,6 +114,10 @@ class Chunk:
 
     def unscaled_at(self, columns: Tensor) -> Tensor:
         """x at columns `[n, j]`, 0 where a column is negative (another shard's or ignored)."""
+        if self.width == 0:  # a rank, or a block of it, without true vocabulary
+            return torch.zeros(
+                columns.shape, dtype=acc_dtype(self.logits.dtype), device=columns.device
+            )
         x = unscaled_logits(
             gather_columns(self.logits, columns),
             logit_scale=self.logit_scale,
@@ -149,7 +153,7 @@ class Chunk:
     def processed(self, dtype: torch.dtype | None = None) -> Tensor:
         """z, as `unscaled` gives x."""
         x = self.unscaled(dtype)
-        return x if self.is_plain else times_multiplier(x, self.multiplier)
+        return x if self.is_unprocessed else times_multiplier(x, self.multiplier)
 
     def to_raw_gradient(self, dz: Tensor) -> None:
         """The gradient of processed logits `[n, valid]` to that of raw ones, in place."""

@@ -202,7 +202,7 @@ def _stats(
     return parts
 
 
-def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., Any]) -> None:
+def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., object]) -> None:
     """`grad` of at least two rows of one target each, without bias, softcap or label smoothing."""
     columns, upstream, row_max, coef, spec = terms
     assert row_max is not None
@@ -300,7 +300,7 @@ def _multipliers(chunk: Chunk) -> Tensor:
 
 
 @cache
-def _stats_kernel(width: int) -> Callable[..., Any]:
+def _stats_kernel(width: int) -> Callable[..., object]:
     """`[n, blocks * width]` -> each block's statistics by name, `[n, blocks]`."""
     static, run = str(width), str(_run_length(width))
 
@@ -347,7 +347,7 @@ def _run_length(width: int) -> int:
 
 
 @cache
-def _count_kernel(width: int) -> Callable[..., Any]:
+def _count_kernel(width: int) -> Callable[..., object]:
     """`[n, blocks * width]`, `[n]` -> how many of each block are higher, `[n, blocks]` float32."""
     static = str(width)
 
@@ -412,7 +412,7 @@ def assert_compiled() -> None:
         raise NotCompiled("torch.compile is switched off")
 
 
-def _call_or_raise(function: Callable[..., Any], *args: Tensor | bool) -> Any:
+def _call_or_raise(function: Callable[..., object], *args: Tensor | bool) -> object:
     """As `call_compiled`, also within a mode that counts or logs: it must not change the bits.
 
     Raises:
@@ -428,15 +428,15 @@ def _call_or_raise(function: Callable[..., Any], *args: Tensor | bool) -> Any:
 
 
 _lock = threading.RLock()
-_kernels: dict[tuple[Any, ...], Callable[..., Any]] = {}
-_warm: set[tuple[Any, ...]] = set()
+_kernels: dict[tuple[object, ...], Callable[..., object]] = {}
+_warm: set[tuple[object, ...]] = set()
 # What failed, by kind; a kind that failed is not tried again, the others are.
-_failures: dict[tuple[Any, ...], str] = {}
+_failures: dict[tuple[object, ...], str] = {}
 # As many kinds failed and none compiled: the compiler itself is at fault.
 _HOPELESS = 3
 
 
-def call_compiled(function: Callable[..., Any], *args: Tensor | bool) -> Any:
+def call_compiled(function: Callable[..., object], *args: Tensor | bool) -> Any:
     """`function(*args)`, compiled at the first call with tensors and flags of this kind.
 
     Raises:
@@ -473,11 +473,11 @@ def call_compiled(function: Callable[..., Any], *args: Tensor | bool) -> Any:
         raise NotCompiled(failure) from error
 
 
-def _kind(arg: Tensor | bool) -> Any:
+def _kind(arg: Tensor | bool) -> object:
     return (arg.dtype, arg.is_contiguous()) if isinstance(arg, Tensor) else arg
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., object]) -> Callable[..., object]:
     # torch counts recompilations by code object, up to a small limit: each kind gets its own.
     assert isinstance(function, FunctionType)
     own = FunctionType(

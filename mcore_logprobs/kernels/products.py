@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +28,17 @@ _ALIGNMENT = 64  # bytes; as torch allocates
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def matmul_dtype(dtype: torch.dtype, device: torch.device, *, rounded: bool = False) -> torch.dtype:
+def matmul_dtype(
+    dtype: torch.dtype, device: torch.device, *, low_precision: bool = False
+) -> torch.dtype:
     """The dtype in which operands of this dtype are multiplied on this device.
 
     Args:
-        rounded: the caller's results are rounded to `dtype`, or may be.
+        low_precision: the caller's results are rounded to `dtype`, or may be.
     """
     if dtype in _HALF and device.type == "cuda":
         return dtype
-    native = rounded and device.type == "cpu" and dtype == torch.bfloat16
+    native = low_precision and device.type == "cpu" and dtype == torch.bfloat16
     if native and _cpu_multiplies_bfloat16():
         return dtype
     return torch.promote_types(dtype, torch.float32)
@@ -56,32 +57,32 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-def matmul_input(x: Tensor, *, rounded: bool = False) -> Tensor:
+def matmul_input(x: Tensor, *, low_precision: bool = False) -> Tensor:
     """x in its `matmul_dtype`; x itself where it has it already."""
-    return x.to(matmul_dtype(x.dtype, x.device, rounded=rounded))
+    return x.to(matmul_dtype(x.dtype, x.device, low_precision=low_precision))
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, rounded: bool = False) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor, *, low_precision: bool = False) -> Tensor:
     """`out = a @ b`; a and b of one dtype, out of at least float32.
 
     Args:
-        rounded: low-precision operands on a CPU are multiplied as they are, and the result is
+        low_precision: bfloat16 operands on a CPU are multiplied as they are, and the result is
             rounded to their dtype once before it goes into out. No matter on a GPU.
     """
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
-    if rounded and a.device.type == "cpu":
+    if low_precision and a.device.type == "cpu":
         return out.copy_(torch.mm(a, b))
     if _has_wide_mm(a.dtype, a.device):
         return torch.mm(a, b, out_dtype=out.dtype, out=out)
     return torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
-def add_product(a: Tensor, b: Tensor, out: Tensor, *, rounded: bool = False) -> Tensor:
-    """`out += a @ b`, added in out's dtype; `rounded` as in `product`."""
+def add_product(a: Tensor, b: Tensor, out: Tensor, *, low_precision: bool = False) -> Tensor:
+    """`out += a @ b`, added in out's dtype; `low_precision` as in `product`."""
     if a.dtype == out.dtype:
         return torch.addmm(out, a, b, out=out)
-    if rounded and a.device.type == "cpu":
+    if low_precision and a.device.type == "cpu":
         return out.add_(torch.mm(a, b))
     if _has_wide_addmm(a.dtype, a.device):
         return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
@@ -99,7 +100,7 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 # Of each dtype: how many threads are within `_whole_sums`, and the flag as the first found it.
-_within: dict[torch.dtype, tuple[int, Any]] = {}
+_within: dict[torch.dtype, tuple[int, object]] = {}
 _lock = threading.Lock()
 
 

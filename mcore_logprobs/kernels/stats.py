@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -62,12 +63,12 @@ class StatsSpec:
     smoothing: bool = False
     sum_pi_squared: bool = False
 
-    @property
+    @cached_property
     def fields(self) -> tuple[str, ...]:
         """The statistics in the order of the rows of the `[k, n]` tensor that holds them."""
         return tuple(name for name, flag in _FIELDS if flag is None or getattr(self, flag))
 
-    @property
+    @cached_property
     def coefficients(self) -> tuple[str, ...]:
         """The gradient's coefficients in the order of the rows of theirs."""
         return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))
@@ -154,7 +155,7 @@ class RowResults(NamedTuple):
     lse: Any = None
     sum_pi_squared: Any = None
 
-    def map(self, function: Callable[..., Any], *others: RowResults) -> RowResults:
+    def map(self, function: Callable[..., object], *others: RowResults) -> RowResults:
         """`function` of every field that is there, with the same field of the others."""
         if not others:
             return RowResults(*[None if x is None else function(x) for x in self])

@@ -183,10 +183,10 @@ def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
 # A call's per-token tensors, by name.
 Given = dict[str, Any]
 # Which check each setting has to pass.
-Checks = tuple[tuple[str, Callable[[str, Any], None]], ...]
+Checks = tuple[tuple[str, Callable[[str, object], None]], ...]
 
 
-def each(check: Callable[[str, Any], None], *names: str) -> Checks:
+def each(check: Callable[[str, object], None], *names: str) -> Checks:
     return tuple((name, check) for name in names)
 
 
@@ -459,7 +459,7 @@ def check_bounds(low_name: str, low: float, high_name: str, high: float) -> None
         )
 
 
-def check_shape(name: str, tensor: Any, like: Tensor) -> None:
+def check_shape(name: str, tensor: object, like: Tensor) -> None:
     if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
         got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ValueError(f"{name}: expected the shape {tuple(like.shape)} of the others, got {got}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,7 +147,7 @@ def dpo_advantages(
 
 
 def preference_advantages(
-    loss: Callable[..., Tensor], *sequences: Tensor, **settings: Any
+    loss: Callable[..., Tensor], *sequences: Tensor, **settings: object
 ) -> tuple[Tensor, ...]:
     """Advantages with which `ReinforceLoss` has the gradient of a loss of sequences.
 

@@ -1,13 +1,23 @@
-"""A LoRA around the output layer, recognized as Megatron-Bridge and NeMo build it.
+"""A LoRA around the output layer, as Megatron-Bridge and NeMo build it, or as PEFT's layers do.
 
-A `LoRALinear` holds `to_wrap`, the layer, and `adapter`, a `ParallelLinearAdapter`:
+Megatron-Bridge's `LoRALinear` holds `to_wrap`, the layer, and `adapter`, a `ParallelLinearAdapter`:
 
     to_wrap(x) + linear_out(alpha / dim * linear_in(x))
 
 `linear_in` and `linear_out` are Megatron's ColumnParallelLinear. `linear_in` gathers its output, so
 that each rank has `dim / TP` rows of A; `linear_out` has the rank's columns of the vocabulary.
 Classes go by their names as well as by their parts: other adapters (DoRA) have the same attributes
-and compute something else. Whatever is not known for certain takes the unfused path.
+and compute something else.
+
+A layer in PEFT's form (mcore-bridge's, for ms-swift) is recognized by its attributes `base_layer`,
+`lora_A`, `lora_B` and `scaling`, dictionaries by the adapter's name:
+
+    base_layer(x) + sum of scaling[name] * lora_B[name](lora_A[name](x)) over the active adapters
+
+`lora_A[name].weight` is the whole A on each rank, `lora_B[name].weight` the rank's columns. Under
+sequence parallelism A multiplies the rank's own tokens, and its parameter has the mark
+`sequence_parallel`, by which Megatron sums its gradient over TP. Whatever is not known for certain
+takes the unfused path.
 """
 
 from __future__ import annotations
@@ -17,24 +27,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
 
 _PARTS = {"linear_in.weight", "linear_out.weight"}
+# Classes that multiply by their weight alone, by name: Transformer Engine is not imported.
+_LINEAR = {"Linear", "ColumnParallelLinear", "TELinear", "TEColumnParallelLinear"}
 
 
 class HeadLoRA(NamedTuple):
-    """Attributes: this rank's rows of A `[r/TP, h]` and of B `[V/TP, r]`; scale; the TP group."""
+    """What is added to a head's product.
+
+    Attributes:
+        a: `[r/TP, h]`, this rank's rows of A, or `[r, h]`.
+        b: `[V/TP, r]`, this rank's rows of B.
+        layout: of A over TP: "rows"; "whole" on every rank, with the whole gradient; or "summed",
+            whole, where the ranks' gradients are summed after the backward.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
-    group: Any
+    group: ProcessGroup | None
+    layout: str = "rows"
 
     def whole(self) -> tuple[Tensor, Tensor, float]:
-        """(A, B, scale) as the fused operations take them. One all-gather of `[r/TP, h]`."""
-        a = self.a if group_size(self.group) == 1 else _WholeA.apply(self.a, self.group)
+        """(A, B, scale) as the fused operations take them.
+
+        Collectives: with "rows" one all-gather of `[r/TP, h]` over TP, else none.
+        """
+        a = self.a
+        if group_size(self.group) > 1 and self.layout == "rows":
+            a = _WholeA.apply(a, self.group)
+        elif group_size(self.group) > 1 and self.layout == "summed":
+            a = _SharedA.apply(a, group_size(self.group))
         return a, self.b, self.scale
 
 
@@ -42,7 +70,7 @@ class _WholeA(torch.autograd.Function):
     """`[r/TP, h]` -> `[r, h]`; the gradient of it, whole on every rank, -> this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, a: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.rows, ctx.rank = a.shape[0], group_rank(group)
         return all_gather_dim0(a, group)
 
@@ -52,20 +80,51 @@ class _WholeA(torch.autograd.Function):
         return grads[0].narrow(0, ctx.rank * ctx.rows, ctx.rows), None
 
 
+class _SharedA(torch.autograd.Function):
+    """A as it is; the gradient of it, whole on every rank, -> this rank's equal share."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return a.view_as(a)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.ranks, None
+
+
 def is_adapter(layer: Any) -> bool:
-    """Whether this is a LoRA around a layer, by its class's name and its two parts."""
+    """Whether this is a LoRA around a layer, in one of the two forms."""
+    return _is_bridges(layer) or _is_pefts(layer)
+
+
+def _is_bridges(layer: Any) -> bool:
     parts = (getattr(layer, "to_wrap", None), getattr(layer, "adapter", None))
     return type(layer).__name__ == "LoRALinear" and all(isinstance(p, nn.Module) for p in parts)
 
 
+def _is_pefts(layer: Any) -> bool:
+    parts = (getattr(layer, "lora_A", None), getattr(layer, "lora_B", None))
+    return (
+        isinstance(getattr(layer, "base_layer", None), nn.Module)
+        and all(isinstance(p, nn.ModuleDict) for p in parts)
+        and isinstance(getattr(layer, "scaling", None), dict)
+    )
+
+
 def base_layer(layer: Any) -> Any:
     """The layer that a LoRA is around; any other layer itself."""
-    return layer.to_wrap if is_adapter(layer) else layer
+    if _is_bridges(layer):
+        return layer.to_wrap
+    return layer.base_layer if _is_pefts(layer) else layer
 
 
 def head_lora(layer: Any) -> HeadLoRA | None:
     """The LoRA of a layer for which `adapter_reason` is empty; None where it is switched off."""
-    if not is_adapter(layer) or not getattr(layer, "_adapter_enabled", True):
+    if _is_pefts(layer):
+        return _pefts_lora(layer)
+    if not _is_bridges(layer) or not getattr(layer, "_adapter_enabled", True):
         return None
     adapter = layer.adapter
     group = resolve_tp_group(getattr(layer.to_wrap, "tp_group", None))
@@ -73,8 +132,33 @@ def head_lora(layer: Any) -> HeadLoRA | None:
     return HeadLoRA(adapter.linear_in.weight, adapter.linear_out.weight, scale, group)
 
 
+def _pefts_lora(layer: Any) -> HeadLoRA | None:
+    names = _active(layer)
+    if not names:
+        return None
+    a, b = ([part[name].weight for name in names] for part in (layer.lora_A, layer.lora_B))
+    scales = [float(layer.scaling[name]) for name in names]
+    base = layer.base_layer
+    return HeadLoRA(
+        a[0] if len(names) == 1 else torch.cat(a),
+        b[0] if len(names) == 1 else torch.cat([x * s for x, s in zip(b, scales, strict=True)], 1),
+        scales[0] if len(names) == 1 else 1.0,
+        resolve_tp_group(getattr(base, "tp_group", None)),
+        "summed" if base.sequence_parallel else "whole",
+    )
+
+
+def _active(layer: Any) -> list[str]:
+    """The adapters whose part is added, by name: those merged into the weight are in it."""
+    if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False):
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
 def adapter_reason(layer: Any) -> str:
     """Why a LoRA's part cannot be fused, or "". Dropout is looked at again in every call."""
+    if _is_pefts(layer):
+        return _reason_against_pefts(layer)
     if not getattr(layer, "_adapter_enabled", True):
         return ""
     adapter = layer.adapter
@@ -87,6 +171,46 @@ def adapter_reason(layer: Any) -> str:
         or _reason_against_shapes(layer.to_wrap, adapter, kind)
         or _reason_against_inner_hooks(layer)
     )
+
+
+def _reason_against_pefts(layer: Any) -> str:
+    kind, base = f"its adapter, a {type(layer).__name__},", layer.base_layer
+    if getattr(layer, "disable_adapters", False) and getattr(layer, "merged", False):
+        return f"{kind} takes its part out of the weight in the next forward"
+    if any(getattr(layer, "use_dora", {}).values()) or getattr(layer, "lora_variant", None):
+        return f"{kind} is a variant of LoRA"
+    for name in _active(layer):
+        dropout = layer.lora_dropout[name]
+        if isinstance(dropout, nn.Dropout):
+            if dropout.p > 0.0 and dropout.training:
+                return f"{kind} drops out some of its input"
+        elif not isinstance(dropout, nn.Identity):
+            return f"{kind} has a {type(dropout).__name__} for dropout"
+        if not isinstance(layer.scaling[name], (int, float)):
+            return f"{kind} has no number for scaling"
+        a, b = layer.lora_A[name], layer.lora_B[name]
+        for part, linear in (("lora_A", a), ("lora_B", b)):
+            if type(linear).__name__ not in _LINEAR or "forward" in vars(linear):
+                return f"{kind} has a {part} that is a {type(linear).__name__}"
+            if [own for own, _ in linear.named_parameters()] != ["weight"]:
+                return f"{kind} has a {part} with more than a weight"
+            if type(linear.weight) is not nn.Parameter or linear.weight.dtype != base_dtype(base):
+                return f"{kind} has a {part} of another kind or dtype than the layer"
+        rank = a.weight.shape[0]
+        shapes = (tuple(a.weight.shape), tuple(b.weight.shape))
+        if shapes != ((rank, base.input_size), (base.output_size_per_partition, rank)):
+            return f"{kind} has parts of shapes {shapes[0]} and {shapes[1]}"
+        if getattr(b, "gather_output", False):
+            return f"{kind} gathers its output"
+        if base.sequence_parallel and not getattr(a.weight, "sequence_parallel", False):
+            return f"{kind} has a lora_A without the mark sequence_parallel"
+    others = [name for name, _ in layer.named_parameters() if not name.startswith(_PEFTS_PARTS)]
+    if others:
+        return f"{kind} is not a plain LoRA (parameters: {others})"
+    return _reason_against_inner_hooks(layer)
+
+
+_PEFTS_PARTS = ("base_layer.", "lora_A.", "lora_B.")
 
 
 def _reason_against_function(adapter: Any, kind: str) -> str:

@@ -149,7 +149,7 @@ class PolicyLoss(PerToken):
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampleRequest:
     """The arguments of `PatchHandle.sample`; None, a top_p of 1 and a min_p of 0 are the settings'.
 
     Raises:
@@ -206,7 +206,7 @@ class Teacher:
     def __post_init__(self) -> None:
         _ = self.divergence
         if self.topk is None:
-            unused: dict[str, Any] = {"tail": self.tail, "generalized": self.generalized or None}
+            unused: dict[str, object] = {"tail": self.tail, "generalized": self.generalized or None}
             unused["teacher_lse"] = self.lse
             whose = "without teacher_topk"
         else:
@@ -273,7 +273,7 @@ class Call:
     kept: Kept | None = None
     also: Also | None = None
     teacher: Teacher | None = None
-    draw: Draw | None = None
+    draw: SampleRequest | None = None
     temperature: Tensor | None = None
     logit_bias: Tensor | None = None
 
@@ -324,7 +324,7 @@ class Call:
         return {"logit_bias": bias, "disallowed_ids": config.disallowed_ids}
 
     @property
-    def is_plain(self) -> bool:
+    def wants_only_loss(self) -> bool:
         """Whether nothing but a loss of each token is asked for."""
         asked = (self.policy, self.mapped, self.rows, self.kept, self.teacher, self.draw)
         if self.also is not None:
@@ -385,11 +385,11 @@ class OpenBlocks:
 
 
 @dataclass
-class Running:
+class ForwardState:
     """A forward pass of the model that is under way.
 
     Attributes:
-        labels: what it was given, or NOT_TOLD where the model's method does not say.
+        labels: what it was given, or NOT_PASSED where the model's method does not say.
         loss_mask: the same.
         reached: whether the patched loss was called with these labels.
         samples: whether a sampler makes the call, with its cache.
@@ -401,10 +401,10 @@ class Running:
     samples: bool = False
 
 
-NOT_TOLD: Any = object()
+NOT_PASSED: object = object()
 
 
-def check_shifted(input_ids: Any, labels: Any, ignore_index: int) -> None:
+def check_shifted(input_ids: object, labels: object, ignore_index: int) -> None:
     """Check that labels are the tokens after their inputs, where both are there. Host sync.
 
     Raises:

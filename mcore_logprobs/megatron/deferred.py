@@ -5,26 +5,19 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_logprobs.groups import group_size, resolve_tp_group
-from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
-from mcore_logprobs.megatron.heads import call_reason, reshards_after_forward
-from mcore_logprobs.ops.local_largest import local_largest
-from mcore_logprobs.sources.head import HeadLogits, head_logits
+from mcore_logprobs.megatron.adapters import base_layer
+from mcore_logprobs.megatron.heads import call_reason
+from mcore_logprobs.megatron.lazy import call_of
+from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.sources.lazy_rows import LazyHead
 
-HeadCall = Callable[[Tensor, Tensor], Any]  # of hidden and weight
-
-
-class Operands(NamedTuple):
-    """What the layer multiplies: hidden `[s, b, h]`, weight `[V/TP, h]`, a LoRA's (A, B, scale)."""
-
-    hidden: Tensor
-    weight: Tensor
-    lora: tuple[Tensor, Tensor, float] | None
+HeadCall = Callable[[Tensor, Tensor], object]  # of hidden and weight
 
 
 class DeferredLogits:
@@ -37,74 +30,32 @@ class DeferredLogits:
     collectives.
 
     Attributes:
-        hidden: [s, b, h], or [s/TP, b, h] where `sequence_parallel`.
-        weight: [V/TP, h]; bias: [V/TP] or None. For shapes; compute with it in `with_head`.
-        lora: an adapter around the layer, whose part is added to the product; or None.
-        output_dtype: what the layer rounds its product to; None: the dtype of what it multiplies.
+        head: the call of the output layer that was not made.
         scale: number that the product is multiplied by (MuP).
-        sequence_parallel: whether hidden is split over the TP ranks along the sequence, and
-        tp_group: over which.
     """
 
     def __init__(
         self,
+        head: LazyHead,
         *,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sequence_parallel: bool,
-        compute: HeadCall,
-        tp_group: Any = None,
-        lora: HeadLoRA | None = None,
-        output_dtype: torch.dtype | None = None,
         scale: float = 1.0,
-        call_head: Callable[[HeadCall], Any] | None = None,
         unscaled: DeferredLogits | None = None,
         apply_scale: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
-        """`compute(hidden, weight)` gives the real logits, before the scale; it, `call_head` and
-        `apply_scale` must not hold this handle, which Python's collector alone would free then.
+        """What `head` and `apply_scale` call must not hold this handle, which Python's collector
+        alone would free then.
         """
-        self.hidden = hidden
-        self.weight = weight
-        self.bias = bias
-        self.lora = lora
-        self.output_dtype = output_dtype
-        self.scale = scale
-        self.sequence_parallel = sequence_parallel
-        self.tp_group = tp_group
-        self.compute = compute
-        self.call_head = call_head
+        self.head, self.scale = head, scale
         self._unscaled = unscaled
         self._apply_scale = apply_scale
         self._computed: dict[bool, Tensor] = {}
         self._versions: dict[bool, int] = {}
         self._largest: torch.return_types.max | None = None
 
-    def with_head(self, fn: HeadCall) -> Any:
-        """`fn(hidden, weight)` where the whole weight of this rank is there, now and in backward.
-
-        `fn` returns tensors or Nones in a tuple. Where the layer's weight is sharded once more and
-        goes back to its shard after the layer's forward (FSDP), the layer is called again, so that
-        its hooks gather the weight around `fn`.
-        """
-        if self.call_head is None:
-            return fn(self.hidden, self.weight)
-        return self.call_head(fn)
-
-    def operands(self, hidden: Tensor, weight: Tensor) -> Operands:
-        """What is multiplied, from the arguments of a function in `with_head`.
-
-        Under autocast all of it is cast, as autocast casts a product's operands. Collectives: with
-        a LoRA one all-gather of `[r/TP, h]` over TP.
-        """
-        head = Operands(hidden, weight, None if self.lora is None else self.lora.whole())
-        device = hidden.device.type
-        if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-            return head
-        dtype = torch.get_autocast_dtype(device)
-        lora = head.lora and (head.lora[0].to(dtype), head.lora[1].to(dtype), head.lora[2])
-        return Operands(hidden.to(dtype), weight.to(dtype), lora)
+    @property
+    def hidden(self) -> Tensor:
+        """[s, b, h]; [s/TP, b, h] under sequence parallelism."""
+        return self.head.hidden
 
     def materialize(self) -> Tensor:
         """The real logits [s, b, V/TP]; computed at the first call and kept with the handle.
@@ -115,7 +66,7 @@ class DeferredLogits:
         grad = torch.is_grad_enabled()
         if grad not in self._computed:
             if self._unscaled is None:
-                logits = self.with_head(self.compute)
+                logits = self.head.run(partial(self.head.real, gradient=True))
             else:
                 logits = self._apply_scale(self._unscaled.materialize())
             self._computed[grad], self._versions[grad] = logits, logits._version
@@ -163,20 +114,8 @@ class DeferredLogits:
 
     def scaled(self, factor: float, apply: Callable[[Tensor], Tensor]) -> DeferredLogits:
         """These logits times `factor`; `apply` scales real ones."""
-        return DeferredLogits(
-            hidden=self.hidden,
-            weight=self.weight,
-            bias=self.bias,
-            sequence_parallel=self.sequence_parallel,
-            tp_group=self.tp_group,
-            lora=self.lora,
-            output_dtype=self.output_dtype,
-            scale=self.scale * factor,
-            compute=self.compute,
-            call_head=self.call_head,
-            unscaled=self,
-            apply_scale=apply,
-        )
+        scale = self.scale * factor
+        return DeferredLogits(self.head, scale=scale, unscaled=self, apply_scale=apply)
 
     def size(self, dim: int | None = None) -> Any:
         """The logits' size, without computing them."""
@@ -184,12 +123,9 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        rows = self.hidden.shape[0]
-        if self.sequence_parallel:
-            rows *= group_size(self.tp_group)
-        return torch.Size((rows, *self.hidden.shape[1:-1], self.weight.shape[0]))
+        return torch.Size((*self.head.tokens, self.head.weight.shape[0]))
 
-    def max(self, *args: Any, **kwargs: Any) -> Any:
+    def max(self, *args: object, **kwargs: object) -> Any:
         """`Tensor.max`; over the vocabulary and without gradients, a few rows at a time.
 
         Megatron counts accepted multi-token predictions so, from 0.19 on.
@@ -216,76 +152,41 @@ class DeferredLogits:
         Without gradients. Computed once: Megatron's acceptance counts and the loss share it.
         Collectives: under sequence parallelism an all-gather of hidden.
         """
+        head = self.head
+
+        def best() -> tuple[Tensor, Tensor]:
+            values, columns = head.largest(self.source(gradient=False, logits_dtype=head.dtype))
+            return values.to(head.dtype), columns
+
         if self._largest is None:
             with torch.no_grad():
-                self._largest = torch.return_types.max(self.with_head(self._best))
+                self._largest = torch.return_types.max(head.run(best))
         return self._largest
 
-    def _best(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        source = self.source(hidden, weight, logits_dtype=self.dtype)
-        values, columns = local_largest(source)
-        return values.to(self.dtype), columns
-
-    def source(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        *,
-        logits_dtype: torch.dtype,
-        into_main_grad: Callable[[Tensor], bool] = lambda weight: False,
-        **options: Any,
-    ) -> HeadLogits:
-        """These logits as a source, of the arguments of a function in `with_head`.
+    def source(self, **options: Any) -> HeadLogits:
+        """These logits as a source, within a function that `head.run` runs.
 
         Args:
-            logits_dtype: what logits are rounded to, in place of the layer's own rounding.
-            into_main_grad: whether the gradient of the weight as it is multiplied goes into its
-                main_grad.
-            options: of `head_logits`.
+            options: of `LazyHead.source`.
         """
-        hidden, weight, lora = self.operands(hidden, weight)
-        # Megatron scales the product with its bias, the operation the product alone.
-        bias = self.bias
-        if bias is not None and self.scale != 1.0:
-            bias = bias * self.scale
-        return head_logits(
-            hidden,
-            weight,
-            bias=None if bias is None else bias.to(hidden.dtype),
-            lora=lora,
-            logit_scale=self.scale,
-            sequence_parallel=self.sequence_parallel,
-            logits_dtype=torch.float32 if hidden.dtype == torch.float64 else logits_dtype,
-            tp_group=self.tp_group,
-            gradient_accumulation_fusion=into_main_grad(weight),
-            **options,
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The real logits'."""
-        device = self.hidden.device.type
-        if self.output_dtype is not None:
-            return self.output_dtype
-        if self.hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return self.hidden.dtype
+        return self.head.source(logit_scale=self.scale, **options)
 
     def __repr__(self) -> str:
         return (
-            f"DeferredLogits(hidden={list(self.hidden.shape)}, weight={list(self.weight.shape)}, "
-            f"scale={self.scale}, sequence_parallel={self.sequence_parallel})"
+            f"DeferredLogits(hidden={list(self.hidden.shape)}, "
+            f"weight={list(self.head.weight.shape)}, scale={self.scale}, "
+            f"sequence_parallel={self.head.sequence_parallel})"
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_Deferred") or "compute" not in self.__dict__:
+        if name.startswith("_Deferred") or "head" not in self.__dict__:
             raise AttributeError(name)  # half built: copy and pickle look around
         return getattr(self.materialize(), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         return self.materialize().__deepcopy__(memo)
 
     @classmethod
@@ -305,7 +206,7 @@ class Weak:
     refers to the module's own copy.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: object) -> None:
         self._module = None if module is None else weakref.ref(module)
 
     def __call__(self) -> Any:
@@ -316,7 +217,7 @@ class Weak:
 
 
 @contextlib.contextmanager
-def in_place(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def in_place(layer: object, forward: Callable[..., object]) -> Iterator[None]:
     """While open, calling the layer as a module runs its hooks around `forward`."""
     before = vars(layer).get("forward")
     vars(layer)["forward"] = forward
@@ -338,7 +239,7 @@ class DeferringHead:
         latest: the latest handle.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: object) -> None:
         self._layer = Weak(layer)
         self.reason = ""
         self.latest: DeferredLogits | None = None
@@ -381,28 +282,18 @@ class DeferringHead:
             finally:
                 base.sequence_parallel = now
 
-        def call_again(fn: HeadCall) -> Any:
-            def instead(hidden: Tensor, weight: Tensor | None = None, *_: Any) -> Any:
+        def call_again(fn: HeadCall) -> object:
+            def instead(hidden: Tensor, weight: Tensor | None = None, *_: object) -> object:
                 return fn(hidden, base.weight if weight is None else weight)
 
             with in_place(layer, instead):
                 return layer(input_, weight, runtime_gather_output)
 
         # Neither function holds the handle or this object, which holds the handle.
-        self.latest = DeferredLogits(
-            hidden=input_,
-            weight=whose,
-            bias=None if base.skip_bias_add else base.bias,
-            lora=head_lora(layer),
-            output_dtype=getattr(base, "output_dtype", None),
-            sequence_parallel=sequence_parallel,
-            tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
-            compute=real,
-            call_head=call_again if reshards_after_forward(layer) else None,
-        )
+        self.latest = DeferredLogits(call_of(layer, input_, whose, real, call_again))
         return self._given_out(self.latest), base.bias if base.skip_bias_add else None
 
-    def _given_out(self, deferred: DeferredLogits) -> Any:
+    def _given_out(self, deferred: DeferredLogits) -> object:
         """What the layer's caller gets for a deferred call."""
         return deferred
 
@@ -436,8 +327,8 @@ def _materialized(value: Any) -> Any:
     return value
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+def _forwarded(name: str) -> Callable[..., object]:
+    def method(self: DeferredLogits, *args: object, **kwargs: object) -> object:
         return getattr(self.materialize(), name)(*_materialized(args), **_materialized(kwargs))
 
     method.__name__ = name

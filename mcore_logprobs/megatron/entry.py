@@ -32,7 +32,7 @@ TRAINING = "megatron.training.training"
 _MARK = "_mcore_logprobs_provider"
 
 
-def logprob_model_hook(args_or_config: Any = None) -> Callable[[list[Any]], list[Any]]:
+def logprob_model_hook(args_or_config: object = None) -> Callable[[list[Any]], list[Any]]:
     """A hook for `pre_wrap_hooks` or `post_wrap_hooks` of Megatron's model config (from 0.19).
 
     Args:
@@ -54,7 +54,7 @@ def logprob_model_hook(args_or_config: Any = None) -> Callable[[list[Any]], list
             f"{type(args_or_config).__name__}"
         )
 
-    def hook(models: list[Any]) -> list[Any]:
+    def hook(models: list[object]) -> list[object]:
         patch_gpt_model(models, _config_of(args_or_config))
         return models
 
@@ -62,7 +62,7 @@ def logprob_model_hook(args_or_config: Any = None) -> Callable[[list[Any]], list
 
 
 def patched_model_provider(
-    model_provider: Callable[..., Any], *, args: Namespace | None = None
+    model_provider: Callable[..., object], *, args: Namespace | None = None
 ) -> Callable[..., Any]:
     """A Megatron-LM model provider whose models are patched as the `--logprob-*` flags say.
 
@@ -78,7 +78,7 @@ def patched_model_provider(
     """
     after_import(TRAINING, _guard_against_ignored_provider)
 
-    def provider(*provider_args: Any, **kwargs: Any) -> Any:
+    def provider(*provider_args: object, **kwargs: object) -> object:
         model = model_provider(*provider_args, **kwargs)
         patch_gpt_model(model, _config_of(args))
         return model
@@ -113,7 +113,7 @@ def _guard_against_ignored_provider(training: Any) -> None:
     if not takes(original, "cfg_container") or getattr(original, _MARK, False):
         return
 
-    def refuse(arguments: dict[str, Any]) -> None:
+    def refuse(arguments: dict[str, object]) -> None:
         provider = arguments.get("model_provider_func")
         builds = getattr(arguments.get("cfg_container"), "model", None) is not None
         if builds and getattr(getattr(provider, "func", provider), _MARK, False):

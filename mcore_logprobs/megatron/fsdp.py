@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 
 def attach_backward_hooks(
-    output: Any, model: nn.Module, layer: nn.Module, weight: Tensor | None = None
+    output: object, model: nn.Module, layer: nn.Module, weight: Tensor | None = None
 ) -> Any:
     """Let Megatron-FSDP see when the backward of what a patched head gives begins.
 
@@ -80,7 +80,7 @@ def _modules_around(model: nn.Module, weight: Any) -> list[Any]:
 
     None in place of one that cannot be found.
     """
-    found: list[Any] = []
+    found: list[object] = []
     inside = set(model.modules()) - {model}
     for parameter in itertools.chain(model.parameters(), [weight]):
         group = _of(getattr(parameter, _GROUP, None))
@@ -91,5 +91,5 @@ def _modules_around(model: nn.Module, weight: Any) -> list[Any]:
     return found
 
 
-def _of(value: Any) -> Any:
+def _of(value: object) -> object:
     return value() if isinstance(value, weakref.ref) else value

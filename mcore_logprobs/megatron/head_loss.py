@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.consistency import comparing
 from mcore_logprobs.groups import group_rank, group_size
-from mcore_logprobs.megatron.calls import Call, Draw, Teacher, TokenOrder
+from mcore_logprobs.megatron.calls import Call, SampleRequest, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
-from mcore_logprobs.megatron.lazy import into_main_grad
 from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.divergence import any_teacher, kl_div
 from mcore_logprobs.ops.linear_map import map_logits
@@ -31,6 +30,7 @@ from mcore_logprobs.ops.token_stats import Statistics, token_stats, vocab_parall
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.lazy import LazyLogits
+from mcore_logprobs.sources.pair_source import AnySource
 
 NO_ID = -100  # in a teacher's ids: no id is there
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"
@@ -46,7 +46,7 @@ def head_output(
     call: Call,
     *,
     head: DeferringHead,
-    tp_group: Any,
+    tp_group: ProcessGroup | None,
     reason: str = "",
 ) -> Any:
     """What a patched model returns: a TokenStats of tensors like labels, or a loss like labels.
@@ -103,8 +103,8 @@ def head_output(
         }
     sequence_parallel = bool(getattr(head.base, "sequence_parallel", False))
     if isinstance(logits, DeferredLogits):
-        sequence_parallel = logits.sequence_parallel
-    asked = _Asked(call, tokens, labels, greedy, sequence_parallel)
+        sequence_parallel = logits.head.sequence_parallel
+    asked = _HeadRequest(call, tokens, labels, greedy, sequence_parallel)
     arguments = {"labels": labels, "sequence_parallel": sequence_parallel, **vars(call)}
     with comparing("a patched model", lambda: arguments):
         if known is not None:
@@ -115,16 +115,18 @@ def head_output(
             found = asked.of(given_logits(known, **options))
         else:
             assert isinstance(logits, DeferredLogits)
+            deferred = logits
             asks = (call.mapped, call.kept, call.teacher, call.draw, call.also)
             whole = call.filtered or any(x is not None for x in asks)
             options |= {
                 "compact": config.compact and call.draw is None,
                 "rows": tokens.head_rows,
-                "logits_dtype": config.logits_dtype,
+                "logits_dtype": deferred.head.output_dtype or config.logits_dtype,
                 "saved_bytes": config.saved_bytes,
                 "may_round": not whole,
             }
-            found = _in_head(logits, head.base, options, asked.of)
+            del options["tp_group"]  # the head's own
+            found = deferred.head.run(lambda: asked.of(deferred.source(**options)))
     if isinstance(found, TokenStats):
         stats = found.map(tokens.from_head)
         more = call.policy or call.mapped or call.teacher or call.also
@@ -137,7 +139,7 @@ def _device(logits: Tensor | DeferredLogits) -> torch.device:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _HeadRequest:
     """What a call asks of a source of logits, its tokens in the head's order.
 
     Attributes:
@@ -152,7 +154,7 @@ class _Asked:
     greedy: Tensor | None
     sequence_parallel: bool
 
-    def of(self, source: Any) -> Any:
+    def of(self, source: AnySource) -> Any:
         """The result, as `[s, b, ...]` tensors; `[m, ...]` with rows."""
         call, tokens = self.call, self.tokens
         if call.draw is not None:
@@ -170,11 +172,11 @@ class _Asked:
             stats = replace(stats, candidates=plain.candidates, topk=plain.topk)
         if call.teacher is not None:
             # Without segments, of whose bits a divergence promises nothing.
-            plain = replace(source.options, segments=None).bind(*source.tensors)
-            stats = replace(stats, divergence=self._divergence(plain, keep, call.teacher))
+            without = replace(source.options, segments=None).bind(*source.tensors)
+            stats = replace(stats, divergence=self._divergence(without, keep, call.teacher))
         return stats
 
-    def _stats(self, source: Any, target: Tensor, keep: Tensor) -> TokenStats:
+    def _stats(self, source: AnySource, target: Tensor, keep: Tensor) -> TokenStats:
         call, config, policy = self.call, self.call.config, self.call.policy
         wanted = Statistics.of(
             config.entropy, config.target_rank, config.sum_pi_squared, config.label_smoothing
@@ -220,7 +222,7 @@ class _Asked:
             return also
         return replace(also, ids=self.tokens.to_head(also.ids, "ids"))
 
-    def _divergence(self, source: Any, keep: Tensor, teacher: Teacher) -> Tensor:
+    def _divergence(self, source: AnySource, keep: Tensor, teacher: Teacher) -> Tensor:
         tokens, config = self.tokens, self.call.config
         if teacher.topk is not None:
             logprobs, ids = (
@@ -255,7 +257,7 @@ class _Asked:
             source, other, kind=teacher.kind, beta=teacher.beta, mask=keep, backend=backend
         )
 
-    def _drawn(self, source: Any, draw: Draw) -> tuple[Tensor, Tensor]:
+    def _drawn(self, source: AnySource, draw: SampleRequest) -> tuple[Tensor, Tensor]:
         tokens, config = self.tokens, self.call.config
         seed = draw.seed
         if isinstance(seed, Tensor):
@@ -276,9 +278,8 @@ def mtp_loss(
     logits: DeferredLogits,
     config: LogprobConfig,
     *,
-    head: DeferringHead,
-    tp_group: Any,
-    loss_mask: Any,
+    tp_group: ProcessGroup | None,
+    loss_mask: object,
 ) -> Tensor:
     """Megatron's own loss for a multi-token prediction head, [b, s], from hidden states.
 
@@ -289,28 +290,26 @@ def mtp_loss(
 
     Collectives: those of `linear_token_stats`; with the maximum one all-gather of [s, b] over TP.
     """
-    options = {
-        "tp_group": tp_group,
-        "chunk_size": config.chunk_size,
-        "backend": config.backend,
-        "invariant_segments": config.invariant_segments,
-        "logits_dtype": config.logits_dtype,
-        "may_round": True,
-    }
+    head = logits.head
 
     def stats_of(target: Tensor) -> TokenStats:
-        return _in_head(
-            logits,
-            head.base,
-            options,
-            lambda source: token_stats(source, target, Statistics.of(), None),
-        )
+        def in_head() -> TokenStats:
+            source = logits.source(
+                chunk_size=config.chunk_size,
+                backend=config.backend,
+                invariant_segments=config.invariant_segments,
+                logits_dtype=head.output_dtype or config.logits_dtype,
+                may_round=True,
+            )
+            return token_stats(source, target, Statistics.of(), None)
+
+        return head.run(in_head)
 
     return _loss_of_every_label(
         labels,
         stats_of,
         lambda: logits.largest().values,
-        columns=logits.weight.shape[0] * group_size(tp_group),
+        columns=head.weight.shape[0] * group_size(tp_group),
         tp_group=tp_group,
         loss_mask=loss_mask,
     )
@@ -321,8 +320,8 @@ def lazy_mtp_loss(
     logits: LazyLogits,  # [s, b, V/TP]
     config: LogprobConfig,
     *,
-    tp_group: Any,
-    loss_mask: Any,
+    tp_group: ProcessGroup | None,
+    loss_mask: object,
 ) -> Tensor:
     """`mtp_loss` of lazy logits, as a call without labels has them."""
 
@@ -353,8 +352,8 @@ def _loss_of_every_label(
     local_largest: Callable[[], Tensor],
     *,
     columns: int,
-    tp_group: Any,
-    loss_mask: Any,
+    tp_group: ProcessGroup | None,
+    loss_mask: object,
 ) -> Tensor:
     """Megatron's loss, [b, s], of statistics of targets [s, b]; `columns` of the whole vocabulary.
 
@@ -374,34 +373,11 @@ def _loss_of_every_label(
     return loss.transpose(0, 1).contiguous()
 
 
-def _in_head(
-    logits: DeferredLogits, layer: Any, options: dict[str, Any], fn: Callable[[Any], Any]
-) -> Any:
-    """`fn(source)`, a pytree of tensors, where the whole weight of this rank is there."""
-    structure: list[Any] = []
-
-    def with_weight(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        given = {k: x for k, x in options.items() if k not in ("tp_group", "logits_dtype")}
-        source = logits.source(
-            hidden,
-            weight,
-            logits_dtype=logits.output_dtype or options["logits_dtype"],
-            into_main_grad=partial(into_main_grad, layer),
-            **given,
-        )
-        flat, spec = pytree.tree_flatten(fn(source))
-        structure.append(spec)
-        return tuple(flat)
-
-    return pytree.tree_unflatten(list(logits.with_head(with_weight)), structure[-1])
-
-
 def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
     """Real logits that reached the loss must carry the gradient of the deferred ones."""
     if latest is None or not torch.is_grad_enabled():
         return
-    inputs = [latest.hidden, latest.weight, *(latest.lora[:2] if latest.lora else ())]
-    trains = any(x.requires_grad for x in inputs)
+    trains = any(x.requires_grad for x in latest.head.inputs)
     if trains and not (logits.requires_grad and latest.is_ancestor_of(logits)):
         raise RuntimeError(
             "the logits lost their gradient between the patched output layer and the loss: they "
@@ -410,7 +386,9 @@ def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
         )
 
 
-def _own_columns(logits: Tensor, tp_group: Any, padded_vocab_size: int | None) -> Tensor:
+def _own_columns(
+    logits: Tensor, tp_group: ProcessGroup | None, padded_vocab_size: int | None
+) -> Tensor:
     """This rank's vocabulary shard of logits that a head has gathered; others as they are.
 
     The gather's backward takes each rank's own columns of the gradient, and only those are filled.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.megatron.calls import NOT_TOLD, Call, OpenBlocks, Running, check_shifted
+from mcore_logprobs.megatron.calls import NOT_PASSED, Call, ForwardState, OpenBlocks, check_shifted
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import (
@@ -44,12 +44,12 @@ from mcore_logprobs.sources.lazy import LazyLogits
 _OWN_HEAD_LOSS = "fuse_linear_cross_entropy"
 
 
-def patch_of(language_model: Any) -> HeadPatch | None:
+def patch_of(language_model: object) -> HeadPatch | None:
     """The patch that is on a language model now, or None."""
     return _patch_behind(vars(language_model).get("compute_language_model_loss"))
 
 
-def _patch_behind(replaced: Any) -> HeadPatch | None:
+def _patch_behind(replaced: object) -> HeadPatch | None:
     owner = getattr(replaced, "__self__", None)
     return owner if isinstance(owner, HeadPatch) else None
 
@@ -76,7 +76,7 @@ class HeadPatch(DeferringHead):
         self._replaced: list[tuple[bool, str]] = []  # whether of the model or the layer, and name
         self._before: dict[tuple[bool, str], Any] = {}  # instance attributes that were there
         self.blocks = OpenBlocks(config)
-        self._running: list[Running] = []
+        self._running: list[ForwardState] = []
 
     @property
     def model(self) -> Any:
@@ -170,11 +170,11 @@ class HeadPatch(DeferringHead):
         self._before.clear()
         self.installed = False
 
-    def _owner(self, of_model: bool) -> Any:
+    def _owner(self, of_model: bool) -> object:
         """None for a layer that the model has dropped since."""
         return self.model if of_model else self._layer()
 
-    def _replace(self, name: str, ours: Any, *, of_model: bool = True) -> None:
+    def _replace(self, name: str, ours: object, *, of_model: bool = True) -> None:
         attributes = vars(self._owner(of_model))
         if name in attributes:
             self._before[of_model, name] = attributes[name]
@@ -205,18 +205,18 @@ class HeadPatch(DeferringHead):
             require_fused(self.call.config, self.reason, head_tp_group(self.layer))
         return output
 
-    def _given_out(self, deferred: DeferredLogits) -> Any:
+    def _given_out(self, deferred: DeferredLogits) -> object:
         if not self._without_labels:
             return deferred
         self.latest = None
-        return lazy_logits(deferred, self.base, self.call.config)
+        return lazy_logits(deferred.head, self.call.config)
 
-    def scale_logits(self, logits: Any) -> Any:
+    def scale_logits(self, logits: object) -> Any:
         """In place of `model._scale_logits`."""
         original = self.original("_scale_logits")
         return scale_deferred(logits, self.model.config, original)
 
-    def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
+    def build_schedule_plan(self, *args: object, **kwargs: object) -> Any:
         """In place of the model's: a plan whose head runs with the blocks that are open now."""
         plan = self.original("build_schedule_plan")(*args, **kwargs)
         call = self.call
@@ -224,7 +224,7 @@ class HeadPatch(DeferringHead):
         return plan
 
     @contextlib.contextmanager
-    def running(self, running: Running) -> Iterator[None]:
+    def running(self, running: ForwardState) -> Iterator[None]:
         self._running.append(running)
         try:
             yield
@@ -232,7 +232,7 @@ class HeadPatch(DeferringHead):
             self._running.pop()
             self.latest = None  # hidden states are large
 
-    def check_reached(self, call: Call, running: Running) -> None:
+    def check_reached(self, call: Call, running: ForwardState) -> None:
         """After a forward with labels, which ends in the patched loss.
 
         Raises:
@@ -245,7 +245,7 @@ class HeadPatch(DeferringHead):
             f"{type(self.model).__name__} computed its loss without calling the patched "
             "compute_language_model_loss, which something has replaced since or goes around"
         )
-        if not call.is_plain:
+        if not call.wants_only_loss:
             raise RuntimeError(f"{reason}: expected output='loss', or a patch put on after that")
         require_fused(call.config, reason, head_tp_group(self.layer))
 
@@ -268,10 +268,10 @@ class HeadPatch(DeferringHead):
         """In place of the model's: labels [b, s], logits [s, b, V/TP] or a handle."""
         original = self.original("compute_language_model_loss")
         call, tp_group = self.call, head_tp_group(self.layer)
-        running = self._running[-1] if self._running else Running(NOT_TOLD, NOT_TOLD)
-        main = running.labels is NOT_TOLD or labels is running.labels
+        running = self._running[-1] if self._running else ForwardState(NOT_PASSED, NOT_PASSED)
+        main = running.labels is NOT_PASSED or labels is running.labels
         running.reached |= main
-        if main and not (self.own_loss and call.is_plain):
+        if main and not (self.own_loss and call.wants_only_loss):
             return head_output(labels, logits, call, head=self, tp_group=tp_group)
         if isinstance(logits, LazyLogits) and not self.own_loss:
             return lazy_mtp_loss(
@@ -288,7 +288,6 @@ class HeadPatch(DeferringHead):
                 labels,
                 logits,
                 call.config,
-                head=self,
                 tp_group=tp_group,
                 loss_mask=running.loss_mask,
             )
@@ -318,7 +317,7 @@ class _WithLabels:
         self._name = name
         self.__signature__ = inspect.signature(patch.original(name))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         given = _Arguments(self.__signature__, args, kwargs)
         patch = self.__self__
         call, wrapped = patch.call, patch.original(self._name)
@@ -343,8 +342,8 @@ class _WithLabels:
                 "are of whole sequences (PatchHandle.options(mtp='off'))"
             )
         contexts = (given["inference_context"], given["inference_params"])
-        samples = any(x is not None and x is not NOT_TOLD for x in contexts)
-        running = Running(labels, given["loss_mask"], samples=samples)
+        samples = any(x is not None and x is not NOT_PASSED for x in contexts)
+        running = ForwardState(labels, given["loss_mask"], samples=samples)
         with patch.running(running):
             if labels is None or mtp == "keep":
                 output = wrapped(*given.args, **given.kwargs)
@@ -353,25 +352,25 @@ class _WithLabels:
                     output = wrapped(*given.args, **given.kwargs)
         if labels is None or callable(given["output_processor"]):
             return output
-        if labels is not NOT_TOLD:
+        if labels is not NOT_PASSED:
             patch.check_reached(call, running)
         return attach_backward_hooks(output, patch.model, patch.layer)
 
 
 class _Arguments:
-    """A call's arguments by name, wherever they were put: NOT_TOLD for one that is not there."""
+    """A call's arguments by name, wherever they were put: NOT_PASSED for one that is not there."""
 
     def __init__(self, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
         self._bound = signature.bind(*args, **kwargs)
         self._bound.apply_defaults()
         rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-        self._rest: dict[str, Any] = self._bound.arguments[rest[0]] if rest else {}
+        self._rest: dict[str, object] = self._bound.arguments[rest[0]] if rest else {}
         self.args, self.kwargs = self._bound.args, self._bound.kwargs
 
     def __getitem__(self, name: str) -> Any:
-        return self._bound.arguments.get(name, self._rest.get(name, NOT_TOLD))
+        return self._bound.arguments.get(name, self._rest.get(name, NOT_PASSED))
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if name in self._bound.arguments:
             self._bound.arguments[name] = value
         else:
@@ -380,7 +379,7 @@ class _Arguments:
 
 
 @contextlib.contextmanager
-def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
+def _without_mtp(model: object, given: _Arguments) -> Iterator[None]:
     """While open, `model` has no multi-token prediction: its layers pass hidden states through.
 
     Hidden states that come with those of the MTP layers already joined to them (`_postprocess` of a
@@ -390,7 +389,7 @@ def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
     if not layers:
         yield
         return
-    if not given["mtp_in_postprocess"]:  # NOT_TOLD where the model has no such argument
+    if not given["mtp_in_postprocess"]:  # NOT_PASSED where the model has no such argument
         given["hidden_states"] = torch.chunk(given["hidden_states"], 1 + layers, dim=0)[0]
     config = vars(model)["config"]
     vars(model)["config"] = copy.copy(config)
@@ -403,5 +402,5 @@ def _without_mtp(model: Any, given: _Arguments) -> Iterator[None]:
         del vars(model)["mtp"]
 
 
-def _pass_through(*args: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _pass_through(*args: object, hidden_states: Tensor, **kwargs: object) -> Tensor:
     return hidden_states

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import VocabShard, group_rank, resolve_tp_group
@@ -33,7 +34,7 @@ class HeadReport(NamedTuple):
     reason: str
 
 
-def find_language_models(model: Any) -> list[nn.Module]:
+def find_language_models(model: object) -> list[nn.Module]:
     """The Megatron language models inside `model`, one for each virtual pipeline chunk.
 
     Looks through lists of chunks and through any wrapper's submodules (DDP, Float16Module, FSDP,
@@ -68,7 +69,7 @@ def _outermost(module: nn.Module) -> list[nn.Module]:
     return [found for child in module.children() for found in _outermost(child)]
 
 
-def has_head(language_model: Any) -> bool:
+def has_head(language_model: object) -> bool:
     """Whether this pipeline stage has an output layer."""
     return (
         getattr(language_model, "output_layer", None) is not None
@@ -76,12 +77,12 @@ def has_head(language_model: Any) -> bool:
     )
 
 
-def head_tp_group(layer: Any) -> Any:
+def head_tp_group(layer: Any) -> ProcessGroup | None:
     """The TP group over which the output layer's vocabulary is split, Megatron's by default."""
     return resolve_tp_group(getattr(base_layer(layer), "tp_group", None))
 
 
-def head_report(model: Any, *, softcap: float | None = None) -> HeadReport:
+def head_report(model: object, *, softcap: float | None = None) -> HeadReport:
     """Whether the head of `model` (wrapped or not) can take the fused path, and if not, why.
 
     Stages without a head are fusable: there is nothing to do. `softcap` is that of the config to
@@ -98,7 +99,7 @@ def head_report(model: Any, *, softcap: float | None = None) -> HeadReport:
     return HeadReport(True, "")
 
 
-def check_head(layer: Any, config: LogprobConfig) -> None:
+def check_head(layer: object, config: LogprobConfig) -> None:
     """What a fused head cannot honor of the settings is refused before the first call.
 
     Raises:
@@ -132,9 +133,9 @@ def _model_report(language_model: Any, softcap: float | None) -> HeadReport:
 
 
 def layer_report(
-    layer: Any,
-    weight: Any,
-    scale_logits: Any,
+    layer: object,
+    weight: object,
+    scale_logits: object,
     *,
     softcap: float | None,
     gathered_by_then: bool = False,
@@ -151,13 +152,15 @@ def layer_report(
     return HeadReport(not reason, reason)
 
 
-def softcap_reason(layer: Any, softcap: float | None) -> str:
+def softcap_reason(layer: object, softcap: float | None) -> str:
     if softcap is not None and base_layer(layer).bias is not None:
         return "its bias would have to come before the softcap"
     return ""
 
 
-def call_reason(layer: Any, weight: Any, *, gather: bool, gathered_by_then: bool = False) -> str:
+def call_reason(
+    layer: object, weight: object, *, gather: bool, gathered_by_then: bool = False
+) -> str:
     """Why a call of the layer cannot be deferred, or "": all that may change between calls."""
     if gather:
         return "the call gathers the logits over TP (runtime_gather_output)"
@@ -170,7 +173,7 @@ def call_reason(layer: Any, weight: Any, *, gather: bool, gathered_by_then: bool
     )
 
 
-def say_unfused(reason: str, tp_group: Any) -> None:
+def say_unfused(reason: str, tp_group: ProcessGroup | None) -> None:
     """One log line per reason, from the first TP rank, that a head computes its logits whole."""
     if group_rank(tp_group) == 0 and reason not in _said:
         _said.add(reason)
@@ -184,7 +187,7 @@ def say_left_out(reason: str) -> None:
         logger.warning("output='stats' skips a loss: %s", reason)
 
 
-def say_padding(language_model: Any, config: LogprobConfig) -> None:
+def say_padding(language_model: object, config: LogprobConfig) -> None:
     """One log line where padding is counted, if Megatron-LM's tokenizer has the true size."""
     size, columns = tokenizer_size(), getattr(language_model, "vocab_size", None)
     if config.vocab_size is not None or size is None or columns is None or size >= columns:
@@ -199,7 +202,7 @@ def say_padding(language_model: Any, config: LogprobConfig) -> None:
         )
 
 
-def require_fused(config: LogprobConfig, reason: str, tp_group: Any) -> None:
+def require_fused(config: LogprobConfig, reason: str, tp_group: ProcessGroup | None) -> None:
     """For a call whose loss comes from real logits for `reason`: refuse it, or say so once.
 
     Raises:
@@ -223,7 +226,7 @@ def own_loss(language_model: Any) -> str:
     return "instance" if "compute_language_model_loss" in vars(language_model) else "class"
 
 
-def loss_reason(language_model: Any) -> str:
+def loss_reason(language_model: object) -> str:
     kind = type(language_model).__name__
     return f"{kind} has a compute_language_model_loss of its own, which takes logits"
 
@@ -245,7 +248,7 @@ def kind_reason(layer: Any) -> str:
     if is_adapter(layer):
         if "forward" in vars(layer) and not _is_ours(vars(layer)["forward"]):
             return "something else has replaced the output layer's forward"
-        layer = layer.to_wrap
+        layer = base_layer(layer)
     kind = type(layer).__name__
     if not isinstance(layer, ColumnParallelLinear):
         return f"the output layer is a {kind} (an adapter, FP8 or other head), not Megatron's own"
@@ -261,7 +264,7 @@ def kind_reason(layer: Any) -> str:
     return ""
 
 
-def _returns_logits(kind: str, forward: Any) -> bool:
+def _returns_logits(kind: str, forward: object) -> bool:
     """Whether this is the output layer of Megatron's dev branch, which has a loss of its own.
 
     Its forward is ColumnParallelLinear's for calls that do not ask for that loss.
@@ -288,7 +291,7 @@ def _reason_against_hooks(layer: Any) -> str:
 _HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
 
 
-def _names(hook: Any) -> tuple[str, str]:
+def _names(hook: object) -> tuple[str, str]:
     """(module, name) of the function that a hook is."""
     hook = getattr(hook, "func", hook)  # functools.partial
     return getattr(hook, "__module__", "") or "", getattr(hook, "__name__", type(hook).__name__)
@@ -330,7 +333,7 @@ def _reason_against_weight(weight: Any, gathered_by_then: bool) -> str:
     return "" if weight.dtype in plain else f"its weight is {weight.dtype}"
 
 
-def scale_reason(scale_logits: Any) -> str:
+def scale_reason(scale_logits: object) -> str:
     """Only Megatron's own `_scale_logits` is known to be a multiplication."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -342,6 +345,6 @@ def scale_reason(scale_logits: Any) -> str:
     return ""
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value: object) -> bool:
     owner = getattr(value, "__self__", None)
     return type(owner).__module__.startswith("mcore_logprobs.megatron")

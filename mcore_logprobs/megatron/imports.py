@@ -33,7 +33,7 @@ def after_import(name: str, act: Callable[[Any], None]) -> Callable[[], None]:
 class _Watcher(importlib.abc.MetaPathFinder):
     """Finds nothing itself: has the module's own loader tell when it has run the module."""
 
-    def __init__(self, name: str, act: Callable[[Any], None]) -> None:
+    def __init__(self, name: str, act: Callable[[object], None]) -> None:
         self.name, self.act = name, act
 
     def stop(self) -> None:
@@ -59,10 +59,10 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 def replace_function(
-    module: Any,
+    module: object,
     name: str,
     *,
-    before: Callable[[dict[str, Any]], None] | None = None,
+    before: Callable[[dict[str, object]], None] | None = None,
     after: Callable[[Any], None] | None = None,
 ) -> Callable[[], None]:
     """Wrap `module.name`: `before(arguments)` may change them, `after(result)` sees the result.
@@ -75,7 +75,7 @@ def replace_function(
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         bound = signature.bind(*args, **kwargs)
         if before is not None:
             before(bound.arguments)

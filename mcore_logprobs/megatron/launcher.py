@@ -99,7 +99,7 @@ class Launcher:
         # What an unchanged loss function takes; the flags say otherwise.
         parser.set_defaults(logprob_output="loss")
 
-    def _take_parser(self, undo: contextlib.ExitStack, module: Any) -> None:
+    def _take_parser(self, undo: contextlib.ExitStack, module: object) -> None:
         if takes(getattr(module, "add_megatron_arguments", None), "parser"):
             undo.callback(
                 replace_function(module, "add_megatron_arguments", after=self._watch_parser)
@@ -109,7 +109,7 @@ class Launcher:
         self._add_flags(parser)
         parse = parser.parse_known_args
 
-        def parse_and_tell(*args: Any, **kwargs: Any) -> Any:
+        def parse_and_tell(*args: object, **kwargs: object) -> object:
             result = parse(*args, **kwargs)
             self.parsed = True
             return result
@@ -118,7 +118,7 @@ class Launcher:
 
     # The models.
 
-    def _take_training(self, undo: contextlib.ExitStack, module: Any) -> None:
+    def _take_training(self, undo: contextlib.ExitStack, module: object) -> None:
         if takes(getattr(module, "get_model", None), "model_provider_func"):
             undo.callback(replace_function(module, "get_model", before=self._patch_what_is_built))
         if hasattr(module, "setup_model_and_optimizer"):
@@ -126,17 +126,17 @@ class Launcher:
                 replace_function(module, "setup_model_and_optimizer", after=self._patch_trained)
             )
 
-    def _take_builders(self, undo: contextlib.ExitStack, module: Any) -> None:
+    def _take_builders(self, undo: contextlib.ExitStack, module: object) -> None:
         name = "unimodal_build_distributed_models"
         if takes(getattr(module, name, None), "pre_wrap_hook"):
             undo.callback(replace_function(module, name, before=self._patch_before_wrap))
 
-    def _patch_what_is_built(self, arguments: dict[str, Any]) -> None:
+    def _patch_what_is_built(self, arguments: dict[str, object]) -> None:
         build = arguments.get("model_provider_func")
         if callable(build):
 
             @functools.wraps(build)
-            def provider(*args: Any, **kwargs: Any) -> Any:
+            def provider(*args: object, **kwargs: object) -> object:
                 model = build(*args, **kwargs)
                 self.patch(model)
                 return model
@@ -146,7 +146,7 @@ class Launcher:
     def _patch_before_wrap(self, arguments: dict[str, Any]) -> None:
         script_hook: Callable[..., Any] | None = arguments.get("pre_wrap_hook")
 
-        def hook(models: list[Any]) -> list[Any]:
+        def hook(models: list[object]) -> list[object]:
             changed = script_hook(models) if script_hook is not None else None
             models = models if changed is None else changed
             self.patch(models)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,38 +11,83 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.config import LogprobConfig
-from mcore_logprobs.megatron.deferred import DeferredLogits
+from mcore_logprobs.groups import resolve_tp_group
+from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
+from mcore_logprobs.megatron.heads import reshards_after_forward
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.local_largest import local_largest
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import LazyHead
+from mcore_logprobs.sources.lora import LoRAInput
 
 
-def lazy_logits(call: DeferredLogits, layer: Any, config: LogprobConfig) -> LazyLogits:
-    """The logits `[s, b, V/TP]` of a deferred call of `layer`, as a tensor for anybody."""
-    head = LazyHead(
-        hidden=call.hidden,
-        weight=call.weight,
-        bias=call.bias,
-        dtype=call.dtype,
-        sequence_parallel=call.sequence_parallel,
-        tp_group=call.tp_group,
-        operands=call.operands,
-        product=call.compute,
+def call_of(
+    layer: object,
+    hidden: Tensor,
+    weight: Tensor,
+    product: Callable[[Tensor, Tensor], Tensor],
+    call_layer: Callable[[Callable[[Tensor, Tensor], object]], object],
+) -> LazyHead:
+    """A call of an output layer that is not made.
+
+    Args:
+        layer: a ColumnParallelLinear, or a LoRA around one.
+        product, call_layer: as in `LazyHead`; the latter is for a weight that FSDP shards again.
+    """
+    base, lora = base_layer(layer), head_lora(layer)
+    output_dtype = getattr(base, "output_dtype", None)
+    return LazyHead(
+        hidden=hidden,
+        weight=weight,
+        bias=None if base.skip_bias_add else base.bias,
+        dtype=output_dtype or _autocast_dtype(hidden) or hidden.dtype,
+        sequence_parallel=base.sequence_parallel,
+        tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
+        operands=partial(_operands, lora),
+        product=product,
         materialized=materialized,
         largest=local_largest,
-        into_main_grad=partial(into_main_grad, layer),
-        lora_tensors=() if call.lora is None else (call.lora.a, call.lora.b),
-        call_layer=call.call_head,
-        output_dtype=call.output_dtype,
+        into_main_grad=partial(into_main_grad, base),
+        lora_tensors=() if lora is None else (lora.a, lora.b),
+        call_layer=call_layer if reshards_after_forward(layer) else None,
+        output_dtype=output_dtype,
+    )
+
+
+def lazy_logits(head: LazyHead, config: LogprobConfig) -> LazyLogits:
+    """The logits `[s, b, V/TP]` of a call that was not made, as a tensor for anybody."""
+    settings = replace(
+        head,
         logits_dtype=config.logits_dtype,
         chunk_size=config.chunk_size,
         backend=config.backend,
         saved_bytes=config.saved_bytes,
         require=config.fused == "require",
     )
-    return LazyLogits.of_head(head)
+    return LazyLogits.of_head(settings)
+
+
+def _operands(
+    lora: HeadLoRA | None, hidden: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, LoRAInput | None]:
+    """(hidden, weight, LoRA) as they are multiplied: under autocast all of it is cast.
+
+    Collectives: with a LoRA one all-gather of `[r/TP, h]` over TP.
+    """
+    whole, dtype = None if lora is None else lora.whole(), _autocast_dtype(hidden)
+    if dtype is None:
+        return hidden, weight, whole
+    cast = whole and (whole[0].to(dtype), whole[1].to(dtype), whole[2])
+    return hidden.to(dtype), weight.to(dtype), cast
+
+
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """What autocast casts a product's operands to now; None where it leaves them."""
+    device = hidden.device.type
+    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def materialized(source: HeadLogits, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,7 @@ def logprob_output_processor(
     context: LogprobConfig | None = None,
     scale_logits: Any = None,
     config: Any = None,
-    **unused: Any,
+    **unused: object,
 ) -> TokenStats | Tensor:
     """Megatron's output processor (0.18 and later): what a patched model returns, without a patch.
 
@@ -69,7 +69,7 @@ def logprob_output_processor(
 class _Head(DeferringHead):
     """What stands in for the output layer's forward in one call."""
 
-    def __init__(self, layer: Any, scale_logits: Any, context: LogprobConfig) -> None:
+    def __init__(self, layer: object, scale_logits: object, context: LogprobConfig) -> None:
         super().__init__(layer)
         self._scale_logits, self._context = scale_logits, context
 

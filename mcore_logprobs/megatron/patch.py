@@ -21,7 +21,14 @@ from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.megatron.blocks import block
-from mcore_logprobs.megatron.calls import Call, Draw, OpenBlocks, PerToken, PolicyLoss, Teacher
+from mcore_logprobs.megatron.calls import (
+    Call,
+    OpenBlocks,
+    PerToken,
+    PolicyLoss,
+    SampleRequest,
+    Teacher,
+)
 from mcore_logprobs.megatron.head_patch import HeadPatch, patch_of
 from mcore_logprobs.megatron.heads import (
     HeadReport,
@@ -40,7 +47,7 @@ from mcore_logprobs.spelling import suggesting
 
 
 @suggesting
-def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
+def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHandle:
     """Make `model(..., labels=labels)` return what `config` asks for on the last pipeline stage.
 
     Args:
@@ -121,7 +128,7 @@ def patch_model(model: Any, config: LogprobConfig | None = None) -> PatchHandle:
     return PatchHandle(model, heads, wanted)
 
 
-def unpatch_model(model: Any) -> None:
+def unpatch_model(model: object) -> None:
     """Undo `patch_model`; the model's and its output layer's `__dict__` are as before.
 
     A model that is not patched is not changed.
@@ -163,7 +170,7 @@ class PatchHandle:
     """
 
     def __init__(
-        self, model: Any, heads: list[tuple[HeadPatch, bool]], config: LogprobConfig
+        self, model: object, heads: list[tuple[HeadPatch, bool]], config: LogprobConfig
     ) -> None:
         self._model = model
         self._owned = [head for head, is_new in heads if is_new]
@@ -187,12 +194,12 @@ class PatchHandle:
     def __enter__(self) -> PatchHandle:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         """Undo what this handle's own call patched."""
         _remove(self._owned)
 
     @block
-    def options(self, **fields: Any) -> Iterator[None]:
+    def options(self, **fields: object) -> Iterator[None]:
         """For calls in this block: `LogprobConfig` fields that differ from the patch's.
 
         temperature may be a tensor too, without gradient, that broadcasts to labels' `[b, s]`;
@@ -247,7 +254,7 @@ class PatchHandle:
             yield
 
     @block
-    def map(self, fn: Callable[..., Any], *per_token_tensors: Tensor) -> Iterator[None]:
+    def map(self, fn: Callable[..., object], *per_token_tensors: Tensor) -> Iterator[None]:
         """For calls in this block: the model returns what `linear_map` gives.
 
         `fn(logits, *the tensors' rows)` gets logits `[rows, V/TP]` of some tokens at a time, after
@@ -483,7 +490,7 @@ class PatchHandle:
             ValueError: settings out of range, on every stage; a call with labels, or inside a block
                 of another kind; in the call what `linear_sample` raises.
         """
-        draw = Draw(seed, top_k, top_p, temperature, min_p)
+        draw = SampleRequest(seed, top_k, top_p, temperature, min_p)
         if rows is not None:
             rows = check_rows(rows, None)
         with self._during(lambda call: replace(call, draw=draw, rows=rows)):
@@ -507,7 +514,7 @@ class PatchHandle:
             yield
 
 
-def _check_own_loss(language_model: Any, config: LogprobConfig) -> None:
+def _check_own_loss(language_model: object, config: LogprobConfig) -> None:
     """A loss that the model brings along is called, or the settings are refused.
 
     One that was put on the instance is left out under output="stats", and a log line says so.
@@ -531,7 +538,7 @@ def _check_own_loss(language_model: Any, config: LogprobConfig) -> None:
         )
 
 
-def _of_all_stages(model: Any, reason: str) -> list[str]:
+def _of_all_stages(model: object, reason: str) -> list[str]:
     """`reason` of every pipeline stage. Collective over the pipeline group, where there is one."""
     state = megatron_parallel_state()
     language_model = find_language_models(model)[0]

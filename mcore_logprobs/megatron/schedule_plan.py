@@ -68,7 +68,7 @@ def carry_stats(plan: Any, around: Callable[[], Any]) -> None:
         return
     forward, backward = node.forward_func, node.backward_func
 
-    def forward_func(*inputs: Tensor) -> Any:
+    def forward_func(*inputs: Tensor) -> object:
         with around():
             output = forward(*inputs)
         return ScheduledStats.of(output) if isinstance(output, TokenStats) else output

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mcore_logprobs.arguments import check_ids, global_to_local
 from mcore_logprobs.checks import check_flag
-from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import (
     IGNORED,
@@ -23,15 +22,13 @@ from mcore_logprobs.kernels.stats import (
     RowResults,
     SoftmaxStats,
     StatsSpec,
-    finalize,
     gradient_coefficients,
-    merge,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.ops.topk import TopK, check_k
-from mcore_logprobs.sources.source import Placed, Source, Tile
+from mcore_logprobs.sources.source import ChunkAt, Source
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,6 @@ class Also:
     def __post_init__(self) -> None:
         check_flag("log_softmax", self.log_softmax)
 
-    @property
-    def nothing(self) -> bool:
-        return self.ids is None and self.topk is None
-
 
 class Found(NamedTuple):
     """What `Answers` gives of each row, or the upstream gradients of it."""
@@ -70,7 +63,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answers(Operation):
+class Answers(Operation[Source]):
     """The fields of a `Found`, flat.
 
     Tensors: local targets `[n]`; the valid mask `[n]`; local ids `[n, j]`, and whether each of them
@@ -124,44 +117,38 @@ class Answers(Operation):
         return LogitGradient(source, terms)
 
 
-class _AnswersForward(LocalStatistics):
+class _AnswersForward(RowStatistics):
     def __init__(self, operation: Answers, source: Source, tensors: Tensors) -> None:
-        local_target, self._valid_mask, *asked = tensors
-        super().__init__(source, operation.spec, local_target)
-        self._operation, self._source = operation, source
-        self._local_ids = asked[0] if asked else local_target.new_zeros(source.count, 0)
+        local_target, valid_mask, *asked = tensors
+        super().__init__(
+            source,
+            operation.spec,
+            local_target,
+            valid_mask=valid_mask,
+            label_smoothing=operation.label_smoothing,
+        )
+        self._operation, self._counted = operation, valid_mask.unsqueeze(-1)
+        self._local_ids = asked[0] if asked else local_target.new_zeros(source.num_rows, 0)
         shape = self._local_ids.shape
         self._x = torch.zeros(shape, dtype=source.acc_dtype, device=source.device)
         self._ids_mask = asked[1] if asked else None
         self._largest = TopK(operation.topk).forward(source, ()) if operation.topk else None
         self.reads = "blocks" if self._largest is None else "rows"
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
         self._x[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
         if self._largest is not None:
             self._largest.see(placed)
         super().see(placed)
 
-    def end_tile(self, tile: Tile, rows: slice) -> None:
-        super().end_tile(tile, rows)
-
     def results(self) -> tuple[Tensors, Tensors]:
-        operation, spec, multiplier = self._operation, self.stats.spec, self.stats.multiplier
-        fields = len(spec.fields)
-        local = torch.cat([self.stats.whole(), self._x.t()])
-        shards = all_gather_stack(local, self._source.shard.group)
-        statistics, softmax = finalize(
-            merge(shards[:, :fields].contiguous(), spec, multiplier=multiplier),
-            spec,
-            multiplier=multiplier,
-            valid_mask=self._valid_mask,
-            label_smoothing=operation.label_smoothing,
-        )
+        operation, multiplier = self._operation, self.multiplier
+        (statistics, softmax), shards = self.reduce(self._x.t())
         candidates = values = ids = top_columns = None
         log_sum, row_max = softmax.log_sum.unsqueeze(-1), softmax.row_max.unsqueeze(-1)
         if self._ids_mask is not None:
-            x = shards[:, fields:].sum(0).t()
+            x = shards.sum(0).t()
             if operation.log_softmax:
                 candidates = times_multiplier(x - row_max, multiplier) - log_sum
             else:
@@ -171,13 +158,13 @@ class _AnswersForward(LocalStatistics):
             (values, ids), (top_columns,) = self._largest.results()
             if operation.log_softmax:
                 values = values - times_multiplier(row_max, multiplier) - log_sum
-            keep = self._valid_mask.unsqueeze(-1)
-            values, ids = torch.where(keep, values, 0.0), torch.where(keep, ids, 0)
+            values = torch.where(self._counted, values, 0.0)
+            ids = torch.where(self._counted, ids, 0)
         return (*statistics, candidates, values, ids), (*softmax, top_columns)
 
 
 def answers(
-    source: Any,
+    source: Source,
     local_target: Tensor,
     valid_mask: Tensor,
     spec: StatsSpec,
@@ -200,9 +187,9 @@ def answers(
     per_token = [local_target, valid_mask]
     if also.ids is not None:
         ids = also.ids
-        if isinstance(ids, Tensor) and ids.dim() == 1 and len(source.lead) > 0:
-            ids = ids.expand(*source.lead, ids.shape[0])
-        ids = check_ids(ids, source.lead, source.device)
+        if isinstance(ids, Tensor) and ids.dim() == 1 and len(source.batch_shape) > 0:
+            ids = ids.expand(*source.batch_shape, ids.shape[0])
+        ids = check_ids(ids, source.batch_shape, source.device)
         local_ids, counted = global_to_local(ids, source.shard, ignore_index, name="ids")
         counted = counted & valid_mask.unsqueeze(-1)
         per_token += [torch.where(counted, local_ids, -1), counted]

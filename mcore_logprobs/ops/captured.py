@@ -20,7 +20,7 @@ def walk_graph(result: Tensor, roots: list[Any]) -> tuple[bool, list[Any]]:
 
     The list is empty without such a leaf; the leaf's own node is its last.
     """
-    seen: list[Any] = []
+    seen: list[object] = []
     known = set()
     connected = False
     stack: list[Any] = [
@@ -78,7 +78,7 @@ def _held_tensors(fn: Any) -> Iterator[tuple[str, Tensor]]:
     yield from _tensors_in(held)
 
 
-def _tensors_in(held: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(held: dict[str, object]) -> Iterator[tuple[str, Tensor]]:
     for name, value in held.items():
         if isinstance(value, Tensor):
             yield name, value

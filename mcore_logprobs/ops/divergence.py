@@ -32,13 +32,13 @@ from mcore_logprobs.sources.given import GivenLogits, given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.pair_source import AnySource, PairSource, alongside, beside
-from mcore_logprobs.sources.source import Placed, masked_source, token_temperature
+from mcore_logprobs.sources.source import ChunkAt, masked_source, token_temperature
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
 
 
 @dataclass(frozen=True)
-class Divergence(Operation):
+class Divergence(Operation[PairSource]):
     """Divergences `[n]` of a `PairSource`; 0 in rows that the valid mask `[n]` leaves out."""
 
     spec: PairSpec
@@ -58,14 +58,14 @@ class _DivergenceForward(Forward):
         self._spec, self._source, self._valid_mask = spec, source, valid_mask
         self.passes = 2 if spec.two_pass else 1
         dtype = pair_dtype(source.acc_dtype, source.teacher.acc_dtype)
-        shape = (PAIR_STATS, source.count)
+        shape = (PAIR_STATS, source.num_rows)
         self._stats = torch.zeros(shape, dtype=dtype, device=source.device)
         # What a rank without true vocabulary says.
         self._stats[0] = self._stats[2] = -torch.inf
         self._done: FinalPair | None = None
-        self._sums = self._stats.new_zeros(2, source.count)
+        self._sums = self._stats.new_zeros(2, source.num_rows)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         spec, rows, (student, teacher) = self._spec, placed.rows, (placed.chunk, placed.other)
         assert teacher is not None
         kernels, size = self._source.backend(placed), self._source.rows_at_a_time(teacher.width)
@@ -108,7 +108,7 @@ class _DivergenceGradient(Backward):
         self._spec, self._source, self._softmax, self._inner = spec, source, softmax, inner
         self._upstream = torch.where(usable, upstream, 0.0)
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         rows, teacher = placed.rows, placed.other
         assert teacher is not None
         self._source.backend(placed).pair_grad(
@@ -124,8 +124,8 @@ class _DivergenceGradient(Backward):
 
 
 def kl_div(
-    student: Any,
-    teacher: Any,
+    student: AnySource,
+    teacher: AnySource,
     *,
     kind: str = "forward",
     beta: float = 0.5,
@@ -135,10 +135,10 @@ def kl_div(
     """`vocab_parallel_kl_div` of two sources of the same tokens; kind may be "cross_entropy"."""
     if kind != "cross_entropy":
         check_kind(kind, beta)
-    mask = check_mask(mask, student.lead, student.device)
+    mask = check_mask(mask, student.batch_shape, student.device)
     student = masked_source(student, mask)
     if mask is None:
-        mask = torch.ones(student.lead, dtype=torch.bool, device=student.device)
+        mask = torch.ones(student.batch_shape, dtype=torch.bool, device=student.device)
     pair = beside(student, teacher, backend)
     return apply(Divergence(PairSpec(kind, float(beta))), pair, mask)[0]
 
@@ -265,7 +265,7 @@ def _of_both_sides(shared: Any) -> dict[str, Any]:
 
 
 def given_teacher(
-    student: Any,
+    student: AnySource,
     teacher_logits: Tensor,
     *,
     temperature: float | Tensor | None,
@@ -281,7 +281,7 @@ def given_teacher(
         prefix="teacher_",
         **options,
     )
-    shape = torch.Size((*student.lead, student.shard.width))
+    shape = torch.Size((*student.batch_shape, student.shard.width))
     local = unwrap_logits(teacher_logits, None, "teacher_logits")[0]
     check_shape("teacher_logits", local, shape, student.device)
     return teacher
@@ -369,7 +369,7 @@ def linear_kl_div(
 
 
 def any_teacher(
-    student: Any,
+    student: AnySource,
     *,
     logits: Tensor | None,
     hidden: Tensor | None,
@@ -420,10 +420,10 @@ def any_teacher(
             f"teacher_weight: expected the student's V/TP = {student.shard.width} rows, got shape "
             f"{tuple(teacher.weight.shape)}"
         )
-    if teacher.lead != student.lead:
+    if teacher.batch_shape != student.batch_shape:
         raise ValueError(
-            f"teacher_hidden: expected hidden's leading shape {tuple(student.lead)}, got "
-            f"{tuple(teacher.lead)}"
+            f"teacher_hidden: expected hidden's leading shape {tuple(student.batch_shape)}, got "
+            f"{tuple(teacher.batch_shape)}"
         )
     if sequence_parallel and not student.recomputed:
         # Rows in the order of the tokens, as the student's are.

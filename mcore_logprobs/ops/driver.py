@@ -11,18 +11,24 @@ An operation says what it takes of a chunk (`Forward`) and what the gradient of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from mcore_logprobs.autograd import once_differentiable, without_autocast
+from mcore_logprobs.checks import autocast_enabled
+from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
-from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
+from mcore_logprobs.sources.main_grad import MainGrad
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Options, Source, Tile, Walked
 
-Tensors = tuple[Any, ...]
+Tensors = tuple[Any, ...]  # each a Tensor or None
+SourceT = TypeVar("SourceT", bound=Walked)
 
 
 class Forward:
@@ -41,7 +47,7 @@ class Forward:
     def begin_tile(self, tile: Any, rows: slice) -> None:
         """Take what concerns a whole tile; `rows` are its rows of the operation's tensors."""
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         """Take what is needed of a chunk of logits."""
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
@@ -70,16 +76,16 @@ class Backward:
         """The tile's raw logits `[rows, V/TP]`; called with `whole_tile`."""
         raise NotImplementedError
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         """Write the gradient of a chunk's raw logits into out; out may be the logits' memory."""
         raise NotImplementedError
 
-    def at(self, tile: Tile) -> tuple[Entries, Tensor]:
+    def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
         """(single logits of a tile, the gradient of their processed values `[e]`)."""
         raise NotImplementedError
 
 
-class Operation:
+class Operation(Generic[SourceT]):
     """An operation on a source; a frozen dataclass of its options, without tensors.
 
     Per-row tensors are `[n, ...]` in the order of the source's rows.
@@ -97,11 +103,11 @@ class Operation:
     differentiable: Sequence[bool] | None = None
     rereads: Rereads = "nothing"
 
-    def forward(self, source: Any, tensors: Tensors) -> Forward:
+    def forward(self, source: SourceT, tensors: Tensors) -> Forward:
         raise NotImplementedError
 
     def backward(
-        self, source: Any, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: SourceT, upstream: Tensors, tensors: Tensors, saved: Tensors
     ) -> Backward:
         """The gradient; an upstream of None stands for 0."""
         raise NotImplementedError
@@ -110,13 +116,7 @@ class Operation:
 # ---- the loops ----------------------------------------------------------------------------------
 
 
-def _forward(operation: Operation, source: Any, tensors: Tensors) -> tuple[Tensors, Tensors]:
-    run = operation.forward(source, tensors)
-    show(run, source)
-    return run.results()
-
-
-def show(run: Forward, source: Any) -> None:
+def show(run: Forward, source: Walked) -> None:
     """Show it all tiles of a source."""
     for _ in range(run.passes):
         for tile in source.tiles():
@@ -124,17 +124,19 @@ def show(run: Forward, source: Any) -> None:
         run.end_pass()
 
 
-def _show_tile(run: Forward, tile: Tile, rows: slice, held: Sequence[Placed] | None = None) -> None:
+def _show_tile(
+    run: Forward, tile: Tile, rows: slice, held: Sequence[ChunkAt] | None = None
+) -> None:
     run.begin_tile(tile, rows)
     if run.reads != "nothing":
-        chunks: Iterable[Placed] = tile.whole_rows() if run.reads == "rows" else tile.chunks()
+        chunks: Iterable[ChunkAt] = tile.whole_rows() if run.reads == "rows" else tile.chunks()
         for placed in chunks if held is None else held:
             run.see(placed)
             del placed  # a tile's logits may be the only large memory: gone before the next
     run.end_tile(tile, rows)
 
 
-def _backward(backward: Backward, source: Any, needs: Sequence[bool]) -> Tensors:
+def _backward(backward: Backward, source: Walked, needs: Sequence[bool]) -> Tensors:
     gradient = source.gradient(needs, sparse=backward.entries)
     for tile in source.tiles():
         if backward.entries:
@@ -149,11 +151,69 @@ def _backward(backward: Backward, source: Any, needs: Sequence[bool]) -> Tensors
     return gradient.finish()
 
 
+# ---- what both modes are: no double backward in silence, no autocast --------------------------
+
+
+def once_differentiable(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """For an autograd.Function's backward whose result depends on what the forward saved.
+
+    torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
+    without a graph where that is a constant, so that a penalty on them would train nothing, in
+    silence. Here such gradients raise a RuntimeError once they are differentiated.
+
+    Args:
+        backward: called as `backward(ctx, saved tensors, *grads)`. Those are unpacked once, as
+            hooks may bring them from far away. With `ctx.linear` set the result depends on grads
+            alone, up to constants: torch's own rule holds.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor | None) -> Tensors:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = backward(ctx, saved, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        # Those alone are reached by a backward for some inputs only, as autograd.grad's.
+        held = grads if getattr(ctx, "linear", False) else (*grads, *saved)
+        on = [x for x in held if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(_Last.apply(x, *on) if isinstance(x, Tensor) else x for x in found)
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    """A gradient, of what it depends on, that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grad: Tensor, *on: Tensor) -> Tensor:
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "mcore_logprobs' operations have no double backward (gradient of a gradient): expected "
+            "create_graph=False, or gradients that no loss depends on"
+        )
+
+
+def without_autocast(like: Tensor | None) -> AbstractContextManager[object]:
+    """Products within it have the dtypes that they are told, in a backward as in its forward."""
+    assert like is not None
+    device_type = like.device.type
+    if not autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 # ---- recompute mode -----------------------------------------------------------------------------
 
 
 def apply(
-    operation: Operation, source: Any, *per_token: Tensor, constants: Tensors = ()
+    operation: Operation[SourceT],
+    source: SourceT,
+    *per_token: Tensor,
+    constants: Tensors = (),
 ) -> Tensors:
     """The operation's results, `[*lead, ...]` each; differentiable by the source's tensors.
 
@@ -167,37 +227,54 @@ def apply(
     counts = len(source.tensors), len(per_token)
     learns = any(x is not None and x.requires_grad for x in source.tensors)
     plans: tuple[KeptPlan, ...] = ()
-    if learns and torch.is_grad_enabled():  # within a function of autograd it never is
-        plans = plan_kept(source, operation.rereads)
+    heads = getattr(source, "heads", ())
+    if heads and learns and torch.is_grad_enabled():  # within a function of autograd it never is
+        plans = plan_kept(heads, operation.rereads)
     return _Recompute.apply(
         operation, source.options, counts, plans, *source.tensors, *per_token, *constants
     )
 
 
+class _RecomputeContext(FunctionCtx):
+    """Attributes:
+    counts: of the source's tensors, those per token, all that are given, and these with saved ones.
+    """
+
+    operation: Operation[Any]
+    options: Options
+    plans: tuple[KeptPlan, ...]
+    counts: tuple[int, int, int, int]
+    linear: bool
+    needs_input_grad: tuple[bool, ...]
+
+
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        operation: Operation,
-        options: Any,
+        ctx: _RecomputeContext,
+        operation: Operation[Any],
+        options: Options,
         counts: tuple[int, int],
         plans: tuple[KeptPlan, ...],
-        *tensors: Any,
+        *tensors: Tensor | None,
     ) -> Tensors:
         with without_autocast(tensors[0]):
             source, given = _call_context(options, counts, tensors)
-            kept = keep(source, plans)
-            results, saved = _forward(operation, source, given)
+            kept = keep(source.heads, plans) if plans else []
+            run = operation.forward(source, given)
+            show(run, source)
+            results, saved = run.results()
             saved = tuple(None if x is None else source.pack(x) for x in saved)
-            fills = operation.ignored_values or (0.0,) * len(results)
+            ignored_values = operation.ignored_values or (0.0,) * len(results)
             results = tuple(
-                None if x is None else source.unflatten(x, fill).contiguous()
-                for x, fill in zip(results, fills, strict=True)
+                None if x is None else source.to_token_order(x, fill).contiguous()
+                for x, fill in zip(results, ignored_values, strict=True)
             )
         ctx.operation, ctx.options, ctx.plans = operation, options, plans
         ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
         ctx.linear = operation.linear and source.linear
-        ctx.save_for_backward(*tensors, *saved, *(x for own in kept for x in own.tensors))
+        everything: Tensors = (*tensors, *saved, *(x for own in kept for x in own.tensors))
+        ctx.save_for_backward(*everything)
         ctx.set_materialize_grads(False)
         flags = operation.differentiable or (True,) * len(results)
         ctx.mark_non_differentiable(
@@ -211,16 +288,17 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
+    def backward(ctx: _RecomputeContext, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         *counts, end, last = ctx.counts
         tensors, saved = unpacked[:end], unpacked[end:last]
         with without_autocast(tensors[0]):
             source, given = _call_context(ctx.options, counts, tensors)
-            restore(source, ctx.plans, unpacked[last:])
+            if ctx.plans:
+                restore(source.heads, ctx.plans, unpacked[last:])
             upstream = tuple(
-                None if grad is None else source.flatten_rows(grad, fill=0.0) for grad in grads
+                None if grad is None else source.to_row_order(grad, fill=0.0) for grad in grads
             )
             saved = tuple(None if x is None else source.unpack(x) for x in saved)
             needs = ctx.needs_input_grad[4 : 4 + counts[0]]
@@ -228,11 +306,11 @@ class _Recompute(torch.autograd.Function):
         return (None, None, None, None, *found, *(None for _ in tensors[len(found) :]))
 
 
-def _call_context(options: Any, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
+def _call_context(options: Options, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
     """The source, and what the operation takes besides."""
     own, per_token = counts
     source = options.bind(*tensors[:own])
-    rows = (source.flatten_rows(x) for x in tensors[own : own + per_token])
+    rows = (source.to_row_order(x) for x in tensors[own : own + per_token])
     return source, (*rows, *tensors[own + per_token :])
 
 
@@ -261,7 +339,7 @@ class Objective(Protocol):
 
 
 def apply_eagerly(
-    operation: Operation,
+    operation: Operation[Source],
     source: Source,
     objective: Objective,
     *per_token: Tensor,
@@ -290,22 +368,34 @@ def apply_eagerly(
     )
 
 
+class _EagerContext(FunctionCtx):
+    """Attributes:
+    gradients: of the source's tensors, until the first backward takes them; dtypes: theirs.
+    """
+
+    gradients: tuple[Tensor | None, ...] | None
+    dtypes: list[torch.dtype | None]
+    main_grad: MainGrad | None
+    kernels: Backend
+    needs_input_grad: tuple[bool, ...]
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        operation: Operation,
+        ctx: _EagerContext,
+        operation: Operation[Any],
         objective: Objective,
-        options: Any,
+        options: Options,
         counts: tuple[int, int, int],
-        *tensors: Any,
-    ) -> Any:
+        *tensors: Tensor,
+    ) -> Tensors:
         count, per_token, _ = counts
         *tensors, anchor = tensors  # type: ignore[assignment]
         inputs = tensors[:count]
         with without_autocast(inputs[0]):
             source = options.bind(*inputs)
-            rows = [source.flatten_rows(x) for x in tensors[count:]]
+            rows = [source.to_row_order(x) for x in tensors[count:]]
             needs = [flag and objective.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
             gradient = source.gradient(needs, in_acc_dtype=True)
             total = torch.zeros((), dtype=torch.float64, device=source.device)
@@ -328,15 +418,17 @@ class _Eager(torch.autograd.Function):
                     gradient.end_tile(tile)
             ctx.gradients = gradient.finish()
             if not parts:  # no rows
-                parts = [_forward(operation, source, tuple(rows[:per_token]))[0]]
+                run = operation.forward(source, tuple(rows[:per_token]))
+                show(run, source)
+                parts = [run.results()[0]]
             whole = [
                 None if pieces[0] is None else torch.cat(pieces)
                 for pieces in zip(*parts, strict=True)
             ]
-            fills = operation.ignored_values or (0.0,) * len(whole)
+            ignored_values = operation.ignored_values or (0.0,) * len(whole)
             results = tuple(
-                None if x is None else source.unflatten(x, fill)
-                for x, fill in zip(whole, fills, strict=True)
+                None if x is None else source.to_token_order(x, fill)
+                for x, fill in zip(whole, ignored_values, strict=True)
             )
         ctx.save_for_backward(anchor)
         ctx.main_grad = getattr(options, "main_grad", None)
@@ -349,7 +441,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _EagerContext, _: Tensors, *grads: Tensor | None) -> Tensors:
         upstream, none = grads[0], len(ctx.needs_input_grad)
         if upstream is None:
             return (None,) * none

@@ -31,18 +31,22 @@ from mcore_logprobs.kernels.stats import (
     gradient_coefficients,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.entries import EntryGradient, grid_entries
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient, no_targets
+from mcore_logprobs.ops.row_statistics import (
+    EntryGradient,
+    LogitGradient,
+    RowStatistics,
+    grid_entries,
+)
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source, token_temperature
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile, masked_source, token_temperature
 
 NORMALIZATIONS = ("vocab", "topk")
 
 
 @dataclass(frozen=True)
-class EntryLogits(Operation):
+class EntryLogits(Operation[Source]):
     """Processed logits `[n, k]` at local ids `[n, k]`, 0 where no rank owns one."""
 
     linear = True
@@ -73,7 +77,7 @@ class _EntryForward(Forward):
 
 
 @dataclass(frozen=True)
-class EntryLogprobs(Operation):
+class EntryLogprobs(Operation[Source]):
     """(log-probabilities, or logits, `[n, k]`; entropy `[n]` or None), of local ids and valid mask.
 
     Attributes:
@@ -107,28 +111,28 @@ class EntryLogprobs(Operation):
         return LogitGradient(source, terms)
 
 
-class _LogprobForward(LocalStatistics):
+class _LogprobForward(RowStatistics):
     def __init__(self, operation: EntryLogprobs, source: Source, tensors: Tensors) -> None:
-        spec = StatsSpec(entropy=operation.entropy)
-        super().__init__(source, spec, no_targets(source.count, source.device))
-        self._operation, (self._local_ids, self._valid_mask) = operation, tensors
+        super().__init__(source, StatsSpec(entropy=operation.entropy))
+        self._operation, (self._local_ids, self._counted) = operation, tensors
         shape, device = self._local_ids.shape, source.device
         self._values = torch.zeros(shape, dtype=source.acc_dtype, device=device)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
         self._values[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
         super().see(placed)
 
     def results(self) -> tuple[Tensors, Tensors]:
-        done, values = self.stats.finalize_with(self._values)
+        done, shards = self.reduce(self._values.t())
+        values = shards.sum(0).t()
         if self._operation.log_softmax:
             # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
             values = values - done.softmax.row_max.unsqueeze(-1)
-        values = times_multiplier(values, self.stats.multiplier)
+        values = times_multiplier(values, self.multiplier)
         if self._operation.log_softmax:
             values = values - done.softmax.log_sum.unsqueeze(-1)
-        values = torch.where(self._valid_mask, values, 0.0)
+        values = torch.where(self._counted, values, 0.0)
         return (values, done.results.entropy), done.softmax
 
 
@@ -137,7 +141,7 @@ def gather(
 ) -> Tensor:
     """`vocab_parallel_gather` of any source."""
     check_flag("log_softmax", log_softmax)
-    ids = check_ids(ids, source.lead, source.device)
+    ids = check_ids(ids, source.batch_shape, source.device)
     local_ids, valid_mask = global_to_local(ids, source.shard, ignore_index, name="ids")
     source = source.compacted(valid_mask.any(-1))
     return _entries(source, local_ids, valid_mask, log_softmax=log_softmax)[0]
@@ -158,7 +162,7 @@ def _entries(
 
 
 def topk_distill(
-    source: Any,
+    source: Source,
     teacher_topk_logits: Tensor,
     teacher_topk_ids: Tensor,
     normalize: str,
@@ -169,7 +173,7 @@ def topk_distill(
     """`vocab_parallel_topk_distill` of any source."""
     check_choice("normalize", normalize, NORMALIZATIONS)
     check_flag("entropy", entropy)
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     if teacher_temperature is None:
         teacher_temperature = token_temperature(source)
     own = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")

@@ -12,7 +12,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
 
@@ -118,11 +118,11 @@ DOCS = {
     "none. `linear_token_stats` has the details.",
 }
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def shared_keywords(
-    keywords: type, declared_by: Callable[..., Any]
+    keywords: type, declared_by: Callable[..., object]
 ) -> Callable[[Function], Function]:
     """Makes the last parameter, `**shared: Unpack[keywords]`, explicit.
 
@@ -149,12 +149,12 @@ def shared_keywords(
         known = frozenset(signature.parameters)
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if not known.issuperset(kwargs):
                 check_keywords(function.__name__, kwargs, known)
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            head = calling_layer((args, kwargs))
+            head = calling_layer((*args, *kwargs.values()))
             if head is not None:
                 return head.run(lambda: call(*args, **kwargs))
             with comparing(function.__name__, lambda: signature.bind(*args, **kwargs).arguments):

@@ -19,14 +19,13 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from mcore_logprobs.arguments import check_mask, check_per_token
-from mcore_logprobs.autograd import autocast_enabled
-from mcore_logprobs.checks import check_called
+from mcore_logprobs.checks import autocast_enabled, check_called
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.ops.captured import name_of, walk_graph
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.sources.head import HeadLogits, HeadTile, head_logits
-from mcore_logprobs.sources.source import Placed, masked_source
+from mcore_logprobs.sources.source import ChunkAt, masked_source
 
 MapFn = Callable[..., Any]
 
@@ -47,7 +46,7 @@ class _Structure:
 
 
 @dataclass(frozen=True)
-class Map(Operation):
+class Map(Operation[HeadLogits]):
     """fn's flat results, `[n, ...]` each. Tensors: the valid mask `[n]`, per-token tensors.
 
     Attributes:
@@ -155,7 +154,7 @@ class _MapGradient(Backward):
         self._dz = torch.zeros_like(raw) if dz is None else dz
         return raw
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         asked = self._asked[placed.rows].unsqueeze(-1)
         grad = torch.where(asked, self._dz[:, placed.columns], 0.0)
         placed.chunk.to_raw_gradient(grad)
@@ -235,7 +234,7 @@ def map_logits(
     source: Any, fn: MapFn, *per_token_tensors: Tensor, mask: Tensor | None = None
 ) -> Any:
     """`linear_map` of any source; of given logits fn is called once, with all rows."""
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
     mask = check_mask(mask, lead, device)
     source = masked_source(source, mask)
@@ -245,7 +244,7 @@ def map_logits(
         flat_logits = source.logits.reshape(-1, source.logits.shape[-1])
         z = Chunk(flat_logits, flat_logits.shape[1], logit_scale=scale, softcap=softcap).processed()
         rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
-        flat, spec = flat_results(fn(z, *rows), source.count)
+        flat, spec = flat_results(fn(z, *rows), source.num_rows)
         found = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
         if mask is not None:
             found = [None if x is None else _masked(x, mask) for x in found]

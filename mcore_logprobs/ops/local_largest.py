@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.ops.driver import Forward, show
-from mcore_logprobs.sources.source import Placed, Source
+from mcore_logprobs.sources.source import ChunkAt, Source
 
 
 class _LocalLargest(Forward):
     def __init__(self, source: Source) -> None:
         self._step = source.rows_at_a_time
         self.values = torch.full(
-            (source.count,), -torch.inf, dtype=source.acc_dtype, device=source.device
+            (source.num_rows,), -torch.inf, dtype=source.acc_dtype, device=source.device
         )
-        self.columns = torch.zeros(source.count, dtype=torch.int64, device=source.device)
+        self.columns = torch.zeros(source.num_rows, dtype=torch.int64, device=source.device)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         chunk = placed.chunk
         if chunk.valid == 0:
             return
@@ -37,4 +37,4 @@ def local_largest(source: Source) -> tuple[Tensor, Tensor]:
     """(largest processed logit, its column in this rank's shard) of each token, `[*lead]` each."""
     found = _LocalLargest(source)
     show(found, source)
-    return source.unflatten(found.values), source.unflatten(found.columns)
+    return source.to_token_order(found.values), source.to_token_order(found.columns)

@@ -13,13 +13,13 @@ from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.row_statistics import LocalStatistics, no_targets
+from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.sources.given import given_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile
 
 
 @dataclass(frozen=True)
-class LogSoftmax(Operation):
+class LogSoftmax(Operation[Source]):
     """`[n, V/TP]`."""
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
@@ -31,16 +31,15 @@ class LogSoftmax(Operation):
         return _LogSoftmaxGradient(source, upstream[0], *saved)
 
 
-class _LogSoftmaxForward(LocalStatistics):
+class _LogSoftmaxForward(RowStatistics):
     passes = 2  # the normalizers, and what they normalize
 
     def __init__(self, source: Source) -> None:
-        super().__init__(source, StatsSpec(), no_targets(source.count, source.device))
-        self._source = source
+        super().__init__(source, StatsSpec())
         self._softmax: SoftmaxStats | None = None
         self._result = torch.empty(0)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         if self._softmax is None:
             super().see(placed)
             return
@@ -61,8 +60,8 @@ class _LogSoftmaxForward(LocalStatistics):
 
     def end_pass(self) -> None:
         if self._softmax is None:
-            self._softmax = self.stats.finalize().softmax
-            shape = (self._source.count, self._source.shard.width)
+            self._softmax = self.reduce()[0].softmax
+            shape = (self._source.num_rows, self._source.shard.width)
             dtype, device = self._source.acc_dtype, self._source.device
             self._result = torch.empty(shape, dtype=dtype, device=device)
 
@@ -86,7 +85,7 @@ class _LogSoftmaxGradient(Backward):
         self._asked = asked | (total != 0)
         self._total = total * log_sum.neg().exp()  # p = exp(z - row_max) / s
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         columns = slice(placed.columns.start, placed.columns.start + placed.chunk.valid)
         out[:, placed.chunk.valid :] = 0
         for rows, part, some in placed.steps(self._step):

@@ -23,7 +23,7 @@ LossFn = Callable[..., Tensor]
 
 
 def check_loss_fn(
-    loss_fn: Any, per_token_tensors: Sequence[Tensor], named: Sequence[str] = ()
+    loss_fn: object, per_token_tensors: Sequence[Tensor], named: Sequence[str] = ()
 ) -> None:
     """A callable that takes log-probabilities, entropy and these tensors, or a ValueError.
 

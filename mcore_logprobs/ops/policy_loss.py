@@ -7,7 +7,6 @@ can be formed while the chunk of logits still exists. Nothing is recomputed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from mcore_logprobs.ops.loss_function import (
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Loss:
 
 
 def policy_loss(
-    source: Any,
+    source: Source,
     target: Tensor,
     wanted: Statistics,
     loss_fn: LossFn,
@@ -94,7 +94,7 @@ def policy_loss(
             stats, valid_mask, loss_fn, *per_token_tensors, denominator=denominator
         )
         return value, stats.detach()
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     target = check_target(target, lead, device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     per_token = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]

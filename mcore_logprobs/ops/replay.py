@@ -32,10 +32,9 @@ from mcore_logprobs.kernels.stats import (
     merge,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.entries import entries_of_chunk
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
-from mcore_logprobs.sources.source import Entries, Placed, Source, Tile
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, entries_of_chunk
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
 
 MISSING = ("error", "full", "ignore")
 
@@ -62,7 +61,7 @@ class ReplayResults(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Replay(Operation):
+class Replay(Operation[Source]):
     """The fields of a `ReplayResults`, flat.
 
     Tensors: the valid mask, local targets and whether there is a record, `[n]` each; of each entry
@@ -145,10 +144,10 @@ def _rows_of_walk(source: Source, row: Tensor) -> Tensor:
     A checkpoint's second forward may be given logits of other strides than the first, and so of
     another order; what it saves must not depend on that.
     """
-    if source.recomputed or len(source.lead) < 2:
+    if source.recomputed or len(source.batch_shape) < 2:
         return row
-    tokens = torch.arange(source.count, device=source.device)
-    walk = source.flatten_rows(tokens.view(source.lead))
+    tokens = torch.arange(source.num_rows, device=source.device)
+    walk = source.to_row_order(tokens.view(source.batch_shape))
     return torch.empty_like(walk).index_copy_(0, walk, tokens)[row]
 
 
@@ -179,14 +178,14 @@ class _Kept:
         self.x = torch.zeros(self.row.shape, dtype=source.acc_dtype, device=source.device)
         self.spec = StatsSpec(entropy=operation.entropy)
 
-    def entries(self, part: slice) -> Entries:
-        return Entries(self.row[part], self.local_ids[part])
+    def entries(self, part: slice) -> LogitIndices:
+        return LogitIndices(self.row[part], self.local_ids[part])
 
     def statistics(self) -> Tensor:
         """Row statistics `[k, n]` of this rank's kept logits."""
         x, row, hit, multiplier = self.x, self.row, self._hit, self._source.multiplier
         own = self.local_ids >= 0
-        stats = x.new_zeros(len(self.spec.fields), self._source.count)
+        stats = x.new_zeros(len(self.spec.fields), self._source.num_rows)
         local = self.spec.named(stats)
         local["max"].fill_(-torch.inf)
         local["max"].scatter_reduce_(0, row, torch.where(own, x, -torch.inf), "amax")
@@ -240,36 +239,31 @@ class _ReplayForward(Forward):
         return ReplayResults(logprobs, entropy, RowResults()).flat, saved
 
 
-class _FullReplayForward(LocalStatistics):
+class _FullReplayForward(RowStatistics):
     """Of the kept logits, which each chunk holds, and of the whole distribution; one all-gather."""
 
     def __init__(self, operation: Replay, source: Source, tensors: Tensors) -> None:
         assert operation.full is not None
-        self._valid_mask, local_target, self._recorded, *_ = tensors
-        super().__init__(source, operation.full, local_target)
-        self._kept = _Kept(operation, source, tensors)
-        self._operation, self._source = operation, source
-        self._parts, self._part = iter(operation.parts), slice(0, 0)
+        valid_mask, local_target, self._recorded, *_ = tensors
+        super().__init__(source, operation.full, local_target, valid_mask=valid_mask)
+        self._kept, self._operation = _Kept(operation, source, tensors), operation
+        self._parts_of_tiles, self._part = iter(operation.parts), slice(0, 0)
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
         super().begin_tile(tile, rows)
-        self._part = next(self._parts)
+        self._part = next(self._parts_of_tiles)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         row, column = entries_of_chunk(placed, self._kept.entries(self._part))
         self._kept.x[self._part] += placed.chunk.unscaled_entries(row, column)
         super().see(placed)
 
     def results(self) -> tuple[Tensors, Tensors]:
-        kept, operation, multiplier = self._kept, self._operation, self._source.multiplier
-        full, fields = self.stats.spec, len(self.stats.spec.fields)
-        local = torch.cat([self.stats.whole(), kept.statistics()])
-        shards = all_gather_stack(local, self._source.shard.group)
-        merged = merge(shards[:, fields:].contiguous(), kept.spec, multiplier=multiplier)
+        kept = self._kept
+        (found, softmax), shards = self.reduce(kept.statistics())
+        merged = merge(shards.contiguous(), kept.spec, multiplier=self._source.multiplier)
         logprobs, entropy, saved = kept.finalize(merged)
-        merged = merge(shards[:, :fields].contiguous(), full, multiplier=multiplier)
-        found, softmax = finalize(merged, full, multiplier=multiplier, valid_mask=self._valid_mask)
-        if operation.missing == "full":
+        if self._operation.missing == "full":
             logprobs = torch.where(self._recorded, logprobs, found.logprobs)
             if entropy is not None:
                 entropy = torch.where(self._recorded, entropy, found.entropy)
@@ -301,10 +295,10 @@ class _KeptEntries(Backward):
             for x in upstream
         ]
 
-    def entries_of(self, part: slice) -> Entries:
-        return Entries(self._row[part], self._local_ids[part])
+    def entries_of(self, part: slice) -> LogitIndices:
+        return LogitIndices(self._row[part], self._local_ids[part])
 
-    def at(self, tile: Tile) -> tuple[Entries, Tensor]:
+    def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
         part = next(self._next)
         entries = self.entries_of(part)
         return entries, self.of_logits(part, tile.unscaled_logits(entries))
@@ -340,7 +334,7 @@ class _FullReplayGradient(LogitGradient):
         self._kept, self._tile_ends, self._multiplier = kept, source.tile_ends(), source.multiplier
         self._of_all = terms
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         part = self._kept.parts[bisect.bisect_right(self._tile_ends, placed.rows.start)]
         chunk = placed.chunk
         row, column = entries_of_chunk(placed, self._kept.entries_of(part))
@@ -407,7 +401,7 @@ class Kept:
 
 
 def replay(
-    source: Any,
+    source: Source,
     target: Tensor,
     kept: Kept,
     *,
@@ -429,13 +423,14 @@ def replay(
     Raises:
         ValueError: before it, for a record that makes no sense; see `check_kept_ids`.
     """
-    target = check_target(target, source.lead, source.device)
+    target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     if places is None:
-        places = torch.arange(target.numel(), device=source.device).view(source.lead)
+        places = torch.arange(target.numel(), device=source.device).view(source.batch_shape)
     ids, offsets = check_kept_ids(kept.ids, target.numel(), source.shard, source.device)
     lengths = offsets.diff()[places]
-    _check_possible(ids, offsets, source.options.disallowed)
+    # A source of a kind of one's own need not know of ids that may not come.
+    _check_possible(ids, offsets, getattr(source.options, "disallowed", None))
     if kept.missing == "error":
         _check_recorded(lengths, valid_mask, places)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
@@ -447,19 +442,19 @@ def replay(
     given = source.compacted(valid_mask)
     source = given.in_token_order()
     # The record in the order of the rows of the walk: of each entry where it stands.
-    walk = source.flatten_rows(places)
-    computed = source.flatten_rows(torch.ones_like(places), fill=0)
+    walk = source.to_row_order(places)
+    computed = source.to_row_order(torch.ones_like(places), fill=0)
     lengths = offsets.diff()[walk] * computed
     ends = lengths.cumsum(0)
     is_whole = getattr(source.options, "selection", None) is None
     count = ids.numel() if is_whole else int(lengths.sum())  # a host sync
-    row = torch.arange(source.count, device=source.device)
+    row = torch.arange(source.num_rows, device=source.device)
     row = row.repeat_interleave(lengths, output_size=count)
     place = torch.arange(count, device=source.device) + (offsets[:-1][walk] - ends + lengths)[row]
     tile_ends, bounds = source.tile_ends(), (0, count)
     if len(tile_ends) != 1:
         bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
-    hit = ids[place] == source.flatten_rows(target)[row]
+    hit = ids[place] == source.to_row_order(target)[row]
     kind = Replay if whole is None else _FullReplay
     operation = kind(bounds, kept.entropy, whole, kept.missing)
     per_token, entries = (valid_mask, local_target, recorded), (row, local_ids[place], hit)

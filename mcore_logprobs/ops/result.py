@@ -240,7 +240,7 @@ def _integers(values: Tensor | Sequence[int], name: str) -> list[int]:
     return [int(v) for v in values]
 
 
-def _flatten(stats: TokenStats) -> tuple[list[Any], None]:
+def _flatten(stats: TokenStats) -> tuple[list[object], None]:
     return [getattr(stats, f.name) for f in fields(stats)], None
 
 

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.kernels.chunk import per_row
@@ -22,109 +21,136 @@ from mcore_logprobs.kernels.stats import (
     merge,
     no_columns,
 )
-from mcore_logprobs.ops.driver import Backward, Forward
-from mcore_logprobs.sources.source import Placed, Source, Tile
+from mcore_logprobs.ops.driver import Backward, Forward, Tensors
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
 
 
-class RowStatistics:
-    """Statistics `[k, n]` of a rank's columns, with segments `[g/TP, k, n]`, as chunks are seen.
+class RowStatistics(Forward):
+    """The forward of statistics; those that take more of a chunk build on it.
 
     Blocks of the same rows are merged once they are all there: a merge is a dozen small launches
-    for a few numbers per row.
+    for a few numbers per row. Ranks are counted against the logits of a tile's targets: one
+    all-reduce of `[rows]` per tile.
+
+    Attributes:
+        of_tile: this rank's statistics of the latest tile, `[k, rows]`; with segments
+            `[g/TP, k, rows]`.
+
+    Args:
+        column: `[n]`, the target's column in the shard or -1; None: no row has a target.
+        valid_mask, label_smoothing: as in `kernels.stats.finalize`.
     """
 
-    def __init__(self, source: Source, spec: StatsSpec) -> None:
-        self.spec, self._source = spec, source
+    of_tile: Tensor
+
+    def __init__(
+        self,
+        source: Source,
+        spec: StatsSpec,
+        column: Tensor | None = None,
+        *,
+        valid_mask: Tensor | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        if column is None:
+            column = torch.full((source.num_rows,), -1, dtype=torch.int64, device=source.device)
+        self.spec, self._source, self._column = spec, source, column
+        self._valid_mask, self._label_smoothing = valid_mask, label_smoothing
         self._segments: Segments | None = source.options.segments
         self._block = self._per_segment = None
         if self._segments is not None:
             self._block = self._segments.block(source.device.type)
             self._per_segment = -(-self._segments.width // self._block)
+        self._first = 0  # row of the tile, and the logits of its targets
+        self._thresholds: Tensor | None = None
         self._rows: slice | None = None  # those of the latest chunk, and its multiplier
         self._multiplier: float | Tensor = 1.0
         self._seen = slice(0, 0)  # rows of the source, of all tiles
         self._parts: list[list[Tensor]] = []  # by segment, their blocks' statistics
-        self._of_tile: list[Tensor] = []
+        self._merged: list[Tensor] = []  # of the tile's rows
         self._tiles: list[Tensor] = []
 
-    def see(self, placed: Placed, column: Tensor, threshold: Tensor | None = None) -> None:
-        """Add a chunk's.
+    def begin_tile(self, tile: Tile, rows: slice) -> None:
+        if self.spec.rank:
+            own = tile.target_logits(self._column[rows])
+            self._first = rows.start
+            self._thresholds = all_reduce_sum(own, self._source.shard.group)
 
-        Args:
-            column: of each of its rows, the target's column in the shard or -1.
-            threshold: with `spec.rank` only: as in `kernels.reference.stats`.
-        """
-        if placed.rows != self._rows:
+    def see(self, placed: ChunkAt) -> None:
+        rows, source, threshold = placed.rows, self._source, self._thresholds
+        if rows != self._rows:
             self._merge_rows()
-            self._rows, self._multiplier = placed.rows, placed.chunk.multiplier
+            self._rows, self._multiplier = rows, placed.chunk.multiplier
             self._parts = [[] for _ in range(self._segments.local if self._segments else 1)]
-        for segment, some in self._calls(placed):
-            stats = self._source.backend(some.chunk).stats(
+        if threshold is not None:
+            threshold = threshold[..., rows.start - self._first : rows.stop - self._first]
+        calls = ((0, placed),) if self._block is None else self._by_segment(placed, self._block)
+        for segment, some in calls:
+            stats = source.backend(some.chunk).stats(
                 some.chunk,
-                some.local(column),
+                some.local(self._column[rows]),
                 self.spec,
                 threshold=threshold,
                 block=self._block,
-                chunk_size=self._source.rows_at_a_time(some.chunk.logits.shape[1]),
+                chunk_size=source.rows_at_a_time(some.chunk.width),
             )
             for place, blocks in enumerate(stats.split(self._per_segment or len(stats)), segment):
                 self._parts[place].append(blocks)
 
-    def end_tile(self, rows: slice) -> Tensor:
-        """The statistics of a tile, rows of the source; of no column where the rank has none."""
+    def end_tile(self, tile: Tile, rows: slice) -> None:
         self._merge_rows()
-        found, self._of_tile = self._of_tile, []
-        count = rows.stop - rows.start
-        self._tiles.append(_joined(found) if found else self._of_no_column(count))
-        self._seen = slice(self._seen.start if self._seen.stop else rows.start, rows.stop)
-        return self._tiles[-1]
+        merged, self._merged = self._merged, []
+        count = tile.rows.stop - tile.rows.start
+        self.of_tile = _joined(merged) if merged else self._of_no_column(count)
+        self._tiles.append(self.of_tile)
+        start = self._seen.start if self._seen.stop else tile.rows.start
+        self._seen = slice(start, tile.rows.stop)
 
-    def whole(self) -> Tensor:
-        """Those of all tiles."""
-        return _joined(self._tiles) if self._tiles else self._of_no_column(0)
+    def results(self) -> tuple[Tensors, Tensors]:
+        return self.reduce()[0]
 
-    def finalize(
-        self, *, valid_mask: Tensor | None = None, label_smoothing: float = 0.0
-    ) -> FinalStats:
-        """`kernels.stats.finalize` over all ranks: one all-gather over TP."""
-        stats, ordered = self.whole(), self._segments is not None
-        shards = all_gather_dim0(stats if ordered else stats.unsqueeze(0), self._group)
-        multiplier = self.multiplier
-        merged = merge(shards, self.spec, multiplier=multiplier, ordered=ordered)
-        return finalize(
-            merged,
+    def reduce(self, *others: Tensor) -> tuple[FinalStats, Tensor]:
+        """`kernels.stats.finalize` over all ranks: one all-gather over TP.
+
+        Args:
+            others: `[j, n]` each, few numbers that travel along: a second collective costs more
+                than the bytes. Not with segments.
+
+        Returns:
+            (whole rows; the others of every rank, `[ranks, j, n]`).
+        """
+        stats, multiplier, group = self.of_all_tiles(), self.multiplier, self._source.shard.group
+        fields, ordered = len(self.spec.fields), self._segments is not None
+        if ordered:
+            shards = all_gather_dim0(stats, group)
+        else:
+            shards = all_gather_stack(torch.cat([stats, *others]) if others else stats, group)
+        own = shards[:, :fields].contiguous()
+        whole = finalize(
+            merge(own, self.spec, multiplier=multiplier, ordered=ordered),
             self.spec,
             multiplier=multiplier,
-            valid_mask=valid_mask,
-            label_smoothing=label_smoothing,
+            valid_mask=self._valid_mask,
+            label_smoothing=self._label_smoothing,
         )
+        return whole, shards[:, fields:]
 
-    def finalize_with(self, numbers: Tensor) -> tuple[FinalStats, Tensor]:
-        """`finalize`, and numbers `[n, j]` summed over the ranks in the same all-gather.
-
-        j is small, and a second collective costs more than the bytes.
-        """
-        fields = len(self.spec.fields)
-        shards = all_gather_stack(torch.cat([self.whole(), numbers.t()]), self._group)
-        multiplier = self.multiplier
-        merged = merge(shards[:, :fields].contiguous(), self.spec, multiplier=multiplier)
-        done = finalize(merged, self.spec, multiplier=multiplier)
-        return done, shards[:, fields:].sum(0).t()
+    def of_all_tiles(self) -> Tensor:
+        """This rank's statistics, as `of_tile`."""
+        return _joined(self._tiles) if self._tiles else self._of_no_column(0)
 
     @property
     def multiplier(self) -> float | Tensor:
         """What differences of unscaled logits are multiplied by, in the rows of the tiles."""
         return per_row(self._source.multiplier, self._seen)
 
-    @property
-    def _group(self) -> ProcessGroup | None:
-        return self._source.shard.group
-
-    def _calls(self, placed: Placed) -> Iterable[tuple[int, Placed]]:
+    def _by_segment(self, placed: ChunkAt, block: int) -> Iterator[tuple[int, ChunkAt]]:
         """(its first segment, the columns) of each call of the backend that a chunk takes."""
-        if self._segments is None or self._block is None:
-            return ((0, placed),)
-        return _by_segment(placed, self._segments, self._block)
+        assert self._segments is not None
+        first = placed.columns.start
+        for number, some in self._segments.calls(placed.columns, block):
+            part = slice(some.start - first, some.stop - first)
+            yield number, placed._replace(columns=some, chunk=placed.chunk.columns(part))
 
     def _merge_rows(self) -> None:
         if self._rows is None:
@@ -135,7 +161,7 @@ class RowStatistics:
             (parts,) = self._parts
             stats = torch.cat(parts) if len(parts) > 1 else parts[0]
             merged = merge(stats, self.spec, multiplier=self._multiplier)
-        self._of_tile.append(merged)
+        self._merged.append(merged)
         self._rows = None
 
     def _of_no_column(self, rows: int) -> Tensor:
@@ -144,79 +170,51 @@ class RowStatistics:
         return none if self._segments is None else none.repeat(self._segments.local, 1, 1)
 
 
-class TargetThresholds:
-    """The logits of a tile's targets, against which ranks are counted; None where none is wanted.
-
-    One all-reduce of `[rows]` per tile.
-    """
-
-    def __init__(self, source: Source, spec: StatsSpec | None, local_target: Tensor) -> None:
-        self._wanted = spec is not None and spec.rank
-        self._source, self._local_target = source, local_target
-        self._start, self._of_tile = 0, local_target
-
-    def begin_tile(self, tile: Tile, rows: slice) -> None:
-        if self._wanted:
-            own = tile.target_logits(self._local_target[rows])
-            self._start = rows.start
-            self._of_tile = all_reduce_sum(own, self._source.shard.group)
-
-    def of(self, rows: slice) -> Tensor | None:
-        """Those of some of the tile's rows."""
-        if not self._wanted:
-            return None
-        return self._of_tile[..., rows.start - self._start : rows.stop - self._start]
-
-
-class LocalStatistics(Forward):
-    """The forward of an operation that takes row statistics of each chunk.
-
-    Args:
-        column: `[n]`, the target's column in the shard or -1.
-    """
-
-    def __init__(self, source: Source, spec: StatsSpec, column: Tensor) -> None:
-        self.stats = RowStatistics(source, spec)
-        self._column = column
-        self._thresholds = TargetThresholds(source, spec, column)
-
-    def begin_tile(self, tile: Tile, rows: slice) -> None:
-        self._thresholds.begin_tile(tile, rows)
-
-    def see(self, placed: Placed) -> None:
-        rows = placed.rows
-        self.stats.see(placed, self._column[rows], self._thresholds.of(rows))
-
-    def end_tile(self, tile: Tile, rows: slice) -> None:
-        self.stats.end_tile(tile.rows)
-
-
 class LogitGradient(Backward):
     """The gradient of statistics and of single logits, as `terms` say of all rows."""
 
     def __init__(self, source: Source, terms: GradientTerms) -> None:
         self._source, self._terms = source, terms
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         own, chunk = self._terms.rows(placed.rows), placed.chunk
         self._source.backend(chunk).grad(
             chunk,
             own._replace(columns=placed.local(own.columns)),
             out=out,
-            chunk_size=self._source.rows_at_a_time(chunk.logits.shape[1]),
+            chunk_size=self._source.rows_at_a_time(chunk.width),
         )
+
+
+class EntryGradient(LogitGradient):
+    """The gradient of processed logits `[n, k]` at local ids `[n, k]`; -1 is another rank's.
+
+    Of recomputed logits by dot products, of given ones chunk by chunk.
+    """
+
+    def __init__(self, source: Source, local_ids: Tensor, upstream: Tensor) -> None:
+        super().__init__(source, GradientTerms(local_ids, upstream, None, None, StatsSpec()))
+        self.entries = source.recomputed
+        self._local_ids, self._upstream = local_ids, upstream
+
+    def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
+        own = self._upstream[tile.rows].reshape(-1)
+        return grid_entries(self._local_ids, tile.rows), own
+
+
+def grid_entries(local_ids: Tensor, rows: slice) -> LogitIndices:
+    """The entries of some rows, from `[n, k]` columns: k per row."""
+    own = local_ids[rows]
+    row = torch.arange(rows.start, rows.stop, device=own.device)
+    return LogitIndices(row.repeat_interleave(own.shape[1]), own.reshape(-1))
+
+
+def entries_of_chunk(placed: ChunkAt, entries: LogitIndices) -> tuple[Tensor, Tensor]:
+    """(row, column) of entries as the chunk's own, `[e]` each; (0, -1) of those not in it."""
+    inside = (entries.row >= placed.rows.start) & (entries.row < placed.rows.stop)
+    column = torch.where(inside, placed.local(entries.column), -1)
+    return torch.where(column >= 0, entries.row - placed.rows.start, 0), column
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-
-def _by_segment(placed: Placed, segments: Segments, block: int) -> Iterator[tuple[int, Placed]]:
-    for number, some in segments.calls(placed.columns, block):
-        part = slice(some.start - placed.columns.start, some.stop - placed.columns.start)
-        yield number, placed._replace(columns=some, chunk=placed.chunk.columns(part))
-
-
-def no_targets(rows: int, device: torch.device) -> Tensor:
-    """-1 for each of some rows: none has a target."""
-    return torch.full((rows,), -1, dtype=torch.int64, device=device)

@@ -21,13 +21,13 @@ from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec
 from mcore_logprobs.ops.driver import Forward, Operation, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.row_statistics import RowStatistics, no_targets
+from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.ops.sampling import Filters
 from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile, masked_source
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile, masked_source
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
 # signed integers of torch, which wrap.
@@ -63,7 +63,7 @@ def gumbel_noise(stream: Tensor, first: int, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sample(Operation):
+class Sample(Operation[Source]):
     """(ids, logprobs), each `[n]`; 0 in rows that the valid mask leaves out.
 
     Tensors: the valid mask `[n]`; each row's stream, int64; whether it takes its largest logit.
@@ -82,14 +82,13 @@ class _SampleForward(Forward):
         self._valid_mask, stream, self._greedy = tensors
         self.reads = "blocks" if filters.off else "rows"
         self._best = _Best(source, stream, self._greedy)
-        self._no_target = no_targets(source.count, source.device)
         self._stats = RowStatistics(source, StatsSpec()) if filters.need_sum else None
-        self._chunks: list[Placed] = []  # the tile's, where filters see whole rows
+        self._chunks: list[ChunkAt] = []  # the tile's, where filters see whole rows
         self._cuts: list[Cut] = []
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         if self._stats is not None:
-            self._stats.see(placed, self._no_target[placed.rows])
+            self._stats.see(placed)
         if self._filters.off:
             self._best.see(placed)
         else:
@@ -98,13 +97,14 @@ class _SampleForward(Forward):
     def end_tile(self, tile: Tile, rows: slice) -> None:
         source, local_sum = self._source, None
         if self._stats is not None:
-            of_tile = self._stats.end_tile(tile.rows)
-            local_sum = self._stats.spec.named(of_tile)["sum"]
+            self._stats.end_tile(tile, rows)
+            local_sum = self._stats.spec.named(self._stats.of_tile)["sum"]
         if self._filters.off:
             return
         opts = self._filters.options(source.shard, per_row(source.temperature, rows))
-        own = self._no_target[rows], self._valid_mask[rows]
-        cut = find_cut(source, self._chunks, local_sum, *own, opts)
+        valid_mask = self._valid_mask[rows]
+        no_target = torch.full_like(valid_mask, -1, dtype=torch.int64)
+        cut = find_cut(source, self._chunks, local_sum, no_target, valid_mask, opts)
         for placed in self._chunks:
             self._best.see(placed, _Kept(rows.start, cut, opts))
         self._chunks = []
@@ -114,7 +114,7 @@ class _SampleForward(Forward):
         source = self._source
         if self._filters.off:
             assert self._stats is not None
-            row_max, log_sum, *_ = self._stats.finalize().softmax
+            row_max, log_sum, *_ = self._stats.reduce()[0].softmax
             ids, x = self._best.of_all_ranks()
             logprobs = (x - row_max) * source.multiplier - log_sum
         else:
@@ -155,13 +155,13 @@ def _tempered(x: Tensor, multiplier: float | Tensor) -> Tensor:
 class _Best:
     """The largest score of each row on this rank, its global id and its logit."""
 
-    def __init__(self, source: Any, stream: Tensor, greedy: Tensor) -> None:
+    def __init__(self, source: Source, stream: Tensor, greedy: Tensor) -> None:
         self._source, self._stream, self._greedy = source, stream, greedy
         # Score, id and logit, float64: ids are exact in it. All -inf: the first id of all.
-        self._found = stream.new_zeros(3, source.count, dtype=torch.float64)
+        self._found = stream.new_zeros(3, source.num_rows, dtype=torch.float64)
         self._found[0] = self._found[2] = -torch.inf
 
-    def see(self, placed: Placed, kept: _Kept | None = None) -> None:
+    def see(self, placed: ChunkAt, kept: _Kept | None = None) -> None:
         chunk, shard = placed.chunk, self._source.shard
         if chunk.valid == 0:
             return
@@ -192,7 +192,7 @@ class _Best:
 
 
 def sample(
-    source: Any,
+    source: Source,
     *,
     seed: int | Tensor,
     greedy: Tensor | None = None,
@@ -208,7 +208,7 @@ def sample(
         greedy: bool that broadcasts to the tokens' shape; True: the temperature is 0.
         places: `[*lead]` int64, each token's row, on which its noise depends; None: its flat index.
     """
-    lead, device = source.lead, source.device
+    lead, device = source.batch_shape, source.device
     mask = check_mask(mask, lead, device)
     filters = Filters.of(top_k, top_p, min_p, source.shard)
     if places is None:

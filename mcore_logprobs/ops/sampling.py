@@ -8,7 +8,7 @@ What the sampler itself recorded is replayed (`replay`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -30,13 +30,13 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, app
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.replay import MISSING, Kept, replay
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import RowStatistics, TargetThresholds
-from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
+from mcore_logprobs.ops.row_statistics import RowStatistics
+from mcore_logprobs.ops.sampling_cut import Cut, CutGradient, SavedCut, add_at, find_cut
 from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, Tile
+from mcore_logprobs.sources.source import ChunkAt, Source, Tile
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Filters:
 
 
 @dataclass(frozen=True)
-class Filtered(Operation):
+class Filtered(Operation[Source]):
     """A RowResults of each row: filtered log-probabilities, the rest unfiltered or None; and the
     unfiltered log-probabilities, or None.
 
@@ -110,27 +110,27 @@ class _FilteredForward(Forward):
     def __init__(self, operation: Filtered, source: Source, tensors: Tensors) -> None:
         self._operation, self._source = operation, source
         self._local_target, self._valid_mask = tensors
-        self._thresholds = TargetThresholds(source, operation.whole, self._local_target)
         self._stats = None
         if operation.whole is not None or operation.filters.need_sum:
-            self._stats = RowStatistics(source, operation.whole or StatsSpec())
-        self._chunks: list[Placed] = []
+            spec, target = operation.whole or StatsSpec(), self._local_target
+            self._stats = RowStatistics(source, spec, target, valid_mask=self._valid_mask)
+        self._chunks: list[ChunkAt] = []
         self._cuts: list[Cut] = []
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
-        self._thresholds.begin_tile(tile, rows)
+        if self._stats is not None:
+            self._stats.begin_tile(tile, rows)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         self._chunks.append(placed)
         if self._stats is not None:
-            rows = placed.rows
-            self._stats.see(placed, self._local_target[rows], self._thresholds.of(rows))
+            self._stats.see(placed)
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
         local_sum, source = None, self._source
         if self._stats is not None:
-            of_tile = self._stats.end_tile(tile.rows)
-            local_sum = self._stats.spec.named(of_tile)["sum"]
+            self._stats.end_tile(tile, rows)
+            local_sum = self._stats.spec.named(self._stats.of_tile)["sum"]
         opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
         own, valid_mask = self._local_target[rows], self._valid_mask[rows]
         self._cuts.append(find_cut(source, self._chunks, local_sum, own, valid_mask, opts))
@@ -142,7 +142,7 @@ class _FilteredForward(Forward):
         softmax: Tensors = ()
         if self._operation.whole is not None:
             assert self._stats is not None
-            results, softmax = self._stats.finalize(valid_mask=self._valid_mask)
+            results, softmax = self._stats.reduce()[0]
         full = results.logprobs if self._operation.full else None
         results = results._replace(logprobs=torch.where(self._valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
@@ -177,7 +177,7 @@ class _FilteredGradient(Backward):
                 whole, self._softmax, valid_mask=valid_mask
             )
 
-    def write(self, placed: Placed, out: Tensor) -> None:
+    def write(self, placed: ChunkAt, out: Tensor) -> None:
         coef, first, valid = self._coef, placed.columns.start, placed.chunk.valid
         out[:, valid:] = 0
         if valid == 0:
@@ -195,82 +195,8 @@ class _FilteredGradient(Backward):
             out[part, :valid] = dz
 
 
-class SavedCut(NamedTuple):
-    """The fields of a `Cut` that the backward reads, `[n]` each."""
-
-    limit: Tensor
-    last: Tensor
-    row_max: Tensor
-    log_sum: Tensor
-
-    @classmethod
-    def of(cls, cut: Cut) -> SavedCut:
-        return cls(cut.limit, cut.last, cut.row_max, cut.log_sum)
-
-
-class CutGradient:
-    """The gradient of filtered log-probabilities, from the rows' saved cuts: no search, no rank.
-
-    Args:
-        upstream, valid_mask, column: `[n]`, in the order of the rows; the target as this rank's
-            column, -1 where it is another rank's or filtered out.
-    """
-
-    def __init__(
-        self,
-        upstream: Tensor,
-        valid_mask: Tensor,
-        column: Tensor,
-        cut: SavedCut,
-        opts: FilterOptions,
-    ) -> None:
-        self._opts, self._column, self._last = opts, column, cut.last
-        upstream = torch.where(valid_mask, upstream, 0.0).to(cut.limit.dtype)
-        # A row that asks for nothing keeps nothing: NaN compares with no logit.
-        limit = torch.where(upstream == 0, torch.nan, cut.limit)
-        filtered = _outside_kept(cut.row_max, upstream)
-        self._rows = (upstream, limit, cut.row_max, cut.log_sum, filtered)
-
-    def of_logits(self, logits: Tensor, part: slice, first: int = 0) -> Tensor:
-        """The gradient of logits `[c, v]` of some rows, in a new float32 or float64 tensor.
-
-        Args:
-            logits: as `find_cut` saw them; columns from `first` on.
-            part: their rows.
-        """
-        opts = self._opts
-        g, limit, highest, total, rest = (t[part].unsqueeze(-1) for t in self._rows)
-        x = logits.to(limit.dtype)
-        kept = kept_columns(x, limit, self._last[part].unsqueeze(-1), first, opts)
-        multiplier = multiplier_column(opts.multiplier, part, x.dtype)
-        # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
-        dz = torch.sub(x, highest).mul_(multiplier).sub_(total).exp_().mul_(-g)
-        row, at, inside = add_at(dz, self._column[part] - first, g.squeeze(-1))
-        # The target is known to be kept, even where a product made again rounds it below the cut.
-        kept.index_put_((row, at), kept[row, at] | (inside & ~limit.squeeze(-1).isnan()))
-        return torch.where(kept, dz, rest, out=dz).mul_(multiplier)
-
-
-def add_at(x: Tensor, column: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds a number `[c]` to a column of each row of x `[c, v]`, where the column is in it.
-
-    Returns: (row, column, whether it is in it), `[c]` each; column 0 where it is not.
-    """
-    inside = (column >= 0) & (column < x.shape[1])
-    row, at = torch.arange(column.shape[0], device=x.device), torch.where(inside, column, 0)
-    x.index_put_((row, at), x[row, at] + torch.where(inside, added, 0.0))
-    return row, at, inside
-
-
-def _outside_kept(row_max: Tensor, upstream: Tensor) -> Tensor:
-    """The gradient of each row's columns outside the kept set, `[n]`: NaN in a row with NaN or
-    +inf whose grad_output is not 0, else 0.
-    """
-    return torch.where(row_max.isfinite() | (upstream == 0), 0.0, torch.nan).to(upstream.dtype)
-
-
 def filtered_stats(
-    source: Any,
+    source: Source,
     target: Tensor,
     filters: Filters,
     whole: Statistics | None,
@@ -288,7 +214,7 @@ def filtered_stats(
     if filters.off:
         stats = token_stats(source, target, whole or Statistics.of(), ignore_index)
         return replace(stats, full_logprobs=stats.logprobs) if full else stats
-    target = check_target(target, source.lead, source.device)
+    target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
     source = source.in_whole_rows()
@@ -298,7 +224,7 @@ def filtered_stats(
 
 
 def sampling_logprobs(
-    source: Any,
+    source: Source,
     target: Tensor,
     *,
     top_k: int | None = None,

@@ -18,7 +18,7 @@ Masses are sums of exp(z - max z), never normalised, in float64 over the candida
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,11 @@ from mcore_logprobs.ops.sampling_search import (
     Values,
     descending,
     kept_on_rank,
+    multiplier_column,
     running_sum,
     search_cut,
 )
-from mcore_logprobs.sources.source import Placed
+from mcore_logprobs.sources.source import ChunkAt, Source
 
 # Candidates per rank for top-p alone, and the largest top_k served by candidates.
 _TOP_P_CANDIDATES = 128
@@ -87,8 +88,8 @@ class Cut(NamedTuple):
 
 
 def find_cut(
-    source: Any,
-    chunks: list[Placed],
+    source: Source,
+    chunks: list[ChunkAt],
     local_sum: Tensor | None,
     local_target: Tensor,
     valid_mask: Tensor,
@@ -268,3 +269,80 @@ class _Survey:
         columns = torch.where(own == value.unsqueeze(-1), self._columns, self._opts.shard.width)
         last = columns.sort(-1).values.gather(-1, (mine - 1).clamp(min=0).unsqueeze(-1))
         return torch.where(mine > 0, last.squeeze(-1), -1)
+
+
+# ---- the gradient ------------------------------------------------------------------------------
+
+
+class SavedCut(NamedTuple):
+    """The fields of a `Cut` that the backward reads, `[n]` each."""
+
+    limit: Tensor
+    last: Tensor
+    row_max: Tensor
+    log_sum: Tensor
+
+    @classmethod
+    def of(cls, cut: Cut) -> SavedCut:
+        return cls(cut.limit, cut.last, cut.row_max, cut.log_sum)
+
+
+class CutGradient:
+    """The gradient of filtered log-probabilities, from the rows' saved cuts: no search, no rank.
+
+    Args:
+        upstream, valid_mask, column: `[n]`, in the order of the rows; the target as this rank's
+            column, -1 where it is another rank's or filtered out.
+    """
+
+    def __init__(
+        self,
+        upstream: Tensor,
+        valid_mask: Tensor,
+        column: Tensor,
+        cut: SavedCut,
+        opts: FilterOptions,
+    ) -> None:
+        self._opts, self._column, self._last = opts, column, cut.last
+        upstream = torch.where(valid_mask, upstream, 0.0).to(cut.limit.dtype)
+        # A row that asks for nothing keeps nothing: NaN compares with no logit.
+        limit = torch.where(upstream == 0, torch.nan, cut.limit)
+        filtered = _outside_kept(cut.row_max, upstream)
+        self._rows = (upstream, limit, cut.row_max, cut.log_sum, filtered)
+
+    def of_logits(self, logits: Tensor, part: slice, first: int = 0) -> Tensor:
+        """The gradient of logits `[c, v]` of some rows, in a new float32 or float64 tensor.
+
+        Args:
+            logits: as `find_cut` saw them; columns from `first` on.
+            part: their rows.
+        """
+        opts = self._opts
+        g, limit, highest, total, rest = (t[part].unsqueeze(-1) for t in self._rows)
+        x = logits.to(limit.dtype)
+        kept = kept_columns(x, limit, self._last[part].unsqueeze(-1), first, opts)
+        multiplier = multiplier_column(opts.multiplier, part, x.dtype)
+        # (z - m) - log s, not z - lse: the difference of large numbers is taken exactly.
+        dz = torch.sub(x, highest).mul_(multiplier).sub_(total).exp_().mul_(-g)
+        row, at, inside = add_at(dz, self._column[part] - first, g.squeeze(-1))
+        # The target is known to be kept, even where a product made again rounds it below the cut.
+        kept.index_put_((row, at), kept[row, at] | (inside & ~limit.squeeze(-1).isnan()))
+        return torch.where(kept, dz, rest, out=dz).mul_(multiplier)
+
+
+def add_at(x: Tensor, column: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds a number `[c]` to a column of each row of x `[c, v]`, where the column is in it.
+
+    Returns: (row, column, whether it is in it), `[c]` each; column 0 where it is not.
+    """
+    inside = (column >= 0) & (column < x.shape[1])
+    row, at = torch.arange(column.shape[0], device=x.device), torch.where(inside, column, 0)
+    x.index_put_((row, at), x[row, at] + torch.where(inside, added, 0.0))
+    return row, at, inside
+
+
+def _outside_kept(row_max: Tensor, upstream: Tensor) -> Tensor:
+    """The gradient of each row's columns outside the kept set, `[n]`: NaN in a row with NaN or
+    +inf whose grad_output is not 0, else 0.
+    """
+    return torch.where(row_max.isfinite() | (upstream == 0), 0.0, torch.nan).to(upstream.dtype)

@@ -27,7 +27,7 @@ from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import Chunk, row_chunks
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
-from mcore_logprobs.sources.source import Placed
+from mcore_logprobs.sources.source import ChunkAt
 
 _WAYS = 8
 _BY_VALUE = 4  # rounds before the look at the logits within
@@ -81,7 +81,7 @@ class Values:
     """
 
     def __init__(
-        self, chunks: list[Placed], rows_at_a_time: Callable[[int], int], dtype: torch.dtype
+        self, chunks: list[ChunkAt], rows_at_a_time: Callable[[int], int], dtype: torch.dtype
     ) -> None:
         first = chunks[0].rows.start if chunks else 0
         self._chunks = [
@@ -93,7 +93,7 @@ class Values:
         ]
         self._rows_at_a_time = rows_at_a_time
         self.dtype = self.raw_dtype = dtype
-        if all(chunk.is_plain for _, chunk in self._chunks) and chunks:
+        if all(chunk.is_unprocessed for _, chunk in self._chunks) and chunks:
             self.raw_dtype = chunks[0].chunk.logits.dtype
 
     def parts(self, k: int) -> Iterator[tuple[slice, Tensor]]:
@@ -101,7 +101,7 @@ class Values:
         many rows as the k largest of them are found of at a time.
         """
         for rows, chunk in self._chunks:
-            copied = copied_numbers(chunk.valid, k) + (not chunk.is_plain) * chunk.valid
+            copied = copied_numbers(chunk.valid, k) + (not chunk.is_unprocessed) * chunk.valid
             for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time(copied)):
                 where = slice(rows.start + part.start, rows.start + part.stop)
                 yield where, _values(chunk.rows(part))
@@ -119,7 +119,7 @@ class Values:
 
 
 def _values(chunk: Chunk) -> Tensor:
-    return chunk.logits[:, : chunk.valid] if chunk.is_plain else chunk.processed()
+    return chunk.logits[:, : chunk.valid] if chunk.is_unprocessed else chunk.processed()
 
 
 def descending(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -27,14 +27,14 @@ from mcore_logprobs.ops.keywords import (
     shared_keywords,
 )
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LocalStatistics, LogitGradient
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Source
 
 
 @dataclass(frozen=True)
-class Statistics(Operation):
+class Statistics(Operation[Source]):
     """A RowResults of each row, of local targets and a valid mask `[n]`."""
 
     spec: StatsSpec
@@ -59,7 +59,14 @@ class Statistics(Operation):
         return cls(spec, label_smoothing)
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
-        return _StatisticsForward(self, source, tensors)
+        local_target, valid_mask = tensors
+        return RowStatistics(
+            source,
+            self.spec,
+            local_target,
+            valid_mask=valid_mask,
+            label_smoothing=self.label_smoothing,
+        )
 
     def backward(
         self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
@@ -76,18 +83,6 @@ class Statistics(Operation):
         return LogitGradient(source, GradientTerms(*entries, softmax.row_max, coef, spec))
 
 
-class _StatisticsForward(LocalStatistics):
-    def __init__(self, operation: Statistics, source: Source, tensors: Tensors) -> None:
-        local_target, self._valid_mask = tensors
-        super().__init__(source, operation.spec, local_target)
-        self._label_smoothing = operation.label_smoothing
-
-    def results(self) -> tuple[Tensors, Tensors]:
-        return self.stats.finalize(
-            valid_mask=self._valid_mask, label_smoothing=self._label_smoothing
-        )
-
-
 def token_stats(
     source: Source,
     target: Tensor,
@@ -96,9 +91,9 @@ def token_stats(
     also: Also | None = None,
 ) -> TokenStats:
     """`vocab_parallel_token_stats` of any source."""
-    target = check_target(target, source.lead, source.device)
+    target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
-    if also is not None and not also.nothing:
+    if also is not None and (also.ids is not None or also.topk is not None):
         spec, smoothing = wanted.spec, wanted.label_smoothing
         return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)
@@ -206,7 +201,7 @@ def vocab_parallel_entropy(
     Keywords, memory and errors are those of `vocab_parallel_token_stats`.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    local_target = torch.full(source.lead, -1, dtype=torch.int64, device=source.device)
+    local_target = torch.full(source.batch_shape, -1, dtype=torch.int64, device=source.device)
     valid_mask = torch.ones_like(local_target, dtype=torch.bool)
     results = apply(Statistics(StatsSpec(entropy=True)), source, local_target, valid_mask)
     entropy = RowResults(*results).entropy

@@ -14,15 +14,15 @@ from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
-from mcore_logprobs.ops.entries import EntryGradient
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
+from mcore_logprobs.ops.row_statistics import EntryGradient
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Placed, Source, masked_source
+from mcore_logprobs.sources.source import ChunkAt, Source, masked_source
 
 
 @dataclass(frozen=True)
-class TopK(Operation):
+class TopK(Operation[Source]):
     """(values, global ids), each `[n, k]`."""
 
     k: int
@@ -47,20 +47,20 @@ class _TopKForward(Forward):
         # in the stable sort below the padding comes after every true column.
         width = min(k, shard.width)
         self._own = min(width, shard.valid_width)
-        shape = (source.count, width)
+        shape = (source.num_rows, width)
         self._values = torch.full(shape, -torch.inf, dtype=source.acc_dtype, device=device)
         self._columns = torch.zeros(shape, dtype=torch.int64, device=device)
 
-    def see(self, placed: Placed) -> None:
+    def see(self, placed: ChunkAt) -> None:
         own, values, columns = self._own, self._values, self._columns
         if own == 0:
             return
         # The order is that of logits before the temperature, which changes no order.
         chunk = replace(placed.chunk, temperature=1.0)
-        copied = copied_numbers(chunk.valid, own) + (not chunk.is_plain) * chunk.valid
+        copied = copied_numbers(chunk.valid, own) + (not chunk.is_unprocessed) * chunk.valid
         steps = placed._replace(chunk=chunk).steps(self._source.rows_at_a_time(copied))
         for rows, _, some in steps:
-            z = some.logits[:, : some.valid] if some.is_plain else some.processed()
+            z = some.logits[:, : some.valid] if some.is_unprocessed else some.processed()
             # By column, hence by global id after the gather: the sort by value is stable.
             columns[rows, :own] = largest_columns(z, own).sort(-1).values
             values[rows, :own] = z.gather(-1, columns[rows, :own]).to(values.dtype)
@@ -95,7 +95,7 @@ def gather_pairs(values: Tensor, ids: Tensor, group: ProcessGroup | None) -> tup
 def topk(source: Source, k: int, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`vocab_parallel_topk` of any source."""
     check_k(k, source.shard)
-    mask = check_mask(mask, source.lead, source.device)
+    mask = check_mask(mask, source.batch_shape, source.device)
     values, ids = apply(TopK(k), masked_source(source, mask).in_whole_rows())
     if mask is not None:
         values = torch.where(mask.unsqueeze(-1), values, 0.0)

@@ -109,13 +109,13 @@ def topk_kl_div(
     check_float_tensor(name, teacher, min_dim=1)
     if teacher.shape[-1] < 1:
         raise ValueError(f"{name}: expected [..., k] with k >= 1, got k = 0")
-    shape = torch.Size((*source.lead, teacher.shape[-1]))
+    shape = torch.Size((*source.batch_shape, teacher.shape[-1]))
     check_shape(name, teacher, shape, source.device)
     teacher = teacher.detach().to(acc_dtype(teacher.dtype))
     if teacher_lse is not None:
         lse = unwrap_rows(teacher_lse, "teacher_lse")
         check_float_tensor("teacher_lse", lse, min_dim=0)
-        check_shape("teacher_lse", lse, source.lead, source.device)
+        check_shape("teacher_lse", lse, source.batch_shape, source.device)
         teacher = teacher - lse.detach().to(teacher.dtype).unsqueeze(-1)
     ids = check_target(ids, shape, source.device, name="ids")
     student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)

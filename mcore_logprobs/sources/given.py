@@ -25,9 +25,6 @@ from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
-    logit_multiplier,
-    per_row,
-    unscaled_logits,
 )
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.reference import gather_target
@@ -35,8 +32,9 @@ from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.source import (
-    Entries,
-    Placed,
+    ChunkAt,
+    LogitIndices,
+    ProcessedLogits,
     Write,
     check_segments,
     entry_gradients,
@@ -60,7 +58,7 @@ class GivenOptions:
     """
 
     shard: VocabShard
-    lead: torch.Size
+    batch_shape: torch.Size
     order: tuple[int, ...]
     logit_scale: float
     softcap: float | None
@@ -77,7 +75,7 @@ class GivenOptions:
         return GivenLogits(self, logits, bias, temperature)
 
 
-class GivenLogits:
+class GivenLogits(ProcessedLogits):
     """A tensor of logits as a `Source`, and as its only `Tile`.
 
     The caller's tensor is read in place. Only one that comes back from a saved-tensor hook with
@@ -98,44 +96,37 @@ class GivenLogits:
         bias: Tensor | None = None,
         temperature: Tensor | None = None,
     ) -> None:
-        self.options, self.tensors, self.bias = options, (logits, bias, temperature), bias
-        self.shard, self.lead = options.shard, options.lead
+        self.options, self.tensors = options, (logits, bias, temperature)
+        self.shard, self.batch_shape = options.shard, options.batch_shape
         self.device, self.acc_dtype = logits.device, acc_dtype(logits.dtype)
-        self.count, self.linear = self.lead.numel(), options.softcap is None
-        self.rows = slice(0, self.count)
+        self.num_rows, self.linear = self.batch_shape.numel(), options.softcap is None
+        self.rows = slice(0, self.num_rows)
         self._in_order = options.order == tuple(range(len(options.order)))
-        self.temperature: float | Tensor = options.temperature
-        if temperature is not None:
-            self.temperature = self.flatten_rows(temperature)
-        self.multiplier = logit_multiplier(
-            self.temperature,
-            options.logit_scale,
-            is_raw=options.softcap is None and bias is None,
-        )
+        self.process(bias, None if temperature is None else self.to_row_order(temperature))
         if logits.stride(-1) != 1 and options.backend is not reference:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
         self.logits = logits
         # 2-D views that cover the rows as they are walked.
-        self._views = [logits] if len(self.lead) == 1 else _collapse(self._ordered(logits))
+        self._views = [logits] if len(self.batch_shape) == 1 else _collapse(self._ordered(logits))
 
     # ---- the order of rows ----
 
-    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
-        dims = len(self.lead)
+    def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        dims = len(self.batch_shape)
         if dims == 1:
             return per_token
-        return self._ordered(per_token).reshape((self.count, *per_token.shape[dims:]))
+        return self._ordered(per_token).reshape((self.num_rows, *per_token.shape[dims:]))
 
     def _ordered(self, x: Tensor) -> Tensor:
         if self._in_order:
             return x
-        return x.permute((*self.options.order, *range(len(self.lead), x.dim())))
+        return x.permute((*self.options.order, *range(len(self.batch_shape), x.dim())))
 
-    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
-        if len(self.lead) == 1:
+    def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        if len(self.batch_shape) == 1:
             return per_row
         order = self.options.order
-        walked = per_row.reshape((*(self.lead[dim] for dim in order), *per_row.shape[1:]))
+        walked = per_row.reshape((*(self.batch_shape[dim] for dim in order), *per_row.shape[1:]))
         if self._in_order:
             return walked
         inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -143,11 +134,11 @@ class GivenLogits:
 
     def in_token_order(self) -> GivenLogits:
         """These logits with rows in the order of the tokens, not of the memory."""
-        order = tuple(range(len(self.lead)))
+        order = tuple(range(len(self.batch_shape)))
         return replace(self.options, order=order).bind(*self.tensors)
 
     # Whatever a hook makes of their strides.
-    pack, unpack = unflatten, flatten_rows
+    pack, unpack = to_token_order, to_row_order
 
     def compacted(self, valid_mask: Tensor) -> GivenLogits:
         return self
@@ -167,14 +158,14 @@ class GivenLogits:
         return iter((self,))
 
     def tile_ends(self) -> list[int]:
-        return [self.count]
+        return [self.num_rows]
 
-    def chunks(self) -> Iterator[Placed]:
+    def chunks(self) -> Iterator[ChunkAt]:
         """All columns of as many rows as one stride covers."""
         start, columns = 0, slice(0, self.shard.width)
         for view in self._views:
             rows = slice(start, start + view.shape[0])
-            yield Placed(rows, columns, self._chunk(view, rows, columns))
+            yield ChunkAt(rows, columns, self.chunk(view, rows, columns))
             start = rows.stop
 
     whole_rows = chunks
@@ -191,29 +182,19 @@ class GivenLogits:
             index: `[n]`, the token of each row; None: in the source's order.
         """
         if index is None and self.is_one_view:
-            return self._chunk(self._views[0][rows, columns], rows, columns)
+            return self.chunk(self._views[0][rows, columns], rows, columns)
         row = torch.arange(rows.start, rows.stop, device=self.device)
-        base = self.logits if self.lead else self.logits.unsqueeze(0)
+        base = self.logits if self.batch_shape else self.logits.unsqueeze(0)
         at = torch.unravel_index(
             self._token(row) if index is None else index[rows], base.shape[:-1]
         )
         where: Any = (*at, columns)
         copy = base[where]
-        chunk = self._chunk(copy, rows, columns)
+        chunk = self.chunk(copy, rows, columns)
         own = self.tensors[-1]
         if index is None or own is None:
             return chunk
         return replace(chunk, temperature=own[at])
-
-    def _chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
-        return Chunk(
-            logits=logits,
-            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
-            logit_scale=self.options.logit_scale,
-            softcap=self.options.softcap,
-            temperature=per_row(self.temperature, rows),
-            bias=None if self.bias is None else self.bias[columns],
-        )
 
     def target_logits(self, local_target: Tensor) -> Tensor:
         found = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
@@ -223,27 +204,25 @@ class GivenLogits:
         own = torch.where(local_target >= 0, self.bias[local_target.clamp(min=0)], 0.0)
         return torch.stack([raw, own.to(raw.dtype)])
 
-    def unscaled_logits(self, entries: Entries) -> Tensor:
-        x = unscaled_logits(
-            self._raw_logits(entries),
-            logit_scale=self.options.logit_scale,
-            softcap=self.options.softcap,
-            bias=None if self.bias is None else self.bias[entries.column.clamp(min=0)],
-        )
-        return torch.where(entries.column >= 0, x, 0.0)
+    def unscaled_logits(self, entries: LogitIndices) -> Tensor:
+        return self.unscaled_of(self._raw_logits(entries), entries.column)
 
-    def _raw_logits(self, entries: Entries) -> Tensor:
+    def _raw_logits(self, entries: LogitIndices) -> Tensor:
         """`[e]` in the accumulation dtype; any value where the column is -1."""
-        at = torch.unravel_index(self._token(entries.row), self.lead) if self.lead else ()
+        at = (
+            torch.unravel_index(self._token(entries.row), self.batch_shape)
+            if self.batch_shape
+            else ()
+        )
         where: Any = (*at, entries.column.clamp(min=0))
         return self.logits[where].to(self.acc_dtype)
 
     def _token(self, row: Tensor) -> Tensor:
         """The flat index of the token of each row."""
-        if self._in_order or len(self.lead) < 2:
+        if self._in_order or len(self.batch_shape) < 2:
             return row
-        tokens = torch.arange(self.count, device=self.device).view(self.lead)
-        return self.flatten_rows(tokens)[row]
+        tokens = torch.arange(self.num_rows, device=self.device).view(self.batch_shape)
+        return self.to_row_order(tokens)[row]
 
     def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> GivenGradient:
         return GivenGradient(self)
@@ -314,7 +293,7 @@ def given_logits(
     in_order = all(strides[dim] >= strides[dim + 1] for dim in dims[:-1])
     options = GivenOptions(
         shard=shard,
-        lead=lead,
+        batch_shape=lead,
         order=dims if in_order else tuple(sorted(dims, key=lambda dim: -strides[dim])),
         logit_scale=float(logit_scale),
         softcap=softcap,
@@ -364,14 +343,14 @@ class GivenGradient:
         self._over = source.options.inplace_backward
         self._flat = source.logits
         if not self._over:
-            shape = (source.count, source.logits.shape[-1])
+            shape = (source.num_rows, source.logits.shape[-1])
             self._flat = prefer_huge_pages(source.logits.new_empty(shape))
 
-    def collect(self, tile: GivenLogits, placed: Placed, write: Write) -> None:
+    def collect(self, tile: GivenLogits, placed: ChunkAt, write: Write) -> None:
         out = placed.chunk.logits if self._over else self._flat[placed.rows, placed.columns]
         write(placed, out)
 
-    def collect_entries(self, tile: GivenLogits, entries: Entries, upstream: Tensor) -> None:
+    def collect_entries(self, tile: GivenLogits, entries: LogitIndices, upstream: Tensor) -> None:
         assert not self._over
         source, (row, column) = self._source, entries
         _, on_raw = entry_gradients(
@@ -390,7 +369,7 @@ class GivenGradient:
         pass
 
     def finish(self) -> tuple[Tensor]:
-        return (self._flat if self._over else self._source.unflatten(self._flat),)
+        return (self._flat if self._over else self._source.to_token_order(self._flat),)
 
 
 def _collapse(x: Tensor) -> list[Tensor]:

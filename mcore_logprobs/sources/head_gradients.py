@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from mcore_logprobs.collectives import (
     all_reduce_sum_async,
@@ -32,12 +32,10 @@ from mcore_logprobs.kernels.products import (
     product,
     rounded_product,
 )
+from mcore_logprobs.sources.head_operands import HeadOperands, HeadTile
 from mcore_logprobs.sources.lora import LoRAGradient
-from mcore_logprobs.sources.source import Entries, Placed, Write, entry_gradients
-
-if TYPE_CHECKING:
-    from mcore_logprobs.sources.head import HeadLogits, HeadTile
-    from mcore_logprobs.sources.main_grad import MainGrad
+from mcore_logprobs.sources.main_grad import MainGrad
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Write, entry_gradients
 
 
 class HeadGradient:
@@ -52,7 +50,7 @@ class HeadGradient:
 
     def __init__(
         self,
-        head: HeadLogits,
+        head: HeadOperands,
         needs: Sequence[bool],
         *,
         in_acc_dtype: bool = False,
@@ -72,14 +70,19 @@ class HeadGradient:
             )
         if for_bias and bias is not None:
             self._bias = torch.zeros_like(bias, dtype=head.acc_dtype)
-        if head.lora is not None and (for_hidden or any(for_lora)):
-            lora_needs = (for_hidden, *for_lora)
-            self._lora = LoRAGradient(head, lora_needs, in_acc_dtype=in_acc_dtype, sparse=sparse)
+        if head.low_rank is not None and (for_hidden or any(for_lora)):
+            self._lora = LoRAGradient(
+                head.low_rank,
+                head.shard.group,
+                (for_hidden, *for_lora),
+                in_acc_dtype=in_acc_dtype,
+                sparse=sparse,
+            )
         self._tile: Tensor | None = None
         self._reduced = -1  # the latest tile whose reduction was started
         self._parts: list[Tensor | None] = []
 
-    def collect(self, tile: HeadTile, placed: Placed, write: Write) -> None:
+    def collect(self, tile: HeadTile, placed: ChunkAt, write: Write) -> None:
         """dLogits of a chunk, over the logits where they fit there, and from it the GEMMs.
 
         After dHidden's GEMM of a tile's last chunk its sum over TP starts, so that it runs while
@@ -93,18 +96,19 @@ class HeadGradient:
         if self.hidden is not None and head.options.segments is not None:
             self._add_segment(columns, dlogits, tile)
         elif self.hidden is not None:
-            block, rounded = head.weight_block(columns), head.options.rounded
+            block = head.weight_block(columns)
+            low_precision = head.options.low_precision
             if self._tile is None:
                 self._tile = torch.empty_like(tile.hidden, dtype=head.acc_dtype)
-                product(dlogits, block, self._tile, rounded=rounded)
+                product(dlogits, block, self._tile, low_precision=low_precision)
             else:
-                add_product(dlogits, block, self._tile, rounded=rounded)
+                add_product(dlogits, block, self._tile, low_precision=low_precision)
         if columns.stop == head.shard.valid_width:
             self._reduce(tile)
         if self.weight is not None:
             self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
 
-    def _dlogits(self, placed: Placed, write: Write) -> Tensor:
+    def _dlogits(self, placed: ChunkAt, write: Write) -> Tensor:
         """`[rows, columns]` as it is multiplied; and dBias.
 
         With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on
@@ -144,10 +148,10 @@ class HeadGradient:
         before = self._parts[number]
         self._parts[number] = part if before is None else before.add_(part)
 
-    def collect_entries(self, tile: HeadTile, entries: Entries, upstream: Tensor) -> None:
+    def collect_entries(self, tile: HeadTile, entries: LogitIndices, upstream: Tensor) -> None:
         head, options = self._head, self._head.options
         for part in tile.parts(entries):
-            some = Entries(*(x[part] for x in entries))
+            some = LogitIndices(*(x[part] for x in entries))
             dz, dy = entry_gradients(
                 upstream[part].to(head.acc_dtype),
                 some,
@@ -228,12 +232,12 @@ class HiddenGradient:
     rounded to the hidden states' dtype once (not at all if `in_acc_dtype`).
     """
 
-    def __init__(self, head: HeadLogits, *, in_acc_dtype: bool) -> None:
+    def __init__(self, head: HeadOperands, *, in_acc_dtype: bool) -> None:
         hidden, self._selection = head.tensors.hidden, head.options.selection
         self._group, self._scatter = head.shard.group, head.options.sequence_parallel
         self._parts = head.hidden.local
         self._dtype = acc_dtype(hidden.dtype) if in_acc_dtype else hidden.dtype
-        self._pending: tuple[int, Tensor, Any | None] | None = None
+        self._pending: tuple[int, Tensor, Work | None] | None = None
         # One tile's rows, of the gradient's dtype, are the gradient.
         self._is_tile = self._selection is None and len(self._parts) == 1
         if self._selection is None:
@@ -300,11 +304,12 @@ class WeightGradient:
     """
 
     def __init__(
-        self, head: HeadLogits, *, main_grad: MainGrad | None, in_acc_dtype: bool, sparse: bool
+        self, head: HeadOperands, *, main_grad: MainGrad | None, in_acc_dtype: bool, sparse: bool
     ) -> None:
         weight, tiles, options = head.weight, len(head.hidden.local), head.options
         self._main_grad = main_grad
-        self._fixed, self._rounded = options.segments is not None, options.rounded
+        self._fixed = options.segments is not None
+        self._low_precision = options.low_precision
         self._acc_dtype = head.acc_dtype
         self._dtype = self._acc_dtype if in_acc_dtype else weight.dtype
         self._fresh = main_grad is None
@@ -318,6 +323,8 @@ class WeightGradient:
             self._sum[head.shard.valid_width if tiles else 0 :] = 0
         elif buffer.dtype == self._acc_dtype:
             self._sum = buffer
+        # In which dtype a block is multiplied straight into its place; None: in memory of its own.
+        self._direct = None if self._sum is None or self._fixed else self._sum.dtype
 
     def add(self, first: bool, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
         """Add `dlogits^T @ hidden`, `[columns, h]`; `first` for the first tile of the block.
@@ -325,25 +332,24 @@ class WeightGradient:
         Args:
             dlogits: `[rows, columns]`, hidden: `[rows, h]`; of one dtype.
         """
-        block = None if self._sum is None else self._sum[columns]
-        if self._fixed:
-            dlogits, hidden = aligned(dlogits), aligned(hidden)
-        elif block is not None and block.dtype == self._acc_dtype:
-            # `product` writes where there is nothing yet, so that no zero fill is needed.
-            multiply = product if first and self._fresh else add_product
-            multiply(dlogits.t(), hidden, block, rounded=self._rounded)
+        is_new = first and self._fresh  # there is nothing yet, nor a zero fill
+        if self._sum is None:  # a low-precision main_grad: rounded once a tile, as Megatron's is
+            assert self._main_grad is not None
+            block = self._main_grad.buffer[columns]
+        else:
+            block = self._sum[columns]
+        if self._direct == self._acc_dtype:
+            multiply = product if is_new else add_product
+            multiply(dlogits.t(), hidden, block, low_precision=self._low_precision)
             return
-        elif block is not None and first and self._fresh and block.dtype == dlogits.dtype:
+        if is_new and self._direct == dlogits.dtype:
             rounded_product(dlogits.t(), hidden, block)
             return
-        shape = (dlogits.shape[1], hidden.shape[1])
-        part = hidden.new_empty(shape, dtype=self._acc_dtype)
-        product(dlogits.t(), hidden, part, rounded=self._rounded)
-        if block is not None:  # fixed; or one tile, float32 operands of a low-precision weight
-            block.copy_(part) if first and self._fresh else block.add_(part)
-        else:  # a low-precision main_grad: rounded once per tile, as Megatron's own does
-            assert self._main_grad is not None
-            self._main_grad.buffer[columns].add_(part)
+        if self._fixed:
+            dlogits, hidden = aligned(dlogits), aligned(hidden)
+        part = hidden.new_empty((dlogits.shape[1], hidden.shape[1]), dtype=self._acc_dtype)
+        product(dlogits.t(), hidden, part, low_precision=self._low_precision)
+        block.copy_(part) if is_new else block.add_(part)
 
     def add_rows(self, columns: Tensor, rows: Tensor) -> None:
         """Add `rows[i]` to the gradient's row `columns[i]`; `[e]`, `[e, h]` float32 or float64."""

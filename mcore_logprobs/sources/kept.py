@@ -18,35 +18,20 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels.chunk import aligned_width
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
-
-if TYPE_CHECKING:
-    from mcore_logprobs.sources.head import HeadLogits, HeadTile
-    from mcore_logprobs.sources.source import Source
+from mcore_logprobs.sources.head_operands import HeadOperands, HeadTile
 
 logger = logging.getLogger("mcore_logprobs")
 
 # What a backward does with the logits of its forward: multiplies none again; bears them rounded;
 # needs them as they were.
 Rereads = Literal["nothing", "rounded", "exact"]
-
-
-class SavedBytes:
-    """How much a call may keep; its operations share it.
-
-    Attributes:
-        count: in all.
-        left: not yet given to an operation.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = self.left = count
 
 
 @dataclass(frozen=True)
@@ -64,9 +49,8 @@ class KeptPlan:
     saved_bytes: int
 
 
-def plan_kept(source: Source, rereads: Rereads) -> tuple[KeptPlan, ...]:
-    """What an operation on this source keeps, a plan per head; none where nothing is kept."""
-    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
+def plan_kept(heads: Sequence[HeadOperands], rereads: Rereads) -> tuple[KeptPlan, ...]:
+    """What an operation on these heads keeps, a plan for each; none where nothing is kept."""
     saved = next((x.options.saved for x in heads if x.options.saved is not None), None)
     if saved is None or rereads == "nothing":
         return ()
@@ -94,23 +78,23 @@ def plan_kept(source: Source, rereads: Rereads) -> tuple[KeptPlan, ...]:
     )
 
 
-def whole_bytes(head: HeadLogits) -> int:
+def whole_bytes(head: HeadOperands) -> int:
     """What keeping all chunks of a head takes."""
     return sum(_chunk_bytes(head, rows, columns) for rows, _, columns in _walk(head))
 
 
-def _walk(head: HeadLogits) -> Iterator[tuple[int, int, slice]]:
+def _walk(head: HeadOperands) -> Iterator[tuple[int, int, slice]]:
     """(rows, number of the tile, columns) of each chunk."""
     for number, part in enumerate(head.hidden.local):
         for columns in head.blocks():
             yield (part.stop - part.start) * head.hidden.ranks, number, columns
 
 
-def _is_exact(head: HeadLogits) -> bool:
+def _is_exact(head: HeadOperands) -> bool:
     return head.options.logits_dtype.itemsize <= head.options.compute_dtype.itemsize
 
 
-def _may_round(head: HeadLogits) -> bool:
+def _may_round(head: HeadOperands) -> bool:
     """A softcap or a bias moves logits by more than a code's range and step are made for; with
     segments a rank's other chunks would leave their mark on bits.
     """
@@ -118,30 +102,30 @@ def _may_round(head: HeadLogits) -> bool:
     return options.softcap is None and head.bias is None and options.segments is None
 
 
-def _chunk_bytes(head: HeadLogits, rows: int, columns: slice) -> int:
+def _chunk_bytes(head: HeadOperands, rows: int, columns: slice) -> int:
     numbers = rows * aligned_width(columns.stop - columns.start)
     if _is_exact(head):
         return numbers * head.options.logits_dtype.itemsize
     return 2 * numbers + 2 * 4 * rows
 
 
-def keep(source: Source, plans: Sequence[KeptPlan]) -> list[KeptLogits]:
-    """Have a source keep what the plans say, as its tiles are walked."""
-    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
+def keep(heads: Sequence[HeadOperands], plans: Sequence[KeptPlan]) -> list[KeptLogits]:
+    """Have heads keep what the plans say, as their tiles are walked."""
     kept = [KeptLogits(plan) for plan in plans]
-    for head, own in zip(heads, kept, strict=False):
+    for head, own in zip(heads, kept, strict=True):
         head.kept = own
     return kept
 
 
-def restore(source: Source, plans: Sequence[KeptPlan], tensors: Sequence[Tensor]) -> None:
-    """Have a source read what `keep` kept.
+def restore(
+    heads: Sequence[HeadOperands], plans: Sequence[KeptPlan], tensors: Sequence[Tensor]
+) -> None:
+    """Have heads read what `keep` kept.
 
     Args:
         tensors: those of its results, one after the other.
     """
-    heads: tuple[HeadLogits, ...] = getattr(source, "heads", ())
-    for head, plan in zip(heads, plans, strict=False):
+    for head, plan in zip(heads, plans, strict=True):
         count = len(plan.places) * (2 if plan.rounded else 1)
         own, tensors = tensors[:count], tensors[count:]
         head.kept = KeptLogits(plan, own)
@@ -222,7 +206,7 @@ class KeptLogits:
             self.tensors[at], self.tensors[at + 1] = codes, scale.flatten()
         return chunk.logits
 
-    def _new(self, head: HeadLogits, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def _new(self, head: HeadOperands, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Memory of a chunk, 1-D."""
         rows, columns = shape
         try:

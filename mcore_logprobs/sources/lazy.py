@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ class LazyLogits(Tensor):
         rows = view.rows
         self.written()  # raises where a gradient cannot follow
         if wants not in rows.real:
-            whole = View.all_of(rows, (rows.count,), view.dtype)
+            whole = View.all_of(rows, (rows.num_rows,), view.dtype)
             _say_or_refuse(whole, what)
             rows.real[wants] = whole.compute(gradient=wants)
         if not rows.written:
@@ -223,7 +224,7 @@ class LazyLogits(Tensor):
         self._real.clear()
         return self._part_of(rows.real[wants])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
             f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"requires_grad={self.requires_grad})"
@@ -232,12 +233,12 @@ class LazyLogits(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize("pickle").__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         return self.materialize("copy.deepcopy").__deepcopy__(memo)
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls, func: object, types: object, args: object = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         from mcore_logprobs.sources.lazy_record import torch_function
 
@@ -280,21 +281,12 @@ def _saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def lazy_in(args: Any) -> list[LazyLogits]:
-    """The handles among arguments, in tuples, lists and dicts too."""
-    if isinstance(args, LazyLogits):
-        return [args]
-    if isinstance(args, (tuple, list)):
-        return [found for x in args for found in lazy_in(x)]
-    if isinstance(args, dict):
-        return [found for x in args.values() for found in lazy_in(x)]
-    return []
-
-
-def calling_layer(args: Any) -> LazyHead | None:
+def calling_layer(arguments: Iterable[object]) -> LazyHead | None:
     """The head among arguments whose layer has to be called for its weight, if there is one."""
-    heads = (handle.view_of_head.rows.head for handle in lazy_in(args))
-    return next((head for head in heads if head.must_open), None)
+    for x in arguments:
+        if isinstance(x, LazyLogits) and x.view_of_head.rows.head.must_open:
+            return x.view_of_head.rows.head
+    return None
 
 
 def _say_or_refuse(view: View, what: str) -> None:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from mcore_logprobs.sources.lazy import LazyLogits, lazy_in
+from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import Rows, View
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Not recorded, so that real logits are needed.
-_NOT: Any = object()
+_NOT: object = object()
 
 
 def _words(text: str) -> frozenset[str]:
@@ -75,13 +75,13 @@ _QUOTIENTS = _words(
 _HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
 
 
-def _not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+def _not_traced(function: Callable[..., object]) -> Callable[..., object]:
     """A graph break for torch.compile, which compiles nothing within: `torch.compiler.disable`
     without the import of the compiler.
     """
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         before = set_eval_frame(None)
         try:
             return function(*args)
@@ -145,7 +145,7 @@ def _property(kind: str, func: Any, args: tuple[Any, ...]) -> Any:
     return func(handle.materialize(name), *args[1:])
 
 
-def _is_harmless(hook: Any) -> bool:
+def _is_harmless(hook: object) -> bool:
     hook = getattr(hook, "func", hook)  # functools.partial
     return (getattr(hook, "__module__", "") or "").startswith(_HARMLESS_HOOKS)
 
@@ -269,7 +269,7 @@ def _indexed(handle: LazyLogits, key: Any) -> Any:
     return _like(handle, view.at(places))
 
 
-def _selected(handle: LazyLogits, dim: int, index: Tensor) -> Any:
+def _selected(handle: LazyLogits, dim: int, index: Tensor) -> object:
     view = handle.view_of_head
     lead = view.places.dim()
     if not -lead - 1 <= dim < lead or dim == -1:
@@ -450,6 +450,15 @@ def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with torch.no_grad():
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for handle in lazy_in(value):
+                for handle in _lazy_in(value):
                     handle.materialize_to_write(name)
         return func(*_real(args, name), **_real(kwargs, name))
+
+
+def _lazy_in(value: object) -> list[LazyLogits]:
+    """The handles in a value of an argument, in tuples and lists too."""
+    if isinstance(value, LazyLogits):
+        return [value]
+    return (
+        [found for x in value for found in _lazy_in(x)] if isinstance(value, tuple | list) else []
+    )

@@ -64,8 +64,8 @@ class LazyHead:
     backend: str = "auto"
     saved_bytes: int = 0
     require: bool = False
-    _versions: list[int] = field(default_factory=list)
-    _open: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _versions: list[int] = field(init=False)
+    _open: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._versions = self._current_versions()
@@ -111,7 +111,7 @@ class LazyHead:
             return fn()
         structure: list[Any] = []
 
-        def inside(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
+        def inside(hidden: Tensor, weight: Tensor) -> tuple[object, ...]:
             with self.opened(hidden, weight):
                 flat, spec = pytree.tree_flatten(fn())
             structure.append(spec)
@@ -133,6 +133,47 @@ class LazyHead:
         hidden, weight = self._open[-1] if self._open else (self.hidden, self.weight)
         return (hidden, weight) if gradient else (hidden.detach(), weight.detach())
 
+    def real(self, *, gradient: bool) -> Tensor:
+        """The layer's own logits `[s, b, V/TP]`. Collectives: those of the layer."""
+        return self.product(*self.present(gradient=gradient))
+
+    def source(
+        self,
+        *,
+        gradient: bool = True,
+        logit_scale: float = 1.0,
+        logits_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> HeadLogits:
+        """Its logits as a source, where the whole weight is there.
+
+        Args:
+            gradient: whether one may be wanted of them.
+            logits_dtype: what logits are rounded to; None: as the layer or the settings say.
+            options: of `head_logits`, by their names.
+        """
+        hidden, weight, lora = self.operands(*self.present(gradient=gradient))
+        if lora is not None and not gradient:
+            lora = (lora[0].detach(), lora[1].detach(), lora[2])
+        bias = self.bias if gradient or self.bias is None else self.bias.detach()
+        if bias is not None:
+            # The layer's logits have it before the scale; the operation adds it after that.
+            bias = (bias if logit_scale == 1.0 else bias * logit_scale).to(hidden.dtype)
+        if hidden.dtype == torch.float64:
+            logits_dtype = torch.float32  # of no meaning there
+        return head_logits(
+            hidden,
+            weight,
+            bias=bias,
+            lora=lora,
+            logit_scale=logit_scale,
+            sequence_parallel=self.sequence_parallel,
+            logits_dtype=logits_dtype or self.output_dtype or self.logits_dtype,
+            gradient_accumulation_fusion=gradient and self.into_main_grad(weight),
+            tp_group=self.tp_group,
+            **options,
+        )
+
 
 class Rows:
     """Memory that is not there: rows of a head, each over its temperature, that handles share.
@@ -152,7 +193,7 @@ class Rows:
         self, head: LazyHead, rows: Tensor | None, temperature: float | Tensor = 1.0
     ) -> None:
         self.head, self.rows, self.temperature = head, rows, temperature
-        self.count = head.tokens.numel() if rows is None else rows.numel()
+        self.num_rows = head.tokens.numel() if rows is None else rows.numel()
         self.real: dict[bool, Tensor] = {}
         self.written = False
         self.version = 0
@@ -165,12 +206,12 @@ class Rows:
     def divide_(self, places: Tensor, by: float | Tensor) -> None:
         """Divide the rows at places (int64, any shape) by a number or a tensor of that shape."""
         self.version += 1
-        if places.numel() == self.count and not isinstance(by, Tensor):
+        if places.numel() == self.num_rows and not isinstance(by, Tensor):
             self.temperature = self.temperature * by
             return
         device = self.head.hidden.device
         own = torch.as_tensor(self.temperature, dtype=self.dtype, device=device)
-        own = own.expand(self.count).clone()
+        own = own.expand(self.num_rows).clone()
         at = places.reshape(-1).to(device)
         by = by.reshape(-1).to(own.dtype) if isinstance(by, Tensor) else by
         own[at] = own[at] * by
@@ -192,7 +233,7 @@ class View:
 
     @classmethod
     def all_of(cls, rows: Rows, lead: Sequence[int], dtype: torch.dtype) -> View:
-        return cls(rows, torch.arange(rows.count).view(torch.Size(lead)), dtype)
+        return cls(rows, torch.arange(rows.num_rows).view(torch.Size(lead)), dtype)
 
     @property
     def width(self) -> int:
@@ -209,7 +250,7 @@ class View:
     @property
     def is_whole(self) -> bool:
         """Whether these are all of the rows, in their order."""
-        return self.places.numel() == self.rows.count and self.places.is_contiguous()
+        return self.places.numel() == self.rows.num_rows and self.places.is_contiguous()
 
     def at(self, places: Tensor) -> View:
         """Other places: a view where they are one of these, else a copy."""
@@ -274,14 +315,11 @@ class View:
         head, rows = self.rows.head, self.named_rows()
         count = head.tokens.numel()
         if rows is None or (rows.numel() == count and rows.unique().numel() == count):
-            hidden, weight = head.present(gradient=gradient)
-            flat = head.product(hidden, weight).reshape(count, self.width)
+            flat = head.real(gradient=gradient).reshape(count, self.width)
             flat = flat if rows is None else flat.index_select(0, rows.to(flat.device))
         else:
-            exact = None if head.dtype == torch.float64 else head.dtype
-            source = self._head_source(gradient=gradient, logits_dtype=exact)
-            flat = head.materialized(source, head.dtype)
-            flat = flat.view(-1, self.width)
+            source = self._head_source(gradient=gradient, logits_dtype=head.dtype)
+            flat = head.materialized(source, head.dtype).view(-1, self.width)
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             flat = flat / temperature.reshape(-1, 1)
@@ -298,9 +336,7 @@ class View:
 
         def best() -> tuple[Tensor, Tensor]:
             source = self._head_source(
-                gradient=False,
-                temperature=self.temperature,
-                logits_dtype=None if head.dtype == torch.float64 else head.dtype,
+                gradient=False, temperature=self.temperature, logits_dtype=head.dtype
             )
             values, columns = head.largest(source)
             return values.to(self.dtype), columns
@@ -320,7 +356,7 @@ class View:
         chunk_size: int | None,
         backend: str,
         logit_bias: LogitBias | None,
-        **options: Any,
+        **options: object,
     ) -> HeadLogits | None:
         """These logits as a source from hidden states; None where they cannot be one."""
         head, own = self.rows.head, self.temperature
@@ -357,43 +393,20 @@ class View:
         )
 
     def _head_source(
-        self,
-        *,
-        gradient: bool,
-        temperature: float | Tensor = 1.0,
-        logit_scale: float = 1.0,
-        logits_dtype: torch.dtype | None = None,
-        **options: Any,
+        self, *, gradient: bool, temperature: float | Tensor = 1.0, **options: Any
     ) -> HeadLogits:
-        head, lead = self.rows.head, self.places.shape
+        head, lead, rows = self.rows.head, self.places.shape, self.named_rows()
         head.check_unchanged()
-        hidden, weight, lora = head.operands(*head.present(gradient=gradient))
-        if lora is not None and not gradient:
-            lora = (lora[0].detach(), lora[1].detach(), lora[2])
-        bias = head.bias
-        if bias is not None:
-            # The layer's logits have it; the operation adds it after the scale.
-            bias = (bias if gradient else bias.detach()).to(hidden.dtype)
-            bias = bias if logit_scale == 1.0 else bias * logit_scale
-        rows, tokens = self.named_rows(), head.tokens
         if isinstance(temperature, Tensor):
-            temperature = temperature.reshape(tokens if rows is None else (-1,))
-        source = head_logits(
-            hidden,
-            weight,
-            bias=bias,
-            lora=lora,
-            logit_scale=logit_scale,
-            sequence_parallel=head.sequence_parallel,
-            logits_dtype=logits_dtype or head.output_dtype or head.logits_dtype,
+            temperature = temperature.reshape(head.tokens if rows is None else (-1,))
+        source = head.source(
+            gradient=gradient,
             rows=rows,
-            saved_bytes=head.saved_bytes if gradient else 0,
-            gradient_accumulation_fusion=gradient and head.into_main_grad(weight),
-            tp_group=head.tp_group,
             temperature=temperature,
+            saved_bytes=head.saved_bytes if gradient else 0,
             **options,
         )
         tensors = source.tensors
         if tensors.temperature is not None:
             tensors = tensors._replace(temperature=tensors.temperature.reshape(lead))
-        return replace(source.options, lead=lead).bind(*tensors)
+        return replace(source.options, batch_shape=lead).bind(*tensors)

@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.products import add_product, product
-
-if TYPE_CHECKING:
-    from mcore_logprobs.sources.head import HeadLogits
 
 LoRAInput = tuple[Tensor, Tensor, float]
 
@@ -91,7 +89,7 @@ class LowRank:
     def __init__(
         self, lora: LoRA, dtype: torch.dtype, matmul_input: Callable[[Tensor], Tensor]
     ) -> None:
-        self._lora, self._dtype, self._matmul_input = lora, dtype, matmul_input
+        self.lora, self.dtype, self.matmul_input = lora, dtype, matmul_input
         self._a = matmul_input(lora.a)
         self._latest: tuple[Tensor, Tensor] | None = None
 
@@ -99,19 +97,19 @@ class LowRank:
         """U `[rows, r]` of a tile `[rows, h]`, in the results' dtype."""
         if self._latest is None or self._latest[0] is not tile:
             shape = (tile.shape[0], self._a.shape[0])
-            out = product(tile, self._a.t(), tile.new_empty(shape, dtype=self._dtype))
-            self._latest = (tile, out.mul_(self._lora.scale))
+            out = product(tile, self._a.t(), tile.new_empty(shape, dtype=self.dtype))
+            self._latest = (tile, out.mul_(self.lora.scale))
         return self._latest[1]
 
     def add_logits(self, tile: Tensor, columns: slice, out: Tensor) -> None:
         """`out += U @ B[columns]^T`, `[rows, columns]` float32 or float64."""
-        block = self._matmul_input(self._lora.b[columns])
+        block = self.matmul_input(self.lora.b[columns])
         add_product(self.inner(tile).to(block.dtype), block.t(), out)
 
     def entries(self, tile: Tensor, column: Tensor, rows: Tensor) -> Tensor:
         """The part of single entries, `[e]`; rows within the tile."""
         inner = self.inner(tile)[rows]
-        return (inner * self._lora.b.index_select(0, column)).sum(-1)
+        return (inner * self.lora.b.index_select(0, column)).sum(-1)
 
 
 class LoRAGradient:
@@ -124,11 +122,16 @@ class LoRAGradient:
     """
 
     def __init__(
-        self, head: HeadLogits, needs: Sequence[bool], *, in_acc_dtype: bool, sparse: bool
+        self,
+        low_rank: LowRank,
+        group: ProcessGroup | None,
+        needs: Sequence[bool],
+        *,
+        in_acc_dtype: bool,
+        sparse: bool,
     ) -> None:
-        assert head.lora is not None
-        self._lora, self._group, self._sparse = head.lora, head.shard.group, sparse
-        self._matmul_input, self._acc = head.matmul_input, head.acc_dtype
+        self._lora, self._group, self._sparse = low_rank.lora, group, sparse
+        self._matmul_input, self._acc = low_rank.matmul_input, low_rank.dtype
         self._dtypes = [self._acc if in_acc_dtype else x.dtype for x in self._lora[:2]]
         for_hidden, for_a, for_b = needs
         self._a = torch.zeros_like(self._lora.a, dtype=self._acc) if for_a else None

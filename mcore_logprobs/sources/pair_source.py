@@ -17,9 +17,9 @@ from torch import Tensor
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
 from mcore_logprobs.sources.given import GivenLogits
-from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.sources.head import HeadLogits, HeadTile
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.source import Placed, Write
+from mcore_logprobs.sources.source import ChunkAt, Gradient, LogitIndices, Options, Write
 
 AnySource = GivenLogits | HeadLogits
 
@@ -32,19 +32,19 @@ class PairOptions:
         backend: as the caller named it.
     """
 
-    student: Any
-    teacher: Any
+    student: Options
+    teacher: Options
     count: int
     backend: str
     segments: None = None
 
-    def bind(self, *tensors: Any) -> PairSource:
+    def bind(self, *tensors: Tensor | None) -> PairSource:
         own, (index, *other) = tensors[: self.count], tensors[self.count :]
         return PairSource(self, self.student.bind(*own), self.teacher.bind(*other), index)
 
 
 class PairSource:
-    """A student and a teacher as a `Source`, whose chunks bring the teacher's as `Placed.other`.
+    """A student and a teacher as a `Source`, whose chunks bring the teacher's as `ChunkAt.other`.
 
     Args:
         index: `[n]` int64, which token of a given teacher stands at each row; None: in order.
@@ -57,14 +57,15 @@ class PairSource:
         # Constants: no gradient is formed of them.
         others = (None if x is None else x.detach() for x in teacher.tensors)
         self.tensors = (*student.tensors, index, *others)
-        self.shard, self.lead, self.count = student.shard, student.lead, student.count
+        self.shard = student.shard
+        self.batch_shape, self.num_rows = student.batch_shape, student.num_rows
         self.device, self.acc_dtype = student.device, student.acc_dtype
         self.temperature, self.linear = student.temperature, False
         own = teacher.multiplier
         self.multiplier = student.multiplier
         self.multipliers = student.multiplier, own if index is None else per_row(own, index)
         self.recomputed = student.recomputed
-        self.flatten_rows, self.unflatten = student.flatten_rows, student.unflatten
+        self.to_row_order, self.to_token_order = student.to_row_order, student.to_token_order
         self.pack, self.unpack = student.pack, student.unpack
         self.rows_at_a_time = partial(student.rows_at_a_time, copies=2)  # of either side
 
@@ -72,7 +73,7 @@ class PairSource:
     def heads(self) -> tuple[HeadLogits, ...]:
         return tuple(x for x in (self.student, self.teacher) if isinstance(x, HeadLogits))
 
-    def backend(self, placed: Placed) -> backends.Backend:
+    def backend(self, placed: ChunkAt) -> backends.Backend:
         """What computes a chunk of both sides."""
         assert placed.other is not None
         return backends.select(self.options.backend, placed.chunk.logits, placed.other.logits)
@@ -93,10 +94,10 @@ class PairSource:
                 blocks = list(row_chunks(student.shard.width, teacher.options.tiling.columns))
                 yield self._of_given(student, other.rows, blocks, other.block)
         else:
-            step = max(1, student.count)
+            step = max(1, student.num_rows)
             if not (student.is_one_view and teacher.is_one_view):
                 step = self.rows_at_a_time(student.shard.width)  # some rows are copied
-            for rows in row_chunks(student.count, step):
+            for rows in row_chunks(student.num_rows, step):
                 blocks = [slice(0, student.shard.width)]
                 yield self._of_given(student, rows, blocks, partial(teacher.rectangle, rows))
 
@@ -107,8 +108,8 @@ class PairSource:
         blocks: list[slice],
         of_teacher: Callable[[slice], Chunk],
     ) -> PairTile:
-        def chunks() -> Iterator[Placed]:
-            return (Placed(rows, block, student.rectangle(rows, block)) for block in blocks)
+        def chunks() -> Iterator[ChunkAt]:
+            return (ChunkAt(rows, block, student.rectangle(rows, block)) for block in blocks)
 
         return PairTile(student, rows, chunks, of_teacher)
 
@@ -126,12 +127,12 @@ class PairTile:
         of_teacher: gives the teacher's chunk of these rows, by columns.
     """
 
-    own: Any
+    own: GivenLogits | HeadTile
     rows: slice
-    own_chunks: Callable[[], Iterator[Placed]]
+    own_chunks: Callable[[], Iterator[ChunkAt]]
     of_teacher: Callable[[slice], Chunk]
 
-    def chunks(self) -> Iterator[Placed]:
+    def chunks(self) -> Iterator[ChunkAt]:
         for placed in self.own_chunks():
             yield placed._replace(other=self.of_teacher(placed.columns))
 
@@ -139,10 +140,13 @@ class PairTile:
 class PairGradient:
     """The student's gradient, tile by tile of the pair."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Gradient) -> None:
         self._own = own
 
-    def collect(self, tile: PairTile, placed: Placed, write: Write) -> None:
+    def collect_entries(self, tile: PairTile, entries: LogitIndices, upstream: Tensor) -> None:
+        raise NotImplementedError("a divergence's gradient is of whole chunks")
+
+    def collect(self, tile: PairTile, placed: ChunkAt, write: Write) -> None:
         self._own.collect(tile.own, placed, write)
 
     def end_tile(self, tile: PairTile) -> None:
@@ -181,8 +185,8 @@ def beside(student: AnySource, teacher: AnySource, backend: str) -> PairSource:
     else:
         teacher = teacher.in_token_order()
         if student.options.selection is not None or student.options.sequence_parallel:
-            tokens = torch.arange(student.lead.numel(), device=student.device)
-            index = student.flatten_rows(tokens.view(student.lead))
+            tokens = torch.arange(student.batch_shape.numel(), device=student.device)
+            index = student.to_row_order(tokens.view(student.batch_shape))
     sides = (
         x.logits if isinstance(x, GivenLogits) else x.weight[:0, :1] for x in (student, teacher)
     )

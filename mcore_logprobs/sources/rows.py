@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from mcore_logprobs.collectives import all_gather_dim0_async, wait_for
 from mcore_logprobs.groups import group_rank, group_size
@@ -85,7 +84,7 @@ def even_parts(total: int, most: int, step: int) -> int:
 # ---- rows that are named or found --------------------------------------------------------------
 
 
-def check_rows(rows: Any, count: int | None) -> Tensor:
+def check_rows(rows: object, count: int | None) -> Tensor:
     """int64 `[m]` in [0, count), on the host, or a ValueError; a CUDA tensor is copied there.
 
     Args:
@@ -109,11 +108,13 @@ def check_rows(rows: Any, count: int | None) -> Tensor:
 class RowSelection:
     """Rows that a call computes in place of all, and the way of per-token tensors there and back.
 
-    Under sequence parallelism every rank must send as many rows as any other: each has as many as
-    the fullest, the difference being padding that asks for nothing.
+    Under sequence parallelism every rank must send as many rows as any other: each has k slots, as
+    many as the fullest needs, and a slot without a row is padding that asks for nothing. Slots are
+    rank by rank, `[ranks * k]`.
 
     Attributes:
-        local: `[k]` int64, this rank's rows of the hidden states.
+        rows: `[m]`, as named, on the host.
+        local: `[k]` int64, this rank's rows of the hidden states, slot by slot.
         exact: whether each of them stands there once, so that gradients can be copied.
 
     Args:
@@ -133,29 +134,29 @@ class RowSelection:
         *,
         tokens: bool,
     ) -> None:
-        ranks, m = group_size(group), rows.numel()
-        own = max(1, count // ranks)
-        counts = torch.bincount(rows // own, minlength=ranks)
-        most = int(counts.max())
-        # Entries by owner, in their order; where an owner has fewer than most, -1.
-        order = (rows // own).argsort(stable=True)
-        slots = torch.arange(most).repeat(ranks, 1)
-        entry = torch.full((ranks, most), -1)
-        entry[slots < counts.unsqueeze(1)] = order
-        mine = entry[group_rank(group)]
-        local = torch.where(mine >= 0, rows[mine.clamp(min=0)] % own, 0) if m else mine
-        self.exact = bool((mine >= 0).all()) and local.unique().numel() == local.numel()
-        place = torch.empty(m, dtype=torch.int64)
-        place[order] = (entry >= 0).flatten().nonzero().squeeze(1)
         self._count, self.rows = count, rows
+        ranks = group_size(group)
+        rows_per_rank = max(1, count // ranks)
+        owner = rows // rows_per_rank  # [m], the rank that holds each
+        owned = torch.bincount(owner, minlength=ranks)  # [ranks]
+        # Which of the m rows is in a slot, [ranks, k]; in their order, -1 for padding.
+        order = owner.argsort(stable=True)
+        slots = torch.arange(int(owned.max())).repeat(ranks, 1)
+        row_of_slot = torch.full(slots.shape, -1)
+        row_of_slot[slots < owned.unsqueeze(1)] = order
+        mine = row_of_slot[group_rank(group)]
+        local = torch.where(mine >= 0, rows[mine.clamp(min=0)] % rows_per_rank, 0)
+        self.exact = bool((mine >= 0).all()) and local.unique().numel() == local.numel()
         self.local = _to_device(local, device)
-        self._place = None if ranks == 1 else _to_device(place, device)
-        self._padding = _to_device(entry.flatten() < 0, device) if (entry < 0).any() else None
-        index = entry.flatten().clamp(min=0)
-        if tokens:
-            index = rows[index] if m else index
-        self._index = _to_device(index, device) if tokens or ranks > 1 else None
-        self._tokens = _to_device(rows, device) if tokens else None
+        row_of_slot = row_of_slot.flatten()
+        padding, row_of_slot = row_of_slot < 0, row_of_slot.clamp(min=0)
+        slot_of_row = torch.empty_like(rows).index_copy_(0, order, (~padding).nonzero().squeeze(1))
+        token_of_slot = rows[row_of_slot] if tokens else row_of_slot
+        # [ranks * k], [ranks * k], [m], [m]; None: nothing is padded, or all is in order.
+        self._padding = _to_device(padding, device) if padding.any() else None
+        self._per_slot = _to_device(token_of_slot, device) if tokens or ranks > 1 else None
+        self._slot_of_row = None if ranks == 1 else _to_device(slot_of_row, device)
+        self._token_of_row = _to_device(rows, device) if tokens else None
 
     def same_as(self, other: RowSelection | None) -> bool:
         """Whether the other names the same rows of as many."""
@@ -169,23 +170,24 @@ class RowSelection:
         Args:
             fill: what padding gets; None: a mask gets False, other tensors a value of theirs.
         """
-        if self._index is None:
+        if self._per_slot is None:
             return per_token
-        found = per_token.index_select(0, self._index)
+        selected = per_token.index_select(0, self._per_slot)
         if fill is None and per_token.dtype == torch.bool:
             fill = False
         if self._padding is None or fill is None:
-            return found
-        return found.masked_fill(self._padding.view(-1, *(1,) * (found.dim() - 1)), fill)
+            return selected
+        padding = self._padding.view(-1, *(1,) * (selected.dim() - 1))
+        return selected.masked_fill(padding, fill)
 
     def unselect(self, per_row: Tensor, fill: float) -> Tensor:
         """The inverse of `select`; `fill` at tokens that are not computed."""
-        if self._place is not None:
-            per_row = per_row.index_select(0, self._place)
-        if self._tokens is None:
+        if self._slot_of_row is not None:
+            per_row = per_row.index_select(0, self._slot_of_row)
+        if self._token_of_row is None:
             return per_row
         whole = per_row.new_full((self._count, *per_row.shape[1:]), fill)
-        return whole.index_copy(0, self._tokens, per_row)
+        return whole.index_copy(0, self._token_of_row, per_row)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -202,7 +204,7 @@ class HiddenRows:
 
     Attributes:
         ranks: over which the rows are split.
-        count: rows over all ranks, n.
+        num_rows: rows over all ranks, n.
         local: each tile's rows of this rank, or places in its selection.
 
     Args:
@@ -222,7 +224,7 @@ class HiddenRows:
         self.hidden, self.group, self.selection = hidden, group, selection
         self.ranks = group_size(group)
         own = hidden.shape[0] if selection is None else selection.local.shape[0]
-        self.count = own * self.ranks
+        self.num_rows = own * self.ranks
         self.local = list(row_chunks(own, max(1, tile_rows // self.ranks)))
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
@@ -236,7 +238,7 @@ class HiddenRows:
             pending = self._start(parts[number + 1]) if number + 1 < len(parts) else None
             yield slice(part.start * self.ranks, part.stop * self.ranks), tile
 
-    def _start(self, part: slice) -> tuple[Tensor, Any | None]:
+    def _start(self, part: slice) -> tuple[Tensor, Work | None]:
         if self.selection is None:
             rows = self.hidden[part]
         else:

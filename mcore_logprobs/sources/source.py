@@ -10,26 +10,27 @@ A *row* is a token, a *tile* some rows, a *block* some columns, a *chunk* a tile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from mcore_logprobs.checks import (
-    check_optional_count,
-)
+from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import (
     Chunk,
+    logit_multiplier,
     per_row,
     row_chunks,
     softcap_slope,
+    unscaled_logits,
 )
 from mcore_logprobs.kernels.segments import Segments
 
 
-class Placed(NamedTuple):
+class ChunkAt(NamedTuple):
     """A chunk and its place: rows in the source's order, columns of this rank's shard.
 
     Attributes:
@@ -54,11 +55,11 @@ class Placed(NamedTuple):
 
 
 Write = Callable[
-    [Placed, Tensor], None
+    [ChunkAt, Tensor], None
 ]  # writes the gradient of a chunk's raw logits into a tensor
 
 
-class Entries(NamedTuple):
+class LogitIndices(NamedTuple):
     """Single logits of a tile's rows, `[e]` each: row in the source's order, this rank's column.
 
     A column of -1 is another rank's, or none.
@@ -73,10 +74,10 @@ class Tile(Protocol):
 
     rows: slice
 
-    def chunks(self) -> Iterator[Placed]:
+    def chunks(self) -> Iterator[ChunkAt]:
         """Chunks that cover the rows and all of this rank's true vocabulary."""
 
-    def whole_rows(self) -> Iterator[Placed]:
+    def whole_rows(self) -> Iterator[ChunkAt]:
         """Chunks of some rows by all of this rank's true columns."""
 
     def target_logits(self, local_target: Tensor) -> Tensor:
@@ -84,30 +85,30 @@ class Tile(Protocol):
         -1. With a bias `[2, rows]`, that and the bias there.
         """
 
-    def unscaled_logits(self, entries: Entries) -> Tensor:
+    def unscaled_logits(self, entries: LogitIndices) -> Tensor:
         """Unscaled logits at entries, `[e]`; 0 where the column is -1."""
 
 
 class RecomputedTile(Tile, Protocol):
     """Some rows of a source whose logits are computed when they are asked for."""
 
-    def held_chunks(self) -> list[Placed]:
+    def held_chunks(self) -> list[ChunkAt]:
         """Its chunks, all at one time."""
 
     def raw_logits(self) -> Tensor:
         """`[rows, V/TP]` in the accumulation dtype; -inf past the true vocabulary."""
 
-    def blocks_of(self, raw_logits: Tensor) -> Iterator[Placed]:
+    def blocks_of(self, raw_logits: Tensor) -> Iterator[ChunkAt]:
         """The chunks of such logits."""
 
 
 class Gradient(Protocol):
     """Collects the gradients of a source's tensors, tile by tile."""
 
-    def collect(self, tile: Any, placed: Placed, write: Write) -> None:
+    def collect(self, tile: Any, placed: ChunkAt, write: Write) -> None:
         """Take the gradient of a chunk's raw logits, which `write` writes where it is told to."""
 
-    def collect_entries(self, tile: Any, entries: Entries, upstream: Tensor) -> None:
+    def collect_entries(self, tile: Any, entries: LogitIndices, upstream: Tensor) -> None:
         """Take the gradient of processed logits at entries `[e]`, all others being 0."""
 
     def end_tile(self, tile: Any) -> None:
@@ -117,41 +118,62 @@ class Gradient(Protocol):
         """The gradients, in the order of the source's tensors; None where none is wanted."""
 
 
-class Source(Protocol):
-    """Logits, a chunk at a time, and where their gradient goes.
+class Options(Protocol):
+    """All of a source that is not a tensor of autograd's.
 
     Attributes:
-        temperature: a number, or `[n]` as the rows are walked.
-        multiplier: likewise, what differences of unscaled logits are multiplied by.
-        recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
-        linear: whether processed logits are linear in the tensors.
-        options: all that is not a tensor of autograd's: `options.bind(*tensors)` is the source.
-        tensors: what gradients may be wanted of.
-        shard: this rank's columns of the vocabulary.
-        lead: the shape of the tokens: of targets, masks and results.
-        device: of everything.
-        acc_dtype: of statistics and results, float32 or float64.
-        count: rows, n.
+        segments: those that statistics are taken by, or None.
     """
 
-    options: Any
-    shard: VocabShard
-    lead: torch.Size
+    @property
+    def segments(self) -> Segments | None: ...
+
+    @property
+    def bind(self) -> Callable[..., Any]:
+        """Makes the source again, of its tensors."""
+
+
+class Walked(Protocol):
+    """What the driver asks of a source, or of two side by side.
+
+    Attributes:
+        linear: whether processed logits are linear in the tensors.
+        tensors: what gradients may be wanted of.
+        device: of everything.
+        acc_dtype: of statistics and results, float32 or float64.
+        num_rows: n.
+    """
+
     device: torch.device
     acc_dtype: torch.dtype
-    count: int
-    temperature: float | Tensor
-    multiplier: float | Tensor
-    recomputed: bool
+    num_rows: int
     linear: bool
+
+    @property
+    def options(self) -> Options: ...
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]: ...
 
-    def tiles(self) -> Iterator[Tile]: ...
+    def tiles(self) -> Iterator[Any]:
+        """Its tiles, in order."""
 
-    def tile_ends(self) -> list[int]:
-        """The row behind each tile's last."""
+    def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        """`[*batch_shape, ...]` -> `[n, ...]` as the rows are walked.
+
+        Args:
+            fill: what rows of no token get; None: a mask gets False, other tensors a value of
+                theirs.
+        """
+
+    def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        """The inverse; `fill` at tokens that are not walked over."""
+
+    def pack(self, per_row: Tensor) -> Tensor:
+        """`[n, ...]` as it is saved for the backward, however the tensors lie in memory then."""
+
+    def unpack(self, saved: Tensor) -> Tensor:
+        """The inverse of `pack`."""
 
     def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> Gradient:
         """Collects gradients.
@@ -161,37 +183,43 @@ class Source(Protocol):
             sparse: they come by `collect_entries`, not by chunks.
         """
 
+
+class Source(Walked, Protocol):
+    """Logits, a chunk at a time, and where their gradient goes.
+
+    Attributes:
+        temperature: a number, or `[n]` as the rows are walked.
+        multiplier: likewise, what differences of unscaled logits are multiplied by.
+        recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
+        shard: this rank's columns of the vocabulary.
+        batch_shape: the shape of the tokens: of targets, masks and results.
+    """
+
+    shard: VocabShard
+    batch_shape: torch.Size
+    temperature: float | Tensor
+    multiplier: float | Tensor
+    recomputed: bool
+
+    def tiles(self) -> Iterator[Tile]: ...
+
+    def tile_ends(self) -> list[int]:
+        """The row behind each tile's last."""
+
     def backend(self, chunk: Chunk) -> backends.Backend:
         """The backend that computes this chunk."""
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         """Rows of which so many float32 copies of `width` columns are made at a time."""
 
-    def flatten_rows(self, per_token: Tensor, fill: float | None = None) -> Tensor:
-        """`[*lead, ...]` -> `[n, ...]` as the rows are walked.
-
-        Args:
-            fill: what rows of no token get; None: a mask gets False, other tensors a value of
-                theirs.
-        """
-
-    def unflatten(self, per_row: Tensor, fill: float = 0) -> Tensor:
-        """The inverse; `fill` at tokens that are not walked over."""
-
-    def pack(self, per_row: Tensor) -> Tensor:
-        """`[n, ...]` as it is saved for the backward, however the tensors lie in memory then."""
-
-    def unpack(self, saved: Tensor) -> Tensor:
-        """The inverse of `pack`."""
-
-    def compacted(self, valid_mask: Tensor) -> Source:
+    def compacted(self, valid_mask: Tensor) -> Self:
         """The source of the tokens that count alone, if it was asked to be compact.
 
         Args:
-            valid_mask: bool `[*lead]`.
+            valid_mask: bool `[*batch_shape]`.
         """
 
-    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> Source:
+    def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> Self:
         """The source in tiles of which all logits of a rank may exist at one time.
 
         Args:
@@ -199,11 +227,54 @@ class Source(Protocol):
             any_tp: the same rows per tile whatever the tensor-parallel size is.
         """
 
-    def in_token_order(self) -> Source:
+    def in_token_order(self) -> Self:
         """The source with rows in the order of the tokens, where it can choose their order."""
 
 
-def masked_source(source: Source, mask: Tensor | None) -> Source:
+_Source = TypeVar("_Source", bound=Source)
+
+
+class ProcessedLogits:
+    """What given logits and a head share: how raw logits are processed."""
+
+    options: Any
+    shard: VocabShard
+    bias: Tensor | None
+    temperature: float | Tensor
+    multiplier: float | Tensor
+
+    def process(self, bias: Tensor | None, temperature: Tensor | None) -> None:
+        """Take over a bias `[V/TP]`, and temperatures `[n]` where rows have their own."""
+        options, self.bias = self.options, bias
+        self.temperature = options.temperature if temperature is None else temperature
+        is_raw = options.softcap is None and bias is None
+        self.multiplier = logit_multiplier(self.temperature, options.logit_scale, is_raw=is_raw)
+
+    def chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
+        """Raw logits of some rows and columns, and how they are processed."""
+        options, bias = self.options, self.bias
+        return Chunk(
+            logits=logits,
+            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
+            logit_scale=options.logit_scale,
+            softcap=options.softcap,
+            temperature=per_row(self.temperature, rows),
+            bias=None if bias is None else bias[columns],
+        )
+
+    def unscaled_of(self, raw: Tensor, column: Tensor) -> Tensor:
+        """Unscaled logits of raw ones `[e]` in the accumulation dtype; 0 where a column is -1."""
+        options, bias = self.options, self.bias
+        x = unscaled_logits(
+            raw,
+            logit_scale=options.logit_scale,
+            softcap=options.softcap,
+            bias=None if bias is None else bias[column.clamp(min=0)].to(raw.dtype),
+        )
+        return torch.where(column >= 0, x, 0.0)
+
+
+def masked_source(source: _Source, mask: Tensor | None) -> _Source:
     """The source of the tokens that a mask keeps, if it was asked to be compact.
 
     Raises:
@@ -217,7 +288,7 @@ def masked_source(source: Source, mask: Tensor | None) -> Source:
 
 
 def token_temperature(source: Any) -> float | Tensor:
-    """The temperature as a caller gives it: a number, or `[*lead]` where tokens have their own."""
+    """The temperature as a caller gives it: a number, or `[*batch_shape]`."""
     own = source.tensors[-1]
     return source.options.temperature if own is None else own
 
@@ -232,7 +303,7 @@ def check_segments(shard: VocabShard, invariant_segments: int | None) -> Segment
 
 def entry_gradients(
     upstream: Tensor,
-    entries: Entries,
+    entries: LogitIndices,
     raw_logits: Callable[[], Tensor],
     *,
     logit_scale: float,

@@ -120,7 +120,7 @@ def _pairs(logit_bias: Any, shard: VocabShard) -> list[tuple[int, float]]:
     return [(number, float(x)) for number, x in pairs]
 
 
-def _ids(ids: Any, shard: VocabShard) -> Tensor:
+def _ids(ids: object, shard: VocabShard) -> Tensor:
     """int64 `[k]` on the device where they are."""
     if not isinstance(ids, Tensor):
         if not isinstance(ids, Sequence) or any(

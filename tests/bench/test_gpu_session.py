@@ -102,6 +102,14 @@ def test_every_group_runs_at_tiny_sizes_in_one_call(tmp_path: Path) -> None:
     assert " passed" in (tmp_path / "log.txt").read_text()
 
 
+def test_a_machine_without_pytest_names_its_reason(tmp_path: Path, monkeypatch) -> None:
+    run = GroupRun("tests", tmp_path, tmp_path / "results.jsonl", 1.0, 0.0, True, False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    gpu_groups.kernel_tests(run)
+    (record,) = map(json.loads, run.results.read_text().splitlines())
+    assert (record["status"], record["reason"]) == ("left out", "pytest is not installed here")
+
+
 def test_the_tests_that_a_gpu_compiles_are_there() -> None:
     assert all((ROOT / "tests" / name).is_file() for name in gpu_groups._GPU_TESTS)
 
@@ -317,7 +325,7 @@ def test_a_wrong_value_or_gradient_is_seen(tmp_path: Path) -> None:
 def test_the_model_predicts_what_the_design_says() -> None:
     head = Head(8192, 19008, 4096)
     assert 0.90 < 1e3 * head.products(4) / time_model.token_stats(head) < 0.95
-    assert 0.81 < 1e3 * head.products(3) / time_model.policy_loss(head) < 0.90
+    assert 0.88 < 1e3 * head.products(3) / time_model.policy_loss(head) < 0.95
     kept = [time_model.token_stats(head, saved=share) for share in (0.0, 0.5, 1.0)]
     assert kept == sorted(kept, reverse=True)
     keywords = inspect.signature(mcore_logprobs.linear_token_stats).parameters

@@ -13,7 +13,7 @@ import torch
 
 from mcore_logprobs.debug import doctor
 from mcore_logprobs.dropin import installed, nemo_rl, roll
-from mcore_logprobs.dropin.installed import FRAMEWORKS, carried, misfit, signatures
+from mcore_logprobs.dropin.installed import FRAMEWORKS, carried, signature_mismatch, signatures
 from tests.dropin.frameworks import MAIN, source_root, versions
 from tests.dropin.upstream import Call, calls, refused
 
@@ -28,7 +28,9 @@ REVISIONS = [(name, r) for name, records in RECORDED.items() for r in records]
 
 def check_signatures(framework: str, theirs: dict[str, str]) -> None:
     problems = {
-        n: why for n, text in theirs.items() if (why := misfit(carried(framework, n), text))
+        n: why
+        for n, text in theirs.items()
+        if (why := signature_mismatch(carried(framework, n), text))
     }
     assert problems == {}
 
@@ -119,7 +121,7 @@ def sample(a, b=1, *, c=None, ours="x"):
     ],
 )
 def test_misfits(theirs: str, why: str) -> None:
-    assert misfit(sample, theirs) == why
+    assert signature_mismatch(sample, theirs) == why
 
 
 def test_calls_are_found_where_the_name_is_imported() -> None:
@@ -169,7 +171,7 @@ def test_doctor_reports_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> No
     assert "areal                1.0.4 (compared with 1.0.4): every call fits the drop-in" in text
     line = "switch_on('areal') replaces in areal.utils.functional.vocab_parallel: gather_logprobs, "
     assert line in text
-    monkeypatch.setattr(installed, "misfit", lambda ours, theirs: "another argument")
+    monkeypatch.setattr(installed, "signature_mismatch", lambda ours, theirs: "another argument")
     assert "WARNING gather_logprobs: another argument" in doctor.as_text(doctor.report())
 
 

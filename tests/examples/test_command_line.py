@@ -89,7 +89,13 @@ def test_bad_values(values: dict, message: str) -> None:
         (
             {"rollout": {"top_p": 0.9}, "grpo": {"kl_coef": 0.1}},
             1,
-            "^rollout.kept_tokens: expected engine with top_p < 1 and a reference model",
+            "^rollout.kept_tokens: expected engine with top_p < 1 or min_p > 0 and a reference",
+        ),
+        ({"rollout": {"min_p": 1.5}}, 1, "rollout.min_p: expected in"),
+        (
+            {"rollout": {"top_p": 0.9, "min_p": 0.1}},
+            1,
+            "^rollout.kept_tokens: expected engine with both top_p < 1 and min_p > 0",
         ),
         ({"logprobs": {"temperature": 2.0}}, 1, "logprobs.temperature"),
         ({"logprobs": {"fuzed": True}}, 1, "unknown key 'fuzed'"),

@@ -331,14 +331,16 @@ def test_self_check_catches_a_conversion_mistake(ranks: Ranks) -> None:
     assert all("self-check failed" in str(error) for error in errors), errors
 
 
-def _top_p_steps(kept_tokens: str, kl_coef: float, steps: int) -> list[dict[str, Any]]:
-    """Steps under top-p with transformers, whose record of kept ids is replayed or not."""
+def _filtered_steps(
+    kept_tokens: str, kl_coef: float, steps: int, **filters: float
+) -> list[dict[str, Any]]:
+    """Steps under a filter with transformers, whose record of kept ids is replayed or not."""
     sections = {
         "rollout": {
             "prompts": 4,
             "group_size": 4,
             "temperature": 0.8,
-            "top_p": 0.8,
+            **filters,
             "kept_tokens": kept_tokens,
             "importance_cap": 2.0,
         },
@@ -354,7 +356,7 @@ def test_steps_under_top_p(ranks: Ranks) -> None:
     """The trainer's filter is the sampler's; with the sampler's own record nothing changes."""
     pool = ranks(4)
     own, replayed, with_kl = (
-        pool.run(_top_p_steps, *given, timeout=280)[0]
+        pool.run(_filtered_steps, *given, top_p=0.8, timeout=280)[0]
         for given in (("trainer", 0.0, 1), ("engine", 0.0, 1), ("engine", 0.05, 2))
     )
     # The reference is replayed too: its distribution is over the same tokens.
@@ -367,3 +369,14 @@ def test_steps_under_top_p(ranks: Ranks) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["grad_norm"] > 1e-3
+
+
+def test_steps_under_min_p(ranks: Ranks) -> None:
+    """The trainer's min-p is transformers', and with its top-p the record has both."""
+    pool = ranks(4)
+    for kept_tokens, filters in (("trainer", {}), ("engine", {"top_p": 0.8})):
+        given = (kept_tokens, 0.0, 1)
+        (record,) = pool.run(_filtered_steps, *given, min_p=0.3, **filters, timeout=280)[0]
+        assert record["rollout_diff_max"] < 1e-4
+        assert record["outside_filter"] == 0
+        assert record["grad_norm"] > 1e-3

@@ -130,6 +130,24 @@ def _hang(out: str) -> tuple[str, float]:
         return "none", 0.0
 
 
+def _min_p(out: str, kept_tokens: str, filters: dict[str, float]) -> tuple[float, float, float]:
+    sections = _sections(kept_tokens=kept_tokens, **filters)
+    with _trainer(sections=sections, output_dir=out, tp=2, cp=1) as trainer:
+        record, _, _ = trainer.train_step()
+        return record.rollout_diff_max, record.outside_filter, record.grad_norm
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("kept_tokens", ["trainer", "engine"])
+def test_min_p(ranks: Any, tmp_path: Path, kept_tokens: str) -> None:
+    """vLLM's processed log-probabilities under min-p; with top-p too where its ids are replayed."""
+    filters = {"min_p": 0.2, "top_p": 0.9 if kept_tokens == "engine" else 1.0}
+    for diff, outside, grad in _run(ranks(2), _min_p, str(tmp_path), kept_tokens, filters):
+        assert diff < 1e-4
+        assert outside == 0
+        assert grad > 0
+
+
 @pytest.mark.timeout(280)
 def test_a_hanging_engine(ranks: Any, tmp_path: Path) -> None:
     for error, seconds in _run(ranks(2), _hang, str(tmp_path)):

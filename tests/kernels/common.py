@@ -14,7 +14,7 @@ from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowResults, StatsSpec, finalize, merge
 from mcore_logprobs.ops.row_statistics import RowStatistics
-from mcore_logprobs.sources.source import Placed
+from mcore_logprobs.sources.source import ChunkAt
 from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,13 +137,16 @@ def segment_stats(
     source: Any = SimpleNamespace(
         options=SimpleNamespace(segments=segments),
         device=chunk.logits.device,
+        shard=SimpleNamespace(group=None),
         backend=lambda _: backend,
         rows_at_a_time=lambda _: chunk_size,
     )
-    placed = Placed(slice(0, rows), slice(0, width), chunk)
-    stats = RowStatistics(source, spec)
-    stats.see(placed, target, threshold)
-    return stats.end_tile(slice(0, rows))
+    tile: Any = SimpleNamespace(rows=slice(0, rows), target_logits=lambda _: threshold)
+    stats = RowStatistics(source, spec, target)
+    stats.begin_tile(tile, tile.rows)
+    stats.see(ChunkAt(tile.rows, slice(0, width), chunk))
+    stats.end_tile(tile, tile.rows)
+    return stats.of_tile
 
 
 def assert_stats(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from mcore_logprobs.kernels import budgets
 from mcore_logprobs.megatron.deferred import DeferredLogits
+from mcore_logprobs.megatron.lazy import call_of
 
 
 class Head:
@@ -31,13 +34,24 @@ class Head:
         return hidden @ weight.t()
 
     def handle(self) -> DeferredLogits:
-        return DeferredLogits(
-            hidden=self.hidden,
-            weight=self.weight,
-            bias=None,
-            sequence_parallel=False,
-            compute=self.compute,
-        )
+        return deferred(self.hidden, self.weight, self.compute)
+
+
+def deferred(
+    hidden: Tensor,
+    weight: Tensor,
+    product: Callable[[Tensor, Tensor], Tensor],
+    output_dtype: torch.dtype | None = None,
+) -> DeferredLogits:
+    layer = SimpleNamespace(
+        bias=None,
+        skip_bias_add=False,
+        sequence_parallel=False,
+        gradient_accumulation_fusion=False,
+        output_dtype=output_dtype,
+        _forward_hooks={},
+    )
+    return DeferredLogits(call_of(layer, hidden, weight, product, lambda fn: None))
 
 
 TOUCHES: dict[str, Any] = {
@@ -162,14 +176,7 @@ def test_largest_logits_in_the_logits_dtype(own, output_dtype):
     hidden, weight = torch.randn(64, 2, 16).to(own), torch.randn(2048, 16).to(own)
     precise = hidden.float() @ weight.float().t()
     logits = precise.to(output_dtype or own)
-    handle = DeferredLogits(
-        hidden=hidden,
-        weight=weight,
-        bias=None,
-        sequence_parallel=False,
-        output_dtype=output_dtype,
-        compute=lambda hidden, weight: logits,
-    )
+    handle = deferred(hidden, weight, lambda hidden, weight: logits, output_dtype)
     expected = logits.max(-1)
     ties = (expected.indices != precise.argmax(-1)).sum()
     assert (ties > 0) == (logits.dtype != torch.float32)

@@ -18,7 +18,9 @@ from tests.megatron.test_joints import log_lines, traces
 
 def wrap(model: Any, group: Any, *, head: str, **options: Any) -> None:
     """As Megatron's TorchFullyShardedDataParallel does; `head` says with what it is sharded."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    # A name of its own: torch caches an operation's result by meshes that compare equal, also where
+    # their groups are other tests', which are gone.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"dp_{group.group_name}",))
     for layer in model.decoder.layers:
         fully_shard(layer, mesh=mesh, **options)
     if head == "own":

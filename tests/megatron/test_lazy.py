@@ -57,7 +57,11 @@ def step(model: Any, batch: dict[str, Any], **call: Any) -> tuple[Tensor, dict[s
     logits = model(**batch["inputs"], **call)
     loss, logprobs = objective(logits, batch["labels"], batch["weights"])
     loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    grads = {
+        n: test_fsdp.whole(p.grad).clone()
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
     return logprobs, grads, logits
 
 
@@ -129,7 +133,6 @@ def under_fsdp(tp: int) -> dict[str, float]:
         with patch_gpt_model(model, LAZY):
             got, grads, logits = step(model, batch)
         assert isinstance(logits, LazyLogits)
-        grads = {name: test_fsdp.whole(grad) for name, grad in grads.items()}
         with patch_gpt_model(model, LogprobConfig(logits="lazy")):
             model.zero_grad(set_to_none=True)
             again = model(**batch["inputs"])

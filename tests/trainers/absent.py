@@ -39,7 +39,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.packages = set(packages)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] in self.packages:
+        if any(name == p or name.startswith(f"{p}.") for p in self.packages):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -52,7 +52,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in(*packages: str) -> None:
-    """Lets those packages that are not installed be imported, in this process and from now on."""
+    """Lets those packages that are not installed be imported, in this process and from now on.
+
+    A package may be a part of one that is installed: "megatron.bridge".
+    """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         sys.meta_path.append(_Finder(missing))

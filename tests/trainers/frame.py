@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mcore_logprobs.dropin.installed import FRAMEWORKS as DESCRIBED
 
-FRAMEWORKS: tuple[str, ...] = ("slime", "verl")  # modules of this package
+FRAMEWORKS: tuple[str, ...] = ("areal", "miles", "slime", "verl")  # modules of this package
 REPO = Path(__file__).parents[2]
 
 
@@ -83,6 +83,7 @@ class How:
     switched: bool
     temperature: float
     folder: str = ""  # the one that `prepare` was given
+    fault: str = ""  # one of `faults.FAULTS`, put into the drop-in
 
 
 @dataclasses.dataclass

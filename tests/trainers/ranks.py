@@ -12,8 +12,21 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from tests.trainers import faults
 from tests.trainers.frame import How, Row, counting, free_port, module
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays: Megatron replaces what torch pickles them by, and releases differ."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is torch.Tensor and thing.dtype is not torch.bfloat16:
+            return torch.from_numpy, (thing.detach().numpy(),)
+        return NotImplemented
 
 
 def _rank(row: Row, paths: list[Path], how: How, rank: int, port: int, folder: Path) -> None:
@@ -34,6 +47,8 @@ def _rank(row: Row, paths: list[Path], how: How, rank: int, port: int, folder: P
         )
         if how.switched:
             os.environ.update(row.environment)
+        if how.fault:
+            faults.put(row.framework, how.fault)
         drive = module(row.framework).drive
         how = dataclasses.replace(how, folder=str(folder))
         with counting(row.framework, paths, row.calls) as (ours, theirs):
@@ -66,7 +81,7 @@ def _run(row: Row, paths: list[Path], how: How, folder: Path) -> list:
             rank = children.pop(child)
             if status:
                 text = (folder / f"output{rank}").read_text(errors="replace")
-                sys.exit(f"{how}, rank {rank}: {text[-6000:]}")
+                raise RuntimeError(f"{how}, rank {rank}: {text[-6000:]}")
     finally:
         for child in children:  # they would wait for the one that failed
             os.kill(child, 9)
@@ -78,8 +93,15 @@ def main(folder: Path) -> None:
     module(row.framework).prepare(row, folder)
     gc.freeze()  # a collection in a rank would copy the modules' pages
     traces = [_run(row, paths, how, folder) for how in runs]
-    (folder / "traces").write_bytes(pickle.dumps(traces))
+    with open(folder / "traces", "wb") as file:
+        _Pickler(file).dump(traces)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+        status = 0
+    except BaseException as error:
+        print(error if isinstance(error, RuntimeError) else traceback.format_exc(), flush=True)
+        status = 1
+    os._exit(status)  # what extensions say of their leaks at the end would hide what failed

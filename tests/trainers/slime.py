@@ -226,7 +226,11 @@ def train(row: Row, how: How) -> Trace:
     from slime.utils.arguments import parse_args
 
     accelerator.set_accelerator(cpu_accelerator())
-    forward_new_names()
+    from slime.utils.reloadable_process_group import (  # type: ignore[import-not-found]
+        ReloadableProcessGroup,
+    )
+
+    forward_new_names(ReloadableProcessGroup)
     logging_utils.log = keep_metrics
     sys.argv = ["train.py", *arguments(row, how)]
     args = parse_args()
@@ -307,21 +311,14 @@ def cpu_accelerator() -> Any:
     return CPU()
 
 
-def forward_new_names() -> None:
+def forward_new_names(wrapper: type) -> None:
     """slime's wrapper of a group forwards torch's collectives by name; torch 2.13 has new ones.
 
     Functions that Megatron took from torch before slime's patch reach the wrapper itself.
     """
-    from slime.utils.reloadable_process_group import (  # type: ignore[import-not-found]
-        ReloadableProcessGroup,
-    )
-
     for name in ("reduce_scatter_single", "all_gather_single", "all_to_all_single"):
-        if hasattr(torch.distributed.ProcessGroup, name) and name not in vars(
-            ReloadableProcessGroup
-        ):
-            call = functools.partialmethod(ReloadableProcessGroup._fwd, name)
-            setattr(ReloadableProcessGroup, name, call)
+        if hasattr(torch.distributed.ProcessGroup, name) and name not in vars(wrapper):
+            setattr(wrapper, name, functools.partialmethod(wrapper._fwd, name))  # type: ignore
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -1,10 +1,22 @@
-"""The day's rows; `python -m tests.trainers` has all."""
+"""The day's rows; `python -m tests.trainers` has all. And that a fault is seen."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tests.trainers.frame import Row, check, rows, run, unavailable
+from tests.trainers.faults import FAULTS, FAULTY
+from tests.trainers.frame import (
+    PLAIN,
+    SWITCHED,
+    Row,
+    check,
+    differences,
+    rows,
+    run,
+    unavailable,
+)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows() if not row.night])
@@ -12,3 +24,18 @@ def test_switched_trains_as_plain(row: Row) -> None:
     if why := unavailable(row):
         pytest.fail(why)
     check(row, run(row))
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("framework", FAULTY)
+def test_a_fault_turns_the_row_red(framework: str) -> None:
+    (row,) = [r for r in rows(framework) if (r.layout, r.option) == FAULTY[framework]]
+    if why := unavailable(row):
+        pytest.skip(why)
+    faulty = [dataclasses.replace(SWITCHED, fault=fault) for fault in FAULTS]
+    plain, *others = run(row, [PLAIN, *faulty])
+    for (fault, told_by), traces in zip(FAULTS.items(), others, strict=True):
+        with pytest.raises(AssertionError, match="expected at most"):
+            check(row, [plain, traces, traces])
+        found = differences(plain, traces)[told_by]
+        assert found > 10 * getattr(row.tolerance, told_by), f"{fault}: {told_by} {found:.1e}"

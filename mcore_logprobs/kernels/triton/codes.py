@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -119,7 +117,7 @@ def encode(chunk: Chunk, *, out: Tensor, chunk_size: int = 0) -> Tensor:
     return _encode(*arguments(chunk, out))
 
 
-def _run_encode(*given: Any) -> Tensor:
+def _run_encode(*given: object) -> Tensor:
     chunk, out = chunks_of(1, given)
     logits, (rows, width) = chunk.logits, out.shape
     scale = logits.new_empty(2, rows)
@@ -132,7 +130,7 @@ def _run_encode(*given: Any) -> Tensor:
     return scale
 
 
-def _fake_encode(*given: Any) -> Tensor:
+def _fake_encode(*given: object) -> Tensor:
     chunk, out = chunks_of(1, given)
     return chunk.logits.new_empty(2, out.shape[0], dtype=torch.float32)
 

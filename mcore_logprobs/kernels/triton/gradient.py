@@ -8,8 +8,6 @@ writes them again, each summed in float32 and rounded once, from raw logits that
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -261,7 +259,7 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int = 0
     _grad(*arguments(chunk, *terms, out))
 
 
-def _run(*given: Any) -> None:
+def _run(*given: object) -> None:
     chunk, columns, upstream, row_max, coef, *wanted, out = chunks_of(1, given)
     if out.numel() == 0:
         return

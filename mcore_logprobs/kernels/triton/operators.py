@@ -30,9 +30,9 @@ def chunk_schema(prefix: str = "") -> str:
     )
 
 
-def arguments(*given: Any) -> tuple[Any, ...]:
+def arguments(*given: object) -> tuple[Any, ...]:
     """Chunks and specs as the arguments that are declared for them; others as they are."""
-    flat: list[Any] = []
+    flat: list[object] = []
     for value in given:
         if isinstance(value, Chunk):
             own = value.row_temperature

@@ -8,8 +8,6 @@ dtype: nothing else of the logits' size is made.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -184,7 +182,7 @@ def pair_grad(
     _pair_grad(*arguments(*given))
 
 
-def _run(*given: Any) -> None:
+def _run(*given: object) -> None:
     student, teacher, softmax, inner, upstream, kind, beta, out = chunks_of(2, given)
     if out.numel() == 0:
         return

@@ -8,8 +8,6 @@ sides, and some kinds take a second one for their sums. Nothing of the logits' s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -339,7 +337,7 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
     return _pair_stats(*arguments(student, teacher, spec.kind, float(spec.beta)))
 
 
-def _run_stats(*given: Any) -> Tensor:
+def _run_stats(*given: object) -> Tensor:
     student, teacher, *wanted = chunks_of(2, given)
     spec = PairSpec(*wanted)
     plan = pair_plan(student.logits, teacher.logits, student.valid)
@@ -377,7 +375,7 @@ def pair_sums(
     return _pair_sums(*arguments(student, teacher, softmax, spec.kind, float(spec.beta)))
 
 
-def _run_sums(*given: Any) -> Tensor:
+def _run_sums(*given: object) -> Tensor:
     student, teacher, softmax, *wanted = chunks_of(2, given)
     plan = pair_plan(student.logits, teacher.logits, student.valid)
     return launch_pair_sums(student, teacher, softmax, PairSpec(*wanted), plan).sum(0)

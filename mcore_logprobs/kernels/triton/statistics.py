@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -266,7 +265,7 @@ def stats(
     return _stats(*arguments(chunk, target, threshold, block, spec))
 
 
-def _run(*given: Any) -> Tensor:
+def _run(*given: object) -> Tensor:
     chunk, target, threshold, block, *wanted = chunks_of(1, given)
     spec, logits = StatsSpec(*wanted), chunk.logits
     if block is not None:
@@ -278,7 +277,7 @@ def _run(*given: Any) -> Tensor:
     return merge(parts, spec, multiplier=chunk.multiplier).unsqueeze(0)
 
 
-def _fake(*given: Any) -> Tensor:
+def _fake(*given: object) -> Tensor:
     chunk, _, _, block, *wanted = chunks_of(1, given)
     parts = 1 if block is None else max(1, -(-chunk.valid // block))
     shape = (parts, len(StatsSpec(*wanted).fields), chunk.logits.shape[0])

@@ -1,0 +1,307 @@
+"""What an LM head multiplies: tiles of hidden states by blocks of its weight.
+
+Operands are multiplied row by row, however they lie in memory: a matrix library rounds the product
+of another layout differently, and saved-tensor hooks and checkpoints give a backward tensors of
+other layouts. A probability near 1 would then be off by as much as its logits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import budgets
+from mcore_logprobs.kernels.chunk import (
+    Chunk,
+    acc_dtype,
+    aligned_width,
+    row_chunks,
+)
+from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.products import (
+    aligned,
+    batch_invariant_matmul,
+    matmul_dtype,
+    product,
+)
+from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.sources.lora import LoRA, LowRank
+from mcore_logprobs.sources.main_grad import MainGrad
+from mcore_logprobs.sources.rows import HiddenRows, RowSelection, Tiling
+from mcore_logprobs.sources.source import ChunkAt, LogitIndices, ProcessedLogits
+
+
+class HeadTensors(NamedTuple):
+    """The tensors of an LM head that may get a gradient, in the order of its gradients.
+
+    Attributes:
+        hidden: `[n_local, h]`; weight `[v, h]`, bias `[v]`; a LoRA's A `[r, h]` and B `[v, r]`.
+        temperature: `[*batch_shape]` where each token has its own; without a gradient.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    temperature: Tensor | None = None
+
+
+class SavedBytes:
+    """How much a call may keep; its operations share it.
+
+    Attributes:
+        count: in all.
+        left: not yet given to an operation.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = self.left = count
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """A head's options, checked; holds no tensor of the caller's.
+
+    Attributes:
+        batch_shape: of the tokens: hidden's leading shape over all ranks, or `[m]` of m rows.
+        temperature: a number, where tokens do not have their own.
+        logits_dtype: what a chunk of logits is rounded to; float64 for float64 operands.
+        compute_dtype: what the operands are rounded to: their own, or autocast's.
+        low_precision: GEMMs may be made in compute_dtype throughout: logits_dtype is that.
+        chunk_size: as the caller gave it.
+        segments: the segments that statistics are taken by, or None.
+        main_grad: where the weight's gradient goes, or None.
+        saved: what a backward may be spared of, or None.
+        disallowed: global ids that may not come, a constant; or None.
+    """
+
+    shard: VocabShard
+    batch_shape: torch.Size
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+    logits_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    low_precision: bool
+    backend: str
+    sequence_parallel: bool
+    chunk_size: int | None
+    tiling: Tiling
+    selection: RowSelection | None
+    compact: bool
+    segments: Segments | None
+    lora_scale: float
+    main_grad: MainGrad | None
+    saved: SavedBytes | None
+    disallowed: Tensor | None = None
+
+
+class Keeps(Protocol):
+    """Chunks of logits that outlast the call: `sources.kept.KeptLogits`."""
+
+    def logits(
+        self, tile: HeadTile, columns: slice, out: Tensor | None
+    ) -> tuple[Tensor, bool] | None: ...
+
+
+class HeadOperands(ProcessedLogits):
+    """The operands of a head as they are multiplied, and the memory that products go into."""
+
+    def __init__(self, options: HeadOptions, tensors: HeadTensors) -> None:
+        self.options, self.tensors, self.shard = options, tensors, options.shard
+        self.weight = tensors.weight.detach()
+        self.device, self.acc_dtype = self.weight.device, acc_dtype(options.compute_dtype)
+        group = self.shard.group if options.sequence_parallel else None
+        self.hidden = HiddenRows(
+            tensors.hidden.detach(), group, options.tiling.rows, options.selection
+        )
+        # What operands are multiplied in: a CPU may multiply low precision in float32.
+        self.matmul_dtype = matmul_dtype(
+            options.compute_dtype, self.device, low_precision=options.low_precision
+        )
+        # No method: what holds it would hold the head, in a cycle that outlives the call.
+        self.matmul_input = partial(_matmul_input, options.compute_dtype, self.matmul_dtype)
+        self.low_rank: LowRank | None = None
+        if tensors.lora_a is not None and tensors.lora_b is not None:
+            a, b = (x.detach().contiguous() for x in (tensors.lora_a, tensors.lora_b))
+            lora = LoRA(a, b, options.lora_scale)
+            self.low_rank = LowRank(lora, self.acc_dtype, self.matmul_input)
+        self.kept: Keeps | None = None  # chunks that outlast the call
+        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._block: tuple[slice, Tensor] | None = None
+
+    def backend(self, chunk: Chunk) -> backends.Backend:
+        invariant = self.options.segments is not None
+        return backends.select(self.options.backend, chunk.logits, invariant=invariant)
+
+    def rows_at_a_time(self, width: int, copies: int = 1) -> int:
+        return backends.default_chunk_size(copies * width, self.device)
+
+    def weight_block(self, columns: slice) -> Tensor:
+        """`[columns, h]` of the weight as it is multiplied; the latest block is kept."""
+        if self._block is None or self._block[0] != columns:
+            self._block = None  # a cast block's memory can serve the next
+            block = self.matmul_input(self.weight[columns]).contiguous()
+            self._block = (columns, block if self.options.segments is None else aligned(block))
+        return self._block[1]
+
+    def blocks(self) -> Iterator[slice]:
+        """The columns of true vocabulary, block by block."""
+        valid, segments = self.shard.valid_width, self.options.segments
+        if segments is None:
+            return row_chunks(valid, self.options.tiling.columns)
+        most = budgets.of(self.device.type).fixed_columns
+        block = segments.block(self.device.type)
+        return segments.columns(valid, max(block, most // block * block))
+
+    def product(self, tile: Tensor, columns: slice, out: Tensor) -> Tensor:
+        """Raw logits of a block of columns, rounded to logits_dtype, in `out` `[rows, columns]`.
+
+        Args:
+            out: of logits_dtype or of the accumulation dtype; no buffer of `buffer`'s of the
+                accumulation dtype where logits_dtype is another.
+        """
+        weight, options = self.weight_block(columns), self.options
+        assert out.shape == (tile.shape[0], weight.shape[0]), "a block is as large as its place"
+        fixed = options.segments is not None
+        if out.dtype == tile.dtype != self.acc_dtype and self.low_rank is None and not fixed:
+            # Tensor cores, low-precision result.
+            return torch.mm(tile, weight.t(), out=out)  # pragma: no cover (CUDA, or bfloat16 GEMMs)
+        wide = out
+        if out.dtype != self.acc_dtype:
+            wide = self.buffer(*out.shape, self.acc_dtype)
+        (batch_invariant_matmul if fixed else product)(tile, weight.t(), wide)
+        if self.low_rank is not None:
+            self.low_rank.add_logits(tile, columns, wide)
+        # An explicit low-precision logits_dtype rounds, as a head of that dtype would.
+        if wide is not out:
+            return out.copy_(wide)
+        return out if options.logits_dtype == out.dtype else out.copy_(out.to(options.logits_dtype))
+
+    def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """`[rows, columns]` of memory that every call for this dtype overwrites."""
+        stride = aligned_width(columns)
+        found = self._buffers.get(dtype)
+        if found is None or found.numel() < rows * stride:
+            self._buffers.pop(dtype, None)  # its memory can serve the next
+            found = prefer_huge_pages(self.weight.new_empty(rows * stride, dtype=dtype))
+            self._buffers[dtype] = found
+        return found[: rows * stride].view(rows, stride)[:, :columns]
+
+
+def _matmul_input(compute_dtype: torch.dtype, matmul_dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x as it is multiplied; x itself where it is that already."""
+    return x.to(compute_dtype).to(matmul_dtype)
+
+
+@dataclass
+class HeadTile:
+    """Some rows of a head.
+
+    Attributes:
+        number: which tile.
+        rows: as they are walked.
+        hidden: `[rows, h]`, as it is multiplied.
+    """
+
+    head: HeadOperands
+    number: int
+    rows: slice
+    hidden: Tensor
+
+    def block(self, columns: slice, tile_logits: Tensor | None = None) -> Chunk:
+        """The chunk of a block of columns.
+
+        Args:
+            tile_logits: `[rows, V/TP]`, into whose columns it goes; None: into a buffer that the
+                next such block overwrites, or into memory that outlasts the call.
+        """
+        head = self.head
+        out = None if tile_logits is None else tile_logits[:, columns]
+        kept = None if head.kept is None else head.kept.logits(self, columns, out)
+        if kept is not None:
+            logits, lasting = kept
+            return replace(head.chunk(logits, self.rows, columns), lasting=lasting)
+        if out is None:
+            shape = self.hidden.shape[0], columns.stop - columns.start
+            out = head.buffer(*shape, head.options.logits_dtype)
+        return head.chunk(head.product(self.hidden, columns, out), self.rows, columns)
+
+    def chunks(self, tile_logits: Tensor | None = None) -> Iterator[ChunkAt]:
+        """Block by block; `tile_logits` as in `block`."""
+        for columns in self.head.blocks():
+            yield ChunkAt(self.rows, columns, self.block(columns, tile_logits))
+
+    def held_chunks(self) -> list[ChunkAt]:
+        """All chunks at once, which share a buffer that the next tile's overwrite."""
+        head = self.head
+        shape = self.hidden.shape[0], head.shard.valid_width
+        return list(self.chunks(head.buffer(*shape, head.options.logits_dtype)))
+
+    def whole_rows(self) -> Iterator[ChunkAt]:
+        """All columns of true vocabulary as one chunk, in new memory; the same bits as chunks'."""
+        columns = slice(0, self.head.shard.valid_width)
+        logits = self._new_logits(columns.stop)
+        yield ChunkAt(self.rows, columns, self.head.chunk(logits, self.rows, columns))
+
+    def raw_logits(self) -> Tensor:
+        """Raw logits `[rows, V/TP]` in the accumulation dtype, rounded to logits_dtype; new.
+
+        -inf past the true vocabulary.
+        """
+        out = self._new_logits(self.head.shard.width)
+        out[:, self.head.shard.valid_width :] = -torch.inf
+        return out
+
+    def blocks_of(self, raw_logits: Tensor) -> Iterator[ChunkAt]:
+        """The chunks of a tile's raw logits `[rows, V/TP]`, block by block."""
+        for columns in self.head.blocks():
+            chunk = self.head.chunk(raw_logits[:, columns], self.rows, columns)
+            yield ChunkAt(self.rows, columns, chunk)
+
+    def _new_logits(self, width: int) -> Tensor:
+        """`[rows, width]` in the accumulation dtype, whose true columns are filled."""
+        head = self.head
+        out = head.weight.new_empty(self.hidden.shape[0], width, dtype=head.acc_dtype)
+        for _ in self.chunks(prefer_huge_pages(out)):
+            pass
+        return out
+
+    def target_logits(self, local_target: Tensor) -> Tensor:
+        """By one dot product a row."""
+        row = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
+        entries = LogitIndices(row, local_target)
+        found, bias = self.raw_entries(entries), self.head.bias
+        if bias is not None:
+            found = torch.stack([found, bias[local_target.clamp(min=0)].to(found.dtype)])
+        return torch.where(local_target >= 0, found, 0.0)
+
+    def unscaled_logits(self, entries: LogitIndices) -> Tensor:
+        return self.head.unscaled_of(self.raw_entries(entries), entries.column)
+
+    def raw_entries(self, entries: LogitIndices) -> Tensor:
+        """By dot products, `[e]` in the accumulation dtype; any value where the column is -1."""
+        rows, column = entries.row - self.rows.start, entries.column.clamp(min=0)
+        head = self.head
+        out = head.weight.new_empty(rows.shape, dtype=head.acc_dtype)
+        for part in self.parts(entries):
+            own = head.matmul_input(head.weight.index_select(0, column[part]))
+            tile = self.hidden.index_select(0, rows[part])
+            raw = (tile.to(head.acc_dtype) * own.to(head.acc_dtype)).sum(-1)
+            if head.low_rank is not None:
+                raw += head.low_rank.entries(self.hidden, column[part], rows[part])
+            out[part] = raw.to(head.options.logits_dtype)
+        return out
+
+    def parts(self, entries: LogitIndices) -> Iterator[slice]:
+        """Entries a few at a time, so that their operands stay as small as a chunk."""
+        budget = budgets.of(self.head.device.type).gathered_bytes
+        return row_chunks(entries.row.shape[0], max(1, budget // (8 * self.hidden.shape[1])))

@@ -1,0 +1,235 @@
+"""AReaL: `MegatronPPOActor` with its PPO actor, `MegatronEngine` and mbridge, as its workers do.
+
+All of it AReaL's, Megatron's and mbridge's own: log-probabilities, advantages and updates go
+through the three methods that its trainer calls. Outside them: what a CPU needs (`cpu_devices`,
+layers given to mbridge), a model of two layers with seeded weights, trajectories of random tokens.
+
+1.0.4 is PyPI's wheel; of main `MCORE_LOGPROBS_PEERS` names the folder with a checkout in `AReaL`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.dropin.frameworks import source_root
+from tests.trainers.absent import stand_in
+from tests.trainers.frame import How, Row, Trace, checkout, installed
+from tests.trainers.verl import VOCABULARY, write_model
+
+# Imported, and not used on the way to a training step: services, data sets, other engines.
+ABSENT = (
+    "ray", "datasets", "pandas", "peft", "fastapi", "uvicorn", "megatron.bridge", "aiohttp",
+    "httpx", "tenacity", "flask", "torchdata", "werkzeug", "uvloop", "numba", "aiofiles", "openai",
+    "swanlab", "trackio", "wandb", "tensorboardX", "pybase64", "hydra", "redis", "msgspec",
+)  # fmt: skip
+NOW = (
+    "areal.utils.functional.vocab_parallel: gather_logprobs, gather_logprobs_entropy: now those of "
+    "mcore_logprobs.dropin.areal"
+)
+STEPS, UPDATES = 2, 2  # updates per step
+TRAJECTORIES = 8  # per step, of all data-parallel ranks
+
+
+def _row(version: str, layout: str, option: str, **more: Any) -> Row:
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
+    words = layout.lower().split()
+    sizes |= {name: int(size) for name, size in itertools.pairwise(words) if name in sizes}
+    processes = 1
+    for size in sizes.values():
+        processes *= size
+    calls = ("gather_logprobs", "gather_logprobs_entropy")
+    if sizes["cp"] > 1:
+        calls += ("reassemble_cp_packed_logprobs", "split_packed_seqs_for_context_parallel")
+    settings = {"version": version, **sizes, **more.pop("settings", {})}
+    return Row(
+        "areal",
+        layout,
+        f"{version}, {option}",
+        processes,
+        log=(NOW,),
+        calls=calls,
+        settings=settings,
+        timeout=600,
+        **more,
+    )
+
+
+_OPTIONS = {"use_decoupled_loss": True, "recompute_logprob": True, "kl_ctl": 0.0}
+_CISPO = {"use_cispo_loss": True, "eps_clip_higher": 0.3}
+_SEQUENCES = {"importance_sampling_level": "sequence", "eps_clip": 0.05}
+_CHUNKS = {"logprobs_chunk_size": 5}
+_ON_POLICY = {"use_decoupled_loss": False, "kl_ctl": 0.1}
+_HEAD = {"enable_chunked_logits": True}
+ROWS = [
+    _row("1.0.4", "TP 1", "decoupled PPO, checkpoints"),
+    _row("1.0.4", "TP 2", "ratios of sequences, checkpoints", settings={"options": _SEQUENCES}),
+    _row("1.0.4", "DP 2", "decoupled PPO, checkpoints"),
+    # Not CP: 1.0.4's compute_logp takes a rank's part of the logits with the whole labels, silently
+    # where the part has more rows; the drop-in refuses. Main gathers the logits there.
+    _row("main", "TP 1", "decoupled PPO"),
+    _row("main", "TP 2", "CISPO, chunks of 5 tokens", settings={"options": _CISPO | _CHUNKS}),
+    _row("main", "TP 2", "decoupled PPO, AReaL's head", settings={"megatron": _HEAD}),
+    _row("main", "CP 2", "PPO, KL to a reference", settings={"options": _ON_POLICY}),
+    _row("main", "PP 2", "ratios of sequences", settings={"options": _SEQUENCES}),
+    _row("main", "DP 2", "CISPO", settings={"options": _CISPO}),
+    # Not TP 2 CP 2: torch.distributed.nn's all_gather, in a group that is not the first, has no
+    # backward under gloo.
+]
+
+
+def paths(row: Row) -> list[Path] | str:
+    needed = installed("areal")
+    if not needed.is_dir():
+        return f"{needed} is not there"
+    if row.settings["version"] != "main":
+        return [source_root("areal", row.settings["version"]), needed]
+    folder = checkout("AReaL")
+    return [folder, needed] if folder else "no checkout of AReaL: tests/run.sh --all --peers DIR"
+
+
+def prepare(row: Row, folder: Path) -> None:
+    """Writes the model, and imports AReaL: the switch replaces what is imported already too."""
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    classes = Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast
+    write_model(folder / "model", row.settings, *classes)
+    # mbridge's release on PyPI asks as in transformers 4; AReaL takes a later one.
+    Qwen2Config.rope_theta = property(lambda config: config.rope_parameters["rope_theta"])
+    stand_in(*ABSENT)
+    from mcore_logprobs.cpu_megatron.training import cpu_devices
+
+    with cpu_devices():
+        importlib.import_module("areal.engine.megatron_engine")
+        importlib.import_module("areal.trainer.ppo.actor")
+
+
+def drive(row: Row, how: How) -> Trace:
+    from mcore_logprobs.cpu_megatron.training import cpu_devices
+
+    if how.switched:
+        # What `python -m mcore_logprobs.dropin areal -m areal.infra.rpc.rpc_server` does first.
+        from mcore_logprobs.dropin.switch import switch_on
+
+        switch_on("areal")
+    with cpu_devices():
+        return _train(row, how)
+
+
+def _train(row: Row, how: How) -> Trace:
+    actor = _actor(row, how)
+    before = _parameters(actor)
+    trace = Trace()
+    for step in range(STEPS):
+        batch = _trajectories(step, actor.data_parallel_rank, row.settings["dp"])
+        logprobs = actor.compute_logp(batch)
+        for i, (each, found) in enumerate(zip(batch, logprobs, strict=True)):
+            # Of an older policy: ratios on both sides of the clip range.
+            random = torch.Generator().manual_seed(100 * step + i)
+            noise = 0.3 * torch.randn(found.shape, generator=random)
+            trace.logprobs.append(found.clone())
+            each["prox_logp"] = found + noise
+            each["logprobs"] = torch.roll(found + noise, 1, dims=-1)
+            each["ref_logp"] = found - noise
+        batch = actor.compute_advantages(batch)
+        actor.ppo_update(batch)
+        actor.lr_scheduler_step()
+        metrics = {name: float(x) for name, x in actor.export_stats().items()}
+        metrics = {name: x for name, x in metrics.items() if "time" not in name}
+        ends = [metrics.pop(f"ppo_actor/update/entropy/{end}") for end in ("avg", "min", "max")]
+        trace.entropy.append(torch.tensor(ends))
+        trace.grad_norm.append(metrics.pop("ppo_actor/update/grad_norm"))
+        trace.metrics.append(metrics)
+    trace.parameters = _parameters(actor)
+    trace.moved = max(float((x - before[n]).abs().max()) for n, x in trace.parameters.items())
+    return trace
+
+
+def _actor(row: Row, how: How) -> Any:
+    from areal.api import FinetuneSpec  # type: ignore[import-not-found]
+    from areal.api import cli_args as settings  # type: ignore[import-not-found]
+    from areal.api.alloc_mode import ModelAllocation  # type: ignore[import-not-found]
+    from areal.engine import megatron_engine  # type: ignore[import-not-found]
+    from areal.utils import seeding  # type: ignore[import-not-found]
+    from mbridge.core import llm_bridge  # type: ignore[import-not-found]
+
+    from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
+
+    llm_bridge.get_gpt_decoder_block_spec = bridged_block_spec  # Transformer Engine's, else
+    _one_device(megatron_engine)
+    given: Mapping[str, Any] = row.settings
+    layout = f"megatron:d{given['dp']}p{given['pp']}t{given['tp']}c{given['cp']}"
+    config = settings.PPOActorConfig(
+        experiment_name="rows",
+        trial_name="row",
+        backend=layout,
+        path=f"{how.folder}/model",
+        dtype="float32",
+        # Without it 1.0.4 leaves the model in mbridge's bfloat16, whatever dtype says.
+        gradient_checkpointing=given["version"] == "1.0.4",
+        temperature=how.temperature,
+        mb_spec=settings.MicroBatchSpec(max_tokens_per_mb=40),
+        optimizer=settings.OptimizerConfig(
+            lr=1e-3, eps=1e-4, weight_decay=0.0, gradient_clipping=1.0, warmup_steps_proportion=0.0
+        ),
+        ppo_n_minibatches=UPDATES,
+        megatron=settings.MegatronEngineConfig(**given.get("megatron", {})),
+        adv_norm=settings.NormConfig(mean_level="batch", std_level="batch"),
+        **_OPTIONS | given.get("options", {}),
+    )
+    seeding.set_random_seed(1, "rows")
+    actor = megatron_engine.MegatronPPOActor(config)
+    actor.create_process_group(ModelAllocation.from_str(layout).parallel)
+    spec = FinetuneSpec(total_train_epochs=1, dataset_size=80, train_batch_size=8)
+    actor.initialize(addr=None, ft_spec=spec)
+    return actor
+
+
+def _one_device(engine: Any) -> None:
+    """AReaL asks for the accelerator of a number, and tells its platform to take it."""
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def device(index: Any) -> torch.device:
+            return torch.device("cpu" if isinstance(index, int) else index)
+
+    engine.torch = Torch()
+    platform = type(engine.current_platform._ensure_initialized())
+    platform.set_device = platform.set_numa_affinity = staticmethod(lambda index: None)
+
+
+def _parameters(actor: Any) -> dict[str, Tensor]:
+    return {
+        f"{i}.{name}": x.detach().clone()
+        for i, chunk in enumerate(actor.model)
+        for name, x in chunk.named_parameters()
+    }
+
+
+def _trajectories(step: int, rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    """This data-parallel rank's, of odd lengths; rows of one as a rollout gives them."""
+    found = []
+    for i in range(TRAJECTORIES):
+        random = torch.Generator().manual_seed(50 * step + i)
+        prompt, response = 3 + (5 * i + step) % 7, 4 + (3 * i + step) % 9
+        mask = torch.tensor([0] * prompt + [1] * response)
+        mask[prompt + response // 2] = 0  # a tool's token
+        found.append(
+            {
+                "input_ids": torch.randint(3, VOCABULARY, (1, len(mask)), generator=random),
+                "attention_mask": torch.ones(1, len(mask), dtype=torch.bool),
+                "loss_mask": mask.unsqueeze(0),
+                "rewards": torch.rand(1, generator=random) - 0.4,
+                "versions": torch.zeros(1, len(mask), dtype=torch.int64),
+            }
+        )
+    return found[rank * len(found) // ranks : (rank + 1) * len(found) // ranks]
