@@ -50,7 +50,7 @@ INSTEAD = {
 
 
 class LazyLogits(Tensor):
-    """Logits `[..., V/TP]` of a patched model that nobody has computed.
+    """Logits `[..., V/TP]` of a patched model that have not been computed.
 
     Every `vocab_parallel_*` function takes it and computes from hidden states. Shape, dtype,
     device, `requires_grad` and the like cost nothing, nor does what rearranges tokens or scales
