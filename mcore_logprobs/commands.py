@@ -74,6 +74,6 @@ def dtype_name(text: str) -> str:
     return DTYPES[text]
 
 
-def comma_separated(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+def comma_separated(one: Callable[[str], object]) -> Callable[[str], list[Any]]:
     """A parser of one or more, separated by commas."""
     return lambda text: [one(part) for part in text.split(",")]

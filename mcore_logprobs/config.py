@@ -213,7 +213,7 @@ def _settings(cls: Any) -> dict[str, _Setting]:
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(cls)}
 
 
-def _default(cls: Any, name: str) -> Any:
+def _default(cls: Any, name: str) -> object:
     """A field's default as a plain value, as in `as_dict`."""
     return _plain(cls.__dataclass_fields__[name].default)
 

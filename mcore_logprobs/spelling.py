@@ -45,7 +45,7 @@ class SuggestsFields:
 
     __dataclass_fields__: ClassVar[dict[str, object]]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         fields: dict[str, object] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         check_keywords(cls.__name__, kwargs, fields)
         return super().__new__(cls)

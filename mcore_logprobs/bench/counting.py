@@ -64,7 +64,9 @@ class CollectivesMade(TorchDispatchMode):
     def nbytes(self) -> int:
         return sum(made.nbytes for made in self.made)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "c10d":
             name, position = _OPERATORS[func._schema.name.removeprefix("c10d::")]
             sent = [leaf for leaf in tree_leaves(args[position]) if isinstance(leaf, torch.Tensor)]

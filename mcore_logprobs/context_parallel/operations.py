@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_choice, check_integer
@@ -164,10 +164,26 @@ def context_parallel_gather(
     return _Gather.apply(x, dim, where, group, grad)
 
 
+class _GroupContext(FunctionCtx):
+    group: ProcessGroup
+
+
+class _GatherContext(_GroupContext):
+    dim: int
+    grad: str
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, where: SequenceLayout, group: ProcessGroup, grad: str
+        ctx: _GatherContext,
+        x: Tensor,
+        dim: int,
+        where: SequenceLayout,
+        group: ProcessGroup,
+        grad: str,
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.grad = dim, group, grad
         if ctx.needs_input_grad[0]:
@@ -184,7 +200,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: _GatherContext, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (index,) = ctx.saved_tensors
         if ctx.grad == "slice":
             return grads[0].index_select(ctx.dim, index), None, None, None, None
@@ -248,13 +264,13 @@ class _GatherBoundary(torch.autograd.Function):
     """[n, ...] -> [CP*n, ...]; each rank uses some of it, so the gradients add up."""
 
     @staticmethod
-    def forward(ctx: Any, boundary: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _GroupContext, boundary: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return all_gather_dim0(boundary, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
         return reduce_scatter_dim0(grads[0], ctx.group), None
 
 

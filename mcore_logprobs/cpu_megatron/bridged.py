@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from mcore_logprobs.cpu_megatron.layers import CpuNorm
 
 
-def bridged_block_spec(config: Any, *unused: Any, vp_stage: int | None = None, **more: Any) -> Any:
+def bridged_block_spec(
+    config: Any, *unused: object, vp_stage: int | None = None, **more: Any
+) -> Any:
     """The decoder's TransformerBlockSubmodules for this pipeline stage, with those names.
 
     Takes the arguments of Megatron's `get_gpt_decoder_block_spec`, so that it can stand in for it.
@@ -57,7 +59,7 @@ def norm_linear() -> type[nn.Module]:
     class NormColumnParallelLinear(ColumnParallelLinear):
         """`layer_norm_weight` [h] and `weight` [out/TP, h]; input [s, b, h] or [s/TP, b, h]."""
 
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: object):
             super().__init__(input_size, output_size, config=config, **options)
             norm = torch.ones(input_size, dtype=config.params_dtype)
             self.layer_norm_weight = nn.Parameter(norm)

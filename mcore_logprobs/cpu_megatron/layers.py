@@ -184,7 +184,7 @@ class CpuNorm:
     """
 
     def __new__(  # type: ignore[misc]
-        cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: object
     ) -> nn.Module:
         kinds = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
         if config.normalization not in kinds or config.layernorm_zero_centered_gamma:

@@ -471,7 +471,7 @@ def _mtp_block_spec(config: object, block: object, vp_stage: int | None) -> obje
 # Everything below needs a GPU and is not run by this project's CPU tests.
 
 
-def _gpu_layer_spec(config: Any, experts: int | None) -> Any:
+def _gpu_layer_spec(config: Any, experts: int | None) -> object:
     """Transformer Engine's GPT layer (it knows CP) where it imports, else Megatron's local one."""
     from megatron.core.models.gpt import gpt_layer_specs
 

@@ -205,7 +205,7 @@ def _on_cpu(factory: Callable[..., object]) -> Callable[..., object]:
     """`factory` with device="cuda..." read as the CPU and pinned memory as plain memory."""
 
     @functools.wraps(factory)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: Any) -> object:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU

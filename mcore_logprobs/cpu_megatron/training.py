@@ -111,7 +111,7 @@ def _loop() -> list[tuple[object, str, object]]:
     ]
 
 
-def _cuda_type(plain: Any) -> Any:
+def _cuda_type(plain: Any) -> object:
     @functools.wraps(plain)
     def named(self: object, dtype: object = None, *args: object, **kwargs: object) -> object:
         if dtype is None:

@@ -221,7 +221,9 @@ def _one(
     return [*rows, row | {"modified": modified}]
 
 
-def _call(fn: Any, kind: Kind, given: dict[str, Any], call: dict[str, Any]) -> tuple[Tensor, ...]:
+def _call(
+    fn: Any, kind: Kind, given: dict[str, object], call: dict[str, object]
+) -> tuple[Tensor, ...]:
     """Call by the parameters' names; an autograd function takes everything by position."""
     if inspect.isclass(fn) and hasattr(fn, "apply"):
         forward = inspect.signature(fn.forward)  # type: ignore[attr-defined]

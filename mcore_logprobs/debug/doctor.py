@@ -265,7 +265,7 @@ def _on_logits(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> An
     return vocab_parallel_token_stats(inputs[0], target, **options)
 
 
-def _on_hidden(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> Any:
+def _on_hidden(inputs: tuple[Tensor, ...], target: Tensor, **options: Any) -> object:
     from mcore_logprobs.ops.token_stats import linear_token_stats
 
     return linear_token_stats(inputs[0], inputs[1], target, **options)

@@ -74,7 +74,7 @@ def check_vocab_range(
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def applied(function: Callable[..., Any]) -> Any:
+def applied(function: Callable[..., object]) -> Any:
     """A class whose `apply` is the function: for names that are called as autograd functions are.
 
     There is no backward: the operations within bring their own.
@@ -88,7 +88,7 @@ def grad_unless(inference_only: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad() if inference_only else contextlib.nullcontext()
 
 
-def setting(node: Any, name: str, default: Any = None) -> Any:
+def setting(node: object, name: str, default: object = None) -> Any:
     """A field of a framework's configuration: a mapping, an OmegaConf node, args or a dataclass."""
     if isinstance(node, Mapping):
         return node.get(name, default)

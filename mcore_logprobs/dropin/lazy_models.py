@@ -67,7 +67,7 @@ def _watch(name: str, module: object) -> None:
     original = owner.__init__
 
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: object, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if before_call not in self._forward_pre_hooks.values():
             self.register_forward_pre_hook(before_call)
@@ -76,7 +76,7 @@ def _watch(name: str, module: object) -> None:
     owner.__init__ = init
 
 
-def before_call(model: Any, args: Any) -> None:
+def before_call(model: Any, args: object) -> None:
     """Patch a model that has a head and no patch; take the patch back once this is off."""
     if not has_head(model):
         return

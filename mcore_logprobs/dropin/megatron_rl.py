@@ -130,7 +130,7 @@ def _upstream_s_own(tokens: Tensor, sequence_packing: bool) -> object:
     )
 
 
-def _for_ranks(packed: Any, cp: Any) -> Any:
+def _for_ranks(packed: Any, cp: Any) -> object:
     """A copy with what attention over several CP ranks reads, as upstream annotates its own."""
     packed = copy.copy(packed)
     for side in ("q", "kv"):
@@ -141,7 +141,7 @@ def _for_ranks(packed: Any, cp: Any) -> Any:
     return packed
 
 
-def _known(params_class: Any, **fields: Any) -> dict[str, Any]:
+def _known(params_class: Any, **fields: object) -> dict[str, object]:
     """The given fields that this release's class has."""
     return {name: x for name, x in fields.items() if name in params_class.__dataclass_fields__}
 

@@ -439,7 +439,7 @@ def _gpt_forward_with_linear_ce_fusion(
     return _forward(kwargs.pop("self"), (), kwargs)
 
 
-def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _forward(model: object, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The model's own forward, or with the flag its next tokens' log-probabilities."""
     sampling = {name: kwargs.pop(name, None) for name in _SAMPLING}
     if kwargs.pop(_FLAG, False):

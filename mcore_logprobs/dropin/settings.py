@@ -32,7 +32,7 @@ SETTINGS = {
 }
 
 
-def logprob_config(*nodes: Any, **fields: Any) -> LogprobConfig:
+def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
     """Reads the names of `SETTINGS` from configuration nodes: the first node that has one decides.
 
     Args:

@@ -149,7 +149,7 @@ def LinearCrossEntropy(
 linear_cross_entropy = LinearCrossEntropy.apply
 
 
-def _per_token(temperature: Any, labels: Tensor) -> Any:
+def _per_token(temperature: object, labels: Tensor) -> Any:
     """A number, or a tensor of as many temperatures as labels in their shape."""
     if temperature is None:
         return 1.0
@@ -276,13 +276,15 @@ def unpatch_fused_forward(model: object) -> None:
             vars(language_model)["forward"] = before
 
 
-def _language_models(model: Any) -> list[Any]:
+def _language_models(model: object) -> list[Any]:
     from mcore_logprobs.megatron.heads import find_language_models
 
     return find_language_models(model)
 
 
-def _fused_forward(model: Any, original: Any, args: tuple, kwargs: dict, temperature: Any) -> Any:
+def _fused_forward(
+    model: object, original: Any, args: tuple, kwargs: dict, temperature: Any
+) -> object:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     labels = given.get("labels")
     if labels is None or given.get("output_processor") is not None:

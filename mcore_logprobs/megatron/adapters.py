@@ -94,17 +94,17 @@ class _SharedA(torch.autograd.Function):
         return grads[0] / ctx.ranks, None
 
 
-def is_adapter(layer: Any) -> bool:
+def is_adapter(layer: object) -> bool:
     """Whether this is a LoRA around a layer, in one of the two forms."""
     return _is_bridges(layer) or _is_pefts(layer)
 
 
-def _is_bridges(layer: Any) -> bool:
+def _is_bridges(layer: object) -> bool:
     parts = (getattr(layer, "to_wrap", None), getattr(layer, "adapter", None))
     return type(layer).__name__ == "LoRALinear" and all(isinstance(p, nn.Module) for p in parts)
 
 
-def _is_pefts(layer: Any) -> bool:
+def _is_pefts(layer: object) -> bool:
     parts = (getattr(layer, "lora_A", None), getattr(layer, "lora_B", None))
     return (
         isinstance(getattr(layer, "base_layer", None), nn.Module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -197,14 +197,12 @@ class Teacher:
     beta: float = 0.5
     tail: str | None = None
     generalized: bool = False
-
-    @property
-    def divergence(self) -> TopKDivergence:
-        """Of a teacher's top-k; made for whole teachers too, as it checks kind and beta."""
-        return TopKDivergence.of(self.kind, self.beta, self.tail, self.generalized)
+    divergence: TopKDivergence = field(init=False)
 
     def __post_init__(self) -> None:
-        _ = self.divergence
+        # Of a teacher's top-k; made for whole teachers too, as it checks kind and beta.
+        divergence = TopKDivergence.of(self.kind, self.beta, self.tail, self.generalized)
+        object.__setattr__(self, "divergence", divergence)
         if self.topk is None:
             unused: dict[str, object] = {"tail": self.tail, "generalized": self.generalized or None}
             unused["teacher_lse"] = self.lse

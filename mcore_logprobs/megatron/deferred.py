@@ -140,7 +140,7 @@ class DeferredLogits:
             return self.largest().indices
         return self.materialize().argmax(*args, **kwargs)
 
-    def _over_vocabulary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _over_vocabulary(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         dims = (*args, *kwargs.values())
         last = len(self.shape) - 1
         named = set(kwargs) <= {"dim"}
@@ -183,7 +183,7 @@ class DeferredLogits:
             raise AttributeError(name)  # half built: copy and pickle look around
         return getattr(self.materialize(), name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.materialize().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
@@ -297,7 +297,7 @@ class DeferringHead:
         """What the layer's caller gets for a deferred call."""
         return deferred
 
-    def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, Any]) -> str:
+    def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, object]) -> str:
         reason = self.refusal() or call_reason(self.layer, weight, gather=bool(gather))
         if reason:
             return reason
@@ -307,7 +307,7 @@ class DeferringHead:
         return ""
 
 
-def scale_deferred(logits: Any, config: Any, original: Callable[[Any], Any]) -> Any:
+def scale_deferred(logits: object, config: Any, original: Callable[[object], Any]) -> Any:
     """`original`, Megatron's `_scale_logits` bound to its model, for handles and for logits."""
     if not isinstance(logits, DeferredLogits):
         return original(logits)

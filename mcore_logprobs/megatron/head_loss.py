@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from mcore_logprobs.ops.token_stats import Statistics, token_stats, vocab_parall
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.lazy import LazyLogits
+from mcore_logprobs.sources.lazy_rows import LazyHead
 from mcore_logprobs.sources.pair_source import AnySource
 
 NO_ID = -100  # in a teacher's ids: no id is there
@@ -61,81 +63,36 @@ def head_output(
         ValueError: real logits under fused="require"; those of the operations.
         RuntimeError: logits that have lost the gradient of what they were computed from.
     """
-    config = call.config
-    tokens = TokenOrder(torch.Size((logits.shape[1], logits.shape[0])), call.rows)
-    if call.draw is None and labels.shape != tokens.shape:
-        expected = tuple(tokens.shape)
-        raise ValueError(f"labels: expected shape {expected}, got {tuple(labels.shape)}")
-    if isinstance(logits, DeferredLogits):
-        known = logits.computed()
-        if known is not None:
-            reason = reason or _TOUCHED
-        elif not config.fused:
-            known = logits.materialize()
-    else:
-        known = logits
-        reason = reason or head.reason or _REPLACED
-        check_gradient(logits, head.latest)
-    options: dict[str, Any] = {
-        "tp_group": tp_group,
-        "softcap": config.softcap,
-        "chunk_size": config.chunk_size,
-    }
-    greedy = None
-    if call.mapped is None:
-        temperature: float | Tensor = config.temperature
-        if call.temperature is not None:
-            temperature = call.temperature
-        if call.draw is not None:
-            if call.draw.temperature is not None:
-                temperature = call.draw.temperature
-            temperature, greedy = without_zeros(temperature, _device(logits))
-        if isinstance(temperature, Tensor):
-            temperature = tokens.broadcast_to_head(temperature, "temperature")
-        if greedy is not None:
-            greedy = tokens.broadcast_to_head(greedy, "temperature")
-        options |= {
-            "backend": config.backend,
-            "invariant_segments": config.invariant_segments,
-            "vocab_size": config.vocab_size,
-            "temperature": temperature,
-            **call.vocab_bias,
-        }
-    sequence_parallel = bool(getattr(head.base, "sequence_parallel", False))
-    if isinstance(logits, DeferredLogits):
-        sequence_parallel = logits.head.sequence_parallel
-    asked = _HeadRequest(call, tokens, labels, greedy, sequence_parallel)
-    arguments = {"labels": labels, "sequence_parallel": sequence_parallel, **vars(call)}
+    request = _HeadRequest.of(labels, logits, call, head)
+    known, reason = _real_logits(logits, call, head, reason)
+    parallel = request.sequence_parallel
+    arguments = {"labels": labels, "sequence_parallel": parallel, **vars(call)}
     with comparing("a patched model", lambda: arguments):
-        if known is not None:
-            require_fused(config, reason, tp_group)
-            known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
-            if tokens.head_rows is not None:
-                known = known.flatten(0, 1).index_select(0, tokens.head_rows.to(known.device))
-            found = asked.of(given_logits(known, **options))
-        else:
+        if known is None:
             assert isinstance(logits, DeferredLogits)
-            deferred = logits
-            asks = (call.mapped, call.kept, call.teacher, call.draw, call.also)
-            whole = call.filtered or any(x is not None for x in asks)
-            options |= {
-                "compact": config.compact and call.draw is None,
-                "rows": tokens.head_rows,
-                "logits_dtype": deferred.head.output_dtype or config.logits_dtype,
-                "saved_bytes": config.saved_bytes,
-                "may_round": not whole,
-            }
-            del options["tp_group"]  # the head's own
-            found = deferred.head.run(lambda: asked.of(deferred.source(**options)))
-    if isinstance(found, TokenStats):
-        stats = found.map(tokens.from_head)
-        more = call.policy or call.mapped or call.teacher or call.also
-        return stats if config.output == "stats" or more else stats.loss
-    return pytree.tree_map_only(Tensor, tokens.from_head, found)
+            source = partial(logits.source, **request.head_options(logits.head))
+            found = logits.head.run(lambda: request.compute(source()))
+        else:
+            require_fused(call.config, reason, tp_group)
+            known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
+            rows = request.tokens.head_rows
+            if rows is not None:
+                known = known.flatten(0, 1).index_select(0, rows.to(known.device))
+            found = request.compute(given_logits(known, tp_group=tp_group, **request.options))
+    return request.in_caller_order(found)
 
 
-def _device(logits: Tensor | DeferredLogits) -> torch.device:
-    return logits.hidden.device if isinstance(logits, DeferredLogits) else logits.device
+def _real_logits(
+    logits: Tensor | DeferredLogits, call: Call, head: DeferringHead, reason: str
+) -> tuple[Tensor | None, str]:
+    """(the logits that the loss is about where they are real, and why; None where deferred)."""
+    if not isinstance(logits, DeferredLogits):
+        check_gradient(logits, head.latest)
+        return logits, reason or head.reason or _REPLACED
+    known = logits.computed()
+    if known is not None:
+        return known, reason or _TOUCHED
+    return None if call.config.fused else logits.materialize(), reason
 
 
 @dataclass(frozen=True)
@@ -144,6 +101,7 @@ class _HeadRequest:
 
     Attributes:
         labels: in the caller's order; nothing where tokens are drawn.
+        options: of a source, of real logits or deferred ones.
         greedy: where the temperature is 0, in the head's order; None: nowhere.
         sequence_parallel: how a teacher's hidden states lie.
     """
@@ -151,10 +109,66 @@ class _HeadRequest:
     call: Call
     tokens: TokenOrder
     labels: Tensor
+    options: dict[str, Any]
     greedy: Tensor | None
     sequence_parallel: bool
 
-    def of(self, source: AnySource) -> Any:
+    @classmethod
+    def of(
+        cls, labels: Tensor, logits: Tensor | DeferredLogits, call: Call, head: DeferringHead
+    ) -> _HeadRequest:
+        """Raises: ValueError: labels or temperatures of another shape."""
+        config, draw = call.config, call.draw
+        tokens = TokenOrder(torch.Size((logits.shape[1], logits.shape[0])), call.rows)
+        if draw is None and labels.shape != tokens.shape:
+            expected = tuple(tokens.shape)
+            raise ValueError(f"labels: expected shape {expected}, got {tuple(labels.shape)}")
+        if isinstance(logits, DeferredLogits):
+            parallel, device = logits.head.sequence_parallel, logits.hidden.device
+        else:
+            parallel, device = getattr(head.base, "sequence_parallel", False), logits.device
+        options: dict[str, Any] = {"softcap": config.softcap, "chunk_size": config.chunk_size}
+        greedy = None
+        if call.mapped is None:
+            temperature = config.temperature if call.temperature is None else call.temperature
+            if draw is not None:
+                own = temperature if draw.temperature is None else draw.temperature
+                temperature, greedy = without_zeros(own, device)
+            if isinstance(temperature, Tensor):
+                temperature = tokens.broadcast_to_head(temperature, "temperature")
+            if greedy is not None:
+                greedy = tokens.broadcast_to_head(greedy, "temperature")
+            options |= {
+                "backend": config.backend,
+                "invariant_segments": config.invariant_segments,
+                "vocab_size": config.vocab_size,
+                "temperature": temperature,
+                **call.vocab_bias,
+            }
+        return cls(call, tokens, labels, options, greedy, bool(parallel))
+
+    def head_options(self, head: LazyHead) -> dict[str, Any]:
+        """`options`, and those of deferred logits alone."""
+        call, config = self.call, self.call.config
+        asks = (call.mapped, call.kept, call.teacher, call.draw, call.also)
+        return self.options | {
+            "compact": config.compact and call.draw is None,
+            "rows": self.tokens.head_rows,
+            "logits_dtype": head.output_dtype or config.logits_dtype,
+            "saved_bytes": config.saved_bytes,
+            "may_round": not call.filtered and all(x is None for x in asks),
+        }
+
+    def in_caller_order(self, found: Any) -> Any:
+        """What the model returns of what `compute` gives."""
+        call = self.call
+        if not isinstance(found, TokenStats):
+            return pytree.tree_map_only(Tensor, self.tokens.from_head, found)
+        stats = found.map(self.tokens.from_head)
+        more = call.policy or call.mapped or call.teacher or call.also
+        return stats if call.config.output == "stats" or more else stats.loss
+
+    def compute(self, source: AnySource) -> Any:
         """The result, as `[s, b, ...]` tensors; `[m, ...]` with rows."""
         call, tokens = self.call, self.tokens
         if call.draw is not None:

@@ -263,7 +263,7 @@ class HeadPatch(DeferringHead):
         )
 
     def compute_language_model_loss(
-        self, labels: Tensor, logits: Any, *args: Any, **kwargs: Any
+        self, labels: Tensor, logits: Any, *args: object, **kwargs: object
     ) -> TokenStats | Tensor:
         """In place of the model's: labels [b, s], logits [s, b, V/TP] or a handle."""
         original = self.original("compute_language_model_loss")

@@ -40,7 +40,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name != self.name:
             return None
         self.stop()  # or the search below would come back here

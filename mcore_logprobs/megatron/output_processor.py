@@ -79,7 +79,7 @@ class _Head(DeferringHead):
         return scale_reason(self._scale_logits) or softcap_reason(self.layer, self._context.softcap)
 
 
-def _call(head: DeferringHead, hidden: Tensor, call: dict[str, Any]) -> Any:
+def _call(head: DeferringHead, hidden: Tensor, call: dict[str, Any]) -> object:
     """Call the module, hooks and all, with a forward that returns a handle for this once."""
     layer = head.layer
     head.reason = kind_reason(layer)

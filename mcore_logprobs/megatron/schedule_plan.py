@@ -73,7 +73,7 @@ def carry_stats(plan: Any, around: Callable[[], Any]) -> None:
             output = forward(*inputs)
         return ScheduledStats.of(output) if isinstance(output, TokenStats) else output
 
-    def backward_func(outputs: tuple[Any, ...], grads: tuple[Any, ...]) -> Any:
+    def backward_func(outputs: tuple[Any, ...], grads: tuple[Any, ...]) -> object:
         (output,) = outputs
         if not isinstance(output, ScheduledStats):
             return backward(outputs, grads)

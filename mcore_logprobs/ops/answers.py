@@ -137,7 +137,9 @@ class _AnswersForward(RowStatistics):
 
     def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
-        self._x[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
+        self._x[rows] += placed.chunk.unscaled_at(
+            placed.local(self._local_ids[rows], self._source.shard)
+        )
         if self._largest is not None:
             self._largest.see(placed)
         super().see(placed)

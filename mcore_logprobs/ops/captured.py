@@ -41,7 +41,7 @@ def walk_graph(result: Tensor, roots: list[Any]) -> tuple[bool, list[Any]]:
     return connected, []
 
 
-def name_of(nodes: list[Any], fn: Callable[..., Any]) -> str:
+def name_of(nodes: list[Any], fn: Callable[..., object]) -> str:
     """The name under which the function holds a tensor of this part of the graph."""
     last = nodes[-1]
     leaf = last if isinstance(last, Tensor) else last.variable

@@ -356,6 +356,12 @@ def apply_eagerly(
         own: tensors `[*lead, ...]` of the objective.
     """
     counts = len(source.tensors), len(per_token), len(own)
+    # No number, with a graph that reaches all tensors which require a gradient, and holds none:
+    # gradients that are differentiated again must raise for them (`once_differentiable`).
+    learning = [x for x in source.tensors if x is not None and x.requires_grad]
+    # float32: autocast joins no float16 tensors on a CPU.
+    parts = [x[..., :0].flatten().float() for x in learning]
+    anchor = torch.cat(parts) if parts else torch.empty(0)
     return _Eager.apply(
         operation,
         objective,
@@ -364,7 +370,7 @@ def apply_eagerly(
         *source.tensors,
         *per_token,
         *own,
-        _anchor(source.tensors),
+        anchor,
     )
 
 
@@ -463,14 +469,3 @@ class _Eager(torch.autograd.Function):
                 grad = out
             found.append(grad)
         return (None, None, None, None, *found, *(None for _ in range(none - 4 - len(found))))
-
-
-def _anchor(tensors: tuple[Tensor | None, ...]) -> Tensor:
-    """No number, with a graph that reaches all tensors which require a gradient, and holds none.
-
-    Gradients that are differentiated again must raise for them (`once_differentiable`).
-    """
-    learning = [x for x in tensors if x is not None and x.requires_grad]
-    # float32: autocast joins no float16 tensors on a CPU.
-    parts = [x[..., :0].flatten().float() for x in learning]
-    return torch.cat(parts) if parts else torch.empty(0)

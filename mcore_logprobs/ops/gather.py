@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from typing_extensions import Unpack
 
 from mcore_logprobs.arguments import (
@@ -120,7 +120,9 @@ class _LogprobForward(RowStatistics):
 
     def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
-        self._values[rows] += placed.chunk.unscaled_at(placed.local(self._local_ids[rows]))
+        self._values[rows] += placed.chunk.unscaled_at(
+            placed.local(self._local_ids[rows], self._source.shard)
+        )
         super().see(placed)
 
     def results(self) -> tuple[Tensors, Tensors]:
@@ -213,12 +215,12 @@ class _Spoilt(torch.autograd.Function):
     """NaN, of x's shape; the gradient of a row is NaN where one is asked of it, and else 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         return torch.full_like(x, torch.nan)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: FunctionCtx, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
         asked = (grad != 0).any(-1, keepdim=True)

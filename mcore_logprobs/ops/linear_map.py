@@ -174,7 +174,7 @@ def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
     return raw.detach(), raw
 
 
-def flat_results(found: Any, rows: int) -> tuple[list[Tensor | None], Any]:
+def flat_results(found: object, rows: int) -> tuple[list[Tensor | None], Any]:
     """(tensors of a function's result as a flat list, its pytree structure).
 
     Raises:
@@ -209,7 +209,7 @@ def _autocast_state(device_type: str) -> tuple[Any, ...] | None:
     return device_type, dtype, torch.is_autocast_cache_enabled()
 
 
-def _autocast(state: tuple[Any, ...] | None) -> AbstractContextManager[Any]:
+def _autocast(state: tuple[Any, ...] | None) -> AbstractContextManager[object]:
     if state is None:
         return nullcontext()
     device_type, dtype, cache_enabled = state

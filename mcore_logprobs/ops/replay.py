@@ -52,7 +52,7 @@ class ReplayResults(NamedTuple):
     full: RowResults
 
     @classmethod
-    def of(cls, flat: Sequence[Any]) -> ReplayResults:
+    def of(cls, flat: Sequence[object]) -> ReplayResults:
         return cls(flat[0], flat[1], RowResults(*flat[2:]))
 
     @property
@@ -254,7 +254,7 @@ class _FullReplayForward(RowStatistics):
         self._part = next(self._parts_of_tiles)
 
     def see(self, placed: ChunkAt) -> None:
-        row, column = entries_of_chunk(placed, self._kept.entries(self._part))
+        row, column = entries_of_chunk(placed, self._kept.entries(self._part), self._source.shard)
         self._kept.x[self._part] += placed.chunk.unscaled_entries(row, column)
         super().see(placed)
 
@@ -337,7 +337,7 @@ class _FullReplayGradient(LogitGradient):
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         part = self._kept.parts[bisect.bisect_right(self._tile_ends, placed.rows.start)]
         chunk = placed.chunk
-        row, column = entries_of_chunk(placed, self._kept.entries_of(part))
+        row, column = entries_of_chunk(placed, self._kept.entries_of(part), self._source.shard)
         x = chunk.unscaled_entries(row, column)
         dz = self._kept.of_logits(part, x) + self._full_at(part, x)
         dy = chunk.raw_gradient_at(row, column, torch.where(column >= 0, dz, 0.0)).to(out.dtype)
@@ -501,7 +501,7 @@ def _check_recorded(lengths: Tensor, valid_mask: Tensor, places: Tensor) -> None
 
 
 def check_kept_ids(
-    kept_ids: Any, rows: int, shard: VocabShard, device: torch.device
+    kept_ids: object, rows: int, shard: VocabShard, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """(flat ids `[e]`, offsets `[rows + 1]`), int64 copies; no sync on CUDA.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
+from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.segments import Segments, merge_segments
 from mcore_logprobs.kernels.stats import (
@@ -88,13 +89,14 @@ class RowStatistics(Forward):
         for segment, some in calls:
             stats = source.backend(some.chunk).stats(
                 some.chunk,
-                some.local(self._column[rows]),
+                some.local(self._column[rows], source.shard),
                 self.spec,
                 threshold=threshold,
                 block=self._block,
                 chunk_size=source.rows_at_a_time(some.chunk.width),
             )
-            for place, blocks in enumerate(stats.split(self._per_segment or len(stats)), segment):
+            parts = (stats,) if self._per_segment is None else stats.split(self._per_segment)
+            for place, blocks in enumerate(parts, segment):
                 self._parts[place].append(blocks)
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
@@ -180,7 +182,7 @@ class LogitGradient(Backward):
         own, chunk = self._terms.rows(placed.rows), placed.chunk
         self._source.backend(chunk).grad(
             chunk,
-            own._replace(columns=placed.local(own.columns)),
+            own._replace(columns=placed.local(own.columns, self._source.shard)),
             out=out,
             chunk_size=self._source.rows_at_a_time(chunk.width),
         )
@@ -209,10 +211,12 @@ def grid_entries(local_ids: Tensor, rows: slice) -> LogitIndices:
     return LogitIndices(row.repeat_interleave(own.shape[1]), own.reshape(-1))
 
 
-def entries_of_chunk(placed: ChunkAt, entries: LogitIndices) -> tuple[Tensor, Tensor]:
+def entries_of_chunk(
+    placed: ChunkAt, entries: LogitIndices, shard: VocabShard
+) -> tuple[Tensor, Tensor]:
     """(row, column) of entries as the chunk's own, `[e]` each; (0, -1) of those not in it."""
     inside = (entries.row >= placed.rows.start) & (entries.row < placed.rows.stop)
-    column = torch.where(inside, placed.local(entries.column), -1)
+    column = torch.where(inside, placed.local(entries.column, shard), -1)
     return torch.where(column >= 0, entries.row - placed.rows.start, 0), column
 
 

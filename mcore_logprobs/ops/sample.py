@@ -336,6 +336,6 @@ def linear_sample(
     return sample(source, seed=seed, greedy=greedy, mask=mask, **filters)  # type: ignore[arg-type]
 
 
-def _split(shared: Any, like: Any) -> tuple[float | Tensor, Tensor | None]:
+def _split(shared: Any, like: object) -> tuple[float | Tensor, Tensor | None]:
     device = like.device if isinstance(like, Tensor) else torch.device("cpu")
     return without_zeros(shared.get("temperature", 1.0), device)

@@ -8,7 +8,7 @@ What the sampler itself recorded is replayed (`replay`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -266,7 +266,7 @@ def vocab_parallel_sampling_logprobs(
     *,
     full: Literal[False] = ...,
     entropy: Literal[False] = ...,
-    **rest: Any,
+    **rest: object,
 ) -> Tensor: ...
 
 
@@ -277,7 +277,7 @@ def vocab_parallel_sampling_logprobs(
     *,
     full: bool = ...,
     entropy: bool = ...,
-    **rest: Any,
+    **rest: object,
 ) -> TokenStats: ...
 
 
@@ -404,7 +404,7 @@ def linear_sampling_logprobs(
     *,
     full: Literal[False] = ...,
     entropy: Literal[False] = ...,
-    **rest: Any,
+    **rest: object,
 ) -> Tensor: ...
 
 
@@ -416,7 +416,7 @@ def linear_sampling_logprobs(
     *,
     full: bool = ...,
     entropy: bool = ...,
-    **rest: Any,
+    **rest: object,
 ) -> TokenStats: ...
 
 

@@ -230,7 +230,7 @@ class LazyLogits(Tensor):
             f"requires_grad={self.requires_grad})"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.materialize("pickle").__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -246,7 +246,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls, func: object, types: object, args: Any = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         from mcore_logprobs.sources.lazy_record import torch_dispatch
 

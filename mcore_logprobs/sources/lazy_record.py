@@ -93,7 +93,7 @@ def _not_traced(function: Callable[..., object]) -> Callable[..., object]:
 
 
 @_not_traced
-def torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return _property(name, func, args)
@@ -122,12 +122,12 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _with_real(name, func, args, kwargs)
 
 
-def _itself(func: Any, args: Any, kwargs: Any) -> Any:
+def _itself(func: Any, args: Any, kwargs: Any) -> object:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _property(kind: str, func: Any, args: tuple[Any, ...]) -> Any:
+def _property(kind: str, func: Any, args: tuple[Any, ...]) -> object:
     handle, name = args[0], getattr(func.__self__, "__name__", "")
     owned = handle.owned
     if owned is not None:
@@ -153,7 +153,7 @@ def _is_harmless(hook: object) -> bool:
 # ---- what is recorded ---------------------------------------------------------------------------
 
 
-def _recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+def _recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     view = handle.view_of_head
     if name in _REARRANGED:
         return _rearranged(func, handle, args, kwargs)
@@ -238,7 +238,7 @@ def _reshaped(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) 
     return _like(handle, view.at(found[..., 0]))
 
 
-def _indexed(handle: LazyLogits, key: Any) -> Any:
+def _indexed(handle: LazyLogits, key: Any) -> object:
     """`handle[key]`: the vocabulary's dimension must be taken whole."""
     view = handle.view_of_head
     keys = list(key) if isinstance(key, tuple) else [key]
@@ -329,7 +329,7 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _like(parts[0], made)
 
 
-def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     """By numbers above 0, or tensors of such that broadcast with a last dimension of 1."""
     other = args[0] if args else kwargs.get("other")
     if len(args) + len(kwargs) != 1:
@@ -420,7 +420,7 @@ def _real(value: Any, what: str) -> Any:
     return value
 
 
-def _with_real(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     out = kwargs.get("out")
     in_place = name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
     # A hook, a gradient of the logits' own: those must be the logits from now on.
@@ -440,7 +440,7 @@ def _with_real(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """What reaches a handle below autograd (collectives, functions written in C++)."""
     name = func._schema.name.removeprefix("aten::")
     if func in _ALIASES:

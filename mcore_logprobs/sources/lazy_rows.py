@@ -105,7 +105,7 @@ class LazyHead:
     def must_open(self) -> bool:
         return self.call_layer is not None and not self._open
 
-    def run(self, fn: Callable[[], Any]) -> Any:
+    def run(self, fn: Callable[[], object]) -> Any:
         """`fn()`, a pytree of tensors, while the whole weight of this rank is there."""
         if self.call_layer is None or self._open:
             return fn()

@@ -48,8 +48,10 @@ class ChunkAt(NamedTuple):
             start = self.rows.start
             yield slice(start + part.start, start + part.stop), part, self.chunk.rows(part)
 
-    def local(self, column: Tensor) -> Tensor:
-        """The shard's columns of its rows as the chunk's own, -1 where they are not in it."""
+    def local(self, column: Tensor, shard: VocabShard) -> Tensor:
+        """A shard's columns, or -1, as the chunk's own; -1 where they are not in it."""
+        if self.columns.stop - self.columns.start == shard.width:
+            return column
         own = column - self.columns.start
         return torch.where((own >= 0) & (column < self.columns.stop), own, -1)
 

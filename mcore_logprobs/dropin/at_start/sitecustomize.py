@@ -31,7 +31,7 @@ class _FirstImport(importlib.abc.MetaPathFinder):
     def __init__(self, framework: str, modules: set[str]) -> None:
         self._framework, self._modules = framework, modules
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name not in self._modules:
             return None
         sys.meta_path.remove(self)

@@ -181,7 +181,7 @@ def with_unit_stride(tensor: Tensor | None) -> Tensor | None:
 INTERPRETED = not any(isinstance(function, triton.JITFunction) for function in (tl.sum, unscaled))
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any):
+def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: object):
     """`programs` programs of a kernel on the device of its first argument, a tensor."""
     here: Any = nullcontext()
     if arguments[0].is_cuda and arguments[0].get_device() != torch.cuda.current_device():

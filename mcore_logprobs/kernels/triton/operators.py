@@ -53,7 +53,7 @@ def chunks_of(count: int, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*chunks, *given[count * _CHUNK :])
 
 
-def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def operator(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> Any:
     """The operator `mcore_logprobs::NAME` of a schema `NAME(...) -> ...`.
 
     Args:
