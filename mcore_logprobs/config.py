@@ -284,7 +284,7 @@ class LogprobConfig(SuggestsFields):
     disallowed_ids: tuple[int, ...] | None = _ids(
         None,
         checks.check_optional_ids,
-        "Global ids that may not come: their logits are -inf, for every statistic, filter, sample "
+        "Forbidden global ids: their logits are -inf, for every statistic, filter, sample "
         "and divergence. A flag separates them by commas.",
     )
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = _pairs(
@@ -400,7 +400,7 @@ class LogprobConfig(SuggestsFields):
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LogprobConfig:
-        """Builds a config from field names and values; values may be text, as in a YAML file.
+        """Build a config from field names and values; values may be text, as in a YAML file.
 
         Raises:
             ValueError: an unknown key (the message lists the known ones and suggests the nearest),
@@ -424,7 +424,7 @@ class LogprobConfig(SuggestsFields):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> LogprobConfig:
-        """Reads a YAML file: the fields at its top, or under a top-level key `mcore_logprobs`.
+        """Read a YAML file: the fields at its top, or under a top-level key `mcore_logprobs`.
 
         With that key the rest of the file is ignored. dtypes are written by name
         (`logits_dtype: bfloat16`). Requires PyYAML.
@@ -452,7 +452,7 @@ class LogprobConfig(SuggestsFields):
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> LogprobConfig:
-        """Reads the `logprob_*` attributes that `add_logprob_args` puts on a namespace.
+        """Read the `logprob_*` attributes that `add_logprob_args` puts on a namespace.
 
         A missing attribute means the default. An attribute that is nearly one of ours
         (`logprob_temprature`) raises; one that is unlike all of them belongs to other code.
@@ -471,7 +471,7 @@ class LogprobConfig(SuggestsFields):
 
     @classmethod
     def from_transformer_config(cls, config: Any) -> LogprobConfig:
-        """Reads `logprob_*` attributes from Megatron's TransformerConfig, where it has any.
+        """Read `logprob_*` attributes from Megatron's TransformerConfig, where it has any.
 
         Set them on the config (`config.logprob_entropy = True`) or add them to a subclass of it;
         what is missing takes the default, and near misses raise as in `from_args`. Megatron's own
@@ -510,7 +510,7 @@ class LogprobConfig(SuggestsFields):
 
 
 def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the group `mcore_logprobs` of `--logprob-*` flags, one for each `LogprobConfig` field.
+    """Add the group `mcore_logprobs` of `--logprob-*` flags, one for each `LogprobConfig` field.
 
     Pass it to Megatron-LM as `extra_args_provider`, and its namespace to
     `LogprobConfig.from_args`. Switches take an optional value and have a negative form:

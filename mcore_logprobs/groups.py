@@ -39,7 +39,7 @@ def _resolve(name: str, getter: str, group: ProcessGroup | None) -> ProcessGroup
             f"{name}=None, but torch.distributed has {dist.get_world_size()} ranks and Megatron's "
             f"parallel_state is not initialized: pass {name}=..., the group whose ranks share the "
             f"{'vocabulary' if name == 'tp_group' else 'sequence'} "
-            "(a group of this rank alone where nothing is sharded)"
+            "(if nothing is sharded, a group of only this rank)"
         )
     return None
 

@@ -22,7 +22,7 @@ def test_what_is_collected():
     assert len(texts) > 200
     assert texts["k: expected an int from 1 to vocab_size MOST, got K"] == "ValueError"
     assert texts["the ranks of the TP group make different calls; ..."] == "ValueError"
-    assert texts["not fused, the logits are computed whole: ..."] == "log"
+    assert texts["not fused, the logits are materialized: ..."] == "log"
     assert texts["kept_ids: an id twice in one row"] == "device-side assert"
 
 

@@ -56,7 +56,7 @@ def _libc() -> ctypes.CDLL | None:
 def keep_heap() -> bool:
     """Have glibc take large tensors from its heap and keep what is freed; whether it does.
 
-    By default each tensor of 32 MiB or more is mapped anew, and its page faults cost several times
+    By default each tensor of 32 MiB or more is mapped again, and its page faults cost several times
     what a kernel takes to write it. No effect on other C libraries.
     """
     mallopt = getattr(_libc(), "mallopt", lambda option, value: 0)

@@ -120,7 +120,7 @@ def _torch_linear(target: Tensor) -> Peers:
 
 
 def stop_megatron() -> None:
-    """Undo the process groups that Megatron's cross entropies needed and nobody else had made."""
+    """Undo the process groups that were made for Megatron's cross entropies."""
     while _started:
         _started.pop()()
 

@@ -41,14 +41,15 @@ def context_parallel_shard(
     layout: str = "zigzag",
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """This rank's part of a sequence that every rank holds whole. No communication, no sync.
+    """Return this rank's part of a sequence that every rank holds whole.
 
-    Differentiable: a rank's gradient of x is non-zero at its own tokens only, and is not summed
-    over ranks. Shift labels to the next token before this, or by `context_parallel_shift` after.
+    No communication, no host sync. Differentiable: the gradient of x is non-zero only at the rank's
+    own tokens, and is not summed over ranks. Shift labels to the next token before this, or by
+    `context_parallel_shift` after.
 
-    Other per-token tensors are sharded by the same call, so that they stay aligned with it: loss
-    masks `[b, S]`, advantages, expert routes `[S, b, topk]` (seq_dim=0), the query rows of an
-    attention mask `[b, 1, S, S]` (seq_dim=2).
+    Shard other per-token tensors by the same call, so that they stay aligned: loss masks `[b, S]`,
+    advantages, expert routes `[S, b, topk]` (seq_dim=0), the query rows of an attention mask
+    `[b, 1, S, S]` (seq_dim=2).
 
     Args:
         x: `[..., S, ...]`, any dtype, S at `seq_dim`; the same on every CP rank.
@@ -67,7 +68,7 @@ def context_parallel_shard(
 
     Raises:
         ValueError: S or a packed sequence not divisible by 2*CP ("contiguous": CP;
-            "contiguous_buffer": S alone by CP; no demand where CP is 1), unknown layout, no such
+            "contiguous_buffer": only S, by CP; nothing if CP is 1), unknown layout, no such
             dimension, unusable cu_seqlens. On CUDA the values of cu_seqlens are checked by a
             device-side assert.
     """
@@ -87,7 +88,7 @@ def context_parallel_positions(
     layout: str = "zigzag",
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The global index of each of this rank's tokens. No communication, no sync.
+    """Return the global index of each of this rank's tokens. No communication, no host sync.
 
     `x.index_select(seq_dim, positions)` is `context_parallel_shard(x)`. With packed sequences these
     are indices into the packed row, not positions within each sequence.
@@ -119,18 +120,19 @@ def context_parallel_gather(
     cu_seqlens: Tensor | None = None,
     grad: str = "sum",
 ) -> Tensor:
-    """The whole sequence, in its natural order, on every rank.
+    """Return the whole sequence, in its natural order, on every rank.
 
     One all-gather forward. Backward: one reduce-scatter for grad="sum", nothing for "slice".
 
-    Which gradient goes with which loss. `grad` says how the ranks' losses add up:
+    `grad` says how the ranks' losses add up to the objective:
+
         "sum":   the objective is the *sum* of the ranks' losses, each of gathered values;
         "slice": every rank computes the *same* loss, and the objective is that loss, once.
 
-    Under Megatron the loss function's return value decides. Megatron averages gradients over
-    data x context ranks, and multiplies a loss of two outputs by CP but not one of three (0.15 to
-    0.19, `forward_step_calc_loss` in pipeline_parallel/schedules.py). Where every CP rank computes
-    the whole loss from gathered values:
+    Under Megatron the number of the loss function's outputs decides. Megatron averages gradients
+    over data x context ranks. It multiplies a loss with two outputs by CP, and not one with three
+    (0.15 to 0.19, `forward_step_calc_loss` in pipeline_parallel/schedules.py). If every CP rank
+    computes the whole loss from gathered values:
 
         the loss function returns                   grad=     wrong choice: gradients are
         ------------------------------------------  --------  ---------------------------
@@ -139,7 +141,7 @@ def context_parallel_gather(
         the same, with calculate_per_token_loss,    "sum"     CP times too small
           num_tokens of the whole sequence
 
-    A loss that a rank computes from its own tokens alone needs no gather.
+    A loss that each rank computes from only its own tokens needs no gather.
 
     Args:
         x: `[..., S/CP, ...]`, any dtype, the same shape on every rank.
@@ -218,16 +220,15 @@ def context_parallel_shift(
     lengths: Tensor | Sequence[int] | None = None,
     fill: float = 0,
 ) -> Tensor:
-    """At each of this rank's tokens, x at the next token of the same sequence.
+    """Return, at each of this rank's tokens, x at the next token of the same sequence.
 
-    Turns a rank's input ids into its labels: `context_parallel_shift(ids, fill=-100)`. Does not
-    gather the sequence: one all-gather of the first token of each rank's chunks, 2 a sequence
-    ("contiguous": 1; "contiguous_buffer": 1 in all). Differentiable; the backward is one
+    It turns a rank's input ids into its labels: `context_parallel_shift(ids, fill=-100)`. The
+    sequence is not gathered: one all-gather sends the first token of each rank's chunks, 2 per
+    sequence ("contiguous": 1; "contiguous_buffer": 1 in all). Differentiable; the backward is one
     reduce-scatter of as many tokens.
 
-    Padded sequences: cu_seqlens counts the padding, so that the token after a sequence's last real
-    one is the first of its padding, and the last real token's label is the *padding id*: mask it,
-    or pass `lengths`, which makes it `fill`.
+    Padded sequences: cu_seqlens counts the padding, so the label of a sequence's last real token is
+    the *padding id*. Mask it, or pass `lengths`, which makes it `fill`.
 
     Args:
         x: `[..., S/CP, ...]`, any dtype. Same shape on every rank.

@@ -80,13 +80,12 @@ def audit(
 ) -> AuditReport:
     """Compare a vocab-parallel function with float64: values and gradients, on every shard.
 
-    The function is called with this rank's logits first and the rest by its parameters' names
-    (target or labels, teacher_logits, global_indices, group or tp_group, vocab_start_index and
-    vocab_end_index, chunk_size); parameters with defaults keep them. Where Megatron imports, its
-    parallel state is initialized, for functions that take the group from there. An autograd
-    function is called by its `apply`.
+    The function gets this rank's logits first, and everything else by its parameters' names:
+    target or labels, teacher_logits, global_indices, group or tp_group, vocab_start_index and
+    vocab_end_index, chunk_size. Parameters with defaults keep them. An autograd function is called
+    by its `apply`. If Megatron can be imported, its parallel state is initialized.
 
-    A layout that the function refuses on every rank is left out, if it takes another one.
+    A layout that the function refuses on every rank is skipped, if it accepts another one.
 
     Args:
         fn: a function that other processes can import (at a module's top), or "module:function", or

@@ -67,8 +67,10 @@ def switch_on(framework: str, fused: str | bool | None = None) -> None:
 
 
 def _fused_setting() -> str | bool:
-    text = os.environ.get(FUSED_VARIABLE, "auto").lower()
-    return False if text == "false" else text
+    text = os.environ.get(FUSED_VARIABLE, "auto")
+    if text.lower() not in ("auto", "require", "false"):
+        raise ValueError(f"{FUSED_VARIABLE}: expected auto, require or false, got {text!r}")
+    return False if text.lower() == "false" else text.lower()
 
 
 def _check(framework: str) -> None:

@@ -226,7 +226,7 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., o
     own = torch.where(asked, own * factor + given * multiplier, 0.0).to(out.dtype)
 
     source, result = logits[:, : chunk.valid], out[:, : chunk.valid]
-    # A coefficient that is not there is not read: any other stands in its place.
+    # A missing coefficient is never read: pass any other tensor for it.
     coefficients = [row.get(name, row["weight"]) for name in ("weight", "moment", "squares")]
     factors = multiplier, row_max, *coefficients, asked, spec.entropy, spec.sum_pi_squared
     if _same_memory(source, result):
@@ -406,7 +406,7 @@ def assert_compiled() -> None:
     """First line of every kernel: refuse to run eagerly, which would make float32 copies of all.
 
     torch.compile runs the plain function where it is switched off (TORCHDYNAMO_DISABLE, a stance,
-    an enclosing `torch.compiler.disable`), without a word.
+    an enclosing `torch.compiler.disable`), without any warning.
     """
     if not torch.compiler.is_dynamo_compiling():
         raise NotCompiled("torch.compile is switched off")

@@ -1,10 +1,10 @@
 """Ready-made per-token losses, for `linear_policy_loss` and for plain log-probabilities alike.
 
-A loss is a frozen dataclass of its settings. Called with `(logprobs, entropy or None, *per-token
-tensors)`, all of one shape, it gives a loss for each token; average it as you like (with
-`linear_policy_loss`, by `denominator`; `aggregation` says which). Only logprobs and entropy carry a
-gradient. `tensors` names the per-token tensors of each, in order. In the formulas r is exp(logprobs
-- old_logprobs), A the advantage, and sg(x) is x without gradient.
+A loss is a frozen dataclass of its settings. Call it with `(logprobs, entropy or None, *per-token
+tensors)`, all of one shape: it returns a loss for each token. Its `tensors` names the per-token
+tensors, in order. Average the result as you like; `linear_policy_loss` divides its sum by
+`denominator`, which `aggregation` computes. Only logprobs and entropy carry a gradient. In the
+formulas r is exp(logprobs - old_logprobs), A the advantage, and sg(x) is x without gradient.
 
     loss, stats = linear_policy_loss(hidden, weight, target, ClippedLoss(clip_high=0.28),
                                      old_logprobs, advantages, denominator=answer_tokens)
@@ -13,15 +13,15 @@ Losses of whole sequences (GSPO, DPO) and of a batch's choices (M2PO, KL-Cov) ne
 log-probability before any token's gradient, so they take two passes: one without gradient for the
 numbers (`second_pass`), one with.
 
-Where the policies are finite, so are a loss and its gradient, however far apart they are: a ratio
-is bounded at the dtype's range (e^70 in float32), without a gradient past it. A token whose
-advantage (or weight) is exactly 0 is masked: its policy term and that term's gradient are 0,
-whatever its log-probability is, -inf and NaN included; KL and entropy terms are not masked by it.
+Losses and gradients are finite if the log-probabilities are, however far apart the policies are: a
+ratio is bounded at the dtype's range (e^70 in float32), and has no gradient past it. A token whose
+advantage (or weight) is exactly 0 is masked: its policy term and that term's gradient are 0, also
+if its log-probability is -inf or NaN. KL and entropy terms are not masked by it.
 
 `RegularizedLoss` adds KL and entropy to any objective, `WeightedLoss` multiplies any by weights.
 
-Where the rollout engine's probabilities differ from the trainer's, weights and masks correct for
-it. They have no gradient and multiply a token's advantage (`weighted=True` does that):
+If the rollout engine's probabilities differ from the trainer's, weights and masks correct for it.
+They have no gradient, and multiply a token's advantage (`weighted=True` does that):
 
     weight of a token, r = p_train / p_rollout; s of the whole sequence
     min(r, cap), at least floor                     `truncated_importance_weights`  (TIS)
@@ -34,8 +34,8 @@ it. They have no gradient and multiply a token's advantage (`weighted=True` does
     1 if low <= a divergence <= high, else 0        `rejection_mask`                (k1 to k3, KPop)
     1 if the entropy is among the highest, else 0   `top_entropy_mask`              (80/20)
 
-Of a draft for speculative decoding, `acceptance_rate`, `lk_alpha_loss` and `lk_lambda_loss` are
-functions of a divergence.
+For a draft of speculative decoding: `acceptance_rate`, `lk_alpha_loss` and `lk_lambda_loss`, which
+are functions of a divergence.
 """
 
 # ruff: noqa: F403 (each name is listed once, in the __all__ of its module)

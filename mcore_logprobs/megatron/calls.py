@@ -238,7 +238,7 @@ class Teacher:
             )
 
 
-# Settings in whose place a sampler's record stands.
+# Settings that a sampler's record replaces.
 _REPLACED_BY_RECORD = ("top_k", "top_p", "min_p", "label_smoothing", "invariant_segments")
 
 
@@ -294,7 +294,7 @@ class Call:
                 got = ", ".join(f"{name}={value!r}" for name, value in replaced.items())
                 raise ValueError(
                     "PatchHandle.replay: expected settings without filters, label smoothing and "
-                    f"invariant segments, in whose place the sampler's record stands, got {got}"
+                    f"invariant segments, which the sampler's record replaces, got {got}"
                 )
         inside = {
             "policy_loss": self.policy,

@@ -58,7 +58,7 @@ class HeadPatch(DeferringHead):
     """One patched head.
 
     Attributes:
-        automatic: nobody asked for it by name (`dropin.lazy_models`), so that another patch may
+        automatic: not requested by the user (`dropin.lazy_models`), so that another patch may
             take its place for as long as that one is on.
 
     Bound methods of this object take the place of the model's and its output

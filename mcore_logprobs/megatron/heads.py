@@ -42,7 +42,7 @@ def find_language_models(model: object) -> list[nn.Module]:
 
     Raises:
         ValueError: a chunk with no language model, or with several side by side (a policy next to
-            its teacher): pass the one that is meant.
+            its teacher): pass one of them.
     """
     if isinstance(model, (list, tuple, nn.ModuleList)):
         return [found for chunk in model for found in find_language_models(chunk)]
@@ -177,14 +177,14 @@ def say_unfused(reason: str, tp_group: ProcessGroup | None) -> None:
     """One log line per reason, from the first TP rank, that a head computes its logits whole."""
     if group_rank(tp_group) == 0 and reason not in _said:
         _said.add(reason)
-        logger.warning("not fused, the logits are computed whole: %s", reason)
+        logger.warning("not fused, the logits are materialized: %s", reason)
 
 
 def say_left_out(reason: str) -> None:
     """One log line that a loss which someone put on the model is not called."""
     if reason not in _said:
         _said.add(reason)
-        logger.warning("output='stats' leaves a loss out: %s", reason)
+        logger.warning("output='stats' skips a loss: %s", reason)
 
 
 def say_padding(language_model: object, config: LogprobConfig) -> None:

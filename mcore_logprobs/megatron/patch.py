@@ -420,8 +420,8 @@ class PatchHandle:
             teacher_hidden, teacher_weight: `[s, b, h]` as Megatron has hidden states (`[s/TP, b,
                 h]` under sequence parallelism; whole with rows too), and `[V/TP, h]`; any h.
             teacher_topk: (log-probabilities, ids), `[b, s, k]` each (`[m, k]` with rows), as in
-                `linear_topk_kl_div`; an id of -100 is left out. With teacher_lse, `[b, s]`, logits,
-                as there.
+                `linear_topk_kl_div`; an id of -100 is left out. With teacher_lse `[b, s]`, logits
+                instead of log-probabilities.
 
         Args:
             kind, beta: as in `vocab_parallel_kl_div`.

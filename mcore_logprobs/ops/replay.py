@@ -429,7 +429,7 @@ def replay(
         places = torch.arange(target.numel(), device=source.device).view(source.batch_shape)
     ids, offsets = check_kept_ids(kept.ids, target.numel(), source.shard, source.device)
     lengths = offsets.diff()[places]
-    # A source of a kind of one's own need not know of ids that may not come.
+    # A source of a kind of one's own need not know of forbidden ids.
     _check_possible(ids, offsets, getattr(source.options, "disallowed", None))
     if kept.missing == "error":
         _check_recorded(lengths, valid_mask, places)

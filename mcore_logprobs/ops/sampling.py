@@ -458,7 +458,7 @@ def linear_sampling_logprobs(
     dot product. Filters off: that of `linear_token_stats`.
 
     Collectives: filters: those of `vocab_parallel_sampling_logprobs` per tile; kept_ids: one
-    all-gather, as there. Backward, and under sequence parallelism, those of `linear_token_stats`.
+    all-gather. Backward, and under sequence parallelism, those of `linear_token_stats`.
 
     Host syncs: filters: one per tile. kept_ids: one if there are several tiles, and one for
     compact=True.

@@ -3,7 +3,7 @@
 A row's tokens stand in order: by logit before the temperature, descending, then by id, ascending.
 Each filter keeps a first part of that order, so that a row's kept set is a *cut*: the smallest
 logit kept, and among the tokens equal to it the last one kept. Dividing by a temperature keeps the
-order, but may make equals of what is none. What min_p keeps is known as soon as the largest logit
+order, but may make different logits equal. What min_p keeps is known as soon as the largest logit
 is: what lies above the *floor*, max x + temperature * log(min_p). Top-k and top-p see what is
 below it as -inf.
 

@@ -171,14 +171,16 @@ def vocab_parallel_logprobs(
     label_smoothing: float = 0.0,
     **shared: Unpack[StatisticsKeywords],
 ) -> Tensor:
-    """log p[target] in nats, differentiable; minus Megatron's `vocab_parallel_cross_entropy`.
+    """Return log p[target] in nats: minus Megatron's `vocab_parallel_cross_entropy`.
+
+    Differentiable.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> float32 `[...]`.
 
     Collectives: one all-gather of `[3, n]` float32 over TP forward, none backward.
 
-    Keywords, memory and errors are `vocab_parallel_token_stats`'s.
+    Keywords, memory and errors are those of `vocab_parallel_token_stats`.
     """
     source = given_logits(vocab_parallel_logits, **shared)
     wanted = Statistics.of(label_smoothing=label_smoothing)
@@ -189,14 +191,14 @@ def vocab_parallel_logprobs(
 def vocab_parallel_entropy(
     vocab_parallel_logits: Tensor, **shared: Unpack[StatisticsKeywords]
 ) -> Tensor:
-    """-sum p log p over the whole vocabulary, in nats, differentiable.
+    """Return the entropy, -sum p log p over the whole vocabulary, in nats; differentiable.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]` -> float32 `[...]`.
 
     Collectives: one all-gather of `[4, n]` float32 over TP forward, none backward.
 
-    Keywords, memory and errors are `vocab_parallel_token_stats`'s.
+    Keywords, memory and errors are those of `vocab_parallel_token_stats`.
     """
     source = given_logits(vocab_parallel_logits, **shared)
     local_target = torch.full(source.batch_shape, -1, dtype=torch.int64, device=source.device)
@@ -216,17 +218,18 @@ def vocab_parallel_target_rank(
     ignore_index: int | None = -100,
     **shared: Unpack[LogitsKeywords],
 ) -> Tensor:
-    """How many columns have a larger logit than the target's: 0 is the argmax.
+    """Return how many columns have a larger logit than the target's: 0 is the argmax.
 
     Shape:
         vocab_parallel_logits `[..., V/TP]`, target `[...]` of global ids -> int64 `[...]`; -1 where
-        the target is ignore_index, or its logit is NaN. Ties count as not higher, also those that
-        the softcap makes.
+        the target is ignore_index, or its logit is NaN. A tie does not count as larger, also if
+        only the softcap makes it one.
 
     Collectives: one all-reduce of `[n]` over TP and one all-gather of `[4, n]`. The logits are read
     once.
 
-    Keywords and errors are `vocab_parallel_token_stats`'s; a temperature cannot change a rank.
+    Keywords and errors are those of `vocab_parallel_token_stats`. The temperature does not
+    change a rank.
     """
     source = given_logits(vocab_parallel_logits, **shared)
     ranks = token_stats(source, target, Statistics.of(target_rank=True), ignore_index).target_rank

@@ -54,7 +54,7 @@ class GivenOptions:
         chunk_size: rows at a time where a backend makes float32 copies; None: from a budget.
         segments: the segments that statistics are taken by, or None.
         inplace_backward: the gradient is written over the logits.
-        disallowed: global ids that may not come, a constant; or None.
+        disallowed: forbidden global ids, a constant; or None.
     """
 
     shard: VocabShard

@@ -80,7 +80,7 @@ class HeadOptions:
         segments: the segments that statistics are taken by, or None.
         main_grad: where the weight's gradient goes, or None.
         saved: what a backward may be spared of, or None.
-        disallowed: global ids that may not come, a constant; or None.
+        disallowed: forbidden global ids, a constant; or None.
     """
 
     shard: VocabShard

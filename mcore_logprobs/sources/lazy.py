@@ -50,7 +50,7 @@ INSTEAD = {
 
 
 class LazyLogits(Tensor):
-    """Logits `[..., V/TP]` of a patched model that nobody has computed.
+    """Logits `[..., V/TP]` of a patched model that have not been computed.
 
     Every `vocab_parallel_*` function takes it and computes from hidden states. Shape, dtype,
     device, `requires_grad` and the like cost nothing, nor does what rearranges tokens or scales
@@ -297,13 +297,13 @@ def _say_or_refuse(view: View, what: str) -> None:
     if view.rows.head.require:
         instead = INSTEAD.get(what, "a vocab_parallel_* function")
         raise ValueError(
-            f"fused='require', but {where} wants real logits ({what}): expected {instead}, which "
+            f"fused='require', but {where} needs real logits ({what}): expected {instead}, which "
             "takes lazy ones"
         )
     if where not in _said:
         _said.add(where)
         logger.warning(
-            "lazy logits: %s wants real ones (%s): %d rows are computed whole",
+            "lazy logits: %s needs real ones (%s): %d rows are materialized",
             where,
             what,
             view.places.numel(),

@@ -144,7 +144,9 @@ class PairGradient:
         self._own = own
 
     def collect_entries(self, tile: PairTile, entries: LogitIndices, upstream: Tensor) -> None:
-        raise NotImplementedError("sparse: expected False, as a divergence's gradient is of whole chunks")
+        raise NotImplementedError(
+            "sparse: expected False, as a divergence's gradient is of whole chunks"
+        )
 
     def collect(self, tile: PairTile, placed: ChunkAt, write: Write) -> None:
         self._own.collect(tile.own, placed, write)

@@ -1,4 +1,4 @@
-"""A bias on ids, and ids that may not come, as one vector over a rank's columns.
+"""A bias on ids, and forbidden ids, as one vector over a rank's columns.
 
 Both apply before the temperature, as inference engines apply them, and to every row alike. There is
 no `[n, V/TP]` mask: the vector is what a head's own bias is to a chunk of logits.
@@ -21,7 +21,7 @@ Ids = Tensor | Sequence[int]
 
 class VocabBias(NamedTuple):
     """Attributes:
-    values: `[V/TP]` float32 (float64), added to the logits; -inf where an id may not come.
+    values: `[V/TP]` float32 (float64), added to the logits; -inf at a forbidden id.
     disallowed: int64 `[k]` global ids that are -inf, as far as every rank knows them.
     """
 
@@ -147,13 +147,13 @@ def _check_some_left(values: Tensor, gone: Tensor, shard: VocabShard) -> None:
     if values.device.type != "cpu":
         if shard.tp_size == 1:
             some = (values[: shard.vocab_size] > -torch.inf).any()
-            torch._assert_async(some, "disallowed_ids: no id may come")
+            torch._assert_async(some, "disallowed_ids: every id is disallowed")
         return
     none = gone.numel() >= shard.vocab_size and gone.unique().numel() == shard.vocab_size
     if shard.tp_size == 1:
         none = none or not bool((values[: shard.vocab_size] > -torch.inf).any())
     if none:
         raise ValueError(
-            "disallowed_ids: expected an id that may come, got all "
+            "disallowed_ids: expected at least one id to remain, got all "
             f"{shard.vocab_size} of the vocabulary"
         )

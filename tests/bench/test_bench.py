@@ -14,9 +14,9 @@ import torch
 
 from benchmarks import cases as authors
 from benchmarks.launches import one_of_ranks
-from mcore_logprobs.bench import machine, main, progress
+from mcore_logprobs.bench import machine, main, progress, report, runner
 from mcore_logprobs.bench.cases import CASES, Shape, linear_case, logits_case, rows_case
-from mcore_logprobs.bench.cli import SIZES
+from mcore_logprobs.bench.cli import DEFAULT, SIZES
 from mcore_logprobs.bench.peers import stop_megatron
 from mcore_logprobs.bench.runner import Contender, Workload, measure
 
@@ -98,6 +98,22 @@ def test_each_case_has_its_sizes() -> None:
             "cpu": set(cases),
             "cuda": set(cases),
         }
+
+
+def test_without_a_case_three_are_measured_at_shapes_that_tell_them_apart(monkeypatch) -> None:
+    """Logits that are larger than the weight's gradient in float32, or memory decides nothing."""
+    measured = []
+    monkeypatch.setattr(runner, "measure", lambda work, **_: measured.append(work.title) or [])
+    monkeypatch.setattr(report, "print_table", lambda work, results: None)
+    assert main(TINY) == 0
+    assert measured == [
+        "log-probabilities from logits",
+        "log-probabilities from hidden states",
+        "a policy loss from hidden states",
+    ]
+    for case in DEFAULT:
+        rows, vocab, hidden = SIZES["cpu"][case]
+        assert min(rows) * vocab * 2 > vocab * hidden * 4
 
 
 def test_a_busy_machine_is_not_compared_on(monkeypatch, capsys) -> None:

@@ -84,3 +84,6 @@ def test_the_setting(monkeypatch: Any) -> None:
         assert found == ([] if expected is None else [expected])
         switch.switch_off("slime")
     assert "MCORE_LOGPROBS_FUSED" in os.environ
+    monkeypatch.setenv("MCORE_LOGPROBS_FUSED", "requir")
+    with pytest.raises(ValueError, match=r"MCORE_LOGPROBS_FUSED: expected .*, got 'requir'"):
+        switch.switch_on("slime")

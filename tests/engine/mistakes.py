@@ -144,7 +144,7 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
         (torch.tensor([0.5]), "disallowed_ids: expected integers [k]"),
         (torch.zeros(2, 2, dtype=torch.int64), "disallowed_ids: expected integers [k]"),
         (3, "disallowed_ids: expected integers [k], got 3"),
-        (torch.arange(VOCAB), "expected an id that may come, got all 24"),
+        (torch.arange(VOCAB), "expected at least one id to remain, got all 24"),
     ],
     "sequence_parallel": [("yes", "sequence_parallel: expected True or False")],
     "saved_bytes": [(bad, "saved_bytes: expected an int >= 0") for bad in (-1, 1.5, True, "1GiB")],

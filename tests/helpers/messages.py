@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from tests.helpers.documents import PACKAGE
 
 _LOGS = ("logger.info", "logger.warning", "warnings.warn")
-_INNER = ("AttributeError",)  # Python's own protocol, whose text nobody reads
+# Python's own protocol, whose text nobody reads, and what a method is not made for.
+_INNER = ("AttributeError", "NotImplementedError")
 
 
 @dataclass(frozen=True)

@@ -387,14 +387,13 @@ def test_operators_declare_what_they_do():
     rows = torch.rand(3, device=DEVICE) + 0.5
     chunk = Chunk(logits, 30, **HOW)
     other = Chunk(logits.float(), 30, temperature=rows, bias=torch.randn(40, device=DEVICE))
-    # Of no memory that was there before: what it held might be NaN, which equals nothing.
     out, softmax = torch.zeros_like(logits), torch.ones(4, 3, device=DEVICE)
     columns, upstream = target[:, None].expand(3, 2), torch.randn(3, 2, device=DEVICE)
     ranked = StatsSpec(rank=True)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for operator, given in (
         (statistics._stats, (chunk, target, None, None, SPEC)),
-        (statistics._stats, (other, target, shift, 16, ranked)),
+        (statistics._stats, (other, target, shift.expand(2, 3), 16, ranked)),
         (gradient._grad, (chunk, columns, upstream, shift, coef, SPEC, out)),
         (gradient._grad, (other, columns, upstream, None, None, ranked, out)),
         (pair_statistics._pair_stats, (chunk, other, "reverse", 0.5)),

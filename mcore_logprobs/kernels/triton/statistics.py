@@ -299,6 +299,7 @@ def launch_stats(
     out = logits.new_empty((plan.splits, len(spec.fields), rows), dtype=torch.float32)
     assert threshold is not None or not spec.rank
     limits = threshold.contiguous() if threshold is not None and spec.rank else None
+    assert limits is None or limits.numel() == rows * (1 if chunk.bias is None else 2)
     if rows:
         launch(
             stats_kernel, rows * plan.splits,
