@@ -36,6 +36,11 @@ def largest(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return ours.vocab_parallel_topk(hidden @ weight.T, 3)[0].sum(-1)
 
 
+def log_softmax_of_ids(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    ids = target.unsqueeze(-1)
+    return ours.linear_gather(hidden, weight, ids, log_softmax=True).squeeze(-1)
+
+
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, HIDDEN, generator=generator).requires_grad_()
@@ -78,6 +83,17 @@ def test_torch_compile(function: Callable[..., Tensor]) -> None:
     given = inputs()
     want = step(function)(*given)
     compiled = torch.compile(function, backend="aot_eager")
+    for got, expected in zip(step(compiled)(*given), want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [on_hidden, log_softmax_of_ids, largest])
+def test_torch_compile_without_a_break(function: Callable[..., Tensor]) -> None:
+    """Where blocks are contiguous: dynamo takes no other `out=`."""
+    hidden, weight, target = inputs()
+    given = hidden, weight.detach().repeat(2, 1).requires_grad_(), target
+    want = step(function)(*given)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
     for got, expected in zip(step(compiled)(*given), want, strict=True):
         assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -56,19 +55,23 @@ _COEFFICIENTS: tuple[tuple[str, str | None], ...] = (
 
 @dataclass(frozen=True)
 class StatsSpec:
-    """Which statistics are wanted: `entropy`; `higher`; `zsum` with `finite`; `squares`."""
+    """Which statistics are wanted: `entropy`; `higher`; `zsum` with `finite`; `squares`.
+
+    Its properties are not cached: torch.compile does not follow the lock of a cached_property
+    (Python 3.11 and earlier).
+    """
 
     entropy: bool = False
     rank: bool = False
     smoothing: bool = False
     sum_pi_squared: bool = False
 
-    @cached_property
+    @property
     def fields(self) -> tuple[str, ...]:
         """The statistics in the order of the rows of the `[k, n]` tensor that holds them."""
         return tuple(name for name, flag in _FIELDS if flag is None or getattr(self, flag))
 
-    @cached_property
+    @property
     def coefficients(self) -> tuple[str, ...]:
         """The gradient's coefficients in the order of the rows of theirs."""
         return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))

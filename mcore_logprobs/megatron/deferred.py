@@ -125,6 +125,11 @@ class DeferredLogits:
     def shape(self) -> torch.Size:
         return torch.Size((*self.head.tokens, self.head.weight.shape[0]))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The real logits', without computing them."""
+        return self.head.dtype
+
     def max(self, *args: object, **kwargs: object) -> Any:
         """`Tensor.max`; over the vocabulary and without gradients, a few rows at a time.
 

@@ -264,6 +264,7 @@ class _Recompute(torch.autograd.Function):
             run = operation.forward(source, given)
             show(run, source)
             results, saved = run.results()
+            del run  # what it has of each tile may be as large as the results
             saved = tuple(None if x is None else source.pack(x) for x in saved)
             ignored_values = operation.ignored_values or (0.0,) * len(results)
             results = tuple(

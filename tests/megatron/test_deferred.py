@@ -107,6 +107,7 @@ def test_looking_does_not_compute():
     assert handle.hidden is head.hidden
     assert handle.size() == handle.shape == (5, 2, 6)
     assert handle.size(-1) == 6
+    assert handle.dtype == torch.float32
     assert handle.scaled(2.0, lambda x: x * 2).scale == 2.0
     assert head.calls == 0
 
