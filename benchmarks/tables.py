@@ -42,6 +42,14 @@ def read(name: str) -> list[Table]:
     return found
 
 
+def read_markdown(name: str) -> dict[str, dict[str, str]]:
+    """The cells of a file's one Markdown table by row and column, both as printed."""
+    lines = [line for line in (RESULTS / name).read_text().splitlines() if line.startswith("|")]
+    header, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    names = [f"{name} {at}" if header.count(name) > 1 else name for at, name in enumerate(header)]
+    return {cells[0]: dict(zip(names[1:], cells[1:], strict=True)) for cells in body}
+
+
 def _until_blank(lines: list[str]) -> list[str]:
     ends = (i for i, line in enumerate(lines) if re.match("$|  (not here|unavailable): ", line))
     return lines[: next(ends, len(lines))]

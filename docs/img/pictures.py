@@ -1,8 +1,9 @@
 """Draws docs/img/*.svg:  python docs/img/pictures.py [--png FOLDER]
 
-fused-path.svg is the fused path, one-way.svg how the code is cut; costs.svg is the tables of
-benchmarks/results, as they were printed. Each file has two palettes and a background
-of its own, and follows the reader's light or dark setting. --png writes them as PNG, to look at.
+fused-path.svg is the fused path, one-way.svg how the code is cut; costs.svg, keep.svg and
+trainer.svg are tables of benchmarks/results, as they were printed. Each file has two palettes and a
+background of its own, and follows the reader's light or dark setting. --png writes them as PNG, to
+look at.
 """
 
 from __future__ import annotations
@@ -278,6 +279,97 @@ def costs(c: dict[str, str]) -> Any:
     return figure
 
 
+KEEP = "2026-11-amd-epyc-2-cores-keep.txt"
+HELD = {  # in the table: (in the picture, role, to the left of the point)
+    "unfused (holds the logits)": ("materialized logits", "ink", False),
+    "megatron, logits held": ("Megatron, logits held", "peer1", True),
+    "megatron fused, logits held": ("Megatron fused,\nlogits held", "peer2", False),
+    "torch linear_cross_entropy": ("torch linear\ncross entropy", "peer3", False),
+}
+
+
+def keep(c: dict[str, str]) -> Any:
+    """Time against memory of `saved_bytes`, from nothing to everything, and of others."""
+    (table,) = tables.read(KEEP)
+    figure, axis = pyplot.subplots(figsize=(11, 4.6), facecolor=c["paper"])
+
+    def point(name: str) -> tuple[float, float]:
+        return table.number(name, "peak MiB"), table.ms(name) / 1e3
+
+    shares = [name for name in table.rows if name.startswith("saved_bytes")]
+    curve = [point(name) for name in shares]
+    axis.plot(*zip(*curve, strict=True), marker="o", color=c["ours"], linewidth=2.2)
+    for (x, y), name in zip(curve, shares, strict=True):
+        _say(axis, x + 8, y + 0.03, name.split()[1], c["ours"], ha="left", va="bottom")
+    x, y = curve[0]
+    _say(axis, x + 75, y, "linear_token_stats, share of the logits kept", c["ours"], ha="left")
+    for name, (title, role, left) in HELD.items():
+        x, y = point(name)
+        axis.plot([x], [y], marker="s", color=c[role], markersize=8)
+        if left:
+            _say(axis, x - 10, y, title, c[role], ha="right")
+        else:
+            _say(axis, x, y + 0.08, title, c[role], va="bottom")
+    floor = table.ms("floor: 3 products") / 1e3
+    axis.axhline(floor, color=c["faint"], linestyle=":")
+    _say(axis, 210, floor - 0.03, "three bare matmuls", c["faint"], ha="left", va="top")
+    axis.set_xlim(200, 1300)
+    axis.set_ylim(floor - 0.5, curve[0][1] + 0.3)
+    axis.set_xlabel("extra memory, MiB", color=c["ink"], fontsize=FONT)
+    axis.set_ylabel("forward and backward, s", color=c["ink"], fontsize=FONT)
+    axis.set_facecolor(c["paper"])
+    axis.grid(color=c["grid"], linewidth=0.8)
+    axis.tick_params(colors=c["ink"], labelsize=FONT - 1.5)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axis.spines[side].set_color(c["faint"])
+    figure.tight_layout()
+    return figure
+
+
+TRAINER = "2026-11-amd-epyc-2-cores-verl.txt"
+WAYS = {  # in the table: (in the picture, role)
+    "plain": ("verl", "peer1"),
+    "switched, logits": ("switched on, lazy logits", "ours2"),
+    "switched, fused": ("switched on, fused", "ours"),
+}
+
+
+def trainer(c: dict[str, str]) -> Any:
+    """A framework's own step, plain and switched: time and memory, by phase."""
+    rows = tables.read_markdown(TRAINER)
+    phases = [
+        name.removesuffix(", s") for name in next(iter(rows.values())) if name.endswith(", s")
+    ]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.4), facecolor=c["paper"])
+    for axis, column, title in zip(axes, (0, 1), ("time, s", "extra memory, MiB"), strict=True):
+        for place, (way, (name, role)) in enumerate(WAYS.items()):
+            cells = [float(x) for x in list(rows[way].values())[column::2]]
+            at = [3.2 * phase + 0.9 * place for phase in range(len(phases))]
+            axis.barh(at, cells, height=0.8, color=c[role], label=name)
+            for y, value in zip(at, cells, strict=True):
+                axis.text(
+                    value, y, f" {value:,.3g}" if value < 100 else f" {value:,.0f}",
+                    va="center", color=c["ink"], fontsize=FONT - 1.5,
+                )  # fmt: skip
+        middles = [3.2 * phase + 0.9 for phase in range(len(phases))]
+        axis.set_yticks(middles, phases if column == 0 else ["" for _ in phases])
+        axis.set_xlim(0, 1.18 * axis.get_xlim()[1])
+        axis.invert_yaxis()
+        axis.set_title(title, loc="left", color=c["ink"], fontsize=FONT + 1, weight="bold")
+        axis.set_facecolor(c["paper"])
+        axis.set_xticks([])
+        axis.tick_params(colors=c["ink"], labelsize=FONT, length=0)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    where = {"loc": "lower center", "ncol": 3, "frameon": False}
+    figure.legend(handles, labels, labelcolor=c["ink"], fontsize=FONT, **where)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    return figure
+
+
 def write(name: str, draw: Any, png: Path | None) -> None:
     figure = draw(colors(0))
     path = HERE / f"{name}.svg"
@@ -306,6 +398,7 @@ def main() -> None:
     png = parser.parse_args().png
     matplotlib.rcParams |= {"svg.hashsalt": "mcore_logprobs", "font.family": "DejaVu Sans"}
     pictures = {"fused-path": fused_path, "one-way": one_way, "lazy": lazy, "costs": costs}
+    pictures |= {"keep": keep, "trainer": trainer}
     for name, draw in pictures.items():
         write(name, draw, png)
 

@@ -141,8 +141,14 @@ def _pefts_lora(layer: Any) -> HeadLoRA | None:
     base = layer.base_layer
     return HeadLoRA(
         a[0] if len(names) == 1 else torch.cat(a),
-        b[0] if len(names) == 1 else torch.cat([x * s for x, s in zip(b, scales, strict=True)], 1),
-        scales[0] if len(names) == 1 else 1.0,
+        # Relative to the first: a scale that they share is not rounded into B.
+        b[0]
+        if len(names) == 1
+        else torch.cat(
+            [x if s == scales[0] else x * (s / scales[0]) for x, s in zip(b, scales, strict=True)],
+            1,
+        ),
+        scales[0],
         resolve_tp_group(getattr(base, "tp_group", None)),
         "summed" if base.sequence_parallel else "whole",
     )
@@ -202,6 +208,8 @@ def _reason_against_pefts(layer: Any) -> str:
             return f"{kind} has parts of shapes {shapes[0]} and {shapes[1]}"
         if getattr(b, "gather_output", False):
             return f"{kind} gathers its output"
+        if getattr(b, "parallel_mode", "column") != "column":  # Transformer Engine's
+            return f"{kind} has a lora_B that takes no part in tensor parallelism"
         if base.sequence_parallel and not getattr(a.weight, "sequence_parallel", False):
             return f"{kind} has a lora_A without the mark sequence_parallel"
     others = [name for name, _ in layer.named_parameters() if not name.startswith(_PEFTS_PARTS)]
