@@ -121,7 +121,7 @@ trap 'rm -rf "$logs"' EXIT
 # The third has what these two leave.
 parts=(
     "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel"
-    "tests/kernels tests/bench"
+    "tests/kernels tests/bench tests/examples tests/trainers tests/sizes"
 )
 tests() {
     if [ "$#" -gt 0 ]; then
