@@ -123,6 +123,7 @@ class RowStatistics(Forward):
         """
         stats, multiplier, group = self.of_all_tiles(), self.multiplier, self._source.shard.group
         fields, ordered = len(self.spec.fields), self._segments is not None
+        assert not (ordered and others), "segments' statistics travel alone"
         if ordered:
             shards = all_gather_dim0(stats, group)
         else:
