@@ -339,17 +339,28 @@ def test_require_names_the_line_and_what_to_use(touch: Any, instead: str) -> Non
     ours.vocab_parallel_entropy(logits)
 
 
-def test_changed_weights_are_refused() -> None:
-    tensors = head()
-    logits = lazy_logits(**tensors)
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [("weight", "weight"), ("bias", "bias"), ("lora_a", "LoRA"), ("lora_b", "LoRA"),
+     ("hidden", "hidden states")],
+)  # fmt: skip
+def test_changed_tensors_are_refused(changed: str, says: str) -> None:
+    tensors = {
+        **head(),
+        "bias": torch.zeros(V, requires_grad=True),
+        "lora_a": torch.randn(2, H, requires_grad=True),
+        "lora_b": torch.zeros(V, 2, requires_grad=True),
+    }
+    lora = (tensors["lora_a"], tensors["lora_b"], 0.5)
+    logits = lazy_logits(tensors["hidden"], tensors["weight"], bias=tensors["bias"], lora=lora)
     target = torch.zeros(S, B, dtype=torch.int64)
-    torch.optim.SGD([tensors["weight"]], lr=0.1).step()  # without a gradient: nothing happens
+    torch.optim.SGD(tensors.values(), lr=0.1).step()  # without a gradient: nothing happens
     ours.vocab_parallel_logprobs(logits, target)
-    tensors["weight"].grad = torch.ones_like(tensors["weight"])
-    torch.optim.SGD([tensors["weight"]], lr=0.1).step()
+    tensors[changed].grad = torch.ones_like(tensors[changed])
+    torch.optim.SGD(tensors.values(), lr=0.1).step()
     for consume in (lambda: ours.vocab_parallel_logprobs(logits, target), lambda: logits.exp()):
         with pytest.raises(
-            RuntimeError, match=r"the weight of the model's call \(version 0\), got"
+            RuntimeError, match=rf"the {says} of the model's call \(version 0\), got"
         ):
             consume()
 

@@ -33,7 +33,7 @@ from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
 
 _PARTS = {"linear_in.weight", "linear_out.weight"}
-# Classes that multiply by their weight alone, by name: Transformer Engine is not imported.
+# Classes that only multiply by their weight. By name, because Transformer Engine is not imported.
 _LINEAR = {"Linear", "ColumnParallelLinear", "TELinear", "TEColumnParallelLinear"}
 
 
@@ -138,17 +138,15 @@ def _pefts_lora(layer: Any) -> HeadLoRA | None:
         return None
     a, b = ([part[name].weight for name in names] for part in (layer.lora_A, layer.lora_B))
     scales = [float(layer.scaling[name]) for name in names]
+    scale = scales[0]
+    if any(other != scale for other in scales):  # each goes into its own B, rounded there
+        b = [weight * own for weight, own in zip(b, scales, strict=True)]
+        scale = 1.0
     base = layer.base_layer
     return HeadLoRA(
-        a[0] if len(names) == 1 else torch.cat(a),
-        # Relative to the first: a scale that they share is not rounded into B.
-        b[0]
-        if len(names) == 1
-        else torch.cat(
-            [x if s == scales[0] else x * (s / scales[0]) for x, s in zip(b, scales, strict=True)],
-            1,
-        ),
-        scales[0],
+        a[0] if len(a) == 1 else torch.cat(a),
+        b[0] if len(b) == 1 else torch.cat(b, 1),
+        scale,
         resolve_tp_group(getattr(base, "tp_group", None)),
         "summed" if base.sequence_parallel else "whole",
     )

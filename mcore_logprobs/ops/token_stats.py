@@ -20,6 +20,7 @@ from mcore_logprobs.kernels.stats import (
 )
 from mcore_logprobs.ops.answers import Also, answers
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.joint_statistics import joint_statistics
 from mcore_logprobs.ops.keywords import (
     HeadKeywords,
     LogitsKeywords,
@@ -97,8 +98,17 @@ def token_stats(
         spec, smoothing = wanted.spec, wanted.label_smoothing
         return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)
-    results = apply(wanted, source, local_target, valid_mask)
-    return TokenStats(**RowResults(*results)._asdict())
+    return TokenStats(**_statistics(wanted, source, local_target, valid_mask)._asdict())
+
+
+def _statistics(
+    wanted: Statistics, source: Source, local_target: Tensor, valid_mask: Tensor
+) -> RowResults:
+    latest = getattr(source, "latest_pass", None)
+    if latest is None or wanted.label_smoothing > 0.0:
+        return RowResults(*apply(wanted, source, local_target, valid_mask))
+    results = joint_statistics(latest, wanted.spec, source, local_target)
+    return results.map(lambda x, fill: torch.where(valid_mask, x, fill), IGNORED)
 
 
 @shared_keywords(StatisticsKeywords, given_logits)
@@ -201,10 +211,14 @@ def vocab_parallel_entropy(
     Keywords, memory and errors are those of `vocab_parallel_token_stats`.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    local_target = torch.full(source.batch_shape, -1, dtype=torch.int64, device=source.device)
-    valid_mask = torch.ones_like(local_target, dtype=torch.bool)
-    results = apply(Statistics(StatsSpec(entropy=True)), source, local_target, valid_mask)
-    entropy = RowResults(*results).entropy
+    wanted, latest = Statistics(StatsSpec(entropy=True)), getattr(source, "latest_pass", None)
+    if latest is not None:
+        results = joint_statistics(latest, wanted.spec, source, None)
+    else:
+        local_target = torch.full(source.batch_shape, -1, dtype=torch.int64, device=source.device)
+        valid_mask = torch.ones_like(local_target, dtype=torch.bool)
+        results = RowResults(*apply(wanted, source, local_target, valid_mask))
+    entropy = results.entropy
     assert entropy is not None
     return entropy
 

@@ -45,6 +45,7 @@ from mcore_logprobs.sources.head_operands import (
     HeadTile,
     SavedBytes,
 )
+from mcore_logprobs.sources.latest_pass import LatestPass
 from mcore_logprobs.sources.lora import LoRAInput, check_lora
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import RowSelection, Tiling, check_rows
@@ -61,10 +62,15 @@ class BoundOptions(HeadOptions):
 
 
 class HeadLogits(HeadOperands):
-    """Hidden states and an LM head as a `Source`."""
+    """Hidden states and an LM head as a `Source`.
+
+    Attributes:
+        latest_pass: of lazy logits that several consumers may ask for; None: one alone.
+    """
 
     recomputed, linear = True, False
     options: BoundOptions
+    latest_pass: LatestPass | None = None
 
     def __init__(self, options: BoundOptions, tensors: HeadTensors) -> None:
         super().__init__(options, tensors)

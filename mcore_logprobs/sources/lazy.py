@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import group_size, resolve_tp_group
 from mcore_logprobs.sources.head import HeadLogits
-from mcore_logprobs.sources.lazy_rows import LazyHead, Rows, View
+from mcore_logprobs.sources.lazy_rows import LazyHead, Rows, View, saved_tensors_hooks
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
@@ -188,7 +188,7 @@ class LazyLogits(Tensor):
             return found
         view, wants, rows = self._view, self._wants_gradient, self._view.rows
         # What is computed within a checkpoint is computed again in its backward.
-        keeps = not (wants and _saved_tensors_hooks())
+        keeps = not (wants and saved_tensors_hooks())
         if keeps:
             if wants in rows.real or True in rows.real:
                 return self._shared()
@@ -274,11 +274,6 @@ class _Handle(torch.autograd.Function):
             real = view.compute(gradient=True)
         found = iter(torch.autograd.grad(real, wanted, grads[0], allow_unused=True))
         return None, *(next(found) if need else None for need in needs)
-
-
-def _saved_tensors_hooks() -> bool:
-    """Whether somebody packs what autograd saves now, as checkpoints and offloading do."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def calling_layer(arguments: Iterable[object]) -> LazyHead | None:

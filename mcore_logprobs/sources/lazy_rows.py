@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from mcore_logprobs.groups import group_size
 from mcore_logprobs.sources.head import HeadLogits, head_logits
+from mcore_logprobs.sources.latest_pass import LatestPass, Passes, PassKey
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import RowSelection
 from mcore_logprobs.sources.vocab_bias import LogitBias, scaled_bias
@@ -43,6 +44,7 @@ class LazyHead:
         logits_dtype, chunk_size, backend, saved_bytes: the settings of a patched model; the last
             is of each operation.
         require: whether computing the logits whole is an error.
+        latest_passes: what was computed of some of the rows, by whether it has a gradient.
     """
 
     hidden: Tensor
@@ -64,7 +66,8 @@ class LazyHead:
     backend: str = "auto"
     saved_bytes: int = 0
     require: bool = False
-    _versions: list[int] = field(init=False)
+    latest_passes: Passes = field(init=False, default_factory=dict)
+    _versions: list[tuple[str, int]] = field(init=False)
     _open: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,17 +85,17 @@ class LazyHead:
         bias = () if self.bias is None else (self.bias,)
         return (self.hidden, self.weight, *bias, *self.lora_tensors)
 
-    def _current_versions(self) -> list[int]:
-        if (
-            self.call_layer is not None
-        ):  # FSDP's memory of a whole weight is written again and again
-            return [] if self.hidden.is_inference() else [self.hidden._version]
-        return [0 if x.is_inference() else x._version for x in (self.hidden, self.weight)]
+    def _current_versions(self) -> list[tuple[str, int]]:
+        watched = [("hidden states", self.hidden)]
+        if self.call_layer is None:  # FSDP writes the memory of a whole weight again and again
+            bias = () if self.bias is None else (self.bias,)
+            watched += [("weight", self.weight), *(("bias", x) for x in bias)]
+            watched += [("LoRA", x) for x in self.lora_tensors]
+        return [(name, 0 if x.is_inference() else x._version) for name, x in watched]
 
     def check_unchanged(self) -> None:
-        """Raises: RuntimeError: hidden states or weight were changed since the model's call."""
-        names = ("hidden states", "weight")
-        for name, then, now in zip(names, self._versions, self._current_versions(), strict=False):
+        """Raises: RuntimeError: an input of the model's output layer was changed since its call."""
+        for (name, then), (_, now) in zip(self._versions, self._current_versions(), strict=True):
             if then != now:
                 raise RuntimeError(
                     f"lazy logits: expected the {name} of the model's call (version {then}), got "
@@ -263,7 +266,9 @@ class View:
     def copy(self, dtype: torch.dtype | None = None) -> View:
         """The same in other memory."""
         flat = self.places.reshape(-1)
-        found = self._copied(self.head_rows(flat), self._temperature_at(flat), self.places.shape)
+        # The same tensor for the same temperatures, which says that these are the same logits.
+        own = self.rows.temperature if self.is_whole else self._temperature_at(flat)
+        found = self._copied(self.head_rows(flat), own, self.places.shape)
         return found if dtype is None else replace(found, dtype=dtype)
 
     def _copied(self, rows: Tensor, temperature: float | Tensor, lead: Sequence[int]) -> View:
@@ -356,10 +361,13 @@ class View:
         chunk_size: int | None,
         backend: str,
         logit_bias: LogitBias | None,
-        **options: object,
+        **options: Any,
     ) -> HeadLogits | None:
         """These logits as a source from hidden states; None where they cannot be one."""
         head, own = self.rows.head, self.temperature
+        latest = self._latest_pass(
+            gradient, (temperature, softcap, logit_scale), logit_bias, **options
+        )
         if softcap is not None:
             # Ours come before it: numbers alone, and no bias, which comes after it.
             if isinstance(own, Tensor) or head.bias is not None:
@@ -381,7 +389,7 @@ class View:
                 ) from error
         if isinstance(own, Tensor) or own != 1.0:
             temperature = temperature * own
-        return self._head_source(
+        source = self._head_source(
             gradient=gradient,
             temperature=temperature,
             softcap=softcap,
@@ -391,6 +399,41 @@ class View:
             logit_bias=logit_bias,
             **options,
         )
+        source.latest_pass = latest
+        return source
+
+    def _latest_pass(
+        self,
+        gradient: bool,
+        processing: tuple[object, ...],
+        logit_bias: LogitBias | None,
+        *,
+        vocab_size: int | None,
+        disallowed_ids: object,
+        invariant_segments: int | None,
+        **options: object,
+    ) -> LatestPass | None:
+        """None: every consumer has a pass of its own.
+
+        So where what it is of cannot be compared without a sync, where the whole weight is there
+        for one operation only, and where what is saved must be saved again: a checkpoint's
+        recomputation has to go the same way as its forward.
+        """
+        given = (logit_bias, disallowed_ids, invariant_segments)
+        alone = (
+            any(x is not None for x in given)
+            or any(isinstance(x, Tensor) for x in processing)
+            or self.rows.head.call_layer is not None
+            or (gradient and saved_tensors_hooks())
+            or torch.is_inference_mode_enabled()
+            or torch.compiler.is_compiling()
+        )
+        if alone:
+            return None
+        key = PassKey(
+            self.named_rows(), self.rows.temperature, self.places, (*processing, vocab_size)
+        )
+        return LatestPass(self.rows.head.latest_passes, gradient, key)
 
     def _head_source(
         self, *, gradient: bool, temperature: float | Tensor = 1.0, **options: Any
@@ -410,3 +453,8 @@ class View:
         if tensors.temperature is not None:
             tensors = tensors._replace(temperature=tensors.temperature.reshape(lead))
         return replace(source.options, batch_shape=lead).bind(*tensors)
+
+
+def saved_tensors_hooks() -> bool:
+    """Whether somebody packs what autograd saves now, as checkpoints and offloading do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -1,9 +1,9 @@
 """Megatron-LM main's own `train_rl.py`, as `python train_rl.py` runs it, with given rollouts.
 
-Its arguments, `pretrain`, GRPO's data iterator, schedules, DDP, optimizer and loss. Outside it:
-what a CPU needs (`cpu_training`, the layers by --spec), and in place of the inference engine, which
-needs CUDA, groups of random tokens with rewards. `MCORE_LOGPROBS_PEERS` names the folder with a
-checkout in `Megatron-LM`.
+Its arguments, `pretrain`, GRPO's data iterator, schedules, DDP, optimizer and loss. From outside
+come what a CPU needs (`cpu_training`, the layers by --spec) and the rollouts: groups of random
+tokens with rewards, because the inference engine needs CUDA. `MCORE_LOGPROBS_PEERS` names the
+folder with a checkout in `Megatron-LM`.
 
 Megatron's RL knows no temperature of log-probabilities: the run that must be told apart has another
 scale of the initial weights.
