@@ -7,11 +7,13 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import rl_step
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 (once, for the ranks too)
 import yaml
@@ -331,8 +333,21 @@ def test_self_check_catches_a_conversion_mistake(ranks: Ranks) -> None:
     assert all("self-check failed" in str(error) for error in errors), errors
 
 
+def without_filter(wanted: bool = True) -> AbstractContextManager[Any]:
+    """The trainer's own log-probabilities are over the whole vocabulary, whatever was sampled."""
+    if not wanted:
+        return nullcontext()
+    whole = {"top_p": 1.0, "min_p": 0.0}
+    patch = rl_step.patch_model
+    return mock.patch.object(
+        rl_step,
+        "patch_model",
+        lambda model, config: patch(model, dataclasses.replace(config, **whole)),
+    )
+
+
 def _filtered_steps(
-    kept_tokens: str, kl_coef: float, steps: int, **filters: float
+    kept_tokens: str, kl_coef: float, steps: int, ignore: bool = False, **filters: float
 ) -> list[dict[str, Any]]:
     """Steps under a filter with transformers, whose record of kept ids is replayed or not."""
     sections = {
@@ -347,7 +362,7 @@ def _filtered_steps(
         # One update: after it the trainer's own filter moves with the weights, the record does not.
         "grpo": {"micro_batch": 8, "updates": 1, "kl_coef": kl_coef},
     }
-    with _trainer(sections=sections, tp=2, cp=2) as trainer:
+    with _trainer(sections=sections, tp=2, cp=2) as trainer, without_filter(ignore):
         records = [trainer.train_step()[0] for _ in range(steps)]
     return [dataclasses.asdict(r) for r in records]
 
@@ -380,3 +395,6 @@ def test_steps_under_min_p(ranks: Ranks) -> None:
         assert record["rollout_diff_max"] < 1e-4
         assert record["outside_filter"] == 0
         assert record["grad_norm"] > 1e-3
+    # And it does take tokens away: a trainer without it is far off.
+    (record,) = pool.run(_filtered_steps, "trainer", 0.0, 1, True, min_p=0.3, timeout=280)[0]
+    assert record["rollout_diff_max"] > 0.05

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.test_rl_step import _trainer
+from tests.examples.test_rl_step import _trainer, without_filter
 from tests.helpers.distributed import RankPool
 
 pytestmark = [
@@ -130,9 +130,12 @@ def _hang(out: str) -> tuple[str, float]:
         return "none", 0.0
 
 
-def _min_p(out: str, kept_tokens: str, filters: dict[str, float]) -> tuple[float, float, float]:
+def _min_p(
+    out: str, kept_tokens: str, filters: dict[str, float], ignore: bool = False
+) -> tuple[float, float, float]:
     sections = _sections(kept_tokens=kept_tokens, **filters)
-    with _trainer(sections=sections, output_dir=out, tp=2, cp=1) as trainer:
+    trained = _trainer(sections=sections, output_dir=out, tp=2, cp=1)
+    with trained as trainer, without_filter(ignore):
         record, _, _ = trainer.train_step()
         return record.rollout_diff_max, record.outside_filter, record.grad_norm
 
@@ -146,6 +149,9 @@ def test_min_p(ranks: Any, tmp_path: Path, kept_tokens: str) -> None:
         assert diff < 1e-4
         assert outside == 0
         assert grad > 0
+    if kept_tokens == "trainer":  # and it does take tokens away
+        for diff, _, _ in _run(ranks(2), _min_p, str(tmp_path), kept_tokens, filters, True):
+            assert diff > 0.05
 
 
 @pytest.mark.timeout(280)
