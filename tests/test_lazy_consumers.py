@@ -290,3 +290,48 @@ def test_kept_logits_serve_all_consumers() -> None:
         joined = ours.vocab_parallel_logprobs(logits, labels(1, logits.shape[:-1]))
         weighted([entropy, joined]).backward()
     assert seen.products == 3
+
+
+# What AReaL's metrics are made of.
+METRICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "min": lambda x: x.min(-1).values,
+    "max": lambda x: x.max(dim=-1)[0],
+    "mean": lambda x: x.mean(-1, dtype=torch.float32),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32),
+    "argmin": lambda x: x.argmin(dim=-1),
+    "argmax": lambda x: x.argmax(-1),
+    "column": lambda x: x.min(dim=-1).indices,
+}
+
+
+def test_metrics_of_one_pass() -> None:
+    """Without gradients: of one product, and no logits."""
+    hidden, weight = torch.randn(S, B, H, requires_grad=True), torch.randn(V, H)
+    real = ((hidden @ weight.t()) / 0.7).transpose(0, 1).detach()
+    lazy = (lazy_logits(hidden, weight, require=True) / 0.7).transpose(0, 1).detach()
+    with Seen() as seen:
+        found = {name: metric(lazy) for name, metric in METRICS.items()}
+    assert seen.products == 1
+    for name, value in found.items():
+        torch.testing.assert_close(value, METRICS[name](real))
+    assert torch.equal(METRICS["max"](lazy[1:]), found["max"][1:])
+    assert torch.equal(METRICS["min"](lazy.div_(2.0)), found["min"] / 2.0)
+    hidden.data[2, 1] = torch.nan
+    lazy = lazy_logits(hidden, weight, require=True).detach()
+    for name in ("min", "max", "mean", "norm"):
+        assert METRICS[name](lazy).isnan().nonzero().tolist() == [[2, 1]]
+
+
+def test_a_mean_has_a_gradient() -> None:
+    """`logits.mean() * 0.0` joins a rank without tokens to the graph."""
+    tensors = {name: x.requires_grad_() for name, x in whole_tensors().items()}
+    real = tensors["hidden"] @ (tensors["weight"] + 0.5 * tensors["b"] @ tensors["a"]).t()
+    real = (real + tensors["bias"]) / 0.7
+    for reduce in (torch.mean, lambda x: x.mean(-1).square().sum(), lambda x: x[1:].mean() * 0.0):
+        expected = torch.autograd.grad(reduce(real), list(tensors.values()), retain_graph=True)
+        leaves, lazy = leaves_and_logits()
+        loss = reduce(lazy / 0.7)
+        torch.testing.assert_close(loss.double(), reduce(real), rtol=1e-5, atol=1e-6)
+        got = torch.autograd.grad(loss, list(leaves.values()))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)

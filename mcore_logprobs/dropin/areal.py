@@ -1,4 +1,4 @@
-"""AReaL's `areal.utils.functional.vocab_parallel` and its packed context parallelism.
+"""AReaL's `areal.utils.functional.vocab_parallel`, its packed context parallelism and unpadding.
 
     from mcore_logprobs.dropin.areal import gather_logprobs, gather_logprobs_entropy
 
@@ -22,6 +22,7 @@ __all__ = [
     "gather_logprobs_entropy",
     "reassemble_cp_packed_logprobs",
     "split_packed_seqs_for_context_parallel",
+    "unpad_logits",
 ]
 
 
@@ -73,6 +74,34 @@ def gather_logprobs_entropy(
     )
     assert stats.entropy is not None
     return stats.logprobs, stats.entropy.detach() if reused else stats.entropy
+
+
+def unpad_logits(
+    logits: Tensor,
+    padding_length: int,
+    cu_seqlens: Tensor | None = None,
+    old_cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The rows `[T, ...]` of packed sequences `[P, ...]`, without the padding of each.
+
+    AReaL copies sequence by sequence. Here the rows are selected at once, so that lazy logits stay
+    lazy. Differentiable. Host syncs: one for each of the two tensors.
+
+    Args:
+        padding_length: rows at the end that belong to no sequence.
+        cu_seqlens, old_cu_seqlens: `[b + 1]` with and without padding; None: none is padded.
+    """
+    if padding_length > 0:
+        logits = logits[:-padding_length]
+    if old_cu_seqlens is None:
+        return logits
+    assert cu_seqlens is not None
+    lengths = old_cu_seqlens.diff().tolist()
+    rows = [
+        torch.arange(start, start + length)
+        for start, length in zip(cu_seqlens.tolist(), lengths, strict=False)
+    ]
+    return logits[torch.cat(rows)]
 
 
 def _may_be_reused(logits: Tensor) -> bool:

@@ -150,6 +150,7 @@ _DESCRIBED = (
         "areal-project/AReaL",
         "areal/utils/functional/vocab_parallel.py",
         "areal/engine/megatron_utils/packed_context_parallel.py",
+        "areal/utils/data.py",
         compared="1.0.4",
     ),
     _framework(

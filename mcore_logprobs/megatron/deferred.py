@@ -160,8 +160,9 @@ class DeferredLogits:
         head = self.head
 
         def best() -> tuple[Tensor, Tensor]:
-            values, columns = head.largest(self.source(gradient=False, logits_dtype=head.dtype))
-            return values.to(head.dtype), columns
+            source = self.source(gradient=False, logits_dtype=head.dtype)
+            found = head.summary(source)
+            return found.largest.to(head.dtype), found.largest_column
 
         if self._largest is None:
             with torch.no_grad():

@@ -15,8 +15,7 @@ from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
 from mcore_logprobs.megatron.heads import reshards_after_forward
 from mcore_logprobs.ops.linear_map import map_logits
-from mcore_logprobs.ops.local_largest import local_largest
-from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.ops.row_summary import row_summary
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import LazyHead
 from mcore_logprobs.sources.lora import LoRAInput
@@ -46,8 +45,8 @@ def call_of(
         tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
         operands=partial(_operands, lora),
         product=product,
-        materialized=materialized,
-        largest=local_largest,
+        mapped=map_logits,
+        summary=row_summary,
         into_main_grad=partial(into_main_grad, base),
         lora_tensors=() if lora is None else (lora.a, lora.b),
         call_layer=call_layer if reshards_after_forward(layer) else None,
@@ -88,16 +87,6 @@ def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
-
-
-def materialized(source: HeadLogits, dtype: torch.dtype) -> Tensor:
-    """All logits `[m, V/TP]` of a source, in a dtype."""
-    # A copy: what a tile's function gives may be the tile's own memory.
-    return map_logits(source, partial(_cast, dtype))
-
-
-def _cast(dtype: torch.dtype, logits: Tensor) -> Tensor:
-    return logits.to(dtype, copy=True)
 
 
 def into_main_grad(layer: Any, weight: Tensor) -> bool:

@@ -163,8 +163,8 @@ def _recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) 
         return _indexed(handle, args[0])
     if name == "__iter__":
         return iter(_rearranged(Tensor.unbind, handle, (), {}))
-    if name in ("max", "argmax"):
-        return _largest(name, handle, args, kwargs)
+    if name in _SUMMARIZED:
+        return _summarized(name, handle, args, kwargs)
     if name == "index_select":
         return _selected(handle, *args, **kwargs)
     if name == "contiguous":
@@ -278,17 +278,33 @@ def _selected(handle: LazyLogits, dim: int, index: Tensor) -> object:
     return _like(handle, view.at(places))
 
 
-def _largest(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
-    """Over the vocabulary and without gradients, as Megatron counts accepted predictions."""
-    dims = (*args, *kwargs.values())
-    if len(dims) != 1 or not set(kwargs) <= {"dim"} or isinstance(dims[0], Tensor):
-        return _NOT
-    if dims[0] not in (-1, handle.dim() - 1):
-        return _NOT
-    if name == "argmax":
-        return handle.view_of_head.largest().indices
+_SUMMARIZED = ("max", "min", "argmax", "argmin", "mean", "linalg_vector_norm")
+
+
+def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """Over the vocabulary and without gradients: what metrics and acceptance counts are made of.
+
+    A mean has its gradient: of all logits times 0 it is a loss that joins the graph and asks for
+    nothing.
+    """
+    options = dict(kwargs)
+    dtype = options.pop("dtype", None) or handle.dtype
+    dims = (*args, *options.values())
     wants = torch.is_grad_enabled() and handle.requires_grad
-    return _NOT if wants else handle.view_of_head.largest()
+    if name == "mean" and not dims:
+        return handle.view_of_head.mean().mean().to(dtype)
+    if len(dims) != 1 or not set(options) <= {"dim"} or dims[0] not in (-1, handle.dim() - 1):
+        return _NOT
+    if wants and not name.startswith("arg"):
+        return handle.view_of_head.mean().to(dtype) if name == "mean" else _NOT
+    found = handle.view_of_head.summary()
+    if name.startswith("arg"):
+        return found.largest_column if name == "argmax" else found.smallest_column
+    if name == "max":
+        return torch.return_types.max((found.largest.to(dtype), found.largest_column))
+    if name == "min":
+        return torch.return_types.min((found.smallest.to(dtype), found.smallest_column))
+    return (found.mean if name == "mean" else found.norm).to(dtype)
 
 
 def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ class LazyHead:
         dtype: of the layer's logits.
         operands: (hidden, weight, LoRA or None) as they are multiplied, of hidden and weight.
         product: the layer's own logits `[s, b, V/TP]`, of hidden and weight.
-        materialized: all logits `[m, V/TP]` of a source, in a dtype.
-        largest: (largest logit, its local column) of each token of a source.
+        mapped: a function of tiles of a source's logits `[rows, V/TP]`, the results joined.
+        summary: what the logits of a source's tokens are like.
         output_dtype: what the layer rounds its product to, where it has one of its own.
         into_main_grad: whether the gradient of this weight goes into its main_grad.
         call_layer: runs a function of (hidden, weight) while the whole weight of this rank is
@@ -55,8 +56,8 @@ class LazyHead:
     tp_group: ProcessGroup | None
     operands: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, LoRAInput | None]]
     product: Callable[[Tensor, Tensor], Tensor]
-    materialized: Callable[[HeadLogits, torch.dtype], Tensor]
-    largest: Callable[[HeadLogits], tuple[Tensor, Tensor]]
+    mapped: Callable[[HeadLogits, Callable[[Tensor], Tensor]], Tensor]
+    summary: Callable[[HeadLogits], RowSummary]
     into_main_grad: Callable[[Tensor], bool]
     lora_tensors: tuple[Tensor, ...] = ()
     call_layer: Callable[[Callable[[Tensor, Tensor], Any]], Any] | None = None
@@ -178,6 +179,21 @@ class LazyHead:
         )
 
 
+class RowSummary(NamedTuple):
+    """Of each row's logits among this rank's columns, `[*lead]` each; the columns are local.
+
+    Attributes:
+        mean, norm: the mean, and the root of the sum of squares.
+    """
+
+    largest: Tensor
+    largest_column: Tensor
+    smallest: Tensor
+    smallest_column: Tensor
+    mean: Tensor
+    norm: Tensor
+
+
 class Rows:
     """Memory that is not there: rows of a head, each over its temperature, that handles share.
 
@@ -190,6 +206,7 @@ class Rows:
         real: the logits `[m, V/TP]` where they were computed, by whether they have a gradient.
         written: whether those were changed in place.
         version: how often the temperature was changed.
+        summary: of the places of a view, at a version.
     """
 
     def __init__(
@@ -200,6 +217,7 @@ class Rows:
         self.real: dict[bool, Tensor] = {}
         self.written = False
         self.version = 0
+        self.summary: tuple[int, Tensor, RowSummary] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -324,7 +342,9 @@ class View:
             flat = flat if rows is None else flat.index_select(0, rows.to(flat.device))
         else:
             source = self._head_source(gradient=gradient, logits_dtype=head.dtype)
-            flat = head.materialized(source, head.dtype).view(-1, self.width)
+            # A copy: what a tile's function gives may be the tile's own memory.
+            flat = head.mapped(source, partial(torch.Tensor.to, dtype=head.dtype, copy=True))
+            flat = flat.view(-1, self.width)
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             flat = flat / temperature.reshape(-1, 1)
@@ -332,22 +352,38 @@ class View:
             flat = flat / temperature
         return flat.to(self.dtype).view(self.shape)
 
-    def largest(self) -> torch.return_types.max:
-        """The largest logit of each row among this rank's columns, and its column: `[*lead]` each.
+    def summary(self) -> RowSummary:
+        """What the logits of each row are like, without gradients; computed once.
 
-        Without gradients; of logits rounded as the layer rounds them.
+        Of logits rounded as the layer rounds them.
         """
-        head = self.rows.head
+        head, rows = self.rows.head, self.rows
+        if rows.summary is not None:
+            version, places, found = rows.summary
+            if version == rows.version and torch.equal(places, self.places):
+                return found
 
-        def best() -> tuple[Tensor, Tensor]:
+        def of_source() -> RowSummary:
             source = self._head_source(
                 gradient=False, temperature=self.temperature, logits_dtype=head.dtype
             )
-            values, columns = head.largest(source)
-            return values.to(self.dtype), columns
+            return head.summary(source)
 
         with torch.no_grad():
-            return torch.return_types.max(head.run(best))
+            found = RowSummary(*head.run(of_source))
+        rows.summary = rows.version, self.places, found
+        return found
+
+    def mean(self) -> Tensor:
+        """The mean of each row, differentiable; a tile of logits at a time."""
+        head = self.rows.head
+
+        def of_source() -> Tensor:
+            source = self._head_source(gradient=True, logits_dtype=head.dtype)
+            # A map's function gets logits that are not divided by the temperature.
+            return head.mapped(source, _mean) / self.temperature
+
+        return head.run(of_source)
 
     # ---- a source ----
 
@@ -458,3 +494,7 @@ class View:
 def saved_tensors_hooks() -> bool:
     """Whether somebody packs what autograd saves now, as checkpoints and offloading do."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _mean(logits: Tensor) -> Tensor:
+    return logits.mean(-1)

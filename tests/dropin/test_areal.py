@@ -12,8 +12,10 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.dropin import areal
 from mcore_logprobs.megatron import head_report, patch_gpt_model
+from mcore_logprobs.sources.lazy import LazyLogits
 from tests.dropin.frameworks import MAIN, checkout, load
 from tests.engine.truths import entropy_of, take
+from tests.helpers.lazy import lazy_logits
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, step, tiny_config, worst
 
 HEAD = "areal.models.mcore.vocab_parallel_head"
@@ -110,3 +112,25 @@ def test_areal_s_head_is_fused(
 ) -> None:
     for errors in ranks(2).run(run_head, replace, fp32_output, sequence_parallel):
         assert max(errors.values()) < 2e-5, errors
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_without_padding(lazy: bool) -> None:
+    """AReaL's own copies of each sequence's rows, of real logits; lazy ones stay lazy."""
+    cu_seqlens, old = torch.tensor([0, 4, 8, 16]), torch.tensor([0, 3, 7, 12])
+    hidden, weight = torch.randn(18, 5, requires_grad=True), torch.randn(9, 5, requires_grad=True)
+    logits = hidden @ weight.t()
+    if lazy:
+        logits = lazy_logits(hidden.unsqueeze(1), weight, require=True).squeeze(1)
+    real = hidden.detach() @ weight.detach().t()
+    kept = torch.tensor([0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+    got = areal.unpad_logits(logits, 2, cu_seqlens, old)
+    assert isinstance(got, LazyLogits) is lazy
+    labels = torch.arange(12) % 9
+    logprobs, _ = areal.gather_logprobs_entropy(got, labels, 0.7)
+    expected = (real[kept] / 0.7).log_softmax(-1)[torch.arange(12), labels]
+    torch.testing.assert_close(logprobs, expected)
+    (on_hidden,) = torch.autograd.grad(logprobs.sum(), hidden)
+    assert on_hidden.abs().sum(-1).nonzero().squeeze(1).tolist() == kept.tolist()
+    assert areal.unpad_logits(torch.arange(6.0), 2).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert areal.unpad_logits(torch.arange(18.0), 2, cu_seqlens, old).tolist() == kept.tolist()

@@ -129,13 +129,15 @@ def test_a_release_that_does_not_fit(tmp_path: Path) -> None:
     before = file.read_text()
     file.write_text(before.replace("temperature=1.0", "scale", 1))
     script = """
+    import inspect
     from mcore_logprobs.dropin.switch import switch_on
     try:
         switch_on("areal")
     except ValueError as error:
         print(error)
     import areal.engine.megatron_utils.packed_context_parallel as fits
-    assert fits.split_packed_seqs_for_context_parallel.__module__ == fits.__name__
+    own = [x for x in vars(fits).values() if inspect.isfunction(x)]
+    assert own and all(x.__module__ == fits.__name__ for x in own)
     """
     printed = fresh(script, root, RANK="3")
     assert "areal.utils.functional.vocab_parallel.gather_logprobs: expected a release" in printed
@@ -157,6 +159,7 @@ def test_a_release_that_does_not_fit(tmp_path: Path) -> None:
     switch_on("areal")
     import areal.utils.functional.vocab_parallel
     import areal.engine.megatron_utils.packed_context_parallel
+    import areal.utils.data
     try:
         switch_on("vllm")
     except ValueError as error:
@@ -314,7 +317,7 @@ def test_inherited_by_child_processes(tmp_path: Path) -> None:
         "import sys; assert was_hidden and 'torch' not in sys.modules; "
         "from areal.engine.megatron_utils import packed_context_parallel as theirs; "
         "from areal.utils.functional.vocab_parallel import gather_logprobs as own; "
-        "print(theirs.split_packed_seqs_for_context_parallel.__module__, own.__module__)"
+        "print(theirs.gather_logprobs_entropy.__module__, own.__module__)"
     )
     (tmp_path / "parent.py").write_text(
         "import os, subprocess, sys\nassert 'areal' not in sys.modules\n"

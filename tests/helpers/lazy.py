@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import resolve_tp_group
-from mcore_logprobs.megatron.lazy import materialized
-from mcore_logprobs.ops.local_largest import local_largest
+from mcore_logprobs.ops.linear_map import map_logits
+from mcore_logprobs.ops.row_summary import row_summary
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import LazyHead
 from mcore_logprobs.sources.lora import LoRAInput
@@ -51,8 +51,8 @@ def lazy_logits(
         tp_group=group,
         operands=lambda hidden, weight: (hidden, weight, lora),
         product=product,
-        materialized=materialized,
-        largest=local_largest,
+        mapped=map_logits,
+        summary=row_summary,
         into_main_grad=lambda weight: False,
         lora_tensors=() if lora is None else lora[:2],
         **settings,

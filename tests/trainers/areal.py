@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tests.dropin.frameworks import source_root
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, installed
-from tests.trainers.verl import VOCABULARY, write_model
+from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
+from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step: services, data sets, other engines.
 ABSENT = (
@@ -33,6 +33,7 @@ NOW = (
     "areal.utils.functional.vocab_parallel: gather_logprobs, gather_logprobs_entropy: now those of "
     "mcore_logprobs.dropin.areal"
 )
+UNPADS = "areal.utils.data: unpad_logits: now those of mcore_logprobs.dropin.areal"
 STEPS, UPDATES = 2, 2  # updates per step
 TRAJECTORIES = 8  # per step, of all data-parallel ranks
 
@@ -44,16 +45,19 @@ def _row(version: str, layout: str, option: str, **more: Any) -> Row:
     processes = 1
     for size in sizes.values():
         processes *= size
-    calls = ("gather_logprobs", "gather_logprobs_entropy")
+    calls = ("gather_logprobs", "gather_logprobs_entropy", "unpad_logits")
     if sizes["cp"] > 1:
         calls += ("reassemble_cp_packed_logprobs", "split_packed_seqs_for_context_parallel")
     settings = {"version": version, **sizes, **more.pop("settings", {})}
+    if settings.get("lazy"):
+        settings |= {"vocabulary": 8192, "sizes": {"tensor": sizes["tp"]}}
+        more["environment"] = {"MCORE_LOGPROBS_FUSED": "require"}
     return Row(
         "areal",
         layout,
         f"{version}, {option}",
         processes,
-        log=(NOW,),
+        log=(NOW, UNPADS),
         calls=calls,
         settings=settings,
         timeout=600,
@@ -79,6 +83,16 @@ ROWS = [
     _row("main", "CP 2", "PPO, KL to a reference", settings={"options": _ON_POLICY}),
     _row("main", "PP 2", "ratios of sequences", settings={"options": _SEQUENCES}),
     _row("main", "DP 2", "CISPO", settings={"options": _CISPO}),
+    *(
+        _row(version, layout, f"{option}, lazy logits at V 8192", settings={"lazy": True, **more})
+        for version, layout, option, more in (
+            ("1.0.4", "TP 2", "decoupled PPO, checkpoints", {}),
+            ("main", "TP 1", "decoupled PPO", {}),
+            ("main", "TP 2", "CISPO", {"options": _CISPO}),
+            ("main", "PP 2", "ratios of sequences", {"options": _SEQUENCES}),
+        )
+    ),
+    # Not lazy with CP 2: AReaL gathers the logits of a rank's tokens from all ranks.
     # Not TP 2 CP 2: torch.distributed.nn's all_gather, in a group that is not the first, has no
     # backward under gloo.
 ]
@@ -126,6 +140,15 @@ def _train(row: Row, how: How) -> Trace:
     actor = _actor(row, how)
     before = _parameters(actor)
     trace = Trace()
+    # A micro-batch has a trajectory of seven tokens or more.
+    with watched(row, trace, HIDDEN, 7 // row.settings["cp"]):
+        _steps(row, actor, trace)
+    trace.parameters = _parameters(actor)
+    trace.moved = max(float((x - before[n]).abs().max()) for n, x in trace.parameters.items())
+    return trace
+
+
+def _steps(row: Row, actor: Any, trace: Trace) -> None:
     for step in range(STEPS):
         batch = _trajectories(step, actor.data_parallel_rank, row.settings["dp"])
         logprobs = actor.compute_logp(batch)
@@ -146,9 +169,6 @@ def _train(row: Row, how: How) -> Trace:
         trace.entropy.append(torch.tensor(ends))
         trace.grad_norm.append(metrics.pop("ppo_actor/update/grad_norm"))
         trace.metrics.append(metrics)
-    trace.parameters = _parameters(actor)
-    trace.moved = max(float((x - before[n]).abs().max()) for n, x in trace.parameters.items())
-    return trace
 
 
 def _actor(row: Row, how: How) -> Any:
