@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -327,22 +328,32 @@ def run(row: Row, runs: Sequence[How] = RUNS) -> list[list[Trace]]:
             # Compiling takes minutes and changes nothing that is compared.
             "TORCHDYNAMO_DISABLE": str(int(not row.settings.get("compile"))),
         }
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.trainers.ranks", folder],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-m", "tests.trainers.ranks", folder],
-                env=environment,
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=row.timeout,
-            )
+            printed, _ = process.communicate(timeout=row.timeout)
         except subprocess.TimeoutExpired as late:
             tails = "\n".join(p.read_text()[-3000:] for p in Path(folder).glob("output*"))
             raise RuntimeError(f"{row.name}: not done in {row.timeout:g} s\n{tails}") from late
-        if done.returncode:
-            raise RuntimeError(f"{row.name}: {done.stdout[-8000:]}")
+        finally:
+            _end(process)
+        if process.returncode:
+            raise RuntimeError(f"{row.name}: {printed[-8000:]}")
         return pickle.loads(Path(folder, "traces").read_bytes())
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends its whole session: ranks leave without waiting for workers that a framework started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 # ---- comparing -----------------------------------------------------------------------------------
