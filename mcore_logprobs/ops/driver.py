@@ -25,7 +25,15 @@ from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
 from mcore_logprobs.sources.main_grad import MainGrad
-from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Options, Source, Tile, Walked
+from mcore_logprobs.sources.source import (
+    ChunkAt,
+    Gradient,
+    LogitIndices,
+    Options,
+    Source,
+    Tile,
+    Walked,
+)
 
 Tensors = tuple[Any, ...]  # each a Tensor or None
 SourceT = TypeVar("SourceT", bound=Walked)
@@ -136,8 +144,12 @@ def _show_tile(
     run.end_tile(tile, rows)
 
 
-def _backward(backward: Backward, source: Walked, needs: Sequence[bool]) -> Tensors:
-    gradient = source.gradient(needs, sparse=backward.entries)
+def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Tensors:
+    """The gradients of a source's tensors, formed in all of its tiles.
+
+    Args:
+        gradient: of `source.gradient`.
+    """
     for tile in source.tiles():
         if backward.entries:
             gradient.collect_entries(tile, *backward.at(tile))
@@ -303,7 +315,9 @@ class _Recompute(torch.autograd.Function):
             )
             saved = tuple(None if x is None else source.unpack(x) for x in saved)
             needs = ctx.needs_input_grad[4 : 4 + counts[0]]
-            found = _backward(ctx.operation.backward(source, upstream, given, saved), source, needs)
+            backward = ctx.operation.backward(source, upstream, given, saved)
+            gradient = source.gradient(needs, sparse=backward.entries)
+            found = form_gradient(backward, source, gradient)
         return (None, None, None, None, *found, *(None for _ in tensors[len(found) :]))
 
 

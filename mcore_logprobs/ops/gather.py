@@ -211,36 +211,43 @@ def topk_distill(
     return student, torch.log_softmax(teacher, dim=-1), found
 
 
-class _Spoilt(torch.autograd.Function):
-    """NaN, of x's shape; the gradient of a row is NaN where one is asked of it, and else 0."""
+class _NanRows(torch.autograd.Function):
+    """NaN `[..., j]` in place of what rows `[..., k]` would give.
+
+    The gradient of a row is NaN where one is asked of it, else 0.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+    def forward(ctx: _NanContext, rows: Tensor, width: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        return torch.full_like(x, torch.nan)
+        ctx.shape = rows.shape
+        return rows.new_full((*rows.shape[:-1], width), torch.nan)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: _NanContext, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        (grad,) = grads
         if grad is None:
-            return None
+            return None, None
         asked = (grad != 0).any(-1, keepdim=True)
-        return torch.where(asked, torch.nan, 0.0).to(grad.dtype).expand_as(grad)
+        return torch.where(asked, torch.nan, 0.0).to(grad.dtype).expand(ctx.shape), None
+
+
+class _NanContext(FunctionCtx):
+    shape: torch.Size
 
 
 def of_rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """`function(*rows)` of rows `[..., k]`: `[...]` or `[..., k]`, differentiable by the first.
+    """`function(*rows)` of rows `[..., k]`: `[..., j]`, differentiable by the first.
 
     A row whose result holds a NaN is NaN, and so is its gradient where one is asked of it, but
     exactly 0 where its upstream is 0. By autograd's rules alone it is 0 behind a clamp, whatever
-    upstream is, and elsewhere NaN even where that is 0.
+    upstream is, and elsewhere NaN even where that is 0. So the function is given zeros in place of
+    such rows, and `_NanRows` stands in place of what it makes of them.
     """
     with torch.no_grad():
-        spoilt = function(*rows).isnan()
-    is_number = spoilt.dim() < rows[0].dim()
-    of_row = spoilt.unsqueeze(-1) if is_number else spoilt.any(-1, keepdim=True)
-    found = function(*(torch.where(of_row, 0.0, x) for x in rows))
-    nan = _Spoilt.apply(rows[0])
-    return torch.where(spoilt, nan[..., 0], found) if is_number else torch.where(of_row, nan, found)
+        nan = function(*rows).isnan().any(-1, keepdim=True)  # [..., 1]
+    results = function(*(x.masked_fill(nan, 0.0) for x in rows))
+    return torch.where(nan, _NanRows.apply(rows[0], results.shape[-1]), results)
 
 
 @shared_keywords(LogitsKeywords, given_logits)

@@ -400,6 +400,44 @@ class Kept:
         check_flag("full", self.full)
 
 
+class _Record(NamedTuple):
+    """The kept ids in the order in which a source walks its rows, one entry per id.
+
+    Attributes:
+        row: int64 `[e]`, each entry's row, ascending.
+        place: int64 `[e]`, where its id stands in the flat ids.
+        bounds: where each tile's entries begin, and the end.
+    """
+
+    row: Tensor
+    place: Tensor
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, source: Source, count: int, offsets: Tensor, places: Tensor) -> _Record:
+        """A host sync where rows are left out, and one where there are several tiles.
+
+        Args:
+            count: ids in the whole record.
+            offsets: `[rows + 1]`, where each row of the record begins in the flat ids.
+            places: `[*lead]`, which row of the record is each token's.
+        """
+        device, row_of_record = source.device, source.to_row_order(places)  # [n]
+        is_row = source.to_row_order(torch.ones_like(places), fill=0)  # 0: padding
+        lengths = offsets.diff()[row_of_record] * is_row
+        ends = lengths.cumsum(0)
+        if getattr(source.options, "selection", None) is not None:
+            count = int(lengths.sum())  # a host sync
+        tile_ends, bounds = source.tile_ends(), (0, count)
+        if len(tile_ends) != 1:
+            bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
+        row = torch.arange(source.num_rows, device=device)
+        row = row.repeat_interleave(lengths, output_size=count)
+        nth_of_row = torch.arange(count, device=device) - (ends - lengths)[row]
+        place = offsets[row_of_record[row]] + nth_of_row
+        return cls(row, place, bounds)
+
+
 def replay(
     source: Source,
     target: Tensor,
@@ -439,27 +477,16 @@ def replay(
     if whole is not None and kept.missing == "full" and kept.entropy:
         whole = replace(whole, entropy=True)
     recorded = lengths > 0
-    given = source.compacted(valid_mask)
-    source = given.in_token_order()
-    # The record in the order of the rows of the walk: of each entry where it stands.
-    walk = source.to_row_order(places)
-    computed = source.to_row_order(torch.ones_like(places), fill=0)
-    lengths = offsets.diff()[walk] * computed
-    ends = lengths.cumsum(0)
-    is_whole = getattr(source.options, "selection", None) is None
-    count = ids.numel() if is_whole else int(lengths.sum())  # a host sync
-    row = torch.arange(source.num_rows, device=source.device)
-    row = row.repeat_interleave(lengths, output_size=count)
-    place = torch.arange(count, device=source.device) + (offsets[:-1][walk] - ends + lengths)[row]
-    tile_ends, bounds = source.tile_ends(), (0, count)
-    if len(tile_ends) != 1:
-        bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
-    hit = ids[place] == source.to_row_order(target)[row]
+    as_it_lies = source.compacted(valid_mask)
+    source = as_it_lies.in_token_order()
+    record = _Record.of(source, ids.numel(), offsets, places)
+    hit = ids[record.place] == source.to_row_order(target)[record.row]
     kind = Replay if whole is None else _FullReplay
-    operation = kind(bounds, kept.entropy, whole, kept.missing)
-    per_token, entries = (valid_mask, local_target, recorded), (row, local_ids[place], hit)
+    operation = kind(record.bounds, kept.entropy, whole, kept.missing)
+    per_token = (valid_mask, local_target, recorded)
+    entries = (record.row, local_ids[record.place], hit)
     if whole is not None:
-        source = given  # statistics are taken as the logits lie
+        source = as_it_lies  # statistics are taken so
     found = ReplayResults.of(apply(operation, source, *per_token, constants=entries))
     full = RowResults() if asked is None else found.full
     if asked is not None and not asked.entropy:

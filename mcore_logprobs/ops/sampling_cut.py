@@ -28,13 +28,13 @@ from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.ops.sampling_search import (
     FilterOptions,
     HardRows,
-    Values,
     descending,
     kept_on_rank,
     multiplier_column,
     running_sum,
     search_cut,
 )
+from mcore_logprobs.sources.held import HeldLogits
 from mcore_logprobs.sources.source import ChunkAt, Source
 
 # Candidates per rank for top-p alone, and the largest top_k served by candidates.
@@ -106,16 +106,16 @@ def find_cut(
         local_target: `[n]` int64, the target as this rank's column, or -1.
         valid_mask: `[n]` bool, False for rows that do not count.
     """
-    shard, values = opts.shard, Values(chunks, source.rows_at_a_time, source.acc_dtype)
+    shard, logits = opts.shard, HeldLogits(chunks, source.rows_at_a_time, source.acc_dtype)
     wanted = _TOP_P_CANDIDATES if opts.top_k is None else opts.top_k + 1
     if wanted > _MAX_CANDIDATES:
         wanted = _TOP_P_CANDIDATES
-    survey = _Survey(values, local_sum, local_target, min(wanted, shard.width), opts)
+    survey = _Survey(logits, local_sum, local_target, min(wanted, shard.width), opts)
     found = survey.cut()
     hard = found.hard & valid_mask & survey.row_max.isfinite()
     index = hard.nonzero().squeeze(-1)  # a host sync
     if index.numel():
-        subset = HardRows(values, index, survey.row_max[index], opts)
+        subset = HardRows(logits, index, survey.row_max[index], opts)
         solved = search_cut(subset, survey.total[index])
         for known, exact in zip(found[:4], solved, strict=True):
             known[index] = exact
@@ -133,12 +133,12 @@ def find_cut(
     logprobs = (survey.target.double() - survey.row_max) * opts.multiplier - log_sum
     logprobs = torch.where(kept & ~empty, logprobs, -torch.inf)
     return Cut(
-        logprobs=logprobs.masked_fill(~survey.row_max.isfinite(), torch.nan).to(values.dtype),
+        logprobs=logprobs.masked_fill(~survey.row_max.isfinite(), torch.nan).to(logits.dtype),
         kept=kept,
         limit=torch.where(found.next == found.value, found.value, _between(found)),
         last=torch.where(found.next == found.value, found.last, -1),
         row_max=survey.row_max,
-        log_sum=log_sum.to(values.dtype),
+        log_sum=log_sum.to(logits.dtype),
     )
 
 
@@ -183,24 +183,28 @@ class _Survey:
 
     def __init__(
         self,
-        values: Values,
+        logits: HeldLogits,
         local_sum: Tensor | None,
         local_target: Tensor,
         c: int,
         opts: FilterOptions,
     ) -> None:
         self._opts, shard = opts, opts.shard
-        dtype, device, n = values.dtype, local_target.device, local_target.shape[0]
+        dtype, device, n = logits.dtype, local_target.device, local_target.shape[0]
         packed = torch.zeros(2 + c, n, dtype=dtype, device=device)
         packed[2:] = -torch.inf
         self._columns = torch.zeros(n, c, dtype=torch.int64, device=device)
-        found = min(c, shard.valid_width)
+        listed = min(c, shard.valid_width)
         if local_sum is not None:
             packed[1] = local_sum
-        for part, x in values.parts(found) if found else ():
+
+        def see(part: slice, x: Tensor) -> None:
             packed[0, part] = gather_target(x, local_target[part], 0.0).to(dtype)
-            largest, self._columns[part, :found] = descending(x, found)
-            packed[2 : 2 + found, part] = largest.t().to(dtype)
+            largest, self._columns[part, :listed] = descending(x, listed)
+            packed[2 : 2 + listed, part] = largest.t().to(dtype)
+
+        if listed:
+            logits.show(see, listed)
         everyone = all_gather_stack(packed, shard.group)  # [ranks, 2 + c, n]
         self.own_target, self.target = packed[0], everyone[:, 0].sum(0)
         self._candidates = everyone[:, 2:]

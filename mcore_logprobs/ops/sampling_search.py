@@ -17,17 +17,15 @@ and is a logit of the row, since A changes only there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.chunk import Chunk, row_chunks
-from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
-from mcore_logprobs.sources.source import ChunkAt
+from mcore_logprobs.kernels.largest import largest_columns
+from mcore_logprobs.sources.held import HeldLogits, Look
 
 _WAYS = 8
 _BY_VALUE = 4  # rounds before the look at the logits within
@@ -72,56 +70,6 @@ def multiplier_column(
     return multiplier[part].unsqueeze(-1).to(dtype)
 
 
-class Values:
-    """Logits before the temperature, a few rows at a time.
-
-    Args:
-        chunks: of whole rows; the first row is the first of the n.
-        rows_at_a_time: columns -> rows of which float32 copies of so many columns are made.
-    """
-
-    def __init__(
-        self, chunks: list[ChunkAt], rows_at_a_time: Callable[[int], int], dtype: torch.dtype
-    ) -> None:
-        first = chunks[0].rows.start if chunks else 0
-        self._chunks = [
-            (
-                slice(placed.rows.start - first, placed.rows.stop - first),
-                replace(placed.chunk, temperature=1.0),
-            )
-            for placed in chunks
-        ]
-        self._rows_at_a_time = rows_at_a_time
-        self.dtype = self.raw_dtype = dtype
-        if all(chunk.is_unprocessed for _, chunk in self._chunks) and chunks:
-            self.raw_dtype = chunks[0].chunk.logits.dtype
-
-    def parts(self, k: int) -> Iterator[tuple[slice, Tensor]]:
-        """(slice of the n rows, `[c, valid]` in the logits' own dtype where they are plain), as
-        many rows as the k largest of them are found of at a time.
-        """
-        for rows, chunk in self._chunks:
-            copied = copied_numbers(chunk.valid, k) + (not chunk.is_unprocessed) * chunk.valid
-            for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time(copied)):
-                where = slice(rows.start + part.start, rows.start + part.stop)
-                yield where, _values(chunk.rows(part))
-
-    def of_rows(self, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """(slice of the index, `[c, valid]` new, float32 or float64) of rows `[r]`, ascending."""
-        start = 0
-        for rows, chunk in self._chunks:
-            mine = index[(index >= rows.start) & (index < rows.stop)] - rows.start
-            for part in row_chunks(mine.shape[0], self._rows_at_a_time(chunk.valid)):
-                picked = replace(chunk, logits=chunk.logits[mine[part]])
-                stop = start + part.stop - part.start
-                yield slice(start, stop), _values(picked).to(self.dtype)
-                start = stop
-
-
-def _values(chunk: Chunk) -> Tensor:
-    return chunk.logits[:, : chunk.valid] if chunk.is_unprocessed else chunk.processed()
-
-
 def descending(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row and their columns, `[c, k]`, the largest first."""
     columns = largest_columns(x, k)
@@ -130,32 +78,37 @@ def descending(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class HardRows:
-    """Some rows of the logits, in chunks of float32 (or float64) copies.
+    """Some rows of the logits, looked at a few at a time in float32 (or float64) copies.
 
     Args:
         index: `[r]` int64, ascending.
         row_max: `[r]` largest logit, finite.
     """
 
-    def __init__(self, values: Values, index: Tensor, row_max: Tensor, opts: FilterOptions) -> None:
+    def __init__(
+        self, logits: HeldLogits, index: Tensor, row_max: Tensor, opts: FilterOptions
+    ) -> None:
         self.row_max, self.shard, self.opts = row_max, opts.shard, opts
-        self.dtype, self.raw_dtype = values.dtype, values.raw_dtype
+        self.dtype, self.raw_dtype = logits.dtype, logits.raw_dtype
         self.multiplier = opts.multiplier
         if isinstance(self.multiplier, Tensor):
             self.multiplier = self.multiplier[index]
         self.floor = opts.floor(row_max, self.multiplier)
-        self._values, self._index = values, index
+        self._logits, self._index = logits, index
 
-    def chunks(self, *, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """(slice of the `r` rows, `[c, valid]` logits, new); -inf below the floor.
+    def _look(self, look: Look, *, below_floor: bool = False) -> Tensor:
+        """What `look` gives of the rows, joined along them.
 
         Args:
-            whole: logits below the floor too.
+            below_floor: show it logits below the floor too; they are -inf otherwise.
         """
-        for part, x in self._values.of_rows(self._index):
-            if self.opts.min_p is not None and not whole:
+
+        def of_part(part: slice, x: Tensor) -> Tensor:
+            if self.opts.min_p is not None and not below_floor:
                 x.masked_fill_(x < self.floor[part].unsqueeze(-1), -torch.inf)
-            yield part, x
+            return look(part, x)
+
+        return self._logits.look_at(self._index, of_part)
 
     def total(self) -> Tensor:
         """The mass of what min_p keeps, `[r]` float64. One all-reduce."""
@@ -167,28 +120,33 @@ class HardRows:
 
         One all-reduce.
         """
-        out = torch.zeros(pivots.shape, dtype=torch.float64, device=pivots.device)
-        for part, x in self.chunks():
+
+        def look(part: slice, x: Tensor) -> Tensor:
             weight = None if count else self._weight(x, part)
             buffer = torch.empty_like(x)
-            for pivot, total in zip(pivots[:, part], out[:, part], strict=True):
+            totals = pivots.new_empty(pivots[:, part].shape, dtype=torch.float64)
+            for pivot, total in zip(pivots[:, part], totals, strict=True):
                 torch.gt(x, pivot.unsqueeze(-1), out=buffer)
                 if weight is not None:
                     buffer.mul_(weight)
                 total.copy_(buffer.sum(-1))
-        return all_reduce_sum(out, self.shard.group)
+            return totals
+
+        return all_reduce_sum(self._look(look), self.shard.group)
 
     def around(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """(mass above `value`, `[r]` float64; tokens equal to it on each rank, `[ranks, r]` int64).
 
         One all-gather.
         """
-        out = torch.zeros(2, value.shape[0], dtype=torch.float64, device=value.device)
-        for part, x in self.chunks():
+
+        def look(part: slice, x: Tensor) -> Tensor:
             limit = value[part].unsqueeze(-1)
-            out[1, part] = (x == limit).sum(-1).double()
-            out[0, part] = self._weight(x, part).mul_(x > limit).sum(-1).double()
-        everyone = all_gather_stack(out, self.shard.group)
+            ties = (x == limit).sum(-1).double()
+            mass = self._weight(x, part).mul_(x > limit).sum(-1).double()
+            return torch.stack([mass, ties])
+
+        everyone = all_gather_stack(self._look(look), self.shard.group)
         return everyone[:, 0].sum(0), everyone[:, 1].long()
 
     def largest_up_to(self, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,30 +154,35 @@ class HardRows:
         `[r]` the edge above which none is missing. One all-gather.
         """
         c = min(_WITHIN, self.shard.width)
-        out = torch.full((c, value.shape[0]), -torch.inf, dtype=self.dtype, device=value.device)
-        for part, x in self.chunks():
+
+        def look(part: slice, x: Tensor) -> Tensor:
             x.masked_fill_(x > value[part].unsqueeze(-1), -torch.inf)
-            found, _ = descending(x, min(c, x.shape[-1]))
-            out[: found.shape[-1], part] = found.t()
-        everyone = all_gather_stack(out, self.shard.group)  # [ranks, c, r]
+            largest, _ = descending(x, min(c, x.shape[-1]))
+            missing = c - largest.shape[-1]
+            return torch.nn.functional.pad(largest, (0, missing), value=-torch.inf).t()
+
+        everyone = all_gather_stack(self._look(look), self.shard.group)  # [ranks, c, r]
         listed = everyone.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
         return listed, everyone[:, -1].amax(0)
 
     def largest_below(self, value: Tensor) -> Tensor:
         """The largest logit under `value`, `[r]`. One all-gather."""
-        out = torch.full_like(value, -torch.inf)
-        for part, x in self.chunks(whole=True):
+
+        def look(part: slice, x: Tensor) -> Tensor:
             x.masked_fill_(x >= value[part].unsqueeze(-1), -torch.inf)
-            out[part] = x.amax(-1) if x.shape[-1] else -torch.inf
-        return all_gather_stack(out, self.shard.group).amax(0)
+            return x.amax(-1) if x.shape[-1] else torch.full_like(value[part], -torch.inf)
+
+        largest = self._look(look, below_floor=True)
+        return all_gather_stack(largest, self.shard.group).amax(0)
 
     def nth_tie(self, value: Tensor, nth: Tensor) -> Tensor:
         """This rank's column of the `nth` token (from 1) equal to `value`; -1 where nth is 0."""
-        out = torch.full_like(nth, -1)
-        for part, x in self.chunks():
+
+        def look(part: slice, x: Tensor) -> Tensor:
             seen = (x == value[part].unsqueeze(-1)).cumsum(-1, dtype=torch.int32)
-            out[part] = (seen < nth[part].unsqueeze(-1)).sum(-1)
-        return torch.where(nth > 0, out, -1)
+            return (seen < nth[part].unsqueeze(-1)).sum(-1)
+
+        return torch.where(nth > 0, self._look(look), -1)
 
     def weight_of(self, raw: Tensor) -> Tensor:
         """exp(z - max z), `[r]` float64."""

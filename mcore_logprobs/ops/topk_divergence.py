@@ -119,12 +119,16 @@ def topk_kl_div(
         teacher = teacher - lse.detach().to(teacher.dtype).unsqueeze(-1)
     ids = check_target(ids, shape, source.device, name="ids")
     student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)
+
+    def value(student: Tensor, teacher: Tensor) -> Tensor:
+        return divergence.value(student, teacher).unsqueeze(-1)
+
     if ignore_index is None:
-        return of_rows(divergence.value, student, teacher)
+        return of_rows(value, student, teacher).squeeze(-1)
     valid_mask = ids != ignore_index
     # An ignored id has probability 0 on both sides.
     student, teacher = (torch.where(valid_mask, x, LOG_ZERO) for x in (student, teacher))
-    return torch.where(valid_mask.any(-1), of_rows(divergence.value, student, teacher), 0.0)
+    return torch.where(valid_mask.any(-1), of_rows(value, student, teacher).squeeze(-1), 0.0)
 
 
 @shared_keywords(LogitsKeywords, given_logits)
