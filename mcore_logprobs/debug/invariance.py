@@ -118,7 +118,9 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
         for source, own in sources(tp):
             entries = own.unsqueeze(-1), on_target.unsqueeze(-1)
             backward = LogitGradient(source, GradientTerms(*entries, top, coef, spec))
-            parts += form_gradient(backward, source, source.gradient((True, False, False)))
+            (of_logits,) = form_gradient(backward, source, source.gradient((True,)))
+            assert of_logits is not None
+            parts.append(of_logits)
         return torch.cat(parts, -1)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
@@ -156,6 +158,7 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
             backward = operation.backward(source, upstream, (own, mask), softmax)
             _, of_weight, *_ = form_gradient(backward, source, gradient)
             parts += collected.parts
+            assert of_weight is not None
             weights.append(of_weight)
         return torch.cat(weights), ordered_sum_dim0(parts, None, scatter=False)
 

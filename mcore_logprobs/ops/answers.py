@@ -8,7 +8,7 @@ weight's size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.ops.topk import TopK, check_k
@@ -53,12 +53,12 @@ class Found(NamedTuple):
     """What `Answers` gives of each row, or the upstream gradients of it."""
 
     statistics: RowResults
-    candidates: Any
-    values: Any
-    top_ids: Any
+    candidates: Tensor | None
+    values: Tensor | None
+    top_ids: Tensor | None
 
     @classmethod
-    def of(cls, flat: Tensors) -> Found:
+    def of(cls, flat: Results) -> Found:
         return cls(RowResults(*flat[:-3]), *flat[-3:])
 
 
@@ -85,7 +85,7 @@ class Answers(Operation[Source]):
         return _AnswersForward(self, source, tensors)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         local_target, valid_mask, *asked = tensors
         *softmax, top_columns = saved
@@ -144,7 +144,7 @@ class _AnswersForward(RowStatistics):
             self._largest.see(placed)
         super().see(placed)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         operation, multiplier = self._operation, self.multiplier
         (statistics, softmax), shards = self.reduce(self._x.t())
         candidates = values = ids = top_columns = None
@@ -203,9 +203,11 @@ def answers(
     operation = Answers(
         spec, label_smoothing, also.ids is not None, also.topk or 0, also.log_softmax
     )
-    found = Found.of(apply(operation, source, *per_token))
+    found, top = Found.of(apply(operation, source, *per_token)), None
+    if found.values is not None and found.top_ids is not None:
+        top = found.values, found.top_ids
     return TokenStats(
         **found.statistics._asdict(),
         candidates=found.candidates,
-        topk=None if also.topk is None else (found.values, found.top_ids),
+        topk=top,
     )

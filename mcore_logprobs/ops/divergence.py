@@ -26,7 +26,7 @@ from mcore_logprobs.kernels.pairs import (
     merge_pairs,
     pair_dtype,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.sources.given import GivenLogits, given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
@@ -48,9 +48,11 @@ class Divergence(Operation[PairSource]):
         return _DivergenceForward(self.spec, source, tensors[0])
 
     def backward(
-        self, source: PairSource, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: PairSource, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return _DivergenceGradient(self.spec, source, upstream[0], *saved)
+        (on_values,) = upstream
+        assert on_values is not None
+        return _DivergenceGradient(self.spec, source, on_values, *saved)
 
 
 class _DivergenceForward(Forward):
@@ -84,7 +86,7 @@ class _DivergenceForward(Forward):
             whole = merge_pairs(shards, self._spec, self._source.multipliers)
             self._done = finalize_pair(whole, self._spec)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         done = self._done
         assert done is not None
         value, inner = done.value, done.value

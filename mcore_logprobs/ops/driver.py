@@ -35,7 +35,9 @@ from mcore_logprobs.sources.source import (
     Walked,
 )
 
-Tensors = tuple[Any, ...]  # each a Tensor or None
+Tensors = tuple[Tensor, ...]
+Results = tuple[Tensor | None, ...]  # of some rows, or gradients; None where nothing is wanted
+Saved = tuple[Any, ...]  # likewise; each operation knows which are there
 SourceT = TypeVar("SourceT", bound=Walked)
 
 
@@ -64,7 +66,7 @@ class Forward:
     def end_pass(self) -> None:
         """All tiles were seen; once a pass."""
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         """(results, what the backward needs besides source and tensors), `[n, ...]` each."""
         raise NotImplementedError
 
@@ -115,7 +117,7 @@ class Operation(Generic[SourceT]):
         raise NotImplementedError
 
     def backward(
-        self, source: SourceT, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: SourceT, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         """The gradient; an upstream of None stands for 0."""
         raise NotImplementedError
@@ -144,7 +146,7 @@ def _show_tile(
     run.end_tile(tile, rows)
 
 
-def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Tensors:
+def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Results:
     """The gradients of a source's tensors, formed in all of its tiles.
 
     Args:
@@ -166,7 +168,7 @@ def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Ten
 # ---- what both modes are: no double backward in silence, no autocast --------------------------
 
 
-def once_differentiable(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+def once_differentiable(backward: Callable[..., Results]) -> Callable[..., Results]:
     """For an autograd.Function's backward whose result depends on what the forward saved.
 
     torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
@@ -180,8 +182,8 @@ def once_differentiable(backward: Callable[..., Tensors]) -> Callable[..., Tenso
     """
 
     @functools.wraps(backward)
-    def once(ctx: Any, *grads: Tensor | None) -> Tensors:
-        saved = ctx.saved_tensors
+    def once(ctx: FunctionCtx, *grads: Tensor | None) -> Results:
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
         with torch.no_grad():
             found = backward(ctx, saved, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -268,8 +270,8 @@ class _Recompute(torch.autograd.Function):
         options: Options,
         counts: tuple[int, int],
         plans: tuple[KeptPlan, ...],
-        *tensors: Tensor | None,
-    ) -> Tensors:
+        *tensors: Tensor,
+    ) -> Results:
         with without_autocast(tensors[0]):
             source, given = _call_context(options, counts, tensors)
             kept = keep(source.heads, plans) if plans else []
@@ -286,8 +288,8 @@ class _Recompute(torch.autograd.Function):
         ctx.operation, ctx.options, ctx.plans = operation, options, plans
         ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
         ctx.linear = operation.linear and source.linear
-        everything: Tensors = (*tensors, *saved, *(x for own in kept for x in own.tensors))
-        ctx.save_for_backward(*everything)
+        everything: Results = (*tensors, *saved, *(x for own in kept for x in own.tensors))
+        ctx.save_for_backward(*everything)  # type: ignore[arg-type]  # None may be saved too
         ctx.set_materialize_grads(False)
         flags = operation.differentiable or (True,) * len(results)
         ctx.mark_non_differentiable(
@@ -301,7 +303,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _RecomputeContext, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
+    def backward(ctx: _RecomputeContext, unpacked: Tensors, *grads: Tensor | None) -> Results:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         *counts, end, last = ctx.counts
@@ -344,7 +346,7 @@ class Objective(Protocol):
 
     def value_and_upstream(
         self, results: Any, tensors: Tensors, own: Tensors
-    ) -> tuple[Tensor, Tensors]:
+    ) -> tuple[Tensor, Results]:
         """(a scalar, its gradient by each result or None) of some rows.
 
         Args:
@@ -410,7 +412,7 @@ class _Eager(torch.autograd.Function):
         options: Options,
         counts: tuple[int, int, int],
         *tensors: Tensor,
-    ) -> Tensors:
+    ) -> Results:
         count, per_token, _ = counts
         *tensors, anchor = tensors  # type: ignore[assignment]
         inputs = tensors[:count]
@@ -420,7 +422,7 @@ class _Eager(torch.autograd.Function):
             needs = [flag and objective.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
             gradient = source.gradient(needs, in_acc_dtype=True)
             total = torch.zeros((), dtype=torch.float64, device=source.device)
-            parts: list[Tensors] = []
+            parts: list[Results] = []
             for tile in source.tiles():
                 own_rows = slice(0, tile.rows.stop - tile.rows.start)
                 chunks = [placed._replace(rows=own_rows) for placed in tile.held_chunks()]
@@ -462,7 +464,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _EagerContext, _: Tensors, *grads: Tensor | None) -> Tensors:
+    def backward(ctx: _EagerContext, _: Tensors, *grads: Tensor | None) -> Results:
         upstream, none = grads[0], len(ctx.needs_input_grad)
         if upstream is None:
             return (None,) * none

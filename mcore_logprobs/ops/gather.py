@@ -30,7 +30,7 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import (
     EntryGradient,
@@ -55,9 +55,11 @@ class EntryLogits(Operation[Source]):
         return _EntryForward(source, tensors[0])
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return EntryGradient(source, tensors[0], upstream[0])
+        (local_ids,), (on_values,) = tensors, upstream
+        assert on_values is not None
+        return EntryGradient(source, local_ids, on_values)
 
 
 class _EntryForward(Forward):
@@ -71,7 +73,7 @@ class _EntryForward(Forward):
         found = tile.unscaled_logits(grid_entries(self._local_ids, tile.rows))
         self._values[rows] = found.view(-1, self._local_ids.shape[1])
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         values = all_reduce_sum(self._values, self._source.shard.group)
         return (times_multiplier(values, self._source.multiplier),), ()
 
@@ -92,7 +94,7 @@ class EntryLogprobs(Operation[Source]):
         return _LogprobForward(self, source, tensors)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         local_ids, valid_mask = tensors
         on_values, on_entropy = upstream
@@ -125,7 +127,7 @@ class _LogprobForward(RowStatistics):
         )
         super().see(placed)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         done, shards = self.reduce(self._values.t())
         values = shards.sum(0).t()
         if self._operation.log_softmax:

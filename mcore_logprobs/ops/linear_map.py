@@ -22,7 +22,7 @@ from mcore_logprobs.arguments import check_mask, check_per_token
 from mcore_logprobs.checks import autocast_enabled, check_called
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.ops.captured import name_of, walk_graph
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.sources.head import HeadLogits, HeadTile, head_logits
 from mcore_logprobs.sources.source import ChunkAt, masked_source
@@ -84,7 +84,7 @@ class Map(Operation[HeadLogits]):
         return self.structure.differentiable
 
     def backward(
-        self, source: HeadLogits, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: HeadLogits, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         return _MapGradient(self, upstream, tensors)
 
@@ -111,7 +111,7 @@ class _MapForward(Forward):
             operation.structure.differentiable = [x is not None and x.requires_grad for x in found]
         self._parts.append([None if x is None else x.detach() for x in found])
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         source = self._source
         if not self._parts:  # no rows: fn says what the shapes are
             none = torch.empty(0, source.shard.width, dtype=source.acc_dtype, device=source.device)
@@ -125,7 +125,7 @@ class _MapForward(Forward):
 class _MapGradient(Backward):
     whole_tile = True
 
-    def __init__(self, operation: Map, upstream: Tensors, tensors: Tensors) -> None:
+    def __init__(self, operation: Map, upstream: Results, tensors: Tensors) -> None:
         valid_mask, *self._per_token = tensors
         self._operation = operation
         self._asked = torch.zeros_like(valid_mask)

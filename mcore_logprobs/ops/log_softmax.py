@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import SoftmaxStats, StatsSpec
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.sources.given import given_logits
@@ -26,9 +26,11 @@ class LogSoftmax(Operation[Source]):
         return _LogSoftmaxForward(source)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return _LogSoftmaxGradient(source, upstream[0], *saved)
+        (on_columns,) = upstream
+        assert on_columns is not None
+        return _LogSoftmaxGradient(source, on_columns, *saved)
 
 
 class _LogSoftmaxForward(RowStatistics):
@@ -65,7 +67,7 @@ class _LogSoftmaxForward(RowStatistics):
             dtype, device = self._source.acc_dtype, self._source.device
             self._result = torch.empty(shape, dtype=dtype, device=device)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         assert self._softmax is not None
         row_max, log_sum, *_ = self._softmax
         return (self._result,), (row_max, log_sum)

@@ -53,6 +53,7 @@ class _Loss:
             leaves = RowResults(logprobs=results.logprobs, entropy=results.entropy).map(
                 lambda x: x.detach().requires_grad_(self.backward)
             )
+            assert leaves.logprobs is not None
             total = sum_of_losses(
                 self.fn,
                 leaves.logprobs,

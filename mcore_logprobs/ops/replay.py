@@ -8,9 +8,8 @@ pass: the kept logits are read from the chunks, and travel in the same all-gathe
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from mcore_logprobs.kernels.stats import (
     gradient_coefficients,
     merge,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, entries_of_chunk
 from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
@@ -47,16 +46,16 @@ class ReplayResults(NamedTuple):
         full: of the whole distribution, each None where it was not asked for.
     """
 
-    logprobs: Any
-    entropy: Any
+    logprobs: Tensor | None
+    entropy: Tensor | None
     full: RowResults
 
     @classmethod
-    def of(cls, flat: Sequence[object]) -> ReplayResults:
+    def of(cls, flat: Results) -> ReplayResults:
         return cls(flat[0], flat[1], RowResults(*flat[2:]))
 
     @property
-    def flat(self) -> Tensors:
+    def flat(self) -> Results:
         return (self.logprobs, self.entropy, *self.full)
 
 
@@ -79,7 +78,7 @@ class Replay(Operation[Source]):
     entropy: bool
     full: StatsSpec | None
     missing: str
-    ignored_values = ReplayResults(0.0, 0.0, IGNORED).flat
+    ignored_values = (0.0, 0.0, *IGNORED)
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         if self.full is None:
@@ -87,7 +86,7 @@ class Replay(Operation[Source]):
         return _FullReplayForward(self, source, tensors)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         kept, full = saved[: len(_SavedKept._fields)], saved[len(_SavedKept._fields) :]
         own_upstream = self._own(upstream, tensors)
@@ -122,7 +121,7 @@ class Replay(Operation[Source]):
         valid_mask, _, recorded, *_ = tensors
         return valid_mask if self.missing == "error" else valid_mask & recorded
 
-    def _own(self, upstream: Tensors, tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    def _own(self, upstream: Results, tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
         """The upstream of logprobs and entropy in the rows of a record, 0 in others."""
         counted = self.counted(tensors)
         found = ReplayResults.of(upstream)
@@ -204,6 +203,7 @@ class _Kept:
         0 in rows that do not count.
         """
         results, softmax = finalize(merged, self.spec, multiplier=self._source.multiplier)
+        assert results.logprobs is not None
         hits = merged.new_zeros(merged.shape[1]).index_add_(0, self.row, self._hit.to(merged.dtype))
         # -inf where the target is not among the kept ids, or all of them are -inf.
         finite = ~self.spec.named(merged)["max"].isneginf()
@@ -231,7 +231,7 @@ class _ReplayForward(Forward):
         part = next(self._parts)
         self._kept.x[part] = tile.unscaled_logits(self._kept.entries(part))
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         kept, multiplier = self._kept, self._source.multiplier
         shards = all_gather_stack(kept.statistics(), self._source.shard.group)
         merged = merge(shards, kept.spec, multiplier=multiplier)
@@ -258,14 +258,16 @@ class _FullReplayForward(RowStatistics):
         self._kept.x[self._part] += placed.chunk.unscaled_entries(row, column)
         super().see(placed)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         kept = self._kept
         (found, softmax), shards = self.reduce(kept.statistics())
         merged = merge(shards.contiguous(), kept.spec, multiplier=self._source.multiplier)
         logprobs, entropy, saved = kept.finalize(merged)
         if self._operation.missing == "full":
+            assert found.logprobs is not None
             logprobs = torch.where(self._recorded, logprobs, found.logprobs)
             if entropy is not None:
+                assert found.entropy is not None
                 entropy = torch.where(self._recorded, entropy, found.entropy)
         return ReplayResults(logprobs, entropy, found).flat, (*saved, *softmax)
 

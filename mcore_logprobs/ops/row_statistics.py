@@ -22,7 +22,7 @@ from mcore_logprobs.kernels.stats import (
     merge,
     no_columns,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Tensors
+from mcore_logprobs.ops.driver import Backward, Forward, Results, Saved
 from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
 
 
@@ -108,7 +108,7 @@ class RowStatistics(Forward):
         start = self._seen.start if self._seen.stop else tile.rows.start
         self._seen = slice(start, tile.rows.stop)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         return self.reduce()[0]
 
     def reduce(self, *others: Tensor) -> tuple[FinalStats, Tensor]:

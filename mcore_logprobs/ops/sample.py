@@ -19,7 +19,7 @@ from mcore_logprobs.arguments import check_mask, check_seed
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec
-from mcore_logprobs.ops.driver import Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.ops.sampling import Filters
@@ -110,7 +110,7 @@ class _SampleForward(Forward):
         self._chunks = []
         self._cuts.append(cut)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         source = self._source
         if self._filters.off:
             assert self._stats is not None

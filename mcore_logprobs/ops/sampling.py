@@ -26,7 +26,7 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.replay import MISSING, Kept, replay
 from mcore_logprobs.ops.result import TokenStats
@@ -98,7 +98,7 @@ class Filtered(Operation[Source]):
         return _FilteredForward(self, source, tensors)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         *own, on_full = upstream
         return _FilteredGradient(self, source, RowResults(*own), on_full, tensors, saved)
@@ -136,10 +136,9 @@ class _FilteredForward(Forward):
         self._cuts.append(find_cut(source, self._chunks, local_sum, own, valid_mask, opts))
         self._chunks = []
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         cut = Cut.join(self._cuts, self._source.acc_dtype, self._source.device)
-        results: RowResults = RowResults()
-        softmax: Tensors = ()
+        results, softmax = RowResults(), None
         if self._operation.whole is not None:
             assert self._stats is not None
             results, softmax = self._stats.reduce()[0]
@@ -147,7 +146,7 @@ class _FilteredForward(Forward):
         results = results._replace(logprobs=torch.where(self._valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
         own_target = torch.where(cut.kept, self._local_target, -1)
-        return (*results, full), (own_target, *SavedCut.of(cut), *softmax)
+        return (*results, full), (own_target, *SavedCut.of(cut), *(softmax or ()))
 
 
 class _FilteredGradient(Backward):

@@ -19,7 +19,7 @@ from mcore_logprobs.kernels.stats import (
     gradient_coefficients,
 )
 from mcore_logprobs.ops.answers import Also, answers
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import (
     HeadKeywords,
     LogitsKeywords,
@@ -69,7 +69,7 @@ class Statistics(Operation[Source]):
         )
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         local_target, valid_mask = tensors
         softmax = SoftmaxStats(*saved)

@@ -13,7 +13,7 @@ from mcore_logprobs.arguments import check_mask
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import EntryGradient
 from mcore_logprobs.sources.given import given_logits
@@ -28,16 +28,18 @@ class TopK(Operation[Source]):
     k: int
     linear = True
 
-    def forward(self, source: Source, tensors: Tensors) -> Forward:
-        return _TopKForward(self.k, source)
+    def forward(self, source: Source, tensors: Tensors) -> TopKForward:
+        return TopKForward(self.k, source)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return EntryGradient(source, saved[0], upstream[0])
+        (columns,), on_values = saved, upstream[0]
+        assert on_values is not None
+        return EntryGradient(source, columns, on_values)
 
 
-class _TopKForward(Forward):
+class TopKForward(Forward):
     reads = "rows"
 
     def __init__(self, k: int, source: Source) -> None:
@@ -66,7 +68,7 @@ class _TopKForward(Forward):
             values[rows, :own] = z.gather(-1, columns[rows, :own]).to(values.dtype)
             del some, z
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
         shard = self._source.shard
         values, ids = gather_pairs(self._values, self._columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : self._k]
