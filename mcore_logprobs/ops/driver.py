@@ -130,20 +130,15 @@ def show(run: Forward, source: Walked) -> None:
     """Show it all tiles of a source."""
     for _ in range(run.passes):
         for tile in source.tiles():
-            _show_tile(run, tile, tile.rows)
+            run.begin_tile(tile, tile.rows)
+            chunks: Iterable[ChunkAt] = ()
+            if run.reads != "nothing":
+                chunks = tile.whole_rows() if run.reads == "rows" else tile.chunks()
+            for placed in chunks:
+                run.see(placed)
+                del placed  # a tile's logits may be the only large memory: gone before the next
+            run.end_tile(tile, tile.rows)
         run.end_pass()
-
-
-def _show_tile(
-    run: Forward, tile: Tile, rows: slice, held: Sequence[ChunkAt] | None = None
-) -> None:
-    run.begin_tile(tile, rows)
-    if run.reads != "nothing":
-        chunks: Iterable[ChunkAt] = tile.whole_rows() if run.reads == "rows" else tile.chunks()
-        for placed in chunks if held is None else held:
-            run.see(placed)
-            del placed  # a tile's logits may be the only large memory: gone before the next
-    run.end_tile(tile, rows)
 
 
 def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Results:
@@ -429,7 +424,10 @@ class _Eager(torch.autograd.Function):
                 own = tuple(x[tile.rows] for x in rows)
                 taken, others = own[:per_token], own[per_token:]
                 run = operation.forward(source, taken)
-                _show_tile(run, tile, own_rows, chunks)
+                run.begin_tile(tile, own_rows)
+                for placed in chunks:
+                    run.see(placed)
+                run.end_tile(tile, own_rows)
                 results, saved = run.results()
                 value, upstream = objective.value_and_upstream(results, taken, others)
                 total += value

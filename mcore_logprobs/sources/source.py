@@ -77,7 +77,10 @@ class Tile(Protocol):
     rows: slice
 
     def chunks(self) -> Iterator[ChunkAt]:
-        """Chunks that cover the rows and all of this rank's true vocabulary."""
+        """Chunks that cover the rows and all of this rank's true vocabulary.
+
+        The chunks of the same rows follow each other, their columns in order.
+        """
 
     def whole_rows(self) -> Iterator[ChunkAt]:
         """Chunks of some rows by all of this rank's true columns."""
