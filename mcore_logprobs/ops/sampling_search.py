@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,7 +214,7 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
     low = keys.of(torch.full_like(rows.row_max, -torch.inf)) - 1
     if opts.top_k is not None:
         limit = torch.full_like(total, float(opts.top_k))
-        kth = _smallest_below(rows, keys, low, high, limit, count=True)
+        kth = _Search(rows, keys, limit, count=True).value(low, high)
         kth = torch.maximum(kth, rows.floor)
         mass, ties = rows.around(kth)
         total = mass + _times(ties.sum(0), rows.weight_of(kth))
@@ -228,7 +229,7 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
         lowest = (rows.row_max + least.log() / rows.multiplier).to(rows.dtype)
         low = torch.maximum(low, keys.of(lowest) - 1)
     limit = opts.top_p * total
-    value = _smallest_below(rows, keys, low, high, limit, count=False)
+    value = _Search(rows, keys, limit, count=False).value(low, high)
     mass, ties = rows.around(value)
     weight = rows.weight_of(value)
     # Of the equal ones the first j stay, as long as mass + j * weight < limit for the next.
@@ -248,61 +249,93 @@ def _times(count: Tensor, weight: Tensor) -> Tensor:
     return count.double() * weight
 
 
-def _smallest_below(
-    rows: HardRows, keys: _Keys, low: Tensor, high: Tensor, limit: Tensor, *, count: bool
-) -> Tensor:
-    """The smallest value whose A is under `limit`, `[r]`.
+class _Interval(NamedTuple):
+    """Where the cut of each row lies: in (low, high], `[r]` each.
 
-    Args:
-        low, high: `[r]` int64 keys; A(low) is at least the limit, A(high) under it.
+    Attributes:
+        low, high: int64 keys; A(low) is at least the limit, A(high) under it.
+        above_high: A(high), float64.
     """
-    ways = torch.arange(1, _WAYS, device=low.device).unsqueeze(-1)
-    above_high = torch.zeros_like(limit)
-    for done in range(_BY_VALUE + 1 + -(-keys.bits // 3) + _LAST):
-        if _is_done(low, high):
-            break
-        if done == _BY_VALUE:
-            found = _look_within(rows, keys.value(high), above_high, limit, count=count)
-            settled = found.isfinite()
-            high = torch.where(settled, keys.of(found), high)
-            low = torch.where(settled, high - 1, low)
-            continue
+
+    low: Tensor
+    high: Tensor
+    above_high: Tensor
+
+    @property
+    def is_one_value(self) -> bool:
+        """Asked on a CPU alone: elsewhere that is a host sync per round, and the rounds suffice."""
+        return self.low.is_cpu and bool((self.high - self.low == 1).all())
+
+
+@dataclass(frozen=True)
+class _Search:
+    """For the smallest value of each row whose A is under the limit `[r]`."""
+
+    rows: HardRows
+    keys: _Keys
+    limit: Tensor
+    count: bool
+
+    def value(self, low: Tensor, high: Tensor) -> Tensor:
+        """`[r]`, of the keys between which it lies."""
+        steps = [self.cut_by_value] * _BY_VALUE
+        steps += [self.look_within]
+        steps += [self.cut_by_key] * (-(-self.keys.bits // 3) + _LAST)
+        interval = _Interval(low, high, torch.zeros_like(self.limit))
+        for step in steps:
+            if interval.is_one_value:
+                break
+            interval = step(interval)
+        return self.keys.value(interval.high)
+
+    def cut_by_key(self, interval: _Interval) -> _Interval:
+        """The eighth of the interval that has the cut; as many keys in each."""
+        return self._cut_at(interval, self._pivots(interval))
+
+    def cut_by_value(self, interval: _Interval) -> _Interval:
+        """Likewise, with eighths of the same width."""
+        keys, pivots = self.keys, self._pivots(interval)
+        bottom, span = keys.value(interval.low), keys.value(interval.high)
+        span = span - bottom
+        by_value = keys.of(bottom + span * (self._ways / _WAYS).to(span.dtype))
+        return self._cut_at(interval, torch.where(span.isfinite(), by_value, pivots))
+
+    @property
+    def _ways(self) -> Tensor:
+        return torch.arange(1, _WAYS, device=self.limit.device).unsqueeze(-1)
+
+    def _pivots(self, interval: _Interval) -> Tensor:
+        """Keys `[7, r]` at equal distances."""
+        low, high, _ = interval
         # high - low may overflow; the pivots cannot, and int64 wraps.
-        pivots = low + ways * ((high >> 3) - (low >> 3)).clamp(min=1)
-        if done < _BY_VALUE:
-            bottom, span = keys.value(low), keys.value(high) - keys.value(low)
-            by_value = keys.of(bottom + span * (ways / _WAYS).to(span.dtype))
-            pivots = torch.where(span.isfinite(), by_value, pivots)
+        return low + self._ways * ((high >> 3) - (low >> 3)).clamp(min=1)
+
+    def _cut_at(self, interval: _Interval, pivots: Tensor) -> _Interval:
+        low, high, above_high = interval
         # Between the bounds, and in order even where two of them are the same.
         pivots = torch.minimum(pivots, high - 1).clamp(min=low + 1)
-        totals = rows.above(keys.value(pivots), count=count)
+        totals = self.rows.above(self.keys.value(pivots), count=self.count)
         # A falls, so that the pivots under the limit are the last ones.
-        first = (totals >= limit).sum(0, keepdim=True)
+        first = (totals >= self.limit).sum(0, keepdim=True)
         bounds = torch.cat([low.unsqueeze(0), pivots, high.unsqueeze(0)])
+        totals = torch.cat([totals, above_high.unsqueeze(0)])
         low = bounds.gather(0, first).squeeze(0)
         high = torch.maximum(bounds.gather(0, first + 1).squeeze(0), low + 1)
-        totals = torch.cat([totals, above_high.unsqueeze(0)])
-        above_high = totals.gather(0, first).squeeze(0)
-    return keys.value(high)
+        return _Interval(low, high, totals.gather(0, first).squeeze(0))
 
-
-def _is_done(low: Tensor, high: Tensor) -> bool:
-    """Asked on a CPU alone: elsewhere that is a host sync per round, and the rounds suffice."""
-    return low.is_cpu and bool((high - low == 1).all())
-
-
-def _look_within(
-    rows: HardRows, value: Tensor, above: Tensor, limit: Tensor, *, count: bool
-) -> Tensor:
-    """The cut where the largest logits up to `value`, whose A is `above`, show it; else NaN."""
-    listed, edge = rows.largest_up_to(value)
-    weight = torch.ones_like(listed, dtype=torch.float64)
-    if not count:
-        weight = rows.weight_of(listed.t()).t()
-    before = above.unsqueeze(-1) + running_sum(weight) - weight
-    kept = (before < limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
-    found = listed.gather(-1, kept - 1).squeeze(-1)
-    return torch.where(found > edge, found, torch.nan)
+    def look_within(self, interval: _Interval) -> _Interval:
+        """One value where each rank's largest logits up to `high` show the cut; else as it is."""
+        listed, edge = self.rows.largest_up_to(self.keys.value(interval.high))
+        weight = torch.ones_like(listed, dtype=torch.float64)
+        if not self.count:
+            weight = self.rows.weight_of(listed.t()).t()
+        before = interval.above_high.unsqueeze(-1) + running_sum(weight) - weight
+        kept = (before < self.limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
+        cut = listed.gather(-1, kept - 1).squeeze(-1)
+        shown = (cut > edge) & cut.isfinite()
+        high = torch.where(shown, self.keys.of(cut), interval.high)
+        low = torch.where(shown, high - 1, interval.low)
+        return _Interval(low, high, interval.above_high)
 
 
 def running_sum(weight: Tensor) -> Tensor:
