@@ -72,19 +72,19 @@ class _DivergenceForward(Forward):
         assert teacher is not None
         kernels, size = self._source.backend(placed), self._source.rows_at_a_time(teacher.width)
         if self._done is None:
-            found = kernels.pair_stats(student, teacher, spec, chunk_size=size)
+            parts = kernels.pair_stats(student, teacher, spec, chunk_size=size)
             before, both = self._stats[:, rows], (student.multiplier, teacher.multiplier)
-            before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec, both))
+            before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), parts]), spec, both))
         else:
-            own = self._done.softmax[:, rows]
-            sums = kernels.pair_sums(student, teacher, own, spec, chunk_size=size)
+            softmax = self._done.softmax[:, rows]
+            sums = kernels.pair_sums(student, teacher, softmax, spec, chunk_size=size)
             self._sums[:, rows] += sums
 
     def end_pass(self) -> None:
         if self._done is None:
             shards = all_gather_stack(self._stats, self._source.shard.group)
-            whole = merge_pairs(shards, self._spec, self._source.multipliers)
-            self._done = finalize_pair(whole, self._spec)
+            merged = merge_pairs(shards, self._spec, self._source.multipliers)
+            self._done = finalize_pair(merged, self._spec)
 
     def results(self) -> tuple[Results, Saved]:
         done = self._done

@@ -180,13 +180,13 @@ def once_differentiable(backward: Callable[..., Results]) -> Callable[..., Resul
     def once(ctx: FunctionCtx, *grads: Tensor | None) -> Results:
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
         with torch.no_grad():
-            found = backward(ctx, saved, *grads)
+            gradients = backward(ctx, saved, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return found
+            return gradients
         # Those alone are reached by a backward for some inputs only, as autograd.grad's.
-        held = grads if getattr(ctx, "linear", False) else (*grads, *saved)
-        on = [x for x in held if isinstance(x, Tensor) and x.requires_grad]
-        return tuple(_Last.apply(x, *on) if isinstance(x, Tensor) else x for x in found)
+        depends_on = grads if getattr(ctx, "linear", False) else (*grads, *saved)
+        learning = [x for x in depends_on if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(_Last.apply(x, *learning) if isinstance(x, Tensor) else x for x in gradients)
 
     return once
 
@@ -268,9 +268,9 @@ class _Recompute(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Results:
         with without_autocast(tensors[0]):
-            source, given = _call_context(options, counts, tensors)
+            source, rows = _call_context(options, counts, tensors)
             kept = keep(source.heads, plans) if plans else []
-            run = operation.forward(source, given)
+            run = operation.forward(source, rows)
             show(run, source)
             results, saved = run.results()
             del run  # what it has of each tile may be as large as the results
@@ -304,7 +304,7 @@ class _Recompute(torch.autograd.Function):
         *counts, end, last = ctx.counts
         tensors, saved = unpacked[:end], unpacked[end:last]
         with without_autocast(tensors[0]):
-            source, given = _call_context(ctx.options, counts, tensors)
+            source, rows = _call_context(ctx.options, counts, tensors)
             if ctx.plans:
                 restore(source.heads, ctx.plans, unpacked[last:])
             upstream = tuple(
@@ -312,18 +312,18 @@ class _Recompute(torch.autograd.Function):
             )
             saved = tuple(None if x is None else source.unpack(x) for x in saved)
             needs = ctx.needs_input_grad[4 : 4 + counts[0]]
-            backward = ctx.operation.backward(source, upstream, given, saved)
+            backward = ctx.operation.backward(source, upstream, rows, saved)
             gradient = source.gradient(needs, sparse=backward.entries)
-            found = form_gradient(backward, source, gradient)
-        return (None, None, None, None, *found, *(None for _ in tensors[len(found) :]))
+            gradients = form_gradient(backward, source, gradient)
+        return (None, None, None, None, *gradients, *(None for _ in tensors[len(gradients) :]))
 
 
 def _call_context(options: Options, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
     """The source, and what the operation takes besides."""
-    own, per_token = counts
-    source = options.bind(*tensors[:own])
-    rows = (source.to_row_order(x) for x in tensors[own : own + per_token])
-    return source, (*rows, *tensors[own + per_token :])
+    of_source, per_token = counts
+    source = options.bind(*tensors[:of_source])
+    rows = (source.to_row_order(x) for x in tensors[of_source : of_source + per_token])
+    return source, (*rows, *tensors[of_source + per_token :])
 
 
 # ---- eager mode ---------------------------------------------------------------------------------
@@ -421,8 +421,8 @@ class _Eager(torch.autograd.Function):
             for tile in source.tiles():
                 own_rows = slice(0, tile.rows.stop - tile.rows.start)
                 chunks = [placed._replace(rows=own_rows) for placed in tile.held_chunks()]
-                own = tuple(x[tile.rows] for x in rows)
-                taken, others = own[:per_token], own[per_token:]
+                of_tile = tuple(x[tile.rows] for x in rows)
+                taken, others = of_tile[:per_token], of_tile[per_token:]
                 run = operation.forward(source, taken)
                 run.begin_tile(tile, own_rows)
                 for placed in chunks:
@@ -442,14 +442,14 @@ class _Eager(torch.autograd.Function):
                 run = operation.forward(source, tuple(rows[:per_token]))
                 show(run, source)
                 parts = [run.results()[0]]
-            whole = [
+            joined = [
                 None if pieces[0] is None else torch.cat(pieces)
                 for pieces in zip(*parts, strict=True)
             ]
-            ignored_values = operation.ignored_values or (0.0,) * len(whole)
+            ignored_values = operation.ignored_values or (0.0,) * len(joined)
             results = tuple(
                 None if x is None else source.to_token_order(x, fill)
-                for x, fill in zip(whole, ignored_values, strict=True)
+                for x, fill in zip(joined, ignored_values, strict=True)
             )
         ctx.save_for_backward(anchor)
         ctx.main_grad = getattr(options, "main_grad", None)
@@ -472,7 +472,7 @@ class _Eager(torch.autograd.Function):
                 "backward; a second one needs a second forward"
             )
         formed, ctx.gradients = ctx.gradients, None
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
             if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's
                 ctx.kernels.scale(grad, upstream, out=ctx.main_grad.buffer, add=True)
@@ -482,5 +482,6 @@ class _Eager(torch.autograd.Function):
                 out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
                 ctx.kernels.scale(grad, upstream, out=out)
                 grad = out
-            found.append(grad)
-        return (None, None, None, None, *found, *(None for _ in range(none - 4 - len(found))))
+            gradients.append(grad)
+        rest = none - 4 - len(gradients)
+        return (None, None, None, None, *gradients, *(None for _ in range(rest)))

@@ -70,8 +70,8 @@ class _EntryForward(Forward):
         self._values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
-        found = tile.unscaled_logits(grid_entries(self._local_ids, tile.rows))
-        self._values[rows] = found.view(-1, self._local_ids.shape[1])
+        logits = tile.unscaled_logits(grid_entries(self._local_ids, tile.rows))
+        self._values[rows] = logits.view(-1, self._local_ids.shape[1])
 
     def results(self) -> tuple[Results, Saved]:
         values = all_reduce_sum(self._values, self._source.shard.group)
@@ -180,7 +180,7 @@ def topk_distill(
     lead, device = source.batch_shape, source.device
     if teacher_temperature is None:
         teacher_temperature = token_temperature(source)
-    own = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")
+    temperature = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")
     teacher = unwrap_rows(teacher_topk_logits, "teacher_topk_logits")
     check_float_tensor("teacher_topk_logits", teacher, min_dim=1)
     k = teacher.shape[-1]
@@ -194,7 +194,7 @@ def topk_distill(
     source = masked_source(source, mask)
     valid_mask = torch.ones(lead, dtype=torch.bool, device=device) if mask is None else mask
     valid_mask = valid_mask.unsqueeze(-1).expand(shape)
-    student, found = _entries(
+    student, of_student = _entries(
         source,
         local_ids,
         valid_mask,
@@ -203,14 +203,16 @@ def topk_distill(
     )
     if mask is not None:  # a masked row may hold NaN
         student = torch.where(mask.unsqueeze(-1), student, 0.0)
-        found = None if found is None else torch.where(mask, found, 0.0)
+        of_student = None if of_student is None else torch.where(mask, of_student, 0.0)
     if normalize == "topk":
         student = of_rows(lambda x: x.log_softmax(-1), student)
         if mask is not None:
             student = torch.where(mask.unsqueeze(-1), student, 0.0)
     teacher = teacher.detach().to(acc_dtype(teacher.dtype))
-    teacher = teacher / (own.unsqueeze(-1) if isinstance(own, Tensor) else own)
-    return student, torch.log_softmax(teacher, dim=-1), found
+    if isinstance(temperature, Tensor):
+        temperature = temperature.unsqueeze(-1)
+    teacher = teacher / temperature
+    return student, torch.log_softmax(teacher, dim=-1), of_student
 
 
 class _NanRows(torch.autograd.Function):

@@ -35,6 +35,6 @@ class _LocalLargest(Forward):
 @torch.no_grad()
 def local_largest(source: Source) -> tuple[Tensor, Tensor]:
     """(largest processed logit, its column in this rank's shard) of each token, `[*lead]` each."""
-    found = _LocalLargest(source)
-    show(found, source)
-    return source.to_token_order(found.values), source.to_token_order(found.columns)
+    largest = _LocalLargest(source)
+    show(largest, source)
+    return source.to_token_order(largest.values), source.to_token_order(largest.columns)

@@ -78,11 +78,11 @@ class _LogSoftmaxGradient(Backward):
         self._wanted, self._row_max = wanted[:, : source.shard.valid_width], row_max
         self._step = source.rows_at_a_time(source.shard.width)
         total, asked = torch.empty_like(log_sum), torch.empty_like(log_sum, dtype=torch.bool)
-        for some, one_total, one_asked in zip(
+        for of_rows, one_total, one_asked in zip(
             *(x.split(self._step) for x in (self._wanted, total, asked)), strict=True
         ):
-            torch.sum(some, -1, out=one_total)
-            torch.any(some != 0, -1, out=one_asked)
+            torch.sum(of_rows, -1, out=one_total)
+            torch.any(of_rows != 0, -1, out=one_asked)
         total = all_reduce_sum(total, source.shard.group)
         self._asked = asked | (total != 0)
         self._total = total * log_sum.neg().exp()  # p = exp(z - row_max) / s

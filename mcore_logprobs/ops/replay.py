@@ -93,10 +93,10 @@ class Replay(Operation[Source]):
         entries = _KeptEntries(source, own_upstream, tensors, _SavedKept(*kept), self.parts)
         if self.full is None:
             return entries
-        valid_mask, own, recorded, *_ = tensors
-        found = ReplayResults.of(upstream)
-        moved = RowResults(logprobs=found.logprobs, entropy=found.entropy)
-        on_full = found.full
+        valid_mask, local_target, recorded, *_ = tensors
+        on = ReplayResults.of(upstream)
+        moved = RowResults(logprobs=on.logprobs, entropy=on.entropy)
+        on_full = on.full
         if self.missing == "full":
             on_full = on_full._replace(
                 **{
@@ -107,7 +107,7 @@ class Replay(Operation[Source]):
             )
         softmax = SoftmaxStats(*full)
         spec, coef, on_target = gradient_coefficients(on_full, softmax, valid_mask=valid_mask)
-        target = own.unsqueeze(-1), on_target.unsqueeze(-1)
+        target = local_target.unsqueeze(-1), on_target.unsqueeze(-1)
         terms = GradientTerms(*target, softmax.row_max, coef, spec)
         return _FullReplayGradient(source, entries, terms)
 
@@ -124,8 +124,8 @@ class Replay(Operation[Source]):
     def _own(self, upstream: Results, tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
         """The upstream of logprobs and entropy in the rows of a record, 0 in others."""
         counted = self.counted(tensors)
-        found = ReplayResults.of(upstream)
-        both = (found.logprobs, found.entropy)
+        on = ReplayResults.of(upstream)
+        both = (on.logprobs, on.entropy)
         return tuple(  # type: ignore[return-value]
             None if x is None else torch.where(counted, x, 0.0) for x in both
         )
@@ -183,16 +183,16 @@ class _Kept:
     def statistics(self) -> Tensor:
         """Row statistics `[k, n]` of this rank's kept logits."""
         x, row, hit, multiplier = self.x, self.row, self._hit, self._source.multiplier
-        own = self.local_ids >= 0
+        is_local = self.local_ids >= 0
         stats = x.new_zeros(len(self.spec.fields), self._source.num_rows)
         local = self.spec.named(stats)
         local["max"].fill_(-torch.inf)
-        local["max"].scatter_reduce_(0, row, torch.where(own, x, -torch.inf), "amax")
+        local["max"].scatter_reduce_(0, row, torch.where(is_local, x, -torch.inf), "amax")
         shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
         below = times_multiplier(x - shift[row], per_row(multiplier, row))
-        weight = torch.where(own, below.exp(), 0.0)
+        weight = torch.where(is_local, below.exp(), 0.0)
         local["sum"].index_add_(0, row, weight)
-        local["target"].index_add_(0, row, torch.where(own & hit, x, 0.0))
+        local["target"].index_add_(0, row, torch.where(is_local & hit, x, 0.0))
         if self.spec.entropy:
             local["entropy"].index_add_(0, row, below.clamp(min=LOG_ZERO) * weight)
         return stats
@@ -260,16 +260,16 @@ class _FullReplayForward(RowStatistics):
 
     def results(self) -> tuple[Results, Saved]:
         kept = self._kept
-        (found, softmax), shards = self.reduce(kept.statistics())
+        (full, softmax), shards = self.reduce(kept.statistics())
         merged = merge(shards.contiguous(), kept.spec, multiplier=self._source.multiplier)
         logprobs, entropy, saved = kept.finalize(merged)
         if self._operation.missing == "full":
-            assert found.logprobs is not None
-            logprobs = torch.where(self._recorded, logprobs, found.logprobs)
+            assert full.logprobs is not None
+            logprobs = torch.where(self._recorded, logprobs, full.logprobs)
             if entropy is not None:
-                assert found.entropy is not None
-                entropy = torch.where(self._recorded, entropy, found.entropy)
-        return ReplayResults(logprobs, entropy, found).flat, (*saved, *softmax)
+                assert full.entropy is not None
+                entropy = torch.where(self._recorded, entropy, full.entropy)
+        return ReplayResults(logprobs, entropy, full).flat, (*saved, *softmax)
 
 
 class _KeptEntries(Backward):
@@ -489,14 +489,14 @@ def replay(
     entries = (record.row, local_ids[record.place], hit)
     if whole is not None:
         source = as_it_lies  # statistics are taken so
-    found = ReplayResults.of(apply(operation, source, *per_token, constants=entries))
-    full = RowResults() if asked is None else found.full
+    results = ReplayResults.of(apply(operation, source, *per_token, constants=entries))
+    full = RowResults() if asked is None else results.full
     if asked is not None and not asked.entropy:
         full = full._replace(entropy=None)
     return TokenStats(
-        **full._replace(logprobs=found.logprobs)._asdict(),
-        full_logprobs=found.full.logprobs if kept.full else None,
-        kept_entropy=found.entropy,
+        **full._replace(logprobs=results.logprobs)._asdict(),
+        full_logprobs=results.full.logprobs if kept.full else None,
+        kept_entropy=results.entropy,
     )
 
 

@@ -126,14 +126,14 @@ class RowStatistics(Forward):
         else:
             shards = all_gather_stack(torch.cat([stats, *others]) if others else stats, group)
         statistics = shards[:, :fields].contiguous()
-        whole = finalize(
+        final = finalize(
             merge(statistics, self.spec, multiplier=multiplier, ordered=ordered),
             self.spec,
             multiplier=multiplier,
             valid_mask=self._valid_mask,
             label_smoothing=self._label_smoothing,
         )
-        return whole, shards[:, fields:]
+        return final, shards[:, fields:]
 
     def of_all_tiles(self) -> Tensor:
         """This rank's statistics, as `of_tile`."""
@@ -175,10 +175,10 @@ class LogitGradient(Backward):
         self._source, self._terms = source, terms
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
-        own, chunk = self._terms.rows(placed.rows), placed.chunk
+        terms, chunk = self._terms.rows(placed.rows), placed.chunk
         self._source.backend(chunk).grad(
             chunk,
-            own._replace(columns=placed.local(own.columns, self._source.shard)),
+            terms._replace(columns=placed.local(terms.columns, self._source.shard)),
             out=out,
             chunk_size=self._source.rows_at_a_time(chunk.width),
         )
@@ -196,15 +196,15 @@ class EntryGradient(LogitGradient):
         self._local_ids, self._upstream = local_ids, upstream
 
     def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
-        own = self._upstream[tile.rows].reshape(-1)
-        return grid_entries(self._local_ids, tile.rows), own
+        upstream = self._upstream[tile.rows].reshape(-1)
+        return grid_entries(self._local_ids, tile.rows), upstream
 
 
 def grid_entries(local_ids: Tensor, rows: slice) -> LogitIndices:
     """The entries of some rows, from `[n, k]` columns: k per row."""
-    own = local_ids[rows]
-    row = torch.arange(rows.start, rows.stop, device=own.device)
-    return LogitIndices(row.repeat_interleave(own.shape[1]), own.reshape(-1))
+    columns = local_ids[rows]
+    row = torch.arange(rows.start, rows.stop, device=columns.device)
+    return LogitIndices(row.repeat_interleave(columns.shape[1]), columns.reshape(-1))
 
 
 def entries_of_chunk(

@@ -207,8 +207,8 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
     if opts.min_p is not None and opts.top_k is None:
         total = rows.total()
         if opts.top_p is None:
-            whole = torch.full(total.shape, rows.shard.width, device=total.device)
-            return rows.floor, rows.largest_below(rows.floor), total, whole
+            no_limit = torch.full(total.shape, rows.shard.width, device=total.device)
+            return rows.floor, rows.largest_below(rows.floor), total, no_limit
     keys = _Keys(rows.raw_dtype, rows.dtype)
     high = keys.of(rows.row_max)
     low = keys.of(torch.full_like(rows.row_max, -torch.inf)) - 1
@@ -219,8 +219,8 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
         mass, ties = rows.around(kth)
         total = mass + _times(ties.sum(0), rows.weight_of(kth))
         if opts.top_p is None:
-            whole = torch.full_like(high, rows.shard.width)
-            return kth, rows.largest_below(kth), total, whole
+            no_limit = torch.full_like(high, rows.shard.width)
+            return kth, rows.largest_below(kth), total, no_limit
         low = keys.of(kth) - 1
     else:
         # V tokens below this logit have less mass than top_p leaves out: the cut is not there.

@@ -86,7 +86,7 @@ class Statistics(Operation[Source]):
 def token_stats(
     source: Source,
     target: Tensor,
-    wanted: Statistics,
+    operation: Statistics,
     ignore_index: int | None,
     also: Also | None = None,
 ) -> TokenStats:
@@ -94,10 +94,10 @@ def token_stats(
     target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     if also is not None and (also.ids is not None or also.topk is not None):
-        spec, smoothing = wanted.spec, wanted.label_smoothing
+        spec, smoothing = operation.spec, operation.label_smoothing
         return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)
-    results = apply(wanted, source, local_target, valid_mask)
+    results = apply(operation, source, local_target, valid_mask)
     return TokenStats(**RowResults(*results)._asdict())
 
 
@@ -157,9 +157,9 @@ def vocab_parallel_token_stats(
         RuntimeError: with invariant_segments, where the backend's kernels do not compile.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
+    statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
     also = Also(candidate_ids, topk, log_softmax)
-    return token_stats(source, target, wanted, ignore_index, also)
+    return token_stats(source, target, statistics, ignore_index, also)
 
 
 @shared_keywords(StatisticsKeywords, given_logits)
@@ -183,8 +183,8 @@ def vocab_parallel_logprobs(
     Keywords, memory and errors are those of `vocab_parallel_token_stats`.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    wanted = Statistics.of(label_smoothing=label_smoothing)
-    return token_stats(source, target, wanted, ignore_index).logprobs
+    statistics = Statistics.of(label_smoothing=label_smoothing)
+    return token_stats(source, target, statistics, ignore_index).logprobs
 
 
 @shared_keywords(StatisticsKeywords, given_logits)
@@ -326,6 +326,6 @@ def linear_token_stats(
     source = head_logits(
         hidden, weight, invariant_segments=invariant_segments, may_round=True, **shared
     )
-    wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
+    statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
     also = Also(candidate_ids, topk, log_softmax)
-    return token_stats(source, target, wanted, ignore_index, also)
+    return token_stats(source, target, statistics, ignore_index, also)

@@ -54,18 +54,18 @@ class TopKForward(Forward):
         self._columns = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def see(self, placed: ChunkAt) -> None:
-        own, values, columns = self._own, self._values, self._columns
-        if own == 0:
+        width, values, columns = self._own, self._values, self._columns
+        if width == 0:
             return
         # The order is that of logits before the temperature, which changes no order.
         chunk = replace(placed.chunk, temperature=1.0)
-        copied = copied_numbers(chunk.valid, own) + (not chunk.is_unprocessed) * chunk.valid
+        copied = copied_numbers(chunk.valid, width) + (not chunk.is_unprocessed) * chunk.valid
         steps = placed._replace(chunk=chunk).steps(self._source.rows_at_a_time(copied))
         for rows, _, some in steps:
             z = some.logits[:, : some.valid] if some.is_unprocessed else some.processed()
             # By column, hence by global id after the gather: the sort by value is stable.
-            columns[rows, :own] = largest_columns(z, own).sort(-1).values
-            values[rows, :own] = z.gather(-1, columns[rows, :own]).to(values.dtype)
+            columns[rows, :width] = largest_columns(z, width).sort(-1).values
+            values[rows, :width] = z.gather(-1, columns[rows, :width]).to(values.dtype)
             del some, z
 
     def results(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
@@ -73,8 +73,8 @@ class TopKForward(Forward):
         values, ids = gather_pairs(self._values, self._columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : self._k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
-        own = self._source.temperature
-        values /= own.unsqueeze(-1) if isinstance(own, Tensor) else own
+        temperature = self._source.temperature
+        values /= temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
         local = (ids >= shard.start) & (ids < shard.end)
         return (values, ids), (torch.where(local, ids - shard.start, -1),)
 

@@ -61,7 +61,7 @@ class TopKDivergence:
         elif self.tail == "bin":
             student, teacher = _with_rest(student), _with_rest(teacher)
         p, q = student.exp(), teacher.exp()
-        found = self._shares(student, teacher, p, q)
+        shares = self._shares(student, teacher, p, q)
         if self.generalized:
             # What is left of sum a log(a / b) - a + b for masses a and b that are not 1.
             weight = {
@@ -70,8 +70,8 @@ class TopKDivergence:
                 "skewed_forward": 1.0 - self.beta,
                 "skewed_reverse": -self.beta,
             }.get(self.kind, 0.0)
-            found = found + weight * (p - q)
-        return found.sum(-1)
+            shares = shares + weight * (p - q)
+        return shares.sum(-1)
 
     def _shares(self, student: Tensor, teacher: Tensor, p: Tensor, q: Tensor) -> Tensor:
         if self.kind == "forward":

@@ -66,12 +66,12 @@ class HeldLogits:
         """
         looks, start = [], 0
         for rows, chunk in self._chunks:
-            own = index[(index >= rows.start) & (index < rows.stop)] - rows.start
-            for part in row_chunks(own.shape[0], self._rows_at_a_time(chunk.valid)):
-                copy = _logits(replace(chunk, logits=chunk.logits[own[part]])).to(self.dtype)
+            of_chunk = index[(index >= rows.start) & (index < rows.stop)] - rows.start
+            for part in row_chunks(of_chunk.shape[0], self._rows_at_a_time(chunk.valid)):
+                copy = _logits(replace(chunk, logits=chunk.logits[of_chunk[part]])).to(self.dtype)
                 looks.append(look(slice(start + part.start, start + part.stop), copy))
                 del copy
-            start += own.shape[0]
+            start += of_chunk.shape[0]
         return torch.cat(looks, -1)
 
 
