@@ -144,9 +144,10 @@ class Launcher:
 
     def _patch_before_wrap(self, arguments: dict[str, object]) -> None:
         script_hook = arguments.get("pre_wrap_hook")
+        assert script_hook is None or callable(script_hook)
 
         def hook(models: list[object]) -> list[object]:
-            changed = script_hook(models) if callable(script_hook) else None
+            changed = script_hook(models) if script_hook is not None else None
             models = models if changed is None else changed
             self.patch(models)
             return models
