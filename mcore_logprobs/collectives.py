@@ -239,20 +239,20 @@ warnings.filterwarnings(
 )
 
 
-class _GroupContext(FunctionCtx):
+class GroupContext(FunctionCtx):
     group: ProcessGroup
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(grads[0], ctx.group), None
 
 

@@ -8,17 +8,21 @@ Transformer Engine's layers: there the norm before a linear layer is part of it,
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mcore_logprobs.cpu_megatron.layers import CpuNorm
 
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
 
 def bridged_block_spec(
-    config: Any, *unused: object, vp_stage: int | None = None, **more: Any
-) -> Any:
+    config: TransformerConfig, *unused: object, vp_stage: int | None = None, **more: Any
+) -> ModuleSpec:
     """The decoder's TransformerBlockSubmodules for this pipeline stage, with those names.
 
     Takes the arguments of Megatron's `get_gpt_decoder_block_spec`, so that it can stand in for it.
@@ -59,7 +63,9 @@ def norm_linear() -> type[nn.Module]:
     class NormColumnParallelLinear(ColumnParallelLinear):
         """`layer_norm_weight` [h] and `weight` [out/TP, h]; input [s, b, h] or [s/TP, b, h]."""
 
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: object):
+        def __init__(
+            self, input_size: int, output_size: int, *, config: TransformerConfig, **options: object
+        ):
             super().__init__(input_size, output_size, config=config, **options)
             norm = torch.ones(input_size, dtype=config.params_dtype)
             self.layer_norm_weight = nn.Parameter(norm)

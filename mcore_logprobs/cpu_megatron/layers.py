@@ -7,11 +7,17 @@ parallelism. Neither is used where a GPU is present.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from mcore_logprobs.collectives import GroupContext
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import TransformerConfig
 
 
 class CpuCoreAttention(nn.Module):
@@ -33,7 +39,7 @@ class CpuCoreAttention(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: object,
         attention_type: str,
@@ -114,7 +120,7 @@ class CpuCoreAttention(nn.Module):
         out = out.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads * d]
         return out.squeeze(1).contiguous() if packed else out.contiguous()
 
-    def _group_of(self, packed_seq_params: Any) -> Any:
+    def _group_of(self, packed_seq_params: PackedSeqParams | None) -> dist.ProcessGroup | None:
         """The call's own group where it brings one (dynamic CP), as Transformer Engine takes it."""
         own = getattr(packed_seq_params, "cp_group", None)
         if own is None and getattr(packed_seq_params, "local_cp_size", None) is None:
@@ -123,7 +129,11 @@ class CpuCoreAttention(nn.Module):
 
 
 def token_positions(
-    local_len: int, cp_rank: int, cp_size: int, packed_seq_params: Any, device: torch.device
+    local_len: int,
+    cp_rank: int,
+    cp_size: int,
+    packed_seq_params: PackedSeqParams | None,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """(sequence number, position in it) of each token that CP rank `cp_rank` holds.
 
@@ -161,14 +171,14 @@ class _GatherSequence(torch.autograd.Function):
     """[s/CP, ...] -> [s, ...] in rank order; backward sums and scatters the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: GroupContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
@@ -184,7 +194,7 @@ class CpuNorm:
     """
 
     def __new__(  # type: ignore[misc]
-        cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: object
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
     ) -> nn.Module:
         kinds = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
         if config.normalization not in kinds or config.layernorm_zero_centered_gamma:

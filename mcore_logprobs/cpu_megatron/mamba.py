@@ -9,7 +9,6 @@ test's sequences, and for nothing longer than a few thousand tokens.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +104,7 @@ class CpuGatedNorm(nn.Module):
         eps: float = 1e-5,
         group_size: int | None = None,
         norm_before_gate: bool = False,
-        device: Any = None,
+        device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ class CpuGatedNorm(nn.Module):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: object = (), metadata: object = None
-    ) -> Any:
+    ) -> dict[str, object]:
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         state = self.state_dict(prefix="", keep_vars=True)
@@ -138,7 +137,7 @@ def partitioned_indices(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: 
     return starts[seq] + position
 
 
-def replacements(mixer: object, context_parallel: object) -> list[tuple[Any, str, Any]]:
+def replacements(mixer: object, context_parallel: object) -> list[tuple[object, str, object]]:
     """What `cpu_runtime` sets in Megatron's mamba_mixer and mamba_context_parallel modules."""
     table: list[tuple[object, str, object]] = [
         (mixer, "HAVE_MAMBA_SSM", True),

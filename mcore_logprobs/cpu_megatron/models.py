@@ -12,13 +12,21 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from mcore_logprobs.cpu_megatron.layers import CpuCoreAttention, CpuNorm
 from mcore_logprobs.cpu_megatron.runtime import gpu_present
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 _made: list[dist.ProcessGroup] = []  # by init_model_parallel
 
@@ -122,7 +130,7 @@ def transformer_config(
     dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
     **overrides: object,
-) -> Any:
+) -> TransformerConfig:
     """A Llama-like TransformerConfig (RMSNorm, gated SiLU, no biases, no dropout).
 
     Parallel sizes are those of `megatron.core.parallel_state`. `overrides` are TransformerConfig's
@@ -167,7 +175,7 @@ def transformer_config(
 
 
 def build_gpt_model(
-    config: object,
+    config: TransformerConfig,
     *,
     vocab_size: int,
     max_sequence_length: int = 4096,
@@ -177,7 +185,7 @@ def build_gpt_model(
     vp_stage: int | None = None,
     seed: int | None = 1234,
     **gpt_kwargs: object,
-) -> Any:
+) -> GPTModel:
     """This rank's GPTModel (with virtual pipelining: the chunk `vp_stage`), with RoPE.
 
     `vocab_size` is the padded one, divisible by TP. `mtp` builds the multi-token prediction block
@@ -211,7 +219,7 @@ def build_gpt_model(
     return model
 
 
-def _share_out_gates(model: Any) -> None:
+def _share_out_gates(model: LanguageModule) -> None:
     """Give each TP rank its part of the gates and its part of what they gate.
 
     Before 0.16 Megatron's CPU initialization cuts a gated MLP's first weight into contiguous parts,
@@ -226,7 +234,7 @@ def _share_out_gates(model: Any) -> None:
     for name, module in model.named_modules():
         if not name.endswith("linear_fc1"):
             continue
-        weight: Any = module.weight
+        weight = module.weight
         if getattr(weight, "partition_stride", 2) != 1:
             continue
         group = parallel_state.get_tensor_model_parallel_group()
@@ -239,7 +247,7 @@ def _share_out_gates(model: Any) -> None:
         weight.data.copy_(torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank])))
 
 
-def build_gpt_chunks(config: Any, **kwargs: Any) -> list[Any]:
+def build_gpt_chunks(config: TransformerConfig, **kwargs: Any) -> list[GPTModel]:
     """One `build_gpt_model` for each virtual pipeline chunk of this rank (one without them)."""
     chunks = config.virtual_pipeline_model_parallel_size
     if chunks is None:
@@ -248,7 +256,7 @@ def build_gpt_chunks(config: Any, **kwargs: Any) -> list[Any]:
 
 
 def build_hybrid_model(
-    config: object,
+    config: TransformerConfig,
     *,
     vocab_size: int,
     pattern: str,
@@ -257,7 +265,7 @@ def build_hybrid_model(
     vp_stage: int | None = None,
     seed: int | None = 1234,
     **model_kwargs: object,
-) -> Any:
+) -> LanguageModule:
     """This rank's HybridModel, or MambaModel where Megatron has only that (before 0.18).
 
     `pattern` has a letter a layer: M a Mamba mixer (on a CPU Megatron's own, over the torch kernels
@@ -305,7 +313,7 @@ def build_hybrid_model(
     return model
 
 
-def build_hybrid_chunks(config: Any, **kwargs: Any) -> list[Any]:
+def build_hybrid_chunks(config: TransformerConfig, **kwargs: Any) -> list[LanguageModule]:
     """One `build_hybrid_model` for each virtual pipeline chunk of this rank."""
     chunks = config.virtual_pipeline_model_parallel_size
     if chunks is None:
@@ -313,7 +321,7 @@ def build_hybrid_chunks(config: Any, **kwargs: Any) -> list[Any]:
     return [build_hybrid_model(config, vp_stage=stage, **kwargs) for stage in range(chunks)]
 
 
-def hybrid_model_class() -> tuple[Any, Any]:
+def hybrid_model_class() -> tuple[type[LanguageModule], Any]:
     """(HybridModel, the module of its stack), or MambaModel's where there is no HybridModel."""
     if importlib.util.find_spec("megatron.core.models.hybrid"):
         from megatron.core.models.hybrid import hybrid_block
@@ -326,7 +334,7 @@ def hybrid_model_class() -> tuple[Any, Any]:
     return MambaModel, mamba_block
 
 
-def hybrid_stack_spec(config: Any, pattern: str) -> Any:
+def hybrid_stack_spec(config: TransformerConfig, pattern: str) -> ModuleSpec:
     """The stack's spec with the layers that `pattern` names, made of the GPT layer's parts; on a
     GPU Megatron's own."""
     if gpu_present():
@@ -368,7 +376,9 @@ def hybrid_stack_spec(config: Any, pattern: str) -> Any:
     return ModuleSpec(module=stack, submodules=layers(**specs))
 
 
-def _mlp_submodules(submodules: Any, parts: Any) -> Any:
+def _mlp_submodules(
+    submodules: type[TransformerLayerSubmodules], parts: TransformerLayerSubmodules
+) -> TransformerLayerSubmodules:
     return submodules(
         pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
     )
@@ -407,7 +417,9 @@ def _hybrid_mtp_spec(norm: object) -> object:
     )
 
 
-def gpt_block_spec(config: Any, *, vp_stage: int | None = None) -> Any:
+def gpt_block_spec(
+    config: TransformerConfig, *, vp_stage: int | None = None
+) -> TransformerBlockSubmodules | ModuleSpec:
     """The decoder's TransformerBlockSubmodules for this pipeline stage, for this machine."""
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
@@ -421,7 +433,7 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CpuNorm)
 
 
-def _layer_spec(config: Any, *, experts: int | None) -> Any:
+def _layer_spec(config: TransformerConfig, *, experts: int | None) -> ModuleSpec:
     """A GPT layer with an MLP or with `experts`; on a CPU Megatron's local one with our parts."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -437,7 +449,7 @@ def _layer_spec(config: Any, *, experts: int | None) -> Any:
     return layer
 
 
-def _put_cpu_layers(layer: Any) -> None:
+def _put_cpu_layers(layer: ModuleSpec) -> None:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = CpuNorm
     attention = parts.self_attention
@@ -471,7 +483,7 @@ def _mtp_block_spec(config: object, block: object, vp_stage: int | None) -> obje
 # Everything below needs a GPU and is not run by this project's CPU tests.
 
 
-def _gpu_layer_spec(config: Any, experts: int | None) -> object:
+def _gpu_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     """Transformer Engine's GPT layer (it knows CP) where it imports, else Megatron's local one."""
     from megatron.core.models.gpt import gpt_layer_specs
 

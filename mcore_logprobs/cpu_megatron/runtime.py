@@ -180,8 +180,8 @@ def _all_to_all_of_lists(original: Callable[..., object]) -> Callable[..., objec
     def wrapped(
         output: torch.Tensor,
         input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
         group: object = None,
         async_op: bool = False,
     ) -> object:

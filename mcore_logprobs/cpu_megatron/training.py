@@ -21,7 +21,6 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import typing_extensions
@@ -111,7 +110,7 @@ def _loop() -> list[tuple[object, str, object]]:
     ]
 
 
-def _cuda_type(plain: Any) -> object:
+def _cuda_type(plain: Callable[..., str]) -> Callable[..., object]:
     @functools.wraps(plain)
     def named(self: object, dtype: object = None, *args: object, **kwargs: object) -> object:
         if dtype is None:

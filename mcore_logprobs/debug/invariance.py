@@ -18,7 +18,7 @@ from torch import Tensor
 from mcore_logprobs.collectives import ordered_sum_dim0
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
-from mcore_logprobs.ops.driver import show
+from mcore_logprobs.ops.driver import form_gradient, show
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.ops.token_stats import (
@@ -102,7 +102,7 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
     coef = coef.view(len(spec.coefficients), _ROWS)
     on_target = torch.linspace(-1, 1, _ROWS, device=logits.device)
 
-    def sources(tp: int) -> Iterator[tuple[Any, Tensor]]:
+    def sources(tp: int) -> Iterator[tuple[Source, Tensor]]:
         for part in _shards(_VOCAB, tp):
             source = given_logits(logits[:, part].contiguous(), invariant_segments=1)
             segments = Segments.of(_SEGMENTS, _VOCAB, tp)
@@ -114,13 +114,13 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
         return merge(torch.cat(parts), spec, ordered=True)
 
     def backward(tp: int) -> Tensor:
-        parts = []
+        parts: list[Tensor] = []
         for source, own in sources(tp):
             entries = own.unsqueeze(-1), on_target.unsqueeze(-1)
-            gradient = LogitGradient(source, GradientTerms(*entries, top, coef, spec))
-            for placed in source.chunks():
-                parts.append(torch.empty_like(placed.chunk.logits))
-                gradient.write(placed, parts[-1])
+            backward = LogitGradient(source, GradientTerms(*entries, top, coef, spec))
+            (of_logits,) = form_gradient(backward, source, source.gradient((True,)))
+            assert of_logits is not None
+            parts.append(of_logits)
         return torch.cat(parts, -1)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
@@ -155,15 +155,11 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
         for source, own in heads(tp):
             gradient = source.gradient((True, True, False, False, False))
             gradient.hidden = collected = _Segments(source, in_acc_dtype=False)
-            write = operation.backward(source, upstream, (own, mask), softmax).write
-            (tile,) = source.tiles()
-            for placed in tile.chunks():
-                gradient.collect(tile, placed, write)
+            backward = operation.backward(source, upstream, (own, mask), softmax)
+            _, of_weight, *_ = form_gradient(backward, source, gradient)
             parts += collected.parts
-            assert gradient.weight is not None
-            done = gradient.weight.finish()
-            assert done is not None
-            weights.append(done)
+            assert of_weight is not None
+            weights.append(of_weight)
         return torch.cat(weights), ordered_sum_dim0(parts, None, scatter=False)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:

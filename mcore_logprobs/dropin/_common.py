@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 import mcore_logprobs as ours
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 IGNORED = -100  # a target that asks for nothing
 
@@ -83,7 +87,7 @@ def applied(function: Callable[..., object]) -> Any:
     return type(function.__name__, (), {"apply": staticmethod(function), **described})
 
 
-def grad_unless(inference_only: bool) -> contextlib.AbstractContextManager[Any]:
+def grad_unless(inference_only: bool) -> contextlib.AbstractContextManager[object]:
     """No gradient where `inference_only`; else as the caller has it."""
     return torch.no_grad() if inference_only else contextlib.nullcontext()
 
@@ -110,14 +114,18 @@ def no_targets(vocab_parallel_logits: Tensor) -> Tensor:
     return vocab_parallel_logits.new_zeros(vocab_parallel_logits.shape[:-1], dtype=torch.int64)
 
 
+class _ShareContext(FunctionCtx):
+    ranks: int
+
+
 class _ShareOfGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: _ShareContext, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _ShareContext, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] / ctx.ranks, None
 
 
@@ -149,7 +157,7 @@ def token_logprobs(
         "tp_group": or_every_rank(group),
         "chunk_size": rows_a_chunk(chunk_size, vocab_parallel_logits.shape[0]),
     }
-    operation: Any = ours.vocab_parallel_logprobs
+    operation: Callable[..., Tensor] = ours.vocab_parallel_logprobs
     if size_or_none(top_k) or top_p < 1.0 or min_p > 0.0:
         operation = ours.vocab_parallel_sampling_logprobs
         options |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -160,7 +168,7 @@ def token_logprobs(
 # ---- sequences -----------------------------------------------------------------------------------
 
 
-def padded_bounds(packed: Any) -> Tensor | None:
+def padded_bounds(packed: PackedSeqParams | None) -> Tensor | None:
     """Megatron's padded cumulative lengths of packed sequences; None where nothing is packed."""
     if packed is None or getattr(packed, "qkv_format", "thd") != "thd":
         return None

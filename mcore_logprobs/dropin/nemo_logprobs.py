@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,10 +37,14 @@ from mcore_logprobs.dropin._common import (
     whole_logprobs,
 )
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from torch.distributed.tensor import DTensor
+
 # ---- from logits ---------------------------------------------------------------------------------
 
 
-def is_dtensor(x: Any) -> TypeGuard[Any]:
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
     """Whether x is a DTensor, without importing torch's DTensor module."""
     return isinstance(x, Tensor) and hasattr(x, "device_mesh") and hasattr(x, "placements")
 
@@ -152,10 +156,10 @@ def dtensor_from_parallel_logits_to_logprobs(
         raise ValueError("seq_index: expected the global indices of a target over CP, got None")
     if is_dtensor(seq_index):
         seq_index = seq_index.full_tensor()
-    sharded: Any = target
-    mesh, placements = sharded.device_mesh, sharded.placements
+    assert is_dtensor(target)
+    mesh, placements = target.device_mesh, target.placements
     order = seq_index.argsort()
-    in_order = sharded.full_tensor()[:, order]
+    in_order = target.full_tensor()[:, order]
     everywhere = [Replicate()] * mesh.ndim
     shifted = DTensor.from_local(next_tokens(in_order)[:, seq_index], mesh, everywhere)
     local = shifted.redistribute(placements=placements).to_local()  # each rank takes its own part
@@ -439,7 +443,7 @@ def _gpt_forward_with_linear_ce_fusion(
     return _forward(kwargs.pop("self"), (), kwargs)
 
 
-def _forward(model: object, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _forward(model: GPTModel, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The model's own forward, or with the flag its next tokens' log-probabilities."""
     sampling = {name: kwargs.pop(name, None) for name in _SAMPLING}
     if kwargs.pop(_FLAG, False):
@@ -460,7 +464,7 @@ def _sampling(temperature: object, sampling_params: object) -> dict[str, object]
 
 
 def _next_token_logprobs(
-    model: Any,
+    model: GPTModel,
     args: tuple,
     kwargs: dict[str, object],
     *,
@@ -499,7 +503,7 @@ def _next_token_logprobs(
 
 
 def _local_next_tokens(
-    labels: Tensor, input_ids: Tensor | None, cp: Any, cu_seqlens: Tensor | None
+    labels: Tensor, input_ids: Tensor | None, cp: ProcessGroup, cu_seqlens: Tensor | None
 ) -> Tensor:
     """Unshifted labels, this CP rank's part or the whole, -> this rank's next tokens."""
     if input_ids is not None and labels.shape[1] == input_ids.shape[1] * cp.size():
@@ -510,18 +514,18 @@ def _local_next_tokens(
     )
 
 
-def _original_forward(model: Any) -> Any:
+def _original_forward(model: GPTModel) -> Callable[..., Tensor]:
     found = getattr(type(model), "_original_forward_for_linear_ce_fusion", None)
     return type(model).forward if found is None else found
 
 
-def _gpt_model_class() -> Any:
+def _gpt_model_class() -> type[GPTModel]:
     from megatron.core.models.gpt import GPTModel
 
     return GPTModel
 
 
-def _with_flag(original: Any) -> inspect.Signature:
+def _with_flag(original: Callable[..., object]) -> inspect.Signature:
     signature = inspect.signature(original)
     added = {_FLAG: False, **dict.fromkeys(_SAMPLING), "is_spec_decode": None}
     parameters = list(signature.parameters.values())

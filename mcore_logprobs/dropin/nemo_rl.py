@@ -15,8 +15,6 @@ whole sequences is `nemo_logprobs`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -122,8 +120,13 @@ def ChunkedDistributedLogprob(
     """`DistributedLogprob`, `chunk_size` positions of the sequence at a time."""
     width = vocab_parallel_logits.shape[-1]
     check_vocab_range(vocab_start_index, vocab_end_index, width, tp_group)
-    options: dict[str, Any] = {"chunk_size": chunk_size, "inference_only": inference_only}
-    return token_logprobs(vocab_parallel_logits, target, tp_group, **options)
+    return token_logprobs(
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        chunk_size=chunk_size,
+        inference_only=inference_only,
+    )
 
 
 @applied
@@ -150,8 +153,14 @@ def DistributedLogprobWithSampling(
     inference_only: bool = False,
 ) -> Tensor:
     """`vocab_parallel_sampling_logprobs`: a target that is filtered out gives -inf."""
-    options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "inference_only": inference_only}
-    return token_logprobs(vocab_parallel_logits, target, tp_group, **options)
+    return token_logprobs(
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        top_k=top_k,
+        top_p=top_p,
+        inference_only=inference_only,
+    )
 
 
 @applied
@@ -165,8 +174,15 @@ def ChunkedDistributedLogprobWithSampling(
     inference_only: bool = False,
 ) -> Tensor:
     """`DistributedLogprobWithSampling`, `chunk_size` positions of the sequence at a time."""
-    options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "inference_only": inference_only}
-    return token_logprobs(vocab_parallel_logits, target, tp_group, chunk_size=chunk_size, **options)
+    return token_logprobs(
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        top_k=top_k,
+        top_p=top_p,
+        chunk_size=chunk_size,
+        inference_only=inference_only,
+    )
 
 
 @applied

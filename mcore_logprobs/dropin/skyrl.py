@@ -11,7 +11,6 @@ took from NeMo-RL are those of `mcore_logprobs.dropin.nemo_rl`.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +96,9 @@ def FusedLinearChunkedDistributedLogprob(
 ) -> Tensor:
     """Hidden `[b, s, h]`, weight `[V/TP, h]`, targets as they are `[b, s]` -> float32 `[b, s]`."""
     check_vocab_range(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
-    return _head(hidden, weight, target, tp_group, chunk_size, inference_only).logprobs
+    return _head(
+        hidden, weight, target, tp_group, chunk_size, inference_only=inference_only
+    ).logprobs
 
 
 def _head(
@@ -106,9 +107,11 @@ def _head(
     target: Tensor,
     tp_group: ProcessGroup | None,
     chunk_size: int | None,
+    *,
     inference_only: bool = False,
-    **options: Any,
-) -> Any:
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> ours.TokenStats:
     group = or_every_rank(tp_group)
     with grad_unless(inference_only):
         return ours.linear_token_stats(
@@ -117,7 +120,8 @@ def _head(
             target,
             tp_group=group,
             chunk_size=rows_a_chunk(size_or_none(chunk_size), hidden.shape[0]),
-            **options,
+            temperature=temperature,
+            entropy=entropy,
         )
 
 
@@ -205,8 +209,13 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     """
     check_vocab_range(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
     targets = packed_targets(target, cu_seqlens_padded, cp_group)
-    options: dict[str, Any] = {"chunk_size": chunk_size, "inference_only": inference_only}
-    local = token_logprobs(vocab_parallel_logits, targets, group, **options)
+    local = token_logprobs(
+        vocab_parallel_logits,
+        targets,
+        group,
+        chunk_size=chunk_size,
+        inference_only=inference_only,
+    )
     places = (attention_mask, sub_seq_lengths)
     return _unpacked(local[0], cu_seqlens_padded, unpacked_seqlen, cp_group, *places)
 
@@ -236,8 +245,15 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     """
     check_vocab_range(vocab_start_index, vocab_end_index, lm_head_weight.shape[0], group)
     targets = packed_targets(target, cu_seqlens_padded, cp_group)
-    options: dict[str, Any] = {"inference_only": inference_only, "temperature": temperature}
-    local = _head(hidden, lm_head_weight, targets, group, chunk_size, **options).logprobs
+    local = _head(
+        hidden,
+        lm_head_weight,
+        targets,
+        group,
+        chunk_size,
+        inference_only=inference_only,
+        temperature=temperature,
+    ).logprobs
     places = (attention_mask, sub_seq_lengths)
     return _unpacked(local[0], cu_seqlens_padded, unpacked_seqlen, cp_group, *places)
 
@@ -261,8 +277,15 @@ def from_parallel_hidden_to_logprobs(
     """
     check_vocab_range(vocab_start_index, vocab_end_index, lm_head_weight.shape[0], tp_group)
     targets = shard_padded(next_tokens(target), hidden.shape[1], cp_group)
-    options: dict[str, Any] = {"inference_only": inference_only, "temperature": temperature}
-    local = _head(hidden, lm_head_weight, targets, tp_group, chunk_size, **options).logprobs
+    local = _head(
+        hidden,
+        lm_head_weight,
+        targets,
+        tp_group,
+        chunk_size,
+        inference_only=inference_only,
+        temperature=temperature,
+    ).logprobs
     whole = ours.context_parallel_gather(local, cp_group=or_one_process(cp_group))
     return whole[:, : target.shape[1] - 1]
 
@@ -299,9 +322,17 @@ def _fused_vocab_parallel_entropy_from_hidden(
     temperature: float = 1.0,
 ) -> Tensor:
     """Hidden `[b, s, h]` -> float32 entropy `[b, s]` in nats. Differentiable, as SkyRL's is not."""
-    options: dict[str, Any] = {"entropy": True, "temperature": temperature}
-    targets = no_targets(hidden)
-    return _head(hidden, lm_head_weight, targets, tp_group, chunk_size, **options).entropy
+    stats = _head(
+        hidden,
+        lm_head_weight,
+        no_targets(hidden),
+        tp_group,
+        chunk_size,
+        temperature=temperature,
+        entropy=True,
+    )
+    assert stats.entropy is not None
+    return stats.entropy
 
 
 def _mean_entropy(
@@ -425,7 +456,7 @@ def draft_soft_ce(
 _widest: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
-def _widest_shard(logits: Tensor, group: Any) -> int:
+def _widest_shard(logits: Tensor, group: ProcessGroup) -> int:
     """The most columns that a rank of the group has; found out at the first call, then kept.
 
     Wide enough for later logits too: only shards cut from narrower ones than these are narrower.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,23 +152,35 @@ class RowResults(NamedTuple):
         sum_pi_squared: sum p^2, or None; 0 where every z is -inf.
     """
 
-    logprobs: Any = None
-    entropy: Any = None
-    target_rank: Any = None
-    lse: Any = None
-    sum_pi_squared: Any = None
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    target_rank: Tensor | None = None
+    lse: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
 
-    def map(self, function: Callable[..., object], *others: RowResults) -> RowResults:
-        """`function` of every field that is there, with the same field of the others."""
-        if not others:
-            return RowResults(*[None if x is None else function(x) for x in self])
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowResults:
+        """`function` of every field that is there."""
+        return RowResults(*[None if x is None else function(x) for x in self])
+
+    def masked(self, valid_mask: Tensor) -> RowResults:
+        """`IGNORED` in the rows that do not count."""
+        pairs = zip(self, IGNORED, strict=True)
         return RowResults(
-            *(None if x[0] is None else function(*x) for x in zip(self, *others, strict=True))
+            *[None if x is None else torch.where(valid_mask, x, fill) for x, fill in pairs]
         )
 
 
-# What a row whose target is ignored gets.
-IGNORED = RowResults(logprobs=0.0, entropy=0.0, target_rank=-1, lse=0.0, sum_pi_squared=0.0)
+class IgnoredValues(NamedTuple):
+    """What a row whose target is ignored gets: the fields of `RowResults`."""
+
+    logprobs: float = 0.0
+    entropy: float = 0.0
+    target_rank: int = -1
+    lse: float = 0.0
+    sum_pi_squared: float = 0.0
+
+
+IGNORED = IgnoredValues()
 
 
 class SoftmaxStats(NamedTuple):
@@ -263,7 +275,7 @@ def finalize(
         logprobs = target_weight * logprobs + other_weight * (row["zsum"] - finite * log_sum)
     results = RowResults(logprobs, entropy, rank, lse, sum_pi_squared)
     if valid_mask is not None:
-        results = results.map(lambda x, fill: torch.where(valid_mask, x, fill), IGNORED)
+        results = results.masked(valid_mask)
     return FinalStats(results, SoftmaxStats(row_max, log_sum, entropy, finite, sum_pi_squared))
 
 
@@ -329,6 +341,7 @@ def gradient_coefficients(
         row["squares"] += 2.0 * upstream.sum_pi_squared
     if spec.smoothing:
         assert softmax.finite is not None
+        assert upstream.logprobs is not None
         target_weight, other_weight = smoothing_weights(label_smoothing, softmax.finite)
         on_target *= target_weight
         row["finite"] += upstream.logprobs * other_weight

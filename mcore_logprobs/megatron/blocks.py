@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 from mcore_logprobs.spelling import check_keywords
 
@@ -53,7 +53,7 @@ def block(function: Callable[P, Iterator[None]]) -> Callable[P, Block]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Block:
-        name: Any = function.__qualname__
+        name = getattr(function, "__qualname__", "")
         if not takes_any:
             check_keywords(name, kwargs, parameters)
         return Block(name, manager(*args, **kwargs))

@@ -358,7 +358,7 @@ class OpenBlocks:
         self._config = config
         self._changes: list[Callable[[Call], Call]] = []
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return OpenBlocks, (self._config,)
 
     @property
@@ -393,8 +393,8 @@ class ForwardState:
         samples: whether a sampler makes the call, with its cache.
     """
 
-    labels: Any
-    loss_mask: Any
+    labels: object
+    loss_mask: object
     reached: bool = False
     samples: bool = False
 

@@ -6,16 +6,20 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_logprobs.megatron.adapters import base_layer
 from mcore_logprobs.megatron.heads import call_reason
 from mcore_logprobs.megatron.lazy import call_of
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.lazy_rows import LazyHead
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
 
 HeadCall = Callable[[Tensor, Tensor], object]  # of hidden and weight
 
@@ -117,7 +121,7 @@ class DeferredLogits:
         scale = self.scale * factor
         return DeferredLogits(self.head, scale=scale, unscaled=self, apply_scale=apply)
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> torch.Size | int:
         """The logits' size, without computing them."""
         return self.shape if dim is None else self.shape[dim]
 
@@ -130,7 +134,7 @@ class DeferredLogits:
         """The real logits', without computing them."""
         return self.head.dtype
 
-    def max(self, *args: object, **kwargs: object) -> Any:
+    def max(self, *args: object, **kwargs: object) -> object:
         """`Tensor.max`; over the vocabulary and without gradients, a few rows at a time.
 
         Megatron counts accepted multi-token predictions so, from 0.19 on.
@@ -189,7 +193,7 @@ class DeferredLogits:
             raise AttributeError(name)  # half built: copy and pickle look around
         return getattr(self.materialize(), name)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return self.materialize().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
@@ -197,8 +201,12 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func in (torch.max, torch.argmax) and args and isinstance(args[0], cls):
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
@@ -212,13 +220,13 @@ class Weak:
     refers to the module's own copy.
     """
 
-    def __init__(self, module: object) -> None:
+    def __init__(self, module: nn.Module | None) -> None:
         self._module = None if module is None else weakref.ref(module)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> nn.Module | None:
         return None if self._module is None else self._module()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Weak, (self(),)
 
 
@@ -245,17 +253,17 @@ class DeferringHead:
         latest: the latest handle.
     """
 
-    def __init__(self, layer: object) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self._layer = Weak(layer)
         self.reason = ""
         self.latest: DeferredLogits | None = None
 
     @property
-    def layer(self) -> Any:
+    def layer(self) -> ColumnParallelLinear:
         return self._layer()
 
     @property
-    def base(self) -> Any:
+    def base(self) -> ColumnParallelLinear:
         """The ColumnParallelLinear itself."""
         return base_layer(self.layer)
 
@@ -268,8 +276,8 @@ class DeferringHead:
         input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        **other: Any,
-    ) -> Any:
+        **other: object,
+    ) -> tuple[object, Tensor | None]:
         """Calls that cannot be deferred, or that the layer refuses, are left to the layer."""
         layer, base = self.layer, self.base
         original = type(layer).forward
@@ -303,7 +311,7 @@ class DeferringHead:
         """What the layer's caller gets for a deferred call."""
         return deferred
 
-    def _reason_against(self, weight: Any, gather: bool | None, other: dict[str, object]) -> str:
+    def _reason_against(self, weight: Tensor, gather: bool | None, other: dict[str, object]) -> str:
         reason = self.refusal() or call_reason(self.layer, weight, gather=bool(gather))
         if reason:
             return reason
@@ -313,11 +321,15 @@ class DeferringHead:
         return ""
 
 
-def scale_deferred(logits: object, config: Any, original: Callable[[object], Any]) -> Any:
+def scale_deferred(
+    logits: DeferredLogits | Tensor,
+    config: TransformerConfig | None,
+    original: Callable[[Tensor], Tensor],
+) -> DeferredLogits | Tensor:
     """`original`, Megatron's `_scale_logits` bound to its model, for handles and for logits."""
     if not isinstance(logits, DeferredLogits):
         return original(logits)
-    if not getattr(config, "use_mup", False) or config.mup_output_mult == 1.0:
+    if config is None or not getattr(config, "use_mup", False) or config.mup_output_mult == 1.0:
         return logits
     return logits.scaled(config.mup_output_mult, original)
 

@@ -21,7 +21,9 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+
+from torch import nn
 
 from mcore_logprobs.config import ARG_PREFIX, LogprobConfig
 from mcore_logprobs.megatron.imports import after_import, replace_function
@@ -32,7 +34,9 @@ TRAINING = "megatron.training.training"
 _MARK = "_mcore_logprobs_provider"
 
 
-def logprob_model_hook(args_or_config: object = None) -> Callable[[list[Any]], list[Any]]:
+def logprob_model_hook(
+    args_or_config: Namespace | LogprobConfig | None = None,
+) -> Callable[[list[nn.Module]], list[nn.Module]]:
     """A hook for `pre_wrap_hooks` or `post_wrap_hooks` of Megatron's model config (from 0.19).
 
     Args:
@@ -54,7 +58,7 @@ def logprob_model_hook(args_or_config: object = None) -> Callable[[list[Any]], l
             f"{type(args_or_config).__name__}"
         )
 
-    def hook(models: list[object]) -> list[object]:
+    def hook(models: list[nn.Module]) -> list[nn.Module]:
         patch_gpt_model(models, _config_of(args_or_config))
         return models
 
@@ -63,7 +67,7 @@ def logprob_model_hook(args_or_config: object = None) -> Callable[[list[Any]], l
 
 def patched_model_provider(
     model_provider: Callable[..., object], *, args: Namespace | None = None
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """A Megatron-LM model provider whose models are patched as the `--logprob-*` flags say.
 
     For `pretrain` to 0.18, and for every caller that builds its model by a provider. `args` is the
@@ -88,7 +92,7 @@ def patched_model_provider(
     return provider
 
 
-def _config_of(args_or_config: Any) -> LogprobConfig:
+def _config_of(args_or_config: Namespace | LogprobConfig | None) -> LogprobConfig:
     if isinstance(args_or_config, LogprobConfig):
         return args_or_config
     namespace = args_or_config
@@ -104,7 +108,7 @@ def _config_of(args_or_config: Any) -> LogprobConfig:
     return LogprobConfig.from_args(namespace)
 
 
-def _guard_against_ignored_provider(training: Any) -> None:
+def _guard_against_ignored_provider(training: ModuleType) -> None:
     """Make Megatron's set-up refuse a patched provider beside a model config that builds.
 
     Once for each process. Where the set-up has no container (to 0.18) there is nothing to guard.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
+Output = TypeVar("Output")
+Held = TypeVar("Held")
+
 
 def attach_backward_hooks(
-    output: object, model: nn.Module, layer: nn.Module, weight: Tensor | None = None
-) -> Any:
+    output: Output, model: nn.Module, layer: nn.Module, weight: Tensor | None = None
+) -> Output:
     """Let Megatron-FSDP see when the backward of what a patched head gives begins.
 
     Version 1 looks for it at the tensors that the model and the output layer return, and resets
@@ -52,6 +55,7 @@ def attach_backward_hooks(
 
         def begin(grad: Tensor) -> None:
             for module in modules:
+                assert module is not None
                 # One around a wrapper that returned a tensor has begun by itself.
                 if getattr(getattr(module, "phase", None), "name", "") != "BACKWARD":
                     for hook in module._backward_pre_hooks.values():
@@ -64,7 +68,7 @@ def attach_backward_hooks(
 _GROUP = "_mfsdp_parameter_group"
 
 
-def _output_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+def _output_hooks(module: nn.Module) -> list[Callable[..., Iterable[Tensor]]]:
     """Version 1's, which attach hooks to the tensors that `module` returns."""
     hooks = module._forward_hooks.values()
     return [
@@ -75,12 +79,12 @@ def _output_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     ]
 
 
-def _modules_around(model: nn.Module, weight: Any) -> list[Any]:
+def _modules_around(model: nn.Module, weight: Tensor | None) -> list[nn.Module | None]:
     """The modules by which version 2 gathers these parameters, without those inside `model`.
 
     None in place of one that cannot be found.
     """
-    found: list[object] = []
+    found: list[nn.Module | None] = []
     inside = set(model.modules()) - {model}
     for parameter in itertools.chain(model.parameters(), [weight]):
         group = _of(getattr(parameter, _GROUP, None))
@@ -91,5 +95,5 @@ def _modules_around(model: nn.Module, weight: Any) -> list[Any]:
     return found
 
 
-def _of(value: object) -> object:
+def _of(value: Held | weakref.ref[Held] | None) -> Held | None:
     return value() if isinstance(value, weakref.ref) else value

@@ -6,8 +6,8 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,8 +40,15 @@ from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
 from mcore_logprobs.sources.lazy import LazyLogits
 
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
 # Of Megatron's dev branch: whether the output layer is asked for its own loss.
 _OWN_HEAD_LOSS = "fuse_linear_cross_entropy"
+
+
+Logits = DeferredLogits | LazyLogits | Tensor
 
 
 def patch_of(language_model: object) -> HeadPatch | None:
@@ -65,7 +72,7 @@ class HeadPatch(DeferringHead):
     layer's, so that a deep copy of the model gets a patch of its own. It does not hold the model,
     which goes when its owner drops it, as an unpatched one does."""
 
-    def __init__(self, model: Any, config: LogprobConfig) -> None:
+    def __init__(self, model: LanguageModule, config: LogprobConfig) -> None:
         super().__init__(model.output_layer)
         self._model = Weak(model)
         self.own_loss = own_loss(model)
@@ -79,12 +86,12 @@ class HeadPatch(DeferringHead):
         self._running: list[ForwardState] = []
 
     @property
-    def model(self) -> Any:
+    def model(self) -> LanguageModule:
         """The model, or None for the layer of a model that is gone."""
         return self._model()
 
     @property
-    def layer(self) -> Any:
+    def layer(self) -> ColumnParallelLinear:
         """The layer that was patched, or that which the model has instead if it has dropped it."""
         layer = self._layer()
         return self.model.output_layer if layer is None else layer
@@ -198,7 +205,7 @@ class HeadPatch(DeferringHead):
         """Whether a call without labels is to give lazy logits; a sampler's gets real ones."""
         return self.call.config.logits == "lazy" and not self._running[-1].samples
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[object, Tensor | None]:
         """In place of the output layer's."""
         output = super().forward(*args, **kwargs)
         if self.reason and self._without_labels and self._wants_lazy and self.model is not None:
@@ -211,12 +218,12 @@ class HeadPatch(DeferringHead):
         self.latest = None
         return lazy_logits(deferred.head, self.call.config)
 
-    def scale_logits(self, logits: object) -> Any:
+    def scale_logits(self, logits: DeferredLogits | Tensor) -> DeferredLogits | Tensor:
         """In place of `model._scale_logits`."""
         original = self.original("_scale_logits")
         return scale_deferred(logits, self.model.config, original)
 
-    def build_schedule_plan(self, *args: object, **kwargs: object) -> Any:
+    def build_schedule_plan(self, *args: object, **kwargs: object) -> object:
         """In place of the model's: a plan whose head runs with the blocks that are open now."""
         plan = self.original("build_schedule_plan")(*args, **kwargs)
         call = self.call
@@ -263,7 +270,7 @@ class HeadPatch(DeferringHead):
         )
 
     def compute_language_model_loss(
-        self, labels: Tensor, logits: Any, *args: object, **kwargs: object
+        self, labels: Tensor, logits: Logits, *args: object, **kwargs: object
     ) -> TokenStats | Tensor:
         """In place of the model's: labels [b, s], logits [s, b, V/TP] or a handle."""
         original = self.original("compute_language_model_loss")
@@ -300,7 +307,7 @@ class HeadPatch(DeferringHead):
 _DRAWN = torch.empty(0, dtype=torch.int64)
 
 
-def mtp_layers(model: Any) -> int:
+def mtp_layers(model: LanguageModule) -> int:
     """How many multi-token prediction layers a language model has."""
     return getattr(model.config, "mtp_num_layers", None) or 0
 
@@ -317,7 +324,7 @@ class _WithLabels:
         self._name = name
         self.__signature__ = inspect.signature(patch.original(name))
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         given = _Arguments(self.__signature__, args, kwargs)
         patch = self.__self__
         call, wrapped = patch.call, patch.original(self._name)
@@ -360,7 +367,9 @@ class _WithLabels:
 class _Arguments:
     """A call's arguments by name, wherever they were put: NOT_PASSED for one that is not there."""
 
-    def __init__(self, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         self._bound = signature.bind(*args, **kwargs)
         self._bound.apply_defaults()
         rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.config import LogprobConfig
@@ -22,6 +23,10 @@ from mcore_logprobs.megatron.versions import takes
 from mcore_logprobs.sources.source import check_segments
 from mcore_logprobs.sources.vocab_bias import vocab_bias
 from mcore_logprobs.vocabulary import tokenizer_size
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 logger = logging.getLogger("mcore_logprobs")
 _said: set[str] = set()
@@ -77,7 +82,7 @@ def has_head(language_model: object) -> bool:
     )
 
 
-def head_tp_group(layer: Any) -> ProcessGroup | None:
+def head_tp_group(layer: nn.Module) -> ProcessGroup | None:
     """The TP group over which the output layer's vocabulary is split, Megatron's by default."""
     return resolve_tp_group(getattr(base_layer(layer), "tp_group", None))
 
@@ -99,7 +104,7 @@ def head_report(model: object, *, softcap: float | None = None) -> HeadReport:
     return HeadReport(True, "")
 
 
-def check_head(layer: object, config: LogprobConfig) -> None:
+def check_head(layer: nn.Module, config: LogprobConfig) -> None:
     """What a fused head cannot honor of the settings is refused before the first call.
 
     Raises:
@@ -123,7 +128,7 @@ def check_head(layer: object, config: LogprobConfig) -> None:
         )
 
 
-def _model_report(language_model: Any, softcap: float | None) -> HeadReport:
+def _model_report(language_model: LanguageModule, softcap: float | None) -> HeadReport:
     layer = language_model.output_layer
     weight = getattr(base_layer(layer), "weight", None)
     if weight is None and hasattr(language_model, "shared_embedding_or_output_weight"):
@@ -133,8 +138,8 @@ def _model_report(language_model: Any, softcap: float | None) -> HeadReport:
 
 
 def layer_report(
-    layer: object,
-    weight: object,
+    layer: nn.Module,
+    weight: Tensor | None,
     scale_logits: object,
     *,
     softcap: float | None,
@@ -159,7 +164,7 @@ def softcap_reason(layer: object, softcap: float | None) -> str:
 
 
 def call_reason(
-    layer: object, weight: object, *, gather: bool, gathered_by_then: bool = False
+    layer: nn.Module, weight: Tensor | None, *, gather: bool, gathered_by_then: bool = False
 ) -> str:
     """Why a call of the layer cannot be deferred, or "": all that may change between calls."""
     if gather:
@@ -214,7 +219,7 @@ def require_fused(config: LogprobConfig, reason: str, tp_group: ProcessGroup | N
         say_unfused(reason, tp_group)
 
 
-def own_loss(language_model: Any) -> str:
+def own_loss(language_model: LanguageModule) -> str:
     """Who brings a `compute_language_model_loss`: "class", "instance", or "" (Megatron alone)."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -231,7 +236,7 @@ def loss_reason(language_model: object) -> str:
     return f"{kind} has a compute_language_model_loss of its own, which takes logits"
 
 
-def reshards_after_forward(layer: Any) -> bool:
+def reshards_after_forward(layer: nn.Module) -> bool:
     """Whether FSDP takes the layer's weight away as soon as the layer's own forward is over."""
     return any(_names(hook)[1] == "_post_forward" for hook in layer._forward_hooks.values())
 
@@ -241,7 +246,7 @@ def reshards_after_forward(layer: Any) -> bool:
 _AREAL_HEAD = "areal.models.mcore.vocab_parallel_head"
 
 
-def kind_reason(layer: Any) -> str:
+def kind_reason(layer: nn.Module) -> str:
     """Why this layer's forward cannot be replaced at all, or ""."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
@@ -264,7 +269,7 @@ def kind_reason(layer: Any) -> str:
     return ""
 
 
-def _returns_logits(kind: str, forward: object) -> bool:
+def _returns_logits(kind: str, forward: Callable[..., object] | None) -> bool:
     """Whether this is the output layer of Megatron's dev branch, which has a loss of its own.
 
     Its forward is ColumnParallelLinear's for calls that do not ask for that loss.
@@ -272,7 +277,7 @@ def _returns_logits(kind: str, forward: object) -> bool:
     return kind == "LinearCrossEntropyModule" and takes(forward, "output_cross_entropy_loss")
 
 
-def _reason_against_hooks(layer: Any) -> str:
+def _reason_against_hooks(layer: nn.Module) -> str:
     """Hooks get the layer's output, and only FSDP's are known to leave it as it is."""
     everywhere = nn.modules.module
     if layer._backward_hooks or layer._backward_pre_hooks:
@@ -297,7 +302,7 @@ def _names(hook: object) -> tuple[str, str]:
     return getattr(hook, "__module__", "") or "", getattr(hook, "__name__", type(hook).__name__)
 
 
-def _reason_against_layer(layer: Any) -> str:
+def _reason_against_layer(layer: ColumnParallelLinear) -> str:
     flags = {
         "is_expert": "it is an expert layer",
         "explicit_expert_comm": "it is an expert layer",
@@ -322,11 +327,11 @@ def _reason_against_layer(layer: Any) -> str:
 _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _reason_against_weight(weight: Any, gathered_by_then: bool) -> str:
+def _reason_against_weight(weight: Tensor | None, gathered_by_then: bool) -> str:
     if weight is None:
         return "no weight was found for it"
     if gathered_by_then and type(weight).__name__ == "DTensor":
-        weight = weight.to_local()
+        weight = weight.to_local()  # type: ignore[attr-defined]
     if type(weight) not in (nn.Parameter, torch.Tensor):
         return f"its weight is a {type(weight).__name__}, not a plain tensor"
     plain = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

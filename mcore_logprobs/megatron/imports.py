@@ -8,10 +8,12 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
-def after_import(name: str, act: Callable[[Any], None]) -> Callable[[], None]:
+def after_import(name: str, act: Callable[[ModuleType], None]) -> Callable[[], None]:
     """Call `act(module)` once the module `name` has run: now if it has, else when it is imported.
 
     An import that happens inside a package's own `__init__` is seen before that package's names
@@ -33,14 +35,14 @@ def after_import(name: str, act: Callable[[Any], None]) -> Callable[[], None]:
 class _Watcher(importlib.abc.MetaPathFinder):
     """Finds nothing itself: has the module's own loader tell when it has run the module."""
 
-    def __init__(self, name: str, act: Callable[[object], None]) -> None:
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self.name, self.act = name, act
 
     def stop(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != self.name:
             return None
         self.stop()  # or the search below would come back here
@@ -50,7 +52,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
             return spec
         run = spec.loader.exec_module
 
-        def run_and_tell(module: Any) -> None:
+        def run_and_tell(module: ModuleType) -> None:
             run(module)
             self.act(module)
 

@@ -19,8 +19,7 @@ import argparse
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from mcore_logprobs.config import LogprobConfig, add_logprob_args
 from mcore_logprobs.megatron.entry import TRAINING
@@ -143,8 +142,9 @@ class Launcher:
 
             arguments["model_provider_func"] = provider
 
-    def _patch_before_wrap(self, arguments: dict[str, Any]) -> None:
-        script_hook: Callable[..., Any] | None = arguments.get("pre_wrap_hook")
+    def _patch_before_wrap(self, arguments: dict[str, object]) -> None:
+        script_hook = arguments.get("pre_wrap_hook")
+        assert script_hook is None or callable(script_hook)
 
         def hook(models: list[object]) -> list[object]:
             changed = script_hook(models) if script_hook is not None else None
@@ -154,11 +154,11 @@ class Launcher:
 
         arguments["pre_wrap_hook"] = hook
 
-    def _patch_trained(self, result: Any) -> None:
+    def _patch_trained(self, result: Sequence[object]) -> None:
         self.patch(result[0])
         self.check()
 
-    def patch(self, models: Any) -> None:
+    def patch(self, models: object) -> None:
         """Patch a model or a list of chunks; a model without a language model is passed over.
 
         Raises:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import resolve_tp_group
@@ -20,9 +20,12 @@ from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import LazyHead
 from mcore_logprobs.sources.lora import LoRAInput
 
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
 
 def call_of(
-    layer: object,
+    layer: nn.Module,
     hidden: Tensor,
     weight: Tensor,
     product: Callable[[Tensor, Tensor], Tensor],
@@ -89,7 +92,7 @@ def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def into_main_grad(layer: Any, weight: Tensor) -> bool:
+def into_main_grad(layer: ColumnParallelLinear, weight: Tensor) -> bool:
     """Whether the weight's gradient goes into `weight.main_grad`, as the layer's own would.
 
     Not without gradients, as a reference model has no buffers; not a weight that autocast has cast;

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import Call
-from mcore_logprobs.megatron.deferred import DeferringHead, in_place, scale_deferred
+from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, in_place, scale_deferred
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import head_output
 from mcore_logprobs.megatron.heads import (
@@ -19,17 +20,21 @@ from mcore_logprobs.megatron.heads import (
 )
 from mcore_logprobs.ops.token_stats import TokenStats
 
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+
 
 def logprob_output_processor(
     *,
     hidden_states: Tensor,
-    output_layer: Any,
+    output_layer: ColumnParallelLinear,
     output_weight: Tensor | None = None,
     labels: Tensor | None = None,
     runtime_gather_output: bool | None = None,
     context: LogprobConfig | None = None,
     scale_logits: Any = None,
-    config: Any = None,
+    config: TransformerConfig | None = None,
     **unused: object,
 ) -> TokenStats | Tensor:
     """Megatron's output processor (0.18 and later): what a patched model returns, without a patch.
@@ -69,7 +74,7 @@ def logprob_output_processor(
 class _Head(DeferringHead):
     """What stands in for the output layer's forward in one call."""
 
-    def __init__(self, layer: object, scale_logits: object, context: LogprobConfig) -> None:
+    def __init__(self, layer: nn.Module, scale_logits: object, context: LogprobConfig) -> None:
         super().__init__(layer)
         self._scale_logits, self._context = scale_logits, context
 
@@ -79,7 +84,9 @@ class _Head(DeferringHead):
         return scale_reason(self._scale_logits) or softcap_reason(self.layer, self._context.softcap)
 
 
-def _call(head: DeferringHead, hidden: Tensor, call: dict[str, Any]) -> object:
+def _call(
+    head: DeferringHead, hidden: Tensor, call: Mapping[str, object]
+) -> DeferredLogits | Tensor:
     """Call the module, hooks and all, with a forward that returns a handle for this once."""
     layer = head.layer
     head.reason = kind_reason(layer)

@@ -547,7 +547,7 @@ def _of_all_stages(model: object, reason: str) -> list[str]:
         group = state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is None or group_size(group) == 1:
         return [reason]
-    reasons: list[Any] = [None] * group_size(group)
+    reasons: list[str] = [""] * group_size(group)
     dist.all_gather_object(reasons, reason, group=group)
     return reasons
 

@@ -8,13 +8,19 @@ written for tensors. Here the head's node and its output learn the same for a To
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.ops.token_stats import TokenStats
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.model_chunk_schedule_plan import (
+        TransformerModelChunkSchedulePlan,
+    )
 
 
 @dataclass
@@ -58,7 +64,12 @@ class ScheduledStats(TokenStats):
         return {name: x.grad for name, x in self._leaves.items()}
 
 
-def carry_stats(plan: Any, around: Callable[[], Any]) -> None:
+Gradients = dict[str, Tensor | None]  # by field, as `ScheduledStats.grad` has them
+
+
+def carry_stats(
+    plan: TransformerModelChunkSchedulePlan, around: Callable[[], AbstractContextManager[object]]
+) -> None:
     """Make a schedule plan's head node, if it has one, return a TokenStats that trains.
 
     `around()` is a context manager for the node's forward, which runs long after the plan is made.
@@ -73,7 +84,7 @@ def carry_stats(plan: Any, around: Callable[[], Any]) -> None:
             output = forward(*inputs)
         return ScheduledStats.of(output) if isinstance(output, TokenStats) else output
 
-    def backward_func(outputs: tuple[Any, ...], grads: tuple[Any, ...]) -> object:
+    def backward_func(outputs: tuple[object, ...], grads: tuple[Gradients, ...]) -> object:
         (output,) = outputs
         if not isinstance(output, ScheduledStats):
             return backward(outputs, grads)

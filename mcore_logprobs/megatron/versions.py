@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from collections.abc import Callable
+
+from torch import nn
 
 _MODELS = {
     "GPTModel": "megatron.core.models.gpt",
@@ -13,15 +15,17 @@ _MODELS = {
 }
 
 
-def takes(function: Any, parameter: str) -> bool:
+def takes(function: Callable[..., object] | None, parameter: str) -> bool:
     """Whether `function` has a parameter of this name."""
+    if function is None:
+        return False
     try:
         return parameter in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
 
 
-def has_output_processor(model_class: Any) -> bool:
+def has_output_processor(model_class: type[nn.Module]) -> bool:
     """Whether `model_class.forward` takes `output_processor=` (GPTModel of 0.18 and later)."""
     return takes(model_class.forward, "output_processor")
 

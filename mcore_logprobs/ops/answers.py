@@ -8,7 +8,7 @@ weight's size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.ops.topk import TopK, check_k
@@ -53,12 +53,12 @@ class Found(NamedTuple):
     """What `Answers` gives of each row, or the upstream gradients of it."""
 
     statistics: RowResults
-    candidates: Any
-    values: Any
-    top_ids: Any
+    candidates: Tensor | None
+    values: Tensor | None
+    top_ids: Tensor | None
 
     @classmethod
-    def of(cls, flat: Tensors) -> Found:
+    def of(cls, flat: Results) -> Found:
         return cls(RowResults(*flat[:-3]), *flat[-3:])
 
 
@@ -85,35 +85,35 @@ class Answers(Operation[Source]):
         return _AnswersForward(self, source, tensors)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         local_target, valid_mask, *asked = tensors
-        *softmax, top_columns = saved
-        own, found = SoftmaxStats(*softmax), Found.of(upstream)
+        *of_softmax, top_columns = saved
+        softmax, on = SoftmaxStats(*of_softmax), Found.of(upstream)
         columns, entries = [], []
-        if found.candidates is not None:
+        if on.candidates is not None:
             columns.append(asked[0])
-            entries.append(torch.where(asked[1], found.candidates, 0.0))
-        if found.values is not None:
+            entries.append(torch.where(asked[1], on.candidates, 0.0))
+        if on.values is not None:
             columns.append(top_columns)
-            entries.append(torch.where(valid_mask.unsqueeze(-1), found.values, 0.0))
-        results, any_entry = found.statistics, torch.zeros_like(valid_mask)
+            entries.append(torch.where(valid_mask.unsqueeze(-1), on.values, 0.0))
+        results, any_entry = on.statistics, torch.zeros_like(valid_mask)
         if entries:
             on_entries = torch.cat(entries, -1)
             any_entry = (on_entries != 0).any(-1)
             if self.log_softmax:
                 # Of z - lse; entries that cancel leave 0, but a row that holds a NaN is NaN.
-                on_lse = -on_entries.sum(-1) + torch.where(any_entry, 0.0 * own.log_sum, 0.0)
+                on_lse = -on_entries.sum(-1) + torch.where(any_entry, 0.0 * softmax.log_sum, 0.0)
                 results = results._replace(
                     lse=on_lse if results.lse is None else results.lse + on_lse
                 )
         spec, coef, on_target = gradient_coefficients(
-            results, own, valid_mask=valid_mask, label_smoothing=self.label_smoothing
+            results, softmax, valid_mask=valid_mask, label_smoothing=self.label_smoothing
         )
-        coef = coef + torch.where(any_entry, 0.0 * own.log_sum, 0.0)
+        coef = coef + torch.where(any_entry, 0.0 * softmax.log_sum, 0.0)
         columns = [local_target.unsqueeze(-1), *columns]
         incoming = torch.cat([on_target.unsqueeze(-1), *entries], -1)
-        terms = GradientTerms(torch.cat(columns, -1), incoming, own.row_max, coef, spec)
+        terms = GradientTerms(torch.cat(columns, -1), incoming, softmax.row_max, coef, spec)
         return LogitGradient(source, terms)
 
 
@@ -144,7 +144,7 @@ class _AnswersForward(RowStatistics):
             self._largest.see(placed)
         super().see(placed)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         operation, multiplier = self._operation, self.multiplier
         (statistics, softmax), shards = self.reduce(self._x.t())
         candidates = values = ids = top_columns = None
@@ -203,9 +203,11 @@ def answers(
     operation = Answers(
         spec, label_smoothing, also.ids is not None, also.topk or 0, also.log_softmax
     )
-    found = Found.of(apply(operation, source, *per_token))
+    results, top = Found.of(apply(operation, source, *per_token)), None
+    if results.values is not None and results.top_ids is not None:
+        top = results.values, results.top_ids
     return TokenStats(
-        **found.statistics._asdict(),
-        candidates=found.candidates,
-        topk=None if also.topk is None else (found.values, found.top_ids),
+        **results.statistics._asdict(),
+        candidates=results.candidates,
+        topk=top,
     )

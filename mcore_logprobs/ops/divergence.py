@@ -26,7 +26,7 @@ from mcore_logprobs.kernels.pairs import (
     merge_pairs,
     pair_dtype,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.sources.given import GivenLogits, given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
@@ -48,9 +48,11 @@ class Divergence(Operation[PairSource]):
         return _DivergenceForward(self.spec, source, tensors[0])
 
     def backward(
-        self, source: PairSource, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: PairSource, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return _DivergenceGradient(self.spec, source, upstream[0], *saved)
+        (on_values,) = upstream
+        assert on_values is not None
+        return _DivergenceGradient(self.spec, source, on_values, *saved)
 
 
 class _DivergenceForward(Forward):
@@ -70,21 +72,21 @@ class _DivergenceForward(Forward):
         assert teacher is not None
         kernels, size = self._source.backend(placed), self._source.rows_at_a_time(teacher.width)
         if self._done is None:
-            found = kernels.pair_stats(student, teacher, spec, chunk_size=size)
+            parts = kernels.pair_stats(student, teacher, spec, chunk_size=size)
             before, both = self._stats[:, rows], (student.multiplier, teacher.multiplier)
-            before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), found]), spec, both))
+            before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), parts]), spec, both))
         else:
-            own = self._done.softmax[:, rows]
-            sums = kernels.pair_sums(student, teacher, own, spec, chunk_size=size)
+            softmax = self._done.softmax[:, rows]
+            sums = kernels.pair_sums(student, teacher, softmax, spec, chunk_size=size)
             self._sums[:, rows] += sums
 
     def end_pass(self) -> None:
         if self._done is None:
             shards = all_gather_stack(self._stats, self._source.shard.group)
-            whole = merge_pairs(shards, self._spec, self._source.multipliers)
-            self._done = finalize_pair(whole, self._spec)
+            merged = merge_pairs(shards, self._spec, self._source.multipliers)
+            self._done = finalize_pair(merged, self._spec)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         done = self._done
         assert done is not None
         value, inner = done.value, done.value

@@ -25,9 +25,19 @@ from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
 from mcore_logprobs.sources.main_grad import MainGrad
-from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Options, Source, Tile, Walked
+from mcore_logprobs.sources.source import (
+    ChunkAt,
+    Gradient,
+    LogitIndices,
+    Options,
+    Source,
+    Tile,
+    Walked,
+)
 
-Tensors = tuple[Any, ...]  # each a Tensor or None
+Tensors = tuple[Tensor, ...]
+Results = tuple[Tensor | None, ...]  # of some rows, or gradients; None where nothing is wanted
+Saved = tuple[Any, ...]  # likewise; each operation knows which are there
 SourceT = TypeVar("SourceT", bound=Walked)
 
 
@@ -56,7 +66,7 @@ class Forward:
     def end_pass(self) -> None:
         """All tiles were seen; once a pass."""
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         """(results, what the backward needs besides source and tensors), `[n, ...]` each."""
         raise NotImplementedError
 
@@ -107,7 +117,7 @@ class Operation(Generic[SourceT]):
         raise NotImplementedError
 
     def backward(
-        self, source: SourceT, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: SourceT, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         """The gradient; an upstream of None stands for 0."""
         raise NotImplementedError
@@ -120,24 +130,23 @@ def show(run: Forward, source: Walked) -> None:
     """Show it all tiles of a source."""
     for _ in range(run.passes):
         for tile in source.tiles():
-            _show_tile(run, tile, tile.rows)
+            run.begin_tile(tile, tile.rows)
+            chunks: Iterable[ChunkAt] = ()
+            if run.reads != "nothing":
+                chunks = tile.whole_rows() if run.reads == "rows" else tile.chunks()
+            for placed in chunks:
+                run.see(placed)
+                del placed  # a tile's logits may be the only large memory: gone before the next
+            run.end_tile(tile, tile.rows)
         run.end_pass()
 
 
-def _show_tile(
-    run: Forward, tile: Tile, rows: slice, held: Sequence[ChunkAt] | None = None
-) -> None:
-    run.begin_tile(tile, rows)
-    if run.reads != "nothing":
-        chunks: Iterable[ChunkAt] = tile.whole_rows() if run.reads == "rows" else tile.chunks()
-        for placed in chunks if held is None else held:
-            run.see(placed)
-            del placed  # a tile's logits may be the only large memory: gone before the next
-    run.end_tile(tile, rows)
+def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Results:
+    """The gradients of a source's tensors, formed in all of its tiles.
 
-
-def _backward(backward: Backward, source: Walked, needs: Sequence[bool]) -> Tensors:
-    gradient = source.gradient(needs, sparse=backward.entries)
+    Args:
+        gradient: of `source.gradient`.
+    """
     for tile in source.tiles():
         if backward.entries:
             gradient.collect_entries(tile, *backward.at(tile))
@@ -154,7 +163,7 @@ def _backward(backward: Backward, source: Walked, needs: Sequence[bool]) -> Tens
 # ---- what both modes are: no double backward in silence, no autocast --------------------------
 
 
-def once_differentiable(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+def once_differentiable(backward: Callable[..., Results]) -> Callable[..., Results]:
     """For an autograd.Function's backward whose result depends on what the forward saved.
 
     torch's own looks at the upstream gradient alone: under create_graph=True it gives out gradients
@@ -168,16 +177,16 @@ def once_differentiable(backward: Callable[..., Tensors]) -> Callable[..., Tenso
     """
 
     @functools.wraps(backward)
-    def once(ctx: Any, *grads: Tensor | None) -> Tensors:
-        saved = ctx.saved_tensors
+    def once(ctx: FunctionCtx, *grads: Tensor | None) -> Results:
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
         with torch.no_grad():
-            found = backward(ctx, saved, *grads)
+            gradients = backward(ctx, saved, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return found
+            return gradients
         # Those alone are reached by a backward for some inputs only, as autograd.grad's.
-        held = grads if getattr(ctx, "linear", False) else (*grads, *saved)
-        on = [x for x in held if isinstance(x, Tensor) and x.requires_grad]
-        return tuple(_Last.apply(x, *on) if isinstance(x, Tensor) else x for x in found)
+        depends_on = grads if getattr(ctx, "linear", False) else (*grads, *saved)
+        learning = [x for x in depends_on if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(_Last.apply(x, *learning) if isinstance(x, Tensor) else x for x in gradients)
 
     return once
 
@@ -256,12 +265,12 @@ class _Recompute(torch.autograd.Function):
         options: Options,
         counts: tuple[int, int],
         plans: tuple[KeptPlan, ...],
-        *tensors: Tensor | None,
-    ) -> Tensors:
+        *tensors: Tensor,
+    ) -> Results:
         with without_autocast(tensors[0]):
-            source, given = _call_context(options, counts, tensors)
+            source, rows = _call_context(options, counts, tensors)
             kept = keep(source.heads, plans) if plans else []
-            run = operation.forward(source, given)
+            run = operation.forward(source, rows)
             show(run, source)
             results, saved = run.results()
             del run  # what it has of each tile may be as large as the results
@@ -274,8 +283,8 @@ class _Recompute(torch.autograd.Function):
         ctx.operation, ctx.options, ctx.plans = operation, options, plans
         ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
         ctx.linear = operation.linear and source.linear
-        everything: Tensors = (*tensors, *saved, *(x for own in kept for x in own.tensors))
-        ctx.save_for_backward(*everything)
+        everything: Results = (*tensors, *saved, *(x for own in kept for x in own.tensors))
+        ctx.save_for_backward(*everything)  # type: ignore[arg-type]  # None may be saved too
         ctx.set_materialize_grads(False)
         flags = operation.differentiable or (True,) * len(results)
         ctx.mark_non_differentiable(
@@ -289,13 +298,13 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _RecomputeContext, unpacked: Tensors, *grads: Tensor | None) -> Tensors:
+    def backward(ctx: _RecomputeContext, unpacked: Tensors, *grads: Tensor | None) -> Results:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         *counts, end, last = ctx.counts
         tensors, saved = unpacked[:end], unpacked[end:last]
         with without_autocast(tensors[0]):
-            source, given = _call_context(ctx.options, counts, tensors)
+            source, rows = _call_context(ctx.options, counts, tensors)
             if ctx.plans:
                 restore(source.heads, ctx.plans, unpacked[last:])
             upstream = tuple(
@@ -303,16 +312,18 @@ class _Recompute(torch.autograd.Function):
             )
             saved = tuple(None if x is None else source.unpack(x) for x in saved)
             needs = ctx.needs_input_grad[4 : 4 + counts[0]]
-            found = _backward(ctx.operation.backward(source, upstream, given, saved), source, needs)
-        return (None, None, None, None, *found, *(None for _ in tensors[len(found) :]))
+            backward = ctx.operation.backward(source, upstream, rows, saved)
+            gradient = source.gradient(needs, sparse=backward.entries)
+            gradients = form_gradient(backward, source, gradient)
+        return (None, None, None, None, *gradients, *(None for _ in tensors[len(gradients) :]))
 
 
 def _call_context(options: Options, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
     """The source, and what the operation takes besides."""
-    own, per_token = counts
-    source = options.bind(*tensors[:own])
-    rows = (source.to_row_order(x) for x in tensors[own : own + per_token])
-    return source, (*rows, *tensors[own + per_token :])
+    of_source, per_token = counts
+    source = options.bind(*tensors[:of_source])
+    rows = (source.to_row_order(x) for x in tensors[of_source : of_source + per_token])
+    return source, (*rows, *tensors[of_source + per_token :])
 
 
 # ---- eager mode ---------------------------------------------------------------------------------
@@ -330,7 +341,7 @@ class Objective(Protocol):
 
     def value_and_upstream(
         self, results: Any, tensors: Tensors, own: Tensors
-    ) -> tuple[Tensor, Tensors]:
+    ) -> tuple[Tensor, Results]:
         """(a scalar, its gradient by each result or None) of some rows.
 
         Args:
@@ -396,7 +407,7 @@ class _Eager(torch.autograd.Function):
         options: Options,
         counts: tuple[int, int, int],
         *tensors: Tensor,
-    ) -> Tensors:
+    ) -> Results:
         count, per_token, _ = counts
         *tensors, anchor = tensors  # type: ignore[assignment]
         inputs = tensors[:count]
@@ -406,14 +417,17 @@ class _Eager(torch.autograd.Function):
             needs = [flag and objective.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
             gradient = source.gradient(needs, in_acc_dtype=True)
             total = torch.zeros((), dtype=torch.float64, device=source.device)
-            parts: list[Tensors] = []
+            parts: list[Results] = []
             for tile in source.tiles():
                 own_rows = slice(0, tile.rows.stop - tile.rows.start)
                 chunks = [placed._replace(rows=own_rows) for placed in tile.held_chunks()]
-                own = tuple(x[tile.rows] for x in rows)
-                taken, others = own[:per_token], own[per_token:]
+                of_tile = tuple(x[tile.rows] for x in rows)
+                taken, others = of_tile[:per_token], of_tile[per_token:]
                 run = operation.forward(source, taken)
-                _show_tile(run, tile, own_rows, chunks)
+                run.begin_tile(tile, own_rows)
+                for placed in chunks:
+                    run.see(placed)
+                run.end_tile(tile, own_rows)
                 results, saved = run.results()
                 value, upstream = objective.value_and_upstream(results, taken, others)
                 total += value
@@ -428,14 +442,14 @@ class _Eager(torch.autograd.Function):
                 run = operation.forward(source, tuple(rows[:per_token]))
                 show(run, source)
                 parts = [run.results()[0]]
-            whole = [
+            joined = [
                 None if pieces[0] is None else torch.cat(pieces)
                 for pieces in zip(*parts, strict=True)
             ]
-            ignored_values = operation.ignored_values or (0.0,) * len(whole)
+            ignored_values = operation.ignored_values or (0.0,) * len(joined)
             results = tuple(
                 None if x is None else source.to_token_order(x, fill)
-                for x, fill in zip(whole, ignored_values, strict=True)
+                for x, fill in zip(joined, ignored_values, strict=True)
             )
         ctx.save_for_backward(anchor)
         ctx.main_grad = getattr(options, "main_grad", None)
@@ -448,7 +462,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _EagerContext, _: Tensors, *grads: Tensor | None) -> Tensors:
+    def backward(ctx: _EagerContext, _: Tensors, *grads: Tensor | None) -> Results:
         upstream, none = grads[0], len(ctx.needs_input_grad)
         if upstream is None:
             return (None,) * none
@@ -458,7 +472,7 @@ class _Eager(torch.autograd.Function):
                 "backward; a second one needs a second forward"
             )
         formed, ctx.gradients = ctx.gradients, None
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
             if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's
                 ctx.kernels.scale(grad, upstream, out=ctx.main_grad.buffer, add=True)
@@ -468,5 +482,6 @@ class _Eager(torch.autograd.Function):
                 out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
                 ctx.kernels.scale(grad, upstream, out=out)
                 grad = out
-            found.append(grad)
-        return (None, None, None, None, *found, *(None for _ in range(none - 4 - len(found))))
+            gradients.append(grad)
+        rest = none - 4 - len(gradients)
+        return (None, None, None, None, *gradients, *(None for _ in range(rest)))

@@ -30,7 +30,7 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import (
     EntryGradient,
@@ -55,9 +55,11 @@ class EntryLogits(Operation[Source]):
         return _EntryForward(source, tensors[0])
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return EntryGradient(source, tensors[0], upstream[0])
+        (local_ids,), (on_values,) = tensors, upstream
+        assert on_values is not None
+        return EntryGradient(source, local_ids, on_values)
 
 
 class _EntryForward(Forward):
@@ -68,10 +70,10 @@ class _EntryForward(Forward):
         self._values = torch.zeros(local_ids.shape, dtype=source.acc_dtype, device=source.device)
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
-        found = tile.unscaled_logits(grid_entries(self._local_ids, tile.rows))
-        self._values[rows] = found.view(-1, self._local_ids.shape[1])
+        logits = tile.unscaled_logits(grid_entries(self._local_ids, tile.rows))
+        self._values[rows] = logits.view(-1, self._local_ids.shape[1])
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         values = all_reduce_sum(self._values, self._source.shard.group)
         return (times_multiplier(values, self._source.multiplier),), ()
 
@@ -92,7 +94,7 @@ class EntryLogprobs(Operation[Source]):
         return _LogprobForward(self, source, tensors)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         local_ids, valid_mask = tensors
         on_values, on_entropy = upstream
@@ -125,7 +127,7 @@ class _LogprobForward(RowStatistics):
         )
         super().see(placed)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         done, shards = self.reduce(self._values.t())
         values = shards.sum(0).t()
         if self._operation.log_softmax:
@@ -178,7 +180,7 @@ def topk_distill(
     lead, device = source.batch_shape, source.device
     if teacher_temperature is None:
         teacher_temperature = token_temperature(source)
-    own = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")
+    temperature = check_temperature(teacher_temperature, lead, device, name="teacher_temperature")
     teacher = unwrap_rows(teacher_topk_logits, "teacher_topk_logits")
     check_float_tensor("teacher_topk_logits", teacher, min_dim=1)
     k = teacher.shape[-1]
@@ -192,7 +194,7 @@ def topk_distill(
     source = masked_source(source, mask)
     valid_mask = torch.ones(lead, dtype=torch.bool, device=device) if mask is None else mask
     valid_mask = valid_mask.unsqueeze(-1).expand(shape)
-    student, found = _entries(
+    student, of_student = _entries(
         source,
         local_ids,
         valid_mask,
@@ -201,46 +203,55 @@ def topk_distill(
     )
     if mask is not None:  # a masked row may hold NaN
         student = torch.where(mask.unsqueeze(-1), student, 0.0)
-        found = None if found is None else torch.where(mask, found, 0.0)
+        of_student = None if of_student is None else torch.where(mask, of_student, 0.0)
     if normalize == "topk":
         student = of_rows(lambda x: x.log_softmax(-1), student)
         if mask is not None:
             student = torch.where(mask.unsqueeze(-1), student, 0.0)
     teacher = teacher.detach().to(acc_dtype(teacher.dtype))
-    teacher = teacher / (own.unsqueeze(-1) if isinstance(own, Tensor) else own)
-    return student, torch.log_softmax(teacher, dim=-1), found
+    if isinstance(temperature, Tensor):
+        temperature = temperature.unsqueeze(-1)
+    teacher = teacher / temperature
+    return student, torch.log_softmax(teacher, dim=-1), of_student
 
 
-class _Spoilt(torch.autograd.Function):
-    """NaN, of x's shape; the gradient of a row is NaN where one is asked of it, and else 0."""
+class _NanRows(torch.autograd.Function):
+    """NaN `[..., j]` in place of what rows `[..., k]` would give.
+
+    The gradient of a row is NaN where one is asked of it, else 0.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+    def forward(ctx: _NanContext, rows: Tensor, width: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        return torch.full_like(x, torch.nan)
+        ctx.shape = rows.shape
+        return rows.new_full((*rows.shape[:-1], width), torch.nan)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: _NanContext, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        (grad,) = grads
         if grad is None:
-            return None
+            return None, None
         asked = (grad != 0).any(-1, keepdim=True)
-        return torch.where(asked, torch.nan, 0.0).to(grad.dtype).expand_as(grad)
+        return torch.where(asked, torch.nan, 0.0).to(grad.dtype).expand(ctx.shape), None
+
+
+class _NanContext(FunctionCtx):
+    shape: torch.Size
 
 
 def of_rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """`function(*rows)` of rows `[..., k]`: `[...]` or `[..., k]`, differentiable by the first.
+    """`function(*rows)` of rows `[..., k]`: `[..., j]`, differentiable by the first.
 
     A row whose result holds a NaN is NaN, and so is its gradient where one is asked of it, but
     exactly 0 where its upstream is 0. By autograd's rules alone it is 0 behind a clamp, whatever
-    upstream is, and elsewhere NaN even where that is 0.
+    upstream is, and elsewhere NaN even where that is 0. So the function is given zeros in place of
+    such rows, and `_NanRows` stands in place of what it makes of them.
     """
     with torch.no_grad():
-        spoilt = function(*rows).isnan()
-    is_number = spoilt.dim() < rows[0].dim()
-    of_row = spoilt.unsqueeze(-1) if is_number else spoilt.any(-1, keepdim=True)
-    found = function(*(torch.where(of_row, 0.0, x) for x in rows))
-    nan = _Spoilt.apply(rows[0])
-    return torch.where(spoilt, nan[..., 0], found) if is_number else torch.where(of_row, nan, found)
+        nan = function(*rows).isnan().any(-1, keepdim=True)  # [..., 1]
+    results = function(*(x.masked_fill(nan, 0.0) for x in rows))
+    return torch.where(nan, _NanRows.apply(rows[0], results.shape[-1]), results)
 
 
 @shared_keywords(LogitsKeywords, given_logits)

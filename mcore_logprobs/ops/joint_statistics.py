@@ -20,7 +20,7 @@ from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import times_per_row
 from mcore_logprobs.kernels.stats import IGNORED, RowResults, StatsSpec
 from mcore_logprobs.ops.answers import Answers
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.sources.latest_pass import LatestPass
 from mcore_logprobs.sources.source import LogitIndices, Source, Tile
@@ -57,25 +57,27 @@ class JointStatistics(Operation[Source]):
         return _JointForward(source, self.spec, tensors[0])
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         *statistics, _, _, on_slots = upstream
         self.joined.spent = True
         every = torch.ones_like(tensors[0], dtype=torch.bool)
         targets = [source.to_row_order(x.view(source.batch_shape)) for x in self.joined.targets]
-        columns = torch.stack(targets, -1) if on_slots is not None else None
-        asked = () if columns is None else (columns, torch.ones_like(columns, dtype=torch.bool))
-        on_candidates = None if columns is None else on_slots[:, : columns.shape[1]]
-        return Answers(self.spec, 0.0, columns is not None, 0, log_softmax=False).backward(
+        asked: Tensors = ()
+        if on_slots is not None:
+            columns = torch.stack(targets, -1)
+            asked = columns, torch.ones_like(columns, dtype=torch.bool)
+            on_slots = on_slots[:, : columns.shape[1]]
+        return Answers(self.spec, 0.0, on_slots is not None, 0, log_softmax=False).backward(
             source,
-            (*statistics, on_candidates, None, None),
+            (*statistics, on_slots, None, None),
             (tensors[0], every, *asked),
             (*saved, None),
         )
 
 
 class _JointForward(RowStatistics):
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         (statistics, softmax), _ = self.reduce()
         slots = softmax.log_sum.new_zeros(softmax.log_sum.shape[0], SLOTS)
         return (*statistics, softmax.row_max, softmax.log_sum, slots), softmax
@@ -103,7 +105,7 @@ class _TargetForward(Forward):
         row = torch.arange(rows.start, rows.stop, device=self._logits.device)
         self._logits[rows] = tile.unscaled_logits(LogitIndices(row, self._local_target[rows]))
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         logits = all_reduce_sum(self._logits, self._source.shard.group)
         # (z - m) - log s: `kernels.stats.finalize` says why.
         distance = times_per_row(logits - self._row_max, self._source.multiplier)
@@ -130,10 +132,11 @@ class _Pass:
         slots = slots.view(-1, SLOTS)
         return cls(spec, joined, flat, row_max.flatten(), log_sum.flatten(), slots)
 
-    def covers(self, spec: StatsSpec) -> bool:
-        """Whether a consumer who wants these can join."""
-        free = not self.joined.spent and len(self.joined.targets) < SLOTS
-        return free and not spec.rank and (self.spec.sum_pi_squared or not spec.sum_pi_squared)
+    def covers(self, spec: StatsSpec, targets: bool) -> bool:
+        """Whether a consumer who wants these can join, with targets or without."""
+        if self.joined.spent or (targets and len(self.joined.targets) == SLOTS):
+            return False
+        return not spec.rank and (self.spec.sum_pi_squared or not spec.sum_pi_squared)
 
     def join(self, source: Source, local_target: Tensor) -> RowResults:
         """Statistics of the same rows with other targets. Collectives: an all-reduce of `[n]`."""
@@ -184,7 +187,7 @@ def joint_statistics(
     """
     shape = source.batch_shape
     found = latest.get()
-    if found is None or not found.covers(spec):
+    if found is None or not found.covers(spec, local_target is not None):
         targets = local_target
         if targets is None:
             targets = torch.full(shape, -1, dtype=torch.int64, device=source.device)

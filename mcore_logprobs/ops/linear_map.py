@@ -22,7 +22,7 @@ from mcore_logprobs.arguments import check_mask, check_per_token
 from mcore_logprobs.checks import autocast_enabled, check_called
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.ops.captured import name_of, walk_graph
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.sources.head import HeadLogits, HeadTile, head_logits
 from mcore_logprobs.sources.source import ChunkAt, masked_source
@@ -84,7 +84,7 @@ class Map(Operation[HeadLogits]):
         return self.structure.differentiable
 
     def backward(
-        self, source: HeadLogits, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: HeadLogits, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         return _MapGradient(self, upstream, tensors)
 
@@ -105,27 +105,28 @@ class _MapForward(Forward):
         # Once with autograd, to see what depends on the logits, and on what else.
         tried = operation.grad_enabled and not self._parts
         with torch.set_grad_enabled(tried):
-            found = operation.call(z.requires_grad_(tried), self._per_token, rows)
+            results = operation.call(z.requires_grad_(tried), self._per_token, rows)
         if tried:
-            _refuse_captured(found, z, operation.fn)
-            operation.structure.differentiable = [x is not None and x.requires_grad for x in found]
-        self._parts.append([None if x is None else x.detach() for x in found])
+            _refuse_captured(results, z, operation.fn)
+            learns = [x is not None and x.requires_grad for x in results]
+            operation.structure.differentiable = learns
+        self._parts.append([None if x is None else x.detach() for x in results])
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         source = self._source
         if not self._parts:  # no rows: fn says what the shapes are
             none = torch.empty(0, source.shard.width, dtype=source.acc_dtype, device=source.device)
             self._call(none, slice(None))
-        whole = [None if x[0] is None else torch.cat(x) for x in zip(*self._parts, strict=True)]
+        joined = [None if x[0] is None else torch.cat(x) for x in zip(*self._parts, strict=True)]
         if self._operation.masked:
-            whole = [None if x is None else _masked_rows(x, self._valid_mask) for x in whole]
-        return tuple(whole), ()
+            joined = [None if x is None else _masked_rows(x, self._valid_mask) for x in joined]
+        return tuple(joined), ()
 
 
 class _MapGradient(Backward):
     whole_tile = True
 
-    def __init__(self, operation: Map, upstream: Tensors, tensors: Tensors) -> None:
+    def __init__(self, operation: Map, upstream: Results, tensors: Tensors) -> None:
         valid_mask, *self._per_token = tensors
         self._operation = operation
         self._asked = torch.zeros_like(valid_mask)
@@ -141,10 +142,10 @@ class _MapGradient(Backward):
         self._dz = torch.empty(0)  # the last tile's is gone before this one's logits are made
         raw, z = _processed(tile)
         with torch.enable_grad():
-            found = self._operation.call(z.requires_grad_(), self._per_token, tile.rows)
+            results = self._operation.call(z.requires_grad_(), self._per_token, tile.rows)
         pairs = [
             (x, g[tile.rows])
-            for x, g in zip(found, self._upstream, strict=True)
+            for x, g in zip(results, self._upstream, strict=True)
             if x is not None and g is not None and x.requires_grad
         ]
         dz = None
@@ -174,13 +175,13 @@ def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
     return raw.detach(), raw
 
 
-def flat_results(found: object, rows: int) -> tuple[list[Tensor | None], Any]:
+def flat_results(result: object, rows: int) -> tuple[list[Tensor | None], Any]:
     """(tensors of a function's result as a flat list, its pytree structure).
 
     Raises:
         ValueError: something else than tensors `[rows, ...]` and None.
     """
-    flat, spec = pytree.tree_flatten(found)
+    flat, spec = pytree.tree_flatten(result)
     for place, x in enumerate(flat):
         if x is not None and (not isinstance(x, Tensor) or x.shape[:1] != (rows,)):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -216,10 +217,10 @@ def _autocast(state: tuple[Any, ...] | None) -> AbstractContextManager[object]:
     return torch.autocast(device_type, dtype=dtype, cache_enabled=cache_enabled)
 
 
-def _refuse_captured(found: list[Tensor | None], z: Tensor, fn: MapFn) -> None:
+def _refuse_captured(results: list[Tensor | None], z: Tensor, fn: MapFn) -> None:
     """A ValueError if a result depends on a leaf that requires a gradient, other than z."""
     roots = [get_gradient_edge(z).node]
-    for x in found:
+    for x in results:
         if x is None or x is z or not x.requires_grad:
             continue
         _, captured = walk_graph(x, roots)
@@ -245,10 +246,10 @@ def map_logits(
         z = Chunk(flat_logits, flat_logits.shape[1], logit_scale=scale, softcap=softcap).processed()
         rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
         flat, spec = flat_results(fn(z, *rows), source.num_rows)
-        found = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
+        masked = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]
         if mask is not None:
-            found = [None if x is None else _masked(x, mask) for x in found]
-        return pytree.tree_unflatten(found, spec)
+            masked = [None if x is None else _masked(x, mask) for x in masked]
+        return pytree.tree_unflatten(masked, spec)
     source = source.in_whole_rows()
     operation = Map(
         fn=fn,

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import SoftmaxStats, StatsSpec
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.sources.given import given_logits
@@ -26,9 +26,11 @@ class LogSoftmax(Operation[Source]):
         return _LogSoftmaxForward(source)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return _LogSoftmaxGradient(source, upstream[0], *saved)
+        (on_columns,) = upstream
+        assert on_columns is not None
+        return _LogSoftmaxGradient(source, on_columns, *saved)
 
 
 class _LogSoftmaxForward(RowStatistics):
@@ -65,7 +67,7 @@ class _LogSoftmaxForward(RowStatistics):
             dtype, device = self._source.acc_dtype, self._source.device
             self._result = torch.empty(shape, dtype=dtype, device=device)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         assert self._softmax is not None
         row_max, log_sum, *_ = self._softmax
         return (self._result,), (row_max, log_sum)
@@ -76,11 +78,11 @@ class _LogSoftmaxGradient(Backward):
         self._wanted, self._row_max = wanted[:, : source.shard.valid_width], row_max
         self._step = source.rows_at_a_time(source.shard.width)
         total, asked = torch.empty_like(log_sum), torch.empty_like(log_sum, dtype=torch.bool)
-        for some, one_total, one_asked in zip(
+        for of_rows, one_total, one_asked in zip(
             *(x.split(self._step) for x in (self._wanted, total, asked)), strict=True
         ):
-            torch.sum(some, -1, out=one_total)
-            torch.any(some != 0, -1, out=one_asked)
+            torch.sum(of_rows, -1, out=one_total)
+            torch.any(of_rows != 0, -1, out=one_asked)
         total = all_reduce_sum(total, source.shard.group)
         self._asked = asked | (total != 0)
         self._total = total * log_sum.neg().exp()  # p = exp(z - row_max) / s

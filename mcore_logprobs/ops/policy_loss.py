@@ -53,6 +53,7 @@ class _Loss:
             leaves = RowResults(logprobs=results.logprobs, entropy=results.entropy).map(
                 lambda x: x.detach().requires_grad_(self.backward)
             )
+            assert leaves.logprobs is not None
             total = sum_of_losses(
                 self.fn,
                 leaves.logprobs,
@@ -63,15 +64,15 @@ class _Loss:
             )
         upstream = RowResults()
         if self.backward:
-            wanted = [x for x in leaves if x is not None]
-            found = torch.autograd.grad(total, wanted, allow_unused=True)
-            if all(grad is None for grad in found):
+            statistics = [x for x in leaves if x is not None]
+            gradients = torch.autograd.grad(total, statistics, allow_unused=True)
+            if all(grad is None for grad in gradients):
                 raise ValueError(
                     "loss_fn: the backward of the loss gives no gradient to the log-probabilities "
                     "or the entropy: an autograd function of its own returns None for them"
                 )
-            given = iter(found)
-            upstream = leaves.map(lambda x: next(given))
+            each = iter(gradients)
+            upstream = leaves.map(lambda x: next(each))
         return total.detach(), upstream
 
 

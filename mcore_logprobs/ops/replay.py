@@ -8,9 +8,8 @@ pass: the kept logits are read from the chunks, and travel in the same all-gathe
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from mcore_logprobs.kernels.stats import (
     gradient_coefficients,
     merge,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, entries_of_chunk
 from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
@@ -47,16 +46,16 @@ class ReplayResults(NamedTuple):
         full: of the whole distribution, each None where it was not asked for.
     """
 
-    logprobs: Any
-    entropy: Any
+    logprobs: Tensor | None
+    entropy: Tensor | None
     full: RowResults
 
     @classmethod
-    def of(cls, flat: Sequence[object]) -> ReplayResults:
+    def of(cls, flat: Results) -> ReplayResults:
         return cls(flat[0], flat[1], RowResults(*flat[2:]))
 
     @property
-    def flat(self) -> Tensors:
+    def flat(self) -> Results:
         return (self.logprobs, self.entropy, *self.full)
 
 
@@ -79,7 +78,7 @@ class Replay(Operation[Source]):
     entropy: bool
     full: StatsSpec | None
     missing: str
-    ignored_values = ReplayResults(0.0, 0.0, IGNORED).flat
+    ignored_values = (0.0, 0.0, *IGNORED)
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
         if self.full is None:
@@ -87,17 +86,17 @@ class Replay(Operation[Source]):
         return _FullReplayForward(self, source, tensors)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         kept, full = saved[: len(_SavedKept._fields)], saved[len(_SavedKept._fields) :]
         own_upstream = self._own(upstream, tensors)
         entries = _KeptEntries(source, own_upstream, tensors, _SavedKept(*kept), self.parts)
         if self.full is None:
             return entries
-        valid_mask, own, recorded, *_ = tensors
-        found = ReplayResults.of(upstream)
-        moved = RowResults(logprobs=found.logprobs, entropy=found.entropy)
-        on_full = found.full
+        valid_mask, local_target, recorded, *_ = tensors
+        on = ReplayResults.of(upstream)
+        moved = RowResults(logprobs=on.logprobs, entropy=on.entropy)
+        on_full = on.full
         if self.missing == "full":
             on_full = on_full._replace(
                 **{
@@ -108,7 +107,7 @@ class Replay(Operation[Source]):
             )
         softmax = SoftmaxStats(*full)
         spec, coef, on_target = gradient_coefficients(on_full, softmax, valid_mask=valid_mask)
-        target = own.unsqueeze(-1), on_target.unsqueeze(-1)
+        target = local_target.unsqueeze(-1), on_target.unsqueeze(-1)
         terms = GradientTerms(*target, softmax.row_max, coef, spec)
         return _FullReplayGradient(source, entries, terms)
 
@@ -122,11 +121,11 @@ class Replay(Operation[Source]):
         valid_mask, _, recorded, *_ = tensors
         return valid_mask if self.missing == "error" else valid_mask & recorded
 
-    def _own(self, upstream: Tensors, tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    def _own(self, upstream: Results, tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
         """The upstream of logprobs and entropy in the rows of a record, 0 in others."""
         counted = self.counted(tensors)
-        found = ReplayResults.of(upstream)
-        both = (found.logprobs, found.entropy)
+        on = ReplayResults.of(upstream)
+        both = (on.logprobs, on.entropy)
         return tuple(  # type: ignore[return-value]
             None if x is None else torch.where(counted, x, 0.0) for x in both
         )
@@ -184,16 +183,16 @@ class _Kept:
     def statistics(self) -> Tensor:
         """Row statistics `[k, n]` of this rank's kept logits."""
         x, row, hit, multiplier = self.x, self.row, self._hit, self._source.multiplier
-        own = self.local_ids >= 0
+        is_local = self.local_ids >= 0
         stats = x.new_zeros(len(self.spec.fields), self._source.num_rows)
         local = self.spec.named(stats)
         local["max"].fill_(-torch.inf)
-        local["max"].scatter_reduce_(0, row, torch.where(own, x, -torch.inf), "amax")
+        local["max"].scatter_reduce_(0, row, torch.where(is_local, x, -torch.inf), "amax")
         shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
         below = times_multiplier(x - shift[row], per_row(multiplier, row))
-        weight = torch.where(own, below.exp(), 0.0)
+        weight = torch.where(is_local, below.exp(), 0.0)
         local["sum"].index_add_(0, row, weight)
-        local["target"].index_add_(0, row, torch.where(own & hit, x, 0.0))
+        local["target"].index_add_(0, row, torch.where(is_local & hit, x, 0.0))
         if self.spec.entropy:
             local["entropy"].index_add_(0, row, below.clamp(min=LOG_ZERO) * weight)
         return stats
@@ -204,6 +203,7 @@ class _Kept:
         0 in rows that do not count.
         """
         results, softmax = finalize(merged, self.spec, multiplier=self._source.multiplier)
+        assert results.logprobs is not None
         hits = merged.new_zeros(merged.shape[1]).index_add_(0, self.row, self._hit.to(merged.dtype))
         # -inf where the target is not among the kept ids, or all of them are -inf.
         finite = ~self.spec.named(merged)["max"].isneginf()
@@ -231,7 +231,7 @@ class _ReplayForward(Forward):
         part = next(self._parts)
         self._kept.x[part] = tile.unscaled_logits(self._kept.entries(part))
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         kept, multiplier = self._kept, self._source.multiplier
         shards = all_gather_stack(kept.statistics(), self._source.shard.group)
         merged = merge(shards, kept.spec, multiplier=multiplier)
@@ -258,16 +258,18 @@ class _FullReplayForward(RowStatistics):
         self._kept.x[self._part] += placed.chunk.unscaled_entries(row, column)
         super().see(placed)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         kept = self._kept
-        (found, softmax), shards = self.reduce(kept.statistics())
+        (full, softmax), shards = self.reduce(kept.statistics())
         merged = merge(shards.contiguous(), kept.spec, multiplier=self._source.multiplier)
         logprobs, entropy, saved = kept.finalize(merged)
         if self._operation.missing == "full":
-            logprobs = torch.where(self._recorded, logprobs, found.logprobs)
+            assert full.logprobs is not None
+            logprobs = torch.where(self._recorded, logprobs, full.logprobs)
             if entropy is not None:
-                entropy = torch.where(self._recorded, entropy, found.entropy)
-        return ReplayResults(logprobs, entropy, found).flat, (*saved, *softmax)
+                assert full.entropy is not None
+                entropy = torch.where(self._recorded, entropy, full.entropy)
+        return ReplayResults(logprobs, entropy, full).flat, (*saved, *softmax)
 
 
 class _KeptEntries(Backward):
@@ -400,6 +402,44 @@ class Kept:
         check_flag("full", self.full)
 
 
+class _Record(NamedTuple):
+    """The kept ids in the order in which a source walks its rows, one entry per id.
+
+    Attributes:
+        row: int64 `[e]`, each entry's row, ascending.
+        place: int64 `[e]`, where its id stands in the flat ids.
+        bounds: where each tile's entries begin, and the end.
+    """
+
+    row: Tensor
+    place: Tensor
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, source: Source, count: int, offsets: Tensor, places: Tensor) -> _Record:
+        """A host sync where rows are left out, and one where there are several tiles.
+
+        Args:
+            count: ids in the whole record.
+            offsets: `[rows + 1]`, where each row of the record begins in the flat ids.
+            places: `[*lead]`, which row of the record is each token's.
+        """
+        device, row_of_record = source.device, source.to_row_order(places)  # [n]
+        is_row = source.to_row_order(torch.ones_like(places), fill=0)  # 0: padding
+        lengths = offsets.diff()[row_of_record] * is_row
+        ends = lengths.cumsum(0)
+        if getattr(source.options, "selection", None) is not None:
+            count = int(lengths.sum())  # a host sync
+        tile_ends, bounds = source.tile_ends(), (0, count)
+        if len(tile_ends) != 1:
+            bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
+        row = torch.arange(source.num_rows, device=device)
+        row = row.repeat_interleave(lengths, output_size=count)
+        nth_of_row = torch.arange(count, device=device) - (ends - lengths)[row]
+        place = offsets[row_of_record[row]] + nth_of_row
+        return cls(row, place, bounds)
+
+
 def replay(
     source: Source,
     target: Tensor,
@@ -439,35 +479,24 @@ def replay(
     if whole is not None and kept.missing == "full" and kept.entropy:
         whole = replace(whole, entropy=True)
     recorded = lengths > 0
-    given = source.compacted(valid_mask)
-    source = given.in_token_order()
-    # The record in the order of the rows of the walk: of each entry where it stands.
-    walk = source.to_row_order(places)
-    computed = source.to_row_order(torch.ones_like(places), fill=0)
-    lengths = offsets.diff()[walk] * computed
-    ends = lengths.cumsum(0)
-    is_whole = getattr(source.options, "selection", None) is None
-    count = ids.numel() if is_whole else int(lengths.sum())  # a host sync
-    row = torch.arange(source.num_rows, device=source.device)
-    row = row.repeat_interleave(lengths, output_size=count)
-    place = torch.arange(count, device=source.device) + (offsets[:-1][walk] - ends + lengths)[row]
-    tile_ends, bounds = source.tile_ends(), (0, count)
-    if len(tile_ends) != 1:
-        bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
-    hit = ids[place] == source.to_row_order(target)[row]
+    as_it_lies = source.compacted(valid_mask)
+    source = as_it_lies.in_token_order()
+    record = _Record.of(source, ids.numel(), offsets, places)
+    hit = ids[record.place] == source.to_row_order(target)[record.row]
     kind = Replay if whole is None else _FullReplay
-    operation = kind(bounds, kept.entropy, whole, kept.missing)
-    per_token, entries = (valid_mask, local_target, recorded), (row, local_ids[place], hit)
+    operation = kind(record.bounds, kept.entropy, whole, kept.missing)
+    per_token = (valid_mask, local_target, recorded)
+    entries = (record.row, local_ids[record.place], hit)
     if whole is not None:
-        source = given  # statistics are taken as the logits lie
-    found = ReplayResults.of(apply(operation, source, *per_token, constants=entries))
-    full = RowResults() if asked is None else found.full
+        source = as_it_lies  # statistics are taken so
+    results = ReplayResults.of(apply(operation, source, *per_token, constants=entries))
+    full = RowResults() if asked is None else results.full
     if asked is not None and not asked.entropy:
         full = full._replace(entropy=None)
     return TokenStats(
-        **full._replace(logprobs=found.logprobs)._asdict(),
-        full_logprobs=found.full.logprobs if kept.full else None,
-        kept_entropy=found.entropy,
+        **full._replace(logprobs=results.logprobs)._asdict(),
+        full_logprobs=results.full.logprobs if kept.full else None,
+        kept_entropy=results.entropy,
     )
 
 

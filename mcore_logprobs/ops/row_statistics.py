@@ -22,7 +22,7 @@ from mcore_logprobs.kernels.stats import (
     merge,
     no_columns,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Tensors
+from mcore_logprobs.ops.driver import Backward, Forward, Results, Saved
 from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
 
 
@@ -64,51 +64,48 @@ class RowStatistics(Forward):
             self._per_segment = -(-self._segments.width // self._block)
         self._first = 0  # row of the tile, and the logits of its targets
         self._thresholds: Tensor | None = None
-        self._rows: slice | None = None  # those of the latest chunk, and its multiplier
-        self._multiplier: float | Tensor = 1.0
-        self._seen = slice(0, 0)  # rows of the source, of all tiles
-        self._parts: list[list[Tensor]] = []  # by segment, their blocks' statistics
+        self._rows_seen = slice(0, 0)  # of the source, in all tiles
+        self._blocks: list[list[Tensor]] = []  # statistics of the latest rows' blocks, by segment
         self._merged: list[Tensor] = []  # of the tile's rows
         self._tiles: list[Tensor] = []
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
         if self.spec.rank:
-            own = tile.target_logits(self._column[rows])
+            logits = tile.target_logits(self._column[rows])
             self._first = rows.start
-            self._thresholds = all_reduce_sum(own, self._source.shard.group)
+            self._thresholds = all_reduce_sum(logits, self._source.shard.group)
 
     def see(self, placed: ChunkAt) -> None:
         rows, source, threshold = placed.rows, self._source, self._thresholds
-        if rows != self._rows:
-            self._merge_rows()
-            self._rows, self._multiplier = rows, placed.chunk.multiplier
-            self._parts = [[] for _ in range(self._segments.local if self._segments else 1)]
+        if placed.columns.start == 0:  # the first block of these rows
+            self._blocks = [[] for _ in range(self._segments.local if self._segments else 1)]
         if threshold is not None:
             threshold = threshold[..., rows.start - self._first : rows.stop - self._first]
         calls = ((0, placed),) if self._block is None else self._by_segment(placed, self._block)
-        for segment, some in calls:
-            stats = source.backend(some.chunk).stats(
-                some.chunk,
-                some.local(self._column[rows], source.shard),
+        for segment, part in calls:
+            stats = source.backend(part.chunk).stats(
+                part.chunk,
+                part.local(self._column[rows], source.shard),
                 self.spec,
                 threshold=threshold,
                 block=self._block,
-                chunk_size=source.rows_at_a_time(some.chunk.width),
+                chunk_size=source.rows_at_a_time(part.chunk.width),
             )
-            parts = (stats,) if self._per_segment is None else stats.split(self._per_segment)
-            for place, blocks in enumerate(parts, segment):
-                self._parts[place].append(blocks)
+            by_segment = (stats,) if self._per_segment is None else stats.split(self._per_segment)
+            for place, blocks in enumerate(by_segment, segment):
+                self._blocks[place].append(blocks)
+        if placed.columns.stop >= source.shard.valid_width:  # the last one
+            self._merge_blocks(placed.chunk.multiplier)
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
-        self._merge_rows()
         merged, self._merged = self._merged, []
         count = tile.rows.stop - tile.rows.start
         self.of_tile = _joined(merged) if merged else self._of_no_column(count)
         self._tiles.append(self.of_tile)
-        start = self._seen.start if self._seen.stop else tile.rows.start
-        self._seen = slice(start, tile.rows.stop)
+        start = self._rows_seen.start if self._rows_seen.stop else tile.rows.start
+        self._rows_seen = slice(start, tile.rows.stop)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         return self.reduce()[0]
 
     def reduce(self, *others: Tensor) -> tuple[FinalStats, Tensor]:
@@ -128,15 +125,15 @@ class RowStatistics(Forward):
             shards = all_gather_dim0(stats, group)
         else:
             shards = all_gather_stack(torch.cat([stats, *others]) if others else stats, group)
-        own = shards[:, :fields].contiguous()
-        whole = finalize(
-            merge(own, self.spec, multiplier=multiplier, ordered=ordered),
+        statistics = shards[:, :fields].contiguous()
+        final = finalize(
+            merge(statistics, self.spec, multiplier=multiplier, ordered=ordered),
             self.spec,
             multiplier=multiplier,
             valid_mask=self._valid_mask,
             label_smoothing=self._label_smoothing,
         )
-        return whole, shards[:, fields:]
+        return final, shards[:, fields:]
 
     def of_all_tiles(self) -> Tensor:
         """This rank's statistics, as `of_tile`."""
@@ -145,27 +142,25 @@ class RowStatistics(Forward):
     @property
     def multiplier(self) -> float | Tensor:
         """What differences of unscaled logits are multiplied by, in the rows of the tiles."""
-        return per_row(self._source.multiplier, self._seen)
+        return per_row(self._source.multiplier, self._rows_seen)
 
     def _by_segment(self, placed: ChunkAt, block: int) -> Iterator[tuple[int, ChunkAt]]:
         """(its first segment, the columns) of each call of the backend that a chunk takes."""
         assert self._segments is not None
         first = placed.columns.start
-        for number, some in self._segments.calls(placed.columns, block):
-            part = slice(some.start - first, some.stop - first)
-            yield number, placed._replace(columns=some, chunk=placed.chunk.columns(part))
+        for number, columns in self._segments.calls(placed.columns, block):
+            part = slice(columns.start - first, columns.stop - first)
+            yield number, placed._replace(columns=columns, chunk=placed.chunk.columns(part))
 
-    def _merge_rows(self) -> None:
-        if self._rows is None:
-            return
+    def _merge_blocks(self, multiplier: float | Tensor) -> None:
+        """Some rows' blocks are all there."""
         if self._segments is not None:
-            merged = merge_segments(self._parts, self.spec, self._multiplier)
+            merged = merge_segments(self._blocks, self.spec, multiplier)
         else:
-            (parts,) = self._parts
-            stats = torch.cat(parts) if len(parts) > 1 else parts[0]
-            merged = merge(stats, self.spec, multiplier=self._multiplier)
+            (blocks,) = self._blocks
+            stats = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+            merged = merge(stats, self.spec, multiplier=multiplier)
         self._merged.append(merged)
-        self._rows = None
 
     def _of_no_column(self, rows: int) -> Tensor:
         like = torch.empty(0, dtype=self._source.acc_dtype, device=self._source.device)
@@ -180,10 +175,10 @@ class LogitGradient(Backward):
         self._source, self._terms = source, terms
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
-        own, chunk = self._terms.rows(placed.rows), placed.chunk
+        terms, chunk = self._terms.rows(placed.rows), placed.chunk
         self._source.backend(chunk).grad(
             chunk,
-            own._replace(columns=placed.local(own.columns, self._source.shard)),
+            terms._replace(columns=placed.local(terms.columns, self._source.shard)),
             out=out,
             chunk_size=self._source.rows_at_a_time(chunk.width),
         )
@@ -201,15 +196,15 @@ class EntryGradient(LogitGradient):
         self._local_ids, self._upstream = local_ids, upstream
 
     def at(self, tile: Tile) -> tuple[LogitIndices, Tensor]:
-        own = self._upstream[tile.rows].reshape(-1)
-        return grid_entries(self._local_ids, tile.rows), own
+        upstream = self._upstream[tile.rows].reshape(-1)
+        return grid_entries(self._local_ids, tile.rows), upstream
 
 
 def grid_entries(local_ids: Tensor, rows: slice) -> LogitIndices:
     """The entries of some rows, from `[n, k]` columns: k per row."""
-    own = local_ids[rows]
-    row = torch.arange(rows.start, rows.stop, device=own.device)
-    return LogitIndices(row.repeat_interleave(own.shape[1]), own.reshape(-1))
+    columns = local_ids[rows]
+    row = torch.arange(rows.start, rows.stop, device=columns.device)
+    return LogitIndices(row.repeat_interleave(columns.shape[1]), columns.reshape(-1))
 
 
 def entries_of_chunk(

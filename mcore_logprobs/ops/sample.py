@@ -19,7 +19,7 @@ from mcore_logprobs.arguments import check_mask, check_seed
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec
-from mcore_logprobs.ops.driver import Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.ops.sampling import Filters
@@ -110,7 +110,7 @@ class _SampleForward(Forward):
         self._chunks = []
         self._cuts.append(cut)
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         source = self._source
         if self._filters.off:
             assert self._stats is not None
@@ -138,9 +138,9 @@ class _Kept:
 
     def score(self, score: Tensor, x: Tensor, rows: slice, first: int) -> Tensor:
         """Noise plus the tempered logit, -inf where a filter drops it; x before temperature."""
-        own = slice(rows.start - self.start, rows.stop - self.start)
-        score += _tempered(x, per_row(self.opts.multiplier, own))
-        limit, last = self.cut.limit[own].unsqueeze(-1), self.cut.last[own].unsqueeze(-1)
+        of_cut = slice(rows.start - self.start, rows.stop - self.start)
+        score += _tempered(x, per_row(self.opts.multiplier, of_cut))
+        limit, last = self.cut.limit[of_cut].unsqueeze(-1), self.cut.last[of_cut].unsqueeze(-1)
         return score.masked_fill_(~kept_columns(x, limit, last, first, self.opts), -torch.inf)
 
 
@@ -167,20 +167,20 @@ class _Best:
             return
         first = shard.start + placed.columns.start
         step = self._source.rows_at_a_time(chunk.valid, _COPIES)
-        for rows, _, some in placed.steps(step):
+        for rows, _, step_chunk in placed.steps(step):
             score = gumbel_noise(self._stream[rows], first, chunk.valid)
             score.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
             if kept is None:
-                x = some.unscaled()
-                score += _tempered(x, some.multiplier)
+                x = step_chunk.unscaled()
+                score += _tempered(x, step_chunk.multiplier)
             else:
-                x = replace(some, temperature=1.0).processed().to(self._source.acc_dtype)
+                x = replace(step_chunk, temperature=1.0).processed().to(self._source.acc_dtype)
                 kept.score(score, x, rows, placed.columns.start)
             # A row with NaN or +inf has no distribution: the first of them, whose logprob is NaN.
             score.masked_fill_(~(x < torch.inf), torch.inf)
             largest, column = score.max(-1)
-            own = x.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-            new = torch.stack([largest, (first + column).double(), own.double()])
+            logit = x.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+            new = torch.stack([largest, (first + column).double(), logit.double()])
             before = self._found[:, rows]
             before.copy_(torch.where(largest > before[0], new, before))
 

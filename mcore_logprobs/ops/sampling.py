@@ -26,7 +26,7 @@ from mcore_logprobs.kernels.stats import (
     StatsSpec,
     gradient_coefficients,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.replay import MISSING, Kept, replay
 from mcore_logprobs.ops.result import TokenStats
@@ -98,10 +98,10 @@ class Filtered(Operation[Source]):
         return _FilteredForward(self, source, tensors)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        *own, on_full = upstream
-        return _FilteredGradient(self, source, RowResults(*own), on_full, tensors, saved)
+        *of_statistics, on_full = upstream
+        return _FilteredGradient(self, source, RowResults(*of_statistics), on_full, tensors, saved)
 
 
 class _FilteredForward(Forward):
@@ -132,14 +132,13 @@ class _FilteredForward(Forward):
             self._stats.end_tile(tile, rows)
             local_sum = self._stats.spec.named(self._stats.of_tile)["sum"]
         opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
-        own, valid_mask = self._local_target[rows], self._valid_mask[rows]
-        self._cuts.append(find_cut(source, self._chunks, local_sum, own, valid_mask, opts))
+        local_target, valid_mask = self._local_target[rows], self._valid_mask[rows]
+        self._cuts.append(find_cut(source, self._chunks, local_sum, local_target, valid_mask, opts))
         self._chunks = []
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[Results, Saved]:
         cut = Cut.join(self._cuts, self._source.acc_dtype, self._source.device)
-        results: RowResults = RowResults()
-        softmax: Tensors = ()
+        results, softmax = RowResults(), None
         if self._operation.whole is not None:
             assert self._stats is not None
             results, softmax = self._stats.reduce()[0]
@@ -147,7 +146,7 @@ class _FilteredForward(Forward):
         results = results._replace(logprobs=torch.where(self._valid_mask, cut.logprobs, 0.0))
         # A filtered target's own column gets nothing.
         own_target = torch.where(cut.kept, self._local_target, -1)
-        return (*results, full), (own_target, *SavedCut.of(cut), *softmax)
+        return (*results, full), (own_target, *SavedCut.of(cut), *(softmax or ()))
 
 
 class _FilteredGradient(Backward):
@@ -169,12 +168,12 @@ class _FilteredGradient(Backward):
         self._source = source
         self._opts = operation.filters.options(source.shard, source.temperature)
         self._filtered = CutGradient(on_filtered, valid_mask, own_target, cut, self._opts)
-        whole = upstream._replace(logprobs=on_full)
+        on_statistics = upstream._replace(logprobs=on_full)
         self._coef: Tensor | None = None
-        if any(grad is not None for grad in whole):
+        if any(grad is not None for grad in on_statistics):
             self._softmax = SoftmaxStats(*softmax)
             self._spec, self._coef, self._on_target = gradient_coefficients(
-                whole, self._softmax, valid_mask=valid_mask
+                on_statistics, self._softmax, valid_mask=valid_mask
             )
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:

@@ -28,13 +28,13 @@ from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.ops.sampling_search import (
     FilterOptions,
     HardRows,
-    Values,
     descending,
     kept_on_rank,
     multiplier_column,
     running_sum,
     search_cut,
 )
+from mcore_logprobs.sources.held import HeldLogits
 from mcore_logprobs.sources.source import ChunkAt, Source
 
 # Candidates per rank for top-p alone, and the largest top_k served by candidates.
@@ -106,46 +106,46 @@ def find_cut(
         local_target: `[n]` int64, the target as this rank's column, or -1.
         valid_mask: `[n]` bool, False for rows that do not count.
     """
-    shard, values = opts.shard, Values(chunks, source.rows_at_a_time, source.acc_dtype)
-    wanted = _TOP_P_CANDIDATES if opts.top_k is None else opts.top_k + 1
-    if wanted > _MAX_CANDIDATES:
-        wanted = _TOP_P_CANDIDATES
-    survey = _Survey(values, local_sum, local_target, min(wanted, shard.width), opts)
-    found = survey.cut()
-    hard = found.hard & valid_mask & survey.row_max.isfinite()
+    shard, logits = opts.shard, HeldLogits(chunks, source.rows_at_a_time, source.acc_dtype)
+    candidates = _TOP_P_CANDIDATES if opts.top_k is None else opts.top_k + 1
+    if candidates > _MAX_CANDIDATES:
+        candidates = _TOP_P_CANDIDATES
+    survey = _Survey(logits, local_sum, local_target, min(candidates, shard.width), opts)
+    cut = survey.cut()
+    hard = cut.hard & valid_mask & survey.row_max.isfinite()
     index = hard.nonzero().squeeze(-1)  # a host sync
     if index.numel():
-        subset = HardRows(values, index, survey.row_max[index], opts)
+        subset = HardRows(logits, index, survey.row_max[index], opts)
         solved = search_cut(subset, survey.total[index])
-        for known, exact in zip(found[:4], solved, strict=True):
+        for known, exact in zip(cut[:4], solved, strict=True):
             known[index] = exact
 
-    own = local_target >= 0
+    is_local = local_target >= 0
     if opts.top_p is None:
-        kept = survey.target >= found.value
+        kept = survey.target >= cut.value
     else:
-        above = (survey.own_target > found.value) | (
-            (survey.own_target == found.value) & (local_target <= found.last)
+        above = (survey.own_target > cut.value) | (
+            (survey.own_target == cut.value) & (local_target <= cut.last)
         )
-        kept = all_reduce_sum((own & above).to(survey.target.dtype), shard.group) > 0
-    empty = found.mass == 0  # every logit is -inf
-    log_sum = torch.where(empty, 0.0, found.mass.log())
+        kept = all_reduce_sum((is_local & above).to(survey.target.dtype), shard.group) > 0
+    empty = cut.mass == 0  # every logit is -inf
+    log_sum = torch.where(empty, 0.0, cut.mass.log())
     logprobs = (survey.target.double() - survey.row_max) * opts.multiplier - log_sum
     logprobs = torch.where(kept & ~empty, logprobs, -torch.inf)
     return Cut(
-        logprobs=logprobs.masked_fill(~survey.row_max.isfinite(), torch.nan).to(values.dtype),
+        logprobs=logprobs.masked_fill(~survey.row_max.isfinite(), torch.nan).to(logits.dtype),
         kept=kept,
-        limit=torch.where(found.next == found.value, found.value, _between(found)),
-        last=torch.where(found.next == found.value, found.last, -1),
+        limit=torch.where(cut.next == cut.value, cut.value, _between(cut)),
+        last=torch.where(cut.next == cut.value, cut.last, -1),
         row_max=survey.row_max,
-        log_sum=log_sum.to(values.dtype),
+        log_sum=log_sum.to(logits.dtype),
     )
 
 
-def _between(found: _Found) -> Tensor:
+def _between(cut: _Found) -> Tensor:
     """Numbers below the value and not below the next one."""
-    middle = found.next + (found.value - found.next) / 2
-    return torch.where((middle < found.value) & (middle > found.next), middle, found.next)
+    middle = cut.next + (cut.value - cut.next) / 2
+    return torch.where((middle < cut.value) & (middle > cut.next), middle, cut.next)
 
 
 class _Found(NamedTuple):
@@ -183,24 +183,28 @@ class _Survey:
 
     def __init__(
         self,
-        values: Values,
+        logits: HeldLogits,
         local_sum: Tensor | None,
         local_target: Tensor,
         c: int,
         opts: FilterOptions,
     ) -> None:
         self._opts, shard = opts, opts.shard
-        dtype, device, n = values.dtype, local_target.device, local_target.shape[0]
+        dtype, device, n = logits.dtype, local_target.device, local_target.shape[0]
         packed = torch.zeros(2 + c, n, dtype=dtype, device=device)
         packed[2:] = -torch.inf
         self._columns = torch.zeros(n, c, dtype=torch.int64, device=device)
-        found = min(c, shard.valid_width)
+        listed = min(c, shard.valid_width)
         if local_sum is not None:
             packed[1] = local_sum
-        for part, x in values.parts(found) if found else ():
+
+        def see(part: slice, x: Tensor) -> None:
             packed[0, part] = gather_target(x, local_target[part], 0.0).to(dtype)
-            largest, self._columns[part, :found] = descending(x, found)
-            packed[2 : 2 + found, part] = largest.t().to(dtype)
+            largest, self._columns[part, :listed] = descending(x, listed)
+            packed[2 : 2 + listed, part] = largest.t().to(dtype)
+
+        if listed:
+            logits.show(see, listed)
         everyone = all_gather_stack(packed, shard.group)  # [ranks, 2 + c, n]
         self.own_target, self.target = packed[0], everyone[:, 0].sum(0)
         self._candidates = everyone[:, 2:]
@@ -253,10 +257,10 @@ class _Survey:
         behind = torch.nn.functional.pad(listed, (0, 1), value=-torch.inf).gather(-1, count)
         hard = hard | ((value <= self.edge) & ~complete)
         mass = (before + weight).gather(-1, count - 1).squeeze(-1)
-        whole = torch.full_like(count.squeeze(-1), opts.shard.width)
-        last = whole
+        no_limit = torch.full_like(count.squeeze(-1), opts.shard.width)
+        last = no_limit
         if opts.top_p is not None:
-            last = torch.where(value.isneginf(), whole, self._last_tie(value, count.squeeze(-1)))
+            last = torch.where(value.isneginf(), no_limit, self._last_tie(value, count.squeeze(-1)))
         following = torch.maximum(behind.squeeze(-1), self.edge)  # no other is above the edge
         return _Found(value, following, mass, last, hard)
 
@@ -265,8 +269,9 @@ class _Survey:
         ties = (self._candidates == value).sum(1)  # [ranks, n]
         kept = count - (self.listed > value.unsqueeze(-1)).sum(-1)
         mine = kept_on_rank(kept, ties, self._opts.shard.rank)
-        own = self._candidates[self._opts.shard.rank].t()
-        columns = torch.where(own == value.unsqueeze(-1), self._columns, self._opts.shard.width)
+        candidates = self._candidates[self._opts.shard.rank].t()
+        is_tie = candidates == value.unsqueeze(-1)
+        columns = torch.where(is_tie, self._columns, self._opts.shard.width)
         last = columns.sort(-1).values.gather(-1, (mine - 1).clamp(min=0).unsqueeze(-1))
         return torch.where(mine > 0, last.squeeze(-1), -1)
 

@@ -17,17 +17,16 @@ and is a logit of the row, since A changes only there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.chunk import Chunk, row_chunks
-from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
-from mcore_logprobs.sources.source import ChunkAt
+from mcore_logprobs.kernels.largest import largest_columns
+from mcore_logprobs.sources.held import HeldLogits, Look
 
 _WAYS = 8
 _BY_VALUE = 4  # rounds before the look at the logits within
@@ -72,56 +71,6 @@ def multiplier_column(
     return multiplier[part].unsqueeze(-1).to(dtype)
 
 
-class Values:
-    """Logits before the temperature, a few rows at a time.
-
-    Args:
-        chunks: of whole rows; the first row is the first of the n.
-        rows_at_a_time: columns -> rows of which float32 copies of so many columns are made.
-    """
-
-    def __init__(
-        self, chunks: list[ChunkAt], rows_at_a_time: Callable[[int], int], dtype: torch.dtype
-    ) -> None:
-        first = chunks[0].rows.start if chunks else 0
-        self._chunks = [
-            (
-                slice(placed.rows.start - first, placed.rows.stop - first),
-                replace(placed.chunk, temperature=1.0),
-            )
-            for placed in chunks
-        ]
-        self._rows_at_a_time = rows_at_a_time
-        self.dtype = self.raw_dtype = dtype
-        if all(chunk.is_unprocessed for _, chunk in self._chunks) and chunks:
-            self.raw_dtype = chunks[0].chunk.logits.dtype
-
-    def parts(self, k: int) -> Iterator[tuple[slice, Tensor]]:
-        """(slice of the n rows, `[c, valid]` in the logits' own dtype where they are plain), as
-        many rows as the k largest of them are found of at a time.
-        """
-        for rows, chunk in self._chunks:
-            copied = copied_numbers(chunk.valid, k) + (not chunk.is_unprocessed) * chunk.valid
-            for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time(copied)):
-                where = slice(rows.start + part.start, rows.start + part.stop)
-                yield where, _values(chunk.rows(part))
-
-    def of_rows(self, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """(slice of the index, `[c, valid]` new, float32 or float64) of rows `[r]`, ascending."""
-        start = 0
-        for rows, chunk in self._chunks:
-            mine = index[(index >= rows.start) & (index < rows.stop)] - rows.start
-            for part in row_chunks(mine.shape[0], self._rows_at_a_time(chunk.valid)):
-                picked = replace(chunk, logits=chunk.logits[mine[part]])
-                stop = start + part.stop - part.start
-                yield slice(start, stop), _values(picked).to(self.dtype)
-                start = stop
-
-
-def _values(chunk: Chunk) -> Tensor:
-    return chunk.logits[:, : chunk.valid] if chunk.is_unprocessed else chunk.processed()
-
-
 def descending(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row and their columns, `[c, k]`, the largest first."""
     columns = largest_columns(x, k)
@@ -130,32 +79,37 @@ def descending(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class HardRows:
-    """Some rows of the logits, in chunks of float32 (or float64) copies.
+    """Some rows of the logits, looked at a few at a time in float32 (or float64) copies.
 
     Args:
         index: `[r]` int64, ascending.
         row_max: `[r]` largest logit, finite.
     """
 
-    def __init__(self, values: Values, index: Tensor, row_max: Tensor, opts: FilterOptions) -> None:
+    def __init__(
+        self, logits: HeldLogits, index: Tensor, row_max: Tensor, opts: FilterOptions
+    ) -> None:
         self.row_max, self.shard, self.opts = row_max, opts.shard, opts
-        self.dtype, self.raw_dtype = values.dtype, values.raw_dtype
+        self.dtype, self.raw_dtype = logits.dtype, logits.raw_dtype
         self.multiplier = opts.multiplier
         if isinstance(self.multiplier, Tensor):
             self.multiplier = self.multiplier[index]
         self.floor = opts.floor(row_max, self.multiplier)
-        self._values, self._index = values, index
+        self._logits, self._index = logits, index
 
-    def chunks(self, *, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """(slice of the `r` rows, `[c, valid]` logits, new); -inf below the floor.
+    def _look(self, look: Look, *, below_floor: bool = False) -> Tensor:
+        """What `look` gives of the rows, joined along them.
 
         Args:
-            whole: logits below the floor too.
+            below_floor: show it logits below the floor too; they are -inf otherwise.
         """
-        for part, x in self._values.of_rows(self._index):
-            if self.opts.min_p is not None and not whole:
+
+        def of_part(part: slice, x: Tensor) -> Tensor:
+            if self.opts.min_p is not None and not below_floor:
                 x.masked_fill_(x < self.floor[part].unsqueeze(-1), -torch.inf)
-            yield part, x
+            return look(part, x)
+
+        return self._logits.look_at(self._index, of_part)
 
     def total(self) -> Tensor:
         """The mass of what min_p keeps, `[r]` float64. One all-reduce."""
@@ -167,28 +121,33 @@ class HardRows:
 
         One all-reduce.
         """
-        out = torch.zeros(pivots.shape, dtype=torch.float64, device=pivots.device)
-        for part, x in self.chunks():
+
+        def look(part: slice, x: Tensor) -> Tensor:
             weight = None if count else self._weight(x, part)
             buffer = torch.empty_like(x)
-            for pivot, total in zip(pivots[:, part], out[:, part], strict=True):
+            totals = pivots.new_empty(pivots[:, part].shape, dtype=torch.float64)
+            for pivot, total in zip(pivots[:, part], totals, strict=True):
                 torch.gt(x, pivot.unsqueeze(-1), out=buffer)
                 if weight is not None:
                     buffer.mul_(weight)
                 total.copy_(buffer.sum(-1))
-        return all_reduce_sum(out, self.shard.group)
+            return totals
+
+        return all_reduce_sum(self._look(look), self.shard.group)
 
     def around(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """(mass above `value`, `[r]` float64; tokens equal to it on each rank, `[ranks, r]` int64).
 
         One all-gather.
         """
-        out = torch.zeros(2, value.shape[0], dtype=torch.float64, device=value.device)
-        for part, x in self.chunks():
+
+        def look(part: slice, x: Tensor) -> Tensor:
             limit = value[part].unsqueeze(-1)
-            out[1, part] = (x == limit).sum(-1).double()
-            out[0, part] = self._weight(x, part).mul_(x > limit).sum(-1).double()
-        everyone = all_gather_stack(out, self.shard.group)
+            ties = (x == limit).sum(-1).double()
+            mass = self._weight(x, part).mul_(x > limit).sum(-1).double()
+            return torch.stack([mass, ties])
+
+        everyone = all_gather_stack(self._look(look), self.shard.group)
         return everyone[:, 0].sum(0), everyone[:, 1].long()
 
     def largest_up_to(self, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,30 +155,35 @@ class HardRows:
         `[r]` the edge above which none is missing. One all-gather.
         """
         c = min(_WITHIN, self.shard.width)
-        out = torch.full((c, value.shape[0]), -torch.inf, dtype=self.dtype, device=value.device)
-        for part, x in self.chunks():
+
+        def look(part: slice, x: Tensor) -> Tensor:
             x.masked_fill_(x > value[part].unsqueeze(-1), -torch.inf)
-            found, _ = descending(x, min(c, x.shape[-1]))
-            out[: found.shape[-1], part] = found.t()
-        everyone = all_gather_stack(out, self.shard.group)  # [ranks, c, r]
+            largest, _ = descending(x, min(c, x.shape[-1]))
+            missing = c - largest.shape[-1]
+            return torch.nn.functional.pad(largest, (0, missing), value=-torch.inf).t()
+
+        everyone = all_gather_stack(self._look(look), self.shard.group)  # [ranks, c, r]
         listed = everyone.permute(2, 0, 1).flatten(1).sort(-1, descending=True).values
         return listed, everyone[:, -1].amax(0)
 
     def largest_below(self, value: Tensor) -> Tensor:
         """The largest logit under `value`, `[r]`. One all-gather."""
-        out = torch.full_like(value, -torch.inf)
-        for part, x in self.chunks(whole=True):
+
+        def look(part: slice, x: Tensor) -> Tensor:
             x.masked_fill_(x >= value[part].unsqueeze(-1), -torch.inf)
-            out[part] = x.amax(-1) if x.shape[-1] else -torch.inf
-        return all_gather_stack(out, self.shard.group).amax(0)
+            return x.amax(-1) if x.shape[-1] else torch.full_like(value[part], -torch.inf)
+
+        largest = self._look(look, below_floor=True)
+        return all_gather_stack(largest, self.shard.group).amax(0)
 
     def nth_tie(self, value: Tensor, nth: Tensor) -> Tensor:
         """This rank's column of the `nth` token (from 1) equal to `value`; -1 where nth is 0."""
-        out = torch.full_like(nth, -1)
-        for part, x in self.chunks():
+
+        def look(part: slice, x: Tensor) -> Tensor:
             seen = (x == value[part].unsqueeze(-1)).cumsum(-1, dtype=torch.int32)
-            out[part] = (seen < nth[part].unsqueeze(-1)).sum(-1)
-        return torch.where(nth > 0, out, -1)
+            return (seen < nth[part].unsqueeze(-1)).sum(-1)
+
+        return torch.where(nth > 0, self._look(look), -1)
 
     def weight_of(self, raw: Tensor) -> Tensor:
         """exp(z - max z), `[r]` float64."""
@@ -243,20 +207,20 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
     if opts.min_p is not None and opts.top_k is None:
         total = rows.total()
         if opts.top_p is None:
-            whole = torch.full(total.shape, rows.shard.width, device=total.device)
-            return rows.floor, rows.largest_below(rows.floor), total, whole
+            no_limit = torch.full(total.shape, rows.shard.width, device=total.device)
+            return rows.floor, rows.largest_below(rows.floor), total, no_limit
     keys = _Keys(rows.raw_dtype, rows.dtype)
     high = keys.of(rows.row_max)
     low = keys.of(torch.full_like(rows.row_max, -torch.inf)) - 1
     if opts.top_k is not None:
         limit = torch.full_like(total, float(opts.top_k))
-        kth = _smallest_below(rows, keys, low, high, limit, count=True)
+        kth = _Search(rows, keys, limit, count=True).value(low, high)
         kth = torch.maximum(kth, rows.floor)
         mass, ties = rows.around(kth)
         total = mass + _times(ties.sum(0), rows.weight_of(kth))
         if opts.top_p is None:
-            whole = torch.full_like(high, rows.shard.width)
-            return kth, rows.largest_below(kth), total, whole
+            no_limit = torch.full_like(high, rows.shard.width)
+            return kth, rows.largest_below(kth), total, no_limit
         low = keys.of(kth) - 1
     else:
         # V tokens below this logit have less mass than top_p leaves out: the cut is not there.
@@ -265,7 +229,7 @@ def search_cut(rows: HardRows, total: Tensor) -> tuple[Tensor, ...]:
         lowest = (rows.row_max + least.log() / rows.multiplier).to(rows.dtype)
         low = torch.maximum(low, keys.of(lowest) - 1)
     limit = opts.top_p * total
-    value = _smallest_below(rows, keys, low, high, limit, count=False)
+    value = _Search(rows, keys, limit, count=False).value(low, high)
     mass, ties = rows.around(value)
     weight = rows.weight_of(value)
     # Of the equal ones the first j stay, as long as mass + j * weight < limit for the next.
@@ -285,61 +249,93 @@ def _times(count: Tensor, weight: Tensor) -> Tensor:
     return count.double() * weight
 
 
-def _smallest_below(
-    rows: HardRows, keys: _Keys, low: Tensor, high: Tensor, limit: Tensor, *, count: bool
-) -> Tensor:
-    """The smallest value whose A is under `limit`, `[r]`.
+class _Interval(NamedTuple):
+    """Where the cut of each row lies: in (low, high], `[r]` each.
 
-    Args:
-        low, high: `[r]` int64 keys; A(low) is at least the limit, A(high) under it.
+    Attributes:
+        low, high: int64 keys; A(low) is at least the limit, A(high) under it.
+        above_high: A(high), float64.
     """
-    ways = torch.arange(1, _WAYS, device=low.device).unsqueeze(-1)
-    above_high = torch.zeros_like(limit)
-    for done in range(_BY_VALUE + 1 + -(-keys.bits // 3) + _LAST):
-        if _is_done(low, high):
-            break
-        if done == _BY_VALUE:
-            found = _look_within(rows, keys.value(high), above_high, limit, count=count)
-            settled = found.isfinite()
-            high = torch.where(settled, keys.of(found), high)
-            low = torch.where(settled, high - 1, low)
-            continue
+
+    low: Tensor
+    high: Tensor
+    above_high: Tensor
+
+    @property
+    def is_one_value(self) -> bool:
+        """Asked on a CPU alone: elsewhere that is a host sync per round, and the rounds suffice."""
+        return self.low.is_cpu and bool((self.high - self.low == 1).all())
+
+
+@dataclass(frozen=True)
+class _Search:
+    """For the smallest value of each row whose A is under the limit `[r]`."""
+
+    rows: HardRows
+    keys: _Keys
+    limit: Tensor
+    count: bool
+
+    def value(self, low: Tensor, high: Tensor) -> Tensor:
+        """`[r]`, of the keys between which it lies."""
+        steps = [self.cut_by_value] * _BY_VALUE
+        steps += [self.look_within]
+        steps += [self.cut_by_key] * (-(-self.keys.bits // 3) + _LAST)
+        interval = _Interval(low, high, torch.zeros_like(self.limit))
+        for step in steps:
+            if interval.is_one_value:
+                break
+            interval = step(interval)
+        return self.keys.value(interval.high)
+
+    def cut_by_key(self, interval: _Interval) -> _Interval:
+        """The eighth of the interval that has the cut; as many keys in each."""
+        return self._cut_at(interval, self._pivots(interval))
+
+    def cut_by_value(self, interval: _Interval) -> _Interval:
+        """Likewise, with eighths of the same width."""
+        keys, pivots = self.keys, self._pivots(interval)
+        bottom, span = keys.value(interval.low), keys.value(interval.high)
+        span = span - bottom
+        by_value = keys.of(bottom + span * (self._ways / _WAYS).to(span.dtype))
+        return self._cut_at(interval, torch.where(span.isfinite(), by_value, pivots))
+
+    @property
+    def _ways(self) -> Tensor:
+        return torch.arange(1, _WAYS, device=self.limit.device).unsqueeze(-1)
+
+    def _pivots(self, interval: _Interval) -> Tensor:
+        """Keys `[7, r]` at equal distances."""
+        low, high, _ = interval
         # high - low may overflow; the pivots cannot, and int64 wraps.
-        pivots = low + ways * ((high >> 3) - (low >> 3)).clamp(min=1)
-        if done < _BY_VALUE:
-            bottom, span = keys.value(low), keys.value(high) - keys.value(low)
-            by_value = keys.of(bottom + span * (ways / _WAYS).to(span.dtype))
-            pivots = torch.where(span.isfinite(), by_value, pivots)
+        return low + self._ways * ((high >> 3) - (low >> 3)).clamp(min=1)
+
+    def _cut_at(self, interval: _Interval, pivots: Tensor) -> _Interval:
+        low, high, above_high = interval
         # Between the bounds, and in order even where two of them are the same.
         pivots = torch.minimum(pivots, high - 1).clamp(min=low + 1)
-        totals = rows.above(keys.value(pivots), count=count)
+        totals = self.rows.above(self.keys.value(pivots), count=self.count)
         # A falls, so that the pivots under the limit are the last ones.
-        first = (totals >= limit).sum(0, keepdim=True)
+        first = (totals >= self.limit).sum(0, keepdim=True)
         bounds = torch.cat([low.unsqueeze(0), pivots, high.unsqueeze(0)])
+        totals = torch.cat([totals, above_high.unsqueeze(0)])
         low = bounds.gather(0, first).squeeze(0)
         high = torch.maximum(bounds.gather(0, first + 1).squeeze(0), low + 1)
-        totals = torch.cat([totals, above_high.unsqueeze(0)])
-        above_high = totals.gather(0, first).squeeze(0)
-    return keys.value(high)
+        return _Interval(low, high, totals.gather(0, first).squeeze(0))
 
-
-def _is_done(low: Tensor, high: Tensor) -> bool:
-    """Asked on a CPU alone: elsewhere that is a host sync per round, and the rounds suffice."""
-    return low.is_cpu and bool((high - low == 1).all())
-
-
-def _look_within(
-    rows: HardRows, value: Tensor, above: Tensor, limit: Tensor, *, count: bool
-) -> Tensor:
-    """The cut where the largest logits up to `value`, whose A is `above`, show it; else NaN."""
-    listed, edge = rows.largest_up_to(value)
-    weight = torch.ones_like(listed, dtype=torch.float64)
-    if not count:
-        weight = rows.weight_of(listed.t()).t()
-    before = above.unsqueeze(-1) + running_sum(weight) - weight
-    kept = (before < limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
-    found = listed.gather(-1, kept - 1).squeeze(-1)
-    return torch.where(found > edge, found, torch.nan)
+    def look_within(self, interval: _Interval) -> _Interval:
+        """One value where each rank's largest logits up to `high` show the cut; else as it is."""
+        listed, edge = self.rows.largest_up_to(self.keys.value(interval.high))
+        weight = torch.ones_like(listed, dtype=torch.float64)
+        if not self.count:
+            weight = self.rows.weight_of(listed.t()).t()
+        before = interval.above_high.unsqueeze(-1) + running_sum(weight) - weight
+        kept = (before < self.limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
+        cut = listed.gather(-1, kept - 1).squeeze(-1)
+        shown = (cut > edge) & cut.isfinite()
+        high = torch.where(shown, self.keys.of(cut), interval.high)
+        low = torch.where(shown, high - 1, interval.low)
+        return _Interval(low, high, interval.above_high)
 
 
 def running_sum(weight: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from mcore_logprobs.kernels.stats import (
     gradient_coefficients,
 )
 from mcore_logprobs.ops.answers import Also, answers
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.joint_statistics import joint_statistics
 from mcore_logprobs.ops.keywords import (
     HeadKeywords,
@@ -70,7 +70,7 @@ class Statistics(Operation[Source]):
         )
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
         local_target, valid_mask = tensors
         softmax = SoftmaxStats(*saved)
@@ -87,7 +87,7 @@ class Statistics(Operation[Source]):
 def token_stats(
     source: Source,
     target: Tensor,
-    wanted: Statistics,
+    operation: Statistics,
     ignore_index: int | None,
     also: Also | None = None,
 ) -> TokenStats:
@@ -95,20 +95,19 @@ def token_stats(
     target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     if also is not None and (also.ids is not None or also.topk is not None):
-        spec, smoothing = wanted.spec, wanted.label_smoothing
+        spec, smoothing = operation.spec, operation.label_smoothing
         return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)
-    return TokenStats(**_statistics(wanted, source, local_target, valid_mask)._asdict())
+    return TokenStats(**_statistics(operation, source, local_target, valid_mask)._asdict())
 
 
 def _statistics(
-    wanted: Statistics, source: Source, local_target: Tensor, valid_mask: Tensor
+    operation: Statistics, source: Source, local_target: Tensor, valid_mask: Tensor
 ) -> RowResults:
     latest = getattr(source, "latest_pass", None)
-    if latest is None or wanted.label_smoothing > 0.0:
-        return RowResults(*apply(wanted, source, local_target, valid_mask))
-    results = joint_statistics(latest, wanted.spec, source, local_target)
-    return results.map(lambda x, fill: torch.where(valid_mask, x, fill), IGNORED)
+    if latest is None or operation.label_smoothing > 0.0:
+        return RowResults(*apply(operation, source, local_target, valid_mask))
+    return joint_statistics(latest, operation.spec, source, local_target).masked(valid_mask)
 
 
 @shared_keywords(StatisticsKeywords, given_logits)
@@ -167,9 +166,9 @@ def vocab_parallel_token_stats(
         RuntimeError: with invariant_segments, where the backend's kernels do not compile.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
+    statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
     also = Also(candidate_ids, topk, log_softmax)
-    return token_stats(source, target, wanted, ignore_index, also)
+    return token_stats(source, target, statistics, ignore_index, also)
 
 
 @shared_keywords(StatisticsKeywords, given_logits)
@@ -193,8 +192,8 @@ def vocab_parallel_logprobs(
     Keywords, memory and errors are those of `vocab_parallel_token_stats`.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    wanted = Statistics.of(label_smoothing=label_smoothing)
-    return token_stats(source, target, wanted, ignore_index).logprobs
+    statistics = Statistics.of(label_smoothing=label_smoothing)
+    return token_stats(source, target, statistics, ignore_index).logprobs
 
 
 @shared_keywords(StatisticsKeywords, given_logits)
@@ -211,13 +210,13 @@ def vocab_parallel_entropy(
     Keywords, memory and errors are those of `vocab_parallel_token_stats`.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    wanted, latest = Statistics(StatsSpec(entropy=True)), getattr(source, "latest_pass", None)
+    operation, latest = Statistics(StatsSpec(entropy=True)), getattr(source, "latest_pass", None)
     if latest is not None:
-        results = joint_statistics(latest, wanted.spec, source, None)
+        results = joint_statistics(latest, operation.spec, source, None)
     else:
         local_target = torch.full(source.batch_shape, -1, dtype=torch.int64, device=source.device)
         valid_mask = torch.ones_like(local_target, dtype=torch.bool)
-        results = RowResults(*apply(wanted, source, local_target, valid_mask))
+        results = RowResults(*apply(operation, source, local_target, valid_mask))
     entropy = results.entropy
     assert entropy is not None
     return entropy
@@ -340,6 +339,6 @@ def linear_token_stats(
     source = head_logits(
         hidden, weight, invariant_segments=invariant_segments, may_round=True, **shared
     )
-    wanted = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
+    statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
     also = Also(candidate_ids, topk, log_softmax)
-    return token_stats(source, target, wanted, ignore_index, also)
+    return token_stats(source, target, statistics, ignore_index, also)

@@ -13,7 +13,7 @@ from mcore_logprobs.arguments import check_mask
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Tensors, apply
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import EntryGradient
 from mcore_logprobs.sources.given import given_logits
@@ -28,16 +28,18 @@ class TopK(Operation[Source]):
     k: int
     linear = True
 
-    def forward(self, source: Source, tensors: Tensors) -> Forward:
-        return _TopKForward(self.k, source)
+    def forward(self, source: Source, tensors: Tensors) -> TopKForward:
+        return TopKForward(self.k, source)
 
     def backward(
-        self, source: Source, upstream: Tensors, tensors: Tensors, saved: Tensors
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return EntryGradient(source, saved[0], upstream[0])
+        (columns,), on_values = saved, upstream[0]
+        assert on_values is not None
+        return EntryGradient(source, columns, on_values)
 
 
-class _TopKForward(Forward):
+class TopKForward(Forward):
     reads = "rows"
 
     def __init__(self, k: int, source: Source) -> None:
@@ -52,27 +54,27 @@ class _TopKForward(Forward):
         self._columns = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def see(self, placed: ChunkAt) -> None:
-        own, values, columns = self._own, self._values, self._columns
-        if own == 0:
+        width, values, columns = self._own, self._values, self._columns
+        if width == 0:
             return
         # The order is that of logits before the temperature, which changes no order.
         chunk = replace(placed.chunk, temperature=1.0)
-        copied = copied_numbers(chunk.valid, own) + (not chunk.is_unprocessed) * chunk.valid
+        copied = copied_numbers(chunk.valid, width) + (not chunk.is_unprocessed) * chunk.valid
         steps = placed._replace(chunk=chunk).steps(self._source.rows_at_a_time(copied))
         for rows, _, some in steps:
             z = some.logits[:, : some.valid] if some.is_unprocessed else some.processed()
             # By column, hence by global id after the gather: the sort by value is stable.
-            columns[rows, :own] = largest_columns(z, own).sort(-1).values
-            values[rows, :own] = z.gather(-1, columns[rows, :own]).to(values.dtype)
+            columns[rows, :width] = largest_columns(z, width).sort(-1).values
+            values[rows, :width] = z.gather(-1, columns[rows, :width]).to(values.dtype)
             del some, z
 
-    def results(self) -> tuple[Tensors, Tensors]:
+    def results(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
         shard = self._source.shard
         values, ids = gather_pairs(self._values, self._columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : self._k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
-        own = self._source.temperature
-        values /= own.unsqueeze(-1) if isinstance(own, Tensor) else own
+        temperature = self._source.temperature
+        values /= temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
         local = (ids >= shard.start) & (ids < shard.end)
         return (values, ids), (torch.where(local, ids - shard.start, -1),)
 

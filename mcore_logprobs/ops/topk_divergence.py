@@ -61,7 +61,7 @@ class TopKDivergence:
         elif self.tail == "bin":
             student, teacher = _with_rest(student), _with_rest(teacher)
         p, q = student.exp(), teacher.exp()
-        found = self._shares(student, teacher, p, q)
+        shares = self._shares(student, teacher, p, q)
         if self.generalized:
             # What is left of sum a log(a / b) - a + b for masses a and b that are not 1.
             weight = {
@@ -70,8 +70,8 @@ class TopKDivergence:
                 "skewed_forward": 1.0 - self.beta,
                 "skewed_reverse": -self.beta,
             }.get(self.kind, 0.0)
-            found = found + weight * (p - q)
-        return found.sum(-1)
+            shares = shares + weight * (p - q)
+        return shares.sum(-1)
 
     def _shares(self, student: Tensor, teacher: Tensor, p: Tensor, q: Tensor) -> Tensor:
         if self.kind == "forward":
@@ -119,12 +119,16 @@ def topk_kl_div(
         teacher = teacher - lse.detach().to(teacher.dtype).unsqueeze(-1)
     ids = check_target(ids, shape, source.device, name="ids")
     student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)
+
+    def value(student: Tensor, teacher: Tensor) -> Tensor:
+        return divergence.value(student, teacher).unsqueeze(-1)
+
     if ignore_index is None:
-        return of_rows(divergence.value, student, teacher)
+        return of_rows(value, student, teacher).squeeze(-1)
     valid_mask = ids != ignore_index
     # An ignored id has probability 0 on both sides.
     student, teacher = (torch.where(valid_mask, x, LOG_ZERO) for x in (student, teacher))
-    return torch.where(valid_mask.any(-1), of_rows(divergence.value, student, teacher), 0.0)
+    return torch.where(valid_mask.any(-1), of_rows(value, student, teacher).squeeze(-1), 0.0)
 
 
 @shared_keywords(LogitsKeywords, given_logits)

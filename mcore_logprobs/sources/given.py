@@ -191,18 +191,18 @@ class GivenLogits(ProcessedLogits):
         where: Any = (*at, columns)
         copy = base[where]
         chunk = self.chunk(copy, rows, columns)
-        own = self.tensors[-1]
-        if index is None or own is None:
+        temperature = self.tensors[-1]
+        if index is None or temperature is None:
             return chunk
-        return replace(chunk, temperature=own[at])
+        return replace(chunk, temperature=temperature[at])
 
     def target_logits(self, local_target: Tensor) -> Tensor:
-        found = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
-        raw = torch.cat(found).to(self.acc_dtype)
+        parts = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
+        raw = torch.cat(parts).to(self.acc_dtype)
         if self.bias is None:
             return raw
-        own = torch.where(local_target >= 0, self.bias[local_target.clamp(min=0)], 0.0)
-        return torch.stack([raw, own.to(raw.dtype)])
+        bias = torch.where(local_target >= 0, self.bias[local_target.clamp(min=0)], 0.0)
+        return torch.stack([raw, bias.to(raw.dtype)])
 
     def unscaled_logits(self, entries: LogitIndices) -> Tensor:
         return self.unscaled_of(self._raw_logits(entries), entries.column)
@@ -257,7 +257,7 @@ def given_logits(
         ValueError: with the argument's name, what was expected and what was given.
     """
     if isinstance(vocab_parallel_logits, LazyLogits):
-        found = vocab_parallel_logits.source(
+        source = vocab_parallel_logits.source(
             name,
             tp_group,
             temperature=temperature,
@@ -271,9 +271,9 @@ def given_logits(
             disallowed_ids=disallowed_ids,
             prefix=prefix,
         )
-        if not isinstance(found, Tensor):
-            return found
-        vocab_parallel_logits = found
+        if not isinstance(source, Tensor):
+            return source
+        vocab_parallel_logits = source
     logits, tp_group = unwrap_logits(vocab_parallel_logits, tp_group, name)
     check_float_tensor(name, logits, min_dim=1)
     group = resolve_tp_group(tp_group)
@@ -304,8 +304,8 @@ def given_logits(
         inplace_backward=inplace_backward,
         disallowed=None if added is None else added.disallowed,
     )
-    own = temperature if isinstance(temperature, Tensor) else None
-    return options.bind(logits, None if added is None else added.values, own)
+    per_token = temperature if isinstance(temperature, Tensor) else None
+    return options.bind(logits, None if added is None else added.values, per_token)
 
 
 def _check_inplace_backward(logits: Tensor) -> None:

@@ -75,8 +75,8 @@ class HeadLogits(HeadOperands):
     def __init__(self, options: BoundOptions, tensors: HeadTensors) -> None:
         super().__init__(options, tensors)
         self.batch_shape, self.num_rows = options.batch_shape, self.hidden.num_rows
-        own = tensors.temperature
-        self.process(tensors.bias, None if own is None else self.to_row_order(own))
+        temperature = tensors.temperature
+        self.process(tensors.bias, None if temperature is None else self.to_row_order(temperature))
 
     @property
     def heads(self) -> tuple[HeadLogits, ...]:
@@ -223,11 +223,11 @@ def head_logits(
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
     accumulated = acc_dtype(compute_dtype)
     a, b = (None, None) if lora is None else lora[:2]
-    own = temperature if isinstance(temperature, Tensor) else None
+    per_token = temperature if isinstance(temperature, Tensor) else None
     added = vocab_bias(logit_bias, disallowed_ids, shard, device, accumulated)
     if added is not None:
         bias = added.values if bias is None else bias.to(accumulated) + added.values
-    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, own
+    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, per_token
     options = BoundOptions(
         shard=shard,
         batch_shape=lead,

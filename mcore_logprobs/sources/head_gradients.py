@@ -151,16 +151,16 @@ class HeadGradient:
     def collect_entries(self, tile: HeadTile, entries: LogitIndices, upstream: Tensor) -> None:
         head, options = self._head, self._head.options
         for part in tile.parts(entries):
-            some = LogitIndices(*(x[part] for x in entries))
+            few = LogitIndices(*(x[part] for x in entries))
             dz, dy = entry_gradients(
                 upstream[part].to(head.acc_dtype),
-                some,
-                partial(tile.raw_entries, some),
+                few,
+                partial(tile.raw_entries, few),
                 logit_scale=options.logit_scale,
                 softcap=options.softcap,
                 temperature=head.temperature,
             )
-            rows, columns = some.row - tile.rows.start, some.column.clamp(min=0)
+            rows, columns = few.row - tile.rows.start, few.column.clamp(min=0)
             if self._bias is not None:
                 self._bias.index_add_(0, columns, dz)
             factor = dy.unsqueeze(-1)

@@ -189,12 +189,12 @@ class HeadOperands(ProcessedLogits):
     def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """`[rows, columns]` of memory that every call for this dtype overwrites."""
         stride = aligned_width(columns)
-        found = self._buffers.get(dtype)
-        if found is None or found.numel() < rows * stride:
+        memory = self._buffers.get(dtype)
+        if memory is None or memory.numel() < rows * stride:
             self._buffers.pop(dtype, None)  # its memory can serve the next
-            found = prefer_huge_pages(self.weight.new_empty(rows * stride, dtype=dtype))
-            self._buffers[dtype] = found
-        return found[: rows * stride].view(rows, stride)[:, :columns]
+            memory = prefer_huge_pages(self.weight.new_empty(rows * stride, dtype=dtype))
+            self._buffers[dtype] = memory
+        return memory[: rows * stride].view(rows, stride)[:, :columns]
 
 
 def _matmul_input(compute_dtype: torch.dtype, matmul_dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -279,10 +279,10 @@ class HeadTile:
         """By one dot product a row."""
         row = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
         entries = LogitIndices(row, local_target)
-        found, bias = self.raw_entries(entries), self.head.bias
+        logits, bias = self.raw_entries(entries), self.head.bias
         if bias is not None:
-            found = torch.stack([found, bias[local_target.clamp(min=0)].to(found.dtype)])
-        return torch.where(local_target >= 0, found, 0.0)
+            logits = torch.stack([logits, bias[local_target.clamp(min=0)].to(logits.dtype)])
+        return torch.where(local_target >= 0, logits, 0.0)
 
     def unscaled_logits(self, entries: LogitIndices) -> Tensor:
         return self.head.unscaled_of(self.raw_entries(entries), entries.column)
@@ -293,9 +293,9 @@ class HeadTile:
         head = self.head
         out = head.weight.new_empty(rows.shape, dtype=head.acc_dtype)
         for part in self.parts(entries):
-            own = head.matmul_input(head.weight.index_select(0, column[part]))
+            weight = head.matmul_input(head.weight.index_select(0, column[part]))
             tile = self.hidden.index_select(0, rows[part])
-            raw = (tile.to(head.acc_dtype) * own.to(head.acc_dtype)).sum(-1)
+            raw = (tile.to(head.acc_dtype) * weight.to(head.acc_dtype)).sum(-1)
             if head.low_rank is not None:
                 raw += head.low_rank.entries(self.hidden, column[part], rows[part])
             out[part] = raw.to(head.options.logits_dtype)

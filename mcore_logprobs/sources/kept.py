@@ -58,11 +58,11 @@ def plan_kept(heads: Sequence[HeadOperands], rereads: Rereads) -> tuple[KeptPlan
     places: list[list[tuple[int, int]]] = [[] for _ in heads]
     least, before = 0, saved.left
     for rows, number, columns in _walk(heads[0]):
-        for head, own, serves in zip(heads, places, usable, strict=True):
+        for head, kept, serves in zip(heads, places, usable, strict=True):
             size = _chunk_bytes(head, rows, columns) if serves else math.inf
             if size <= saved.left:
                 saved.left -= int(size)
-                own.append((number, columns.start))
+                kept.append((number, columns.start))
             elif serves:
                 least = min(least, int(size)) or int(size)
     if least and saved.left == saved.count:
@@ -73,8 +73,8 @@ def plan_kept(heads: Sequence[HeadOperands], rereads: Rereads) -> tuple[KeptPlan
     if saved.left == before:
         return ()
     return tuple(
-        KeptPlan(not _is_exact(head), tuple(own), saved.count)
-        for head, own in zip(heads, places, strict=True)
+        KeptPlan(not _is_exact(head), tuple(kept), saved.count)
+        for head, kept in zip(heads, places, strict=True)
     )
 
 
@@ -112,8 +112,8 @@ def _chunk_bytes(head: HeadOperands, rows: int, columns: slice) -> int:
 def keep(heads: Sequence[HeadOperands], plans: Sequence[KeptPlan]) -> list[KeptLogits]:
     """Have heads keep what the plans say, as their tiles are walked."""
     kept = [KeptLogits(plan) for plan in plans]
-    for head, own in zip(heads, kept, strict=True):
-        head.kept = own
+    for head, logits in zip(heads, kept, strict=True):
+        head.kept = logits
     return kept
 
 
@@ -127,8 +127,8 @@ def restore(
     """
     for head, plan in zip(heads, plans, strict=True):
         count = len(plan.places) * (2 if plan.rounded else 1)
-        own, tensors = tensors[:count], tensors[count:]
-        head.kept = KeptLogits(plan, own)
+        of_head, tensors = tensors[:count], tensors[count:]
+        head.kept = KeptLogits(plan, of_head)
 
 
 class KeptLogits:

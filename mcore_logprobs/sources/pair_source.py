@@ -39,8 +39,9 @@ class PairOptions:
     segments: None = None
 
     def bind(self, *tensors: Tensor | None) -> PairSource:
-        own, (index, *other) = tensors[: self.count], tensors[self.count :]
-        return PairSource(self, self.student.bind(*own), self.teacher.bind(*other), index)
+        of_student, (index, *of_teacher) = tensors[: self.count], tensors[self.count :]
+        student, teacher = self.student.bind(*of_student), self.teacher.bind(*of_teacher)
+        return PairSource(self, student, teacher, index)
 
 
 class PairSource:
@@ -61,9 +62,10 @@ class PairSource:
         self.batch_shape, self.num_rows = student.batch_shape, student.num_rows
         self.device, self.acc_dtype = student.device, student.acc_dtype
         self.temperature, self.linear = student.temperature, False
-        own = teacher.multiplier
-        self.multiplier = student.multiplier
-        self.multipliers = student.multiplier, own if index is None else per_row(own, index)
+        self.multiplier, of_teacher = student.multiplier, teacher.multiplier
+        if index is not None:
+            of_teacher = per_row(of_teacher, index)
+        self.multipliers = student.multiplier, of_teacher
         self.recomputed = student.recomputed
         self.to_row_order, self.to_token_order = student.to_row_order, student.to_token_order
         self.pack, self.unpack = student.pack, student.unpack

@@ -186,8 +186,8 @@ class RowSelection:
             per_row = per_row.index_select(0, self._slot_of_row)
         if self._token_of_row is None:
             return per_row
-        whole = per_row.new_full((self._count, *per_row.shape[1:]), fill)
-        return whole.index_copy(0, self._token_of_row, per_row)
+        per_token = per_row.new_full((self._count, *per_row.shape[1:]), fill)
+        return per_token.index_copy(0, self._token_of_row, per_row)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -223,9 +223,9 @@ class HiddenRows:
     ) -> None:
         self.hidden, self.group, self.selection = hidden, group, selection
         self.ranks = group_size(group)
-        own = hidden.shape[0] if selection is None else selection.local.shape[0]
-        self.num_rows = own * self.ranks
-        self.local = list(row_chunks(own, max(1, tile_rows // self.ranks)))
+        local_rows = hidden.shape[0] if selection is None else selection.local.shape[0]
+        self.num_rows = local_rows * self.ranks
+        self.local = list(row_chunks(local_rows, max(1, tile_rows // self.ranks)))
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows as they are walked, `[rows, h]`) of each tile; the next one is on its way."""

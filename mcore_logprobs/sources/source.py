@@ -52,8 +52,8 @@ class ChunkAt(NamedTuple):
         """A shard's columns, or -1, as the chunk's own; -1 where they are not in it."""
         if self.columns.stop - self.columns.start == shard.width:
             return column
-        own = column - self.columns.start
-        return torch.where((own >= 0) & (column < self.columns.stop), own, -1)
+        own_column = column - self.columns.start
+        return torch.where((own_column >= 0) & (column < self.columns.stop), own_column, -1)
 
 
 Write = Callable[
@@ -77,7 +77,10 @@ class Tile(Protocol):
     rows: slice
 
     def chunks(self) -> Iterator[ChunkAt]:
-        """Chunks that cover the rows and all of this rank's true vocabulary."""
+        """Chunks that cover the rows and all of this rank's true vocabulary.
+
+        The chunks of the same rows follow each other, their columns in order.
+        """
 
     def whole_rows(self) -> Iterator[ChunkAt]:
         """Chunks of some rows by all of this rank's true columns."""
@@ -291,8 +294,8 @@ def masked_source(source: _Source, mask: Tensor | None) -> _Source:
 
 def token_temperature(source: Any) -> float | Tensor:
     """The temperature as a caller gives it: a number, or `[*batch_shape]`."""
-    own = source.tensors[-1]
-    return source.options.temperature if own is None else own
+    per_token = source.tensors[-1]
+    return source.options.temperature if per_token is None else per_token
 
 
 def check_segments(shard: VocabShard, invariant_segments: int | None) -> Segments | None:
@@ -320,9 +323,9 @@ def entry_gradients(
         raw_logits: gives them, `[e]`; called where there is a softcap.
         temperature: a number, or one for each row.
     """
-    own = per_row(temperature, entries.row)
+    of_entries = per_row(temperature, entries.row)
     on_bias = torch.where(entries.column >= 0, upstream, 0.0)
-    on_bias = (on_bias / own).to(upstream.dtype)
+    on_bias = (on_bias / of_entries).to(upstream.dtype)
     on_raw = on_bias * logit_scale
     if softcap is not None:
         slope = softcap_slope(raw_logits(), logit_scale, softcap, on_raw.dtype)

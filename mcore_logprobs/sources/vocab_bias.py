@@ -146,8 +146,8 @@ def _ids(ids: object, shard: VocabShard) -> Tensor:
 def _check_some_left(values: Tensor, gone: Tensor, shard: VocabShard) -> None:
     if values.device.type != "cpu":
         if shard.tp_size == 1:
-            some = (values[: shard.vocab_size] > -torch.inf).any()
-            torch._assert_async(some, "disallowed_ids: every id is disallowed")
+            any_left = (values[: shard.vocab_size] > -torch.inf).any()
+            torch._assert_async(any_left, "disallowed_ids: every id is disallowed")
         return
     none = gone.numel() >= shard.vocab_size and gone.unique().numel() == shard.vocab_size
     if shard.tp_size == 1:

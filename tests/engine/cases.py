@@ -8,7 +8,7 @@ import math
 import random
 import shlex
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -114,32 +114,73 @@ def axes_of(op: Operation, source: str) -> dict[str, Sequence[Any]]:
     return {"source": (source,)} | {n: values for n, values in axes.items() if n not in without}
 
 
+Get = Callable[..., Any]  # a setting by its name; None, or a second argument, if it is missing
+
+
+def _is_flat(s: Get) -> bool:
+    return s("lead") is not None and len(shape_of(s("lead"))) == 1
+
+
+# Settings that do not go together, and why.
+CONFLICTS: dict[str, Callable[[Get, Operation], Any]] = {
+    "one dimension is not transposed": lambda s, op: _is_flat(s) and s("layout") == "transposed",
+    "one dimension has no sequences": (
+        lambda s, op: _is_flat(s) and s("temperature") == "sequence"
+    ),
+    "one rank has no parallel sequence": lambda s, op: s("sequence_parallel") and s("tp") == 1,
+    "float64 is not rounded": (
+        lambda s, op: s("dtype") == "float64" and s("logits_dtype", "float32") != "float32"
+    ),
+    "a frozen weight has no main_grad": (
+        lambda s, op: s("gradient_accumulation_fusion") and s("frozen") == "weight"
+    ),
+    "there is no bias to freeze": lambda s, op: s("frozen") == "bias" and not s("bias", True),
+    "there is no LoRA to freeze": lambda s, op: s("frozen") in ("A", "B") and not s("lora", True),
+    "rows name what compact would find": lambda s, op: s("rows") and s("compact"),
+    "rows are no sequences": lambda s, op: s("rows") and s("temperature") == "sequence",
+    "torch's reentrant checkpoint gives no gradient": (
+        lambda s, op: s("frozen") == "hidden" and s("checkpoint") == "reentrant"
+    ),
+    "no target is ignored": lambda s, op: s("ignored") and s("ignore_index", 0) is None,
+    "a column without probability": (
+        lambda s, op: op.support and s("values") in ("minus infinity", "large")
+    ),
+    "a forbidden column has no probability": (
+        lambda s, op: op.support and s("logit_bias") in ("columns", "disallowed")
+    ),
+    "a softcap makes large logits equal, in float64 too": (
+        lambda s, op: s("values") in ("far", "large") and s("softcap")
+    ),
+    "no truth is wider than float64": (
+        lambda s, op: s("values") in ("far", "large") and s("dtype") == "float64"
+    ),
+    "a division rounds large logits by 5e-4": (
+        lambda s, op: s("values") == "far" and s("temperature", "one") != "one"
+    ),
+    "low precision rounds large logits away": (
+        lambda s, op: s("values") == "large" and s("logits_dtype", "float32") != "float32"
+    ),
+    "large logits and a bias have a rounded sum": (
+        lambda s, op: s("values") in ("far", "large") and s("logit_bias")
+    ),
+    "segments take no LoRA": lambda s, op: s("invariant_segments") and s("lora"),
+    "segments divide the vocabulary": (
+        lambda s, op: s("invariant_segments") and s("vocab", VOCAB) % SEGMENTS
+    ),
+    "a true vocabulary of 95 is that of 102": (
+        lambda s, op: s("vocab_size") == 95 and s("vocab", 102) != 102
+    ),
+    "a record has no forbidden id": lambda s, op: s("logit_bias") == "disallowed" and s("replay"),
+    "a checkpoint computes again from new values": (
+        lambda s, op: s("tampered") and s("checkpoint", "none") != "none"
+    ),
+}
+
+
 def allowed(op: Operation, setting: Setting) -> bool:
     """Whether settings, some of which may be missing, go together."""
-    s = setting.get
-    flat = "lead" in setting and len(shape_of(setting["lead"])) == 1
-    return op.allowed(setting) and not (
-        (flat and (s("layout") == "transposed" or s("temperature") == "sequence"))
-        or (s("sequence_parallel") and s("tp") == 1)
-        or (s("dtype") == "float64" and s("logits_dtype", "float32") != "float32")
-        or (s("gradient_accumulation_fusion") and s("frozen") == "weight")
-        or (s("frozen") == "bias" and not s("bias", True))
-        or (s("frozen") in ("A", "B") and not s("lora", True))
-        or (s("rows") and (s("compact") or s("temperature") == "sequence"))
-        or (s("frozen") == "hidden" and s("checkpoint") == "reentrant")  # torch gives no gradient
-        or (s("ignored") and s("ignore_index", 0) is None)
-        or (s("values") in ("minus infinity", "large") and op.support)
-        or (s("values") in ("far", "large") and s("softcap"))  # whose float64 has ties
-        or (s("values") in ("far", "large") and s("dtype") == "float64")  # no truth is wider
-        or (s("values") == "far" and s("temperature", "one") != "one")  # a division rounds by 5e-4
-        or (s("values") == "large" and s("logits_dtype", "float32") != "float32")
-        or (s("invariant_segments") and (s("lora") or s("vocab", VOCAB) % SEGMENTS))
-        or (s("vocab_size") == 95 and s("vocab", 102) != 102)
-        or (s("values") in ("far", "large") and s("logit_bias"))  # whose sum is rounded
-        or (s("logit_bias") in ("columns", "disallowed") and op.support)
-        or (s("logit_bias") == "disallowed" and s("replay"))  # a record has no such id
-        or (s("tampered") and s("checkpoint", "none") != "none")  # recomputed from the new values
-    )
+    conflicts = CONFLICTS.values()
+    return op.allowed(setting) and not any(rule(setting.get, op) for rule in conflicts)
 
 
 # ---- a case -------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ __all__ = [
     "ExactStats",
     "assert_no_worse",
     "finished_logits",
-    "log_softmax",
-    "rank_bounds",
     "token_stats",
 ]
 
@@ -53,11 +51,6 @@ def finished_logits(
         past = torch.arange(z.shape[-1], device=z.device) >= vocab_size
         z = z.masked_fill(past, -torch.inf)
     return z
-
-
-def log_softmax(raw: Tensor, *, dtype: torch.dtype = torch.float64, **options: object) -> Tensor:
-    """`[..., V]` -> `[..., V]`; options are `finished_logits`'s."""
-    return torch.log_softmax(finished_logits(raw, dtype=dtype, **options), -1)  # type: ignore[arg-type]
 
 
 def token_stats(
@@ -109,22 +102,6 @@ def token_stats(
         target_rank=torch.where(keep, rank, -1),
         lse=torch.where(keep, lse, 0.0),
     )
-
-
-def rank_bounds(z: Tensor, target: Tensor, margin: float) -> tuple[Tensor, Tensor]:
-    """The ranks that rounding of at most `margin` in z can give: (lowest, highest), `[...]`.
-
-    For logits that come from a product, whose last bits are nobody's truth.
-
-    Args:
-        z: `[..., V]` finished logits.
-        target: `[...]` global ids, none ignored.
-    """
-    column = target.long().unsqueeze(-1)
-    own = z.gather(-1, column)
-    low = (z > own + margin).scatter(-1, column, False).sum(-1)
-    high = (z > own - margin).scatter(-1, column, False).sum(-1)
-    return low, high
 
 
 def assert_no_worse(

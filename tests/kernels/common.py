@@ -137,7 +137,7 @@ def segment_stats(
     source: Any = SimpleNamespace(
         options=SimpleNamespace(segments=segments),
         device=chunk.logits.device,
-        shard=SimpleNamespace(group=None, width=width),
+        shard=SimpleNamespace(group=None, width=width, valid_width=chunk.valid),
         backend=lambda _: backend,
         rows_at_a_time=lambda _: chunk_size,
     )

@@ -1,0 +1,80 @@
+"""Logits of whole rows that are held, looked at a few rows at a time: what filters read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.largest import copied_numbers
+from mcore_logprobs.sources.source import ChunkAt
+
+# Takes (some of the rows, their logits `[c, valid]`) and gives a tensor `[..., c]`.
+Look = Callable[[slice, Tensor], Tensor]
+
+
+class HeldLogits:
+    """Logits before the temperature of a tile's rows, `[n, valid]`.
+
+    Attributes:
+        dtype: of copies, float32 or float64.
+        raw_dtype: the logits' own where nothing processes them; then they are read in place.
+
+    Args:
+        chunks: of whole rows, at least one; the first row is the first of the n.
+        rows_at_a_time: columns -> rows of which float32 copies of so many columns are made.
+    """
+
+    def __init__(
+        self, chunks: list[ChunkAt], rows_at_a_time: Callable[[int], int], dtype: torch.dtype
+    ) -> None:
+        first = chunks[0].rows.start if chunks else 0
+        self._chunks = [
+            (
+                slice(placed.rows.start - first, placed.rows.stop - first),
+                replace(placed.chunk, temperature=1.0),
+            )
+            for placed in chunks
+        ]
+        self._rows_at_a_time = rows_at_a_time
+        self.dtype = self.raw_dtype = dtype
+        if chunks and all(chunk.is_unprocessed for _, chunk in self._chunks):
+            self.raw_dtype = chunks[0].chunk.logits.dtype
+
+    def show(self, see: Callable[[slice, Tensor], None], k: int) -> None:
+        """Show all rows, in `raw_dtype` where they are read in place: `see(rows, [c, valid])`.
+
+        Args:
+            k: as many rows at a time as their k largest logits are found of.
+        """
+        for rows, chunk in self._chunks:
+            copied = copied_numbers(chunk.valid, k) + (not chunk.is_unprocessed) * chunk.valid
+            for part in row_chunks(rows.stop - rows.start, self._rows_at_a_time(copied)):
+                of_all = slice(rows.start + part.start, rows.start + part.stop)
+                see(of_all, _logits(chunk.rows(part)))
+
+    def look_at(self, index: Tensor, look: Look) -> Tensor:
+        """What `look` gives of rows `[r]`, joined: `[..., r]`.
+
+        Args:
+            index: `[r]` int64, ascending, not empty.
+            look: it may write over the logits it is given, new ones in `dtype`; its slice is of
+                the index.
+        """
+        looks, start = [], 0
+        for rows, chunk in self._chunks:
+            of_chunk = index[(index >= rows.start) & (index < rows.stop)] - rows.start
+            for part in row_chunks(of_chunk.shape[0], self._rows_at_a_time(chunk.valid)):
+                copy = _logits(replace(chunk, logits=chunk.logits[of_chunk[part]])).to(self.dtype)
+                looks.append(look(slice(start + part.start, start + part.stop), copy))
+                del copy
+            start += of_chunk.shape[0]
+        return torch.cat(looks, -1)
+
+
+def _logits(chunk: Chunk) -> Tensor:
+    """`[n, valid]` of a chunk without a temperature; its own memory where they are plain."""
+    return chunk.logits[:, : chunk.valid] if chunk.is_unprocessed else chunk.processed()
