@@ -258,13 +258,7 @@ def costs(c: dict[str, str]) -> Any:
             axis.yaxis.set_major_formatter("{x:,g}")
             axis.set_xlabel(label, color=c["ink"], fontsize=FONT)
             axis.set_title(title, loc="left", color=c["ink"], fontsize=FONT + 1, weight="bold")
-            axis.set_facecolor(c["paper"])
-            axis.grid(color=c["grid"], linewidth=0.8)
-            axis.tick_params(colors=c["ink"], labelsize=FONT - 1.5)
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
-            for side in ("bottom", "left"):
-                axis.spines[side].set_color(c["faint"])
+            _plain(axis, c)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(
         handles,
@@ -277,6 +271,17 @@ def costs(c: dict[str, str]) -> Any:
     )
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     return figure
+
+
+def _plain(axis: Any, c: dict[str, str]) -> None:
+    """A grid, and axes on two sides."""
+    axis.set_facecolor(c["paper"])
+    axis.grid(color=c["grid"], linewidth=0.8)
+    axis.tick_params(colors=c["ink"], labelsize=FONT - 1.5)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axis.spines[side].set_color(c["faint"])
 
 
 KEEP = "2026-11-amd-epyc-2-cores-keep.txt"
@@ -317,13 +322,7 @@ def keep(c: dict[str, str]) -> Any:
     axis.set_ylim(floor - 0.5, curve[0][1] + 0.3)
     axis.set_xlabel("extra memory, MiB", color=c["ink"], fontsize=FONT)
     axis.set_ylabel("forward and backward, s", color=c["ink"], fontsize=FONT)
-    axis.set_facecolor(c["paper"])
-    axis.grid(color=c["grid"], linewidth=0.8)
-    axis.tick_params(colors=c["ink"], labelsize=FONT - 1.5)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axis.spines[side].set_color(c["faint"])
+    _plain(axis, c)
     figure.tight_layout()
     return figure
 
