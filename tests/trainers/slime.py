@@ -87,10 +87,10 @@ def arguments(row: Row, how: How) -> list[str]:
         "actor-num-gpus-per-node": actors(row),
         "num-gpus-per-node": actors(row),
         "rollout-num-gpus": 1,
-        "num-rollout": ROLLOUTS,
+        "num-rollout": steps(row),
         "rollout-batch-size": 2,
         "n-samples-per-prompt": SAMPLES // 2,
-        "global-batch-size": SAMPLES // UPDATES,
+        "global-batch-size": SAMPLES // row.settings.get("updates", UPDATES),
         "micro-batch-size": MICRO,
         "rollout-max-response-len": 16,
         "rollout-temperature": how.temperature,
@@ -126,6 +126,10 @@ def vocabulary(row: Row) -> int:
     return row.settings.get("vocabulary", VOCAB)
 
 
+def steps(row: Row) -> int:
+    return row.settings.get("steps", ROLLOUTS)
+
+
 def actors(row: Row) -> int:
     """How many ranks train."""
     return row.settings.get("actors", row.processes)
@@ -143,7 +147,7 @@ def write_inputs(row: Row, folder: Path) -> None:
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=vocabulary(row),
-        hidden_size=MODEL["hidden-size"],
+        hidden_size=row.settings.get("options", {}).get("hidden-size", MODEL["hidden-size"]),
         intermediate_size=MODEL["ffn-hidden-size"],
         num_hidden_layers=MODEL["num-layers"],
         num_attention_heads=MODEL["num-attention-heads"],
@@ -159,7 +163,7 @@ def write_inputs(row: Row, folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w0", pad_token="w0", eos_token="w1"
     ).save_pretrained(folder / "model")
-    for rollout in range(ROLLOUTS):
+    for rollout in range(steps(row)):
         samples = [sample(row, rollout, i) for i in range(SAMPLES)]
         torch.save({"samples": samples}, folder / f"rollout{rollout}.pt")
 
@@ -167,6 +171,8 @@ def write_inputs(row: Row, folder: Path) -> None:
 def sample(row: Row, rollout: int, index: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(100 * rollout + index)
     prompt, response = 3 + index % 4, 4 + (5 * index) % 11
+    if "length" in row.settings:
+        response = row.settings["length"] - prompt
     tokens = torch.randint(0, vocabulary(row), (prompt + response,), generator=generator).tolist()
     mask = torch.ones(response, dtype=torch.int64)
     mask[1 + index % 2] = 0  # a tool's answer
@@ -267,12 +273,32 @@ def train(row: Row, how: How) -> Trace:
     manager = RolloutManager(args, None)
     manager.set_train_parallel_config(actor.train_parallel_config)
     before = parameters(actor)
+    if "length" in row.settings:
+        measure(_trace)
     with step_watched(row, _trace):
-        for rollout in range(ROLLOUTS):
+        for rollout in range(steps(row)):
             actor.train(rollout, manager.generate(rollout))
     _trace.parameters = parameters(actor)
     _trace.moved = max(float((_trace.parameters[k] - x).abs().max()) for k, x in before.items())
     return _trace
+
+
+def measure(trace: Trace) -> None:
+    """Notes what slime's log-probability passes and training steps take."""
+    from slime.backends.megatron_utils import actor
+
+    owner = actor.MegatronTrainRayActor
+    passes, step = owner.compute_log_prob, actor.train
+
+    def compute_log_prob(*given: Any, **options: Any) -> Any:
+        with trace.measure("log-probabilities"):
+            return passes(*given, **options)
+
+    def train(*given: Any, **options: Any) -> Any:
+        with trace.measure("training step"):
+            return step(*given, **options)
+
+    owner.compute_log_prob, actor.train = compute_log_prob, train
 
 
 def step_watched(row: Row, trace: Trace) -> Any:
@@ -391,6 +417,37 @@ CHUNKS = {"log-probs-chunk-size": 5}
 TOP_P = {"rollout-top-p": 0.9}
 KL = {"kl-loss-coef": 0.1, "kl-loss-type": "low_var_kl"}
 DYNAMIC = {"max-tokens-per-gpu": 40}
+
+
+def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
+    """For `python -m benchmarks.trainers slime`: one rank, `tokens` in each of 4 micro-batches.
+
+    Three steps each: the first warms up. GSPO, because slime takes GRPO's log-probabilities from
+    the training step where a rollout has one update.
+    """
+    length = tokens // MICRO
+    given = row(
+        "TP 1",
+        "measured",
+        vocabulary=vocabulary,
+        length=length,
+        steps=3,
+        updates=1,
+        threads=2,
+        options={
+            **GSPO,
+            "hidden-size": hidden,
+            "max-position-embeddings": 2 * length,
+            "seq-length": 2 * length,
+            "rollout-max-response-len": length,
+        },
+    )
+    return {
+        f"MCORE_LOGPROBS_FUSED={value}": dataclasses.replace(
+            given, environment={"MCORE_LOGPROBS_FUSED": value}
+        )
+        for value in ("false", "require")
+    }
 
 
 def ray_row(layout: str, option: str, **settings: Any) -> Row:
