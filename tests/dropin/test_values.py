@@ -1,4 +1,4 @@
-"""slime, miles, SkyRL, AReaL, verl and ROLL over TP and CP, against float64."""
+"""slime, miles, SkyRL, AReaL, verl and ROLL over TP and CP, against float64; ms-swift's chunks."""
 
 from __future__ import annotations
 
