@@ -1,6 +1,7 @@
 """Time and peak memory of frameworks' own training code, plain and switched, on this CPU.
 
     python -m benchmarks.trainers verl [--vocabulary 131072 --hidden 64 --tokens 2048 --rounds 3]
+    MCORE_LOGPROBS_PEERS=DIR python -m benchmarks.trainers slime
 
 One rank. A step is a batch of four micro-batches of `--tokens` tokens: a log-probability pass with
 entropy, then a training step with its optimizer update. The ways take turns, each in a fresh

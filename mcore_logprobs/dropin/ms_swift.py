@@ -24,6 +24,13 @@ __all__ = [
 ]
 
 _MASKED = -100
+# Rows at a time in ms-swift, which has no setting for them: here they come from the memory budget,
+# or from the patched model's settings. Another number is taken as it is.
+_DEFAULT_ROWS = 512
+
+
+def _rows(chunk_size: int) -> int | None:
+    return None if chunk_size == _DEFAULT_ROWS else chunk_size
 
 
 def vocab_parallel_log_softmax(logits: Tensor) -> Tensor:
@@ -37,7 +44,7 @@ def vocab_parallel_entropy(log_probs: Tensor, chunk_size: int = 512) -> Tensor:
     The gradient for log_probs is that of the entropy of softmax(log_probs), -p (log p + H), where
     ms-swift's is -p (log p + 1): after `vocab_parallel_log_softmax` both give the logits the same.
     """
-    return ours.vocab_parallel_entropy(log_probs, chunk_size=chunk_size)
+    return ours.vocab_parallel_entropy(log_probs, chunk_size=_rows(chunk_size))
 
 
 def vocab_parallel_kl_div(input_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
@@ -76,13 +83,14 @@ def compute_logps_and_entropy_from_logits(
     """(log-probabilities, entropy or None), `[b, s]` each, in one pass over the logits.
 
     A label of -100 gives log-probability 0 without gradient; the entropy there is that of the
-    distribution, as in ms-swift.
+    distribution, as in ms-swift. entropy_chunk_size: rows at a time; ms-swift's default: from a
+    memory budget.
     """
     asked = labels != _MASKED
     if not compute_entropy:
         return ours.vocab_parallel_logprobs(logits, labels, ignore_index=_MASKED), None
     stats = ours.vocab_parallel_token_stats(
-        logits, labels.where(asked, 0), entropy=True, chunk_size=entropy_chunk_size
+        logits, labels.where(asked, 0), entropy=True, chunk_size=_rows(entropy_chunk_size)
     )
     return stats.logprobs.where(asked, 0.0), stats.entropy
 

@@ -1,15 +1,18 @@
-"""slime, miles, SkyRL, AReaL, verl and ROLL over TP and CP, against float64."""
+"""slime, miles, SkyRL, AReaL, verl and ROLL over TP and CP, against float64; ms-swift's chunks."""
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_logprobs.dropin import areal, miles, roll, skyrl, slime, verl
+from mcore_logprobs.dropin import areal, miles, ms_swift, roll, skyrl, slime, verl
+from mcore_logprobs.kernels import budgets
 from tests.dropin.common import LAYOUTS, VOCAB, assert_near, columns_of, spread, zigzag
 from tests.engine.truths import entropy_of, take
 from tests.megatron.common import megatron
@@ -543,3 +546,31 @@ def test_roll_encoders(ranks) -> None:
         assert torch.equal(whole, torch.cat(items))
         assert torch.equal(grad, torch.cat([parts[i] for i in mine]))
         assert torch.equal(same, torch.full((3,), 0.5))
+
+
+# ---- ms-swift ------------------------------------------------------------------------------------
+
+
+class _Rows(TorchDispatchMode):
+    """The most rows that a new float32 tensor as wide as the vocabulary has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        wide = isinstance(out, Tensor) and out.dim() == 2 and out.shape[-1] == VOCAB
+        if wide and out.dtype == torch.float32:
+            self.most = max(self.most, len(out))
+        return out
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(512, 3), (64, 64)])
+def test_ms_swift_s_default_chunk_comes_from_the_memory_budget(asked: int, expected: int) -> None:
+    """ms-swift has no setting for its 512 rows, which at V 131072 are 256 MiB of float32."""
+    logits, labels = normal(1, 600, VOCAB).bfloat16(), torch.zeros(1, 600, dtype=torch.int64)
+    small = dataclasses.replace(budgets.CPU, copy_bytes=3 * 4 * VOCAB)
+    with budgets.use(small), _Rows() as seen:
+        ms_swift.compute_logps_and_entropy_from_logits(
+            logits, labels, compute_entropy=True, entropy_chunk_size=asked
+        )
+    assert seen.most == expected

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import mcore_logprobs
 from mcore_logprobs.dropin.installed import FRAMEWORKS
+from mcore_logprobs.sources.lazy_rows import Rows
 
 # Fault -> the number that must tell it (see `frame.Tolerance`).
 FAULTS = {
@@ -28,6 +29,7 @@ FAULTY = {
     "areal": ("TP 1", "1.0.4, decoupled PPO, checkpoints"),
     "megatron_rl": ("TP 1", "GRPO"),
     "miles": ("TP 1", "GRPO"),
+    "ms_swift": ("TP 1", "4.6.0, GRPO, KL to a reference"),
     "slime": ("TP 1", "GRPO"),
     "verl": ("TP 1", "fused, external_lib"),  # on logits verl applies the temperature itself
 }
@@ -54,6 +56,8 @@ def put(framework: str, fault: str) -> None:
     common = importlib.import_module("mcore_logprobs.dropin._common")
     for module in (dropin, common):
         module.ours = _Library(fault)  # type: ignore[attr-defined]
+    if (framework, fault) == ("ms_swift", "temperature ignored"):  # it divides the logits itself
+        Rows.divide_ = lambda rows, places, by: None  # type: ignore[method-assign]
     if framework == "miles":  # which computes by slime's
         importlib.import_module("mcore_logprobs.dropin.slime").ours = _Library(fault)  # type: ignore
     for name in _RESULTS.get(framework, ()):

@@ -1,13 +1,15 @@
 """slime's actor in process, without Ray: its arguments, rollout manager and train actor.
 
-The rollout is slime's own debug data (`--load-debug-rollout-data`): samples of random tokens and
-rewards. slime is a repository: `MCORE_LOGPROBS_PEERS` names the folder with a
-checkout of it in `slime`.
+Rows with `ray` run its own `train.py` with real Ray: `tests.trainers.slime_ray`. The rollout is
+slime's own debug data (`--load-debug-rollout-data`): samples of random tokens and rewards. slime is
+a repository: `MCORE_LOGPROBS_PEERS` names the folder with a checkout of it in `slime`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import os
 import sys
 import types
@@ -20,7 +22,7 @@ import torch
 from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, watched
+from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
 
 MEGATRON = "0.19.2"
 VOCAB = 96
@@ -49,9 +51,13 @@ FLAGS = (
 
 
 def paths(row: Row) -> list[Path] | str:
-    """slime's checkout."""
-    folder = checkout("slime")
-    return [folder] if folder else "no checkout of slime: tests/run.sh --all --peers DIR"
+    """slime's checkout, and Ray where it is used."""
+    folder, ray = checkout("slime"), installed("slime")
+    if not folder:
+        return "no checkout of slime: tests/run.sh --all --peers DIR"
+    if not row.settings.get("ray"):
+        return [folder]
+    return [folder, ray] if ray.is_dir() else f"{ray} is not there: run tests/run.sh once"
 
 
 # ---- what a user writes --------------------------------------------------------------------------
@@ -78,13 +84,13 @@ def arguments(row: Row, how: How) -> list[str]:
         "load-debug-rollout-data": folder / "rollout{rollout_id}.pt",
         "rollout-data-postprocess-path": "tests.trainers.slime.keep",
         "actor-num-nodes": 1,
-        "actor-num-gpus-per-node": row.processes,
-        "num-gpus-per-node": row.processes,
+        "actor-num-gpus-per-node": actors(row),
+        "num-gpus-per-node": actors(row),
         "rollout-num-gpus": 1,
-        "num-rollout": ROLLOUTS,
+        "num-rollout": steps(row),
         "rollout-batch-size": 2,
         "n-samples-per-prompt": SAMPLES // 2,
-        "global-batch-size": SAMPLES // UPDATES,
+        "global-batch-size": SAMPLES // row.settings.get("updates", UPDATES),
         "micro-batch-size": MICRO,
         "rollout-max-response-len": 16,
         "rollout-temperature": how.temperature,
@@ -101,6 +107,8 @@ def arguments(row: Row, how: How) -> list[str]:
     }
     if how.switched:
         options["custom-megatron-init-path"] = "mcore_logprobs.dropin.switch.slime"
+        if "worker" in row.settings:
+            options["train-env-vars"] = json.dumps(row.settings["worker"], separators=(",", ":"))
     given = [
         f"--{flag}" for flag in (*FLAGS, "use-rollout-entropy", *row.settings.get("flags", ()))
     ]
@@ -118,6 +126,15 @@ def vocabulary(row: Row) -> int:
     return row.settings.get("vocabulary", VOCAB)
 
 
+def steps(row: Row) -> int:
+    return row.settings.get("steps", ROLLOUTS)
+
+
+def actors(row: Row) -> int:
+    """How many ranks train."""
+    return row.settings.get("actors", row.processes)
+
+
 # ---- model and rollouts --------------------------------------------------------------------------
 
 
@@ -130,7 +147,7 @@ def write_inputs(row: Row, folder: Path) -> None:
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=vocabulary(row),
-        hidden_size=MODEL["hidden-size"],
+        hidden_size=row.settings.get("options", {}).get("hidden-size", MODEL["hidden-size"]),
         intermediate_size=MODEL["ffn-hidden-size"],
         num_hidden_layers=MODEL["num-layers"],
         num_attention_heads=MODEL["num-attention-heads"],
@@ -146,7 +163,7 @@ def write_inputs(row: Row, folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w0", pad_token="w0", eos_token="w1"
     ).save_pretrained(folder / "model")
-    for rollout in range(ROLLOUTS):
+    for rollout in range(steps(row)):
         samples = [sample(row, rollout, i) for i in range(SAMPLES)]
         torch.save({"samples": samples}, folder / f"rollout{rollout}.pt")
 
@@ -154,6 +171,8 @@ def write_inputs(row: Row, folder: Path) -> None:
 def sample(row: Row, rollout: int, index: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(100 * rollout + index)
     prompt, response = 3 + index % 4, 4 + (5 * index) % 11
+    if "length" in row.settings:
+        response = row.settings["length"] - prompt
     tokens = torch.randint(0, vocabulary(row), (prompt + response,), generator=generator).tolist()
     mask = torch.ones(response, dtype=torch.int64)
     mask[1 + index % 2] = 0  # a tool's answer
@@ -210,6 +229,8 @@ def keep_metrics(args: Any, metrics: dict[str, Any], step_key: str) -> None:
 def prepare(row: Row, folder: Path) -> None:
     """Writes the inputs, and imports slime: its switch acts when Megatron has been initialised."""
     write_inputs(row, folder)
+    if row.settings.get("ray"):
+        return  # its processes import slime
     ray_in_process()
     stand_in(*ENGINES)
     with cpu_training():
@@ -218,7 +239,11 @@ def prepare(row: Row, folder: Path) -> None:
 
 
 def drive(row: Row, how: How) -> Trace:
-    """Through slime's rollout manager and actor, as `train.py` calls them."""
+    """Through slime's rollout manager and actor, as `train.py` calls them, or through it."""
+    if row.settings.get("ray"):
+        from tests.trainers import slime_ray
+
+        return slime_ray.drive(row, how)
     import numpy
 
     with cpu_training(), mock.patch.object(numpy, "__version__", "1." + numpy.__version__):
@@ -248,12 +273,32 @@ def train(row: Row, how: How) -> Trace:
     manager = RolloutManager(args, None)
     manager.set_train_parallel_config(actor.train_parallel_config)
     before = parameters(actor)
+    if "length" in row.settings:
+        measure(_trace)
     with step_watched(row, _trace):
-        for rollout in range(ROLLOUTS):
+        for rollout in range(steps(row)):
             actor.train(rollout, manager.generate(rollout))
     _trace.parameters = parameters(actor)
     _trace.moved = max(float((_trace.parameters[k] - x).abs().max()) for k, x in before.items())
     return _trace
+
+
+def measure(trace: Trace) -> None:
+    """Notes what slime's log-probability passes and training steps take."""
+    from slime.backends.megatron_utils import actor
+
+    owner = actor.MegatronTrainRayActor
+    passes, step = owner.compute_log_prob, actor.train
+
+    def compute_log_prob(*given: Any, **options: Any) -> Any:
+        with trace.measure("log-probabilities"):
+            return passes(*given, **options)
+
+    def train(*given: Any, **options: Any) -> Any:
+        with trace.measure("training step"):
+            return step(*given, **options)
+
+    owner.compute_log_prob, actor.train = compute_log_prob, train
 
 
 def step_watched(row: Row, trace: Trace) -> Any:
@@ -373,10 +418,62 @@ TOP_P = {"rollout-top-p": 0.9}
 KL = {"kl-loss-coef": 0.1, "kl-loss-type": "low_var_kl"}
 DYNAMIC = {"max-tokens-per-gpu": 40}
 
+
+def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
+    """For `python -m benchmarks.trainers slime`: one rank, `tokens` in each of 4 micro-batches.
+
+    Three steps each: the first warms up. GSPO, because slime takes GRPO's log-probabilities from
+    the training step where a rollout has one update.
+    """
+    length = tokens // MICRO
+    given = row(
+        "TP 1",
+        "measured",
+        vocabulary=vocabulary,
+        length=length,
+        steps=3,
+        updates=1,
+        threads=2,
+        options={
+            **GSPO,
+            "hidden-size": hidden,
+            "max-position-embeddings": 2 * length,
+            "seq-length": 2 * length,
+            "rollout-max-response-len": length,
+        },
+    )
+    return {
+        f"MCORE_LOGPROBS_FUSED={value}": dataclasses.replace(
+            given, environment={"MCORE_LOGPROBS_FUSED": value}
+        )
+        for value in ("false", "require")
+    }
+
+
+def ray_row(layout: str, option: str, **settings: Any) -> Row:
+    """`train.py` in one process of the row's, whose train actors are Ray's."""
+    given = row(layout, option, **settings)
+    lazy = settings.get("lazy")
+    worker = {"MCORE_LOGPROBS_FUSED": "require"} if lazy else {}
+    return dataclasses.replace(
+        given,
+        processes=1,
+        settings=given.settings | {"ray": True, "actors": given.processes, "worker": worker},
+        environment={},
+        timeout=1200,
+        log=(
+            *given.log,
+            *(["GPTModel: gives lazy logits", "MCORE_LOGPROBS_FUSED is 'require'"] if lazy else []),
+        ),
+    )
+
+
 LAZY = {"lazy": True, "vocabulary": 8192, "options": CHUNKS}
 
 ROWS = [
     row("TP 1"),
+    ray_row("DP 2", "train.py with Ray, GRPO, TIS", flags=["use-tis"]),
+    ray_row("TP 2", "train.py with Ray, GRPO, chunks, lazy logits at V 8192", **LAZY),
     row("TP 1", "GRPO, chunks, lazy logits at V 8192", **LAZY),
     row("TP 2", "GRPO, chunks, lazy logits at V 8192", **LAZY),
     row("CP 2", "GSPO, chunks, lazy logits at V 8192", **LAZY | {"options": CHUNKS | GSPO}),
