@@ -17,7 +17,7 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.head_patch import patch_of
 from mcore_logprobs.megatron.heads import has_head, head_report
 from mcore_logprobs.megatron.imports import after_import
-from mcore_logprobs.megatron.patch import patch_model
+from mcore_logprobs.megatron.patch import patch_own_stage
 
 logger = logging.getLogger("mcore_logprobs")
 FUSED = ("auto", "require", False)
@@ -99,7 +99,7 @@ def before_call(model: Any, args: object) -> None:
         logits_dtype=own.logits_dtype,
         saved_bytes=own.saved_bytes,
     )
-    patch_model(model, config)
+    patch_own_stage(model, config)
     patch = patch_of(model)
     assert patch is not None
     patch.automatic = True

@@ -88,6 +88,22 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
             head's stage: already patched with another config; a vocab_size or invariant_segments
             that the head cannot have. Nothing is patched then.
     """
+    return _patched(model, config, _of_all_stages)
+
+
+def patch_own_stage(model: object, config: LogprobConfig) -> PatchHandle:
+    """`patch_model` within a call of the model, where other stages may be anywhere.
+
+    No collective: with `fused="require"` a head that cannot be fused raises on its own stage only.
+    """
+    return _patched(model, config, lambda model, reason: [reason])
+
+
+def _patched(
+    model: object,
+    config: LogprobConfig | None,
+    reasons_of: Callable[[object, str], list[str]],
+) -> PatchHandle:
     if config is not None and not isinstance(config, LogprobConfig):
         raise ValueError(f"config: expected a LogprobConfig or None, got {type(config).__name__}")
     heads = []
@@ -118,7 +134,7 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
         reason = reason or head.report.reason
     assert wanted is not None
     if wanted.fused == "require":
-        for why in _of_all_stages(model, reason):
+        for why in reasons_of(model, reason):
             if why:
                 raise ValueError(f"fused='require', but {why}")
     for head, is_new in heads:

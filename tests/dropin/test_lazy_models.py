@@ -15,6 +15,7 @@ from mcore_logprobs.dropin import lazy_models, switch
 from mcore_logprobs.megatron.head_patch import patch_of
 from mcore_logprobs.sources.lazy import LazyLogits
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, step, tiny_config, worst
+from tests.megatron.test_pipeline import train_step, wrapped_chunks
 
 
 def built(**config: Any) -> Any:
@@ -70,6 +71,33 @@ def while_it_is_on(fused: str) -> None:
 @pytest.mark.parametrize("fused", ["auto", "require"])
 def test_models_made_while_it_is_on(ranks: Any, fused: str) -> None:
     ranks(1).run(while_it_is_on, fused)
+
+
+def in_a_pipeline() -> list[str]:
+    """The head's stage is patched within Megatron's schedule, where the other stage sends to it."""
+    with megatron(pp=2) as parallel_state:
+        off = lazy_models.lazy_models("require")
+        try:
+            config = tiny_config(gradient_accumulation_fusion=False)
+            chunks = wrapped_chunks(config)
+            batches = [make_batch(parallel_state, seed=seed) for seed in (3, 4, 5)]
+            for batch in batches:
+                batch["targets"], batch["labels"] = batch["labels"], None
+
+            def loss(logits: Any, batch: dict[str, Any]) -> Any:
+                logprobs = ours.vocab_parallel_logprobs(logits, batch["targets"])
+                return -logprobs.mean(), type(logits).__name__
+
+            kinds, _ = train_step(config, chunks, batches, loss)
+        finally:
+            off()
+        return kinds
+
+
+def test_the_first_call_is_in_a_pipeline(ranks: Any) -> None:
+    first, last = ranks(2).run(in_a_pipeline, timeout=100)
+    assert not first
+    assert last == ["LazyLogits"] * 3
 
 
 def test_the_setting(monkeypatch: Any) -> None:
