@@ -34,9 +34,12 @@ FRAMEWORKS: tuple[str, ...] = (
     "areal",
     "megatron_rl",
     "miles",
+    "nemo_rl",
+    "skyrl",
     "slime",
     "verl",
 )  # modules of this package
+_DROPINS = "mcore_logprobs.dropin."
 REPO = Path(__file__).parents[2]
 
 
@@ -174,6 +177,13 @@ def _lines(source: Path, names: Sequence[str]) -> dict[int, str]:
     return found
 
 
+def _own_files(dropin: Any) -> set[Path]:
+    """A drop-in's file, and those of the package's that define names which it takes from them."""
+    modules = {getattr(thing, "__module__", None) for thing in vars(dropin).values()}
+    own = {dropin.__name__, *(str(m) for m in modules if str(m).startswith(_DROPINS))}
+    return {Path(sys.modules[name].__file__ or "") for name in own - {f"{_DROPINS}_common"}}
+
+
 @contextlib.contextmanager
 def counting(
     framework: str, paths: Sequence[Path], also: Sequence[str] = ()
@@ -190,13 +200,14 @@ def counting(
     places: dict[tuple[str, int], tuple[Counter[str], str]] = {}
     ours, theirs = Counter[str](), Counter[str]()
     dropin = importlib.import_module(f"mcore_logprobs.dropin.{described.module}")
-    files = [(Path(dropin.__file__ or ""), [*names, *described.ours_alone, *also], ours)]
+    wanted = [*names, *described.ours_alone, *also]
+    files = [(file, wanted, ours) for file in _own_files(dropin)]
     for path in paths:
         for file in {*described.files, *map(described.installed_path, described.files)}:
             files.append((path / file, names, theirs))
-    for source, wanted, counter in files:
+    for source, functions, counter in files:
         if source.is_file():
-            for line, name in _lines(source, wanted).items():
+            for line, name in _lines(source, functions).items():
                 places[str(source.resolve()), line] = counter, name
     assert any(counter is theirs for counter, _ in places.values()), f"no {framework} in {paths}"
 
