@@ -177,11 +177,12 @@ def _lines(source: Path, names: Sequence[str]) -> dict[int, str]:
     return found
 
 
-def _own_files(dropin: Any) -> set[Path]:
-    """A drop-in's file, and those of the package's that define names which it takes from them."""
-    modules = {getattr(thing, "__module__", None) for thing in vars(dropin).values()}
-    own = {dropin.__name__, *(str(m) for m in modules if str(m).startswith(_DROPINS))}
-    return {Path(sys.modules[name].__file__ or "") for name in own - {f"{_DROPINS}_common"}}
+def own_modules(framework: str) -> list[types.ModuleType]:
+    """A drop-in, and the modules of the package that define what it takes from them."""
+    name = f"{_DROPINS}{DESCRIBED[framework].module}"
+    found = {getattr(x, "__module__", None) for x in vars(importlib.import_module(name)).values()}
+    names = {name, *(str(module) for module in found if str(module).startswith(_DROPINS))}
+    return [sys.modules[name] for name in sorted(names)]
 
 
 @contextlib.contextmanager
@@ -199,9 +200,12 @@ def counting(
     names = described.names()
     places: dict[tuple[str, int], tuple[Counter[str], str]] = {}
     ours, theirs = Counter[str](), Counter[str]()
-    dropin = importlib.import_module(f"mcore_logprobs.dropin.{described.module}")
     wanted = [*names, *described.ours_alone, *also]
-    files = [(file, wanted, ours) for file in _own_files(dropin)]
+    files = [
+        (Path(module.__file__ or ""), wanted, ours)
+        for module in own_modules(framework)
+        if module.__name__ != f"{_DROPINS}_common"
+    ]
     for path in paths:
         for file in {*described.files, *map(described.installed_path, described.files)}:
             files.append((path / file, names, theirs))
