@@ -30,11 +30,13 @@ FAULTY = {
     "megatron_rl": ("TP 1", "GRPO"),
     "miles": ("TP 1", "GRPO"),
     "nemo_rl": ("TP 1", "GRPO, packed"),
+    "roll": ("TP 1", "PPO, KL"),
     "skyrl": ("TP 2 x SP", "PPO, packed, fused_lm_head_logprob"),
     "slime": ("TP 1", "GRPO"),
     "verl": ("TP 1", "fused, external_lib"),  # on logits verl applies the temperature itself
 }
-_NO_TEMPERATURE = ("megatron_rl", "nemo_rl")  # NeMo-RL divides the logits itself
+# NeMo-RL divides the logits itself; the others' training applies none.
+_NO_TEMPERATURE = ("megatron_rl", "nemo_rl", "roll")
 _LOGPROBS = (
     "context_parallel_gather",
     "linear_token_stats",

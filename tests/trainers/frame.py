@@ -35,6 +35,7 @@ FRAMEWORKS: tuple[str, ...] = (
     "megatron_rl",
     "miles",
     "nemo_rl",
+    "roll",
     "skyrl",
     "slime",
     "verl",
