@@ -24,9 +24,9 @@ from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_devices
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import without_tensorboard
-from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed, watched
+from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed
 from tests.trainers.slime import ray_in_process
-from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
+from tests.trainers.verl import VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step.
 ABSENT = (
@@ -103,7 +103,7 @@ def drive(row: Row, how: How) -> Trace:
         # What the module of the page's `your_workers.py` does.
         from mcore_logprobs.dropin.switch import switch_on
 
-        switch_on("roll", fused="require" if row.settings.get("lazy") else None)
+        switch_on("roll")
     with cpu_devices():
         return _train(row, how)
 
@@ -112,18 +112,17 @@ def _train(row: Row, how: How) -> Trace:
     actor = _actor(row, how)
     before = _parameters(actor)
     trace = Trace()
-    with watched(row, trace, HIDDEN, 8 // row.settings["sizes"].get("context", 1)):
-        for step in range(STEPS):
-            tensors = _tensors(step, actor, row)
-            logprobs, entropy = _logprobs(actor, tensors)
-            trace.logprobs.append(logprobs)
-            trace.entropy.append(entropy)
-            noise = 0.3 * torch.randn(
-                logprobs.shape, generator=torch.Generator().manual_seed(70 + step)
-            )
-            tensors["old_log_probs"] = logprobs + noise
-            tensors["ref_log_probs"] = logprobs - noise
-            _update(actor, tensors, trace)
+    for step in range(STEPS):
+        tensors = _tensors(step, actor, row)
+        logprobs, entropy = _logprobs(actor, tensors)
+        trace.logprobs.append(logprobs)
+        trace.entropy.append(entropy)
+        noise = 0.3 * torch.randn(
+            logprobs.shape, generator=torch.Generator().manual_seed(70 + step)
+        )
+        tensors["old_log_probs"] = logprobs + noise
+        tensors["ref_log_probs"] = logprobs - noise
+        _update(actor, tensors, trace)
     trace.parameters = _parameters(actor)
     trace.moved = max(float((x - before[n]).abs().max()) for n, x in trace.parameters.items())
     return trace
@@ -210,8 +209,6 @@ def _actor(row: Row, how: How) -> Any:
         types.SimpleNamespace(**_PIPELINE | row.settings.get("pipeline", {})),
     )
     for chunk in actor.strategy.models_unwrapped:
-        if row.settings.get("lazy"):  # so that no chunk is as long as a micro-batch
-            chunk.config.logprob_chunk_size = 3
         chunk.register_forward_pre_hook(_causal, with_kwargs=True)
     return actor
 
@@ -318,7 +315,6 @@ def _update(actor: Any, tensors: dict[str, Tensor], trace: Trace) -> None:
 
 
 def _row(layout: str, option: str, **settings: Any) -> Row:
-    """lazy: with a large vocabulary, where whatever wants real logits fails, and none are made."""
     sizes, processes = {}, 1
     for part in layout.split(" x "):
         if part != "SP":
@@ -342,10 +338,8 @@ def _row(layout: str, option: str, **settings: Any) -> Row:
 
 
 _RANGE = {"pg_clip": 0.1, "dual_clip_loss": False, "loss_agg_mode": "seq-mean-token-mean"}
-_LAZY = {"lazy": True, "vocabulary": 8192}
 ROWS = [
     _row("TP 1", "PPO, KL"),
-    _row("TP 1", "PPO, KL, lazy logits at V 8192", **_LAZY),
     _row("TP 2 x SP", "PPO, mean of sequences", pipeline=_RANGE),
     _row("CP 2", "PPO, KL"),
     _row("PP 2", "PPO, KL"),
