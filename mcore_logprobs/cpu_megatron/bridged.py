@@ -60,7 +60,7 @@ def norm_linear() -> type[nn.Module]:
     """A ColumnParallelLinear that normalizes its input first, by a weight of its own."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    class NormColumnParallelLinear(ColumnParallelLinear):
+    class LayerNormColumnParallelLinear(ColumnParallelLinear):
         """`layer_norm_weight` [h] and `weight` [out/TP, h]; input [s, b, h] or [s/TP, b, h]."""
 
         def __init__(
@@ -79,4 +79,4 @@ def norm_linear() -> type[nn.Module]:
             )
             return super().forward(normal, *rest, **options)
 
-    return NormColumnParallelLinear
+    return LayerNormColumnParallelLinear

@@ -21,6 +21,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import typing_extensions
@@ -84,16 +85,27 @@ def _once(
 
 
 def _devices() -> list[tuple[object, str, object]]:
+    buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     amounts = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     return [
         # What trainers log: nothing is on a device.
         *((torch.cuda, name, lambda device=None: 0) for name in amounts),
+        (torch.cuda, "get_device_name", lambda device=None: "cpu"),
+        (torch.cuda.nvtx, "range_push", lambda name: 0),
+        (torch.cuda.nvtx, "range_pop", lambda: 0),
         # Free and whole: trainers divide by the second, and collect garbage where little is free.
         (torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36)),
         # Megatron makes its process groups only where it counts a device.
         (torch.cuda, "device_count", lambda: 1),
+        # Frameworks name the backend of their groups.
+        (torch.distributed, "init_process_group", _gloo(torch.distributed.init_process_group)),
+        (torch.distributed, "new_group", _gloo(torch.distributed.new_group)),
         # Its arguments' validation asks for the device's generation: before Hopper.
         (torch.cuda, "get_device_properties", lambda device=None: _CPU_PROPERTIES),
+        (torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
+        (torch.nn.Module, "to", _to_cpu(torch.nn.Module.to)),
+        # Its copy in the host's memory would be the very tensor that it frees.
+        (buffers._ParamAndGradBuffer, "offload_to_cpu", _stay),
         # The optimizer names the types it takes: "torch.cuda.FloatTensor" and its kin.
         (torch.Tensor, "type", _cuda_type(torch.Tensor.type)),
     ]
@@ -108,6 +120,42 @@ def _loop() -> list[tuple[object, str, object]]:
         (training, "initialize_megatron", initialize),
         (datasets, "compile_helpers", lambda: None),
     ]
+
+
+def _stay(buffer: Any, move_params: bool = True, move_grads: bool = True) -> None:
+    """A buffer is on the host already; gradients that are moved are zeros when they come back."""
+    if move_grads and buffer.grad_data is not None:
+        buffer.grad_data.zero_()
+
+
+def _gloo(plain: Callable[..., object]) -> object:
+    """`plain` with a backend "nccl", or one with it for the devices, read as gloo."""
+
+    def backend(x: object) -> object:
+        return "gloo" if isinstance(x, str) and "nccl" in x.split(":")[-1] else x
+
+    @functools.wraps(plain)
+    def wrapped(*args: object, **kwargs: Any) -> object:
+        if "backend" in kwargs:
+            kwargs["backend"] = backend(kwargs["backend"])
+        return plain(*map(backend, args), **kwargs)
+
+    return wrapped
+
+
+def _to_cpu(plain: Callable[..., object]) -> object:
+    """`to` with a device "cuda..." read as the CPU."""
+
+    def device(x: object) -> object:
+        named = isinstance(x, (str, torch.device)) and str(x).startswith("cuda")
+        return "cpu" if named else x
+
+    @functools.wraps(plain)
+    def wrapped(self: object, *args: object, **kwargs: Any) -> object:
+        kwargs = {name: device(x) for name, x in kwargs.items()}
+        return plain(self, *map(device, args), **kwargs)
+
+    return wrapped
 
 
 def _cuda_type(plain: Callable[..., str]) -> Callable[..., object]:

@@ -97,7 +97,8 @@ class HeadPatch(DeferringHead):
         return self.model.output_layer if layer is None else layer
 
     def _report_for(self, config: LogprobConfig) -> HeadReport:
-        if self.own_loss and config.output == "loss":
+        # Lazy logits are for calls without labels, which have no loss.
+        if self.own_loss and config.output == "loss" and config.logits == "real":
             return HeadReport(False, loss_reason(self.model))
         return head_report(self.model, softcap=config.softcap)
 

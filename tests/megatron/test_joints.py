@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mcore_logprobs import LogprobConfig, TokenStats, patch_model, unpatch_model
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import heads as heads_module
+from mcore_logprobs.sources.lazy import LazyLogits
 from tests.megatron.common import (
     VOCAB,
     loss_of,
@@ -296,6 +297,13 @@ def own_loss(mtp: bool) -> None:
         ):
             with pytest.raises(ValueError, match="ZLoss has a compute_language_model_loss"):
                 patch_model(model, config)
+        assert same_traces(traces(model), before)
+        # A call without labels has no loss: its logits are lazy even so.
+        lazy = LogprobConfig(output="loss", logits="lazy", fused="require")
+        with patch_model(model, lazy):
+            assert isinstance(model(**batch["inputs"]), LazyLogits)
+            with pytest.raises(ValueError, match="ZLoss has a compute_language_model_loss"):
+                model(**batch["inputs"], labels=batch["labels"])
         assert same_traces(traces(model), before)
         with patch_model(model, LogprobConfig(output="loss")) as handle:
             got, grads = step(model, batch)

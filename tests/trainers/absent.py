@@ -21,6 +21,9 @@ class _Meta(type):
             raise AttributeError(name)
         return _Meta(name, (), {})
 
+    def __getitem__(cls, item: object) -> Any:
+        return cls  # a generic in an annotation
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and callable(args[0]):
             return args[0]  # a decorator

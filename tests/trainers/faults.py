@@ -17,6 +17,7 @@ from torch import Tensor
 import mcore_logprobs
 from mcore_logprobs.dropin.installed import FRAMEWORKS
 from mcore_logprobs.sources.lazy_rows import Rows
+from tests.trainers.frame import own_modules
 
 # Fault -> the number that must tell it (see `frame.Tolerance`).
 FAULTS = {
@@ -30,12 +31,17 @@ FAULTY = {
     "megatron_rl": ("TP 1", "GRPO"),
     "miles": ("TP 1", "GRPO"),
     "ms_swift": ("TP 1", "4.6.0, GRPO, KL to a reference"),
+    "nemo_rl": ("TP 1", "GRPO, packed"),
+    "roll": ("TP 1", "PPO, KL"),
+    "skyrl": ("TP 2 x SP", "PPO, packed, fused_lm_head_logprob"),
     "slime": ("TP 1", "GRPO"),
     "verl": ("TP 1", "fused, external_lib"),  # on logits verl applies the temperature itself
 }
-_NO_TEMPERATURE = ("megatron_rl",)
+# NeMo-RL divides the logits itself; the others' training applies none.
+_NO_TEMPERATURE = ("megatron_rl", "nemo_rl", "roll")
 _LOGPROBS = (
     "context_parallel_gather",
+    "linear_token_stats",
     "vocab_parallel_logprobs",
     "vocab_parallel_sampling_logprobs",
     "vocab_parallel_token_stats",
@@ -52,14 +58,14 @@ def faults(framework: str) -> dict[str, str]:
 def put(framework: str, fault: str) -> None:
     """Into the framework's drop-in, in this process and for good."""
     assert fault in FAULTS, fault
+    for module in own_modules(framework):  # miles' are slime's too
+        if hasattr(module, "ours"):
+            module.ours = _Library(fault)
     dropin = importlib.import_module(f"mcore_logprobs.dropin.{FRAMEWORKS[framework].module}")
     common = importlib.import_module("mcore_logprobs.dropin._common")
-    for module in (dropin, common):
-        module.ours = _Library(fault)  # type: ignore[attr-defined]
+    common.ours = _Library(fault)  # type: ignore[attr-defined]
     if (framework, fault) == ("ms_swift", "temperature ignored"):  # it divides the logits itself
         Rows.divide_ = lambda rows, places, by: None  # type: ignore[method-assign]
-    if framework == "miles":  # which computes by slime's
-        importlib.import_module("mcore_logprobs.dropin.slime").ours = _Library(fault)  # type: ignore
     for name in _RESULTS.get(framework, ()):
         setattr(dropin, name, _faulty(getattr(dropin, name), fault))
 

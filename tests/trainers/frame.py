@@ -37,9 +37,13 @@ FRAMEWORKS: tuple[str, ...] = (
     "megatron_rl",
     "miles",
     "ms_swift",
+    "nemo_rl",
+    "roll",
+    "skyrl",
     "slime",
     "verl",
 )  # modules of this package
+_DROPINS = "mcore_logprobs.dropin."
 REPO = Path(__file__).parents[2]
 
 
@@ -178,6 +182,14 @@ def _lines(source: Path, names: Sequence[str]) -> dict[int, str]:
     return found
 
 
+def own_modules(framework: str) -> list[types.ModuleType]:
+    """A drop-in, and the modules of the package that define what it takes from them."""
+    name = f"{_DROPINS}{DESCRIBED[framework].module}"
+    found = {getattr(x, "__module__", None) for x in vars(importlib.import_module(name)).values()}
+    names = {name, *(str(module) for module in found if str(module).startswith(_DROPINS))}
+    return [sys.modules[name] for name in sorted(names)]
+
+
 @contextlib.contextmanager
 def counting(
     framework: str, paths: Sequence[Path], also: Sequence[str] = ()
@@ -193,14 +205,18 @@ def counting(
     names = described.names()
     places: dict[tuple[str, int], tuple[Counter[str], str]] = {}
     ours, theirs = Counter[str](), Counter[str]()
-    dropin = importlib.import_module(f"mcore_logprobs.dropin.{described.module}")
-    files = [(Path(dropin.__file__ or ""), [*names, *described.ours_alone, *also], ours)]
+    wanted = [*names, *described.ours_alone, *also]
+    files = [
+        (Path(module.__file__ or ""), wanted, ours)
+        for module in own_modules(framework)
+        if module.__name__ != f"{_DROPINS}_common"
+    ]
     for path in paths:
         for file in {*described.files, *map(described.installed_path, described.files)}:
             files.append((path / file, names, theirs))
-    for source, wanted, counter in files:
+    for source, functions, counter in files:
         if source.is_file():
-            for line, name in _lines(source, wanted).items():
+            for line, name in _lines(source, functions).items():
                 places[str(source.resolve()), line] = counter, name
     assert any(counter is theirs for counter, _ in places.values()), f"no {framework} in {paths}"
 
