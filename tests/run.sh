@@ -72,20 +72,10 @@ while read -r framework; do
     fi
 done < <(grep -v '^#' tests/dropin/frameworks.txt)
 
-# What their training code imports, each framework's in a folder of its own, so that it meets nothing else.
+# What their training code imports, each framework's in a folder of its own, so that it meets nothing else:
+# of the day's rows here; at night `python -m tests.trainers` installs the others.
 export MCORE_LOGPROBS_TRAINERS="$VIRTUAL_ENV/trainers"
-for list in tests/trainers/*-requirements.txt; do
-    folder="$MCORE_LOGPROBS_TRAINERS/$(basename "$list" -requirements.txt)"
-    cmp -s "$list" "$folder/installed" && continue
-    echo "tests/run.sh: installing $list (once)" >&2
-    rm -rf "$folder"
-    if ! python -m pip --disable-pip-version-check install -q --no-deps --no-compile \
-        --no-build-isolation --use-pep517 --target "$folder" -r "$list" </dev/null; then
-        echo "tests/run.sh: $list could not be installed" >&2
-        exit 1
-    fi
-    cp "$list" "$folder/installed"
-done
+python -m tests.trainers.requirements verl || exit 1
 
 run_pytest=(python -m pytest)
 selected=(-m "not night")

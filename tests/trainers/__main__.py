@@ -6,7 +6,8 @@ import argparse
 import sys
 import time
 
-from tests.trainers.frame import check, check_alike, rows, run, unavailable
+from tests.trainers.frame import FRAMEWORKS, check, check_alike, rows, run, unavailable
+from tests.trainers.requirements import install
 
 
 def main() -> int:
@@ -18,6 +19,9 @@ def main() -> int:
     norms: dict[str, list[float]] = {}
     print("| framework | layout | option | log-probabilities | entropy | metrics | gradient norm "
           "| parameters | calls: ours, theirs | s |\n|" + "---|" * 10)  # fmt: skip
+    for name in (options.framework,) if options.framework else FRAMEWORKS:
+        if why := install(name):
+            print(why, file=sys.stderr)
     for row in rows(options.framework):
         if not all(word in row.name for word in options.k.split()):
             continue

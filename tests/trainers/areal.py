@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.dropin.frameworks import source_root
+from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
@@ -101,7 +102,7 @@ ROWS = [
 def paths(row: Row) -> list[Path] | str:
     needed = installed("areal")
     if not needed.is_dir():
-        return f"{needed} is not there"
+        return requirements.missing(needed)
     if row.settings["version"] != "main":
         return [source_root("areal", row.settings["version"]), needed]
     folder = checkout("AReaL")

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from mcore_logprobs.dropin.installed import FRAMEWORKS as DESCRIBED
 from mcore_logprobs.kernels import budgets
 from mcore_logprobs.sources.lazy import LazyLogits
+from tests.trainers import requirements
 
 FRAMEWORKS: tuple[str, ...] = (
     "areal",
@@ -305,9 +306,8 @@ def megatron_path(release: str) -> list[Path]:
 
 
 def installed(part: str) -> Path:
-    """Where tests/run.sh installs what a framework needs beside it, apart from the environment."""
-    folder = os.environ.get("MCORE_LOGPROBS_TRAINERS", Path(sys.prefix) / "trainers")
-    return Path(folder, part)
+    """Where a framework's list of requirements is installed, apart from the environment."""
+    return requirements.folder(part)
 
 
 def checkout(name: str) -> Path | None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tests.dropin.frameworks import source_root
+from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
 from tests.trainers.verl import write_model
@@ -220,7 +221,7 @@ class Server:
 def paths(row: Row) -> list[Path] | str:
     needed = installed("ms_swift")
     if not needed.is_dir():
-        return f"{needed} is not there: run tests/run.sh once"
+        return requirements.missing(needed)
     if row.settings["version"] != "main":
         return [source_root("ms-swift", row.settings["version"]), needed]
     folder = checkout("ms-swift")

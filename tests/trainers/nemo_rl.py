@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
+from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import import_bridge
 from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
@@ -39,7 +40,7 @@ def paths(row: Row) -> list[Path] | str:
     needed = installed("verl")  # tensordict, omegaconf and hydra
     folders = [checkout(name) for name in ("RL", "Megatron-Bridge", "Megatron-LM")]
     if not needed.is_dir():
-        return f"{needed} is not there"
+        return requirements.missing(needed)
     if not all(folders):
         return "no checkouts of RL, Megatron-Bridge and Megatron-LM: tests/run.sh --all --peers DIR"
     repository, _, megatron = folders

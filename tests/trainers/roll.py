@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_devices
+from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import without_tensorboard
 from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed
@@ -70,7 +71,7 @@ def paths(row: Row) -> list[Path] | str:
     """ROLL's checkout and what it imports."""
     needed, folder = installed("verl"), checkout("ROLL")
     if not needed.is_dir():
-        return f"{needed} is not there"
+        return requirements.missing(needed)
     if folder is None:
         return "no checkout of ROLL: tests/run.sh --all --peers DIR"
     return [folder, folder / "mcore_adapter" / "src", needed]

@@ -22,6 +22,7 @@ import typing_extensions
 from torch import Tensor
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
+from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import import_bridge
 from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
@@ -44,7 +45,7 @@ def paths(row: Row) -> list[Path] | str:
     needed = installed("skyrl")
     folders = [checkout(name) for name in ("SkyRL", "Megatron-Bridge", "Megatron-LM")]
     if not needed.is_dir():
-        return f"{needed} is not there"
+        return requirements.missing(needed)
     if not all(folders):
         return "no checkouts of SkyRL, Megatron-Bridge, Megatron-LM: tests/run.sh --all --peers DIR"
     repository, _, megatron = folders

@@ -21,6 +21,7 @@ import torch
 
 from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_training
+from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
 
@@ -57,7 +58,7 @@ def paths(row: Row) -> list[Path] | str:
         return "no checkout of slime: tests/run.sh --all --peers DIR"
     if not row.settings.get("ray"):
         return [folder]
-    return [folder, ray] if ray.is_dir() else f"{ray} is not there: run tests/run.sh once"
+    return [folder, ray] if ray.is_dir() else requirements.missing(ray)
 
 
 # ---- what a user writes --------------------------------------------------------------------------

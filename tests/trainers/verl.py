@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.dropin.frameworks import source_root
+from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.frame import How, Row, Trace, installed
 
@@ -155,7 +156,7 @@ def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
 
 def paths(row: Row) -> list[Path] | str:
     needed = installed("verl")
-    return [source_root("verl"), needed] if needed.is_dir() else f"{needed} is not there"
+    return [source_root("verl"), needed] if needed.is_dir() else requirements.missing(needed)
 
 
 # ---- before the ranks ----------------------------------------------------------------------------
