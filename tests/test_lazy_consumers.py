@@ -335,3 +335,39 @@ def test_a_mean_has_a_gradient() -> None:
         got = torch.autograd.grad(loss, list(leaves.values()))
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_results_are_the_callers_own(gradient: bool) -> None:
+    """What is written into one consumer's results is not what the next one gets."""
+    with torch.set_grad_enabled(gradient):
+        hidden, weight = torch.randn(S, B, H, requires_grad=True), torch.randn(V, H)
+        real, lazy = hidden @ weight.t(), lazy_logits(hidden, weight)
+        target = labels(1, lazy.shape[:-1])
+        for _ in range(2):
+            entropy = ours.vocab_parallel_entropy(lazy)
+            torch.testing.assert_close(entropy, _entropy(real))
+            entropy.mul_(-3.0)
+            stats = ours.vocab_parallel_token_stats(lazy, target, entropy=True)
+            assert stats.entropy is not None
+            torch.testing.assert_close(stats.entropy, _entropy(real))
+            torch.testing.assert_close(stats.logprobs, logprobs(1).torch(real))
+            for x in (stats.entropy, stats.logprobs, stats.lse):
+                assert x is not None
+                x.zero_()
+
+
+def test_metrics_that_are_others() -> None:
+    """Two tensors' maximum, a norm's order and a detached mean are not taken for those above."""
+    hidden, weight = torch.randn(S, B, H, requires_grad=True), torch.randn(V, H)
+    real, other = hidden @ weight.t(), torch.zeros(S, B, V)
+    lazy = lazy_logits(hidden, weight)
+    torch.testing.assert_close(lazy.max(other), real.max(other))
+    torch.testing.assert_close(torch.max(lazy.detach(), other), real.max(other))
+    for order in (-1, 1):
+        norm = torch.linalg.vector_norm(lazy.detach(), order)
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(real, order))
+    assert not lazy.detach().mean().requires_grad
+    with torch.no_grad():
+        assert not lazy.mean().requires_grad
+    torch.testing.assert_close(lazy.detach().mean(), real.mean())

@@ -84,24 +84,34 @@ def unpad_logits(
 ) -> Tensor:
     """The rows `[T, ...]` of packed sequences `[P, ...]`, without the padding of each.
 
-    AReaL copies sequence by sequence. Here the rows are selected at once, so that lazy logits stay
-    lazy. Differentiable. Host syncs: one for each of the two tensors.
+    AReaL copies sequence by sequence. Here the rows are split and joined, so that lazy logits stay
+    lazy. Differentiable. Host syncs: one for each of the two tensors; AReaL makes three a sequence.
 
     Args:
         padding_length: rows at the end that belong to no sequence.
         cu_seqlens, old_cu_seqlens: `[b + 1]` with and without padding; None: none is padded.
+
+    Raises:
+        ValueError: old_cu_seqlens without cu_seqlens, or a sequence that grows without padding.
     """
     if padding_length > 0:
         logits = logits[:-padding_length]
     if old_cu_seqlens is None:
         return logits
-    assert cu_seqlens is not None
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens: expected a tensor [b + 1] with old_cu_seqlens, got None")
     lengths = old_cu_seqlens.diff().tolist()
-    rows = [
-        torch.arange(start, start + length)
-        for start, length in zip(cu_seqlens.tolist(), lengths, strict=False)
-    ]
-    return logits[torch.cat(rows)]
+    starts = cu_seqlens.tolist()[: len(lengths)]
+    ends = [*starts[1:], logits.shape[0]]
+    sizes: list[int] = []  # of each sequence, and of the padding behind it
+    for start, length, end in zip(starts, lengths, ends, strict=True):
+        if start + length > end:
+            raise ValueError(
+                f"old_cu_seqlens: expected at most {end - start} rows from row {start}, got "
+                f"{length}"
+            )
+        sizes += [length, end - start - length]
+    return torch.cat(logits.split(sizes)[::2])
 
 
 def _may_be_reused(logits: Tensor) -> bool:

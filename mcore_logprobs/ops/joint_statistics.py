@@ -200,4 +200,5 @@ def joint_statistics(
         entropy=results.entropy if spec.entropy else None,
         sum_pi_squared=results.sum_pi_squared if spec.sum_pi_squared else None,
     )
-    return asked.map(lambda x: x.view(shape))
+    # Copies: a caller may write into what it gets, and the next one joins the pass.
+    return asked.map(lambda x: x.view(shape).clone())

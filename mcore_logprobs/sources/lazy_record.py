@@ -289,15 +289,20 @@ def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     """
     options = dict(kwargs)
     dtype = options.pop("dtype", None) or handle.dtype
-    dims = (*args, *options.values())
     wants = torch.is_grad_enabled() and handle.requires_grad
+    view, dims = handle.view_of_head, (*args, *options.values())
     if name == "mean" and not dims:
-        return handle.view_of_head.mean().mean().to(dtype)
-    if len(dims) != 1 or not set(options) <= {"dim"} or dims[0] not in (-1, handle.dim() - 1):
+        rows = view.mean() if wants else view.summary().mean
+        return rows.mean().to(dtype)
+    if name == "linalg_vector_norm" and args:  # its order, not its dimension
+        return _NOT
+    if len(dims) != 1 or not set(options) <= {"dim"} or isinstance(dims[0], Tensor):
+        return _NOT
+    if dims[0] not in (-1, handle.dim() - 1):
         return _NOT
     if wants and not name.startswith("arg"):
-        return handle.view_of_head.mean().to(dtype) if name == "mean" else _NOT
-    found = handle.view_of_head.summary()
+        return view.mean().to(dtype) if name == "mean" else _NOT
+    found = view.summary()
     if name.startswith("arg"):
         return found.largest_column if name == "argmax" else found.smallest_column
     if name == "max":

@@ -375,7 +375,7 @@ class View:
         return found
 
     def mean(self) -> Tensor:
-        """The mean of each row, differentiable; a tile of logits at a time."""
+        """The mean of each row, with its gradient; a tile of logits at a time."""
         head = self.rows.head
 
         def of_source() -> Tensor:
