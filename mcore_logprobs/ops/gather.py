@@ -216,9 +216,9 @@ def topk_distill(
 
 
 class _NanRows(torch.autograd.Function):
-    """NaN `[..., j]` in place of what rows `[..., k]` would give.
+    """NaN `[..., j]` for rows `[..., k]`.
 
-    The gradient of a row is NaN where one is asked of it, else 0.
+    The gradient of a row is NaN if one is asked of it, else 0.
     """
 
     @staticmethod
@@ -245,8 +245,8 @@ def of_rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
 
     A row whose result holds a NaN is NaN, and so is its gradient where one is asked of it, but
     exactly 0 where its upstream is 0. By autograd's rules alone it is 0 behind a clamp, whatever
-    upstream is, and elsewhere NaN even where that is 0. So the function is given zeros in place of
-    such rows, and `_NanRows` stands in place of what it makes of them.
+    upstream is, and elsewhere NaN even where that is 0. So the function gets zeros instead of such
+    rows, and `_NanRows` replaces what it returns for them.
     """
     with torch.no_grad():
         nan = function(*rows).isnan().any(-1, keepdim=True)  # [..., 1]

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
+from tests.trainers import requirements
 from tests.trainers.absent import stand_in
+from tests.trainers.frame import checkout
 
 # Transformer Engine is asked for by name; Megatron is imported first, and does without.
 ABSENT = ("transformer_engine", "datasets", "modelopt")
@@ -31,6 +33,18 @@ _MEGATRON = (  # what asks whether Transformer Engine is there
     "megatron.training.training",
 )
 _PROVIDERS = {"gpt_provider": "GPTModelProvider", "t5_provider": "T5ModelProvider"}
+
+
+def paths_with_bridge(repository: str, needed: Path) -> list[Path] | str:
+    """A framework's checkout, Megatron-LM's before the installed one, and what it needs."""
+    folders = [checkout(name) for name in (repository, "Megatron-Bridge", "Megatron-LM")]
+    if not needed.is_dir():
+        return requirements.missing(needed)
+    own, bridge, megatron = folders
+    if own is None or bridge is None or megatron is None:
+        wanted = f"{repository}, Megatron-Bridge and Megatron-LM"
+        return f"no checkouts of {wanted}: tests/run.sh --all --peers DIR"
+    return [own, megatron, needed]
 
 
 def without_tensorboard() -> None:

@@ -8,6 +8,7 @@ import cProfile
 import dataclasses
 import importlib
 import json
+import math
 import os
 import pickle
 import signal
@@ -146,6 +147,14 @@ PLAIN = How(switched=False, temperature=0.8)
 SWITCHED = How(switched=True, temperature=0.8)
 OTHER = How(switched=True, temperature=0.9)
 RUNS = (PLAIN, SWITCHED, OTHER)
+
+
+def layout_sizes(layout: str) -> tuple[dict[str, int], int]:
+    """ "TP 2 x SP x DP 2" -> ({"tensor": 2, "data": 2}, 4 processes)."""
+    kinds = {"TP": "tensor", "CP": "context", "PP": "pipeline", "DP": "data"}
+    parts = (part.split() for part in layout.split(" x ") if part != "SP")
+    sizes = {kinds[kind]: int(size) for kind, size in parts}
+    return sizes, math.prod(sizes.values())
 
 
 def rows(framework: str = "") -> list[Row]:

@@ -22,7 +22,7 @@ import torch
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout
+from tests.trainers.frame import How, Row, Trace, checkout, layout_sizes
 from tests.trainers.slime import FLAGS, MODEL, VOCAB
 
 NOW = (
@@ -262,13 +262,8 @@ def watch(training: Any, rl_utils: Any, trace: Trace) -> list[Any]:
 
 
 def row(layout: str, option: str, **settings: Any) -> Row:
-    sizes, processes = {}, 1
-    for part in layout.split(" x "):
-        if part != "SP":
-            kind, size = part.split()
-            processes *= int(size)
-            if kind != "DP":
-                sizes[{"TP": "tensor", "CP": "context", "PP": "pipeline"}[kind]] = int(size)
+    sizes, processes = layout_sizes(layout)
+    sizes.pop("data", None)
     return Row(
         "megatron_rl",
         layout,

@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.dropin.frameworks import source_root
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
+from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
 from tests.trainers.verl import write_model
 
 # Imported, and not used on the way to a training step.
@@ -355,14 +355,8 @@ def parameters(trainer: Any) -> dict[str, Tensor]:
 
 
 def row(version: str, trainer: str, layout: str, option: str, **more: Any) -> Row:
-    sizes: dict[str, int] = {}
-    processes = 1
-    for part in layout.split(" x "):
-        if part != "SP":
-            kind, size = part.split()
-            processes *= int(size)
-            if kind != "DP":
-                sizes[{"TP": "tensor", "CP": "context", "PP": "pipeline"}[kind]] = int(size)
+    sizes, processes = layout_sizes(layout)
+    sizes.pop("data", None)
     if "SP" in layout:
         more["options"] = {**more.get("options", {}), "sequence_parallel": True}
     settings = {"version": version, "trainer": trainer, "sizes": sizes, **more}

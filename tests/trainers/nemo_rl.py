@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
-from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.bridge import import_bridge
-from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
+from tests.trainers.bridge import import_bridge, paths_with_bridge
+from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step.
@@ -37,14 +36,7 @@ LENGTH = 32
 
 def paths(row: Row) -> list[Path] | str:
     """NeMo-RL's checkout, what it imports, and Megatron-LM's before the installed one."""
-    needed = installed("verl")  # tensordict, omegaconf and hydra
-    folders = [checkout(name) for name in ("RL", "Megatron-Bridge", "Megatron-LM")]
-    if not needed.is_dir():
-        return requirements.missing(needed)
-    if not all(folders):
-        return "no checkouts of RL, Megatron-Bridge and Megatron-LM: tests/run.sh --all --peers DIR"
-    repository, _, megatron = folders
-    return [Path(str(repository)), Path(str(megatron)), needed]
+    return paths_with_bridge("RL", installed("verl"))  # tensordict, omegaconf and hydra
 
 
 def prepare(row: Row, folder: Path) -> None:
@@ -266,13 +258,7 @@ def _update(worker: Any, loss: Any, batch: Any, trace: Trace) -> None:
 
 def _row(layout: str, option: str, **settings: Any) -> Row:
     """lazy: with a large vocabulary, where whatever wants real logits fails, and none are made."""
-    sizes, processes = {}, 1
-    for part in layout.split(" x "):
-        if part != "SP":
-            kind, size = part.split()
-            processes *= int(size)
-            name = {"TP": "tensor", "CP": "context", "PP": "pipeline", "DP": "data"}[kind]
-            sizes[name] = int(size)
+    sizes, processes = layout_sizes(layout)
     padded = settings.get("padded", False)
     call = "" if padded else "_packed_sequences"
     calls = (f"from_parallel_logits_to_logprobs{call}",)

@@ -25,7 +25,7 @@ from mcore_logprobs.cpu_megatron.training import cpu_devices
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import without_tensorboard
-from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed
+from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed, layout_sizes
 from tests.trainers.slime import ray_in_process
 from tests.trainers.verl import VOCABULARY, write_model
 
@@ -316,13 +316,7 @@ def _update(actor: Any, tensors: dict[str, Tensor], trace: Trace) -> None:
 
 
 def _row(layout: str, option: str, **settings: Any) -> Row:
-    sizes, processes = {}, 1
-    for part in layout.split(" x "):
-        if part != "SP":
-            kind, size = part.split()
-            processes *= int(size)
-            name = {"TP": "tensor", "CP": "context", "PP": "pipeline", "DP": "data"}[kind]
-            sizes[name] = int(size)
+    sizes, processes = layout_sizes(layout)
     calls: tuple[str, ...] = ("vocab_parallel_logprobs", "vocab_parallel_entropy")
     if sizes.get("context"):
         calls += ("context_parallel_gather",)

@@ -22,10 +22,9 @@ import typing_extensions
 from torch import Tensor
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
-from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.bridge import import_bridge
-from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
+from tests.trainers.bridge import import_bridge, paths_with_bridge
+from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step.
@@ -42,14 +41,7 @@ MICRO = 2
 
 def paths(row: Row) -> list[Path] | str:
     """SkyRL's checkout, what it imports, and Megatron-LM's before the installed one."""
-    needed = installed("skyrl")
-    folders = [checkout(name) for name in ("SkyRL", "Megatron-Bridge", "Megatron-LM")]
-    if not needed.is_dir():
-        return requirements.missing(needed)
-    if not all(folders):
-        return "no checkouts of SkyRL, Megatron-Bridge, Megatron-LM: tests/run.sh --all --peers DIR"
-    repository, _, megatron = folders
-    return [Path(str(repository)), Path(str(megatron)), needed]
+    return paths_with_bridge("SkyRL", installed("skyrl"))
 
 
 def prepare(row: Row, folder: Path) -> None:
@@ -238,13 +230,7 @@ def _update(worker: Any, batch: Any, logprobs: Tensor, step: int, trace: Trace) 
 
 def _row(layout: str, option: str, **settings: Any) -> Row:
     """lazy: with a large vocabulary, where whatever wants real logits fails, and none are made."""
-    sizes, processes = {}, 1
-    for part in layout.split(" x "):
-        if part != "SP":
-            kind, size = part.split()
-            processes *= int(size)
-            name = {"TP": "tensor", "CP": "context", "PP": "pipeline", "DP": "data"}[kind]
-            sizes[name] = int(size)
+    sizes, processes = layout_sizes(layout)
     source = "hidden" if settings.get("fused") else "logits"
     packed = "" if settings.get("padded") else "_packed_sequences"
     return Row(

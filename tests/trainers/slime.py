@@ -23,7 +23,7 @@ from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, installed, watched
+from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
 
 MEGATRON = "0.19.2"
 VOCAB = 96
@@ -386,15 +386,8 @@ def forward_new_names(wrapper: type) -> None:
 
 def row(layout: str, option: str = "GRPO", **settings: Any) -> Row:
     """lazy: with a large vocabulary, where whatever wants real logits fails, and none are made."""
-    sizes = {}
-    processes = 1
-    for part in layout.split(" x "):
-        if part == "SP":
-            continue
-        kind, size = part.split()
-        processes *= int(size)
-        if kind != "DP":
-            sizes[{"TP": "tensor", "CP": "context", "PP": "pipeline"}[kind]] = int(size)
+    sizes, processes = layout_sizes(layout)
+    sizes.pop("data", None)
     return Row(
         framework="slime",
         layout=layout,
