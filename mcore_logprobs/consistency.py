@@ -84,7 +84,7 @@ def comparing(operation: str, arguments: Callable[[], Mapping[str, object]]) -> 
         _calls.under_way.pop()
 
 
-def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> None:
+def check_call(width: int, group: ProcessGroup, device: torch.device) -> None:
     """Called by the function that opens an operation's call, before whatever depends on the width.
 
     Collectives: none; with `MCORE_LOGPROBS_CHECK=1` one all-gather of 4 KiB over TP.
@@ -95,7 +95,6 @@ def check_call(width: int, group: ProcessGroup | None, device: torch.device) -> 
     """
     if group_size(group) == 1 or torch.compiler.is_compiling():
         return
-    assert group is not None
     call = _calls.under_way[-1] if _calls.under_way else _Call("an operation", dict)
     if os.environ.get(VARIABLE) == "1":
         described = {"operation": call.operation, "columns": str(width)}

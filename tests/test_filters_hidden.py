@@ -16,7 +16,6 @@ from mcore_logprobs import (
     vocab_parallel_token_stats,
 )
 from mcore_logprobs.bench.counting import CollectivesMade
-from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets
 from tests.helpers.heads import linear_filtered_stats, make_problem, shard_problem
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
@@ -127,7 +126,8 @@ def test_rows_of_a_tile_in_several_steps(monkeypatch, top_k, top_p):
     found = []
     for several in (False, True):
         if several:
-            monkeypatch.setattr(backends, "default_chunk_size", lambda *_: 2)
+            small = dataclasses.replace(budgets.CPU, copy_bytes=2 * 4 * problem.weight.shape[0])
+            monkeypatch.setattr(budgets, "CPU", small)
         stats = linear_filtered_stats(
             *leaves[:2], problem.target, bias=leaves[2], top_k=top_k, top_p=top_p, **options
         )

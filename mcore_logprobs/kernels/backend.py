@@ -71,11 +71,6 @@ class Backend(Protocol):
     ) -> None: ...
 
 
-def default_chunk_size(width: int, device: torch.device) -> int:
-    """Rows at a time for `width` columns, from the memory budget of the device."""
-    return max(1, budgets.of(device.type).copy_bytes // (4 * max(1, width)))
-
-
 @dataclass(frozen=True)
 class Choice:
     """A backend's name, whether it is available, and the reason either way."""

@@ -73,6 +73,10 @@ class Budgets:
                     f"got {getattr(self, low)}"
                 )
 
+    def copied_rows(self, width: int) -> int:
+        """Rows of which a float32 copy of `width` columns is made at a time."""
+        return max(1, self.copy_bytes // (4 * max(1, width)))
+
 
 CPU = Budgets(
     tile_rows=2048,

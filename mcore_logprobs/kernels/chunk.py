@@ -58,10 +58,6 @@ class Chunk:
     bias: Tensor | None = None
     lasting: bool = False
 
-    @property
-    def width(self) -> int:
-        return self.logits.shape[1]
-
     def rows(self: _Chunk, part: slice) -> _Chunk:
         """Some of its rows."""
         return replace(self, logits=self.logits[part], temperature=per_row(self.temperature, part))
@@ -114,7 +110,7 @@ class Chunk:
 
     def unscaled_at(self, columns: Tensor) -> Tensor:
         """x at columns `[n, j]`, 0 where a column is negative (another shard's or ignored)."""
-        if self.width == 0:  # a rank, or a block of it, without true vocabulary
+        if self.logits.shape[1] == 0:  # a rank, or a block of it, without true vocabulary
             return torch.zeros(
                 columns.shape, dtype=acc_dtype(self.logits.dtype), device=columns.device
             )

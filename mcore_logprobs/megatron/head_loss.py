@@ -234,7 +234,7 @@ class _HeadRequest:
         also = self.call.also
         if also is None or also.ids is None or also.ids.dim() == 1:
             return also
-        return replace(also, ids=self.tokens.to_head(also.ids, "ids"))
+        return also._replace(ids=self.tokens.to_head(also.ids, "ids"))
 
     def _divergence(self, source: AnySource, keep: Tensor, teacher: Teacher) -> Tensor:
         tokens, config = self.tokens, self.call.config

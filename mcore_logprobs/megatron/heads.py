@@ -119,9 +119,13 @@ def check_head(layer: nn.Module, config: LogprobConfig) -> None:
         )
     width = base_layer(layer).output_size_per_partition
     shard = VocabShard.of(width, head_tp_group(layer), config.vocab_size)
-    vocab_bias(config.logit_bias, config.disallowed_ids, shard, torch.device("cpu"), torch.float32)
-    segments = check_segments(shard, config.invariant_segments)
-    if segments is not None and head_lora(layer) is not None:
+    bias, ids = config.logit_bias, config.disallowed_ids
+    if bias is not None or ids is not None:
+        vocab_bias(bias, ids, shard, torch.device("cpu"), torch.float32)
+    if config.invariant_segments is None:
+        return
+    check_segments(shard, config.invariant_segments)
+    if head_lora(layer) is not None:
         raise ValueError(
             f"invariant_segments: expected None with a LoRA on the output layer, got "
             f"{config.invariant_segments}: its low-rank GEMMs are not batch-invariant"

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_logprobs.checks import check_optional_count
+from mcore_logprobs.checks import check_flag, check_optional_count
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import group_size, megatron_parallel_state
 from mcore_logprobs.megatron.blocks import block
@@ -403,6 +403,7 @@ class PatchHandle:
             got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f"ids: expected a tensor of integers [k] or [b, s, k], got {got}")
         check_optional_count("topk", topk)
+        check_flag("log_softmax", log_softmax)
         asked = Also(ids, topk, log_softmax)
         with self._during(lambda call: replace(call, also=asked)):
             yield

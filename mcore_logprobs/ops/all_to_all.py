@@ -57,8 +57,10 @@ def _check(
         raise ValueError(f"x: expected a 2-D tensor, got {got}")
     group = resolve_tp_group(tp_group)
     size = group_size(group)
-    with comparing("all_to_all_vp2sp" if sharded else "all_to_all_sp2vp", lambda: {"logits": x}):
-        check_call(x.shape[1] if sharded else x.shape[1] // size, group, x.device)
+    if group is not None:
+        name = "all_to_all_vp2sp" if sharded else "all_to_all_sp2vp"
+        with comparing(name, lambda: {"logits": x}):
+            check_call(x.shape[1] if sharded else x.shape[1] // size, group, x.device)
     return group, size
 
 

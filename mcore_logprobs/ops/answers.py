@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.arguments import check_ids, global_to_local
-from mcore_logprobs.checks import check_flag
 from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import (
     IGNORED,
@@ -31,9 +30,8 @@ from mcore_logprobs.ops.topk import TopK, check_k
 from mcore_logprobs.sources.source import ChunkAt, Source
 
 
-@dataclass(frozen=True)
-class Also:
-    """What is asked for beside statistics.
+class Also(NamedTuple):
+    """What is asked for beside statistics: ids, a top k, or both.
 
     Attributes:
         ids: `[k]`, the same of every row, or `[*lead, k]`, global; or None.
@@ -44,9 +42,6 @@ class Also:
     ids: Tensor | None = None
     topk: int | None = None
     log_softmax: bool = True
-
-    def __post_init__(self) -> None:
-        check_flag("log_softmax", self.log_softmax)
 
 
 class Found(NamedTuple):

@@ -70,7 +70,8 @@ class _DivergenceForward(Forward):
     def see(self, placed: ChunkAt) -> None:
         spec, rows, (student, teacher) = self._spec, placed.rows, (placed.chunk, placed.other)
         assert teacher is not None
-        kernels, size = self._source.backend(placed), self._source.rows_at_a_time(teacher.width)
+        size = self._source.rows_at_a_time(teacher.logits.shape[1])
+        kernels = self._source.backend(placed)
         if self._done is None:
             parts = kernels.pair_stats(student, teacher, spec, chunk_size=size)
             before, both = self._stats[:, rows], (student.multiplier, teacher.multiplier)
@@ -121,7 +122,7 @@ class _DivergenceGradient(Backward):
             self._upstream[rows],
             self._spec,
             out=out,
-            chunk_size=self._source.rows_at_a_time(teacher.width),
+            chunk_size=self._source.rows_at_a_time(teacher.logits.shape[1]),
         )
 
 

@@ -237,7 +237,8 @@ def apply(
     learns = any(x is not None and x.requires_grad for x in source.tensors)
     plans: tuple[KeptPlan, ...] = ()
     heads = getattr(source, "heads", ())
-    if heads and learns and torch.is_grad_enabled():  # within a function of autograd it never is
+    may_keep = any(head.options.saved is not None for head in heads)
+    if may_keep and learns and torch.is_grad_enabled():  # within a function of autograd it never is
         plans = plan_kept(heads, operation.rereads)
     return _Recompute.apply(
         operation, source.options, counts, plans, *source.tensors, *per_token, *constants

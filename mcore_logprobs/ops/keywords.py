@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from mcore_logprobs.consistency import comparing
-from mcore_logprobs.sources.lazy import calling_layer
+from mcore_logprobs.sources.lazy import LazyLogits, calling_layer
 from mcore_logprobs.spelling import check_keywords
 
 if TYPE_CHECKING:
@@ -154,9 +155,11 @@ def shared_keywords(
                 check_keywords(function.__name__, kwargs, known)
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            head = calling_layer((*args, *kwargs.values()))
-            if head is not None:
+            lazy = [x for x in (*args, *kwargs.values()) if isinstance(x, LazyLogits)]
+            if lazy and (head := calling_layer(lazy)) is not None:
                 return head.run(lambda: call(*args, **kwargs))
+            if not (dist.is_available() and dist.is_initialized()):  # no rank to compare with
+                return function(*args, **kwargs)
             with comparing(function.__name__, lambda: signature.bind(*args, **kwargs).arguments):
                 return function(*args, **kwargs)
 

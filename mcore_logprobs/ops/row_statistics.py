@@ -89,7 +89,7 @@ class RowStatistics(Forward):
                 self.spec,
                 threshold=threshold,
                 block=self._block,
-                chunk_size=source.rows_at_a_time(part.chunk.width),
+                chunk_size=source.rows_at_a_time(part.chunk.logits.shape[1]),
             )
             by_segment = (stats,) if self._per_segment is None else stats.split(self._per_segment)
             for place, blocks in enumerate(by_segment, segment):
@@ -180,7 +180,7 @@ class LogitGradient(Backward):
             chunk,
             terms._replace(columns=placed.local(terms.columns, self._source.shard)),
             out=out,
-            chunk_size=self._source.rows_at_a_time(chunk.width),
+            chunk_size=self._source.rows_at_a_time(chunk.logits.shape[1]),
         )
 
 

@@ -94,20 +94,16 @@ def token_stats(
     """`vocab_parallel_token_stats` of any source."""
     target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
-    if also is not None and (also.ids is not None or also.topk is not None):
+    if also is not None:
         spec, smoothing = operation.spec, operation.label_smoothing
         return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)
-    return TokenStats(**_statistics(operation, source, local_target, valid_mask)._asdict())
-
-
-def _statistics(
-    operation: Statistics, source: Source, local_target: Tensor, valid_mask: Tensor
-) -> RowResults:
     latest = getattr(source, "latest_pass", None)
     if latest is None or operation.label_smoothing > 0.0:
-        return RowResults(*apply(operation, source, local_target, valid_mask))
-    return joint_statistics(latest, operation.spec, source, local_target).masked(valid_mask)
+        results = RowResults(*apply(operation, source, local_target, valid_mask))
+    else:
+        results = joint_statistics(latest, operation.spec, source, local_target).masked(valid_mask)
+    return TokenStats(**results._asdict())
 
 
 @shared_keywords(StatisticsKeywords, given_logits)
@@ -167,7 +163,9 @@ def vocab_parallel_token_stats(
     """
     source = given_logits(vocab_parallel_logits, **shared)
     statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
-    also = Also(candidate_ids, topk, log_softmax)
+    check_flag("log_softmax", log_softmax)
+    asks = candidate_ids is not None or topk is not None
+    also = Also(candidate_ids, topk, log_softmax) if asks else None
     return token_stats(source, target, statistics, ignore_index, also)
 
 
@@ -340,5 +338,7 @@ def linear_token_stats(
         hidden, weight, invariant_segments=invariant_segments, may_round=True, **shared
     )
     statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
-    also = Also(candidate_ids, topk, log_softmax)
+    check_flag("log_softmax", log_softmax)
+    asks = candidate_ids is not None or topk is not None
+    also = Also(candidate_ids, topk, log_softmax) if asks else None
     return token_stats(source, target, statistics, ignore_index, also)

@@ -21,7 +21,7 @@ from mcore_logprobs.checks import (
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels import budgets, reference
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
@@ -152,7 +152,8 @@ class GivenLogits(ProcessedLogits):
         return self.options.backend
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
-        return self.options.chunk_size or backends.default_chunk_size(copies * width, self.device)
+        sizes = budgets.of(self.device.type)
+        return self.options.chunk_size or sizes.copied_rows(copies * width)
 
     def tiles(self) -> Iterator[GivenLogits]:
         return iter((self,))
@@ -278,15 +279,19 @@ def given_logits(
     check_float_tensor(name, logits, min_dim=1)
     group = resolve_tp_group(tp_group)
     lead, width, device = logits.shape[:-1], logits.shape[-1], logits.device
-    check_call(width, group, device)
+    if group is not None:
+        check_call(width, group, device)
     check_optional_count("chunk_size", chunk_size)
     check_flag("inplace_backward", inplace_backward)
     check_positive(f"{prefix}logit_scale", logit_scale)
     check_optional_positive(f"{prefix}softcap", softcap)
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
     shard = VocabShard.of(width, group, vocab_size)
-    segments = check_segments(shard, invariant_segments)
-    added = vocab_bias(logit_bias, disallowed_ids, shard, device, acc_dtype(logits.dtype))
+    segments = added = None
+    if invariant_segments is not None:
+        segments = check_segments(shard, invariant_segments)
+    if logit_bias is not None or disallowed_ids is not None:
+        added = vocab_bias(logit_bias, disallowed_ids, shard, device, acc_dtype(logits.dtype))
     if inplace_backward:
         _check_inplace_backward(logits)
     dims, strides = tuple(range(len(lead))), logits.stride()

@@ -201,9 +201,12 @@ def head_logits(
     main_grad = MainGrad.of(weight) if gradient_accumulation_fusion else None
     group = resolve_tp_group(tp_group)
     device = hidden.device
-    check_call(weight.shape[0], group, device)
+    if group is not None:
+        check_call(weight.shape[0], group, device)
     shard = VocabShard.of(weight.shape[0], group, vocab_size)
-    segments = check_segments(shard, invariant_segments)
+    segments = None
+    if invariant_segments is not None:
+        segments = check_segments(shard, invariant_segments)
     if segments is not None and lora is not None:
         raise ValueError(
             f"invariant_segments: expected None with a LoRA, got {invariant_segments!r}: its "
@@ -224,8 +227,9 @@ def head_logits(
     accumulated = acc_dtype(compute_dtype)
     a, b = (None, None) if lora is None else lora[:2]
     per_token = temperature if isinstance(temperature, Tensor) else None
-    added = vocab_bias(logit_bias, disallowed_ids, shard, device, accumulated)
-    if added is not None:
+    added = None
+    if logit_bias is not None or disallowed_ids is not None:
+        added = vocab_bias(logit_bias, disallowed_ids, shard, device, accumulated)
         bias = added.values if bias is None else bias.to(accumulated) + added.values
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, per_token
     options = BoundOptions(

@@ -143,7 +143,7 @@ class HeadOperands(ProcessedLogits):
         return backends.select(self.options.backend, chunk.logits, invariant=invariant)
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
-        return backends.default_chunk_size(copies * width, self.device)
+        return budgets.of(self.device.type).copied_rows(copies * width)
 
     def weight_block(self, columns: slice) -> Tensor:
         """`[columns, h]` of the weight as it is multiplied; the latest block is kept."""

@@ -50,9 +50,13 @@ class KeptPlan:
 
 
 def plan_kept(heads: Sequence[HeadOperands], rereads: Rereads) -> tuple[KeptPlan, ...]:
-    """What an operation on these heads keeps, a plan for each; none where nothing is kept."""
-    saved = next((x.options.saved for x in heads if x.options.saved is not None), None)
-    if saved is None or rereads == "nothing":
+    """What an operation on these heads keeps, a plan for each; none where nothing is kept.
+
+    Args:
+        heads: at least one was given saved_bytes.
+    """
+    saved = next(x.options.saved for x in heads if x.options.saved is not None)
+    if rereads == "nothing":
         return ()
     usable = [_is_exact(x) or (rereads == "rounded" and _may_round(x)) for x in heads]
     places: list[list[tuple[int, int]]] = [[] for _ in heads]

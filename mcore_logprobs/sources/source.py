@@ -175,7 +175,9 @@ class Walked(Protocol):
         """The inverse; `fill` at tokens that are not walked over."""
 
     def pack(self, per_row: Tensor) -> Tensor:
-        """`[n, ...]` as it is saved for the backward, however the tensors lie in memory then."""
+        """`[n, ...]` as it is saved for the backward, whose rows may be walked in another order: a
+        checkpoint's second forward may find the tensors with other strides.
+        """
 
     def unpack(self, saved: Tensor) -> Tensor:
         """The inverse of `pack`."""
@@ -298,11 +300,9 @@ def token_temperature(source: Any) -> float | Tensor:
     return source.options.temperature if per_token is None else per_token
 
 
-def check_segments(shard: VocabShard, invariant_segments: int | None) -> Segments | None:
+def check_segments(shard: VocabShard, invariant_segments: int) -> Segments:
     """The segments that a call asks for, checked against its shard; see `Segments.of`."""
     check_optional_count("invariant_segments", invariant_segments)
-    if invariant_segments is None:
-        return None
     return Segments.of(invariant_segments, shard.padded_size, shard.tp_size)
 
 

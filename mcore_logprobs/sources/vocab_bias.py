@@ -35,8 +35,8 @@ def vocab_bias(
     shard: VocabShard,
     device: torch.device,
     dtype: torch.dtype,
-) -> VocabBias | None:
-    """The checked vector, new; None where nothing was given.
+) -> VocabBias:
+    """The checked vector, new.
 
     Args:
         logit_bias: `{id: x}` of global ids or pairs of them, or this rank's `[V/TP]`.
@@ -47,8 +47,6 @@ def vocab_bias(
             device-side assert): an id outside [0, vocab_size), a bias that is NaN or +inf, no id
             left (of an `[V/TP]` bias where one rank has all of them).
     """
-    if logit_bias is None and disallowed_ids is None:
-        return None
     values = torch.zeros(shard.width, dtype=dtype, device=device)
     gone = torch.empty(0, dtype=torch.int64)
     if isinstance(logit_bias, Tensor):
