@@ -19,7 +19,7 @@ from torch import Tensor
 import mcore_logprobs as ml
 from mcore_logprobs.ops import sampling_cut
 from tests.engine.mistakes import BAD_RECORDS
-from tests.engine.operation import SEGMENTS, VOCAB, Draw, Operation, Side
+from tests.engine.operation import SEGMENTS, VOCAB, Draw, Side, Subject
 from tests.engine.truths import (
     answered,
     at_ids,
@@ -206,8 +206,8 @@ PLAIN = ("temperature", "vocab_size", "chunk_size", "ignored", "garbage", "backe
 PLAIN += ("logit_bias",)
 
 
-def exchanged(name: str, fn: Any, input_dim: int, output_dim: int) -> Operation:
-    return Operation(
+def exchanged(name: str, fn: Any, input_dim: int, output_dim: int) -> Subject:
+    return Subject(
         name,
         lambda z, side, o: {"x": z},
         fn,
@@ -230,7 +230,7 @@ def exchanged(name: str, fn: Any, input_dim: int, output_dim: int) -> Operation:
 OPERATIONS = {
     op.name: op
     for op in (
-        Operation(
+        Subject(
             "token_stats",
             statistics,
             ml.vocab_parallel_token_stats,
@@ -242,7 +242,7 @@ OPERATIONS = {
             axes={"softcap": (None, 8.0)} | IGNORE_INDEX,
             left_out={"target_rank": -1},
         ),
-        Operation(
+        Subject(
             "answers",
             answered,
             ml.vocab_parallel_token_stats,
@@ -260,7 +260,7 @@ OPERATIONS = {
                 ({"invariant_segments": SEGMENTS}, "invariant_segments: expected None with"),
             ],
         ),
-        Operation(
+        Subject(
             "logprobs",
             only("logprobs"),
             ml.vocab_parallel_logprobs,
@@ -271,7 +271,7 @@ OPERATIONS = {
             options={"label_smoothing": (0.0, 0.1)} | SEGMENTED,
             axes={"softcap": (None, 8.0)} | IGNORE_INDEX,
         ),
-        Operation(
+        Subject(
             "entropy",
             only("entropy"),
             ml.vocab_parallel_entropy,
@@ -281,7 +281,7 @@ OPERATIONS = {
             axes={"softcap": (None, 8.0)},
             without=("ignored",),
         ),
-        Operation(
+        Subject(
             "target_rank",
             only("target_rank"),
             ml.vocab_parallel_target_rank,
@@ -291,7 +291,7 @@ OPERATIONS = {
             axes=IGNORE_INDEX,
             left_out={"target_rank": -1},
         ),
-        Operation(
+        Subject(
             "log_softmax",
             lambda z, side, o: {"columns": z.log_softmax(-1)},
             ml.vocab_parallel_log_softmax,
@@ -300,7 +300,7 @@ OPERATIONS = {
             without=("ignored",),
             output_dim=-1,
         ),
-        Operation(
+        Subject(
             "topk",
             largest,
             ml.vocab_parallel_topk,
@@ -313,14 +313,14 @@ OPERATIONS = {
             allowed=compact_by_mask,
             mistakes=[({"k": 0}, "k: expected"), ({"k": VOCAB + 1}, "k: expected")],
         ),
-        Operation(
+        Subject(
             "argmax",
             lambda z, side, o: {"ids": largest(z, side, o)["ids"].squeeze(-1)},
             ml.vocab_parallel_argmax,
             outputs=("ids",),
             without=("temperature", "chunk_size", "ignored", "backend"),
         ),
-        Operation(
+        Subject(
             "gather",
             at_ids,
             ml.vocab_parallel_gather,
@@ -332,7 +332,7 @@ OPERATIONS = {
             options={"log_softmax": BOTH},
             axes=IGNORE_INDEX,
         ),
-        Operation(
+        Subject(
             "topk_distill",
             distilled,
             ml.vocab_parallel_topk_distill,
@@ -369,7 +369,7 @@ OPERATIONS = {
                 ),
             ],
         ),
-        Operation(
+        Subject(
             "topk_kl_div",
             topk_divergence,
             ml.vocab_parallel_topk_kl_div,
@@ -390,7 +390,7 @@ OPERATIONS = {
                 ({"teacher_lse": torch.zeros(5)}, "teacher_lse: expected shape (6, 2)"),
             ],
         ),
-        Operation(
+        Subject(
             "sampling_logprobs",
             filtered,
             ml.vocab_parallel_sampling_logprobs,
@@ -429,7 +429,7 @@ OPERATIONS = {
                 ),
             ],
         ),
-        Operation(
+        Subject(
             "sample",
             drawn,
             ml.vocab_parallel_sample,
@@ -458,7 +458,7 @@ OPERATIONS = {
                 ({"top_p": 0.0}, "top_p"),
             ],
         ),
-        Operation(
+        Subject(
             "soft_cross_entropy",
             whole_divergence,
             ml.vocab_parallel_soft_cross_entropy,
@@ -469,7 +469,7 @@ OPERATIONS = {
             options={"teacher_temperature": (None, 1.3)},
             support=True,
         ),
-        Operation(
+        Subject(
             "kl_div",
             whole_divergence,
             ml.vocab_parallel_kl_div,
@@ -487,7 +487,7 @@ OPERATIONS = {
             factor=8.0,
             mistakes=[({"teacher_temperature": 0.0}, "teacher_temperature: expected")],
         ),
-        Operation(
+        Subject(
             "linear_map",
             mapped,
             None,
@@ -503,7 +503,7 @@ OPERATIONS = {
             allowed=compact_by_mask,
             mistakes=[({"factor": torch.zeros(5)}, "per_token_tensors[1]: expected")],
         ),
-        Operation(
+        Subject(
             "linear_policy_loss",
             policy,
             None,

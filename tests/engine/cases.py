@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels.budgets import Budgets
-from tests.engine.operation import SEGMENTS, VOCAB, Draw, Operation
+from tests.engine.operation import SEGMENTS, VOCAB, Draw, Subject
 from tests.helpers.covering import covering
 from tests.ops import OPERATIONS
 
@@ -108,7 +108,7 @@ def shape_of(lead: str) -> tuple[int, ...]:
     return LEADS[lead] if lead in LEADS else tuple(ast.literal_eval(lead))
 
 
-def axes_of(op: Operation, source: str) -> dict[str, Sequence[Any]]:
+def axes_of(op: Subject, source: str) -> dict[str, Sequence[Any]]:
     axes = AXES | (HIDDEN_AXES if source == "hidden" else LOGITS_AXES) | op.axes | op.options
     without = op.without if op.differentiable else (*op.without, "hooks", "checkpoint", "upstream")
     return {"source": (source,)} | {n: values for n, values in axes.items() if n not in without}
@@ -122,7 +122,7 @@ def _is_flat(s: Get) -> bool:
 
 
 # Settings that do not go together, and why.
-CONFLICTS: dict[str, Callable[[Get, Operation], Any]] = {
+CONFLICTS: dict[str, Callable[[Get, Subject], Any]] = {
     "one dimension is not transposed": lambda s, op: _is_flat(s) and s("layout") == "transposed",
     "one dimension has no sequences": (
         lambda s, op: _is_flat(s) and s("temperature") == "sequence"
@@ -177,7 +177,7 @@ CONFLICTS: dict[str, Callable[[Get, Operation], Any]] = {
 }
 
 
-def allowed(op: Operation, setting: Setting) -> bool:
+def allowed(op: Subject, setting: Setting) -> bool:
     """Whether settings, some of which may be missing, go together."""
     conflicts = CONFLICTS.values()
     return op.allowed(setting) and not any(rule(setting.get, op) for rule in conflicts)
@@ -197,7 +197,7 @@ class Case:
         return self.setting["source"]
 
     @property
-    def operation(self) -> Operation:
+    def operation(self) -> Subject:
         return OPERATIONS[self.op]
 
     def __str__(self) -> str:
@@ -217,7 +217,7 @@ class Case:
         return torch.Generator().manual_seed(zlib.crc32(f"{self} {what}".encode()))
 
 
-def cases_of(op: Operation, source: str) -> list[Case]:
+def cases_of(op: Subject, source: str) -> list[Case]:
     """Every pair of settings, and every three of those about memory and several ranks."""
     axes = axes_of(op, source)
     together = [MEMORY] if op.differentiable else []
@@ -226,7 +226,7 @@ def cases_of(op: Operation, source: str) -> list[Case]:
     return [Case(op.name, row) for row in rows]
 
 
-def random_cases(op: Operation, source: str, rng: random.Random, **fixed: Any) -> Iterator[Case]:
+def random_cases(op: Subject, source: str, rng: random.Random, **fixed: Any) -> Iterator[Case]:
     axes = axes_of(op, source)
     while True:
         row = {name: rng.choice(values) for name, values in axes.items()} | fixed
@@ -234,7 +234,7 @@ def random_cases(op: Operation, source: str, rng: random.Random, **fixed: Any) -
             yield Case(op.name, row, rng.randrange(1, 2**31))
 
 
-def tampered_cases(op: Operation, source: str) -> list[Case]:
+def tampered_cases(op: Subject, source: str) -> list[Case]:
     """Each tensor that a call takes changed in place between forward and backward, by hooks.
 
     What is saved is each rank's own business; on several ranks it is tried once a tensor.
@@ -275,7 +275,7 @@ def unusual_cases() -> Iterator[Case]:
                 yield Case(op.name, default | {"lead": lead, "tp": tp} | more)
 
 
-def wide_cases(op: Operation) -> list[Case]:
+def wide_cases(op: Subject) -> list[Case]:
     """From hidden states, several blocks of columns on each rank; in float64, where little ties."""
     found, rng = [], random.Random(0)
     for vocab_size in (None, 3 * 4200 - 5) * 2:

@@ -92,8 +92,8 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One row of the table.
+class Subject:
+    """An operation as the engine tests it: one row of the table.
 
     Attributes:
         truth: (z, side, options) -> outputs by name. What it gives in a row that is left out is
