@@ -101,8 +101,8 @@ def _ids(default: None, check: Check, help: str) -> Any:
     def parse(text: str) -> object:
         if text.lower() in ("none", "null", ""):
             return None
-        found = [_number_parser(int)(part.strip()) for part in text.split(",")]
-        return text if any(isinstance(x, str) for x in found) else tuple(found)
+        parsed = [_number_parser(int)(part.strip()) for part in text.split(",")]
+        return text if any(isinstance(x, str) for x in parsed) else tuple(parsed)
 
     def normal(value: object) -> object:
         ids = value.tolist() if isinstance(value, torch.Tensor) else value
@@ -154,11 +154,11 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 def _bytes_of(text: str) -> object:
-    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([kmg]i?b)", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([kmg]i?b)", text.strip().lower())
+    if match is None:
         return text
-    whole, count, unit = found.groups()
-    return int(whole) if whole else int(float(count) * _UNITS[unit])
+    plain, count, unit = match.groups()
+    return int(plain) if plain else int(float(count) * _UNITS[unit])
 
 
 def _dtype(default: torch.dtype, check: Check, help: str) -> Any:

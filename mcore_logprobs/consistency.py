@@ -100,11 +100,11 @@ def check_call(width: int, group: ProcessGroup, device: torch.device) -> None:
         described = {"operation": call.operation, "columns": str(width)}
         _compare_arguments(described | _described("", call.arguments()), group, device)
     elif (key := (call.operation, width)) not in _agreed.setdefault(group, set()):
-        own = _Posted(width)
+        posted = _Posted(width)
         if os.environ.get(VARIABLE) != "0" and not _captured(device):
-            own = _Posted.of(width, call.arguments())
+            posted = _Posted.of(width, call.arguments())
         patience = _PATIENCE["cpu" if device.type == "cpu" else "other"]
-        _compare(_posted_by_all(own, call.operation, group, patience))
+        _compare(_posted_by_all(posted, call.operation, group, patience))
         _agreed[group].add(key)
     if group in _blamed:  # the caller has gone on after the error
         _blamed.discard(group)
@@ -134,9 +134,9 @@ class _Posted:
 
     @classmethod
     def of(cls, width: int, arguments: Mapping[str, object]) -> _Posted:
-        own = cls(width)
-        own._add(arguments, in_parts=arguments.get("sequence_parallel") is True)
-        return own
+        posted = cls(width)
+        posted._add(arguments, in_parts=arguments.get("sequence_parallel") is True)
+        return posted
 
     def _add(self, arguments: Mapping[str, object], *, in_parts: bool) -> None:
         for name, value in arguments.items():
@@ -159,7 +159,7 @@ def _some_values(x: Tensor) -> list[float]:
 
 
 def _posted_by_all(
-    own: _Posted, operation: str, group: ProcessGroup, patience: float
+    own_post: _Posted, operation: str, group: ProcessGroup, patience: float
 ) -> list[_Posted]:
     """What each rank has posted, in the group's order; without a store this rank's alone.
 
@@ -171,12 +171,12 @@ def _posted_by_all(
     """
     store = group_store(group)
     if store is None:
-        return [own]
+        return [own_post]
     rank, size = group_rank(group), group_size(group)
     counter = f"mcore_logprobs/calls/{rank}"
     number = store.add(counter, 0)
     keys = [f"mcore_logprobs/call/{number}/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps(asdict(own)))
+    store.set(keys[rank], json.dumps(asdict(own_post)))
     deadline, pause = time.monotonic() + patience, 1e-4
     while True:
         posted = [store.get(key).decode() for key in keys] if store.check(keys) else []
@@ -186,8 +186,8 @@ def _posted_by_all(
             store.set(keys[rank], _WITHDRAWN)
             error = ValueError(
                 f"{operation}: expected the same call on every rank of the TP group, got the first "
-                f"one with {own.width} columns on rank {rank}, and none within {patience:g} s on "
-                "every other rank"
+                f"one with {own_post.width} columns on rank {rank}, and none within {patience:g} s "
+                "on every other rank"
             )
             leave_reason(group, str(error))
             _blamed.add(group)
@@ -242,12 +242,12 @@ def _close(one: list[float], other: list[float]) -> bool:
 def _compare_arguments(
     described: dict[str, str], group: ProcessGroup, device: torch.device
 ) -> None:
-    own = json.dumps(described).encode()
-    if len(own) > _MESSAGE_BYTES:  # no rank may raise alone
-        described = {"operation": described["operation"], "all arguments": f"hash {_hash(own)}"}
-        own = json.dumps(described).encode()
+    message = json.dumps(described).encode()
+    if len(message) > _MESSAGE_BYTES:  # no rank may raise alone
+        described = {"operation": described["operation"], "all arguments": f"hash {_hash(message)}"}
+        message = json.dumps(described).encode()
     sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    sent[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     rows = all_gather_stack(sent.to(device), group).cpu()
     calls = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
     names = dict.fromkeys(name for call in calls for name in call)

@@ -73,13 +73,13 @@ class SequenceLayout:
                 f"sequence length: expected a multiple of {chunks} ({layout}, CP {cp_size}), "
                 f"got {length}"
             )
-        whole = torch.arange(2, device=device) * length
+        bounds = torch.arange(2, device=device) * length
         if cu_seqlens is None:
-            return cls(cp_size, chunks, length, spans=whole, sequences=whole)
+            return cls(cp_size, chunks, length, spans=bounds, sequences=bounds)
         cut = layout != "contiguous_buffer"
         _check_cu_seqlens(cu_seqlens, chunks if cut else 1, length, device)
         sequences = cu_seqlens.to(torch.int64).contiguous()
-        spans = sequences if cut else whole.to(sequences.device)
+        spans = sequences if cut else bounds.to(sequences.device)
         return cls(cp_size, chunks, length, spans=spans, sequences=sequences)
 
     @property

@@ -187,9 +187,9 @@ class _Gather(torch.autograd.Function):
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.grad = dim, group, grad
         if ctx.needs_input_grad[0]:
-            whole = grad == "sum"
+            sums = grad == "sum"
             ctx.save_for_backward(
-                where.slot_positions() if whole else where.positions(group_rank(group))
+                where.slot_positions() if sums else where.positions(group_rank(group))
             )
         slots = all_gather_dim0(x.movedim(dim, 0), group)  # [S, ...], rank by rank
         slots = slots.movedim(0, dim)
@@ -281,12 +281,12 @@ def _filler(fill: object, dtype: torch.dtype) -> int | float | complex:
         raise ValueError(f"fill: expected a number, got {type(fill).__name__}")
     kind: Any = complex if dtype.is_complex else float if dtype.is_floating_point else int
     try:
-        own = kind(number)
+        filler = kind(number)
     except (TypeError, ValueError, OverflowError):  # of a complex number, NaN, inf
-        own = None
-    if own is None or (kind is int and own != number) or not _holds(dtype, own):
+        filler = None
+    if filler is None or (kind is int and filler != number) or not _holds(dtype, filler):
         raise ValueError(f"fill: expected a value of {dtype}, got {number!r}")
-    return own
+    return filler
 
 
 def _holds(dtype: torch.dtype, number: int | float | complex) -> bool:

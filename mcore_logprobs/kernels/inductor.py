@@ -119,16 +119,16 @@ def _invariant_grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_si
         reference.grad(chunk, terms, out=out, chunk_size=chunk_size)
         return
     rows, valid = chunk.logits.shape[0], chunk.valid
-    whole = valid - valid % _VECTOR
+    vector_end = valid - valid % _VECTOR
     strided = chunk.logits.stride(-1) != 1 or out.stride(-1) != 1
-    head, tail = slice(0, whole), slice(whole, valid)
-    if rows and whole and (strided or rows == 1):
+    head, tail = slice(0, vector_end), slice(vector_end, valid)
+    if rows and vector_end and (strided or rows == 1):
         for part in row_chunks(rows, chunk_size):
             _grad_of_copy(chunk, head, part, terms, out)
-    elif rows and whole:
-        own = torch.where(terms.columns < whole, terms.columns, -1)
-        _grad(chunk.columns(head), terms._replace(columns=own), out[:, head], _call_or_raise)
-    if rows and whole < valid:
+    elif rows and vector_end:
+        columns = torch.where(terms.columns < vector_end, terms.columns, -1)
+        _grad(chunk.columns(head), terms._replace(columns=columns), out[:, head], _call_or_raise)
+    if rows and vector_end < valid:
         _grad_of_copy(chunk, tail, slice(0, rows), terms, out)
     out[:, valid:] = 0
 
@@ -171,29 +171,29 @@ def _stats(
     call: Callable[..., Any],
 ) -> Tensor:
     rows, count = chunk.logits.shape[0], chunk.valid // block
-    whole = count * block
+    full_columns = count * block
     raw = chunk.logits if chunk.logits.stride(-1) == 1 else chunk.logits.contiguous()
-    head, multiplier = raw[:, :whole], _multipliers(chunk)
-    head_target = torch.where(target < whole, target, -1)
-    given = _two_rows(head), _two_rows(multiplier)
-    found = call(_stats_kernel(block), *given, spec.entropy, spec.sum_pi_squared)
+    head, multiplier = raw[:, :full_columns], _multipliers(chunk)
+    head_target = torch.where(target < full_columns, target, -1)
+    operands = _two_rows(head), _two_rows(multiplier)
+    block_stats = call(_stats_kernel(block), *operands, spec.entropy, spec.sum_pi_squared)
     parts = raw.new_zeros(
-        (count + (whole < chunk.valid), len(spec.fields), rows), dtype=torch.float32
+        (count + (full_columns < chunk.valid), len(spec.fields), rows), dtype=torch.float32
     )
     part = spec.named(parts[:count], dim=1)
-    for name, values in found.items():
+    for name, values in block_stats.items():
         part[name].copy_(values[:rows].t())
     part["target"][0] = gather_target(head, head_target, 0.0).float()
     if spec.rank:
         assert threshold is not None
         limit = threshold.to(raw.dtype)
-        higher = call(_count_kernel(block), given[0], _two_rows(limit))
+        higher = call(_count_kernel(block), operands[0], _two_rows(limit))
         part["higher"].copy_(higher[:rows].t())
         part["higher"][0] -= (gather_target(head, head_target, -torch.inf) > limit).float()
-    if whole < chunk.valid:
+    if full_columns < chunk.valid:
         (parts[-1],) = reference.stats(
-            chunk.columns(slice(whole, chunk.valid)),
-            torch.where(target >= whole, target - whole, -1),
+            chunk.columns(slice(full_columns, chunk.valid)),
+            torch.where(target >= full_columns, target - full_columns, -1),
             spec,
             threshold=threshold,
             block=block,
@@ -207,23 +207,23 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., o
     columns, upstream, row_max, coef, spec = terms
     assert row_max is not None
     assert coef is not None
-    (target,), (given,) = columns.unbind(1), upstream.unbind(1)
+    (target,), (on_target,) = columns.unbind(1), upstream.unbind(1)
     logits, multiplier = chunk.logits, _multipliers(chunk)
     row = spec.named_coefficients(coef * multiplier)
-    asked = (coef != 0).any(0) | (given != 0)
+    asked = (coef != 0).any(0) | (on_target != 0)
     # The target's entry is computed apart, from the logit before anything is written over it, and
     # rounded once: near p = 1 it is the difference of two nearly equal numbers.
     column = target.clamp(min=0)
     rows = torch.arange(target.shape[0], device=logits.device)
     shifted = (logits[rows, column].float() - row_max).mul_(multiplier)
     shifted.clamp_(min=LOG_ZERO)
-    own = shifted.exp()
+    at_target = shifted.exp()
     factor = row["weight"]
     if spec.entropy:
         factor = factor + row["moment"] * shifted
     if spec.sum_pi_squared:
-        factor = factor + row["squares"] * own
-    own = torch.where(asked, own * factor + given * multiplier, 0.0).to(out.dtype)
+        factor = factor + row["squares"] * at_target
+    at_target = torch.where(asked, at_target * factor + on_target * multiplier, 0.0).to(out.dtype)
 
     source, result = logits[:, : chunk.valid], out[:, : chunk.valid]
     # A missing coefficient is never read: pass any other tensor for it.
@@ -237,7 +237,7 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., o
         call(_grad_kernel, source, result, *factors)
     out[:, chunk.valid :] = 0
     # Where the target is elsewhere the kernel's own value stays: an eager exp may round otherwise.
-    out[rows, column] = torch.where(target >= 0, own, out[rows, column])
+    out[rows, column] = torch.where(target >= 0, at_target, out[rows, column])
 
 
 def _grad_of_copy(
@@ -247,19 +247,19 @@ def _grad_of_copy(
     entries, upstream, row_max, coef, spec = terms.rows(rows)
     assert row_max is not None
     assert coef is not None
-    some = chunk.rows(rows).columns(columns)
-    count, width = some.logits.shape
-    copy = some.logits.new_zeros((max(2, count), -(-width // _VECTOR) * _VECTOR))
-    copy[:count, :width] = some.logits
+    piece = chunk.rows(rows).columns(columns)
+    count, width = piece.logits.shape
+    copy = piece.logits.new_zeros((max(2, count), -(-width // _VECTOR) * _VECTOR))
+    copy[:count, :width] = piece.logits
     written = torch.empty_like(copy, dtype=out.dtype)
     local = entries - columns.start
     local = torch.where((local >= 0) & (local < width), local, -1)
-    temperature = some.temperature
+    temperature = piece.temperature
     _grad(
         Chunk(
             copy,
             copy.shape[1],
-            logit_scale=some.logit_scale,
+            logit_scale=piece.logit_scale,
             temperature=_two_rows(temperature) if isinstance(temperature, Tensor) else temperature,
         ),
         GradientTerms(
@@ -324,12 +324,12 @@ def _stats_kernel(width: int) -> Callable[..., object]:
         if entropy:
             shifted = shifted.clamp(min=LOG_ZERO)
         weight = shifted.exp()
-        found = {"max": block_max, "sum": total(weight)}
+        fields = {"max": block_max, "sum": total(weight)}
         if entropy:
-            found["entropy"] = total(weight * shifted)
+            fields["entropy"] = total(weight * shifted)
         if squares:
-            found["squares"] = total(weight * weight)
-        return found
+            fields["squares"] = total(weight * weight)
+        return fields
 
     return stats_kernel
 
@@ -480,14 +480,14 @@ def _kind(arg: Tensor | bool) -> object:
 def _compile(function: Callable[..., object]) -> Callable[..., object]:
     # torch counts recompilations by code object, up to a small limit: each kind gets its own.
     assert isinstance(function, FunctionType)
-    own = FunctionType(
+    copy = FunctionType(
         function.__code__.replace(),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    return torch.compile(own, dynamic=True, fullgraph=True, options=_instruction_set())
+    return torch.compile(copy, dynamic=True, fullgraph=True, options=_instruction_set())
 
 
 def _instruction_set() -> dict[str, Any]:

@@ -32,11 +32,11 @@ def largest_columns(x: Tensor, k: int) -> Tensor:
         return torch.arange(k, device=x.device).repeat(x.shape[0], 1)
     if group == 1:
         return _largest(x, k)
-    whole = width // group * group
-    maxima = x[:, :whole].unflatten(-1, (-1, group)).amax(-1)
+    grouped = width // group * group
+    maxima = x[:, :grouped].unflatten(-1, (-1, group)).amax(-1)
     chosen = _largest(maxima, k).sort(-1).values.unsqueeze(-1)  # sorted: columns ascend below
     columns = (chosen * group + torch.arange(group, device=x.device)).flatten(1)
-    rest = torch.arange(whole, width, device=x.device).expand(x.shape[0], -1)
+    rest = torch.arange(grouped, width, device=x.device).expand(x.shape[0], -1)
     columns = torch.cat([columns, rest], dim=1)
     return columns.gather(-1, _largest(x.gather(-1, columns), k))
 

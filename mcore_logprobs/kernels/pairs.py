@@ -400,12 +400,12 @@ def pair_grad(
     if valid == 0:
         return
     for part in row_chunks(out.shape[0], chunk_size):
-        own = student.rows(part)
-        logp = _log_probs(own, softmax[:2, part])
+        student_step = student.rows(part)
+        logp = _log_probs(student_step, softmax[:2, part])
         logq = _log_probs(teacher.rows(part), softmax[2:, part])
         ds = _distribution_gradient(logp, logq, inner[part], spec)
         g = upstream[part].to(ds.dtype).unsqueeze(-1)
-        own.to_raw_gradient(ds.mul_(g))
+        student_step.to_raw_gradient(ds.mul_(g))
         out[part, :valid] = ds.masked_fill_(g == 0, 0.0)
 
 

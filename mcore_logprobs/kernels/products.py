@@ -51,8 +51,8 @@ def _cpu_multiplies_bfloat16() -> bool:
         return False
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:
-        found = ask()
-        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+        capabilities = ask()
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
 

@@ -92,14 +92,14 @@ def stats(
         shape = (min(rows, chunk_size), blocks * block)
         buffer = torch.full(shape, -torch.inf, dtype=dtype, device=device)
     for part in row_chunks(rows, chunk_size):
-        some, own = chunk.rows(part), target[part]
-        raw, x = some.logits[:, :valid], some.unscaled()
+        step_chunk, step_target = chunk.rows(part), target[part]
+        raw, x = step_chunk.logits[:, :valid], step_chunk.unscaled()
         first = spec.named(out[0, :, part])
-        first["target"].copy_(gather_target(x, own, 0.0))
+        first["target"].copy_(gather_target(x, step_target, 0.0))
         if spec.rank:
             assert threshold is not None
-            first["higher"].copy_(_count_higher(some, x, own, threshold[..., part]))
-        is_copy = raw.dtype != dtype or not some.is_raw
+            first["higher"].copy_(_count_higher(step_chunk, x, step_target, threshold[..., part]))
+        is_copy = raw.dtype != dtype or not step_chunk.is_raw
         memory = x if is_copy else None  # a copy may be overwritten, the caller's logits not
         if buffer is not None:
             memory = buffer[: len(x)]
@@ -111,7 +111,7 @@ def stats(
             x.unflatten(1, shape),
             None if memory is None else memory.unflatten(1, shape),
             spec,
-            some.multiplier,
+            step_chunk.multiplier,
             out[:, :, part],
         )
         if buffer is not None:
@@ -188,18 +188,18 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
     if valid == 0:
         return
     for part in row_chunks(out.shape[0], chunk_size):
-        some = chunk.rows(part)
-        own, given, row_max, coef, spec = terms.rows(part)
+        step_chunk = chunk.rows(part)
+        columns, upstream, row_max, coef, spec = terms.rows(part)
         if row_max is None or coef is None:
-            dz = some.logits.new_zeros((len(own), valid), dtype=acc_dtype(out.dtype))
+            dz = step_chunk.logits.new_zeros((len(columns), valid), dtype=acc_dtype(out.dtype))
         else:
-            dz = distribution_gradient(some, row_max, coef, spec)
-            asked = (given != 0).any(-1) | (coef != 0).any(0)
+            dz = distribution_gradient(step_chunk, row_max, coef, spec)
+            asked = (upstream != 0).any(-1) | (coef != 0).any(0)
             dz.masked_fill_(~asked.unsqueeze(-1), 0.0)
-        row = torch.arange(len(own), device=out.device).unsqueeze(-1).expand_as(own)
-        given = torch.where(own >= 0, given, 0.0).to(dz.dtype)
-        dz.index_put_((row, own.clamp(min=0)), given, accumulate=True)
-        some.to_raw_gradient(dz)
+        row = torch.arange(len(columns), device=out.device).unsqueeze(-1).expand_as(columns)
+        upstream = torch.where(columns >= 0, upstream, 0.0).to(dz.dtype)
+        dz.index_put_((row, columns.clamp(min=0)), upstream, accumulate=True)
+        step_chunk.to_raw_gradient(dz)
         out[part, :valid] = dz
 
 

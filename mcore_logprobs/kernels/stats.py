@@ -115,17 +115,17 @@ def merge(
     shift = times_per_row(shift, multiplier).clamp(min=LOG_ZERO)
     weight = shift.exp()
     merged = total(stats)
-    whole = spec.named(merged)
-    whole["max"].copy_(row_max)
-    whole["sum"].copy_(total(part["sum"] * weight))
+    union = spec.named(merged)
+    union["max"].copy_(row_max)
+    union["sum"].copy_(total(part["sum"] * weight))
     if spec.entropy:
-        whole["entropy"].copy_(total((part["entropy"] + shift * part["sum"]) * weight))
+        union["entropy"].copy_(total((part["entropy"] + shift * part["sum"]) * weight))
     if spec.sum_pi_squared:
-        whole["squares"].copy_(total(part["squares"] * weight.square()))
+        union["squares"].copy_(total(part["squares"] * weight.square()))
     if spec.smoothing:
         moved = torch.where(part["finite"] > 0, part["max"] - row_max, 0.0)
         moved = times_per_row(moved, multiplier)
-        whole["zsum"].copy_(total(part["zsum"] + moved * part["finite"]))
+        union["zsum"].copy_(total(part["zsum"] + moved * part["finite"]))
     return merged
 
 

@@ -163,8 +163,8 @@ def kl_unbiased(
     small = log_ratio.masked_fill(~near, 0.0)
     log_ratio = log_ratio.masked_fill((ratio == 0.0) | log_ratio.isinf(), 0.0)
     far = exp_within(ref_logprobs - old_logprobs) - ratio - ratio * log_ratio
-    found = torch.where(near, ratio * (torch.expm1(small) - small), far)
-    return found.masked_fill(ref_logprobs.isinf(), torch.inf)
+    value = torch.where(near, ratio * (torch.expm1(small) - small), far)
+    return value.masked_fill(ref_logprobs.isinf(), torch.inf)
 
 
 def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class TokenLoss(SuggestsFields):
         """
         if self.passes == 1:
             raise ValueError(f"second_pass: expected an objective of two passes, got {self}")
-        given: Given = {
+        first_pass: Given = {
             "logprobs": logprobs.detach(),
             "old_logprobs": old_logprobs.detach(),
             "log_ratio": log_ratio_of(logprobs, old_logprobs),
@@ -259,9 +259,9 @@ class TokenLoss(SuggestsFields):
             "seq_dim": seq_dim,
             "group": group,
         }
-        found = given | self.numbers(given)
-        names = (name for name in self.tensors if name in found)
-        return {name: found[name].expand_as(logprobs) for name in names}
+        tensors = first_pass | self.numbers(first_pass)
+        names = (name for name in self.tensors if name in tensors)
+        return {name: tensors[name].expand_as(logprobs) for name in names}
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
         names = list(self.tensors)

@@ -73,12 +73,12 @@ def choose_in_batch(
     padded = F.pad(mine, (0, max(counts) - mine.shape[1]))
     parts = all_gather_dim0(padded.unsqueeze(0), group)
     everyone = torch.cat([part[:, :n] for part, n in zip(parts, counts, strict=True)], 1)
-    found = torch.zeros(mask.shape, dtype=values[0].dtype, device=mine.device)
+    result = torch.zeros(mask.shape, dtype=values[0].dtype, device=mine.device)
     if everyone.shape[1]:
         start = sum(counts[: group_rank(group)])
         chosen = choose(*everyone)[start : start + mine.shape[1]]
-        found[valid_mask] = torch.where(everyone.isnan().any(), torch.nan, chosen.to(found.dtype))
-    return found
+        result[valid_mask] = torch.where(everyone.isnan().any(), torch.nan, chosen.to(result.dtype))
+    return result
 
 
 @dataclass(frozen=True)

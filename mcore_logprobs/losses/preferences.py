@@ -163,8 +163,8 @@ def preference_advantages(
     """
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [x.detach().clone().requires_grad_() for x in sequences]
-        found = torch.autograd.grad(loss(*leaves, **settings).sum(), leaves)
-    return tuple(-grad for grad in found)
+        gradients = torch.autograd.grad(loss(*leaves, **settings).sum(), leaves)
+    return tuple(-grad for grad in gradients)
 
 
 def cpo_loss(

@@ -337,10 +337,10 @@ def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
     power = (place.unsqueeze(1) - place).clamp(min=0.0)  # k - t
     within = blocks @ (gamma**power).tril()
     tail = gamma ** (block - place)
-    found = [torch.zeros_like(blocks[..., 0, :])]
+    ahead = [torch.zeros_like(blocks[..., 0, :])]
     for part in reversed(within.unbind(-2)):
-        found.append(part + tail * found[-1][..., :1])
-    return torch.cat(found[:0:-1], -1)[..., :length]
+        ahead.append(part + tail * ahead[-1][..., :1])
+    return torch.cat(ahead[:0:-1], -1)[..., :length]
 
 
 class _OfBatch(TokenLoss):

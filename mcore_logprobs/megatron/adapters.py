@@ -140,7 +140,7 @@ def _pefts_lora(layer: Any) -> HeadLoRA | None:
     scales = [float(layer.scaling[name]) for name in names]
     scale = scales[0]
     if any(other != scale for other in scales):  # each goes into its own B, rounded there
-        b = [weight * own for weight, own in zip(b, scales, strict=True)]
+        b = [weight * own_scale for weight, own_scale in zip(b, scales, strict=True)]
         scale = 1.0
     base = layer.base_layer
     return HeadLoRA(
@@ -167,9 +167,9 @@ def adapter_reason(layer: Any) -> str:
         return ""
     adapter = layer.adapter
     kind = f"its adapter, a {type(adapter).__name__},"
-    found = {name for name, _ in adapter.named_parameters()}
-    if type(adapter).__name__ != "ParallelLinearAdapter" or found != _PARTS:
-        return f"{kind} is not a plain LoRA (parameters: {sorted(found)})"
+    parameter_names = {name for name, _ in adapter.named_parameters()}
+    if type(adapter).__name__ != "ParallelLinearAdapter" or parameter_names != _PARTS:
+        return f"{kind} is not a plain LoRA (parameters: {sorted(parameter_names)})"
     return (
         _reason_against_function(adapter, kind)
         or _reason_against_shapes(layer.to_wrap, adapter, kind)
@@ -196,7 +196,7 @@ def _reason_against_pefts(layer: Any) -> str:
         for part, linear in (("lora_A", a), ("lora_B", b)):
             if type(linear).__name__ not in _LINEAR or "forward" in vars(linear):
                 return f"{kind} has a {part} that is a {type(linear).__name__}"
-            if [own for own, _ in linear.named_parameters()] != ["weight"]:
+            if [parameter_name for parameter_name, _ in linear.named_parameters()] != ["weight"]:
                 return f"{kind} has a {part} with more than a weight"
             if type(linear.weight) is not nn.Parameter or linear.weight.dtype != base_dtype(base):
                 return f"{kind} has a {part} of another kind or dtype than the layer"

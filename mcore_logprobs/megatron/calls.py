@@ -230,8 +230,8 @@ class Teacher:
             ValueError: none or several, or hidden states without a weight.
         """
         head = self.hidden is not None or self.weight is not None
-        given = (self.logits is not None) + head + (self.topk is not None)
-        if given != 1 or (head and (self.hidden is None or self.weight is None)):
+        teachers = (self.logits is not None) + head + (self.topk is not None)
+        if teachers != 1 or (head and (self.hidden is None or self.weight is None)):
             raise ValueError(
                 "teacher: expected one of teacher_logits, teacher_hidden with teacher_weight, and "
                 "teacher_topk"
@@ -416,9 +416,9 @@ def check_shifted(input_ids: object, labels: object, ignore_index: int) -> None:
     counted = labels != ignore_index
     same = counted & (labels == input_ids[:, :-1])
     following = counted & (labels == input_ids[:, 1:])
-    own, right, total = torch.stack([same.sum(), following.sum(), counted.sum()]).tolist()
-    if 2 * own > total and own > right:
+    unshifted, shifted, total = torch.stack([same.sum(), following.sum(), counted.sum()]).tolist()
+    if 2 * unshifted > total and unshifted > shifted:
         raise ValueError(
-            f"labels: expected the token after each input, got the input's own at {own} of {total} "
-            "positions; shift them: labels[:, t] = tokens[:, t + 1]"
+            f"labels: expected the token after each input, got the input's own at {unshifted} of "
+            f"{total} positions; shift them: labels[:, t] = tokens[:, t + 1]"
         )

@@ -165,8 +165,8 @@ class DeferredLogits:
 
         def best() -> tuple[Tensor, Tensor]:
             source = self.source(gradient=False, logits_dtype=head.dtype)
-            found = head.summary(source)
-            return found.largest.to(head.dtype), found.largest_column
+            summary = head.summary(source)
+            return summary.largest.to(head.dtype), summary.largest_column
 
         if self._largest is None:
             with torch.no_grad():

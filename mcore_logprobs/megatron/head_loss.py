@@ -71,15 +71,15 @@ def head_output(
         if known is None:
             assert isinstance(logits, DeferredLogits)
             source = partial(logits.source, **request.head_options(logits.head))
-            found = logits.head.run(lambda: request.compute(source()))
+            output = logits.head.run(lambda: request.compute(source()))
         else:
             require_fused(call.config, reason, tp_group)
             known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
             rows = request.tokens.head_rows
             if rows is not None:
                 known = known.flatten(0, 1).index_select(0, rows.to(known.device))
-            found = request.compute(given_logits(known, tp_group=tp_group, **request.options))
-    return request.in_caller_order(found)
+            output = request.compute(given_logits(known, tp_group=tp_group, **request.options))
+    return request.in_caller_order(output)
 
 
 def _real_logits(
@@ -132,8 +132,8 @@ class _HeadRequest:
         if call.mapped is None:
             temperature = config.temperature if call.temperature is None else call.temperature
             if draw is not None:
-                own = temperature if draw.temperature is None else draw.temperature
-                temperature, greedy = without_zeros(own, device)
+                drawn_at = temperature if draw.temperature is None else draw.temperature
+                temperature, greedy = without_zeros(drawn_at, device)
             if isinstance(temperature, Tensor):
                 temperature = tokens.broadcast_to_head(temperature, "temperature")
             if greedy is not None:
@@ -192,18 +192,18 @@ class _HeadRequest:
 
     def _stats(self, source: AnySource, target: Tensor, keep: Tensor) -> TokenStats:
         call, config, policy = self.call, self.call.config, self.call.policy
-        wanted = Statistics.of(
+        statistics = Statistics.of(
             config.entropy, config.target_rank, config.sum_pi_squared, config.label_smoothing
         )
         ignored = config.ignore_index
         tensors = () if policy is None else policy.in_head_order(self.tokens)
         if call.kept is None and not call.filtered:
             if policy is None:
-                return token_stats(source, target, wanted, ignored, self._also())
+                return token_stats(source, target, statistics, ignored, self._also())
             loss, stats = policy_loss(
                 source,
                 target,
-                wanted,
+                statistics,
                 policy.function,
                 *tensors,
                 denominator=policy.denominator,
@@ -212,7 +212,7 @@ class _HeadRequest:
             return replace(stats, policy_loss=loss)
         if call.kept is None:
             filters = Filters.of(config.top_k, config.top_p, config.min_p, source.shard)
-            stats = filtered_stats(source, target, filters, wanted, ignored)
+            stats = filtered_stats(source, target, filters, statistics, ignored)
         else:
             places = self.tokens.places(source.device)
             kept = replace(call.kept, entropy=call.kept.entropy or config.entropy)
@@ -221,7 +221,7 @@ class _HeadRequest:
                 source,
                 target,
                 kept,
-                whole=wanted.spec if asked else None,
+                full_spec=statistics.spec if asked else None,
                 places=places,
                 ignore_index=ignored,
             )

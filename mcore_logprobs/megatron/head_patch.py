@@ -326,16 +326,16 @@ class _WithLabels:
         self.__signature__ = inspect.signature(patch.original(name))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        given = _Arguments(self.__signature__, args, kwargs)
+        arguments = _Arguments(self.__signature__, args, kwargs)
         patch = self.__self__
         call, wrapped = patch.call, patch.original(self._name)
-        labels, mtp = given["labels"], call.config.mtp
-        own = _DRAWN if call.draw is not None else call.target
-        if own is not None:
+        labels, mtp = arguments["labels"], call.config.mtp
+        block_labels = _DRAWN if call.draw is not None else call.target
+        if block_labels is not None:
             if labels is not None:
                 block = "targets" if call.draw is None else "sample"
                 raise ValueError(f"inside PatchHandle.{block}: expected a call without labels")
-            given["labels"] = labels = own
+            arguments["labels"] = labels = block_labels
             mtp = "off" if call.draw is not None else mtp
         if labels is None and (block := call.needs_labels):
             raise ValueError(
@@ -343,22 +343,22 @@ class _WithLabels:
                 "or open PatchHandle.targets too"
             )
         if call.config.check_labels and call.draw is None and call.rows is None:
-            check_shifted(given["input_ids"], labels, call.config.ignore_index)
+            check_shifted(arguments["input_ids"], labels, call.config.ignore_index)
         if call.rows is not None and mtp == "keep" and mtp_layers(patch.model):
             raise ValueError(
                 "rows: expected mtp='off' for a model with multi-token prediction, whose losses "
                 "are of whole sequences (PatchHandle.options(mtp='off'))"
             )
-        contexts = (given["inference_context"], given["inference_params"])
+        contexts = (arguments["inference_context"], arguments["inference_params"])
         samples = any(x is not None and x is not NOT_PASSED for x in contexts)
-        running = ForwardState(labels, given["loss_mask"], samples=samples)
+        running = ForwardState(labels, arguments["loss_mask"], samples=samples)
         with patch.running(running):
             if labels is None or mtp == "keep":
-                output = wrapped(*given.args, **given.kwargs)
+                output = wrapped(*arguments.args, **arguments.kwargs)
             else:
-                with _without_mtp(patch.model, given):
-                    output = wrapped(*given.args, **given.kwargs)
-        if labels is None or callable(given["output_processor"]):
+                with _without_mtp(patch.model, arguments):
+                    output = wrapped(*arguments.args, **arguments.kwargs)
+        if labels is None or callable(arguments["output_processor"]):
             return output
         if labels is not NOT_PASSED:
             patch.check_reached(call, running)

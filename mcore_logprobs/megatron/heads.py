@@ -50,28 +50,28 @@ def find_language_models(model: object) -> list[nn.Module]:
             its teacher): pass one of them.
     """
     if isinstance(model, (list, tuple, nn.ModuleList)):
-        return [found for chunk in model for found in find_language_models(chunk)]
+        return [one for chunk in model for one in find_language_models(chunk)]
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a Megatron model or a list of chunks, got {type(model)}")
-    found = _outermost(model)
-    if not found:
+    language_models = _outermost(model)
+    if not language_models:
         raise ValueError(
             "expected a Megatron GPTModel or HybridModel, or a wrapper around one, got "
             f"{type(model).__name__}, in which nothing has compute_language_model_loss"
         )
-    if len(found) > 1:
-        names = ", ".join(type(m).__name__ for m in found)
+    if len(language_models) > 1:
+        names = ", ".join(type(m).__name__ for m in language_models)
         raise ValueError(
-            f"{type(model).__name__} holds {len(found)} language models ({names}): pass the one "
-            "that is meant"
+            f"{type(model).__name__} holds {len(language_models)} language models ({names}): "
+            "pass the one that is meant"
         )
-    return found
+    return language_models
 
 
 def _outermost(module: nn.Module) -> list[nn.Module]:
     if callable(getattr(module, "compute_language_model_loss", None)):
         return [module]
-    return [found for child in module.children() for found in _outermost(child)]
+    return [inner for child in module.children() for inner in _outermost(child)]
 
 
 def has_head(language_model: object) -> bool:

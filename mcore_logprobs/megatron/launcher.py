@@ -168,7 +168,7 @@ class Launcher:
         if self.given and not self.parsed:
             self.check()
         try:
-            found = find_language_models(models)
+            language_models = find_language_models(models)
         except ValueError as error:
             if str(error) not in self._passed_over:
                 self._passed_over.append(str(error))
@@ -176,8 +176,8 @@ class Launcher:
         config = self.config()
         handle = patch_gpt_model(models, config)
         if not self.patched and handle.reports:
-            logger.info("patched %s: %s", type(found[0]).__name__, config)
-        self.patched += len(found)
+            logger.info("patched %s: %s", type(language_models[0]).__name__, config)
+        self.patched += len(language_models)
 
     def config(self) -> LogprobConfig:
         """The flags' settings, and the true vocabulary size by Megatron's own arguments."""

@@ -77,10 +77,10 @@ def _operands(
 
     Collectives: with a LoRA one all-gather of `[r/TP, h]` over TP.
     """
-    whole, dtype = None if lora is None else lora.whole(), _autocast_dtype(hidden)
+    gathered, dtype = None if lora is None else lora.whole(), _autocast_dtype(hidden)
     if dtype is None:
-        return hidden, weight, whole
-    cast = whole and (whole[0].to(dtype), whole[1].to(dtype), whole[2])
+        return hidden, weight, gathered
+    cast = gathered and (gathered[0].to(dtype), gathered[1].to(dtype), gathered[2])
     return hidden.to(dtype), weight.to(dtype), cast
 
 

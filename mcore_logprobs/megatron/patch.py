@@ -107,17 +107,17 @@ def _patched(
     if config is not None and not isinstance(config, LogprobConfig):
         raise ValueError(f"config: expected a LogprobConfig or None, got {type(config).__name__}")
     heads = []
-    wanted = config
+    settings = config
     reason = ""
     for language_model in find_language_models(model):
-        wanted = config or LogprobConfig.from_transformer_config(language_model.config)
-        _check_own_loss(language_model, wanted)
+        settings = config or LogprobConfig.from_transformer_config(language_model.config)
+        _check_own_loss(language_model, settings)
         if not has_head(language_model):
             continue
         present = patch_of(language_model)
-        lends = present is not None and present.can_lend and present.config != wanted
-        if present is not None and present.config != wanted and not lends:
-            theirs, ours = present.config.as_dict(), wanted.as_dict()
+        lends = present is not None and present.can_lend and present.config != settings
+        if present is not None and present.config != settings and not lends:
+            theirs, ours = present.config.as_dict(), settings.as_dict()
             differ = [k for k in ours if ours[k] != theirs[k]]
             raise ValueError(
                 f"{type(language_model).__name__} is patched already: expected "
@@ -126,22 +126,22 @@ def _patched(
                 + ", ".join(f"{k}={ours[k]!r}" for k in differ)
                 + "; call unpatch_model first"
             )
-        head = present or HeadPatch(language_model, wanted)
+        head = present or HeadPatch(language_model, settings)
         if lends:
-            head.lend(wanted)
-        head.check(wanted)
+            head.lend(settings)
+        head.check(settings)
         heads.append((head, present is None or lends))
         reason = reason or head.report.reason
-    assert wanted is not None
-    if wanted.fused == "require":
+    assert settings is not None
+    if settings.fused == "require":
         for why in reasons_of(model, reason):
             if why:
                 raise ValueError(f"fused='require', but {why}")
     for head, is_new in heads:
         if is_new:
             head.install()  # nothing where it serves in another's place
-            say_padding(head.model, wanted)
-    return PatchHandle(model, heads, wanted)
+            say_padding(head.model, settings)
+    return PatchHandle(model, heads, settings)
 
 
 def unpatch_model(model: object) -> None:
@@ -228,8 +228,8 @@ class PatchHandle:
         changes: dict[str, Any] = {}
         for name in ("temperature", "logit_bias"):
             if name in fields:
-                own = isinstance(fields[name], Tensor)
-                changes[name] = fields.pop(name) if own else None
+                is_tensor = isinstance(fields[name], Tensor)
+                changes[name] = fields.pop(name) if is_tensor else None
 
         def change(call: Call) -> Call:
             config = LogprobConfig.from_dict({**call.config.as_dict(), **fields})

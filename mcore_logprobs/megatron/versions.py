@@ -40,12 +40,12 @@ def megatron_features() -> dict[str, str]:
         core = importlib.import_module("megatron.core")
     except Exception as error:  # a broken CUDA library raises anything
         return {"megatron-core": f"does not import: {type(error).__name__}: {error}"}
-    found = {"megatron-core": str(getattr(core, "__version__", "unknown version"))}
+    features = {"megatron-core": str(getattr(core, "__version__", "unknown version"))}
     for name, path in _MODELS.items():
         try:
             model_class = getattr(importlib.import_module(path), name)
         except Exception as error:
-            found[name] = f"not there: {type(error).__name__}: {error}"
+            features[name] = f"not there: {type(error).__name__}: {error}"
             continue
         hooks = [
             hook
@@ -54,5 +54,5 @@ def megatron_features() -> dict[str, str]:
         ]
         if has_output_processor(model_class):
             hooks.append("forward(output_processor=)")
-        found[name] = ", ".join(hooks) or "none of the hooks this library needs"
-    return found
+        features[name] = ", ".join(hooks) or "none of the hooks this library needs"
+    return features

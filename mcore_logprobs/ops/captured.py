@@ -83,14 +83,14 @@ def _tensors_in(held: dict[str, object]) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, torch.nn.Module):
-            for own, parameter in value.named_parameters():
-                yield f"{name}.{own}", parameter
+            for inner_name, parameter in value.named_parameters():
+                yield f"{name}.{inner_name}", parameter
         elif isinstance(value, (list, tuple)):
             yield from _tensors_in({f"{name}[{i}]": x for i, x in enumerate(value)})
         elif isinstance(value, dict):
             yield from _tensors_in({f"{name}[{key!r}]": x for key, x in value.items()})
         else:
             inside = getattr(value, "__dict__", None)
-            for own, tensor in inside.items() if isinstance(inside, dict) else ():
+            for inner_name, tensor in inside.items() if isinstance(inside, dict) else ():
                 if isinstance(tensor, Tensor):
-                    yield f"{name}.{own}", tensor
+                    yield f"{name}.{inner_name}", tensor

@@ -389,8 +389,8 @@ def any_teacher(
     Raises:
         ValueError: neither or both; what does not fit the student.
     """
-    given = logits is not None
-    if given == (hidden is not None or weight is not None):
+    has_logits = logits is not None
+    if has_logits == (hidden is not None or weight is not None):
         raise ValueError(
             "teacher: expected either teacher_logits or teacher_hidden with teacher_weight"
         )

@@ -284,7 +284,7 @@ class _Recompute(torch.autograd.Function):
         ctx.operation, ctx.options, ctx.plans = operation, options, plans
         ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
         ctx.linear = operation.linear and source.linear
-        everything: Results = (*tensors, *saved, *(x for own in kept for x in own.tensors))
+        everything: Results = (*tensors, *saved, *(x for of_head in kept for x in of_head.tensors))
         ctx.save_for_backward(*everything)  # type: ignore[arg-type]  # None may be saved too
         ctx.set_materialize_grads(False)
         flags = operation.differentiable or (True,) * len(results)

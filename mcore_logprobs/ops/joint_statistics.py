@@ -126,8 +126,8 @@ class _Pass:
     @classmethod
     def over(cls, source: Source, spec: StatsSpec, local_target: Tensor) -> _Pass:
         joined = Joined()
-        found = apply(JointStatistics(spec, joined), source, local_target)
-        *statistics, row_max, log_sum, slots = found
+        outputs = apply(JointStatistics(spec, joined), source, local_target)
+        *statistics, row_max, log_sum, slots = outputs
         flat = RowResults(*statistics).map(torch.flatten)
         slots = slots.view(-1, SLOTS)
         return cls(spec, joined, flat, row_max.flatten(), log_sum.flatten(), slots)
@@ -186,16 +186,16 @@ def joint_statistics(
     Collectives: of a consumer that joins an all-reduce of `[n]` for its targets.
     """
     shape = source.batch_shape
-    found = latest.get()
-    if found is None or not found.covers(spec, local_target is not None):
+    known = latest.get()
+    if known is None or not known.covers(spec, local_target is not None):
         targets = local_target
         if targets is None:
             targets = torch.full(shape, -1, dtype=torch.int64, device=source.device)
-        found = _Pass.over(source, replace(spec, entropy=True), targets)
-        latest.put(found)
-        results = found.results
+        known = _Pass.over(source, replace(spec, entropy=True), targets)
+        latest.put(known)
+        results = known.results
     else:
-        results = found.results if local_target is None else found.join(source, local_target)
+        results = known.results if local_target is None else known.join(source, local_target)
     asked = results._replace(
         entropy=results.entropy if spec.entropy else None,
         sum_pi_squared=results.sum_pi_squared if spec.sum_pi_squared else None,

@@ -46,15 +46,15 @@ class _LogSoftmaxForward(RowStatistics):
             super().see(placed)
             return
         width = placed.chunk.logits.shape[1]
-        for rows, _, some in placed.steps(self._source.rows_at_a_time(width)):
+        for rows, _, step_chunk in placed.steps(self._source.rows_at_a_time(width)):
             out = self._result[rows, placed.columns]
             # Not z - lse: the difference of large numbers is taken exactly.
             row_max, log_sum = (x[rows].unsqueeze(-1) for x in self._softmax[:2])
-            valid = out[:, : some.valid]
-            torch.sub(some.unscaled(), row_max, out=valid)
-            times_multiplier(valid, some.multiplier, out=valid)
+            valid = out[:, : step_chunk.valid]
+            torch.sub(step_chunk.unscaled(), row_max, out=valid)
+            times_multiplier(valid, step_chunk.multiplier, out=valid)
             valid -= log_sum
-            out[:, some.valid :] = -torch.inf
+            out[:, step_chunk.valid :] = -torch.inf
 
     def end_tile(self, tile: Tile, rows: slice) -> None:
         if self._softmax is None:
@@ -90,15 +90,15 @@ class _LogSoftmaxGradient(Backward):
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         columns = slice(placed.columns.start, placed.columns.start + placed.chunk.valid)
         out[:, placed.chunk.valid :] = 0
-        for rows, part, some in placed.steps(self._step):
-            p = some.unscaled() - self._row_max[rows].unsqueeze(-1)
-            times_multiplier(p, some.multiplier, out=p)
+        for rows, part, step_chunk in placed.steps(self._step):
+            p = step_chunk.unscaled() - self._row_max[rows].unsqueeze(-1)
+            times_multiplier(p, step_chunk.multiplier, out=p)
             p.exp_().mul_(self._total[rows].unsqueeze(-1))
             dz = torch.sub(self._wanted[rows, columns], p, out=p)
-            some.to_raw_gradient(dz)
+            step_chunk.to_raw_gradient(dz)
             # A row that asks for nothing gets exactly 0, whatever its logits hold.
             asked = self._asked[rows].unsqueeze(-1)
-            out[part, : some.valid] = dz.masked_fill_(~asked, 0.0)
+            out[part, : step_chunk.valid] = dz.masked_fill_(~asked, 0.0)
 
 
 @shared_keywords(LogitsKeywords, given_logits)

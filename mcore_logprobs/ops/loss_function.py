@@ -99,12 +99,12 @@ def sum_of_losses(
         ValueError: no loss per row; a loss cut off from logprobs and entropy where one of them
             requires a gradient; a loss that depends on another tensor that requires one.
     """
-    given = [None if x is None else x.clone() for x in (logprobs, entropy)]
+    copies = [None if x is None else x.clone() for x in (logprobs, entropy)]
     more = {name: x.clone() for name, x in (named or {}).items()}
     # The originals too: under a caller's torch.compile the copies are inside a compiled node.
-    ours = (logprobs, entropy, *given, *(named or {}).values(), *more.values())
+    ours = (logprobs, entropy, *copies, *(named or {}).values(), *more.values())
     roots = [get_gradient_edge(x).node for x in ours if x is not None and x.requires_grad]
-    loss = fn(*given, *(t.detach().clone() for t in tensors), **more)
+    loss = fn(*copies, *(t.detach().clone() for t in tensors), **more)
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(

@@ -445,14 +445,14 @@ def replay(
     target: Tensor,
     kept: Kept,
     *,
-    whole: StatsSpec | None = None,
+    full_spec: StatsSpec | None = None,
     places: Tensor | None = None,
     ignore_index: int | None = -100,
 ) -> TokenStats:
     """Log-probabilities over each row's kept ids, of any source, as a TokenStats.
 
     Args:
-        whole: which statistics of the whole distribution are wanted besides; None: none, and lse
+        full_spec: which statistics of the whole distribution are wanted too; None: none, and lse
             is None too, unless `kept.full` asks for it.
         places: `[*lead]` int64, which row of the record is each token's; None: in their order.
 
@@ -474,20 +474,20 @@ def replay(
     if kept.missing == "error":
         _check_recorded(lengths, valid_mask, places)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
-    asked = StatsSpec() if whole is None and kept.full else whole
-    whole = StatsSpec() if asked is None and kept.missing == "full" else asked
-    if whole is not None and kept.missing == "full" and kept.entropy:
-        whole = replace(whole, entropy=True)
+    asked = StatsSpec() if full_spec is None and kept.full else full_spec
+    full_spec = StatsSpec() if asked is None and kept.missing == "full" else asked
+    if full_spec is not None and kept.missing == "full" and kept.entropy:
+        full_spec = replace(full_spec, entropy=True)
     recorded = lengths > 0
     as_it_lies = source.compacted(valid_mask)
     source = as_it_lies.in_token_order()
     record = _Record.of(source, ids.numel(), offsets, places)
     hit = ids[record.place] == source.to_row_order(target)[record.row]
-    kind = Replay if whole is None else _FullReplay
-    operation = kind(record.bounds, kept.entropy, whole, kept.missing)
+    kind = Replay if full_spec is None else _FullReplay
+    operation = kind(record.bounds, kept.entropy, full_spec, kept.missing)
     per_token = (valid_mask, local_target, recorded)
     entries = (record.row, local_ids[record.place], hit)
-    if whole is not None:
+    if full_spec is not None:
         source = as_it_lies  # statistics are taken so
     results = ReplayResults.of(apply(operation, source, *per_token, constants=entries))
     full = RowResults() if asked is None else results.full

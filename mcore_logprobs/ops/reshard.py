@@ -62,14 +62,14 @@ def reshard_vocabulary(
     if count % size or not count:
         raise ValueError(f"ids: expected a number divisible by TP {size}, got {count}")
     mine = torch.tensor([size, group_rank(wanted_by)], device=shard.device)
-    wanted = [tuple(pair) for pair in all_gather_stack(mine, source).tolist()]
-    found = shard
-    for parts, part in sorted(set(wanted)):
+    asked_by_rank = [tuple(pair) for pair in all_gather_stack(mine, source).tolist()]
+    own_piece = shard
+    for parts, part in sorted(set(asked_by_rank)):
         column = local.view(parts, -1)[part]
         piece = shard.index_select(dim, column.clamp(min=0))
         shape = [1] * shard.dim()
         shape[dim] = -1
         piece = all_reduce_sum(piece.masked_fill_((column < 0).view(shape), 0), source)
-        if (parts, part) == wanted[group_rank(source)]:
-            found = piece
-    return found
+        if (parts, part) == asked_by_rank[group_rank(source)]:
+            own_piece = piece
+    return own_piece

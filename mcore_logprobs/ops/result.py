@@ -212,8 +212,8 @@ class TokenStats:
 
     def _tensors(self) -> dict[str, Any]:
         """Tensors, or tuples of them, by name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: x for name, x in found.items() if x is not None}
+        by_name = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: x for name, x in by_name.items() if x is not None}
 
     def _per_token(self) -> dict[str, Any]:
         return {name: x for name, x in self._tensors().items() if name != "policy_loss"}

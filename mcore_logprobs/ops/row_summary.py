@@ -26,8 +26,8 @@ class _RowSummary(Forward):
         chunk = placed.chunk
         if chunk.valid == 0:
             return
-        for rows, _, some in placed.steps(self._step(chunk.valid)):
-            z = some.processed()
+        for rows, _, step_chunk in placed.steps(self._step(chunk.valid)):
+            z = step_chunk.processed()
             (largest, above), (smallest, below) = z.max(-1), z.min(-1)
             value, column = torch.stack([largest, -smallest]), torch.stack([above, below])
             best = self.values[:, rows]
@@ -43,9 +43,9 @@ class _RowSummary(Forward):
 @torch.no_grad()
 def row_summary(source: Source) -> RowSummary:
     """Of each token's processed logits, `[*lead]` each."""
-    found = _RowSummary(source)
-    show(found, source)
-    (largest, negated), (above, below), (total, squares) = found.values, found.columns, found.sums
+    run = _RowSummary(source)
+    show(run, source)
+    (largest, negated), (above, below), (total, squares) = run.values, run.columns, run.sums
     rows = RowSummary(
         largest=largest,
         largest_column=above,

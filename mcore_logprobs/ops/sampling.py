@@ -84,12 +84,12 @@ class Filtered(Operation[Source]):
     unfiltered log-probabilities, or None.
 
     Attributes:
-        whole: which statistics of the whole distribution are wanted too; None: no lse either.
+        full_spec: which statistics of the whole distribution are wanted too; None: no lse either.
         full: whether its log-probabilities are.
     """
 
     filters: Filters
-    whole: StatsSpec | None
+    full_spec: StatsSpec | None
     full: bool = False
     ignored_values = (*IGNORED, 0.0)
     rereads = "exact"
@@ -111,8 +111,8 @@ class _FilteredForward(Forward):
         self._operation, self._source = operation, source
         self._local_target, self._valid_mask = tensors
         self._stats = None
-        if operation.whole is not None or operation.filters.need_sum:
-            spec, target = operation.whole or StatsSpec(), self._local_target
+        if operation.full_spec is not None or operation.filters.need_sum:
+            spec, target = operation.full_spec or StatsSpec(), self._local_target
             self._stats = RowStatistics(source, spec, target, valid_mask=self._valid_mask)
         self._chunks: list[ChunkAt] = []
         self._cuts: list[Cut] = []
@@ -139,7 +139,7 @@ class _FilteredForward(Forward):
     def results(self) -> tuple[Results, Saved]:
         cut = Cut.join(self._cuts, self._source.acc_dtype, self._source.device)
         results, softmax = RowResults(), None
-        if self._operation.whole is not None:
+        if self._operation.full_spec is not None:
             assert self._stats is not None
             results, softmax = self._stats.reduce()[0]
         full = results.logprobs if self._operation.full else None
@@ -181,12 +181,12 @@ class _FilteredGradient(Backward):
         out[:, valid:] = 0
         if valid == 0:
             return
-        for rows, part, some in placed.steps(self._source.rows_at_a_time(out.shape[1])):
-            untempered = replace(some, temperature=1.0)
+        for rows, part, step_chunk in placed.steps(self._source.rows_at_a_time(out.shape[1])):
+            untempered = replace(step_chunk, temperature=1.0)
             dz = self._filtered.of_logits(untempered.processed(), rows, first)
             if coef is not None:
                 row_max = self._softmax.row_max[rows]
-                base = distribution_gradient(some, row_max, coef[:, rows], self._spec)
+                base = distribution_gradient(step_chunk, row_max, coef[:, rows], self._spec)
                 base.masked_fill_((coef[:, rows] == 0).all(0).unsqueeze(-1), 0.0)
                 add_at(base, self._local_target[rows] - first, self._on_target[rows])
                 dz += base.mul_(multiplier_column(self._opts.multiplier, rows, dz.dtype))
@@ -198,7 +198,7 @@ def filtered_stats(
     source: Source,
     target: Tensor,
     filters: Filters,
-    whole: Statistics | None,
+    full_statistics: Statistics | None,
     ignore_index: int | None,
     *,
     full: bool = False,
@@ -206,18 +206,18 @@ def filtered_stats(
     """`token_stats` whose logprobs are those of the filtered distribution.
 
     Args:
-        whole: statistics of the whole distribution, without label smoothing; None leaves lse out
-            too, and with it the pass over the logits that it costs.
-        full: give its log-probabilities too; whole is not None then.
+        full_statistics: those of the whole distribution, without label smoothing; None leaves lse
+            out too, and with it the pass over the logits that it costs.
+        full: give its log-probabilities too; full_statistics is not None then.
     """
     if filters.off:
-        stats = token_stats(source, target, whole or Statistics.of(), ignore_index)
+        stats = token_stats(source, target, full_statistics or Statistics.of(), ignore_index)
         return replace(stats, full_logprobs=stats.logprobs) if full else stats
     target = check_target(target, source.batch_shape, source.device)
     local_target, valid_mask = global_to_local(target, source.shard, ignore_index)
     source = source.compacted(valid_mask)
     source = source.in_whole_rows()
-    operation = Filtered(filters, None if whole is None else whole.spec, full)
+    operation = Filtered(filters, None if full_statistics is None else full_statistics.spec, full)
     *results, full_logprobs = apply(operation, source, local_target, valid_mask)
     return TokenStats(**RowResults(*results)._asdict(), full_logprobs=full_logprobs)
 
@@ -244,8 +244,8 @@ def sampling_logprobs(
         for name, value, off in (("missing", missing, "error"), ("entropy", entropy, False)):
             if value != off:
                 raise ValueError(f"{name}: expected {off!r} without kept_ids, got {value!r}")
-        whole = Statistics.of() if full else None
-        stats = filtered_stats(source, target, filters, whole, ignore_index, full=full)
+        unfiltered = Statistics.of() if full else None
+        stats = filtered_stats(source, target, filters, unfiltered, ignore_index, full=full)
         return stats if full else stats.logprobs
     if not filters.off:
         raise ValueError(
@@ -253,8 +253,8 @@ def sampling_logprobs(
             f"them, got top_k={top_k}, top_p={top_p}, min_p={min_p}"
         )
     kept = Kept(kept_ids, missing, entropy, full)
-    whole_too = StatsSpec(entropy=entropy) if full else None
-    stats = replay(source, target, kept, whole=whole_too, ignore_index=ignore_index)
+    full_spec = StatsSpec(entropy=entropy) if full else None
+    stats = replay(source, target, kept, full_spec=full_spec, ignore_index=ignore_index)
     return stats if full or entropy else stats.logprobs
 
 

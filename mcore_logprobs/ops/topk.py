@@ -61,12 +61,12 @@ class TopKForward(Forward):
         chunk = replace(placed.chunk, temperature=1.0)
         copied = copied_numbers(chunk.valid, width) + (not chunk.is_unprocessed) * chunk.valid
         steps = placed._replace(chunk=chunk).steps(self._source.rows_at_a_time(copied))
-        for rows, _, some in steps:
-            z = some.logits[:, : some.valid] if some.is_unprocessed else some.processed()
+        for rows, _, step in steps:
+            z = step.logits[:, : step.valid] if step.is_unprocessed else step.processed()
             # By column, hence by global id after the gather: the sort by value is stable.
             columns[rows, :width] = largest_columns(z, width).sort(-1).values
             values[rows, :width] = z.gather(-1, columns[rows, :width]).to(values.dtype)
-            del some, z
+            del step, z
 
     def results(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
         shard = self._source.shard

@@ -62,8 +62,8 @@ class LatestPass:
 
     def get(self) -> Any:
         """What was put for the same logits; None: nothing."""
-        key, found = self.passes.get(self.gradient, (None, None))
-        return found if key is not None and key.matches(self.key) else None
+        key, kept_pass = self.passes.get(self.gradient, (None, None))
+        return kept_pass if key is not None and key.matches(self.key) else None
 
-    def put(self, found: object) -> None:
-        self.passes[self.gradient] = self.key, found
+    def put(self, made_pass: object) -> None:
+        self.passes[self.gradient] = self.key, made_pass

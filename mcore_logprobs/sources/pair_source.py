@@ -84,13 +84,13 @@ class PairSource:
         student, teacher = self.student, self.teacher
         if isinstance(student, HeadLogits) and isinstance(teacher, HeadLogits):
             # A teacher's tile is gathered on every rank, also on one without true vocabulary.
-            for own, other in zip(student.tiles(), teacher.tiles(), strict=True):
-                yield PairTile(own, own.rows, own.chunks, other.block)
+            for tile, other in zip(student.tiles(), teacher.tiles(), strict=True):
+                yield PairTile(tile, tile.rows, tile.chunks, other.block)
         elif isinstance(student, HeadLogits):
             assert isinstance(teacher, GivenLogits)
-            for own in student.tiles():
-                of_teacher = partial(teacher.rectangle, own.rows, index=self.index)
-                yield PairTile(own, own.rows, own.chunks, of_teacher)
+            for tile in student.tiles():
+                of_teacher = partial(teacher.rectangle, tile.rows, index=self.index)
+                yield PairTile(tile, tile.rows, tile.chunks, of_teacher)
         elif isinstance(teacher, HeadLogits):
             for other in teacher.tiles():
                 blocks = list(row_chunks(student.shard.width, teacher.options.tiling.columns))
@@ -183,8 +183,8 @@ def beside(student: AnySource, teacher: AnySource, backend: str) -> PairSource:
         else:
             student = student.in_token_order()
     elif isinstance(teacher, HeadLogits):
-        own = student.options
-        options = replace(options, tiling=own.tiling, selection=own.selection)
+        of_student = student.options
+        options = replace(options, tiling=of_student.tiling, selection=of_student.selection)
         teacher = options.bind(*teacher.tensors)
     else:
         teacher = teacher.in_token_order()

@@ -54,9 +54,9 @@ def vocab_bias(
     elif logit_bias is not None:
         pairs = _pairs(logit_bias, shard)
         gone = torch.tensor([i for i, x in pairs if x == -torch.inf], dtype=torch.int64)
-        own = [(i - shard.start, x) for i, x in pairs if shard.start <= i < shard.end]
-        if own:
-            columns, added = zip(*own, strict=True)
+        of_shard = [(i - shard.start, x) for i, x in pairs if shard.start <= i < shard.end]
+        if of_shard:
+            columns, added = zip(*of_shard, strict=True)
             values[torch.tensor(columns, device=device)] = torch.tensor(
                 added, dtype=dtype, device=device
             )
