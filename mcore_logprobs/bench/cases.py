@@ -219,18 +219,19 @@ def _low_precision(
 
 def rows_case(shape: Shape) -> Workload:
     """An eighth of the rows: by `rows=`, by `compact=True`, selected by hand; and all of them."""
-    hidden, weight, whole = _head(shape)
+    hidden, weight, all_targets = _head(shape)
     generator = torch.Generator().manual_seed(shape.seed + 97)
     count = max(1, shape.rows // 8)
     rows = torch.randperm(shape.rows, generator=generator)[:count].sort().values
     # A host's tensor: `rows=` is then checked without waiting for the device.
     index = rows.to(shape.device)
-    target, labels = whole[index], torch.full_like(whole, -100).index_copy_(0, index, whole[index])
+    target = all_targets[index]
+    labels = torch.full_like(all_targets, -100).index_copy_(0, index, target)
     inputs = [hidden, weight]
 
     def stats(h: Tensor, w: Tensor, target: Tensor = target, **options: Any) -> Tensor:
-        found = m.linear_token_stats(h, w, target, entropy=True, tp_group=shape.group, **options)
-        return _sum(found)
+        result = m.linear_token_stats(h, w, target, entropy=True, tp_group=shape.group, **options)
+        return _sum(result)
 
     def plain(h: Tensor, w: Tensor) -> Tensor:
         return _with_entropy((h.index_select(0, index) @ w.t()).float(), target)
@@ -326,16 +327,17 @@ def policy_case(shape: Shape) -> Workload:
     loss_fn = ClippedLoss(entropy_coef=0.01)
 
     def policy(h: Tensor, w: Tensor, **options: object) -> Tensor:
-        given: dict[str, Any] = {"denominator": rows, "entropy": True, "tp_group": group, **options}
-        return m.linear_policy_loss(h, w, target, loss_fn, old, advantages, **given)[0]
+        arguments: dict[str, Any] = {"denominator": rows, "entropy": True, "tp_group": group}
+        arguments |= options
+        return m.linear_policy_loss(h, w, target, loss_fn, old, advantages, **arguments)[0]
 
     def stats(h: Tensor, w: Tensor) -> Tensor:
-        found = m.linear_token_stats(h, w, target, entropy=True, tp_group=group)
-        return loss_fn(found.logprobs, found.entropy, old, advantages).sum() / rows
+        result = m.linear_token_stats(h, w, target, entropy=True, tp_group=group)
+        return loss_fn(result.logprobs, result.entropy, old, advantages).sum() / rows
 
     def unfused(h: Tensor, w: Tensor) -> Tensor:
-        found = m.vocab_parallel_token_stats(h @ w.t(), target, entropy=True, tp_group=group)
-        return loss_fn(found.logprobs, found.entropy, old, advantages).sum() / rows
+        result = m.vocab_parallel_token_stats(h @ w.t(), target, entropy=True, tp_group=group)
+        return loss_fn(result.logprobs, result.entropy, old, advantages).sum() / rows
 
     def plain(h: Tensor, w: Tensor) -> Tensor:
         z = (h @ w.t()).float()

@@ -182,11 +182,11 @@ def _start_ranks(device: torch.device) -> bool:
 
     shared = False
     if device.type == "cuda":
-        own = int(os.environ.get("LOCAL_RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
         # More ranks than GPUs share them, and NCCL refuses two ranks on one: gloo takes CUDA
         # tensors. Values and bytes hold then, times do not.
         shared = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
-        torch.cuda.set_device(own % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return False
     dist.init_process_group("nccl" if device.type == "cuda" and not shared else "gloo")

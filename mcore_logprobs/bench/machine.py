@@ -136,18 +136,20 @@ def busy(seconds: float = 0.3) -> str:
     Looks while this process sleeps. Collectives: a broadcast over the world, where there is one.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
-    found = [""]
+    reason = [""]
     if several:
         dist.barrier()  # the others have started, and wait for the answer without working
     if not several or dist.get_rank() == 0:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if several else 1
-        wanted = min(ranks * torch.get_num_threads(), os.cpu_count() or 1)
+        needed = min(ranks * torch.get_num_threads(), os.cpu_count() or 1)
         idle = _idle_cpus(seconds)
-        if idle < wanted - 0.5:
-            found = [f"the machine is busy: {idle:.1f} CPUs are idle, the benchmark takes {wanted}"]
+        if idle < needed - 0.5:
+            reason = [
+                f"the machine is busy: {idle:.1f} CPUs are idle, the benchmark takes {needed}"
+            ]
     if several:
-        dist.broadcast_object_list(found)
-    return found[0]
+        dist.broadcast_object_list(reason)
+    return reason[0]
 
 
 def _idle_cpus(seconds: float) -> float:

@@ -152,14 +152,14 @@ def linear_peers(target: Tensor) -> tuple[Peers, dict[str, str]]:
 
 
 def _collect(target: Tensor, makers: dict[str, Callable[[Tensor], Peers]]) -> Any:
-    found: Peers = {}
+    peers: Peers = {}
     absent: dict[str, str] = {}
     for name, make in makers.items():
         try:
-            found.update(make(target))
+            peers.update(make(target))
         except Exception as error:  # whatever a foreign import raises is the reason
             absent[name] = f"{type(error).__name__}: {error}"[:160]
-    return found, absent
+    return peers, absent
 
 
 def _one_rank() -> None:

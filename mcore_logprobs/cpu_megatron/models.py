@@ -61,8 +61,8 @@ def init_model_parallel(
             f"expected a world size divisible by tp * cp * pp = {tp} * {cp} * {pp}, got "
             f"{dist.get_world_size()}"
         )
-    wanted = (tp, cp, pp, vp, ep, etp or tp)
-    if parallel_state.model_parallel_is_initialized() and _current_layout() != wanted:
+    layout = (tp, cp, pp, vp, ep, etp or tp)
+    if parallel_state.model_parallel_is_initialized() and _current_layout() != layout:
         destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         others = all_groups()
@@ -241,9 +241,9 @@ def _share_out_gates(model: LanguageModule) -> None:
         if getattr(module, "is_expert", False):
             group = parallel_state.get_expert_tensor_parallel_group()
         size, rank = group.size(), group.rank()
-        whole = weight.data.new_empty((size * weight.shape[0], *weight.shape[1:]))
-        dist.all_gather_into_tensor(whole, weight.data.contiguous(), group=group)
-        gate, up = whole.chunk(2)
+        gathered = weight.data.new_empty((size * weight.shape[0], *weight.shape[1:]))
+        dist.all_gather_into_tensor(gathered, weight.data.contiguous(), group=group)
+        gate, up = gathered.chunk(2)
         weight.data.copy_(torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank])))
 
 
@@ -459,10 +459,10 @@ def _put_cpu_layers(layer: ModuleSpec) -> None:
 
 def _bound_submodules(builder: Any) -> Any:
     """The submodules that a `functools.partial`-like attention builder carries."""
-    found = getattr(builder, "keywords", {}).get("submodules")
-    if found is None:
+    submodules = getattr(builder, "keywords", {}).get("submodules")
+    if submodules is None:
         raise ValueError(f"no submodules in the self-attention spec {builder!r}")
-    return found
+    return submodules
 
 
 def _mtp_block_spec(config: object, block: object, vp_stage: int | None) -> object:
@@ -496,14 +496,14 @@ def _gpu_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpe
             "context and sequence parallelism on GPU need Transformer Engine, which does not "
             "import here; run on CPU (CUDA_VISIBLE_DEVICES=) or at CP 1 without them"
         )
-    wanted = {
+    options = {
         "normalization": config.normalization,
         "qk_layernorm": config.qk_layernorm,
         "num_experts": experts,
         "multi_latent_attention": config.multi_latent_attention,
     }
     known = inspect.signature(make).parameters
-    return make(**{k: v for k, v in wanted.items() if k in known})
+    return make(**{k: v for k, v in options.items() if k in known})
 
 
 def _gpu_hybrid_stack_spec() -> object:

@@ -150,18 +150,18 @@ def _launch(job: Job) -> list[dict[str, object]]:
         deadline = time.monotonic() + job.timeout
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))
-        found: list[dict[str, object]] = []
+        findings: list[dict[str, object]] = []
         for rank, process in enumerate(ranks):
             answer = Path(folder, f"rank{rank}.json")
             if process.is_alive():
                 process.kill()
                 process.join()
             if answer.exists():
-                found += json.loads(answer.read_text())
+                findings += json.loads(answer.read_text())
             else:
                 error = f"rank {rank} gave no answer within {job.timeout:g} s"
-                found.append({"tp": max(job.sizes), "raised": error, "rank": rank})
-        return found
+                findings.append({"tp": max(job.sizes), "raised": error, "rank": rank})
+        return findings
 
 
 def _judge(

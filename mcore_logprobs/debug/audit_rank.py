@@ -57,7 +57,7 @@ def find(spec: str) -> Callable[..., Any]:
     module_name, _, name = spec.rpartition(":")
     if not module_name:
         raise ValueError(f"expected MODULE:FUNCTION, got {spec!r}")
-    found: Any
+    target: Any
     if module_name.endswith(".py"):
         path = Path(module_name)
         if not path.is_file():
@@ -69,31 +69,31 @@ def find(spec: str) -> Callable[..., Any]:
             assert module_spec.loader is not None
             sys.modules[key] = importlib.util.module_from_spec(module_spec)
             module_spec.loader.exec_module(sys.modules[key])
-        found = sys.modules[key]
+        target = sys.modules[key]
     else:
-        found = importlib.import_module(module_name)
+        target = importlib.import_module(module_name)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ValueError(f"{module_name} has no {part!r}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def run_rank(rank: int, job: Job, folder: str, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found: list[dict[str, object]] = []
+    findings: list[dict[str, object]] = []
     for size in job.sizes:
         if rank < size:
             try:
                 with _world(rank, size, f"{folder}/store{size}", job.timeout) as group:
-                    found += _cases(job, rank, size, group)
+                    findings += _cases(job, rank, size, group)
             except Exception:
                 reason = traceback.format_exc(limit=-2).strip()
-                found.append({"tp": size, "rank": rank, "raised": reason})
+                findings.append({"tp": size, "rank": rank, "raised": reason})
     staged = Path(folder, f"rank{rank}.part")
-    staged.write_text(json.dumps(found))
+    staged.write_text(json.dumps(findings))
     staged.rename(Path(folder, f"rank{rank}.json"))
 
 
@@ -137,9 +137,9 @@ def _cases(job: Job, rank: int, size: int, group: object) -> Iterator[dict[str, 
     for layout in _LAYOUTS:
         for spread, (scale, offset) in _SPREADS.items():
             case = {"tp": size, "rank": rank, "layout": layout, "spread": spread}
-            whole = _inputs(job.vocab, layout, scale, offset)
+            inputs = _inputs(job.vocab, layout, scale, offset)
             try:
-                yield from (case | row for row in _one(fn, kind, whole, job, rank, size, group))
+                yield from (case | row for row in _one(fn, kind, inputs, job, rank, size, group))
             except Exception as error:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
                 yield case | {"refused": reason}
@@ -165,22 +165,22 @@ def _inputs(vocab: int, layout: str, scale: float, offset: float) -> dict[str, T
 
 
 def _one(
-    fn: object, kind: Kind, whole: dict[str, Tensor], job: Job, rank: int, size: int, group: object
+    fn: object, kind: Kind, inputs: dict[str, Tensor], job: Job, rank: int, size: int, group: object
 ) -> list[dict[str, object]]:
     width = job.vocab // size
     mine = slice(rank * width, (rank + 1) * width)
-    exact_leaf = whole["logits"].double().requires_grad_()
-    exact = kind.exact(exact_leaf, whole | {"teacher": whole["teacher"].double()})
+    exact_leaf = inputs["logits"].double().requires_grad_()
+    exact = kind.exact(exact_leaf, inputs | {"teacher": inputs["teacher"].double()})
 
-    leaf = whole["logits"][..., mine].clone(memory_format=torch.preserve_format)
+    leaf = inputs["logits"][..., mine].clone(memory_format=torch.preserve_format)
     leaf.requires_grad_(kind.differentiable)
     logits = leaf.clone()  # no leaf: as a model's output, it may be overwritten
     before = leaf.detach().clone()
-    given = {
+    by_parameter = {
         "logits": logits,
-        "target": whole["target"].clone(),
-        "teacher": whole["teacher"][..., mine].clone(),
-        "ids": whole["ids"].clone(),
+        "target": inputs["target"].clone(),
+        "teacher": inputs["teacher"][..., mine].clone(),
+        "ids": inputs["ids"].clone(),
         "group": group,
         "start": mine.start,
         "end": mine.stop,
@@ -188,7 +188,7 @@ def _one(
         "size": size,
         "chunk": 3,
     }
-    results = _call(fn, kind, given, dict(job.call))
+    results = _call(fn, kind, by_parameter, dict(job.call))
     rows = []
     loss: Any = 0.0
     exact_loss: Any = 0.0
@@ -199,7 +199,7 @@ def _one(
         if got.numel() == local.numel():
             got = got.reshape(local.shape)  # [n, 1] for [n] is a convention
         rows.append({"tensor": part, **_difference(got.detach(), local.detach())})
-        weight = whole["upstream"] * (1.0 + i)
+        weight = inputs["upstream"] * (1.0 + i)
         spread = torch.linspace(0.5, 1.5, job.vocab if sharded else 1)
         if want.dim() > weight.dim():
             spread = spread if sharded else torch.linspace(0.5, 1.5, want.shape[-1])

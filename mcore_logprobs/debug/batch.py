@@ -34,19 +34,19 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     Raises:
         ValueError: the file has no such tensors, or they have different shapes.
     """
-    found = read_dump(path)
+    dump = read_dump(path)
     for name in ("input_ids", "labels"):
-        tensor = found.get(name)
+        tensor = dump.get(name)
         if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.is_floating_point():
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"{path}: {name}: expected integers [b, s], got {got}")
-    input_ids, labels = found["input_ids"].long(), found["labels"].long()
+    input_ids, labels = dump["input_ids"].long(), dump["labels"].long()
     if input_ids.shape != labels.shape:
         raise ValueError(
             f"{path}: labels: expected input_ids' shape {tuple(input_ids.shape)}, got "
             f"{tuple(labels.shape)}"
         )
-    ignore_index = int(found.get("ignore_index", -100))
+    ignore_index = int(dump.get("ignore_index", -100))
     counted = labels != ignore_index
     facts = [f"{int(counted.sum())} of {labels.numel()} labels count (not {ignore_index})"]
     problems = []
@@ -64,7 +64,7 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
             f"labels: expected the token after each input, got the one after that at "
             f"{shares[2]:.0%} of the positions; shift them once"
         )
-    return BatchReport(facts, problems + _of_ids(labels[counted], found.get("vocab_size"), facts))
+    return BatchReport(facts, problems + _of_ids(labels[counted], dump.get("vocab_size"), facts))
 
 
 def _share(input_ids: Tensor, labels: Tensor, counted: Tensor, ahead: int) -> float:

@@ -65,13 +65,13 @@ def _mismatch(argv: Sequence[str]) -> int:
     from mcore_logprobs.debug.mismatch import explain_mismatch, load_mismatch_dump
 
     try:
-        found = explain_mismatch(**load_mismatch_dump(args.file))
+        result = explain_mismatch(**load_mismatch_dump(args.file))
     except (OSError, ValueError) as error:
         print(f"doctor mismatch: error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found.to_dict(), indent=2) if args.json else found.text())
+    print(json.dumps(result.to_dict(), indent=2) if args.json else result.text())
     if args.plot:
-        found.figure().savefig(args.plot, dpi=120)
+        result.figure().savefig(args.plot, dpi=120)
     return 0
 
 

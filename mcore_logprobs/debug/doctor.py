@@ -74,20 +74,20 @@ def report(
 
 def _package(distribution: str, module: str) -> dict[str, str]:
     """Version and where it was imported from, or the reason why it was not."""
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        found["version"] = metadata.version(distribution)
+        facts["version"] = metadata.version(distribution)
     imported, error = _import(module)
     if imported is None:
-        found["error"] = error
+        facts["error"] = error
     else:
         # The module's own word counts: another version may shadow what pip installed. But Megatron
         # adds the commit of whatever repository it lies in, ours if that has the environment.
-        version = str(getattr(imported, "__version__", found.get("version", "unknown")))
-        if version.partition("+")[0] != found.get("version"):
-            found["version"] = version
-        found["path"] = str(getattr(imported, "__file__", ""))
-    return found
+        version = str(getattr(imported, "__version__", facts.get("version", "unknown")))
+        if version.partition("+")[0] != facts.get("version"):
+            facts["version"] = version
+        facts["path"] = str(getattr(imported, "__file__", ""))
+    return facts
 
 
 def _import(module: str) -> tuple[Any, str]:
@@ -150,9 +150,9 @@ def _vocabulary(model: object) -> str:
         if not has_head(language_model) or columns is None:
             continue
         patch = patch_of(language_model)
-        given, tokens = patch and patch.config.vocab_size, tokenizer_size()
-        if given:
-            return f"{given} of {columns} columns count (vocab_size={given})"
+        vocab_size, tokens = patch and patch.config.vocab_size, tokenizer_size()
+        if vocab_size:
+            return f"{vocab_size} of {columns} columns count (vocab_size={vocab_size})"
         if tokens is None:
             return f"all {columns} columns count, padding too, unless vocab_size says otherwise"
         if tokens < columns:
@@ -169,7 +169,7 @@ def _groups() -> dict[str, object]:
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return {"torch.distributed": "not initialized: group=None means this process alone"}
-    found: dict[str, object] = {
+    facts: dict[str, object] = {
         "torch.distributed": f"{dist.get_backend()}, rank {dist.get_rank()} of "
         f"{dist.get_world_size()}"
     }
@@ -181,12 +181,12 @@ def _groups() -> dict[str, object]:
     )
 
     if megatron_parallel_state() is None:
-        found["megatron"] = "parallel_state is not initialized: pass tp_group and cp_group"
-        return found
+        facts["megatron"] = "parallel_state is not initialized: pass tp_group and cp_group"
+        return facts
     groups = ParallelGroups.from_megatron()
     for axis, group in (("tp", groups.tp), ("cp", groups.cp)):
-        found[axis] = f"rank {group_rank(group)} of {group_size(group)}"
-    return found
+        facts[axis] = f"rank {group_rank(group)} of {group_size(group)}"
+    return facts
 
 
 def _guarantees(device: str) -> dict[str, bool]:
@@ -197,7 +197,7 @@ def _guarantees(device: str) -> dict[str, bool]:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return {}
     try:
-        return {found.name: found.holds for found in find_guarantees(device)}
+        return {guarantee.name: guarantee.holds for guarantee in find_guarantees(device)}
     except RuntimeError as error:  # what auto takes here does not compile
         return {f"any: {error}": False}
 

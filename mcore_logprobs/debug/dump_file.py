@@ -24,7 +24,7 @@ def read_dump(path: str | PathLike[str]) -> dict[str, Any]:
             return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
     if file.suffix not in (".pt", ".pth"):
         raise ValueError(f"{file}: expected a .npz or .pt file")
-    found = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: expected a dictionary, got {type(found).__name__}")
-    return found
+    dump = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(dump, dict):
+        raise ValueError(f"{file}: expected a dictionary, got {type(dump).__name__}")
+    return dump

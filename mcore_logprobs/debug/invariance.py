@@ -66,7 +66,7 @@ def find_guarantees(device: str = "cpu") -> list[Guarantee]:
     whose weight alone is 2 GiB in float32.
     """
     generator = torch.Generator().manual_seed(0)
-    found = []
+    guarantees = []
     for dtype in (torch.float32, torch.bfloat16):
         logits = 3 * torch.randn(_ROWS, _VOCAB, generator=generator).to(device, dtype)
         target = torch.randint(_VOCAB, (_ROWS,), generator=generator).to(device)
@@ -81,8 +81,8 @@ def find_guarantees(device: str = "cpu") -> list[Guarantee]:
                 (f"hidden {size}{label} {what}", ok)
                 for what, ok in _hidden_checks(hidden, weight, target)
             ]
-        found += [Guarantee(name, holds) for name, holds in checks]
-    return found
+        guarantees += [Guarantee(name, holds) for name, holds in checks]
+    return guarantees
 
 
 @contextmanager
@@ -110,13 +110,13 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
             yield options.bind(*source.tensors), _own(target, part)
 
     def forward(tp: int) -> Tensor:
-        parts = [_local_stats(source, own, spec) for source, own in sources(tp)]
+        parts = [_local_stats(source, column, spec) for source, column in sources(tp)]
         return merge(torch.cat(parts), spec, ordered=True)
 
     def backward(tp: int) -> Tensor:
         parts: list[Tensor] = []
-        for source, own in sources(tp):
-            entries = own.unsqueeze(-1), on_target.unsqueeze(-1)
+        for source, column in sources(tp):
+            entries = column.unsqueeze(-1), on_target.unsqueeze(-1)
             backward = LogitGradient(source, GradientTerms(*entries, top, coef, spec))
             (of_logits,) = form_gradient(backward, source, source.gradient((True,)))
             assert of_logits is not None
@@ -124,8 +124,8 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
         return torch.cat(parts, -1)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
-        given = logits[rows].contiguous()  # strided, another kernel would be compiled
-        return vocab_parallel_token_stats(given, target[rows], chunk_size=chunk_size, **_ASKED)
+        values = logits[rows].contiguous()  # strided, another kernel would be compiled
+        return vocab_parallel_token_stats(values, target[rows], chunk_size=chunk_size, **_ASKED)
 
     yield "forward across TP", _same_at_any_tp(forward)
     yield "backward across TP", _same_at_any_tp(backward)
@@ -145,17 +145,19 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
             yield options.bind(*source.tensors), _own(target, part)
 
     def forward(tp: int) -> Tensor:
-        return torch.cat([_local_stats(source, own, operation.spec) for source, own in heads(tp)])
+        return torch.cat(
+            [_local_stats(source, column, operation.spec) for source, column in heads(tp)]
+        )
 
     def backward(tp: int) -> tuple[Tensor, Tensor]:
         weights: list[Tensor] = []
         parts: list[Tensor] = []
         softmax = (torch.zeros_like(probability), torch.zeros_like(probability), *[probability] * 3)
         upstream = (probability, probability, None, None, probability)
-        for source, own in heads(tp):
+        for source, column in heads(tp):
             gradient = source.gradient((True, True, False, False, False))
             gradient.hidden = collected = _Segments(source, in_acc_dtype=False)
-            backward = operation.backward(source, upstream, (own, mask), softmax)
+            backward = operation.backward(source, upstream, (column, mask), softmax)
             _, of_weight, *_ = form_gradient(backward, source, gradient)
             parts += collected.parts
             assert of_weight is not None
@@ -163,14 +165,14 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
         return torch.cat(weights), ordered_sum_dim0(parts, None, scatter=False)
 
     def stats(rows: slice, chunk_size: int | None) -> TokenStats:
-        given = hidden[rows], weight, target[rows]
-        return linear_token_stats(*given, chunk_size=chunk_size, **_ASKED)
+        inputs = hidden[rows], weight, target[rows]
+        return linear_token_stats(*inputs, chunk_size=chunk_size, **_ASKED)
 
     yield "forward across TP", _same_at_any_tp(forward)
     alone = backward(1)
     same = [list(map(torch.equal, backward(tp), alone)) for tp in _SIZES]
-    for name, found in zip(("dWeight", "dHidden"), zip(*same, strict=True), strict=True):
-        yield f"{name} across TP", all(found)
+    for name, equal in zip(("dWeight", "dHidden"), zip(*same, strict=True), strict=True):
+        yield f"{name} across TP", all(equal)
     yield from _across_calls(stats)
 
 
@@ -207,9 +209,9 @@ def _same_at_any_tp(function: Callable[[int], Tensor]) -> bool:
 def _across_calls(
     function: Callable[[slice, int | None], TokenStats],
 ) -> Iterator[tuple[str, bool]]:
-    whole = function(slice(None), None)
-    yield "forward across chunks", all(_equal(function(slice(None), c), whole) for c in _CHUNKS)
-    yield "forward across rows", all(_equal(function(rows, None), whole[rows]) for rows in _SOME)
+    at_once = function(slice(None), None)
+    yield "forward across chunks", all(_equal(function(slice(None), c), at_once) for c in _CHUNKS)
+    yield "forward across rows", all(_equal(function(rows, None), at_once[rows]) for rows in _SOME)
 
 
 def _equal(a: TokenStats, b: TokenStats) -> bool:

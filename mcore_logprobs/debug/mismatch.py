@@ -113,21 +113,21 @@ def explain_mismatch(
     Raises:
         ValueError: shapes, dtypes or settings that do not fit; no token that counts.
     """
-    given = dict(locals())  # the arguments by name
+    arguments = dict(locals())  # the arguments by name
     batch = Batch.of(train_logprobs, rollout_logprobs, target, mask, ignore_index)
     known = {
         side: check_known(side, fields) for side, fields in (("train", train), ("rollout", rollout))
     }
     if logits is None and hidden is None:
         return _without_logits(batch, threshold)
-    fresh = Source.of("", given, batch.shape)
+    fresh = Source.of("", arguments, batch.shape)
     assert fresh is not None
     rows = Rows(
         batch,
         fresh=fresh,
-        stale=Source.of("stale_", given, batch.shape, weight),
-        float32=Source.of("float32_", given, batch.shape, weight),
-        engine=Source.of("rollout_", given, batch.shape, weight),
+        stale=Source.of("stale_", arguments, batch.shape, weight),
+        float32=Source.of("float32_", arguments, batch.shape, weight),
+        engine=Source.of("rollout_", arguments, batch.shape, weight),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -234,21 +234,21 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
         ValueError: another suffix, a key that is not known, or one of train_logprobs,
             rollout_logprobs and target missing.
     """
-    found = read_dump(path)
-    unknown = sorted(set(found) - set(_DUMP_KEYS))
+    dump = read_dump(path)
+    unknown = sorted(set(dump) - set(_DUMP_KEYS))
     if unknown:
         raise ValueError(
             f"{path}: unknown key {', '.join(unknown)}; known: {', '.join(_DUMP_KEYS)}"
         )
-    missing = [key for key in _DUMP_KEYS[:3] if key not in found]
+    missing = [key for key in _DUMP_KEYS[:3] if key not in dump]
     if missing:
         raise ValueError(
             f"{path}: expected the keys {', '.join(_DUMP_KEYS[:3])}; {missing} missing"
         )
     for key in _DUMP_NUMBERS:
-        if isinstance(found.get(key), Tensor):
-            found[key] = found[key].item()
-    return found
+        if isinstance(dump.get(key), Tensor):
+            dump[key] = dump[key].item()
+    return dump
 
 
 def _without_logits(batch: Batch, threshold: float) -> MismatchExplanation:

@@ -97,9 +97,9 @@ class Source:
         Args:
             weight: the head's, where they have none of their own.
         """
-        logits, hidden, own = (given.get(prefix + n) for n in ("logits", "hidden", "weight"))
+        logits, hidden, own_weight = (given.get(prefix + n) for n in ("logits", "hidden", "weight"))
         if logits is None and hidden is None:
-            if own is not None:
+            if own_weight is not None:
                 raise ValueError(f"{prefix}weight: expected {prefix}hidden with it")
             return None
         if (logits is None) == (hidden is None):
@@ -111,15 +111,15 @@ class Source:
             raise ValueError(f"{name}: expected [{shape[0]}, {shape[1]}, n], got {list(x.shape)}")
         if hidden is None:
             return cls(flat, None)
-        own = weight if own is None else own
-        if own is None:
+        own_weight = weight if own_weight is None else own_weight
+        if own_weight is None:
             raise ValueError(f"{name}: expected {prefix}weight with it")
-        own = torch.as_tensor(own).detach()
-        if own.dim() != 2 or own.shape[1] != flat.shape[1]:
+        own_weight = torch.as_tensor(own_weight).detach()
+        if own_weight.dim() != 2 or own_weight.shape[1] != flat.shape[1]:
             raise ValueError(
-                f"{prefix}weight: expected [V/TP, {flat.shape[1]}], got {list(own.shape)}"
+                f"{prefix}weight: expected [V/TP, {flat.shape[1]}], got {list(own_weight.shape)}"
             )
-        return cls(flat, own)
+        return cls(flat, own_weight)
 
     def rows(self, index: Tensor) -> Tensor:
         """[rows, V/TP] float32."""

@@ -163,8 +163,8 @@ def raw_slope(chunk: Chunk) -> float:
 
 
 def _number(chunk: Chunk, *, is_raw: bool) -> float:
-    own = 1.0 if isinstance(chunk.temperature, Tensor) else chunk.temperature
-    return float(logit_multiplier(own, chunk.logit_scale, is_raw=is_raw))
+    temperature = 1.0 if isinstance(chunk.temperature, Tensor) else chunk.temperature
+    return float(logit_multiplier(temperature, chunk.logit_scale, is_raw=is_raw))
 
 
 @overload
@@ -233,8 +233,8 @@ def launch_plan(rows: int, width: int, logits: Tensor) -> Plan:
     """Split each row over as many programs as it takes to fill the chip, and no more."""
     lanes, tile = _tile(width, logits)
     tiles = triton.cdiv(max(1, width), tile)
-    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(logits.device), max(1, rows))
-    per_program = triton.cdiv(tiles, min(tiles, wanted))
+    programs = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(logits.device), max(1, rows))
+    per_program = triton.cdiv(tiles, min(tiles, programs))
     return Plan(triton.cdiv(tiles, per_program), per_program * tile, lanes, tile // lanes)
 
 

@@ -30,27 +30,29 @@ def chunk_schema(prefix: str = "") -> str:
     )
 
 
-def arguments(*given: object) -> tuple[Any, ...]:
+def arguments(*values: object) -> tuple[Any, ...]:
     """Chunks and specs as the arguments that are declared for them; others as they are."""
     flat: list[object] = []
-    for value in given:
+    for value in values:
         if isinstance(value, Chunk):
-            own = value.row_temperature
+            per_row = value.row_temperature
             flat += [value.logits, value.valid, float(value.logit_scale)]
             flat += [None if value.softcap is None else float(value.softcap)]
-            flat += [float(value.temperature) if own is None else 1.0, own, value.bias]
+            flat += [float(value.temperature) if per_row is None else 1.0, per_row, value.bias]
         else:
             flat += astuple(value) if isinstance(value, StatsSpec) else [value]
     return tuple(flat)
 
 
-def chunks_of(count: int, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def chunks_of(count: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """The first arguments as `count` chunks, then the others."""
     chunks = []
     for start in range(0, count * _CHUNK, _CHUNK):
-        logits, valid, scale, softcap, number, own, bias = given[start : start + _CHUNK]
-        chunks.append(Chunk(logits, valid, scale, softcap, number if own is None else own, bias))
-    return (*chunks, *given[count * _CHUNK :])
+        logits, valid, scale, softcap, number, per_row, bias = values[start : start + _CHUNK]
+        chunks.append(
+            Chunk(logits, valid, scale, softcap, number if per_row is None else per_row, bias)
+        )
+    return (*chunks, *values[count * _CHUNK :])
 
 
 def operator(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> Any:

@@ -178,8 +178,8 @@ def pair_grad(
     chunk_size: int = 0,
 ) -> None:
     """As `kernels.pairs.pair_grad`; dtypes and strides as in `stats`, for out too."""
-    given = student, teacher, softmax, inner, upstream, spec.kind, float(spec.beta), out
-    _pair_grad(*arguments(*given))
+    operands = student, teacher, softmax, inner, upstream, spec.kind, float(spec.beta), out
+    _pair_grad(*arguments(*operands))
 
 
 def _run(*given: object) -> None:
