@@ -42,6 +42,7 @@ class ContrastLogits:
     """`first - weight * second`, both `[n, V/TP]`, as a `Source`."""
 
     recomputed, linear, temperature, multiplier = True, True, 1.0, 1.0
+    order_may_change, may_keep, heads = False, False, ()
 
     def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
         self.options, self.tensors, self.shard = options, (first, second), options.shard
@@ -69,12 +70,6 @@ class ContrastLogits:
 
     def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
         return per_row
-
-    def pack(self, per_row: Tensor) -> Tensor:
-        return per_row
-
-    def unpack(self, saved: Tensor) -> Tensor:
-        return saved
 
     def compacted(self, valid_mask: Tensor) -> ContrastLogits:
         return self

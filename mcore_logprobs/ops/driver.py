@@ -236,10 +236,8 @@ def apply(
     counts = len(source.tensors), len(per_token)
     learns = any(x is not None and x.requires_grad for x in source.tensors)
     plans: tuple[KeptPlan, ...] = ()
-    heads = getattr(source, "heads", ())
-    may_keep = any(head.options.saved is not None for head in heads)
-    if may_keep and learns and torch.is_grad_enabled():  # within a function of autograd it never is
-        plans = plan_kept(heads, operation.rereads)
+    if source.may_keep and learns and torch.is_grad_enabled():  # not within another function
+        plans = plan_kept(source.heads, operation.rereads)
     return _Recompute.apply(
         operation, source.options, counts, plans, *source.tensors, *per_token, *constants
     )
@@ -275,7 +273,8 @@ class _Recompute(torch.autograd.Function):
             show(run, source)
             results, saved = run.results()
             del run  # what it has of each tile may be as large as the results
-            saved = tuple(None if x is None else source.pack(x) for x in saved)
+            if source.order_may_change:
+                saved = tuple(None if x is None else source.to_token_order(x) for x in saved)
             ignored_values = operation.ignored_values or (0.0,) * len(results)
             results = tuple(
                 None if x is None else source.to_token_order(x, fill).contiguous()
@@ -311,7 +310,8 @@ class _Recompute(torch.autograd.Function):
             upstream = tuple(
                 None if grad is None else source.to_row_order(grad, fill=0.0) for grad in grads
             )
-            saved = tuple(None if x is None else source.unpack(x) for x in saved)
+            if source.order_may_change:
+                saved = tuple(None if x is None else source.to_row_order(x) for x in saved)
             needs = ctx.needs_input_grad[4 : 4 + counts[0]]
             backward = ctx.operation.backward(source, upstream, rows, saved)
             gradient = source.gradient(needs, sparse=backward.entries)

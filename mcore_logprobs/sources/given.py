@@ -87,7 +87,8 @@ class GivenLogits(ProcessedLogits):
         bias: `[V/TP]`, added before the temperature, a constant; or None.
     """
 
-    recomputed = False
+    recomputed, order_may_change = False, True
+    may_keep, heads = False, ()
 
     def __init__(
         self,
@@ -136,9 +137,6 @@ class GivenLogits(ProcessedLogits):
         """These logits with rows in the order of the tokens, not of the memory."""
         order = tuple(range(len(self.batch_shape)))
         return replace(self.options, order=order).bind(*self.tensors)
-
-    # Whatever a hook makes of their strides.
-    pack, unpack = to_token_order, to_row_order
 
     def compacted(self, valid_mask: Tensor) -> GivenLogits:
         return self

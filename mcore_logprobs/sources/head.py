@@ -68,13 +68,14 @@ class HeadLogits(HeadOperands):
         latest_pass: of lazy logits that several consumers may ask for; None: one alone.
     """
 
-    recomputed, linear = True, False
+    recomputed, linear, order_may_change = True, False, False
     options: BoundOptions
     latest_pass: LatestPass | None = None
 
     def __init__(self, options: BoundOptions, tensors: HeadTensors) -> None:
         super().__init__(options, tensors)
         self.batch_shape, self.num_rows = options.batch_shape, self.hidden.num_rows
+        self.may_keep = options.saved is not None
         temperature = tensors.temperature
         self.process(tensors.bias, None if temperature is None else self.to_row_order(temperature))
 
@@ -90,19 +91,14 @@ class HeadLogits(HeadOperands):
         flat = per_token.reshape(shape.numel(), *per_token.shape[len(shape) :])
         if self.options.selection is not None:
             flat = self.options.selection.select(flat, fill)
-        return self.hidden.by_tile(flat)
+        return flat if self.hidden.is_one_walk else self.hidden.by_tile(flat)
 
     def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
-        per_row = self.hidden.by_rank(per_row)
+        if not self.hidden.is_one_walk:
+            per_row = self.hidden.by_rank(per_row)
         if self.options.selection is not None:
             per_row = self.options.selection.unselect(per_row, fill)
         return per_row.reshape((*self.batch_shape, *per_row.shape[1:]))
-
-    def pack(self, per_row: Tensor) -> Tensor:
-        return per_row
-
-    def unpack(self, saved: Tensor) -> Tensor:
-        return saved
 
     def compacted(self, valid_mask: Tensor) -> HeadLogits:
         options = self.options

@@ -67,8 +67,9 @@ class PairSource:
             of_teacher = per_row(of_teacher, index)
         self.multipliers = student.multiplier, of_teacher
         self.recomputed = student.recomputed
+        self.may_keep = any(head.may_keep for head in self.heads)
         self.to_row_order, self.to_token_order = student.to_row_order, student.to_token_order
-        self.pack, self.unpack = student.pack, student.unpack
+        self.order_may_change = student.order_may_change
         self.rows_at_a_time = partial(student.rows_at_a_time, copies=2)  # of either side
 
     @property

@@ -206,6 +206,7 @@ class HiddenRows:
         ranks: over which the rows are split.
         num_rows: rows over all ranks, n.
         local: each tile's rows of this rank, or places in its selection.
+        is_one_walk: whether rows tile by tile are in the order of rows rank by rank.
 
     Args:
         hidden: this rank's.
@@ -226,6 +227,7 @@ class HiddenRows:
         local_rows = hidden.shape[0] if selection is None else selection.local.shape[0]
         self.num_rows = local_rows * self.ranks
         self.local = list(row_chunks(local_rows, max(1, tile_rows // self.ranks)))
+        self.is_one_walk = self.ranks == 1 or len(self.local) < 2
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows as they are walked, `[rows, h]`) of each tile; the next one is on its way."""
@@ -250,20 +252,14 @@ class HiddenRows:
 
     def by_tile(self, per_row: Tensor) -> Tensor:
         """`[n, ...]` rank by rank -> tile by tile, and in a tile rank by rank."""
-        parts = self.local
-        if self.ranks == 1 or len(parts) < 2:
-            return per_row
         ranked = per_row.view(self.ranks, -1, *per_row.shape[1:])
-        return torch.cat([ranked[:, part].flatten(0, 1) for part in parts])
+        return torch.cat([ranked[:, part].flatten(0, 1) for part in self.local])
 
     def by_rank(self, per_row: Tensor) -> Tensor:
         """The inverse of `by_tile`."""
-        parts = self.local
-        if self.ranks == 1 or len(parts) < 2:
-            return per_row
         out = torch.empty_like(per_row)
         ranked = out.view(self.ranks, -1, *per_row.shape[1:])
-        for part in parts:
+        for part in self.local:
             tile = per_row[part.start * self.ranks : part.stop * self.ranks]
             ranked[:, part] = tile.view(self.ranks, -1, *per_row.shape[1:])
         return out

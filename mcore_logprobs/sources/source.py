@@ -143,6 +143,10 @@ class Walked(Protocol):
 
     Attributes:
         linear: whether processed logits are linear in the tensors.
+        order_may_change: whether a checkpoint's second forward may walk the rows in another order,
+            as it may find the tensors with other strides: rows are then saved in the tokens' order.
+        may_keep: whether chunks of its `heads` (`head_operands.HeadOperands`) may be kept for the
+            backward.
         tensors: what gradients may be wanted of.
         device: of everything.
         acc_dtype: of statistics and results, float32 or float64.
@@ -153,6 +157,11 @@ class Walked(Protocol):
     acc_dtype: torch.dtype
     num_rows: int
     linear: bool
+    order_may_change: bool
+    may_keep: bool
+
+    @property
+    def heads(self) -> tuple[Any, ...]: ...
 
     @property
     def options(self) -> Options: ...
@@ -173,14 +182,6 @@ class Walked(Protocol):
 
     def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
         """The inverse; `fill` at tokens that are not walked over."""
-
-    def pack(self, per_row: Tensor) -> Tensor:
-        """`[n, ...]` as it is saved for the backward, whose rows may be walked in another order: a
-        checkpoint's second forward may find the tensors with other strides.
-        """
-
-    def unpack(self, saved: Tensor) -> Tensor:
-        """The inverse of `pack`."""
 
     def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> Gradient:
         """Collects gradients.
