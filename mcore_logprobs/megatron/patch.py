@@ -40,7 +40,7 @@ from mcore_logprobs.megatron.heads import (
     say_padding,
 )
 from mcore_logprobs.ops.answers import Also
-from mcore_logprobs.ops.replay import Kept
+from mcore_logprobs.ops.record import Kept
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
 from mcore_logprobs.spelling import suggesting

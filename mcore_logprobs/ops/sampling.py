@@ -28,7 +28,8 @@ from mcore_logprobs.kernels.stats import (
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
-from mcore_logprobs.ops.replay import MISSING, Kept, replay
+from mcore_logprobs.ops.record import MISSING, Kept
+from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.ops.sampling_cut import Cut, CutGradient, SavedCut, add_at, find_cut
