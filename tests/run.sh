@@ -2,7 +2,8 @@
 # Sets up the environment, then runs lint, types, tests and the site:  bash tests/run.sh
 # bash tests/run.sh PYTEST ARGUMENTS: lint, types and these tests.
 # bash tests/run.sh --all [--peers DIR]: the night's part too: tests marked `night`, random settings, the older
-#     Triton, frameworks' own training code (tests/trainers); DIR has checkouts of those that PyPI lacks.
+#     Triton, frameworks' own training code (tests/trainers) and their own unit tests (tests/peers);
+#     DIR has checkouts of those that PyPI lacks.
 # bash tests/run.sh --coverage [pytest arguments]: the same under coverage, with its figures by part.
 # bash tests/run.sh --matrix [--main CHECKOUT]: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
@@ -162,6 +163,7 @@ another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN
 [ -z "${all:-}" ] || stage cpu-sse4 another_cpu default SSE41 SSE4_2
 [ -z "${all:-}" ] || stage "triton-$triton" older_triton
 [ -z "${all:-}" ] || stage trainers python -m tests.trainers
+[ -z "${all:-}" ] || stage peers python -m tests.peers
 [ "$#" -gt 0 ] || stage docs bash docs/build.sh
 
 echo "== stages failed:${failed:- none}"
