@@ -2,8 +2,9 @@
 
     from mcore_logprobs.dropin.miles import get_log_probs_and_entropy
 
-For its Megatron backend. miles began as a copy of slime: what both have is that of
-`mcore_logprobs.dropin.slime`, with miles' padded batches (qkv_format "bshd").
+Groups are those of miles' own parallel state, which its FSDP backend has too. miles began as a copy
+of slime: what both have is that of `mcore_logprobs.dropin.slime`, with miles' padded batches
+(qkv_format "bshd").
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ Tokens given to `calculate_log_probs_and_entropy` are targets as they are; those
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 import mcore_logprobs as ours
 from mcore_logprobs.dropin._common import (
     IGNORED,
+    ONE_PROCESS,
     no_targets,
     or_every_rank,
     or_one_process,
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 # ---- log-probabilities ---------------------------------------------------------------------------
+
+_MILES_STATE = "miles.backends.training_utils.parallel"
 
 
 def calculate_log_probs_and_entropy(
@@ -182,6 +186,7 @@ def responses_of(
     logits = logits.flatten(0, 1)
     targets = layout.next_tokens(unconcat_tokens, logits.device)
     options: dict[str, Any] = {
+        "tp_group": _tp_group(),
         "temperature": setting(args, "rollout_temperature", 1.0),
         "chunk_size": size_or_none(setting(args, "log_probs_chunk_size")),
     }
@@ -222,8 +227,8 @@ class Layout:
             raise ValueError(f"logits: expected [1, T, V/TP], got {tuple(logits.shape)}")
         rows = logits.shape[0] * logits.shape[1]
         self._samples = list(zip(totals, responses, max_seq_lens or totals, strict=True))
-        self._cp = _cp_group()
-        cp = self._cp.size()
+        self._cp = _cp()
+        cp = self._cp.size
         self._contiguous = cp > 1 and bool(setting(args, "allgather_cp", False))
         pieces = 2 * cp if cp > 1 and not self._contiguous else 1
         room = totals if self._contiguous else [-(-n // pieces) * pieces for *_, n in self._samples]
@@ -244,7 +249,7 @@ class Layout:
             token += response
         layout = {"layout": "contiguous"} if self._contiguous else {"cu_seqlens": starts}
         self._token = torch.full((rows,), -1)
-        own = ours.context_parallel_shard(whole, cp_group=self._cp, seq_dim=0, **layout)
+        own = ours.context_parallel_shard(whole, cp_group=self._cp.group(), seq_dim=0, **layout)
         self._token[: len(own)] = own
         self._rows = (self._token >= 0).nonzero()[:, 0]
 
@@ -291,7 +296,7 @@ class Layout:
             counts = torch.bincount(sample, minlength=len(lengths)).tolist()
             return list(values[self._rows.to(values.device)].split(counts))
         whole = ours.context_parallel_gather(
-            values, cp_group=self._cp, seq_dim=0, layout="contiguous", grad="sum"
+            values, cp_group=self._cp.group(), seq_dim=0, layout="contiguous", grad="sum"
         )
         parts = []
         for start, (total, response, padded) in zip(self._starts, self._samples, strict=False):
@@ -305,8 +310,38 @@ class Layout:
 # qkv_format "bshd" with max_seq_len is miles': sequences padded to one length. slime packs ("thd").
 
 
-def _cp_group() -> Any:
-    return or_one_process(ours.ParallelGroups.from_megatron().cp)
+class _Place(NamedTuple):
+    """This rank's place in a parallel dimension."""
+
+    rank: int
+    size: int
+    given: ProcessGroup | None
+
+    def group(self) -> ProcessGroup:
+        if self.given is None and self.size > 1:
+            raise ValueError(
+                f"cp: expected a group of {self.size} ranks in miles' parallel state, got None"
+            )
+        return or_one_process(self.given)
+
+
+def _miles_state() -> Any:
+    """miles' own places and groups, which its FSDP backend has without Megatron; None elsewhere."""
+    return getattr(sys.modules.get(_MILES_STATE), "_parallel_state", None)
+
+
+def _cp() -> _Place:
+    if (state := _miles_state()) is not None:
+        return _Place(state.cp.rank, state.cp.size, state.cp.group)
+    group = or_one_process(ours.ParallelGroups.from_megatron().cp)
+    return _Place(group.rank(), group.size(), group)
+
+
+def _tp_group() -> ProcessGroup | None:
+    """miles' own; None, which is Megatron's, elsewhere."""
+    if (state := _miles_state()) is None:
+        return None
+    return state.tp.group if state.tp.size > 1 else ONE_PROCESS
 
 
 def _padded_length(total_length: int, qkv_format: str, max_seq_len: int | None) -> int:
@@ -343,7 +378,7 @@ def get_logits_and_tokens_offset_with_cp(
     """
     padded = _padded_length(total_length, qkv_format, max_seq_len)
     if cp_rank is None or cp_size is None:
-        cp_rank, cp_size = _cp_group().rank(), _cp_group().size()
+        cp_rank, cp_size, _ = _cp()
     return _offsets(total_length, response_length, padded, cp_rank, cp_size)
 
 
@@ -358,19 +393,20 @@ def all_gather_with_cp(
 
     Values lie where `get_logits_and_tokens_offset_with_cp` says; the backward sums over CP.
     """
-    cp = _cp_group()
-    if cp.size() == 1:
+    cp = _cp()
+    if cp.size == 1:
         return tensor
+    group = cp.group()
     padded_length = _padded_length(total_length, qkv_format, max_seq_len)
     chunk, chunks, logits, _ = _offsets(
-        total_length, response_length, padded_length, cp.rank(), cp.size()
+        total_length, response_length, padded_length, cp.rank, cp.size
     )
     parts = tensor.split([b - a for a, b in logits])
     padded = []
     for part, (start, end), (a, b) in zip(parts, chunks, logits, strict=True):
         before, after = (a - start, end - b) if b > a else (0, chunk)
         padded += [_zeros_like(tensor, before), part, _zeros_like(tensor, after)]
-    whole = ours.context_parallel_gather(torch.cat(padded), cp_group=cp, seq_dim=0, grad="sum")
+    whole = ours.context_parallel_gather(torch.cat(padded), cp_group=group, seq_dim=0, grad="sum")
     return whole[total_length - response_length - 1 : total_length - 1]
 
 
@@ -388,11 +424,11 @@ def slice_with_cp(
     """`[s, ...]` -> this CP rank's two zigzag pieces, padded at the end first.
 
     pad_value: a number, or a function of (tokens, how many to add). parallel_state: miles', for its
-    `cp.rank` and `cp.size`; None: Megatron's.
+    `cp.rank` and `cp.size`; None: the one in use.
     """
     length = _padded_length(len(tokens), qkv_format, max_seq_len)
     if parallel_state is None:
-        rank, size = _cp_group().rank(), _cp_group().size()
+        rank, size, _ = _cp()
     else:
         rank, size = parallel_state.cp.rank, parallel_state.cp.size
     missing = length - len(tokens) + (-length % (2 * size) if size > 1 else 0)
@@ -422,13 +458,13 @@ def slice_log_prob_with_cp(
     if len(log_prob) != response_length:
         raise ValueError(f"log_prob: expected {response_length} values, got {len(log_prob)}")
     padded = _padded_length(total_length, qkv_format, max_token_len)
-    return _own_part(log_prob, total_length, response_length, padded, _cp_group())
+    return _own_part(log_prob, total_length, response_length, padded, _cp())
 
 
-def _own_part(values: Any, total: int, response: int, padded: int, cp: Any) -> Any:
-    if cp.size() == 1:
+def _own_part(values: Any, total: int, response: int, padded: int, cp: _Place) -> Any:
+    if cp.size == 1:
         return values
-    _, _, logits, _ = _offsets(total, response, padded, cp.rank(), cp.size())
+    _, _, logits, _ = _offsets(total, response, padded, cp.rank, cp.size)
     first = total - response - 1
     one, two = (values[a - first : b - first] if b > a else values[:0] for a, b in logits)
     return one + two if isinstance(one, list) else torch.cat([one, two])

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import os
+import re
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,10 +66,9 @@ def ready() -> None:
 def reason(files: Mapping[str, Mapping[str, str]], test: str) -> str:
     """Why a test is not applicable (`run.Suite.files`); "" where it is."""
     file, _, name = test.partition("::")
-    for pattern, why in files[file].items():
-        beginning = pattern.removesuffix("*")
-        exact = name == pattern or name.startswith((f"{pattern}[", f"{pattern}::"))
-        if exact or (beginning != pattern and name.startswith(beginning)):
+    for pattern, why in files.get(file, {}).items():
+        parts = (re.escape(part) for part in pattern.split("*"))
+        if re.fullmatch(".*".join(parts) + r"(\[.*|::.*)?", name):
             return why
     return ""
 
@@ -104,14 +105,14 @@ class _Calls:
         return wrapped
 
     def watch(self, module: Any, name: str, who: str) -> None:
-        """A function, a method ("Class.method") or an autograd function's forward."""
+        """A function, a method ("Class.method") or the forward (apply) of an autograd function."""
         owner, _, method = name.partition(".")
         thing = getattr(module, owner)
         if not isinstance(thing, type):
             setattr(module, owner, self.counted(thing, who, name))
             return
-        method = method or "forward"
-        plain = vars(thing)[method]
+        method = method or ("forward" if hasattr(thing, "forward") else "apply")
+        plain = inspect.getattr_static(thing, method)
         static = isinstance(plain, staticmethod)
         counted = self.counted(plain.__func__ if static else plain, who, name)
         setattr(thing, method, staticmethod(counted) if static else counted)
@@ -199,6 +200,10 @@ def cuda_is_the_cpu(devices: int) -> None:
     torch.cuda.manual_seed = torch.cuda.manual_seed_all = _answer(None)
     torch.cuda.nvtx = _Nothing()  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore
+    # Started anew, each process of each test would import everything again.
+    torch.multiprocessing.spawn = functools.partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
     dist.init_process_group = _gloo(dist.init_process_group)
     dist.new_group = _gloo(dist.new_group)
     dist.barrier = _gloo(dist.barrier)

@@ -30,9 +30,9 @@ class Suite:
     Attributes:
         framework: a key of `mcore_logprobs.dropin.installed.FRAMEWORKS`.
         files: path in the checkout -> the tests of it that are not applicable, each with its
-            reason: a name, `Class::name`, a name with parameters, a beginning with a "*", or "*".
-        by_design: tests that pass with theirs and fail with ours -> the sentence that the
-            framework's page has about the difference.
+            reason: `name`, `Class`, `Class::name`, a name with its parameters; a "*" is any text.
+        by_design: the same for tests that pass with theirs and fail with ours, each with the
+            sentence that the framework's page has about the difference.
         needs: lists of `tests.trainers.requirements` that the framework imports.
         other_checkouts: repositories that go on the path after the framework's.
         absent: packages that are imported and not used.
@@ -51,7 +51,7 @@ class Suite:
 
     framework: str
     files: Mapping[str, Mapping[str, str]]
-    by_design: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    by_design: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     needs: tuple[str, ...] = ()
     other_checkouts: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Suite:
     devices: int = 2
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    timeout: float = 300
+    timeout: float = 600
 
     @property
     def repository(self) -> str:
@@ -274,7 +274,7 @@ def _wrong(suite: Suite, test: str, theirs: Run, ours: Run, said: str) -> list[s
         return [f"{test}: fails with theirs, and is not named: {why}"]
     if not theirs.called(test, "theirs"):
         return [f"{test}: calls no function that is replaced, and is not named"]
-    design = suite.by_design.get(test) or suite.by_design.get(test.partition("[")[0])
+    design = reason(suite.by_design, test)
     if test not in ours.passed:
         if design and design in said:
             return []
