@@ -62,6 +62,7 @@ def _older_transformers(module: Any) -> None:
 
 def megatron_rl() -> None:
     """No download of data sets, which the tests' conftest begins with."""
+    without_tensorboard()
     name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
     after_import(name, functools.partial(_replace, {"download_and_extract_asset": _nothing}))
 

@@ -58,13 +58,15 @@ def ready() -> None:
     for name in framework.names():
         calls.watch(dropin, name, "ours")
     switch_on(job["framework"], fused=False)
+    if job["rounding"]:
+        torch.testing.assert_close = _within(torch.testing.assert_close, job["rounding"])
     for module, _, name in adapters:
         own = getattr(prepare, job["adapters"][f"{module}:{name}"])
         after_import(module, functools.partial(_put, name, calls.counted(own, "ours", name)))
 
 
 def reason(files: Mapping[str, Mapping[str, str]], test: str) -> str:
-    """Why a test is not applicable (`run.Suite.files`); "" where it is."""
+    """Why a test is not applicable (`run.Suite.files`); "" where it is. The first match counts."""
     file, _, name = test.partition("::")
     for pattern, why in files.get(file, {}).items():
         parts = (re.escape(part) for part in pattern.split("*"))
@@ -75,6 +77,18 @@ def reason(files: Mapping[str, Mapping[str, str]], test: str) -> str:
 
 def _put(name: str, function: Callable[..., Any], module: Any) -> None:
     setattr(module, name, function)
+
+
+def _within(assert_close: Callable[..., None], atol: float) -> Callable[..., None]:
+    """For tests that ask for the last bits of their own order of summation."""
+
+    @functools.wraps(assert_close)
+    def wrapped(*args: Any, **options: Any) -> None:
+        if options.get("atol") is not None:
+            options["atol"] = max(options["atol"], atol)
+        assert_close(*args, **options)
+
+    return wrapped
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -207,6 +221,7 @@ def cuda_is_the_cpu(devices: int) -> None:
     dist.init_process_group = _gloo(dist.init_process_group)
     dist.new_group = _gloo(dist.new_group)
     dist.barrier = _gloo(dist.barrier)
+    dist.is_nccl_available = _answer(True)
     mesh = importlib.import_module("torch.distributed.device_mesh")
     for owner in (mesh, dist):
         owner.init_device_mesh = _gloo(mesh.init_device_mesh)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from pathlib import Path
 from mcore_logprobs.dropin.installed import FRAMEWORKS
 from tests.peers.process import reason
 from tests.trainers import requirements
-from tests.trainers.frame import REPO, checkout, free_port, installed
+from tests.trainers.frame import REPO, checkout, free_port, installed, megatron_path
 
 PAGES = REPO / "docs" / "frameworks"
 
@@ -30,11 +30,16 @@ class Suite:
     Attributes:
         framework: a key of `mcore_logprobs.dropin.installed.FRAMEWORKS`.
         files: path in the checkout -> the tests of it that are not applicable, each with its
-            reason: `name`, `Class`, `Class::name`, a name with its parameters; a "*" is any text.
+            reason: `name`, `Class`, `Class::name`, a name with its parameters; a "*" is any text,
+            and an empty reason takes its tests out of a later pattern.
         by_design: the same for tests that pass with theirs and fail with ours, each with the
             sentence that the framework's page has about the difference.
+        rounding: what `torch.testing.assert_close` allows at least with ours, where the tests ask
+            for the last bits of their own order of summation.
+        script: the files are no tests of pytest: each rank runs them by Python, and they count as
+            one test each.
+        release: a Megatron-Core other than the installed one.
         needs: lists of `tests.trainers.requirements` that the framework imports.
-        other_checkouts: repositories that go on the path after the framework's.
         absent: packages that are imported and not used.
         prepare: functions of `tests.peers.prepare` that each process calls first.
         adapters: "module:private function" -> a function of `tests.peers.prepare` that calls the
@@ -45,15 +50,16 @@ class Suite:
         start: a function of each file that they call before the tests.
         devices: how many GPUs the tests are told of.
         arguments: for pytest.
-        environment: for every process.
         timeout: seconds for one run.
     """
 
     framework: str
     files: Mapping[str, Mapping[str, str]]
     by_design: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    rounding: float = 0.0
+    script: bool = False
+    release: str = ""
     needs: tuple[str, ...] = ()
-    other_checkouts: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     prepare: tuple[str, ...] = ()
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -62,7 +68,6 @@ class Suite:
     start: str = ""
     devices: int = 2
     arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     timeout: float = 600
 
     @property
@@ -91,9 +96,8 @@ class Run:
 
 def unavailable(suite: Suite) -> str:
     """Why a suite cannot run here; "" where it can."""
-    for name in (suite.repository, *suite.other_checkouts):
-        if checkout(name) is None:
-            return f"no checkout of {name}: tests/run.sh --all --peers DIR"
+    if checkout(suite.repository) is None:
+        return f"no checkout of {suite.repository}: tests/run.sh --all --peers DIR"
     missing = [name for name in suite.needs if not installed(name).is_dir()]
     return requirements.missing(installed(missing[0])) if missing else ""
 
@@ -125,7 +129,56 @@ def copy_tests(root: Path, target: Path, suite: Suite) -> None:
 
 
 def _run(suite: Suite, folder: Path, root: Path, job: Mapping[str, object]) -> Run:
-    results = Path(tempfile.mkdtemp(dir=folder))
+    results = folder / "results"
+    results.mkdir()
+    script = next(iter(suite.files)) if suite.script else ""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "mcore_logprobs_tests.peers.report",
+               "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder / "own"),
+               *suite.arguments, *suite.files]  # fmt: skip
+    if script:
+        command = [sys.executable, script]
+        (results / "running").write_text(f"{script}::script")
+    environment = _environment(suite, folder, root, results, job)
+    begun = time.monotonic()
+    processes: list[subprocess.Popen] = []
+    late = False
+    try:
+        for rank in range(suite.ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if suite.ranks > 1 else {}
+            with open(results / f"output{rank}", "w") as output:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment | own,
+                        cwd=folder / "own",
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        for process in processes:
+            process.wait(timeout=max(begun + suite.timeout - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        late = True
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+            process.wait()
+    if script:
+        _report_script(results, f"{script}::script", processes)
+    found = _read(results, suite.ranks)
+    found.seconds = time.monotonic() - begun
+    found.output = "".join((results / f"output{r}").read_text() for r in range(suite.ranks))
+    if late:
+        found.output += f"\nnot done in {suite.timeout:g} s"
+    return found
+
+
+def _environment(
+    suite: Suite, folder: Path, root: Path, results: Path, job: Mapping[str, object]
+) -> dict[str, str]:
     given = {
         "framework": suite.framework,
         "folder": str(results),
@@ -136,15 +189,15 @@ def _run(suite: Suite, folder: Path, root: Path, job: Mapping[str, object]) -> R
         "absent": suite.absent,
         "prepare": suite.prepare,
         "adapters": dict(suite.adapters),
+        "rounding": suite.rounding,
         **job,
     }
     source = FRAMEWORKS[suite.framework].source_root
-    checkouts = [checkout(name) for name in suite.other_checkouts]
-    paths = [Path(__file__).parent / "at_start", folder / "own", root, root / source, *checkouts]
+    paths = [Path(__file__).parent / "at_start", folder / "own", root, root / source]
+    paths += megatron_path(suite.release)
     paths += [*(installed(name) for name in suite.needs), REPO]
-    environment = {
+    found = {
         **os.environ,
-        **suite.environment,
         "MCORE_LOGPROBS_PEER": json.dumps(given),
         "MCORE_LOGPROBS_REPOSITORY": str(REPO),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -157,51 +210,19 @@ def _run(suite: Suite, folder: Path, root: Path, job: Mapping[str, object]) -> R
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "mcore_logprobs_tests.peers.report",
-               "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder / "own"),
-               *suite.arguments, *suite.files]  # fmt: skip
-    ranks = {} if suite.ranks == 1 else {
-        "WORLD_SIZE": str(suite.ranks), "LOCAL_WORLD_SIZE": str(suite.ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
-    begun = time.monotonic()
-    processes = []
-    for rank in range(suite.ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
-        with open(results / f"output{rank}", "w") as output:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**environment, **ranks, **own},
-                    cwd=folder / "own",
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-    late = _wait(processes, begun + suite.timeout)
-    found = _read(results, suite.ranks)
-    found.seconds = time.monotonic() - begun
-    found.output = "".join((results / f"output{r}").read_text() for r in range(suite.ranks))
-    if late:
-        found.output += f"\nnot done in {suite.timeout:g} s"
+    if suite.ranks > 1:
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(suite.ranks))
+        found |= {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return found
 
 
-def _wait(processes: list[subprocess.Popen], until: float) -> bool:
-    """Ends all of them, and what they started, once they are done or it is late: which of both."""
-    late = False
-    for process in processes:
-        try:
-            process.wait(timeout=max(until - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            late = True
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return late
+def _report_script(results: Path, test: str, processes: list[subprocess.Popen]) -> None:
+    for rank, process in enumerate(processes):
+        ended = "failed" if process.returncode else "passed"
+        why = (results / f"output{rank}").read_text()[-3000:]
+        line = {"test": test, "outcome": ended, "when": "call", "reason": why}
+        text = "\n".join(map(json.dumps, ({"found": test}, line)))
+        (results / f"report{rank}").write_text(text)
 
 
 def _read(results: Path, ranks: int) -> Run:
