@@ -149,7 +149,9 @@ def _known(params_class: Any, **fields: object) -> dict[str, object]:
 @contextlib.contextmanager
 def _without_flash_decode(model: Any) -> Iterator[None]:
     """Off for the call: a config made for inference would change the training forward."""
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    # A mock of a model may never have called the constructor of Module.
+    modules = model.modules() if hasattr(model, "_modules") else [model]
+    found = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     on = [config for config in found.values() if getattr(config, "flash_decode", False)]
     for config in on:
         config.flash_decode = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,3 +213,25 @@ def test_none_in_one_process() -> None:
         assert_near(found[0].reshape(-1, 1), want)
     (entropy,) = tensors(EVERY_RANK["ChunkedDistributedEntropy"](shard, None))
     assert_near(-entropy[0], entropy_of(logp))
+
+
+class _Mock(torch.nn.Module):
+    """As in Megatron RL's own tests: it never called the constructor of Module."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits, self.config = logits, SimpleNamespace(flash_decode=True)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> None: ...
+
+    def __call__(self, *args: object, **options: object) -> Tensor:
+        assert not self.config.flash_decode
+        return self.logits
+
+
+def test_megatron_rl_takes_a_mock_of_a_model() -> None:
+    logits, tokens = normal(2, N, VOCAB, seed=1), torch.arange(2 * N).reshape(2, N)
+    model = _Mock(logits)
+    got = megatron_rl.get_logprobs(model, tokens, None)
+    expected = logits[:, :-1].double().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    assert_near(got, expected)
+    assert model.config.flash_decode

@@ -154,7 +154,7 @@ class _Cpu(TorchFunctionMode):
             kwargs["pin_memory"] = False
         if isinstance(kwargs.get("device"), int):  # a GPU's number
             kwargs["device"] = _CPU
-        if func is torch.device and isinstance(args[0], int):
+        if func is torch.device and (isinstance(args[0], int) or str(args[0]).startswith("cuda")):
             return _CPU
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):
             args = (args[0], _CPU, *args[2:])
@@ -214,10 +214,7 @@ def cuda_is_the_cpu(devices: int) -> None:
     torch.cuda.manual_seed = torch.cuda.manual_seed_all = _answer(None)
     torch.cuda.nvtx = _Nothing()  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore
-    # Started anew, each process of each test would import everything again.
-    torch.multiprocessing.spawn = functools.partial(
-        torch.multiprocessing.start_processes, start_method="fork"
-    )
+    torch.multiprocessing.spawn = _spawn
     dist.init_process_group = _gloo(dist.init_process_group)
     dist.new_group = _gloo(dist.new_group)
     dist.barrier = _gloo(dist.barrier)
@@ -227,6 +224,12 @@ def cuda_is_the_cpu(devices: int) -> None:
         owner.init_device_mesh = _gloo(mesh.init_device_mesh)  # type: ignore[attr-defined]
     mesh.DeviceMesh.__init__ = _gloo(mesh.DeviceMesh.__init__)
     _open.enter_context(_Cpu())
+
+
+def _spawn(*args: Any, **options: Any) -> Any:
+    """Forks: started anew, each process of each test would import everything again."""
+    method = "spawn" if dist.is_initialized() else "fork"  # a fork would have the parent's group
+    return torch.multiprocessing.start_processes(*args, **options, start_method=method)
 
 
 def _answer(value: Any) -> Callable[..., Any]:

@@ -291,7 +291,7 @@ def _wrong(suite: Suite, test: str, theirs: Run, ours: Run, said: str) -> list[s
     """What a test that the suite does not leave out shows, other than that it passes twice."""
     unknown = "not run: "
     if test not in theirs.passed:
-        why = theirs.failed.get(test, unknown + theirs.output[-2000:])
+        why = theirs.failed.get(test, unknown + theirs.output)[-1000:]
         return [f"{test}: fails with theirs, and is not named: {why}"]
     if not theirs.called(test, "theirs"):
         return [f"{test}: calls no function that is replaced, and is not named"]
@@ -299,7 +299,7 @@ def _wrong(suite: Suite, test: str, theirs: Run, ours: Run, said: str) -> list[s
     if test not in ours.passed:
         if design and design in said:
             return []
-        why = ours.failed.get(test, unknown + ours.output[-2000:])
+        why = ours.failed.get(test, unknown + ours.output)[-1000:]
         missing = f" (the page does not say {design!r})" if design else ""
         return [f"{test}: passes with theirs and fails with ours{missing}: {why}"]
     if design:
