@@ -157,10 +157,23 @@ SUITES = (
         megatron="core",
         devices=4,
     ),
+    Suite(  # its conftest leaves these tests out of the others' run
+        "nemo_rl",
+        files={"tests/unit/algorithms/test_sequence_packing_fusion.py": {}},
+        arguments=("--mcore-only",),
+        needs=("verl",),
+        absent=(*nemo_rl.ABSENT, "ray", "wandb", "datasets", "megatron.bridge"),
+        prepare=("nemo_rl",),
+        megatron="core",
+        devices=4,
+    ),
     Suite(
         "slime",
         files={
             "tests/test_ppo_logprob_entropy.py": {},
+            "tests/test_ppo_logprob_entropy_gpu.py": {
+                "*": "compares with the rounding of Megatron's CUDA kernel",
+            },
             "tests/test_cp_utils.py": {"test_cp_chunking*": _NO_MEGATRON, "*": NO_CALL},
             "tests/test_loss_cp_invariance.py": {"*-1]": NO_CALL, "*": _NO_MEGATRON},
             "tests/test_advantage_whiten_cp.py": {"*-1]": NO_CALL, "*": _NO_MEGATRON},
@@ -168,13 +181,6 @@ SUITES = (
         },
         rounding=1e-6,
         absent=slime.ENGINES,
-    ),
-    Suite(
-        "slime",
-        files={"tests/test_ppo_logprob_entropy_gpu.py": {}},
-        rounding=1e-6,
-        absent=slime.ENGINES,
-        megatron="core",
     ),
     Suite(
         "miles",
@@ -229,6 +235,7 @@ SUITES = (
             "tests/unit_tests/rl/test_rl_utils.py": {
                 "TestRLUtils::test_get_logprobs_cuda_graphs": "records CUDA graphs",
                 "TestRLUtils::test_get_logprobs_updates_all*": "packs sequences by a bare object()",
+                "TestRLUtils::test_get_logprobs[*-pp2]": "its mock has logits on every stage",
                 "TestRLUtils::test_get_logprobs*": "",
                 "TestRLUtils::test_gpt_logprobs": "needs Transformer Engine",
                 "TestRLUtils::test_prepare_data_for_update[tp*-pp1]": "",
