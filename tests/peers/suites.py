@@ -9,6 +9,7 @@ NO_CALL = "calls none of the functions that are replaced"
 KERNEL = "needs a GPU kernel"
 MOCK = "puts a mock into the framework's module, where the drop-in does not look"
 OWN_COPY = "tests a reference function of the test file itself"
+EIGHT = "starts eight ranks; others start two and four"
 HELPER = "tests a private helper that the drop-in does not replace"
 
 _AREAL = "areal.utils.functional.vocab_parallel:"
@@ -159,8 +160,14 @@ SUITES = (
     ),
     Suite(  # its conftest leaves these tests out of the others' run
         "nemo_rl",
-        files={"tests/unit/algorithms/test_sequence_packing_fusion.py": {}},
+        files={
+            "tests/unit/algorithms/test_sequence_packing_fusion.py": {
+                "*cp2_tp4]": EIGHT,
+                "*cp4_tp2]": EIGHT,
+            },
+        },
         arguments=("--mcore-only",),
+        release=slime.MEGATRON,
         needs=("verl",),
         absent=(*nemo_rl.ABSENT, "ray", "wandb", "datasets", "megatron.bridge"),
         prepare=("nemo_rl",),
