@@ -94,13 +94,23 @@ def test_differences_by_design_are_given_on_the_pages() -> None:
 
 
 @pytest.mark.night
-@pytest.mark.parametrize("fault", ["temperature ignored", "gradient scaled"])
-def test_a_fault_turns_tests_red(fault: str) -> None:
-    (suite,) = [s for s in SUITES if s.framework == "areal" and s.ranks == 2]
+@pytest.mark.parametrize(
+    ("framework", "file", "fault", "told_by"),
+    [
+        ("areal", "run_vocab_parallel", "temperature ignored", "with_temperature"),
+        ("areal", "run_vocab_parallel", "gradient scaled", "gradient_correctness"),
+        ("nemo_rl", "test_distributed_logprob", "gradient scaled", "forward_and_backward"),
+        ("slime", "test_ppo_logprob_entropy.py", "gradient scaled", "vocab_parallel"),
+    ],
+)
+def test_a_fault_turns_tests_red(framework: str, file: str, fault: str, told_by: str) -> None:
+    whole = next(s for s in SUITES if s.framework == framework and any(file in f for f in s.files))
+    suite = dataclasses.replace(
+        whole, files={name: tests for name, tests in whole.files.items() if file in name}
+    )
     if why := unavailable(suite):
         pytest.skip(why)
     faulty = run(suite, switched=True, fault=fault)
-    told_by = "with_temperature" if fault == "temperature ignored" else "gradient_correctness"
     assert any(told_by in test for test in faulty.failed), faulty.output[-3000:]
     (line,) = compare(suite, run(suite, switched=False), faulty)
     assert any(told_by in text for text in line.wrong)
