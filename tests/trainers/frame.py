@@ -157,6 +157,12 @@ def layout_sizes(layout: str) -> tuple[dict[str, int], int]:
     return sizes, math.prod(sizes.values())
 
 
+def with_fused(row: Row, *values: str) -> dict[str, Row]:
+    """The row under each value of MCORE_LOGPROBS_FUSED, for `benchmarks.trainers`."""
+    name = "MCORE_LOGPROBS_FUSED"
+    return {f"{name}={x}": dataclasses.replace(row, environment={name: x}) for x in values}
+
+
 def rows(framework: str = "") -> list[Row]:
     """All rows, or a framework's."""
     names = (framework,) if framework else FRAMEWORKS
@@ -281,7 +287,8 @@ class _LogitsMade(TorchDispatchMode):
 def watched(row: Row, trace: Trace, hidden: int, rows: int) -> Iterator[None]:
     """Notes what makes logits of a micro-batch in here, if the row is a lazy one.
 
-    Heads are computed in blocks of 512 columns: at this size a chunk would have them all.
+    Heads are computed in blocks of 512 columns, and whole rows one at a time: at this size a chunk
+    would have them all.
 
     rows: as many as a micro-batch has at least, on one of the context-parallel ranks.
     """
@@ -290,7 +297,9 @@ def watched(row: Row, trace: Trace, hidden: int, rows: int) -> Iterator[None]:
         return
     width = row.settings["vocabulary"] // row.settings["sizes"].get("tensor", 1)
     shipped = budgets.of("cpu")
-    narrow = dataclasses.replace(shipped, min_block=512, max_block=512, chunk_bytes=1)
+    blocks = {"min_block": 512, "max_block": 512, "chunk_bytes": 1}
+    rows_held = {"held_bytes": 1, "max_held_bytes": 1}
+    narrow = dataclasses.replace(shipped, **blocks, **rows_held)
     with budgets.use(narrow), _LogitsMade(width, rows, (hidden, width)) as seen:
         yield
     trace.logits = seen.made

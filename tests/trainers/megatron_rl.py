@@ -11,6 +11,7 @@ scale of the initial weights.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import runpy
 import sys
@@ -22,7 +23,7 @@ import torch
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, layout_sizes
+from tests.trainers.frame import How, Row, Trace, checkout, layout_sizes, watched, with_fused
 from tests.trainers.slime import FLAGS, MODEL, VOCAB
 
 NOW = (
@@ -48,13 +49,14 @@ def arguments(row: Row, how: How) -> list[str]:
     sizes = {"tensor": 1, "pipeline": 1, "context": 1, **row.settings.get("sizes", {})}
     options: dict[str, Any] = {
         **MODEL,
+        "vocab-size": vocabulary(row),
         **{
             f"{kind}{'' if kind == 'context' else '-model'}-parallel-size": size
             for kind, size in sizes.items()
         },
-        "seq-length": LENGTH,
-        "max-position-embeddings": LENGTH,
-        "inference-max-seq-length": LENGTH,
+        "seq-length": length(row),
+        "max-position-embeddings": length(row),
+        "inference-max-seq-length": length(row),
         "transformer-impl": "local",
         "spec": "tests.trainers.megatron_rl layers",
         "distributed-backend": "gloo",
@@ -64,9 +66,9 @@ def arguments(row: Row, how: How) -> list[str]:
         "tokenizer-model": f"{how.folder}/model",
         "init-method-std": 0.3 * how.temperature / 0.8,
         "micro-batch-size": 1,
-        "global-batch-size": PROMPTS * GROUP,
+        "global-batch-size": PROMPTS * group(row),
         "grpo-prompts-per-step": PROMPTS,
-        "grpo-group-size": GROUP,
+        "grpo-group-size": group(row),
         "grpo-iterations": 2,
         "grpo-kl-beta": 0.1,
         "grpo-clamp-eps-lower": 0.2,
@@ -88,6 +90,18 @@ def arguments(row: Row, how: How) -> list[str]:
     for key, value in options.items():
         given += [f"--{key}", *str(value).split(" ")]
     return given
+
+
+def vocabulary(row: Row) -> int:
+    return int(row.settings.get("vocabulary", VOCAB))
+
+
+def length(row: Row) -> int:
+    return int(row.settings.get("length", LENGTH))
+
+
+def group(row: Row) -> int:
+    return int(row.settings.get("group", GROUP))
 
 
 def layers(config: Any, vp_stage: int | None = None) -> Any:
@@ -118,20 +132,23 @@ def zigzag(bounds: torch.Tensor, tokens: int, size: int, rank: int) -> torch.Ten
 # ---- rollouts ------------------------------------------------------------------------------------
 
 
-def rollouts(iteration: int) -> Any:
+def rollouts(row: Row, iteration: int) -> Any:
     """Groups as Megatron's agents give them: tokens that end in the end of the document."""
     from megatron.rl.types import RolloutGroup, TokenRollout
 
     groups = []
     for prompt in range(PROMPTS):
-        group = []
-        for i in range(GROUP):
+        answers = []
+        for i in range(group(row)):
             random = torch.Generator().manual_seed(1000 * iteration + 10 * prompt + i)
             before, answer = 3 + (5 * i + prompt) % 7, 4 + (3 * i + prompt) % 9
-            tokens = torch.randint(3, VOCAB, (before + answer,), generator=random).tolist()
+            if "length" in row.settings:
+                answer = length(row) - before - 1
+            size = vocabulary(row)
+            tokens = torch.randint(3, size, (before + answer,), generator=random).tolist()
             mask = [False] * before + [True] * (answer + 1)
             mask[before + answer // 2] = False  # a tool's token
-            group.append(
+            answers.append(
                 TokenRollout(
                     trajectory=[[*tokens, 1]],
                     reward=float(torch.rand((), generator=random)),
@@ -141,7 +158,7 @@ def rollouts(iteration: int) -> Any:
                     problem_id=f"{prompt}",
                 )
             )
-        groups.append(RolloutGroup(rollouts=group))
+        groups.append(RolloutGroup(rollouts=answers))
     return groups
 
 
@@ -154,7 +171,7 @@ def prepare(row: Row, folder: Path) -> None:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{i}": i for i in range(VOCAB)}
+    words = {f"w{i}": i for i in range(vocabulary(row))}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w0", pad_token="w2", eos_token="w1"
@@ -183,15 +200,17 @@ def drive(row: Row, how: How) -> Trace:
             rl_utils.HAVE_TEX = True
             rl_utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=zigzag)
         gpt_builders.import_module = lambda spec: layers(arguments_config())
-        models = watch(training.training, rl_utils, trace)
+        models = watch(row, training.training, rl_utils, trace)
         script = Path(rl_utils.__file__).parents[2] / "train_rl.py"
         command = [str(script), *arguments(row, how)]
-        if how.switched:
-            switch.main(["megatron_rl", *command])
-        else:
-            sys.argv = command
-            sys.path.insert(0, str(script.parent))
-            runpy.run_path(str(script), run_name="__main__")
+        rows = LENGTH // 2 // row.settings["sizes"].get("context", 1)  # a micro-batch has more
+        with watched(row, trace, MODEL["hidden-size"], rows):
+            if how.switched:
+                switch.main(["megatron_rl", *command])
+            else:
+                sys.argv = command
+                sys.path.insert(0, str(script.parent))
+                runpy.run_path(str(script), run_name="__main__")
     (model, before) = models
     trace.parameters = parameters(model)
     trace.moved = max(float((trace.parameters[k] - x).abs().max()) for k, x in before.items())
@@ -209,7 +228,7 @@ def without_precision(model: Any, args: Any, options: dict[str, Any]) -> Any:
     return args, options
 
 
-def watch(training: Any, rl_utils: Any, trace: Trace) -> list[Any]:
+def watch(row: Row, training: Any, rl_utils: Any, trace: Trace) -> list[Any]:
     """Keeps what the loop computes, and gives the rollouts; the list gets model and parameters."""
     from megatron.core.utils import unwrap_model
 
@@ -227,8 +246,12 @@ def watch(training: Any, rl_utils: Any, trace: Trace) -> list[Any]:
             unwrap_model(chunk).register_forward_pre_hook(without_precision, with_kwargs=True)
         return found
 
+    def measure(what: str) -> contextlib.AbstractContextManager[None]:
+        return trace.measure(what) if "length" in row.settings else contextlib.nullcontext()
+
     def logprobs(*args: Any, **options: Any) -> Any:
-        found = batch(*args, **options)
+        with measure("log-probabilities"):
+            found = batch(*args, **options)
         kept = found
         if (packing := options["packing_context"]) is not None:
             # Between the sequences of a bin ours has 0, and Megatron a number that nobody reads.
@@ -243,12 +266,13 @@ def watch(training: Any, rl_utils: Any, trace: Trace) -> list[Any]:
     step = training.train_step
 
     def train_step(*args: Any, **options: Any) -> Any:
-        found = step(*args, **options)
+        with measure("training step"):
+            found = step(*args, **options)
         trace.grad_norm.append(float(found[5]))
         return found
 
     def environment_rollouts(*args: Any) -> Any:
-        return rollouts(training.get_args().curr_iteration), {}
+        return rollouts(row, training.get_args().curr_iteration), {}
 
     training.setup_model_and_optimizer = model_and_optimizer
     training.training_log, training.train_step = training_log, train_step
@@ -272,18 +296,42 @@ def row(layout: str, option: str, **settings: Any) -> Row:
         log=(NOW,),
         calls=("get_logprobs",),
         settings={"sizes": sizes, **settings},
+        environment={"MCORE_LOGPROBS_FUSED": "require"} if settings.get("lazy") else {},
         timeout=600,
     )
 
 
+def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, dict[str, Row]]:
+    """For `python -m benchmarks.trainers megatron_rl`: one rank, `tokens` in each of 4
+    micro-batches.
+
+    Three collections of one update each: the first warms up.
+    """
+    given = row(
+        "TP 1",
+        "measured",
+        vocabulary=vocabulary,
+        length=tokens,
+        group=4 // PROMPTS,
+        threads=2,
+        options={"hidden-size": hidden, "grpo-iterations": 1, "train-iters": 3},
+    )
+    return {"": with_fused(given, "false", "require")}
+
+
 PACKED = ["rl-use-sequence-packing"]
+PACKED_SP = [*PACKED, "sequence-parallel"]
 CORRECTED = ["rl-inference-logprobs-is-correction"]
+LAZY = {"lazy": True, "vocabulary": 8192}
 TRUNCATED = {"rl-importance-sampling-truncation-coef": 2.0}
 ROWS = [
     row("TP 1", "GRPO"),
     row("TP 1", "GRPO, packed bins", flags=PACKED),
+    row("TP 1", "GRPO, lazy logits at V 8192", **LAZY),
+    row("TP 2 x SP", "GRPO, packed bins, lazy logits at V 8192", **LAZY, flags=PACKED_SP),
+    row("CP 2", "GRPO, lazy logits at V 8192", **LAZY, flags=["calculate-per-token-loss"]),
     row("TP 2", "GRPO, importance sampling", flags=CORRECTED, options=TRUNCATED),
-    row("TP 2 x SP", "GRPO, packed bins", flags=[*PACKED, "sequence-parallel"]),
+    row("TP 2 x SP", "GRPO, packed bins", flags=PACKED_SP),
     row("CP 2", "GRPO", flags=["calculate-per-token-loss"]),
     row("PP 2", "GRPO"),
     row("DP 2", "GRPO, distributed optimizer", flags=["use-distributed-optimizer"]),

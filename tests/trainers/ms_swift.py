@@ -24,7 +24,16 @@ from torch import Tensor
 from tests.dropin.frameworks import source_root
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
+from tests.trainers.frame import (
+    How,
+    Row,
+    Trace,
+    checkout,
+    installed,
+    layout_sizes,
+    watched,
+    with_fused,
+)
 from tests.trainers.verl import write_model
 
 # Imported, and not used on the way to a training step.
@@ -124,7 +133,12 @@ def write_inputs(row: Row, folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = row.settings.get("vocabulary", VOCABULARY)
-    given = {"vocabulary": words, "hidden": HIDDEN}
+    length = row.settings.get("length", 0)
+    given = {
+        "vocabulary": words,
+        "hidden": row.settings.get("hidden", HIDDEN),
+        "length": 2 * length,
+    }
     classes = LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     for name in ("model", "model-0.8", "model-0.9"):
         write_model(folder / name, given, *classes)
@@ -138,6 +152,7 @@ def write_inputs(row: Row, folder: Path) -> None:
 
     def text(most: int) -> str:
         count = int(torch.randint(2, most + 1, (), generator=random))
+        count = most if length else count
         ids = torch.randint(4, VOCABULARY, (count,), generator=random).tolist()
         return " ".join(f"w{i}" for i in ids)
 
@@ -145,11 +160,17 @@ def write_inputs(row: Row, folder: Path) -> None:
         for _ in range(4 * BATCH):
             user = {"role": "user", "content": text(PROMPT)}
             prompts.write(json.dumps({"messages": [user]}) + "\n")
-            answer = {"role": "assistant", "content": text(COMPLETION)}
-            pair = {"messages": [user, answer], "rejected_response": text(COMPLETION)}
+            answer = {"role": "assistant", "content": text(completion(row))}
+            pair = {"messages": [user, answer], "rejected_response": text(completion(row))}
             pairs.write(json.dumps(pair) + "\n")
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "switch_logprobs.py").write_text(SWITCH)
+
+
+def completion(row: Row) -> int:
+    """How many tokens an answer has at most; where it is measured, exactly."""
+    length = row.settings.get("length")
+    return length - PROMPT - 1 if length else COMPLETION  # 1: the end of the document
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -190,6 +211,7 @@ class Server:
     """The client of a rollout server: completions of random tokens; weights go nowhere."""
 
     enable_lora = enable_multi_turn = use_gym_env = False
+    least, most = 2, COMPLETION
 
     def __init__(self, **address: Any) -> None:
         self.random = torch.Generator().manual_seed(11)
@@ -203,7 +225,7 @@ class Server:
     def completion(self) -> Any:
         from swift.infer_engine import protocol  # type: ignore[import-not-found]
 
-        count = int(torch.randint(2, COMPLETION + 1, (), generator=self.random))
+        count = int(torch.randint(self.least, self.most + 1, (), generator=self.random))
         ids = torch.randint(4, VOCABULARY, (count,), generator=self.random).tolist()
         text = " ".join(f"w{i}" for i in ids)
         message = protocol.ChatMessage(role="assistant", content=text)
@@ -263,6 +285,9 @@ def drive(row: Row, how: How) -> Trace:
     with cpu_devices():
         on_cpu()
         kept = observe(trace)
+        if "length" in row.settings:
+            Server.least = Server.most = completion(row)
+            measure(trace)
         from swift.megatron.pipelines.train.rlhf import (  # type: ignore[import-not-found]
             megatron_rlhf_main,
         )
@@ -270,6 +295,8 @@ def drive(row: Row, how: How) -> Trace:
         context = int(row.settings["sizes"].get("context", 1))
         with watched(row, trace, HIDDEN, 2 * 4 // context):
             megatron_rlhf_main(arguments(row, how))
+    if "length" in row.settings:  # measured, not compared
+        return trace
     (trainer, before) = kept
     trace.parameters = parameters(trainer)
     trace.moved = max(float((trace.parameters[k] - x).abs().max()) for k, x in before.items())
@@ -329,7 +356,8 @@ def observe(trace: Trace) -> list[Any]:
     def grpo_loss(self: Any, output_tensor: Tensor, data: Any) -> Any:
         batch = data["grpo_batch"]
         for x in (output_tensor, batch.old_per_token_logps, batch.ref_per_token_logps):
-            trace.logprobs.append(x.detach().clone())
+            if x is not None:
+                trace.logprobs.append(x.detach().clone())
         entropy = data["per_token_entropy"].where(batch.completion_mask, 0.0)
         trace.entropy.append(entropy.detach().clone())
         return loss_of_grpo(self, output_tensor, data)
@@ -341,6 +369,27 @@ def observe(trace: Trace) -> list[Any]:
 
     grpo.loss_func, dpo.loss_func = grpo_loss, dpo_loss
     return kept
+
+
+def measure(trace: Trace) -> None:
+    """Notes what a training step takes, and apart from it the pass that GRPO begins it with."""
+    from swift.megatron.trainers import base, grpo_trainer
+
+    owner = base.BaseMegatronTrainer
+    step = owner.train_step
+
+    def train_step(self: Any, iterator: Any) -> Any:
+        if isinstance(self, grpo_trainer.MegatronGRPOTrainer):
+            with trace.measure("log-probabilities"):
+                iterator = self._replace_data_iterator(iterator)
+            self._replace_data_iterator = lambda same: same
+        try:
+            with trace.measure("training step"):
+                return step(self, iterator)
+        finally:
+            vars(self).pop("_replace_data_iterator", None)
+
+    owner.train_step = train_step
 
 
 def parameters(trainer: Any) -> dict[str, Tensor]:
@@ -371,6 +420,39 @@ def row(version: str, trainer: str, layout: str, option: str, **more: Any) -> Ro
         environment={"MCORE_LOGPROBS_FUSED": "require"} if more.get("lazy") else {},
         timeout=600,
     )
+
+
+def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, dict[str, Row]]:
+    """For `python -m benchmarks.trainers ms_swift`: one rank, two sequences of `tokens` together in
+    each of 4 micro-batches.
+
+    Three steps each: the first warms up. GRPO has log-probabilities of the old policy, by a pass
+    over completions that are given; DPO those of its reference within the step.
+    """
+    sizes = {
+        "vocabulary": vocabulary,
+        "hidden": hidden,
+        "length": tokens // 2,
+        "threads": 2,
+    }
+    long = {"max_length": tokens, "train_iters": 3}
+    options = {
+        "GRPO": {
+            **long,
+            "beta": 0.0,
+            "max_completion_length": tokens,
+            "generation_batch_size": BATCH,
+        },
+        "DPO": {**long, "micro_batch_size": 1, "global_batch_size": 4},
+    }
+    given = {
+        trainer: row("4.6.0", trainer, "TP 1", "measured", **sizes, options=own)
+        for trainer, own in options.items()
+    }
+    return {
+        "GRPO": with_fused(given["GRPO"], "false", "require"),
+        "DPO": with_fused(given["DPO"], "require"),  # no function of its own is replaced
+    }
 
 
 SEQUENCES = {"importance_sampling_level": "sequence", "epsilon": 3e-3}

@@ -49,6 +49,7 @@ def _rank(row: Row, paths: list[Path], how: How, rank: int, port: int, folder: P
             os.environ.update(row.environment)
         if how.fault:
             faults.put(row.framework, how.fault)
+        torch.set_num_threads(row.settings.get("threads", 1))
         drive = module(row.framework).drive
         how = dataclasses.replace(how, folder=str(folder))
         with counting(row.framework, paths, row.calls) as (ours, theirs):
@@ -90,6 +91,7 @@ def _run(row: Row, paths: list[Path], how: How, folder: Path) -> list:
 
 def main(folder: Path) -> None:
     row, paths, runs = pickle.loads((folder / "job").read_bytes())
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: a rank would wait for them
     module(row.framework).prepare(row, folder)
     gc.freeze()  # a collection in a rank would copy the modules' pages
     traces = [_run(row, paths, how, folder) for how in runs]

@@ -23,7 +23,16 @@ from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
+from tests.trainers.frame import (
+    How,
+    Row,
+    Trace,
+    checkout,
+    installed,
+    layout_sizes,
+    watched,
+    with_fused,
+)
 
 MEGATRON = "0.19.2"
 VOCAB = 96
@@ -413,7 +422,7 @@ KL = {"kl-loss-coef": 0.1, "kl-loss-type": "low_var_kl"}
 DYNAMIC = {"max-tokens-per-gpu": 40}
 
 
-def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
+def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, dict[str, Row]]:
     """For `python -m benchmarks.trainers slime`: one rank, `tokens` in each of 4 micro-batches.
 
     Three steps each: the first warms up. GSPO, because slime takes GRPO's log-probabilities from
@@ -436,12 +445,7 @@ def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
             "rollout-max-response-len": length,
         },
     )
-    return {
-        f"MCORE_LOGPROBS_FUSED={value}": dataclasses.replace(
-            given, environment={"MCORE_LOGPROBS_FUSED": value}
-        )
-        for value in ("false", "require")
-    }
+    return {"": with_fused(given, "false", "require")}
 
 
 def ray_row(layout: str, option: str, **settings: Any) -> Row:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.dropin.frameworks import source_root
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
-from tests.trainers.frame import How, Row, Trace, installed
+from tests.trainers.frame import How, Row, Trace, installed, watched
 
 PLUGIN = "mcore_logprobs.dropin.verl_plugin"
 FUSED = "verl.models.mcore.model_forward_fused: fused_output_processor, patch_fused_forward"
@@ -45,7 +45,10 @@ def _row(
             sizes[name] = int(size)
     processes = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
     settings = {**sizes, "sp": "sp" in words, **more.pop("settings", {})}
-    settings["alike"] = "overrides" not in settings
+    settings["alike"] = not {"overrides", "lazy"} & settings.keys()
+    if settings.get("lazy"):
+        settings |= {"vocabulary": 8192, "sizes": {"tensor": sizes["tp"]}}
+        more["environment"] = {"MCORE_LOGPROBS_FUSED": "require"}
     more.setdefault("log", (LOGITS, NOW))
     return Row("verl", layout, option, processes, calls=tuple(calls), settings=settings, **more)
 
@@ -112,6 +115,16 @@ ROWS = [
         },
     ),
     *(
+        _row(layout, "logits, lazy logits at V 8192", settings={"lazy": True})
+        for layout in ("TP 1", "TP 2")
+    ),
+    _row(
+        "TP 2 SP",
+        "logits, distillation from a teacher's top 5, lazy logits at V 8192",
+        calls=("vocab_parallel_log_probs_from_logits", "compute_forward_kl_topk"),
+        settings={"lazy": True, "topk": 5, "overrides": _DISTILL},
+    ),
+    *(
         _row(
             layout,
             "logits, distillation from a teacher's top 5",
@@ -142,7 +155,7 @@ ROWS = [
 ]
 
 
-def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
+def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, dict[str, Row]]:
     """Rows for `python -m benchmarks.trainers verl`: one rank, `tokens` in each of 4 micro-batches.
 
     Three steps each: the first warms up.
@@ -151,7 +164,7 @@ def measured(vocabulary: int, hidden: int, tokens: int) -> dict[str, Row]:
     size["threads"] = 2
     logits = _row("TP 1", "logits", settings=size)
     fused = _row("TP 1", "fused", settings={**size, "fused": True})
-    return {"logits": logits, "fused": fused}
+    return {"": {"logits": logits, "fused": fused}}
 
 
 def paths(row: Row) -> list[Path] | str:
@@ -240,9 +253,11 @@ def drive(row: Row, how: How) -> Trace:
         parameters = _parameters(actor)
         before = {name: p.clone() for name, p in parameters.items()}
         trace = Trace()
-        for step in range(given.get("steps", 2)):
-            batch = _batch(step, given, actor)
-            _step(batch, actor, reference, given, how, trace)
+        # A micro-batch has two sequences of seven tokens or more.
+        with watched(row, trace, HIDDEN, 2 * 7 // given["cp"]):
+            for step in range(given.get("steps", 2)):
+                batch = _batch(step, given, actor)
+                _step(batch, actor, reference, given, how, trace)
         if given.get("length"):  # measured, not compared
             return trace
         trace.parameters = {name: p.clone() for name, p in _parameters(actor).items()}
