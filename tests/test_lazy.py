@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import mcore_logprobs as ours
 from mcore_logprobs.sources import lazy as lazy_module
@@ -272,6 +273,71 @@ def test_a_function_that_sees_tensors_only_gets_the_gradient() -> None:
     ):
         loss = Loss.apply(logits.transpose(0, 1).contiguous() / 0.7, target)
         found.append(gradients((loss * torch.linspace(-1, 1, S)).sum(), tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class HalfAsItIs(torch.autograd.Function):
+    """The logits, with half of their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 0.5
+
+
+class HalfOfACopy(HalfAsItIs):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+
+@pytest.mark.parametrize("function", [HalfAsItIs, HalfOfACopy])
+@pytest.mark.parametrize(
+    "after",
+    [lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)[:] / 0.7],
+    ids=["itself", "recorded"],
+)
+def test_a_function_that_gives_the_logits_on_keeps_its_backward(function: Any, after: Any) -> None:
+    tensors, target = head(), torch.arange(S * B).view(S, B) % V
+    found = []
+    for logits in (
+        lazy_logits(**tensors),
+        tensors["hidden"] @ tensors["weight"].t() + tensors["bias"],
+    ):
+        passed = after(function.apply(logits))
+        logprobs = ours.vocab_parallel_logprobs(passed, target)
+        loss = (logprobs * torch.linspace(-1, 1, B)).sum() + passed[0].exp().mean()
+        found.append(gradients(loss, tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_that_gives_the_logits_on_is_told_or_refused() -> None:
+    target = torch.zeros(S, B, dtype=torch.int64)
+    passed = HalfAsItIs.apply(lazy_logits(**head(), require=True))
+    with pytest.raises(ValueError, match=r"test_lazy\.py:\d+ needs real logits \(HalfAsItIs"):
+        ours.vocab_parallel_logprobs(passed, target)
+    with torch.no_grad():  # there is no backward that could be lost
+        ours.vocab_parallel_logprobs(passed, target)
+
+
+def test_logits_of_a_reentrant_checkpoint() -> None:
+    tensors, target = head(), torch.arange(S * B).view(S, B) % V
+    found = []
+    for give in (lazy_logits, lambda hidden, weight, bias: hidden @ weight.t() + bias):
+        logits = checkpoint(
+            lambda hidden, give=give: give(hidden * 1.0, tensors["weight"], bias=tensors["bias"]),
+            tensors["hidden"],
+            use_reentrant=True,
+        )
+        for tensor in tensors.values():
+            tensor.grad = None
+        ours.vocab_parallel_logprobs(logits, target).sum().backward()
+        found.append([tensor.grad for tensor in tensors.values()])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from mcore_logprobs.megatron.adapters import (
     is_adapter,
 )
 from mcore_logprobs.megatron.versions import takes
+from mcore_logprobs.sources.lazy import gives_on
 from mcore_logprobs.sources.source import check_segments
 from mcore_logprobs.sources.vocab_bias import vocab_bias
 from mcore_logprobs.vocabulary import tokenizer_size
@@ -292,12 +293,26 @@ def _reason_against_hooks(layer: nn.Module) -> str:
         where, name = _names(hook)
         if where.startswith("torch.distributed.fsdp.") and not hasattr(hook, "__self__"):
             return "FSDP shards its weight in one group with other modules"
-        if not where.startswith(_HARMLESS_HOOKS):
+        if not (where.startswith(_HARMLESS_HOOKS) or _gives_logits_on(hook)):
             return f"a forward hook on the output layer ({name}) may read or change the logits"
     return ""
 
 
 _HARMLESS_HOOKS = ("torch.distributed.fsdp.", "megatron.core.distributed.fsdp.", "megatron_fsdp.")
+
+
+# mcore_adapter's makes the gradient contiguous, for a LoRA's backward.
+_IDENTITY_HOOKS = (("mcore_adapter.models.model_utils", "mca_lora_logits_postprocess_hook"),)
+_tried: dict[object, bool] = {}
+
+
+def _gives_logits_on(hook: Callable[..., Any]) -> bool:
+    """Whether it is a known hook that leaves logits and their gradient as they are; tried once."""
+    if _names(hook) not in _IDENTITY_HOOKS:
+        return False
+    if hook not in _tried:
+        _tried[hook] = gives_on(lambda logits: hook(None, (), (logits, None))[0])
+    return _tried[hook]
 
 
 def _names(hook: object) -> tuple[str, str]:

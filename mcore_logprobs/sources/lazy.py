@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ class LazyLogits(Tensor):
 
     @property
     def owned(self) -> Tensor | None:
-        """The real logits that this handle is since its `requires_grad` was set."""
+        """The real logits that this handle is: since its `requires_grad` was set, or since it was
+        used behind an autograd function."""
         return self._leaf
 
     @property
@@ -140,12 +141,18 @@ class LazyLogits(Tensor):
         return self if alike else self.materialize("a teacher of other rows than the student's")
 
     def written(self) -> Tensor | None:
-        """The real logits where somebody holds them, to write into or for a gradient of their own.
+        """The real logits where somebody holds them, to write into or for a gradient of their own,
+        or where an autograd function gave them on.
 
         Then they, and not the product, are what an operation is about. Logits that were only read
         do not change what is consumed: a checkpoint's recomputation must take the same way.
         """
         if self._leaf is not None:
+            return self._leaf
+        if self._wants_gradient and (function := _function_before(self)):
+            # Its backward must be called, with the gradient of real logits.
+            _say_or_refuse(self._view, f"{function}.backward")
+            self._leaf = _Through.apply(self)
             return self._leaf
         rows, wants = self._view.rows, self._wants_gradient
         if not rows.written:
@@ -210,11 +217,11 @@ class LazyLogits(Tensor):
 
     def materialize_to_write(self, what: str) -> Tensor:
         """The real logits, shared with all views of the same tensor from now on."""
+        self.written()  # raises where a gradient cannot follow
         if self._leaf is not None:
             return self._leaf
         view, wants = self._view, self._wants_gradient
         rows = view.rows
-        self.written()  # raises where a gradient cannot follow
         if wants not in rows.real:
             whole = View.all_of(rows, (rows.num_rows,), view.dtype)
             _say_or_refuse(whole, what)
@@ -274,6 +281,56 @@ class _Handle(torch.autograd.Function):
             real = view.compute(gradient=True)
         found = iter(torch.autograd.grad(real, wanted, grads[0], allow_unused=True))
         return None, *(next(found) if need else None for need in needs)
+
+
+class _Through(torch.autograd.Function):
+    """The real logits of a handle, whose gradient goes back to whatever gave the handle."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: LazyLogits) -> Tensor:
+        return handle.view_of_head.compute(gradient=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+# torch's own nodes that hand a gradient on as it is, and functions that were found to.
+_SAME = ("AliasBackward0", "ViewBackward0")
+_identities: set[type] = set()
+
+
+def gives_on(function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a function gives a tensor and its gradient on as they are, as far as an example says.
+
+    Its autograd function, if it has one, then leaves lazy logits what they are.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        for batch in (1, 2):  # a batch of one is a case of its own where strides are looked at
+            x = torch.linspace(-2.0, 3.0, 12 * batch).view(batch, 3, 4).transpose(0, 1)
+            x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+            found, upstream = function(x), torch.linspace(1.0, 7.0, 12 * batch).view(4, 3, batch)
+            upstream = upstream.permute(1, 2, 0)
+            (grad,) = torch.autograd.grad(found, x, upstream)
+            if not (torch.equal(found, x) and torch.equal(grad, upstream)):
+                return False
+    if (made := _function_of(found.grad_fn)) is not None:
+        _identities.add(made)
+    return True
+
+
+def _function_of(node: object) -> type | None:
+    """The autograd function that a node of the graph is of."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def _function_before(handle: LazyLogits) -> str:
+    """The autograd function that a handle has passed through since its head, or ""."""
+    node = handle.grad_fn
+    while node is not None and (node.name() in _SAME or _function_of(node) in _identities):
+        node = node.next_functions[0][0]
+    own = node is None or _function_of(node) is _Handle
+    return "" if own else node.name().removesuffix("Backward")
 
 
 def calling_layer(arguments: Iterable[object]) -> LazyHead | None:

@@ -119,7 +119,24 @@ def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object
         found = _joined(func, args, kwargs)
         if found is not _NOT:
             return found
+    elif func is torch.autograd.backward and args:
+        return _backward_from(args, kwargs)
     return _with_real(name, func, args, kwargs)
+
+
+def _backward_from(args: Any, kwargs: Any) -> None:
+    """`torch.autograd.backward` from handles: with the gradient of logits that somebody has, as a
+    reentrant checkpoint does within its backward, where real ones would be computed without a
+    graph.
+    """
+    tensors = (args[0],) if isinstance(args[0], Tensor) else args[0]
+
+    def joined(x: object) -> object:
+        real = x.written() if isinstance(x, LazyLogits) else None
+        return x if real is None else real
+
+    rest = _real(args[1:], "backward"), _real(kwargs, "backward")
+    _itself(torch.autograd.backward, (tuple(joined(x) for x in tensors), *rest[0]), rest[1])
 
 
 def _itself(func: Any, args: Any, kwargs: Any) -> object:

@@ -112,6 +112,59 @@ def test_a_step_equals_one_on_real_logits(ranks: Any, name: str) -> None:
         assert errors["materialized"] < 1e-6, errors
 
 
+def adapter_hook(factor: float) -> Any:
+    """mcore_adapter's hook by its name: an autograd function that gives the logits on."""
+
+    class Contiguous(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            return logits
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0].contiguous() * factor
+
+    def mca_lora_logits_postprocess_hook(module: Any, given: Any, output: Any) -> Any:
+        logits, bias = output
+        return Contiguous.apply(logits), bias
+
+    mca_lora_logits_postprocess_hook.__module__ = "mcore_adapter.models.model_utils"
+    return mca_lora_logits_postprocess_hook
+
+
+def with_hook(factor: float) -> dict[str, Any]:
+    """A step with the hook: plain, and with lazy logits."""
+    with megatron() as parallel_state:
+        model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
+        batch = make_batch(parallel_state)
+        model.output_layer.register_forward_hook(adapter_hook(factor))
+        state = torch.get_rng_state()
+        expected, expected_grads, _ = step(model, batch)
+        with patch_gpt_model(model, LAZY if factor == 1.0 else LogprobConfig(logits="lazy")):
+            got, grads, logits = step(model, batch)
+            labels = {"labels": batch["labels"]}
+            loss = model(**batch["inputs"], **labels).logprobs
+        with patch_gpt_model(model, LogprobConfig(fused=False)):
+            same = model(**batch["inputs"], **labels).logprobs
+        assert torch.equal(state, torch.get_rng_state()), "the caller's random numbers"
+        return {
+            "lazy": isinstance(logits, LazyLogits),
+            "logprobs": relative(got, expected),
+            "grad": worst(grads, expected_grads),
+            "with labels": relative(loss, same),
+        }
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_hook_that_gives_the_logits_on(ranks: Any, factor: float) -> None:
+    """ROLL's hook changes nothing: logits stay lazy; one that does anything else gets real ones."""
+    (found,) = ranks(1).run(with_hook, factor)
+    assert found["lazy"] == (factor == 1.0)
+    assert found["logprobs"] < 2e-6, found
+    assert found["grad"] < 1e-4, found
+    assert found["with labels"] < 2e-6, found
+
+
 def with_lora(tp: int, sequence_parallel: bool) -> dict[str, float]:
     with megatron(tp=tp) as parallel_state:
         model = test_lora.build(tp, sequence_parallel=sequence_parallel)

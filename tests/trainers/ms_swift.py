@@ -152,8 +152,10 @@ def write_inputs(row: Row, folder: Path) -> None:
 
     def text(most: int) -> str:
         count = int(torch.randint(2, most + 1, (), generator=random))
-        count = most if length else count
-        ids = torch.randint(4, VOCABULARY, (count,), generator=random).tolist()
+        first = 4
+        if length:  # "w20" to "w29" are two tokens: the end of the document is found in them
+            count, first = most, 30
+        ids = torch.randint(first, VOCABULARY, (count,), generator=random).tolist()
         return " ".join(f"w{i}" for i in ids)
 
     with (folder / "grpo.jsonl").open("w") as prompts, (folder / "dpo.jsonl").open("w") as pairs:
@@ -372,24 +374,36 @@ def observe(trace: Trace) -> list[Any]:
 
 
 def measure(trace: Trace) -> None:
-    """Notes what a training step takes, and apart from it the pass that GRPO begins it with."""
+    """Notes what a training step takes, and apart from it the pass that GRPO begins it with: the
+    log-probabilities of its micro-batches, without the rollout and the weights sent for it.
+    """
     from swift.megatron.trainers import base, grpo_trainer
 
-    owner = base.BaseMegatronTrainer
-    step = owner.train_step
+    owner, grpo = base.BaseMegatronTrainer, grpo_trainer.MegatronGRPOTrainer
+    step, of_micro_batch = owner.train_step, grpo._maybe_compute_logps
+    passes: list[tuple[float, float]] = []
+
+    def compute_logps(*given: Any, **options: Any) -> Any:
+        with trace.measure("micro-batch"):
+            found = of_micro_batch(*given, **options)
+        passes.extend(trace.measured.pop("micro-batch"))
+        return found
 
     def train_step(self: Any, iterator: Any) -> Any:
-        if isinstance(self, grpo_trainer.MegatronGRPOTrainer):
-            with trace.measure("log-probabilities"):
-                iterator = self._replace_data_iterator(iterator)
+        if isinstance(self, grpo):
+            iterator = self._replace_data_iterator(iterator)
             self._replace_data_iterator = lambda same: same
+            seconds, peaks = zip(*passes, strict=True)
+            of_step = trace.measured.setdefault("log-probabilities", [])
+            of_step.append((sum(seconds), max(peaks)))
+            passes.clear()
         try:
             with trace.measure("training step"):
                 return step(self, iterator)
         finally:
             vars(self).pop("_replace_data_iterator", None)
 
-    owner.train_step = train_step
+    owner.train_step, grpo._maybe_compute_logps = train_step, compute_logps
 
 
 def parameters(trainer: Any) -> dict[str, Tensor]:

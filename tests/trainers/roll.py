@@ -25,9 +25,9 @@ from mcore_logprobs.cpu_megatron.training import cpu_devices
 from tests.trainers import requirements
 from tests.trainers.absent import stand_in
 from tests.trainers.bridge import without_tensorboard
-from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed, layout_sizes
+from tests.trainers.frame import PLAIN, How, Row, Trace, checkout, installed, layout_sizes, watched
 from tests.trainers.slime import ray_in_process
-from tests.trainers.verl import VOCABULARY, write_model
+from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
 
 # Imported, and not used on the way to a training step.
 ABSENT = (
@@ -113,6 +113,15 @@ def _train(row: Row, how: How) -> Trace:
     actor = _actor(row, how)
     before = _parameters(actor)
     trace = Trace()
+    rows = MICRO * LENGTH // row.settings["sizes"].get("context", 1)
+    with watched(row, trace, HIDDEN, rows // 2):
+        _steps(row, actor, trace)
+    trace.parameters = _parameters(actor)
+    trace.moved = max(float((x - before[n]).abs().max()) for n, x in trace.parameters.items())
+    return trace
+
+
+def _steps(row: Row, actor: Any, trace: Trace) -> None:
     for step in range(STEPS):
         tensors = _tensors(step, actor, row)
         logprobs, entropy = _logprobs(actor, tensors)
@@ -124,9 +133,6 @@ def _train(row: Row, how: How) -> Trace:
         tensors["old_log_probs"] = logprobs + noise
         tensors["ref_log_probs"] = logprobs - noise
         _update(actor, tensors, trace)
-    trace.parameters = _parameters(actor)
-    trace.moved = max(float((x - before[n]).abs().max()) for n, x in trace.parameters.items())
-    return trace
 
 
 def _actor(row: Row, how: How) -> Any:
@@ -328,15 +334,20 @@ def _row(layout: str, option: str, **settings: Any) -> Row:
         log=(NOW,),
         calls=calls,
         settings={"sizes": sizes, **settings},
+        environment={"MCORE_LOGPROBS_FUSED": "require"} if settings.get("lazy") else {},
         timeout=600,
     )
 
 
 _RANGE = {"pg_clip": 0.1, "dual_clip_loss": False, "loss_agg_mode": "seq-mean-token-mean"}
+_LAZY = {"lazy": True, "vocabulary": 8192}
 ROWS = [
     _row("TP 1", "PPO, KL"),
     _row("TP 2 x SP", "PPO, mean of sequences", pipeline=_RANGE),
     _row("CP 2", "PPO, KL"),
+    _row("TP 1", "PPO, KL, lazy logits at V 8192", **_LAZY),
+    _row("TP 2 x SP", "PPO, KL, lazy logits at V 8192", **_LAZY),
+    _row("CP 2", "PPO, KL, lazy logits at V 8192", **_LAZY),
     _row("PP 2", "PPO, KL"),
     _row("DP 2", "PPO, KL"),
 ]
