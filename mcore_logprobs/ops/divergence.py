@@ -30,6 +30,7 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Sav
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.sources.given import GivenLogits, given_logits
 from mcore_logprobs.sources.head import HeadLogits, head_logits
+from mcore_logprobs.sources.lazy import uncut
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.pair_source import AnySource, PairSource, alongside, beside
 from mcore_logprobs.sources.source import ChunkAt, masked_source, token_temperature
@@ -249,7 +250,7 @@ def _both_given(
     teacher_softcap: float | None,
     shared: LogitsKeywords,
 ) -> tuple[AnySource, AnySource]:
-    student = given_logits(student_logits, name="student_logits", **shared)
+    student = given_logits(uncut(student_logits), name="student_logits", **shared)
     if teacher_temperature is None:  # not the source's, which has what lazy logits were divided by
         teacher_temperature = shared.get("temperature", 1.0)
     teacher = given_teacher(
@@ -275,7 +276,7 @@ def given_teacher(
     **options: Any,
 ) -> AnySource:
     """A teacher's logits, checked against the student's source, whose temperature None is."""
-    teacher_logits = alongside(student, teacher_logits)
+    teacher_logits = alongside(student, uncut(teacher_logits))
     teacher = given_logits(
         teacher_logits,
         temperature=token_temperature(student) if temperature is None else temperature,

@@ -15,6 +15,7 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Sav
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.sources.given import given_logits
+from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.source import ChunkAt, Source, Tile
 
 
@@ -119,4 +120,7 @@ def vocab_parallel_log_softmax(
 
     Keywords and errors are those of `vocab_parallel_token_stats`.
     """
-    return apply(LogSoftmax(), given_logits(vocab_parallel_logits, **shared))[0]
+    found = apply(LogSoftmax(), given_logits(vocab_parallel_logits, **shared))[0]
+    if isinstance(vocab_parallel_logits, LazyLogits):  # which may have been cut
+        return found[..., : vocab_parallel_logits.shape[-1]]
+    return found

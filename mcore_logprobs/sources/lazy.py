@@ -119,7 +119,8 @@ class LazyLogits(Tensor):
             if found is not None:
                 return found
             real = self.materialize(
-                "a softcap behind a bias, or one or a logit_bias behind a temperature per token"
+                "a softcap behind a bias, or one or a logit_bias behind a temperature per token; a "
+                "bias per column or segments of logits that were cut"
             )
         return real
 
@@ -178,7 +179,7 @@ class LazyLogits(Tensor):
         if view.is_whole:
             part = flat.view(view.shape)
         else:
-            start = view.places.storage_offset() * view.width + flat.storage_offset()
+            start = view.places.storage_offset() * view.rows.width + flat.storage_offset()
             part = flat.as_strided(view.shape, view.strides, start)
         if part.requires_grad == flat.requires_grad:  # not of another gradient mode
             self._part = flat, part
@@ -329,8 +330,18 @@ def _function_before(handle: LazyLogits) -> str:
     node = handle.grad_fn
     while node is not None and (node.name() in _SAME or _function_of(node) in _identities):
         node = node.next_functions[0][0]
-    own = node is None or _function_of(node) is _Handle
-    return "" if own else node.name().removesuffix("Backward")
+    if node is None or _function_of(node) is _Handle:
+        return ""
+    return str(node.name()).removesuffix("Backward")
+
+
+def uncut(logits: Tensor) -> Tensor:
+    """The logits; real ones where their vocabulary was cut, since two sides must have as many
+    columns.
+    """
+    if isinstance(logits, LazyLogits) and logits.view_of_head.is_cut:
+        return logits.materialize("a divergence of logits that were cut")
+    return logits
 
 
 def calling_layer(arguments: Iterable[object]) -> LazyHead | None:

@@ -10,12 +10,14 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 
+from mcore_logprobs.groups import group_size
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import Rows, View
 
@@ -279,8 +281,13 @@ def _indexed(handle: LazyLogits, key: Any) -> object:
         last = keys.pop()
         if last is None or not isinstance(last, slice):
             return _NOT
-        if range(view.width)[last] != range(view.width):
+        kept = range(view.width)[last]
+        if kept != range(len(kept)) or not kept:
             return _NOT
+        if len(kept) < view.width:
+            if group_size(view.rows.head.tp_group) > 1:  # the ids of a rank's columns would change
+                return _NOT
+            view = replace(view, columns=len(kept))
     keys = [k.cpu() if isinstance(k, Tensor) else k for k in keys]
     places = view.places[tuple(keys)]  # torch's errors are the caller's
     return _like(handle, view.at(places))
@@ -308,12 +315,12 @@ def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     dtype = options.pop("dtype", None) or handle.dtype
     wants = torch.is_grad_enabled() and handle.requires_grad
     view, dims = handle.view_of_head, (*args, *options.values())
-    if name == "mean" and not dims:
+    if name == "mean" and not dims and not view.is_cut:
         rows = view.mean() if wants else view.summary().mean
         return rows.mean().to(dtype)
     if name == "linalg_vector_norm" and args:  # its order, not its dimension
         return _NOT
-    if len(dims) != 1 or not set(options) <= {"dim"} or isinstance(dims[0], Tensor):
+    if view.is_cut or len(dims) != 1 or not set(options) <= {"dim"} or isinstance(dims[0], Tensor):
         return _NOT
     if dims[0] not in (-1, handle.dim() - 1):
         return _NOT
@@ -338,7 +345,10 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     views = [x.view_of_head for x in parts]
     first = views[0]
     head = first.rows.head
-    alike = {(id(v.rows.head), v.dtype, x.requires_grad) for v, x in zip(views, parts, strict=True)}
+    alike = {
+        (id(v.rows.head), v.width, v.dtype, x.requires_grad)
+        for v, x in zip(views, parts, strict=True)
+    }
     if len(alike) > 1 or any(x.written() is not None for x in parts):
         return _NOT
     pad = _pad(first)
@@ -363,7 +373,8 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         joined = join(own)
         assert joined is not None
         whole = joined.reshape(-1)
-    made = View.all_of(Rows(head, rows.reshape(-1), whole), rows.shape, first.dtype)
+    joint = Rows(head, rows.reshape(-1), whole, first.width)
+    made = View.all_of(joint, rows.shape, first.dtype)
     return _like(parts[0], made)
 
 
@@ -394,6 +405,8 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     else:
         return _NOT
     if name.endswith("_") and (not name.startswith("__") or name.startswith("__i")):
+        if view.columns is not None:
+            return _NOT  # the other columns of the same memory are not scaled
         view.rows.divide_(view.places, divisor)
         return handle
     dtype = (

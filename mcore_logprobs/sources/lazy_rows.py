@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from mcore_logprobs.groups import group_size
+from mcore_logprobs.groups import VocabShard, group_size
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.latest_pass import LatestPass, Passes, PassKey
 from mcore_logprobs.sources.lora import LoRAInput
@@ -203,16 +203,22 @@ class Rows:
     Attributes:
         rows: int64 `[m]` on the host, flat indices into the head's tokens; None: all in order.
         temperature: what they are divided by, a number or `[m]`.
-        real: the logits `[m, V/TP]` where they were computed, by whether they have a gradient.
+        width: how many of the head's columns, the first ones, this memory has.
+        real: the logits `[m, width]` where they were computed, by whether they have a gradient.
         written: whether those were changed in place.
         version: how often the temperature was changed.
         summary: of the places of a view, at a version.
     """
 
     def __init__(
-        self, head: LazyHead, rows: Tensor | None, temperature: float | Tensor = 1.0
+        self,
+        head: LazyHead,
+        rows: Tensor | None,
+        temperature: float | Tensor = 1.0,
+        width: int | None = None,
     ) -> None:
         self.head, self.rows, self.temperature = head, rows, temperature
+        self.width = head.weight.shape[0] if width is None else width
         self.num_rows = head.tokens.numel() if rows is None else rows.numel()
         self.real: dict[bool, Tensor] = {}
         self.written = False
@@ -246,11 +252,13 @@ class View:
     Attributes:
         places: int64 on the host, indices into `rows`; a view of one arange as the handle is a
             view of its tensor.
+        columns: how many of the columns of `rows`, the first ones; None: all.
     """
 
     rows: Rows
     places: Tensor
     dtype: torch.dtype
+    columns: int | None = None
 
     @classmethod
     def all_of(cls, rows: Rows, lead: Sequence[int], dtype: torch.dtype) -> View:
@@ -258,7 +266,12 @@ class View:
 
     @property
     def width(self) -> int:
-        return self.rows.head.weight.shape[0]
+        return self.rows.width if self.columns is None else self.columns
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the end of the vocabulary is cut off."""
+        return self.width < self.rows.head.weight.shape[0]
 
     @property
     def shape(self) -> torch.Size:
@@ -266,11 +279,13 @@ class View:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        return (*(self.width * stride for stride in self.places.stride()), 1)
+        return (*(self.rows.width * stride for stride in self.places.stride()), 1)
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all of the rows, in their order."""
+        """Whether these are all of the rows, in their order, and all of their columns."""
+        if self.columns is not None:
+            return False
         return self.places.numel() == self.rows.num_rows and self.places.is_contiguous()
 
     def at(self, places: Tensor) -> View:
@@ -285,12 +300,13 @@ class View:
         """The same in other memory."""
         flat = self.places.reshape(-1)
         # The same tensor for the same temperatures, which says that these are the same logits.
-        own = self.rows.temperature if self.is_whole else self._temperature_at(flat)
+        whole = flat.numel() == self.rows.num_rows and self.places.is_contiguous()
+        own = self.rows.temperature if whole else self._temperature_at(flat)
         found = self._copied(self.head_rows(flat), own, self.places.shape)
         return found if dtype is None else replace(found, dtype=dtype)
 
     def _copied(self, rows: Tensor, temperature: float | Tensor, lead: Sequence[int]) -> View:
-        return View.all_of(Rows(self.rows.head, rows, temperature), lead, self.dtype)
+        return View.all_of(Rows(self.rows.head, rows, temperature, self.width), lead, self.dtype)
 
     def head_rows(self, places: Tensor | None = None) -> Tensor:
         """int64, flat indices into the head's tokens, of places' shape."""
@@ -336,15 +352,17 @@ class View:
 
     def _compute(self, gradient: bool) -> Tensor:
         head, rows = self.rows.head, self.named_rows()
-        count = head.tokens.numel()
+        count, columns = head.tokens.numel(), head.weight.shape[0]
         if rows is None or (rows.numel() == count and rows.unique().numel() == count):
-            flat = head.real(gradient=gradient).reshape(count, self.width)
+            flat = head.real(gradient=gradient).reshape(count, columns)
             flat = flat if rows is None else flat.index_select(0, rows.to(flat.device))
         else:
             source = self._head_source(gradient=gradient, logits_dtype=head.dtype)
             # A copy: what a tile's function gives may be the tile's own memory.
             flat = head.mapped(source, partial(torch.Tensor.to, dtype=head.dtype, copy=True))
-            flat = flat.view(-1, self.width)
+            flat = flat.view(-1, columns)
+        if self.is_cut:
+            flat = flat[:, : self.width].contiguous()
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             flat = flat / temperature.reshape(-1, 1)
@@ -397,10 +415,19 @@ class View:
         chunk_size: int | None,
         backend: str,
         logit_bias: LogitBias | None,
+        vocab_size: int | None,
         **options: Any,
     ) -> HeadLogits | None:
-        """These logits as a source from hidden states; None where they cannot be one."""
+        """These logits as a source from hidden states; None where they cannot be one.
+
+        Columns that are cut off are no vocabulary.
+        """
         head, own = self.rows.head, self.temperature
+        if self.is_cut:
+            if isinstance(logit_bias, Tensor) or options["invariant_segments"] is not None:
+                return None  # of as many columns as there are
+            vocab_size = VocabShard.of(self.width, head.tp_group, vocab_size).vocab_size
+        options["vocab_size"] = vocab_size
         latest = self._latest_pass(
             gradient, (temperature, softcap, logit_scale), logit_bias, **options
         )

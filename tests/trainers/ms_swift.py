@@ -153,8 +153,8 @@ def write_inputs(row: Row, folder: Path) -> None:
     def text(most: int) -> str:
         count = int(torch.randint(2, most + 1, (), generator=random))
         first = 4
-        if length:  # "w20" to "w29" are two tokens: the end of the document is found in them
-            count, first = most, 30
+        if length:  # "w20" to "w39" are two tokens: w2 and w3 are found in them, being special
+            count, first = most, 40
         ids = torch.randint(first, VOCABULARY, (count,), generator=random).tolist()
         return " ".join(f"w{i}" for i in ids)
 
