@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.head_patch import patch_of
@@ -59,6 +59,11 @@ def lazy_models(fused: str) -> Callable[[], None]:
     return off
 
 
+def fused_setting() -> bool | Literal["require"]:
+    """`LogprobConfig.fused` for a drop-in that patches a model itself."""
+    return "require" if _settings[-1:] == ["require"] else True
+
+
 def _watch(name: str, module: object) -> None:
     """Every model of the class gets a hook for its calls, which does nothing without a setting."""
     owner = getattr(module, name, None)
@@ -93,7 +98,7 @@ def before_call(model: Any, args: object) -> None:
     config = LogprobConfig(
         output="loss",
         logits="lazy",
-        fused="require" if _settings[-1] == "require" else True,
+        fused=fused_setting(),
         chunk_size=own.chunk_size,
         backend=own.backend,
         logits_dtype=own.logits_dtype,

@@ -36,6 +36,7 @@ from mcore_logprobs.dropin._common import (
     token_logprobs,
     whole_logprobs,
 )
+from mcore_logprobs.dropin.lazy_models import fused_setting
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -487,6 +488,7 @@ def _next_token_logprobs(
         sampling = _sampling(temperature, sampling_params)
     config = ours.LogprobConfig(
         output="stats",
+        fused=fused_setting(),
         chunk_size=rows_a_chunk(chunk_size, labels.shape[0]),
         ignore_index=IGNORED,
         **sampling,

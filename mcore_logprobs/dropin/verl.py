@@ -32,6 +32,7 @@ from mcore_logprobs.dropin._common import (
     setting,
     share_of_gradient,
 )
+from mcore_logprobs.dropin.lazy_models import fused_setting
 from mcore_logprobs.groups import group_size, resolve_tp_group
 
 __all__ = [
@@ -206,12 +207,15 @@ def fused_output_processor(
     row: verl pairs `[s, b]` hidden states with `[b, s]` labels.
     """
     temperature = _per_token(context.temperature, labels)
+    settings = ours.LogprobConfig(
+        output="stats", entropy=True, temperature=temperature, fused=fused_setting()
+    )
     stats = ours.logprob_output_processor(
         hidden_states=hidden_states,
         output_layer=output_layer,
         output_weight=output_weight,
         labels=labels,
-        context=ours.LogprobConfig(output="stats", entropy=True, temperature=temperature),
+        context=settings,
         config=config,
         scale_logits=scale_logits,
     )
@@ -290,7 +294,9 @@ def _fused_forward(
     if labels is None or given.get("output_processor") is not None:
         return original(*args, **kwargs)
     temperature = _per_token(temperature, labels)
-    config = ours.LogprobConfig(output="stats", entropy=True, temperature=temperature)
+    config = ours.LogprobConfig(
+        output="stats", entropy=True, temperature=temperature, fused=fused_setting()
+    )
     with ours.patch_gpt_model(model, config):
         stats = original(*args, **kwargs)
     if not isinstance(stats, ours.TokenStats):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mcore_logprobs as ours
 from mcore_logprobs.cpu_megatron import models as mm
-from mcore_logprobs.dropin import lazy_models, switch
+from mcore_logprobs.dropin import lazy_models, megatron_rl, switch
 from mcore_logprobs.megatron.head_patch import patch_of
 from mcore_logprobs.sources.lazy import LazyLogits
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, step, tiny_config, worst
@@ -71,6 +71,29 @@ def while_it_is_on(fused: str) -> None:
 @pytest.mark.parametrize("fused", ["auto", "require"])
 def test_models_made_while_it_is_on(ranks: Any, fused: str) -> None:
     ranks(1).run(while_it_is_on, fused)
+
+
+def a_drop_in_that_patches(fused: str) -> None:
+    """Megatron's RL patches the head itself, which here cannot be fused."""
+    with megatron() as parallel_state:
+        inputs = make_batch(parallel_state)["inputs"]
+        model = built()
+        model.output_layer.register_forward_hook(lambda *_: None)
+        call = model, inputs["input_ids"], inputs["position_ids"]
+        off = lazy_models.lazy_models(fused)
+        try:
+            if fused == "require":
+                with pytest.raises(ValueError, match="fused='require', but a forward hook"):
+                    megatron_rl.get_logprobs(*call, no_grad=True)
+            else:
+                assert megatron_rl.get_logprobs(*call, no_grad=True).isfinite().all()
+        finally:
+            off()
+
+
+@pytest.mark.parametrize("fused", ["auto", "require"])
+def test_a_drop_in_that_patches_by_itself(ranks: Any, fused: str) -> None:
+    ranks(1).run(a_drop_in_that_patches, fused)
 
 
 def in_a_pipeline() -> list[str]:
