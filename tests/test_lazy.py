@@ -295,7 +295,55 @@ class HalfOfACopy(HalfAsItIs):
         return logits.clone()
 
 
-@pytest.mark.parametrize("function", [HalfAsItIs, HalfOfACopy])
+class HalfInPlace(HalfAsItIs):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        real = logits * torch.ones(V)
+        ctx.save_for_backward(real)
+        return real.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0] * ctx.saved_tensors[0]
+
+
+def test_a_scale_in_place_leaves_the_gradient_of_earlier_uses() -> None:
+    tensors, target = head(), torch.arange(S * B).view(S, B) % V
+    found = []
+    for logits in (
+        lazy_logits(**tensors),
+        tensors["hidden"] @ tensors["weight"].t() + tensors["bias"],
+    ):
+        squares = Squares.apply(logits)
+        logits.div_(0.7)
+        loss = 0.1 * squares + ours.vocab_parallel_logprobs(logits, target).sum()
+        found.append(gradients(loss, tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scale_in_place_without_gradients_is_refused() -> None:
+    """Its values would be scaled, and its gradient not: nobody means that."""
+    logits = lazy_logits(**head())
+    with torch.no_grad():
+        logits.div_(0.7)
+    with pytest.raises(RuntimeError, match="changed in place under no_grad"):
+        of_rows(logits)
+    with torch.no_grad():  # made without gradients: recorded
+        assert isinstance(lazy_logits(**head()).div_(0.7), LazyLogits)
+        detached = lazy_logits(**head()).detach().div_(0.7)
+    of_rows(detached)
+    assert isinstance(detached, LazyLogits)
+
+
+@pytest.mark.parametrize("function", [HalfAsItIs, HalfOfACopy, HalfInPlace])
 @pytest.mark.parametrize(
     "after",
     [lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)[:] / 0.7],

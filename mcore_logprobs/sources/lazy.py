@@ -150,7 +150,7 @@ class LazyLogits(Tensor):
         """
         if self._leaf is not None:
             return self._leaf
-        if self._wants_gradient and (function := _function_before(self)):
+        if torch.is_grad_enabled() and (function := _function_before(self)):
             # Its backward must be called, with the gradient of real logits.
             _say_or_refuse(self._view, f"{function}.backward")
             self._leaf = _Through.apply(self)
@@ -195,6 +195,7 @@ class LazyLogits(Tensor):
         if found is not None:
             return found
         view, wants, rows = self._view, self._wants_gradient, self._view.rows
+        rows.read_by_function |= self.requires_grad and not wants
         # What is computed within a checkpoint is computed again in its backward.
         keeps = not (wants and saved_tensors_hooks())
         if keeps:
@@ -327,12 +328,13 @@ def _function_of(node: object) -> type | None:
 
 def _function_before(handle: LazyLogits) -> str:
     """The autograd function that a handle has passed through since its head, or ""."""
-    node = handle.grad_fn
-    while node is not None and (node.name() in _SAME or _function_of(node) in _identities):
+    with torch._C.DisableTorchFunctionSubclass():  # at each operation: without the detour
+        node = handle.grad_fn
+    while node is not None and (function := _function_of(node)) is not _Handle:
+        if function not in _identities and node.name() not in _SAME:
+            return str(node.name()).removesuffix("Backward")
         node = node.next_functions[0][0]
-    if node is None or _function_of(node) is _Handle:
-        return ""
-    return str(node.name()).removesuffix("Backward")
+    return ""
 
 
 def uncut(logits: Tensor) -> Tensor:

@@ -407,6 +407,8 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     if name.endswith("_") and (not name.startswith("__") or name.startswith("__i")):
         if view.columns is not None:
             return _NOT  # the other columns of the same memory are not scaled
+        if view.rows.read_by_function or (handle.requires_grad and not torch.is_grad_enabled()):
+            return _NOT  # one gradient without the scale, another with it
         view.rows.divide_(view.places, divisor)
         return handle
     dtype = (

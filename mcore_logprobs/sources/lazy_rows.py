@@ -206,6 +206,8 @@ class Rows:
         width: how many of the head's columns, the first ones, this memory has.
         real: the logits `[m, width]` where they were computed, by whether they have a gradient.
         written: whether those were changed in place.
+        read_by_function: whether an autograd function may have read them, whose gradient is that of
+            the logits as they were.
         version: how often the temperature was changed.
         summary: of the places of a view, at a version.
     """
@@ -221,7 +223,7 @@ class Rows:
         self.width = head.weight.shape[0] if width is None else width
         self.num_rows = head.tokens.numel() if rows is None else rows.numel()
         self.real: dict[bool, Tensor] = {}
-        self.written = False
+        self.written = self.read_by_function = False
         self.version = 0
         self.summary: tuple[int, Tensor, RowSummary] | None = None
 
