@@ -196,13 +196,13 @@ def shard_padded(
         ValueError: s is more than the CP ranks hold together.
     """
     group = or_one_process(cp_group)
-    whole = local_length * group.size()
-    if x.shape[1] > whole:
+    room = local_length * group.size()
+    if x.shape[1] > room:
         raise ValueError(
-            f"sequence length: expected at most {whole} ({local_length} on each of {group.size()} "
+            f"sequence length: expected at most {room} ({local_length} on each of {group.size()} "
             f"context-parallel ranks), got {x.shape[1]}"
         )
-    missing = (x.shape[0], whole - x.shape[1], *x.shape[2:])
+    missing = (x.shape[0], room - x.shape[1], *x.shape[2:])
     if missing[1]:
         x = torch.cat([x, x.new_full(missing, fill)], dim=1)
     return ours.context_parallel_shard(x, cp_group=group, seq_dim=1)

@@ -48,16 +48,16 @@ class Framework:
     def names(self) -> list[str]:
         """Every name carried; `Class.method` for a class that is no autograd function."""
         module = importlib.import_module(f"mcore_logprobs.dropin.{self.module}")
-        found = []
+        names = []
         for name in module.__all__:
             thing = getattr(module, name)
             if name in self.ours_alone:
                 continue
             if isinstance(thing, type) and not hasattr(thing, "apply"):
-                found += [f"{name}.{m}" for m in vars(thing) if not m.startswith("_")]
+                names += [f"{name}.{m}" for m in vars(thing) if not m.startswith("_")]
             else:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def replaced_as(self, name: str) -> str:
         """Of `Class.method` the class, unless only some of its methods are carried."""
@@ -173,7 +173,7 @@ def signatures(source: str, names: Iterable[str]) -> dict[str, str]:
     Of a class with a `forward` (an autograd function) they are those of `apply`: without ctx.
     """
     defined = {node.name: node for node in ast.parse(source).body if hasattr(node, "name")}
-    found = {}
+    by_name = {}
     for name in names:
         owner, _, method = name.partition(".")
         node = defined.get(owner)
@@ -182,8 +182,8 @@ def signatures(source: str, names: Iterable[str]) -> dict[str, str]:
             members = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
             node = members.get(method or "forward")
         if isinstance(node, ast.FunctionDef):
-            found[name] = _bare(node.args, drop_first=is_class and not method)
-    return found
+            by_name[name] = _bare(node.args, drop_first=is_class and not method)
+    return by_name
 
 
 def _bare(arguments: ast.arguments, drop_first: bool) -> str:
@@ -201,10 +201,10 @@ def carried(framework: str, name: str) -> Callable[..., Any]:
     Raises:
         AttributeError: it has no such name.
     """
-    found: Any = importlib.import_module(f"mcore_logprobs.dropin.{framework}")
+    thing: Any = importlib.import_module(f"mcore_logprobs.dropin.{framework}")
     for part in name.split("."):
-        found = getattr(found, part)
-    return getattr(found, "apply", found)
+        thing = getattr(thing, part)
+    return getattr(thing, "apply", thing)
 
 
 def signature_mismatch(ours: Callable[..., object], theirs: str) -> str:
@@ -267,17 +267,17 @@ def installed(path: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
     "problems": calls that a drop-in does not take, and names that have moved or are gone.
     """
     roots = _roots(path)
-    found = {}
+    by_framework = {}
     for name, framework in FRAMEWORKS.items():
         texts = _texts(framework, roots)
         if texts:
-            found[name] = {
+            by_framework[name] = {
                 "version": _version(framework, roots),
                 "compared": framework.compared,
                 "replaces": replaced(framework, texts),
                 "problems": list(_problems(framework, texts, roots)),
             }
-    return found
+    return by_framework
 
 
 def check_installed(framework: Framework) -> str:
@@ -321,12 +321,12 @@ def check_fits(
 
 def replaced(framework: Framework, texts: dict[str, str]) -> dict[str, list[str]]:
     """The names that the switch replaces in each module; a class's methods as its `methods_of`."""
-    wanted = [name for name in framework.names() if name not in framework.left_alone]
-    found = {}
+    carried_names = [name for name in framework.names() if name not in framework.left_alone]
+    by_module = {}
     for file, text in texts.items():
-        names = {framework.replaced_as(name) for name in signatures(text, wanted)}
-        found[framework.module_name(file)] = sorted(names)
-    return found
+        names = {framework.replaced_as(name) for name in signatures(text, carried_names)}
+        by_module[framework.module_name(file)] = sorted(names)
+    return by_module
 
 
 def _roots(path: Iterable[str] | None = None) -> list[Path]:
@@ -335,13 +335,13 @@ def _roots(path: Iterable[str] | None = None) -> list[Path]:
 
 def _texts(framework: Framework, roots: list[Path]) -> dict[str, str]:
     """The source of those of its files that are there."""
-    found = {}
+    texts = {}
     for file in framework.files:
         at = (root / framework.installed_path(file) for root in roots)
         path = next((p for p in at if p.is_file()), None)
         if path is not None:
-            found[file] = path.read_text(encoding="utf-8")
-    return found
+            texts[file] = path.read_text(encoding="utf-8")
+    return texts
 
 
 def _problems(framework: Framework, texts: dict[str, str], roots: list[Path]) -> Iterator[str]:
@@ -365,15 +365,15 @@ def _problems(framework: Framework, texts: dict[str, str], roots: list[Path]) ->
 def _places(framework: Framework, names: list[str], roots: list[Path]) -> dict[str, str]:
     """Another of the framework's own files that defines a name, for those that one does."""
     packages = {framework.installed_path(file).partition("/")[0] for file in framework.files}
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for root in roots:
         for package in packages:
             for path in sorted((root / package).rglob("*.py")):
                 text = path.read_text(encoding="utf-8", errors="replace")
-                likely = [n for n in names if n not in found and n.partition(".")[0] in text]
+                likely = [n for n in names if n not in places and n.partition(".")[0] in text]
                 for name in signatures(text, likely) if likely else ():
-                    found[name] = str(path.relative_to(root))
-    return found
+                    places[name] = str(path.relative_to(root))
+    return places
 
 
 _UNKNOWN = "unknown version"
@@ -381,7 +381,7 @@ _UNKNOWN = "unknown version"
 
 def _version(framework: Framework, roots: list[Path]) -> str:
     at = [str(root) for root in roots]
-    for wanted in framework.distributions:
-        for distribution in metadata.distributions(name=wanted, path=at):
+    for distribution_name in framework.distributions:
+        for distribution in metadata.distributions(name=distribution_name, path=at):
             return distribution.version
     return _UNKNOWN

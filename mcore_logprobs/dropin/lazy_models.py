@@ -94,15 +94,15 @@ def before_call(model: Any, args: object) -> None:
         return  # a patch of somebody's own; a critic's head, which has no vocabulary
     if _settings[-1] != "require" and not head_report(model).fusable:
         return
-    own = LogprobConfig.from_transformer_config(model.config)
+    settings = LogprobConfig.from_transformer_config(model.config)
     config = LogprobConfig(
         output="loss",
         logits="lazy",
         fused=fused_setting(),
-        chunk_size=own.chunk_size,
-        backend=own.backend,
-        logits_dtype=own.logits_dtype,
-        saved_bytes=own.saved_bytes,
+        chunk_size=settings.chunk_size,
+        backend=settings.backend,
+        logits_dtype=settings.logits_dtype,
+        saved_bytes=settings.saved_bytes,
     )
     patch_own_stage(model, config)
     patch = patch_of(model)

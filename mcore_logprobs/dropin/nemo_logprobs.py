@@ -88,8 +88,8 @@ def from_parallel_logits_to_logprobs(
     targets = shard_padded(next_tokens(target), local_length, cp_group)
     options = _options(chunk_size, inference_only, sampling_params)
     logprobs = token_logprobs(vocab_parallel_logits, targets, tp_group, **options)
-    whole = ours.context_parallel_gather(logprobs, cp_group=or_one_process(cp_group))
-    return whole[:, : target.shape[1] - 1]
+    gathered = ours.context_parallel_gather(logprobs, cp_group=or_one_process(cp_group))
+    return gathered[:, : target.shape[1] - 1]
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -475,13 +475,13 @@ def _next_token_logprobs(
     """Run the model once with a patched head; the last stage's `[b, s - 1]`, else its output."""
     original = _original_forward(model)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
-    given = bound.arguments
-    labels = given.get("labels")
+    arguments = bound.arguments
+    labels = arguments.get("labels")
     if labels is None:
         raise ValueError(f"{_FLAG}=True: expected labels (the unshifted input ids), got None")
     cp = or_one_process(ours.ParallelGroups.from_model(model).cp)
-    cu_seqlens = padded_bounds(given.get("packed_seq_params"))
-    given["labels"] = _local_next_tokens(labels, given.get("input_ids"), cp, cu_seqlens)
+    cu_seqlens = padded_bounds(arguments.get("packed_seq_params"))
+    arguments["labels"] = _local_next_tokens(labels, arguments.get("input_ids"), cp, cu_seqlens)
     chunk_size = getattr(type(model), "_linear_ce_fusion_chunk_size", None)
     sampling = getattr(type(model), "_linear_ce_fusion_sampling", {})
     if temperature is not None or sampling_params is not None:
@@ -493,7 +493,7 @@ def _next_token_logprobs(
         ignore_index=IGNORED,
         **sampling,
     )
-    inference = any(given.get(n) is not None for n in ("inference_context", "inference_params"))
+    inference = any(arguments.get(n) is not None for n in ("inference_context", "inference_params"))
     return whole_logprobs(
         lambda: original(*bound.args, **bound.kwargs),
         model,
@@ -509,16 +509,16 @@ def _local_next_tokens(
 ) -> Tensor:
     """Unshifted labels, this CP rank's part or the whole, -> this rank's next tokens."""
     if input_ids is not None and labels.shape[1] == input_ids.shape[1] * cp.size():
-        whole = next_tokens(labels, cu_seqlens=cu_seqlens)
-        return ours.context_parallel_shard(whole, cp_group=cp, cu_seqlens=cu_seqlens)
+        next_ids = next_tokens(labels, cu_seqlens=cu_seqlens)
+        return ours.context_parallel_shard(next_ids, cp_group=cp, cu_seqlens=cu_seqlens)
     return ours.context_parallel_shift(
         labels.long(), cp_group=cp, cu_seqlens=cu_seqlens, fill=IGNORED
     )
 
 
 def _original_forward(model: GPTModel) -> Callable[..., Tensor]:
-    found = getattr(type(model), "_original_forward_for_linear_ce_fusion", None)
-    return type(model).forward if found is None else found
+    original = getattr(type(model), "_original_forward_for_linear_ce_fusion", None)
+    return type(model).forward if original is None else original
 
 
 def _gpt_model_class() -> type[GPTModel]:

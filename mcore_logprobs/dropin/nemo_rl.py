@@ -272,8 +272,8 @@ def cp_load_balanced_to_contiguous(
 ) -> Tensor:
     """This rank's zigzag part -> its contiguous part, of the same length; differentiable."""
     group = or_one_process(cp_group)
-    whole = ours.context_parallel_gather(unwrap_rows(x, "x"), cp_group=group, seq_dim=seq_dim)
-    return ours.context_parallel_shard(whole, cp_group=group, seq_dim=seq_dim, layout="contiguous")
+    x = ours.context_parallel_gather(unwrap_rows(x, "x"), cp_group=group, seq_dim=seq_dim)
+    return ours.context_parallel_shard(x, cp_group=group, seq_dim=seq_dim, layout="contiguous")
 
 
 def cp_shift_next(x: Tensor, cp_group: ProcessGroup | None = None, *, fill: float) -> Tensor:

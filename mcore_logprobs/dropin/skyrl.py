@@ -286,8 +286,8 @@ def from_parallel_hidden_to_logprobs(
         inference_only=inference_only,
         temperature=temperature,
     ).logprobs
-    whole = ours.context_parallel_gather(local, cp_group=or_one_process(cp_group))
-    return whole[:, : target.shape[1] - 1]
+    gathered = ours.context_parallel_gather(local, cp_group=or_one_process(cp_group))
+    return gathered[:, : target.shape[1] - 1]
 
 
 # ---- entropy -------------------------------------------------------------------------------------

@@ -78,11 +78,11 @@ def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
     Its gradient is 2 p (p - sum p^2) for each logit; verl's is another under TP, for its
     all-reduces are unknown to autograd.
     """
-    found = ours.vocab_parallel_token_stats(
+    squares = ours.vocab_parallel_token_stats(
         vocab_parallel_logits, no_targets(vocab_parallel_logits), sum_pi_squared=True
     ).sum_pi_squared
-    assert found is not None
-    return found
+    assert squares is not None
+    return squares
 
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def vocab_parallel_log_probs_from_logits_response_rmpad(
     kept = attention_mask.reshape(-1).bool().nonzero().squeeze(-1)
     labels = input_ids.reshape(-1)[kept].roll(-1)
     logprobs = ours.vocab_parallel_logprobs(logits_rmpad, labels)
-    whole = logprobs.new_zeros(batch * length).index_put((kept,), logprobs)
-    return whole.view(batch, length)[:, -response_length - 1 : -1]
+    padded = logprobs.new_zeros(batch * length).index_put((kept,), logprobs)
+    return padded.view(batch, length)[:, -response_length - 1 : -1]
 
 
 # ---- from hidden states --------------------------------------------------------------------------
@@ -219,9 +219,9 @@ def fused_output_processor(
         config=config,
         scale_logits=scale_logits,
     )
-    found = _flat(stats, hidden_states)
-    _log_config(config, given, logprobs=found.log_probs, entropy=found.entropy)
-    return found
+    output = _flat(stats, hidden_states)
+    _log_config(config, given, logprobs=output.log_probs, entropy=output.entropy)
+    return output
 
 
 def _log_config(config: object, given: dict[str, object], **results: object) -> None:
@@ -289,9 +289,9 @@ def _language_models(model: object) -> list[Any]:
 def _fused_forward(
     model: object, original: Any, args: tuple, kwargs: dict, temperature: Any
 ) -> object:
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    labels = given.get("labels")
-    if labels is None or given.get("output_processor") is not None:
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    labels = arguments.get("labels")
+    if labels is None or arguments.get("output_processor") is not None:
         return original(*args, **kwargs)
     temperature = _per_token(temperature, labels)
     config = ours.LogprobConfig(
@@ -356,8 +356,8 @@ def compute_forward_kl_topk(
     q = log_q.exp()
     per_id = q * (log_q - log_p)
     with torch.no_grad():
-        whole = student_logits.shape[-1] * group_size(resolve_tp_group(None))
-        _, best = ours.vocab_parallel_topk(student_logits, min(ids.shape[-1], whole))
+        vocabulary = student_logits.shape[-1] * group_size(resolve_tp_group(None))
+        _, best = ours.vocab_parallel_topk(student_logits, min(ids.shape[-1], vocabulary))
         overlap = (ids.unsqueeze(-1) == best.unsqueeze(-2)).any(-1)
         count = overlap.sum(-1)
         advantage = (-per_id * overlap).sum(-1) / count.clamp_min(1)
