@@ -103,8 +103,10 @@ def _cp_group(model: Any) -> Any:
 
 def _returns_logits(model: object) -> bool:
     """Whether the model keeps no output layer of its own to patch, and is no pipeline stage."""
-    found = find_language_models(model)
-    return not any(hasattr(m, "output_layer") or hasattr(m, "post_process") for m in found)
+    language_models = find_language_models(model)
+    return not any(
+        hasattr(m, "output_layer") or hasattr(m, "post_process") for m in language_models
+    )
 
 
 def _upstream_s_own(tokens: Tensor, sequence_packing: bool) -> object:
@@ -152,8 +154,8 @@ def _without_flash_decode(model: Any) -> Iterator[None]:
     """Off for the call: a config made for inference would change the training forward."""
     # A mock of a model may never have called the constructor of Module.
     modules = model.modules() if hasattr(model, "_modules") else [model]
-    found = {id(m.config): m.config for m in modules if hasattr(m, "config")}
-    on = [config for config in found.values() if getattr(config, "flash_decode", False)]
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    on = [config for config in configs.values() if getattr(config, "flash_decode", False)]
     for config in on:
         config.flash_decode = False
     try:

@@ -161,18 +161,18 @@ def _lse_of(
     if inplace_backward:
         raise ValueError("inplace_backward: expected False with lse_partial, got True")
     any_part = target.masked_fill(target != one["ignore_index"], 0)
-    found = ours.vocab_parallel_token_stats(lse_partial.detach(), any_part, **one).lse
-    assert found is not None
-    return found
+    lse = ours.vocab_parallel_token_stats(lse_partial.detach(), any_part, **one).lse
+    assert lse is not None
+    return lse
 
 
 def _renormalized(stats: ours.TokenStats, normalizer: Tensor) -> Tensor:
     """normalizer - logit of the target, with the gradient exp(x - normalizer) - 1[target]."""
     assert stats.lse is not None
-    own = stats.lse.detach()
+    local_lse = stats.lse.detach()
     # exp(x - normalizer) is this much of these columns' own softmax, the gradient of their lse.
-    share = (own - normalizer).exp()
-    return normalizer - (stats.logprobs + stats.lse) + share * (stats.lse - own)
+    share = (local_lse - normalizer).exp()
+    return normalizer - (stats.logprobs + stats.lse) + share * (stats.lse - local_lse)
 
 
 def context_parallel_gather(context_parallel_input: Tensor, parallel_dim: int = -1) -> Tensor:

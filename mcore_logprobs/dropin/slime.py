@@ -98,9 +98,9 @@ def _masked(logits: Tensor, tokens: Tensor, keep: Tensor, rank: int) -> Tensor:
     """The logits with -inf where neither kept nor the target."""
     width = logits.shape[-1]
     column = tokens - rank * width
-    own = ((column >= 0) & (column < width)).unsqueeze(-1)
+    is_here = ((column >= 0) & (column < width)).unsqueeze(-1)
     place = column.clamp(0, width - 1).unsqueeze(-1)
-    keep = keep.scatter(-1, place, own | keep.gather(-1, place))
+    keep = keep.scatter(-1, place, is_here | keep.gather(-1, place))
     return logits.masked_fill(~keep, -torch.inf)
 
 
@@ -240,17 +240,19 @@ class Layout:
                 f"logits: expected at least {needed} rows for these lengths, got {rows}"
             )
         # Of every row that of a response token, counted through all samples; -1: of none.
-        whole = torch.full((rows * cp if self._contiguous else self._starts[-1],), -1)
+        token_of_row = torch.full((rows * cp if self._contiguous else self._starts[-1],), -1)
         token = 0
         for start, (total, response, _) in zip(self._starts, self._samples, strict=False):
-            whole[start + total - response - 1 : start + total - 1] = torch.arange(
+            token_of_row[start + total - response - 1 : start + total - 1] = torch.arange(
                 token, token + response
             )
             token += response
         layout = {"layout": "contiguous"} if self._contiguous else {"cu_seqlens": starts}
         self._token = torch.full((rows,), -1)
-        own = ours.context_parallel_shard(whole, cp_group=self._cp.group(), seq_dim=0, **layout)
-        self._token[: len(own)] = own
+        own_tokens = ours.context_parallel_shard(
+            token_of_row, cp_group=self._cp.group(), seq_dim=0, **layout
+        )
+        self._token[: len(own_tokens)] = own_tokens
         self._rows = (self._token >= 0).nonzero()[:, 0]
 
     def next_tokens(self, tokens: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -261,8 +263,8 @@ class Layout:
         ]
         targets = torch.full(self._token.shape, IGNORED, device=device)
         if parts:
-            own = torch.cat(parts).to(device)[self._token[self._rows].to(device)]
-            targets[self._rows.to(device)] = own.long()
+            own_tokens = torch.cat(parts).to(device)[self._token[self._rows].to(device)]
+            targets[self._rows.to(device)] = own_tokens.long()
         return targets
 
     def kept_ids(
@@ -279,10 +281,10 @@ class Layout:
             counts.append(count)
             sample_ids = torch.as_tensor(sample_ids).cpu().long()
             flat.append(sample_ids[bounds[0] : bounds[-1]] if len(bounds) else sample_ids[:0])
-        count, own = torch.cat(counts), self._token[self._rows]
-        here = torch.zeros_like(count, dtype=torch.bool).index_fill_(0, own, True)
+        count, own_places = torch.cat(counts), self._token[self._rows]
+        here = torch.zeros_like(count, dtype=torch.bool).index_fill_(0, own_places, True)
         joined = torch.cat(flat)[here.repeat_interleave(count.clamp(min=0))]
-        of_row = torch.full_like(self._token, -1).index_copy_(0, self._rows, count[own])
+        of_row = torch.full_like(self._token, -1).index_copy_(0, self._rows, count[own_places])
         bounds = torch.cat([of_row.new_zeros(1), of_row.clamp(min=0).cumsum(0)])
         recorded = of_row >= 0
         everywhere = bool(recorded[self._rows].all())
@@ -295,12 +297,12 @@ class Layout:
             sample = torch.arange(len(lengths)).repeat_interleave(lengths)[self._token[self._rows]]
             counts = torch.bincount(sample, minlength=len(lengths)).tolist()
             return list(values[self._rows.to(values.device)].split(counts))
-        whole = ours.context_parallel_gather(
+        gathered = ours.context_parallel_gather(
             values, cp_group=self._cp.group(), seq_dim=0, layout="contiguous", grad="sum"
         )
         parts = []
         for start, (total, response, padded) in zip(self._starts, self._samples, strict=False):
-            part = whole[start + total - response - 1 : start + total - 1]
+            part = gathered[start + total - response - 1 : start + total - 1]
             parts.append(_own_part(part, total, response, padded, self._cp))
         return parts
 
@@ -406,8 +408,10 @@ def all_gather_with_cp(
     for part, (start, end), (a, b) in zip(parts, chunks, logits, strict=True):
         before, after = (a - start, end - b) if b > a else (0, chunk)
         padded += [_zeros_like(tensor, before), part, _zeros_like(tensor, after)]
-    whole = ours.context_parallel_gather(torch.cat(padded), cp_group=group, seq_dim=0, grad="sum")
-    return whole[total_length - response_length - 1 : total_length - 1]
+    gathered = ours.context_parallel_gather(
+        torch.cat(padded), cp_group=group, seq_dim=0, grad="sum"
+    )
+    return gathered[total_length - response_length - 1 : total_length - 1]
 
 
 def _zeros_like(x: Tensor, rows: int) -> Tensor:

@@ -112,11 +112,11 @@ def check_head(layer: nn.Module, config: LogprobConfig) -> None:
         ValueError: vocab_size, ids or invariant_segments that do not fit the head's vocabulary;
             invariant_segments with a LoRA; a low-precision logits_dtype other than the layer's own.
     """
-    own = getattr(base_layer(layer), "output_dtype", None)
-    if own is not None and config.logits_dtype not in (torch.float32, own):
+    output_dtype = getattr(base_layer(layer), "output_dtype", None)
+    if output_dtype is not None and config.logits_dtype not in (torch.float32, output_dtype):
         raise ValueError(
-            f"logits_dtype: expected float32 or the output layer's output_dtype, {own}, got "
-            f"{config.logits_dtype}"
+            f"logits_dtype: expected float32 or the output layer's output_dtype, {output_dtype}, "
+            f"got {config.logits_dtype}"
         )
     width = base_layer(layer).output_size_per_partition
     shard = VocabShard.of(width, head_tp_group(layer), config.vocab_size)
@@ -263,9 +263,9 @@ def kind_reason(layer: nn.Module) -> str:
     if not isinstance(layer, ColumnParallelLinear):
         return f"the output layer is a {kind} (an adapter, FP8 or other head), not Megatron's own"
     for name in ("forward", "_forward_impl"):
-        own, megatron_s = (getattr(t, name, None) for t in (type(layer), ColumnParallelLinear))
-        known = _returns_logits(kind, own) or getattr(own, "__module__", "") == _AREAL_HEAD
-        if own is not megatron_s and not known:
+        method, megatrons = (getattr(t, name, None) for t in (type(layer), ColumnParallelLinear))
+        known = _returns_logits(kind, method) or getattr(method, "__module__", "") == _AREAL_HEAD
+        if method is not megatrons and not known:
             return f"{kind} overrides ColumnParallelLinear.{name}"
         if name in vars(layer) and not _is_ours(vars(layer)[name]):
             return f"something else has replaced the output layer's {name}"
@@ -337,9 +337,11 @@ def _reason_against_layer(layer: ColumnParallelLinear) -> str:
         return "its weight is sharded once more and gathered when needed (gtp_remat)"
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         return "its weight gradient is deferred (defer_embedding_wgrad_compute)"
-    wanted, own = getattr(layer, "output_dtype", None), base_dtype(layer)
-    if wanted not in (None, own) and (own == torch.float64 or wanted not in _LOGITS_DTYPES):
-        return f"its logits are {wanted} (output_dtype), its weight {own}"
+    output_dtype, dtype = getattr(layer, "output_dtype", None), base_dtype(layer)
+    if output_dtype not in (None, dtype) and (
+        dtype == torch.float64 or output_dtype not in _LOGITS_DTYPES
+    ):
+        return f"its logits are {output_dtype} (output_dtype), its weight {dtype}"
     return ""
 
 

@@ -120,7 +120,7 @@ def vocab_parallel_log_softmax(
 
     Keywords and errors are those of `vocab_parallel_token_stats`.
     """
-    found = apply(LogSoftmax(), given_logits(vocab_parallel_logits, **shared))[0]
+    logprobs = apply(LogSoftmax(), given_logits(vocab_parallel_logits, **shared))[0]
     if isinstance(vocab_parallel_logits, LazyLogits):  # which may have been cut
-        return found[..., : vocab_parallel_logits.shape[-1]]
-    return found
+        return logprobs[..., : vocab_parallel_logits.shape[-1]]
+    return logprobs

@@ -107,17 +107,17 @@ class LazyLogits(Tensor):
             RuntimeError: hidden states or weight have changed since.
         """
         head = self._view.rows.head
-        own, group = group_size(head.tp_group), resolve_tp_group(tp_group)
-        if tp_group is not None and group_size(group) != own:
+        head_ranks, group = group_size(head.tp_group), resolve_tp_group(tp_group)
+        if tp_group is not None and group_size(group) != head_ranks:
             raise ValueError(
-                f"tp_group: expected the output layer's, of {own} ranks, for {name}, got one of "
-                f"{group_size(group)}"
+                f"tp_group: expected the output layer's, of {head_ranks} ranks, for {name}, got one "
+                f"of {group_size(group)}"
             )
         real = self.written()
         if real is None:
-            found = self._view.source(gradient=self._wants_gradient, **options)
-            if found is not None:
-                return found
+            source = self._view.source(gradient=self._wants_gradient, **options)
+            if source is not None:
+                return source
             real = self.materialize(
                 "a softcap behind a bias, or one or a logit_bias behind a temperature per token; a "
                 "bias per column or segments of logits that were cut"
@@ -135,9 +135,11 @@ class LazyLogits(Tensor):
             alike = not parallel
         else:
             options = student.options
-            own = view.selection()
+            selection = view.selection()
             alike = parallel == (options.sequence_parallel and student.hidden.ranks > 1) and (
-                options.selection is None if own is None else own.same_as(options.selection)
+                options.selection is None
+                if selection is None
+                else selection.same_as(options.selection)
             )
         return self if alike else self.materialize("a teacher of other rows than the student's")
 
@@ -191,9 +193,9 @@ class LazyLogits(Tensor):
         Args:
             what: reads them, for the log line.
         """
-        found = self.written()
-        if found is not None:
-            return found
+        written = self.written()
+        if written is not None:
+            return written
         view, wants, rows = self._view, self._wants_gradient, self._view.rows
         rows.read_by_function |= self.requires_grad and not wants
         # What is computed within a checkpoint is computed again in its backward.
@@ -225,9 +227,9 @@ class LazyLogits(Tensor):
         view, wants = self._view, self._wants_gradient
         rows = view.rows
         if wants not in rows.real:
-            whole = View.all_of(rows, (rows.num_rows,), view.dtype)
-            _say_or_refuse(whole, what)
-            rows.real[wants] = whole.compute(gradient=wants)
+            all_rows = View.all_of(rows, (rows.num_rows,), view.dtype)
+            _say_or_refuse(all_rows, what)
+            rows.real[wants] = all_rows.compute(gradient=wants)
         if not rows.written:
             rows.real, rows.written = {wants: rows.real[wants]}, True
         self._real.clear()
@@ -278,11 +280,11 @@ class _Handle(torch.autograd.Function):
         hidden, *others = view.rows.head.inputs
         # A leaf: a tied weight would be reached through the whole model as well.
         hidden = hidden.detach().requires_grad_(needs[0])
-        wanted = [x for x, need in zip((hidden, *others), needs, strict=True) if need]
+        differentiated = [x for x, need in zip((hidden, *others), needs, strict=True) if need]
         with view.rows.head.opened(hidden, others[0]):
             real = view.compute(gradient=True)
-        found = iter(torch.autograd.grad(real, wanted, grads[0], allow_unused=True))
-        return None, *(next(found) if need else None for need in needs)
+        gradients = iter(torch.autograd.grad(real, differentiated, grads[0], allow_unused=True))
+        return None, *(next(gradients) if need else None for need in needs)
 
 
 class _Through(torch.autograd.Function):
@@ -311,12 +313,12 @@ def gives_on(function: Callable[[Tensor], Tensor]) -> bool:
         for batch in (1, 2):  # a batch of one is a case of its own where strides are looked at
             x = torch.linspace(-2.0, 3.0, 12 * batch).view(batch, 3, 4).transpose(0, 1)
             x = x.clone(memory_format=torch.preserve_format).requires_grad_()
-            found, upstream = function(x), torch.linspace(1.0, 7.0, 12 * batch).view(4, 3, batch)
+            result, upstream = function(x), torch.linspace(1.0, 7.0, 12 * batch).view(4, 3, batch)
             upstream = upstream.permute(1, 2, 0)
-            (grad,) = torch.autograd.grad(found, x, upstream)
-            if not (torch.equal(found, x) and torch.equal(grad, upstream)):
+            (grad,) = torch.autograd.grad(result, x, upstream)
+            if not (torch.equal(result, x) and torch.equal(grad, upstream)):
                 return False
-    if (made := _function_of(found.grad_fn)) is not None:
+    if (made := _function_of(result.grad_fn)) is not None:
         _identities.add(made)
     return True
 

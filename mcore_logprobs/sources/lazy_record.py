@@ -114,13 +114,13 @@ def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object
             like = torch.empty((), dtype=handle.dtype, device=handle.device).expand(handle.shape)
             return func(like, *args[1:], **kwargs)
         if handle.written() is None:
-            found = _recorded(name, func, handle, args[1:], kwargs)
-            if found is not _NOT:
-                return found
+            recorded = _recorded(name, func, handle, args[1:], kwargs)
+            if recorded is not _NOT:
+                return recorded
     elif name in ("cat", "concat", "concatenate", "stack"):
-        found = _joined(func, args, kwargs)
-        if found is not _NOT:
-            return found
+        recorded = _joined(func, args, kwargs)
+        if recorded is not _NOT:
+            return recorded
     elif func is torch.autograd.backward and args:
         return _backward_from(args, kwargs)
     return _with_real(name, func, args, kwargs)
@@ -231,14 +231,14 @@ def _rearranged(func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     pad = _pad(view)
     expected = func(_probe(view), *args, **kwargs)  # torch's errors are the caller's
     try:
-        found = func(_padded(view.places, pad), *args, **kwargs)
+        arranged = func(_padded(view.places, pad), *args, **kwargs)
     except (RuntimeError, IndexError):
         return _NOT
     several = not isinstance(expected, Tensor)
-    expected, found = (expected, found) if several else ((expected,), (found,))
-    if len(expected) != len(found):
+    expected, arranged = (expected, arranged) if several else ((expected,), (arranged,))
+    if len(expected) != len(arranged):
         return _NOT
-    places = [_tokens_of(e, f, view.width, pad) for e, f in zip(expected, found, strict=True)]
+    places = [_tokens_of(e, f, view.width, pad) for e, f in zip(expected, arranged, strict=True)]
     handles = tuple(_like(handle, view.at(x)) for x in places if x is not None)
     if len(handles) < len(places):
         return _NOT
@@ -253,8 +253,8 @@ def _reshaped(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) 
     if expected.dtype != view.dtype or expected.dim() == 0 or expected.shape[-1] != view.width:
         return _NOT
     pad = _pad(view)
-    found = _RESHAPED[name](_padded(view.places, pad), (*expected.shape[:-1], pad))
-    return _like(handle, view.at(found[..., 0]))
+    shaped = _RESHAPED[name](_padded(view.places, pad), (*expected.shape[:-1], pad))
+    return _like(handle, view.at(shaped[..., 0]))
 
 
 def _indexed(handle: LazyLogits, key: Any) -> object:
@@ -326,14 +326,14 @@ def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
         return _NOT
     if wants and not name.startswith("arg"):
         return view.mean().to(dtype) if name == "mean" else _NOT
-    found = view.summary()
+    summary = view.summary()
     if name.startswith("arg"):
-        return found.largest_column if name == "argmax" else found.smallest_column
+        return summary.largest_column if name == "argmax" else summary.smallest_column
     if name == "max":
-        return torch.return_types.max((found.largest.to(dtype), found.largest_column))
+        return torch.return_types.max((summary.largest.to(dtype), summary.largest_column))
     if name == "min":
-        return torch.return_types.min((found.smallest.to(dtype), found.smallest_column))
-    return (found.mean if name == "mean" else found.norm).to(dtype)
+        return torch.return_types.min((summary.smallest.to(dtype), summary.smallest_column))
+    return (summary.mean if name == "mean" else summary.norm).to(dtype)
 
 
 def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -362,18 +362,18 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rows is None:
         return _NOT
     temperatures = [v.temperature for v in views]
-    whole: float | Tensor = temperatures[0]
-    if any(isinstance(t, Tensor) or t != whole for t in temperatures):
+    temperature: float | Tensor = temperatures[0]
+    if any(isinstance(t, Tensor) or t != temperature for t in temperatures):
         device = head.hidden.device
 
-        def own(view: View) -> Tensor:
-            own = torch.as_tensor(view.temperature, dtype=first.rows.dtype, device=device)
-            return own.expand(view.places.shape)
+        def temperature_of(view: View) -> Tensor:
+            divisor = torch.as_tensor(view.temperature, dtype=first.rows.dtype, device=device)
+            return divisor.expand(view.places.shape)
 
-        joined = join(own)
+        joined = join(temperature_of)
         assert joined is not None
-        whole = joined.reshape(-1)
-    joint = Rows(head, rows.reshape(-1), whole, first.width)
+        temperature = joined.reshape(-1)
+    joint = Rows(head, rows.reshape(-1), temperature, first.width)
     made = View.all_of(joint, rows.shape, first.dtype)
     return _like(parts[0], made)
 
@@ -395,13 +395,13 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
         if other.dim() > handle.dim() or (other.dim() and other.shape[-1] != 1):
             return _NOT
         try:
-            own = (other.squeeze(-1) if other.dim() else other).expand(view.places.shape)
+            per_token = (other.squeeze(-1) if other.dim() else other).expand(view.places.shape)
         except RuntimeError:
             return _NOT
         if other.device.type == "cpu" and not bool(((other > 0) & other.isfinite()).all()):
             return _NOT
-        own = own.detach().to(handle.device, view.rows.dtype, copy=True)
-        divisor = own if name in _QUOTIENTS else own.reciprocal()
+        per_token = per_token.detach().to(handle.device, view.rows.dtype, copy=True)
+        divisor = per_token if name in _QUOTIENTS else per_token.reciprocal()
     else:
         return _NOT
     if name.endswith("_") and (not name.startswith("__") or name.startswith("__i")):
@@ -513,5 +513,5 @@ def _lazy_in(value: object) -> list[LazyLogits]:
     if isinstance(value, LazyLogits):
         return [value]
     return (
-        [found for x in value for found in _lazy_in(x)] if isinstance(value, tuple | list) else []
+        [handle for x in value for handle in _lazy_in(x)] if isinstance(value, tuple | list) else []
     )

@@ -239,12 +239,12 @@ class Rows:
             self.temperature = self.temperature * by
             return
         device = self.head.hidden.device
-        own = torch.as_tensor(self.temperature, dtype=self.dtype, device=device)
-        own = own.expand(self.num_rows).clone()
+        temperature = torch.as_tensor(self.temperature, dtype=self.dtype, device=device)
+        temperature = temperature.expand(self.num_rows).clone()
         at = places.reshape(-1).to(device)
-        by = by.reshape(-1).to(own.dtype) if isinstance(by, Tensor) else by
-        own[at] = own[at] * by
-        self.temperature = own
+        by = by.reshape(-1).to(temperature.dtype) if isinstance(by, Tensor) else by
+        temperature[at] = temperature[at] * by
+        self.temperature = temperature
 
 
 @dataclass(frozen=True)
@@ -302,10 +302,10 @@ class View:
         """The same in other memory."""
         flat = self.places.reshape(-1)
         # The same tensor for the same temperatures, which says that these are the same logits.
-        whole = flat.numel() == self.rows.num_rows and self.places.is_contiguous()
-        own = self.rows.temperature if whole else self._temperature_at(flat)
-        found = self._copied(self.head_rows(flat), own, self.places.shape)
-        return found if dtype is None else replace(found, dtype=dtype)
+        is_all = flat.numel() == self.rows.num_rows and self.places.is_contiguous()
+        temperature = self.rows.temperature if is_all else self._temperature_at(flat)
+        copied = self._copied(self.head_rows(flat), temperature, self.places.shape)
+        return copied if dtype is None else replace(copied, dtype=dtype)
 
     def _copied(self, rows: Tensor, temperature: float | Tensor, lead: Sequence[int]) -> View:
         return View.all_of(Rows(self.rows.head, rows, temperature, self.width), lead, self.dtype)
@@ -316,8 +316,10 @@ class View:
         return places if self.rows.rows is None else self.rows.rows[places]
 
     def _temperature_at(self, places: Tensor) -> float | Tensor:
-        own = self.rows.temperature
-        return own[places.to(own.device)] if isinstance(own, Tensor) else own
+        temperature = self.rows.temperature
+        if not isinstance(temperature, Tensor):
+            return temperature
+        return temperature[places.to(temperature.device)]
 
     @property
     def temperature(self) -> float | Tensor:
@@ -379,9 +381,9 @@ class View:
         """
         head, rows = self.rows.head, self.rows
         if rows.summary is not None:
-            version, places, found = rows.summary
+            version, places, summary = rows.summary
             if version == rows.version and torch.equal(places, self.places):
-                return found
+                return summary
 
         def of_source() -> RowSummary:
             source = self._head_source(
@@ -390,9 +392,9 @@ class View:
             return head.summary(source)
 
         with torch.no_grad():
-            found = RowSummary(*head.run(of_source))
-        rows.summary = rows.version, self.places, found
-        return found
+            summary = RowSummary(*head.run(of_source))
+        rows.summary = rows.version, self.places, summary
+        return summary
 
     def mean(self) -> Tensor:
         """The mean of each row, with its gradient; a tile of logits at a time."""
@@ -424,7 +426,7 @@ class View:
 
         Columns that are cut off are no vocabulary.
         """
-        head, own = self.rows.head, self.temperature
+        head, divided_by = self.rows.head, self.temperature
         if self.is_cut:
             if isinstance(logit_bias, Tensor) or options["invariant_segments"] is not None:
                 return None  # of as many columns as there are
@@ -435,14 +437,14 @@ class View:
         )
         if softcap is not None:
             # Ours come before it: numbers alone, and no bias, which comes after it.
-            if isinstance(own, Tensor) or head.bias is not None:
+            if isinstance(divided_by, Tensor) or head.bias is not None:
                 return None
-            logit_scale, own = logit_scale / own, 1.0
+            logit_scale, divided_by = logit_scale / divided_by, 1.0
         elif logit_bias is not None:
             # Ours come before it, and are divided by after it.
-            if isinstance(own, Tensor):
+            if isinstance(divided_by, Tensor):
                 return None
-            logit_bias = scaled_bias(logit_bias, own)
+            logit_bias = scaled_bias(logit_bias, divided_by)
         lead = self.places.shape
         if isinstance(temperature, Tensor):
             try:
@@ -452,8 +454,8 @@ class View:
                     f"temperature: expected a number or a tensor that broadcasts to {tuple(lead)}, "
                     f"got shape {tuple(temperature.shape)}"
                 ) from error
-        if isinstance(own, Tensor) or own != 1.0:
-            temperature = temperature * own
+        if isinstance(divided_by, Tensor) or divided_by != 1.0:
+            temperature = temperature * divided_by
         source = self._head_source(
             gradient=gradient,
             temperature=temperature,
@@ -484,9 +486,9 @@ class View:
         for one operation only, and where what is saved must be saved again: a checkpoint's
         recomputation has to go the same way as its forward.
         """
-        given = (logit_bias, disallowed_ids, invariant_segments)
+        of_this_call = (logit_bias, disallowed_ids, invariant_segments)
         alone = (
-            any(x is not None for x in given)
+            any(x is not None for x in of_this_call)
             or any(isinstance(x, Tensor) for x in processing)
             or self.rows.head.call_layer is not None
             or (gradient and saved_tensors_hooks())
