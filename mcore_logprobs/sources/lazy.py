@@ -110,8 +110,8 @@ class LazyLogits(Tensor):
         head_ranks, group = group_size(head.tp_group), resolve_tp_group(tp_group)
         if tp_group is not None and group_size(group) != head_ranks:
             raise ValueError(
-                f"tp_group: expected the output layer's, of {head_ranks} ranks, for {name}, got one "
-                f"of {group_size(group)}"
+                f"tp_group: expected the output layer's, of {head_ranks} ranks, for {name}, got "
+                f"one of {group_size(group)}"
             )
         real = self.written()
         if real is None:
