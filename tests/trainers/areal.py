@@ -3,6 +3,7 @@
 All of it AReaL's, Megatron's and mbridge's own: log-probabilities, advantages and updates go
 through the three methods that its trainer calls. Outside them: what a CPU needs (`cpu_devices`,
 layers given to mbridge), a model of two layers with seeded weights, trajectories of random tokens.
+Rows with `services` have AReaL's scheduler start the workers: `tests.trainers.areal_services`.
 
 1.0.4 is PyPI's wheel; of main `MCORE_LOGPROBS_PEERS` names the folder with a checkout in `AReaL`.
 """
@@ -57,7 +58,7 @@ def _row(version: str, layout: str, option: str, **more: Any) -> Row:
         "areal",
         layout,
         f"{version}, {option}",
-        processes,
+        1 if settings.get("services") else processes,
         log=(NOW, UNPADS),
         calls=calls,
         settings=settings,
@@ -71,6 +72,7 @@ _CISPO = {"use_cispo_loss": True, "eps_clip_higher": 0.3}
 _SEQUENCES = {"importance_sampling_level": "sequence", "eps_clip": 0.05}
 _CHUNKS = {"logprobs_chunk_size": 5}
 _ON_POLICY = {"use_decoupled_loss": False, "kl_ctl": 0.1}
+_SERVICES = {"services": True, "options": {"kl_ctl": 0.1}}
 _HEAD = {"enable_chunked_logits": True}
 ROWS = [
     _row("1.0.4", "TP 1", "decoupled PPO, checkpoints"),
@@ -92,6 +94,11 @@ ROWS = [
             ("main", "TP 2", "CISPO", {"options": _CISPO}),
             ("main", "PP 2", "ratios of sequences", {"options": _SEQUENCES}),
         )
+    ),
+    _row("1.0.4", "TP 2", "its scheduler, reference forked, KL, checkpoints", settings=_SERVICES),
+    _row("main", "TP 2", "its scheduler, reference forked, KL", settings=_SERVICES),
+    _row(
+        "main", "DP 2", "its scheduler, lazy logits at V 8192", settings=_SERVICES | {"lazy": True}
     ),
     # Not lazy with CP 2: AReaL gathers the logits of a rank's tokens from all ranks.
     # Not TP 2 CP 2: torch.distributed.nn's all_gather, in a group that is not the first, has no
@@ -115,9 +122,7 @@ def prepare(row: Row, folder: Path) -> None:
 
     classes = Qwen2Config, Qwen2ForCausalLM, PreTrainedTokenizerFast
     write_model(folder / "model", row.settings, *classes)
-    # mbridge's release on PyPI asks as in transformers 4; AReaL takes a later one.
-    Qwen2Config.rope_theta = property(lambda config: config.rope_parameters["rope_theta"])
-    stand_in(*ABSENT)
+    before_import()
     from mcore_logprobs.cpu_megatron.training import cpu_devices
 
     with cpu_devices():
@@ -125,7 +130,23 @@ def prepare(row: Row, folder: Path) -> None:
         importlib.import_module("areal.trainer.ppo.actor")
 
 
+def before_import() -> None:
+    """What a process needs before it imports AReaL."""
+    from transformers import Qwen2Config
+
+    # mbridge's release on PyPI asks as in transformers 4; AReaL takes a later one.
+    Qwen2Config.rope_theta = property(lambda config: config.rope_parameters["rope_theta"])
+    stand_in(*ABSENT)
+    import ray  # type: ignore[import-not-found]
+
+    ray.is_initialized = lambda: False  # tensors would be in its store, not with the workers
+
+
 def drive(row: Row, how: How) -> Trace:
+    if row.settings.get("services"):
+        from tests.trainers import areal_services
+
+        return areal_services.drive(row, how)
     from mcore_logprobs.cpu_megatron.training import cpu_devices
 
     if how.switched:
@@ -139,57 +160,82 @@ def drive(row: Row, how: How) -> Trace:
 
 def _train(row: Row, how: How) -> Trace:
     actor = _actor(row, how)
-    before = _parameters(actor)
+    before = parameters(actor)
     trace = Trace()
-    # A micro-batch has a trajectory of seven tokens or more.
-    with watched(row, trace, HIDDEN, 7 // row.settings["cp"]):
+    with step_watched(row, trace):
         _steps(row, actor, trace)
-    trace.parameters = _parameters(actor)
+    trace.parameters = parameters(actor)
     trace.moved = max(float((x - before[n]).abs().max()) for n, x in trace.parameters.items())
     return trace
 
 
+def step_watched(row: Row, trace: Trace) -> Any:
+    """For the training: a micro-batch has a trajectory of seven tokens or more."""
+    return watched(row, trace, HIDDEN, 7 // row.settings["cp"])
+
+
 def _steps(row: Row, actor: Any, trace: Trace) -> None:
     for step in range(STEPS):
-        batch = _trajectories(step, actor.data_parallel_rank, row.settings["dp"])
+        batch = trajectories(step, actor.data_parallel_rank, row.settings["dp"])
         logprobs = actor.compute_logp(batch)
-        for i, (each, found) in enumerate(zip(batch, logprobs, strict=True)):
-            # Of an older policy: ratios on both sides of the clip range.
-            random = torch.Generator().manual_seed(100 * step + i)
-            noise = 0.3 * torch.randn(found.shape, generator=random)
-            trace.logprobs.append(found.clone())
-            each["prox_logp"] = found + noise
-            each["logprobs"] = torch.roll(found + noise, 1, dims=-1)
-            each["ref_logp"] = found - noise
-        batch = actor.compute_advantages(batch)
-        actor.ppo_update(batch)
+        note_logprobs(trace, step, batch, logprobs)
+        actor.ppo_update(actor.compute_advantages(batch))
         actor.lr_scheduler_step()
-        metrics = {name: float(x) for name, x in actor.export_stats().items()}
-        metrics = {name: x for name, x in metrics.items() if "time" not in name}
-        ends = [metrics.pop(f"ppo_actor/update/entropy/{end}") for end in ("avg", "min", "max")]
-        trace.entropy.append(torch.tensor(ends))
-        trace.grad_norm.append(metrics.pop("ppo_actor/update/grad_norm"))
-        trace.metrics.append(metrics)
+        note_stats(trace, actor.export_stats())
+
+
+def note_logprobs(
+    trace: Trace, step: int, batch: list[dict[str, Tensor]], logprobs: list[Tensor]
+) -> None:
+    """Keeps a pass's log-probabilities, and gives the trajectories those of other policies."""
+    for i, (each, found) in enumerate(zip(batch, logprobs, strict=True)):
+        # Of an older policy: ratios on both sides of the clip range.
+        random = torch.Generator().manual_seed(100 * step + i)
+        noise = 0.3 * torch.randn(found.shape, generator=random)
+        trace.logprobs.append(found.clone())
+        each["prox_logp"] = found + noise
+        each["logprobs"] = torch.roll(found + noise, 1, dims=-1)
+        each["ref_logp"] = found - noise
+
+
+def note_stats(trace: Trace, stats: Mapping[str, Any]) -> None:
+    """Keeps what AReaL exports of an update."""
+    metrics = {name: float(x) for name, x in stats.items() if "time" not in name}
+    ends = [metrics.pop(f"ppo_actor/update/entropy/{end}") for end in ("avg", "min", "max")]
+    trace.entropy.append(torch.tensor(ends))
+    trace.grad_norm.append(metrics.pop("ppo_actor/update/grad_norm"))
+    trace.metrics.append(metrics)
 
 
 def _actor(row: Row, how: How) -> Any:
-    from areal.api import FinetuneSpec  # type: ignore[import-not-found]
-    from areal.api import cli_args as settings  # type: ignore[import-not-found]
     from areal.api.alloc_mode import ModelAllocation  # type: ignore[import-not-found]
     from areal.engine import megatron_engine  # type: ignore[import-not-found]
     from areal.utils import seeding  # type: ignore[import-not-found]
-    from mbridge.core import llm_bridge  # type: ignore[import-not-found]
 
-    from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
+    on_a_cpu(megatron_engine)
+    config = actor_config(row, how)
+    seeding.set_random_seed(1, "rows")
+    actor = megatron_engine.MegatronPPOActor(config)
+    actor.create_process_group(ModelAllocation.from_str(config.backend).parallel)
+    actor.initialize(addr=None, ft_spec=finetune_spec())
+    return actor
 
-    llm_bridge.get_gpt_decoder_block_spec = bridged_block_spec  # Transformer Engine's, else
-    _one_device(megatron_engine)
+
+def finetune_spec() -> Any:
+    from areal.api import FinetuneSpec  # type: ignore[import-not-found]
+
+    return FinetuneSpec(total_train_epochs=1, dataset_size=80, train_batch_size=8)
+
+
+def actor_config(row: Row, how: How) -> Any:
+    """AReaL's settings of the actor; the model is what `prepare` wrote."""
+    from areal.api import cli_args as settings  # type: ignore[import-not-found]
+
     given: Mapping[str, Any] = row.settings
-    layout = f"megatron:d{given['dp']}p{given['pp']}t{given['tp']}c{given['cp']}"
-    config = settings.PPOActorConfig(
+    return settings.PPOActorConfig(
         experiment_name="rows",
         trial_name="row",
-        backend=layout,
+        backend=f"megatron:d{given['dp']}p{given['pp']}t{given['tp']}c{given['cp']}",
         path=f"{how.folder}/model",
         dtype="float32",
         # Without it 1.0.4 leaves the model in mbridge's bfloat16, whatever dtype says.
@@ -204,12 +250,16 @@ def _actor(row: Row, how: How) -> Any:
         adv_norm=settings.NormConfig(mean_level="batch", std_level="batch"),
         **_OPTIONS | given.get("options", {}),
     )
-    seeding.set_random_seed(1, "rows")
-    actor = megatron_engine.MegatronPPOActor(config)
-    actor.create_process_group(ModelAllocation.from_str(layout).parallel)
-    spec = FinetuneSpec(total_train_epochs=1, dataset_size=80, train_batch_size=8)
-    actor.initialize(addr=None, ft_spec=spec)
-    return actor
+
+
+def on_a_cpu(engine: Any) -> None:
+    """AReaL's module of the Megatron engine, and the layers that mbridge builds."""
+    from mbridge.core import llm_bridge  # type: ignore[import-not-found]
+
+    from mcore_logprobs.cpu_megatron.bridged import bridged_block_spec
+
+    llm_bridge.get_gpt_decoder_block_spec = bridged_block_spec  # Transformer Engine's, else
+    _one_device(engine)
 
 
 def _one_device(engine: Any) -> None:
@@ -228,7 +278,7 @@ def _one_device(engine: Any) -> None:
     platform.set_device = platform.set_numa_affinity = staticmethod(lambda index: None)
 
 
-def _parameters(actor: Any) -> dict[str, Tensor]:
+def parameters(actor: Any) -> dict[str, Tensor]:
     return {
         f"{i}.{name}": x.detach().clone()
         for i, chunk in enumerate(actor.model)
@@ -236,7 +286,7 @@ def _parameters(actor: Any) -> dict[str, Tensor]:
     }
 
 
-def _trajectories(step: int, rank: int, ranks: int) -> list[dict[str, Tensor]]:
+def trajectories(step: int, rank: int = 0, ranks: int = 1) -> list[dict[str, Tensor]]:
     """This data-parallel rank's, of odd lengths; rows of one as a rollout gives them."""
     found = []
     for i in range(TRAJECTORIES):

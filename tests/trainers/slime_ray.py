@@ -11,23 +11,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
 from mcore_logprobs.megatron.imports import after_import
-from tests.trainers import faults, slime
+from tests.trainers import faults, slime, workers
 from tests.trainers.absent import stand_in
 from tests.trainers.frame import How, Row, Trace, counting
 
-RUN = "MCORE_LOGPROBS_RAY_RUN"  # a folder with `row`, to which the train actors write their traces
 _open = contextlib.ExitStack()  # to the end of the process
 SAID = "the train actor's MCORE_LOGPROBS_FUSED is {!r}"
 
@@ -40,11 +37,8 @@ def drive(row: Row, how: How) -> Trace:
     import ray  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        Path(folder, "row").write_bytes(pickle.dumps((row, how)))
-        here = Path(__file__).parent
+        workers.tell(row, how, folder, "slime", __name__)
         os.environ |= {
-            RUN: folder,
-            "PYTHONPATH": os.pathsep.join([str(here / "at_start"), os.environ["PYTHONPATH"]]),
             "PYTHONWARNINGS": "ignore",
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -60,10 +54,8 @@ def drive(row: Row, how: How) -> Trace:
             output = _train_py(row, how)
         finally:
             ray.shutdown()
-        files = sorted(Path(folder).glob("trace*"))
-        assert len(files) == actors, f"expected {actors} train actors' traces, got {files}"
-        traces = [pickle.loads(file.read_bytes()) for file in files]
-    return joined(traces, output)
+        traces = workers.read(folder, [f"rank {rank}" for rank in range(actors)])
+    return workers.join(traces, output)
 
 
 def _train_py(row: Row, how: How) -> str:
@@ -81,25 +73,12 @@ def _train_py(row: Row, how: How) -> str:
     return done.stdout
 
 
-def joined(traces: list[Trace], output: str) -> Trace:
-    """The ranks' traces, by rank, as one."""
-    found = Trace(output=output, moved=min(trace.moved for trace in traces))
-    for rank, trace in enumerate(traces):
-        for name in ("logprobs", "entropy", "metrics", "grad_norm", "logits"):
-            getattr(found, name).extend(getattr(trace, name))
-        found.parameters |= {f"rank {rank}: {name}": x for name, x in trace.parameters.items()}
-        found.ours += trace.ours
-        found.theirs += trace.theirs
-        found.output += trace.output
-    return found
-
-
 # ---- in train.py and in Ray's workers ------------------------------------------------------------
 
 
 def ready() -> None:
     """What `tests.trainers.slime.train` does in process, when each module is imported."""
-    row, how = pickle.loads(Path(os.environ[RUN], "row").read_bytes())
+    row, how = workers.told()
     if how.fault:
         faults.put(row.framework, how.fault)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray has seen what it needs of it
@@ -173,8 +152,7 @@ def _observe(row: Row, module: Any) -> None:
         trace.logits += seen.logits
         trace.parameters = slime.parameters(self)
         trace.moved = max(float((trace.parameters[k] - x).abs().max()) for k, x in before.items())
-        path = Path(os.environ[RUN], f"trace{os.environ['RANK']}")
-        path.write_bytes(pickle.dumps(trace))
+        workers.write(trace, f"rank {os.environ['RANK']}")
         return found
 
     owner.init, owner.train = observed_init, observed_train
