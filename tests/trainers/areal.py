@@ -96,7 +96,6 @@ ROWS = [
         )
     ),
     _row("1.0.4", "TP 2", "its scheduler, reference forked, KL, checkpoints", settings=_SERVICES),
-    _row("main", "TP 2", "its scheduler, reference forked, KL", settings=_SERVICES),
     _row(
         "main", "DP 2", "its scheduler, lazy logits at V 8192", settings=_SERVICES | {"lazy": True}
     ),

@@ -347,6 +347,9 @@ def observe(trace: Trace) -> list[Any]:
         log(self, logs, prefix)
         metrics = {k: float(x) for k, x in self._last_logged_metrics.items()}
         trace.grad_norm.append(metrics.pop("grad_norm"))
+        if not trace.metrics:
+            # DPO's policy is the reference still: which of two equal rewards is larger is rounding.
+            metrics.pop("rewards/accuracies", None)
         trace.metrics.append(metrics)
 
     MegatronRLHF.prepare_trainer = prepare_trainer
