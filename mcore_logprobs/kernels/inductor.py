@@ -6,7 +6,7 @@ which stays in the first-level cache, and gives each block's statistics as a par
 terms at a time also round less than the sum of a whole row.
 
 Compiled are float32, bfloat16 and float16 logits with any temperature, scale, row stride, entropy
-and rank. What is rare (softcap, bias, label smoothing, several entries per row, one row, under two
+and rank. What is rare (softcap, bias, label smoothing, many entries per row, one row, under two
 blocks of columns) and the columns past the last whole block go to the reference, and so does what
 does not compile.
 
@@ -60,6 +60,7 @@ BLOCK = 2048
 _MIN_BLOCKS = 2  # torch.compile makes a kernel of its own for a size of 1
 _MIN_INVARIANT = 512  # columns per block for which a kernel is compiled
 _VECTOR = 64
+_MAX_COLUMNS = 8  # of a row's single entries: each is compared with the others
 
 
 def stats(
@@ -96,7 +97,7 @@ def stats(
 def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) -> None:
     """As `reference.grad`."""
     if (
-        _is_of_one_target(chunk, terms)
+        _has_few_columns(chunk, terms)
         and chunk.logits.shape[0] > 1
         and chunk.valid >= _MIN_BLOCKS * BLOCK
         and chunk.logits.stride(-1) == out.stride(-1) == 1
@@ -115,7 +116,7 @@ def _invariant_grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_si
     Raises:
         RuntimeError: torch.compile failed, or is switched off here.
     """
-    if not _is_of_one_target(chunk, terms):
+    if not _has_few_columns(chunk, terms):
         reference.grad(chunk, terms, out=out, chunk_size=chunk_size)
         return
     rows, valid = chunk.logits.shape[0], chunk.valid
@@ -156,9 +157,9 @@ def _is_common(chunk: Chunk) -> bool:
     )
 
 
-def _is_of_one_target(chunk: Chunk, terms: GradientTerms) -> bool:
-    is_single = terms.coef is not None and terms.columns.shape[1] == 1
-    return is_single and not terms.spec.smoothing and _is_common(chunk)
+def _has_few_columns(chunk: Chunk, terms: GradientTerms) -> bool:
+    few = terms.coef is not None and 1 <= terms.columns.shape[1] <= _MAX_COLUMNS
+    return few and not terms.spec.smoothing and _is_common(chunk)
 
 
 def _stats(
@@ -203,27 +204,30 @@ def _stats(
 
 
 def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., object]) -> None:
-    """`grad` of at least two rows of one target each, without bias, softcap or label smoothing."""
+    """`grad` of two rows or more with few columns, without bias, softcap or label smoothing."""
     columns, upstream, row_max, coef, spec = terms
     assert row_max is not None
     assert coef is not None
-    (target,), (on_target,) = columns.unbind(1), upstream.unbind(1)
     logits, multiplier = chunk.logits, _multipliers(chunk)
     row = spec.named_coefficients(coef * multiplier)
-    asked = (coef != 0).any(0) | (on_target != 0)
-    # The target's entry is computed apart, from the logit before anything is written over it, and
-    # rounded once: near p = 1 it is the difference of two nearly equal numbers.
-    column = target.clamp(min=0)
-    rows = torch.arange(target.shape[0], device=logits.device)
-    shifted = (logits[rows, column].float() - row_max).mul_(multiplier)
+    asked = (coef != 0).any(0) | (upstream != 0).any(1)
+    # The columns' entries are computed apart, from logits before anything is written over them, and
+    # rounded once: near p = 1 one is the difference of two nearly equal numbers.
+    columns, upstream = _with_repeats(columns, upstream)
+    has_columns = columns[:, :1] >= 0
+    columns = columns.clamp(min=0)
+    at = torch.arange(columns.shape[0], device=logits.device).unsqueeze(1), columns
+    each = {name: values.unsqueeze(1) for name, values in row.items()}
+    shifted = (logits[at].float() - row_max.unsqueeze(1)).mul_(multiplier.unsqueeze(1))
     shifted.clamp_(min=LOG_ZERO)
-    at_target = shifted.exp()
-    factor = row["weight"]
+    entries = shifted.exp()
+    factor = each["weight"]
     if spec.entropy:
-        factor = factor + row["moment"] * shifted
+        factor = factor + each["moment"] * shifted
     if spec.sum_pi_squared:
-        factor = factor + row["squares"] * at_target
-    at_target = torch.where(asked, at_target * factor + on_target * multiplier, 0.0).to(out.dtype)
+        factor = factor + each["squares"] * entries
+    entries = entries * factor + upstream * multiplier.unsqueeze(1)
+    entries = torch.where(asked.unsqueeze(1), entries, 0.0).to(out.dtype)
 
     source, result = logits[:, : chunk.valid], out[:, : chunk.valid]
     # A missing coefficient is never read: pass any other tensor for it.
@@ -236,8 +240,24 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., o
     else:
         call(_grad_kernel, source, result, *factors)
     out[:, chunk.valid :] = 0
-    # Where the target is elsewhere the kernel's own value stays: an eager exp may round otherwise.
-    out[rows, column] = torch.where(target >= 0, at_target, out[rows, column])
+    # Where no column is here the kernel's own value stays: an eager exp may round otherwise.
+    out[at] = torch.where(has_columns, entries, out[at])
+
+
+def _with_repeats(columns: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """(columns `[n, j]`, what each one's entry gets in all): entries that can be written as one.
+
+    Of a column that is named several times each has the sum. One that is elsewhere (-1) is another
+    of its row's in place of it, and -1 where there is none.
+    """
+    if columns.shape[1] == 1:
+        return columns, upstream
+    upstream = torch.where(columns >= 0, upstream, 0.0)
+    columns = torch.where(columns >= 0, columns, columns.amax(1, keepdim=True))
+    total = torch.zeros_like(upstream)
+    for column, of_column in zip(columns.split(1, 1), upstream.split(1, 1), strict=True):
+        total += torch.where(columns == column, of_column, 0.0)
+    return columns, total
 
 
 def _grad_of_copy(

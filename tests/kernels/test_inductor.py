@@ -19,12 +19,18 @@ from torch._dynamo.utils import counters
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.profiler import ProfilerActivity, profile
 
-from mcore_logprobs import vocab_parallel_target_rank, vocab_parallel_token_stats
+from mcore_logprobs import (
+    vocab_parallel_entropy,
+    vocab_parallel_logprobs,
+    vocab_parallel_target_rank,
+    vocab_parallel_token_stats,
+)
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets, inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize
+from tests.helpers.lazy import lazy_logits
 from tests.helpers.memory import TensorsMade
 from tests.kernels.common import row_stats
 
@@ -101,6 +107,29 @@ def test_statistics_and_gradients_are_the_references(dtype, strided, spec):
         inductor.grad(chunk, terms, out=out, chunk_size=4)
         rtol = 4.0 * torch.finfo(dtype).eps
         torch.testing.assert_close(out, want, rtol=rtol, atol=1e-7)
+        for zero in (out[3], out[6], out[:, VALID:]):
+            assert torch.equal(zero, torch.zeros_like(zero))
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_entries_of_a_row(dtype, count, monkeypatch):
+    """Repeated ones, ones that are elsewhere, rows without any: one compiled pass writes them."""
+    logits, target = make_rows(dtype, strided=False)
+    spec = StatsSpec(entropy=True, sum_pi_squared=True)
+    chunk, terms = chunk_of(logits), make_terms(logits, target, spec)
+    columns = torch.randint(-1, 4, (ROWS, count))  # 4 of them named often, some of them -1
+    columns[:, 0], columns[7] = target, -1
+    columns[8] = int(target[8])
+    upstream = torch.randn(ROWS, count)
+    upstream[[3, 6]] = 0.0
+    terms = terms._replace(columns=columns, upstream=upstream)
+    want = torch.empty_like(logits)
+    reference.grad(chunk, terms, out=want, chunk_size=4)
+    monkeypatch.setattr(reference, "grad", None)
+    for out in (torch.empty_like(logits), logits[:]):
+        inductor.grad(chunk, terms, out=out, chunk_size=4)
+        torch.testing.assert_close(out, want, rtol=4.0 * torch.finfo(dtype).eps, atol=1e-6)
         for zero in (out[3], out[6], out[:, VALID:]):
             assert torch.equal(zero, torch.zeros_like(zero))
 
@@ -193,6 +222,24 @@ def test_public_operations_agree_with_torch():
 
     for got, want in zip(run("inductor"), run("torch"), strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-5)
+
+
+def test_consumers_that_share_a_pass_over_a_head_are_compiled(monkeypatch):
+    """Their gradient has a column for each: the entropy's of none, and the labels'."""
+    hidden, weight = torch.randn(6, 2, 16), torch.randn(2 * BLOCK, 16)
+    target, given = torch.randint(0, 2 * BLOCK, (6, 2)), torch.randn(2, 6, 2)
+
+    def run(logits_of: Callable[[Tensor, Tensor], Tensor], **options: str) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        logits = logits_of(*leaves)
+        entropy = vocab_parallel_entropy(logits, **options)
+        logprobs = vocab_parallel_logprobs(logits, target, **options)
+        return [entropy, logprobs, *torch.autograd.grad((entropy, logprobs), leaves, [*given])]
+
+    want = run(lambda h, w: h.double() @ w.double().t())
+    monkeypatch.setattr(reference, "grad", None)
+    for got, exact in zip(run(lazy_logits, backend="inductor"), want, strict=True):
+        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
