@@ -327,7 +327,7 @@ def keep(c: dict[str, str]) -> Any:
     return figure
 
 
-TRAINER = "2026-11-amd-epyc-2-cores-verl.txt"
+TRAINER = "2026-11-intel-xeon-2-cores-verl.txt"
 WAYS = {  # in the table: (in the picture, role)
     "plain": ("verl", "peer1"),
     "switched, logits": ("switched on, lazy logits", "ours2"),
