@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_logprobs import arguments, consistency
+from mcore_logprobs import checks, consistency
 from mcore_logprobs.bench import machine
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.ops.divergence import vocab_parallel_kl_div
@@ -156,7 +156,7 @@ def dry_launches(target: str = "sm_90") -> Iterator[Launched]:
         stack.enter_context(mock.patch.object(common, "_processors", processors))
         # CUDA tensors are asserted on by the kernel; what CPU ones get is no part of the count.
         unchecked = lambda *_: None  # noqa: E731
-        stack.enter_context(mock.patch.object(arguments, "_check_inside", unchecked))
+        stack.enter_context(mock.patch.object(checks, "_check_inside", unchecked))
         driver.launched.clear()
         yield driver.launched
 

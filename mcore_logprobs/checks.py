@@ -1,24 +1,28 @@
-"""Checks of plain settings (numbers, flags, choices), shared by `LogprobConfig` and the operations.
+"""Checks of settings (numbers, flags, choices) and of tensors, before any collective.
 
-A check is called as `check_positive("temperature", value)` and raises a ValueError that names the
-setting, what was expected and what was given. `check.expected` is the middle part, for help texts.
-Tensors are checked by `arguments`, groups by `groups`.
+A check of a setting is called as `check_positive("temperature", value)` and raises a ValueError
+that names the setting, what was expected and what was given. `check.expected` is the middle part,
+for help texts. Groups are checked by `groups`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import numbers
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_logprobs.groups import VocabShard
 
 
-def is_traced(x: torch.Tensor) -> bool:
+def is_traced(x: Tensor) -> bool:
     """Whether code may not branch on x's values: torch.compile, export or make_fx is tracing it."""
     if torch.compiler.is_compiling():
         return True
@@ -66,94 +70,354 @@ def check_called(
 
 @dataclass(frozen=True)
 class Check:
-    """Raises a ValueError for every value that `accepts` refuses.
+    """Raises a ValueError for every value that it refuses.
 
     Attributes:
         expected: what is accepted, in words.
+        accepts: which values of the kind.
+        kind: the type of what is accepted; True and False are no numbers.
+        or_none: whether None is accepted too.
     """
 
     expected: str
-    accepts: Callable[[Any], bool]
+    accepts: Callable[[Any], bool] = lambda value: True
+    kind: type = object
+    or_none: bool = False
 
     def __call__(self, name: str, value: object) -> None:
-        if not self.accepts(value):
+        is_kind = isinstance(value, self.kind)
+        if isinstance(value, bool) and self.kind in (int, Real):
+            is_kind = False
+        if not (is_kind and self.accepts(value)) and not (self.or_none and value is None):
             raise ValueError(f"{name}: expected {self.expected}, got {value!r}")
 
     @property
     def optional(self) -> Check:
         """The check that accepts None too."""
-        return Check(f"None or {self.expected}", lambda v: v is None or self.accepts(v))
+        return replace(self, expected=f"None or {self.expected}", or_none=True)
 
 
 def one_of(choices: Collection[str]) -> Check:
     """A check for one of these strings."""
     known = tuple(choices)
-    return Check(f"one of {known}", lambda v: isinstance(v, str) and v in known)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-_LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-check_flag = Check("True or False", lambda v: isinstance(v, bool))
-check_integer = Check("an int", _is_int)
-check_optional_integer = check_integer.optional
-check_count = Check("an int >= 1", lambda v: _is_int(v) and v >= 1)
-check_optional_count = check_count.optional
-check_bytes = Check("an int >= 0, in bytes", lambda v: _is_int(v) and v >= 0)
-check_positive = Check(
-    "a finite number > 0", lambda v: _is_real(v) and math.isfinite(v) and v > 0.0
-)
-check_optional_positive = check_positive.optional
-check_not_negative = Check(
-    "a finite number >= 0", lambda v: _is_real(v) and math.isfinite(v) and v >= 0.0
-)
-check_above_minus_one = Check(
-    "a finite number > -1", lambda v: _is_real(v) and math.isfinite(v) and v > -1.0
-)
-check_optional_above_one = Check("a number > 1", lambda v: _is_real(v) and v > 1.0).optional
-check_fraction = Check("a number in [0, 1)", lambda v: _is_real(v) and 0.0 <= v < 1.0)
-check_top_k = Check("an int >= -1", lambda v: _is_int(v) and v >= -1).optional
-check_min_p = Check("a number in [0, 1]", lambda v: _is_real(v) and 0.0 <= v <= 1.0)
-check_top_p = Check("a number in (0, 1]", lambda v: _is_real(v) and 0.0 < v <= 1.0)
+    return Check(f"one of {known}", lambda v: v in known, str)
 
 
 def all_ids(values: Any) -> bool:
     """Whether all are ints of at least 0."""
-    return all(_is_int(x) and x >= 0 for x in values)
+    return all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in values)
 
 
 def all_pairs(values: Any) -> bool:
     """Whether all are pairs of an id and a number that is finite or -inf."""
     pairs = [x for x in values if isinstance(x, tuple | list) and len(x) == 2]
-    return len(pairs) == len(values) and all(
-        all_ids([number]) and _is_real(x) and x < math.inf for number, x in pairs
+    return (
+        len(pairs) == len(values)
+        and all_ids(number for number, _ in pairs)
+        and all(isinstance(x, Real) and not isinstance(x, bool) and x < math.inf for _, x in pairs)
     )
 
 
-check_optional_ids = Check(
-    "ints >= 0", lambda v: isinstance(v, tuple) and len(v) > 0 and all_ids(v)
-).optional
+_LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+check_flag = Check("True or False", kind=bool)
+check_integer = Check("an int", kind=int)
+check_optional_integer = check_integer.optional
+check_count = Check("an int >= 1", lambda v: v >= 1, int)
+check_optional_count = check_count.optional
+check_bytes = Check("an int >= 0, in bytes", lambda v: v >= 0, int)
+check_positive = Check("a finite number > 0", lambda v: 0.0 < v < math.inf, Real)
+check_optional_positive = check_positive.optional
+check_not_negative = Check("a finite number >= 0", lambda v: 0.0 <= v < math.inf, Real)
+check_above_minus_one = Check("a finite number > -1", lambda v: -1.0 < v < math.inf, Real)
+check_optional_above_one = Check("a number > 1", lambda v: v > 1.0, Real).optional
+check_fraction = Check("a number in [0, 1)", lambda v: 0.0 <= v < 1.0, Real)
+check_top_k = Check("an int >= -1", lambda v: v >= -1, int).optional
+check_min_p = Check("a number in [0, 1]", lambda v: 0.0 <= v <= 1.0, Real)
+check_top_p = Check("a number in (0, 1]", lambda v: 0.0 < v <= 1.0, Real)
+check_optional_ids = Check("ints >= 0", lambda v: len(v) > 0 and all_ids(v), tuple).optional
 check_optional_pairs = Check(
     "{id: x} with ints >= 0 and finite numbers or -inf",
-    lambda v: isinstance(v, tuple) and len(v) > 0 and all_pairs(v),
+    lambda v: len(v) > 0 and all_pairs(v),
+    tuple,
 ).optional
 check_logits_dtype = Check(
-    "torch.float32, torch.bfloat16 or torch.float16",
-    lambda v: isinstance(v, torch.dtype) and v in _LOGITS_DTYPES,
+    "torch.float32, torch.bfloat16 or torch.float16", lambda v: v in _LOGITS_DTYPES, torch.dtype
 )
-
-check_floating = Check(
-    "a floating torch.dtype", lambda v: isinstance(v, torch.dtype) and v.is_floating_point
-)
+check_floating = Check("a floating torch.dtype", lambda v: v.is_floating_point, torch.dtype)
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """One of these strings, or a ValueError."""
     one_of(choices)(name, value)
+
+
+# ---- tensors -----------------------------------------------------------------------------------
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
+    """A floating-point torch tensor with at least `min_dim` dimensions, or a ValueError."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in _FLOATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+        raise ValueError(f"{name}: expected dtype in {names}, got {tensor.dtype}")
+    if tensor.dim() < min_dim:
+        raise ValueError(
+            f"{name}: expected at least {min_dim} dimension(s), got shape {tuple(tensor.shape)}"
+        )
+
+
+def check_shape(name: str, got: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Exactly this shape and device, or a ValueError."""
+    if got.shape != shape:
+        hint = ""
+        if got.dim() == len(shape) >= 2 and got.transpose(0, 1).shape == shape:
+            hint = "; hidden is [s, b, h] and takes [s, b], logits [b, s, V/TP] take [b, s]"
+        elif got.dim() == len(shape) >= 1 and got.shape[1:] == shape[1:]:
+            hint = _sequence_hint(got.shape[0], shape[0])
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(got.shape)}{hint}")
+    if got.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {got.device}")
+
+
+def _sequence_hint(got: int, expected: int) -> str:
+    """What to do where one of two lengths is of a rank's part of the sequence."""
+    if expected and got > expected and got % expected == 0:
+        return "; if hidden is one TP rank's part of the sequence, pass sequence_parallel=True"
+    if got and expected > got and expected % got == 0:
+        return "; under sequence_parallel=True it is of the whole sequence, on every TP rank"
+    return ""
+
+
+def check_target(
+    target: Tensor, shape: torch.Size, device: torch.device, *, name: str = "target"
+) -> Tensor:
+    """Integer ids of exactly this shape and device, as int64; a DTensor gives its local part.
+
+    Raises:
+        ValueError: no tensor, no integers, another shape or device.
+    """
+    target = unwrap_rows(target, name)
+    if not isinstance(target, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(target).__name__}")
+    if target.dtype not in _INTS:
+        raise ValueError(f"{name}: expected an integer dtype, got {target.dtype}")
+    check_shape(name, target, shape, device)
+    return target.long()
+
+
+def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """None, or bool of exactly this shape and device, or a ValueError; a DTensor's local part."""
+    if mask is None:
+        return None
+    mask = unwrap_rows(mask, "mask")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask: expected a bool tensor or None, got {got}")
+    check_shape("mask", mask, shape, device)
+    return mask
+
+
+def check_per_token(place: int, tensor: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
+    """A tensor `[*lead, ...]` without gradient, detached, or a ValueError that says its place."""
+    name = f"per_token_tensors[{place}]"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.shape[: len(lead)] != lead:
+        raise ValueError(
+            f"{name}: expected a shape that starts with target's {tuple(lead)}, got "
+            f"{tuple(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
+    return tensor.detach()
+
+
+def check_broadcasts(name: str, tensor: Tensor, lead: torch.Size, device: torch.device) -> None:
+    """A tensor on this device that broadcasts to the tokens' shape, or a ValueError."""
+    shape = tensor.shape
+    fits = len(shape) <= len(lead) and all(
+        own in (1, size) for own, size in zip(reversed(shape), reversed(lead), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: expected a number or a tensor that broadcasts to {tuple(lead)}, got shape "
+            f"{tuple(shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+
+
+def check_seed(seed: int | Tensor, lead: torch.Size, device: torch.device) -> Tensor:
+    """A seed for each token, int64 `[*lead]`.
+
+    Args:
+        seed: an int of 64 bits, or a tensor of integers that broadcasts to `lead`.
+
+    Raises:
+        ValueError: another type, another shape or device, an int of more bits.
+    """
+    if not isinstance(seed, Tensor):
+        check_integer("seed", seed)
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed: expected an int of 64 bits, got {seed}")
+        return torch.full((), seed, dtype=torch.int64, device=device).expand(lead)
+    seed = unwrap_rows(seed, "seed")
+    if seed.dtype not in _INTS:
+        raise ValueError(f"seed: expected an integer dtype, got {seed.dtype}")
+    check_broadcasts("seed", seed, lead, device)
+    return seed.long().expand(lead)
+
+
+def check_temperature(
+    temperature: float | Tensor,
+    lead: torch.Size,
+    device: torch.device,
+    *,
+    name: str = "temperature",
+) -> float | Tensor:
+    """A number, or one for each token, `[*lead]` float32 or float64: a copy.
+
+    Args:
+        temperature: a number, or a tensor that broadcasts to `lead`. A CPU tensor of no dimension
+            is a number.
+
+    Raises:
+        ValueError: a number that is not finite and above 0; a tensor of another shape or device, no
+            numbers, one that requires a gradient, and on CPU values that are not finite and above 0
+            (on CUDA a device-side assert).
+    """
+    temperature = unwrap_rows(temperature, name) if isinstance(temperature, Tensor) else temperature
+    if not isinstance(temperature, Tensor):
+        check_positive(name, temperature)
+        return temperature
+    if temperature.requires_grad:
+        raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
+    if temperature.dtype not in (*_FLOATS, *_INTS):
+        raise ValueError(f"{name}: expected real numbers, got {temperature.dtype}")
+    if temperature.dim() == 0 and temperature.device.type == "cpu":
+        check_positive(name, float(temperature))
+        return float(temperature)
+    check_broadcasts(name, temperature, lead, device)
+    # A copy: the backward reads it, and autograd does not see changes of the caller's own.
+    temperature = temperature.to(torch.promote_types(temperature.dtype, torch.float32), copy=True)
+    positive = (temperature > 0) & temperature.isfinite()
+    if device.type != "cpu" or is_traced(temperature):
+        torch._assert_async(positive.all(), f"{name}: not a finite number > 0")
+    elif not bool(positive.all()):
+        bad = temperature[~positive][:8].tolist()
+        raise ValueError(f"{name}: expected finite numbers > 0, got {bad}")
+    return temperature.expand(lead)
+
+
+def global_to_local(
+    target: Tensor, shard: VocabShard, ignore_index: int | None, *, name: str = "target"
+) -> tuple[Tensor, Tensor]:
+    """Global ids to this shard's columns.
+
+    On CPU an id outside [0, vocab_size) is a ValueError; on CUDA it fails a device-side assert,
+    without a sync.
+
+    Args:
+        target: int64 of any shape; global ids or ignore_index.
+
+    Returns:
+        (local targets, int64: -1 where another rank owns the column or it is ignored; valid mask,
+        bool: False where the target is ignore_index), both of the target's shape.
+    """
+    check_optional_integer("ignore_index", ignore_index)
+    if ignore_index is None:
+        valid_mask = torch.ones_like(target, dtype=torch.bool)
+    else:
+        valid_mask = target != ignore_index
+    _check_inside(target, valid_mask, shard, ignore_index, name)
+    local = target - shard.start
+    here = valid_mask & (local >= 0) & (local < shard.width)
+    return torch.where(here, local, -1), valid_mask
+
+
+def _check_inside(
+    target: Tensor, valid_mask: Tensor, shard: VocabShard, ignore_index: int | None, name: str
+) -> None:
+    inside = ((target >= 0) & (target < shard.vocab_size)) | ~valid_mask
+    if target.device.type != "cpu" or is_traced(target):
+        torch._assert_async(inside.all(), f"{name}: id outside [0, {shard.vocab_size})")
+    elif not bool(inside.all()):
+        bad = target[~inside]
+        raise ValueError(
+            f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index "
+            f"{ignore_index}, got {bad[:8].tolist()}{'...' if bad.numel() > 8 else ''}"
+        )
+
+
+def check_ids(ids: Any, lead: torch.Size, device: torch.device, *, name: str = "ids") -> Tensor:
+    """Integer ids `[*lead, k]` for any k, as int64, or a ValueError."""
+    ids = unwrap_rows(ids, name)
+    k = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 1
+    return check_target(ids, torch.Size((*lead, k)), device, name=name)
+
+
+# ---- DTensors: logits sharded over one mesh dimension, targets over CP -------------------------
+
+
+def _is_dtensor(x: Any) -> bool:
+    # Nothing is one before somebody has imported the class.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def unwrap_logits(
+    logits: Any, tp_group: ProcessGroup | None, name: str
+) -> tuple[Tensor, ProcessGroup | None]:
+    """A DTensor `[..., V]` -> its local `[..., V/TP]` and the group of the mesh dimension that
+    shards the last dimension; anything else as it came.
+
+    The other mesh dimensions may shard leading dimensions (batch, sequence) or replicate: then the
+    operation works on this rank's rows. Differentiable.
+
+    Raises:
+        ValueError: the vocabulary is not sharded evenly over exactly one mesh dimension, a
+            placement is partial, or tp_group is another group.
+    """
+    if not _is_dtensor(logits):
+        return logits, tp_group
+    last = logits.dim() - 1
+    mesh, placements = logits.device_mesh, logits.placements
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"{name}: expected no partial placement, got {placements}")
+    sharding = [
+        i for i, p in enumerate(placements) if p.is_shard() and p.dim % logits.dim() == last
+    ]
+    if len(sharding) != 1:
+        raise ValueError(
+            f"{name}: expected a DTensor whose last dimension is sharded over one mesh dimension, "
+            f"got placements {placements} on mesh {mesh.mesh_dim_names}"
+        )
+    group = mesh.get_group(sharding[0])
+    if logits.shape[-1] % group.size():
+        raise ValueError(
+            f"{name}: expected the vocabulary divisible by the mesh dimension's size "
+            f"{group.size()}, got {logits.shape[-1]}"
+        )
+    if tp_group is not None and tp_group != group:
+        raise ValueError(f"tp_group: expected None or the group of {name}'s mesh dimension")
+    return logits.to_local(), group
+
+
+def unwrap_rows(rows: Any, name: str) -> Tensor:
+    """A per-row DTensor (targets, ids) -> its local part; anything else as it came.
+
+    Raises:
+        ValueError: a placement is partial.
+    """
+    if not _is_dtensor(rows):
+        return rows
+    if any(placement.is_partial() for placement in rows.placements):
+        raise ValueError(f"{name}: expected no partial placement, got {rows.placements}")
+    return rows.to_local()

@@ -143,9 +143,8 @@ def _bytes(help: str) -> Any:
         is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         return int(value) if is_integer else value
 
-    check = Check(
-        'a number of bytes >= 0, as an int or as text like "1GiB"', checks.check_bytes.accepts
-    )
+    expected = 'a number of bytes >= 0, as an int or as text like "1GiB"'
+    check = dataclasses.replace(checks.check_bytes, expected=expected)
     return _field(0, _Setting(help, check, parse=_bytes_of, normal=normal))
 
 

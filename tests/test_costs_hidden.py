@@ -18,7 +18,6 @@ import mcore_logprobs as ml
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.kernels import budgets
-from mcore_logprobs.sources import rows as rows_module
 from mcore_logprobs.sources.head import HeadTile, head_logits
 from mcore_logprobs.sources.head_gradients import WeightGradient
 from tests.helpers.heads import Problem, make_problem, plain_loss, shard_problem
@@ -382,11 +381,11 @@ def test_every_sum_of_dhidden_is_issued_before_a_product(ranks, sequence_paralle
 
 
 def test_blocks_are_even_and_as_few_as_the_budget_allows():
-    assert rows_module.even_parts(152064 // 8, 8192, 128) == 6400  # and not 8192, 8192, 2624
+    assert budgets.even_parts(152064 // 8, 8192, 128) == 6400  # and not 8192, 8192, 2624
     for total in (*range(0, 2000, 61), 19008, 152064):
         for most in (1, 100, 256, 300, 4096):
             for step in (64, 128):
-                size = rows_module.even_parts(total, most, step)
+                size = budgets.even_parts(total, most, step)
                 parts = [min(size, total - at) for at in range(0, total, size)]
                 whole = max(step, most - most % step) if most >= step else most
                 assert len(parts) == (1 if 0 < total <= most else -(-total // whole))
@@ -411,7 +410,7 @@ def test_blocks_are_even_and_as_few_as_the_budget_allows():
 )
 def test_rows_of_a_chunk_that_spans_all_columns_on_a_gpu(rows, width, adds_per_tile, tile):
     cut = {"width": width, "adds_per_tile": adds_per_tile}
-    found = rows_module.Tiling.of_whole_rows(rows, width, None, torch.device("cuda"), **cut)
+    found = budgets.Tiling.of_whole_rows(rows, width, None, torch.device("cuda"), **cut)
     assert found.rows == tile
 
 
@@ -423,7 +422,7 @@ def test_a_tile_of_hidden_states_is_no_larger_than_one_of_logits_may_be():
 
 def test_on_a_cpu_such_chunks_keep_to_the_cache():
     cut = {"width": 65536, "adds_per_tile": True}
-    tiling = rows_module.Tiling.of_whole_rows(1024, 65536, None, torch.device("cpu"), **cut)
+    tiling = budgets.Tiling.of_whole_rows(1024, 65536, None, torch.device("cpu"), **cut)
     assert tiling.rows == 512
 
 

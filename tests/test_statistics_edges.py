@@ -19,7 +19,7 @@ from mcore_logprobs import (
     vocab_parallel_token_stats,
     vocab_parallel_topk,
 )
-from mcore_logprobs.arguments import check_temperature
+from mcore_logprobs.checks import check_temperature
 from tests.helpers import oracles
 from tests.helpers.memory import TensorsMade
 from tests.helpers.shards import VOCAB, make_target, on_ranks, shard, world_group

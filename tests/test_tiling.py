@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import mcore_logprobs as ml
 from mcore_logprobs.kernels import budgets
-from mcore_logprobs.kernels.budgets import CPU, GPU, Budgets
+from mcore_logprobs.kernels.budgets import CPU, GPU, Budgets, Tiling, even_parts
 from mcore_logprobs.kernels.chunk import row_chunks
 from mcore_logprobs.sources import head_operands as head_module
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.rows import Tiling, even_parts
 from tests.engine.cases import BUDGETS
 
 # Padded vocabularies of released models, and the sizes over which they are split.

@@ -180,7 +180,7 @@ def _local_stats(source: Source, column: Tensor, spec: StatsSpec) -> Tensor:
     """A rank's statistics, `[g/TP, k, n]`."""
     run = RowStatistics(source, spec, column)
     show(run, source)
-    return run.of_all_tiles()
+    return run.local
 
 
 class _Segments(HiddenGradient):

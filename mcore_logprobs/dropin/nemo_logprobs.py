@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import mcore_logprobs as ours
-from mcore_logprobs.arguments import unwrap_logits, unwrap_rows
+from mcore_logprobs.checks import unwrap_logits, unwrap_rows
 from mcore_logprobs.dropin._common import (
     IGNORED,
     check_vocab_range,

@@ -1,4 +1,4 @@
-"""Sizes that decide how a call is cut into tiles, blocks and steps: one object, `Budgets`.
+"""How a call is cut into tiles, blocks and steps, by sizes that are one object: `Budgets`.
 
 They change speed, memory and the order in which numbers are added, never what is computed. All
 ranks of a call must have the same ones: they cut alike, and exchange what they cut.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -135,3 +137,67 @@ def use(budgets: Budgets) -> Iterator[Budgets]:
         yield budgets
     finally:
         _in_force.pop()
+
+
+# ---- tiles and blocks of a head ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows per tile and columns per block."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, rows: int, columns: int, chunk_size: int | None, device: torch.device) -> Tiling:
+        """For `rows` rows and `columns` columns on a rank."""
+        tile = max(1, min(rows, chunk_size or of(device.type).tile_rows))
+        return cls(tile, _block_columns(tile, columns, chunk_size, device))
+
+    @classmethod
+    def of_whole_rows(
+        cls,
+        rows: int,
+        columns: int,
+        chunk_size: int | None,
+        device: torch.device,
+        *,
+        width: int,
+        adds_per_tile: bool = False,
+    ) -> Tiling:
+        """Tiles whose logits are held over all of a rank's columns.
+
+        Args:
+            width: numbers held per row.
+            adds_per_tile: dWeight is read and written once per tile, so that a tile should have
+                `Budgets.held_rows`.
+        """
+        sizes, row_bytes = of(device.type), 4 * max(1, width)
+        most = sizes.held_bytes // row_bytes
+        if adds_per_tile:
+            most = max(most, min(sizes.held_rows, sizes.max_held_bytes // row_bytes))
+        tile = max(1, min(rows, chunk_size or even_parts(rows, max(1, most), sizes.row_step)))
+        return cls(tile, _block_columns(tile, columns, chunk_size, device))
+
+
+def _block_columns(tile: int, columns: int, chunk_size: int | None, device: torch.device) -> int:
+    sizes = of(device.type)
+    most = max(sizes.chunk_bytes // (4 * tile), sizes.min_block)
+    if chunk_size is None:
+        most = min(most, sizes.max_block)
+    return even_parts(columns, most, sizes.block_step)
+
+
+def even_parts(total: int, most: int, step: int) -> int:
+    """Return the size of parts of at most `most` that are as even as whole steps allow.
+
+    A GEMM of a small last part would run far below the speed of the others. One part is `total`.
+    Otherwise the size is a multiple of `step` (of `most` if that is less), and the last part is
+    what is left: still a small one if `total` is just above a multiple of the size.
+    """
+    if total <= most:
+        return max(1, total)
+    step = min(step, most)
+    parts = -(-total // (most - most % step))
+    return -(-total // (parts * step)) * step

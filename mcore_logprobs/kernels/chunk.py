@@ -196,18 +196,18 @@ def logit_multiplier(
     return scale / (temperature.double() if isinstance(temperature, Tensor) else temperature)
 
 
-def times_multiplier(x: Tensor, multiplier: float | Tensor, *, out: Tensor | None = None) -> Tensor:
-    """x `[n, ...]` times a number, or one for each row; x itself where that is 1."""
+def times_multiplier(
+    x: Tensor, multiplier: float | Tensor, *, rows_last: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """x `[n, ...]` times a number, or one for each row; x itself where that is 1.
+
+    Args:
+        rows_last: x is `[..., n]`.
+    """
     if isinstance(multiplier, Tensor):
-        return torch.mul(x, row_numbers(multiplier, x), out=out)
+        each = multiplier.to(x.dtype) if rows_last else row_numbers(multiplier, x)
+        return torch.mul(x, each, out=out)
     return x if multiplier == 1.0 else torch.mul(x, multiplier, out=out)
-
-
-def times_per_row(x: Tensor, multiplier: float | Tensor) -> Tensor:
-    """`times_multiplier` of x `[..., n]`, rows last."""
-    if isinstance(multiplier, Tensor):
-        return x * multiplier.to(x.dtype)
-    return x if multiplier == 1.0 else x * multiplier
 
 
 def row_numbers(per_row: Tensor, like: Tensor) -> Tensor:

@@ -53,7 +53,6 @@ from mcore_logprobs.kernels.chunk import (
     acc_dtype,
     row_chunks,
     times_multiplier,
-    times_per_row,
 )
 from mcore_logprobs.kernels.stats import LOG_ZERO
 
@@ -162,7 +161,7 @@ def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) ->
 
 def _near(max_s: Tensor, max_t: Tensor, multipliers: Multipliers) -> Tensor:
     """Where (s - t) - (max s - max t) is more exact than (s - max s) - (t - max t); bool `[n]`."""
-    near = times_per_row(max_s - max_t, multipliers[0]).abs() <= 1.0
+    near = times_multiplier(max_s - max_t, multipliers[0], rows_last=True).abs() <= 1.0
     return near & (multipliers[0] == multipliers[1])
 
 
@@ -213,7 +212,9 @@ def merge_pairs(stats: Tensor, spec: PairSpec, multipliers: Multipliers = (1.0, 
     if spec.kind in ("forward", "reverse"):
         apart = (max_s - max_t).sub_(row_max_s - row_max_t)
         near = _near(row_max_s, row_max_t, multipliers) & apart.isfinite()
-        apart = torch.where(near, times_per_row(apart, multipliers[0]), shift_s - shift_t)
+        apart = torch.where(
+            near, times_multiplier(apart, multipliers[0], rows_last=True), shift_s - shift_t
+        )
         if spec.kind == "forward":
             moved = _moved(cross, excess, sum_t, sum_s, apart, exp_t, new_s - new_t)
         else:
@@ -250,7 +251,7 @@ def _moved(
 def _merge_max(parts: Tensor, multiplier: float | Tensor) -> tuple[Tensor, Tensor]:
     row_max = parts.amax(0)
     shift = parts - torch.where(row_max.isneginf(), 0.0, row_max)
-    return row_max, _bounded(times_per_row(shift, multiplier))
+    return row_max, _bounded(times_multiplier(shift, multiplier, rows_last=True))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import acc_dtype, times_per_row
+from mcore_logprobs.kernels.chunk import acc_dtype, times_multiplier
 
 # Stands in for log 0 wherever it is multiplied: exp(-1e4) is 0 in float32 and float64, and 0 * -1e4
 # is 0, where 0 * -inf would be NaN.
@@ -112,7 +112,7 @@ def merge(
     row_max = part["max"].amax(0)
     # A part of -inf alone has s = e = 0: its shift must be finite for 0 times it to be 0.
     shift = part["max"] - torch.where(row_max.isneginf(), 0.0, row_max)
-    shift = times_per_row(shift, multiplier).clamp(min=LOG_ZERO)
+    shift = times_multiplier(shift, multiplier, rows_last=True).clamp(min=LOG_ZERO)
     weight = shift.exp()
     merged = total(stats)
     union = spec.named(merged)
@@ -124,7 +124,7 @@ def merge(
         union["squares"].copy_(total(part["squares"] * weight.square()))
     if spec.smoothing:
         moved = torch.where(part["finite"] > 0, part["max"] - row_max, 0.0)
-        moved = times_per_row(moved, multiplier)
+        moved = times_multiplier(moved, multiplier, rows_last=True)
         union["zsum"].copy_(total(part["zsum"] + moved * part["finite"]))
     return merged
 
@@ -258,9 +258,9 @@ def finalize(
     empty = row["max"].isneginf()
     row_max = torch.where(empty, 0.0, row["max"])
     log_sum = torch.where(empty, 0.0, row["sum"].log())
-    lse = times_per_row(row_max, multiplier) + log_sum
+    lse = times_multiplier(row_max, multiplier) + log_sum
     # (t - m) - log s, not t - (m + log s): the difference of two large numbers is taken exactly.
-    logprobs = times_per_row(row["target"] - row_max, multiplier) - log_sum
+    logprobs = times_multiplier(row["target"] - row_max, multiplier) - log_sum
     entropy = rank = sum_pi_squared = None
     if spec.entropy:
         entropy = torch.where(empty, 0.0, log_sum - row["entropy"] / row["sum"]).clamp(min=0.0)

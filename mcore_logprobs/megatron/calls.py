@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.arguments import check_seed
-from mcore_logprobs.checks import check_min_p, check_not_negative, check_top_k, check_top_p
+from mcore_logprobs.checks import (
+    check_min_p,
+    check_not_negative,
+    check_seed,
+    check_top_k,
+    check_top_p,
+)
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.loss_function import check_denominator

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_logprobs.arguments import check_ids, global_to_local
+from mcore_logprobs.checks import check_ids, global_to_local
 from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import (
     IGNORED,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import check_mask, check_shape, unwrap_logits
+from mcore_logprobs.checks import check_mask, check_shape, unwrap_logits
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.kernels.pairs import (
     PAIR_STATS,
@@ -82,13 +82,14 @@ class _DivergenceForward(Forward):
             sums = kernels.pair_sums(student, teacher, softmax, spec, chunk_size=size)
             self._sums[:, rows] += sums
 
-    def end_pass(self) -> None:
-        if self._done is None:
-            shards = all_gather_stack(self._stats, self._source.shard.group)
-            merged = merge_pairs(shards, self._spec, self._source.multipliers)
-            self._done = finalize_pair(merged, self._spec)
+    def finalize(self) -> None:
+        shards = all_gather_stack(self._stats, self._source.shard.group)
+        merged = merge_pairs(shards, self._spec, self._source.multipliers)
+        self._done = finalize_pair(merged, self._spec)
 
     def results(self) -> tuple[Results, Saved]:
+        if self._done is None:
+            self.finalize()
         done = self._done
         assert done is not None
         value, inner = done.value, done.value

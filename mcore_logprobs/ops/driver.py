@@ -48,7 +48,7 @@ class Forward:
         reads: what `see` is given of a tile: "blocks", one at a time in memory that the next
             overwrites; "rows", all columns at once in memory that lasts as long as it is held;
             "nothing", where `begin_tile` takes what it needs.
-        passes: how often the tiles are gone through.
+        passes: how often the tiles are gone through, once or twice.
     """
 
     reads = "blocks"
@@ -63,8 +63,8 @@ class Forward:
     def end_tile(self, tile: Tile, rows: slice) -> None:
         """All of the tile's chunks were seen."""
 
-    def end_pass(self) -> None:
-        """All tiles were seen; once a pass."""
+    def finalize(self) -> None:
+        """Whole rows, of what the first of two passes saw."""
 
     def results(self) -> tuple[Results, Saved]:
         """(results, what the backward needs besides source and tensors), `[n, ...]` each."""
@@ -128,7 +128,9 @@ class Operation(Generic[SourceT]):
 
 def show(run: Forward, source: Walked) -> None:
     """Show it all tiles of a source."""
-    for _ in range(run.passes):
+    for number in range(run.passes):
+        if number == 1:
+            run.finalize()
         for tile in source.tiles():
             run.begin_tile(tile, tile.rows)
             chunks: Iterable[ChunkAt] = ()
@@ -138,7 +140,6 @@ def show(run: Forward, source: Walked) -> None:
                 run.see(placed)
                 del placed  # a tile's logits may be the only large memory: gone before the next
             run.end_tile(tile, tile.rows)
-        run.end_pass()
 
 
 def form_gradient(backward: Backward, source: Walked, gradient: Gradient) -> Results:

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import (
+from mcore_logprobs.checks import (
+    check_choice,
+    check_flag,
     check_float_tensor,
     check_ids,
     check_mask,
@@ -20,7 +22,6 @@ from mcore_logprobs.arguments import (
     global_to_local,
     unwrap_rows,
 )
-from mcore_logprobs.checks import check_choice, check_flag
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.chunk import acc_dtype, times_multiplier
 from mcore_logprobs.kernels.stats import (

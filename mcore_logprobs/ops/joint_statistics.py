@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.chunk import times_per_row
+from mcore_logprobs.kernels.chunk import times_multiplier
 from mcore_logprobs.kernels.stats import IGNORED, RowResults, StatsSpec
 from mcore_logprobs.ops.answers import Answers
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
@@ -108,7 +108,7 @@ class _TargetForward(Forward):
     def results(self) -> tuple[Results, Saved]:
         logits = all_reduce_sum(self._logits, self._source.shard.group)
         # (z - m) - log s: `kernels.stats.finalize` says why.
-        distance = times_per_row(logits - self._row_max, self._source.multiplier)
+        distance = times_multiplier(logits - self._row_max, self._source.multiplier, rows_last=True)
         return (distance - self._log_sum,), ()
 
 

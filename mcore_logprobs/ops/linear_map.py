@@ -18,8 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import check_mask, check_per_token
-from mcore_logprobs.checks import autocast_enabled, check_called
+from mcore_logprobs.checks import autocast_enabled, check_called, check_mask, check_per_token
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.ops.captured import name_of, walk_graph
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply

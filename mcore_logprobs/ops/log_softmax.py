@@ -16,7 +16,7 @@ from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.source import ChunkAt, Source, Tile
+from mcore_logprobs.sources.source import ChunkAt, Source
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,11 @@ class _LogSoftmaxForward(RowStatistics):
             valid -= log_sum
             out[:, step_chunk.valid :] = -torch.inf
 
-    def end_tile(self, tile: Tile, rows: slice) -> None:
-        if self._softmax is None:
-            super().end_tile(tile, rows)
-
-    def end_pass(self) -> None:
-        if self._softmax is None:
-            self._softmax = self.reduce()[0].softmax
-            shape = (self._source.num_rows, self._source.shard.width)
-            dtype, device = self._source.acc_dtype, self._source.device
-            self._result = torch.empty(shape, dtype=dtype, device=device)
+    def finalize(self) -> None:
+        self._softmax = self.reduce()[0].softmax
+        shape = (self._source.num_rows, self._source.shard.width)
+        dtype, device = self._source.acc_dtype, self._source.device
+        self._result = torch.empty(shape, dtype=dtype, device=device)
 
     def results(self) -> tuple[Results, Saved]:
         assert self._softmax is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import check_per_token, check_target, global_to_local
+from mcore_logprobs.checks import check_per_token, check_target, global_to_local
 from mcore_logprobs.kernels.stats import RowResults
 from mcore_logprobs.ops.driver import Tensors, apply_eagerly
 from mcore_logprobs.ops.keywords import HeadKeywords, shared_keywords

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_logprobs.arguments import check_target
-from mcore_logprobs.checks import check_choice, check_flag
+from mcore_logprobs.checks import check_choice, check_flag, check_target
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.sources.source import Source
 

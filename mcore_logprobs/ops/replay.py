@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_logprobs.arguments import check_target, global_to_local
+from mcore_logprobs.checks import check_target, global_to_local
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.arguments import check_float_tensor, check_target, global_to_local
+from mcore_logprobs.checks import check_float_tensor, check_target, global_to_local
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard, group_rank, group_size, resolve_tp_group
 from mcore_logprobs.spelling import suggesting

@@ -34,15 +34,14 @@ class RowStatistics(Forward):
     all-reduce of `[rows]` per tile.
 
     Attributes:
-        of_tile: this rank's statistics of the latest tile, `[k, rows]`; with segments
-            `[g/TP, k, rows]`.
+        local: this rank's statistics, `[k, n]`; with segments `[g/TP, k, n]`. Rows that were not
+            seen yet have those of no columns.
+        multiplier: what differences of unscaled logits are multiplied by, a number or `[n]`.
 
     Args:
         column: `[n]`, the target's column in the shard or -1; None: no row has a target.
         valid_mask, label_smoothing: as in `kernels.stats.finalize`.
     """
-
-    of_tile: Tensor
 
     def __init__(
         self,
@@ -57,19 +56,22 @@ class RowStatistics(Forward):
             column = torch.full((source.num_rows,), -1, dtype=torch.int64, device=source.device)
         self.spec, self._source, self._column = spec, source, column
         self._valid_mask, self._label_smoothing = valid_mask, label_smoothing
+        self.multiplier = source.multiplier
+        like = torch.empty(0, dtype=source.acc_dtype, device=source.device)
+        self.local = no_columns(spec, column.shape[0], like=like)
         self._segments: Segments | None = source.options.segments
         self._block = self._per_segment = None
         if self._segments is not None:
+            self.local = self.local.repeat(self._segments.local, 1, 1)
             self._block = self._segments.block(source.device.type)
             self._per_segment = -(-self._segments.width // self._block)
         self._first = 0  # row of the tile, and the logits of its targets
         self._thresholds: Tensor | None = None
-        self._rows_seen = slice(0, 0)  # of the source, in all tiles
         self._blocks: list[list[Tensor]] = []  # statistics of the latest rows' blocks, by segment
-        self._merged: list[Tensor] = []  # of the tile's rows
-        self._tiles: list[Tensor] = []
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
+        if self._column.shape[0] != self._source.num_rows:  # those of one tile alone
+            self.multiplier = per_row(self._source.multiplier, tile.rows)
         if self.spec.rank:
             logits = tile.target_logits(self._column[rows])
             self._first = rows.start
@@ -95,15 +97,7 @@ class RowStatistics(Forward):
             for place, blocks in enumerate(by_segment, segment):
                 self._blocks[place].append(blocks)
         if placed.columns.stop >= source.shard.valid_width:  # the last one
-            self._merge_blocks(placed.chunk.multiplier)
-
-    def end_tile(self, tile: Tile, rows: slice) -> None:
-        merged, self._merged = self._merged, []
-        count = tile.rows.stop - tile.rows.start
-        self.of_tile = _joined(merged) if merged else self._of_no_column(count)
-        self._tiles.append(self.of_tile)
-        start = self._rows_seen.start if self._rows_seen.stop else tile.rows.start
-        self._rows_seen = slice(start, tile.rows.stop)
+            self.local[..., rows] = self._merged_blocks(placed.chunk.multiplier)
 
     def results(self) -> tuple[Results, Saved]:
         return self.reduce()[0]
@@ -118,7 +112,7 @@ class RowStatistics(Forward):
         Returns:
             (whole rows; the others of every rank, `[ranks, j, n]`).
         """
-        stats, multiplier, group = self.of_all_tiles(), self.multiplier, self._source.shard.group
+        stats, multiplier, group = self.local, self.multiplier, self._source.shard.group
         fields, ordered = len(self.spec.fields), self._segments is not None
         assert not (ordered and others), "segments' statistics travel alone"
         if ordered:
@@ -135,15 +129,6 @@ class RowStatistics(Forward):
         )
         return final, shards[:, fields:]
 
-    def of_all_tiles(self) -> Tensor:
-        """This rank's statistics, as `of_tile`."""
-        return _joined(self._tiles) if self._tiles else self._of_no_column(0)
-
-    @property
-    def multiplier(self) -> float | Tensor:
-        """What differences of unscaled logits are multiplied by, in the rows of the tiles."""
-        return per_row(self._source.multiplier, self._rows_seen)
-
     def _by_segment(self, placed: ChunkAt, block: int) -> Iterator[tuple[int, ChunkAt]]:
         """(its first segment, the columns) of each call of the backend that a chunk takes."""
         assert self._segments is not None
@@ -152,20 +137,12 @@ class RowStatistics(Forward):
             part = slice(columns.start - first, columns.stop - first)
             yield number, placed._replace(columns=columns, chunk=placed.chunk.columns(part))
 
-    def _merge_blocks(self, multiplier: float | Tensor) -> None:
-        """Some rows' blocks are all there."""
+    def _merged_blocks(self, multiplier: float | Tensor) -> Tensor:
+        """Statistics of some rows, of which all blocks are there."""
         if self._segments is not None:
-            merged = merge_segments(self._blocks, self.spec, multiplier)
-        else:
-            (blocks,) = self._blocks
-            stats = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-            merged = merge(stats, self.spec, multiplier=multiplier)
-        self._merged.append(merged)
-
-    def _of_no_column(self, rows: int) -> Tensor:
-        like = torch.empty(0, dtype=self._source.acc_dtype, device=self._source.device)
-        none = no_columns(self.spec, rows, like=like)
-        return none if self._segments is None else none.repeat(self._segments.local, 1, 1)
+            return merge_segments(self._blocks, self.spec, multiplier)
+        (blocks,) = self._blocks
+        return merge(torch.cat(blocks), self.spec, multiplier=multiplier)
 
 
 class LogitGradient(Backward):
@@ -214,7 +191,3 @@ def entries_of_chunk(
     inside = (entries.row >= placed.rows.start) & (entries.row < placed.rows.stop)
     column = torch.where(inside, placed.local(entries.column, shard), -1)
     return torch.where(column >= 0, entries.row - placed.rows.start, 0), column
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import check_mask, check_seed
+from mcore_logprobs.checks import check_mask, check_seed
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec
@@ -98,7 +98,7 @@ class _SampleForward(Forward):
         source, local_sum = self._source, None
         if self._stats is not None:
             self._stats.end_tile(tile, rows)
-            local_sum = self._stats.spec.named(self._stats.of_tile)["sum"]
+            local_sum = self._stats.spec.named(self._stats.local[:, rows])["sum"]
         if self._filters.off:
             return
         opts = self._filters.options(source.shard, per_row(source.temperature, rows))

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import check_target, global_to_local
-from mcore_logprobs.checks import check_choice, check_flag, check_min_p, check_top_k, check_top_p
+from mcore_logprobs.checks import (
+    check_choice,
+    check_flag,
+    check_min_p,
+    check_target,
+    check_top_k,
+    check_top_p,
+    global_to_local,
+)
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import per_row
 from mcore_logprobs.kernels.reference import distribution_gradient
@@ -131,7 +138,7 @@ class _FilteredForward(Forward):
         local_sum, source = None, self._source
         if self._stats is not None:
             self._stats.end_tile(tile, rows)
-            local_sum = self._stats.spec.named(self._stats.of_tile)["sum"]
+            local_sum = self._stats.spec.named(self._stats.local[:, rows])["sum"]
         opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
         local_target, valid_mask = self._local_target[rows], self._valid_mask[rows]
         self._cuts.append(find_cut(source, self._chunks, local_sum, local_target, valid_mask, opts))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import check_target, global_to_local
-from mcore_logprobs.checks import check_flag, check_fraction
+from mcore_logprobs.checks import check_flag, check_fraction, check_target, global_to_local
 from mcore_logprobs.kernels.stats import (
     IGNORED,
     GradientTerms,

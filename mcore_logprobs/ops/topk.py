@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import check_mask
+from mcore_logprobs.checks import check_mask
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.arguments import check_float_tensor, check_shape, check_target, unwrap_rows
-from mcore_logprobs.checks import check_choice, check_flag
+from mcore_logprobs.checks import (
+    check_choice,
+    check_flag,
+    check_float_tensor,
+    check_shape,
+    check_target,
+    unwrap_rows,
+)
 from mcore_logprobs.kernels.chunk import acc_dtype
 from mcore_logprobs.kernels.stats import LOG_ZERO
 from mcore_logprobs.ops.divergence import check_kind

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.arguments import check_float_tensor, check_temperature, unwrap_logits
 from mcore_logprobs.checks import (
     check_flag,
+    check_float_tensor,
     check_optional_count,
     check_optional_positive,
     check_positive,
+    check_temperature,
+    unwrap_logits,
 )
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, resolve_tp_group

@@ -21,19 +21,21 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.arguments import check_float_tensor, check_temperature
 from mcore_logprobs.checks import (
     autocast_enabled,
     check_bytes,
     check_flag,
+    check_float_tensor,
     check_logits_dtype,
     check_optional_count,
     check_optional_positive,
     check_positive,
+    check_temperature,
 )
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.budgets import Tiling
 from mcore_logprobs.kernels.chunk import (
     acc_dtype,
 )
@@ -48,7 +50,7 @@ from mcore_logprobs.sources.head_operands import (
 from mcore_logprobs.sources.latest_pass import LatestPass
 from mcore_logprobs.sources.lora import LoRAInput, check_lora
 from mcore_logprobs.sources.main_grad import MainGrad
-from mcore_logprobs.sources.rows import RowSelection, Tiling, check_rows
+from mcore_logprobs.sources.rows import RowSelection, check_rows
 from mcore_logprobs.sources.source import check_segments
 from mcore_logprobs.sources.vocab_bias import Ids, LogitBias, vocab_bias
 

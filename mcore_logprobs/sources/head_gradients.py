@@ -79,7 +79,7 @@ class HeadGradient:
                 sparse=sparse,
             )
         self._tile: Tensor | None = None
-        self._reduced = -1  # the latest tile whose reduction was started
+        self._ended = -1  # the latest tile whose reduction was started
         self._parts: list[Tensor | None] = []
 
     def collect(self, tile: HeadTile, placed: ChunkAt, write: Write) -> None:
@@ -104,7 +104,7 @@ class HeadGradient:
             else:
                 add_product(dlogits, block, self._tile, low_precision=low_precision)
         if columns.stop == head.shard.valid_width:
-            self._reduce(tile)
+            self.end_tile(tile)
         if self.weight is not None:
             self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
 
@@ -179,12 +179,10 @@ class HeadGradient:
                 self._lora.add_entries(rows, columns, factor, head.low_rank.inner(tile.hidden))
 
     def end_tile(self, tile: HeadTile) -> None:
-        if self._reduced != tile.number:  # entries, or no true vocabulary on this rank
-            self._reduce(tile)
-
-    def _reduce(self, tile: HeadTile) -> None:
-        """The tile's dHidden is complete: start its sum over TP."""
-        self._reduced = tile.number
+        """The tile's dHidden is complete: start its sum over TP, where `collect` has not yet."""
+        if self._ended == tile.number:
+            return
+        self._ended = tile.number
         if self._lora is not None:
             self._lora.end_tile(tile.hidden, self._tile)
         if self.hidden is None:
@@ -261,7 +259,9 @@ class HiddenGradient:
         """Take a tile's gradient by segment, `[rows, h]` each; all ranks' are added in vocabulary
         order, so that the sum has the same bits at every TP size.
         """
-        self._write(number, ordered_sum_dim0(parts, self._group, scatter=self._scatter))
+        total = ordered_sum_dim0(parts, self._group, scatter=self._scatter)
+        self._pending = (number, total, None)
+        self._settle()
 
     def finish(self) -> Tensor:
         """`[n_local, h]` in the hidden states' dtype, or float32."""
@@ -269,14 +269,12 @@ class HiddenGradient:
         return self._grad.to(self._dtype)
 
     def _settle(self) -> None:
+        """Wait for the latest tile's sum, and write it where its rows are."""
         if self._pending is None:
             return
-        number, out, work = self._pending
+        number, rows, work = self._pending
         wait_for(work, self._group)
-        self._write(number, out)
         self._pending = None
-
-    def _write(self, number: int, rows: Tensor) -> None:
         part = self._parts[number]
         if self._is_tile and rows.dtype == self._dtype:
             self._grad = rows

@@ -3,6 +3,9 @@
 Operands are multiplied row by row, however they lie in memory: a matrix library rounds the product
 of another layout differently, and saved-tensor hooks and checkpoints give a backward tensors of
 other layouts. A probability near 1 would then be off by as much as its logits are.
+
+Under sequence parallelism every rank holds its own part of the hidden states, and a tile is
+gathered from all ranks: rows are walked tile by tile, and within a tile rank by rank.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 
-from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.collectives import all_gather_dim0_async, wait_for
+from mcore_logprobs.groups import VocabShard, group_size
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets
+from mcore_logprobs.kernels.budgets import Tiling
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
@@ -34,8 +40,74 @@ from mcore_logprobs.kernels.products import (
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.sources.lora import LoRA, LowRank
 from mcore_logprobs.sources.main_grad import MainGrad
-from mcore_logprobs.sources.rows import HiddenRows, RowSelection, Tiling
+from mcore_logprobs.sources.rows import RowSelection
 from mcore_logprobs.sources.source import ChunkAt, LogitIndices, ProcessedLogits
+
+
+class HiddenRows:
+    """Hidden states `[n_local, h]` as tiles of the whole `[n, h]`.
+
+    Attributes:
+        ranks: over which the rows are split.
+        num_rows: rows over all ranks, n.
+        local: each tile's rows of this rank, or places in its selection.
+        is_one_walk: whether rows tile by tile are in the order of rows rank by rank.
+
+    Args:
+        hidden: this rank's.
+        group: over which the rows are split, or None.
+        tile_rows: rows per tile, over all ranks.
+        selection: which of them are computed; None: all.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        group: ProcessGroup | None,
+        tile_rows: int,
+        selection: RowSelection | None,
+    ) -> None:
+        self.hidden, self.group, self.selection = hidden, group, selection
+        self.ranks = group_size(group)
+        local_rows = hidden.shape[0] if selection is None else selection.local.shape[0]
+        self.num_rows = local_rows * self.ranks
+        self.local = list(row_chunks(local_rows, max(1, tile_rows // self.ranks)))
+        self.is_one_walk = self.ranks == 1 or len(self.local) < 2
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows as they are walked, `[rows, h]`) of each tile; the next one is on its way."""
+        parts = self.local
+        pending = self._start(parts[0]) if parts else None
+        for number, part in enumerate(parts):
+            assert pending is not None
+            tile, work = pending
+            wait_for(work, self.group)
+            pending = self._start(parts[number + 1]) if number + 1 < len(parts) else None
+            yield slice(part.start * self.ranks, part.stop * self.ranks), tile
+
+    def _start(self, part: slice) -> tuple[Tensor, Work | None]:
+        if self.selection is None:
+            rows = self.hidden[part]
+        else:
+            rows = self.hidden.index_select(0, self.selection.local[part])
+        # A view of wider hidden states is strided, and collectives want contiguous memory.
+        if self.group is not None:
+            rows = rows.contiguous()
+        return all_gather_dim0_async(rows, self.group)
+
+    def by_tile(self, per_row: Tensor) -> Tensor:
+        """`[n, ...]` rank by rank -> tile by tile, and in a tile rank by rank."""
+        ranked = per_row.view(self.ranks, -1, *per_row.shape[1:])
+        return torch.cat([ranked[:, part].flatten(0, 1) for part in self.local])
+
+    def by_rank(self, per_row: Tensor) -> Tensor:
+        """The inverse of `by_tile`."""
+        out = torch.empty_like(per_row)
+        ranked = out.view(self.ranks, -1, *per_row.shape[1:])
+        for part in self.local:
+            tile = per_row[part.start * self.ranks : part.stop * self.ranks]
+            ranked[:, part] = tile.view(self.ranks, -1, *per_row.shape[1:])
+        return out
 
 
 class HeadTensors(NamedTuple):

@@ -137,6 +137,8 @@ def segment_stats(
     source: Any = SimpleNamespace(
         options=SimpleNamespace(segments=segments),
         device=chunk.logits.device,
+        acc_dtype=torch.float32,
+        multiplier=chunk.multiplier,
         shard=SimpleNamespace(group=None, width=width, valid_width=chunk.valid),
         backend=lambda _: backend,
         rows_at_a_time=lambda _: chunk_size,
@@ -146,7 +148,7 @@ def segment_stats(
     stats.begin_tile(tile, tile.rows)
     stats.see(ChunkAt(tile.rows, slice(0, width), chunk))
     stats.end_tile(tile, tile.rows)
-    return stats.of_tile
+    return stats.local
 
 
 def assert_stats(
