@@ -18,23 +18,18 @@ either x is what stands in the brackets, and the multiplier is 1 / temperature.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 _Chunk = TypeVar("_Chunk", bound="Chunk")
-
-
-# Elements of which a row's stride is a multiple where a kernel reads and writes 16 bytes at a time.
-_UNIT = 16
-
-
-def aligned_width(columns: int) -> int:
-    """The least stride of rows of so many columns that kernels read 16 bytes at a time."""
-    return -(-columns // _UNIT) * _UNIT
 
 
 @dataclass(frozen=True)
@@ -242,3 +237,54 @@ def row_chunks(rows: int, chunk_size: int) -> Iterator[slice]:
     """Slices of at most `chunk_size` rows that cover `rows` rows; none for zero rows."""
     for start in range(0, rows, chunk_size):
         yield slice(start, min(start + chunk_size, rows))
+
+
+# ---- the memory of chunks ----------------------------------------------------------------------
+
+# Elements of which a row's stride is a multiple where a kernel reads and writes 16 bytes at a time.
+_UNIT = 16
+
+
+def aligned_width(columns: int) -> int:
+    """The least stride of rows of so many columns that kernels read 16 bytes at a time."""
+    return -(-columns // _UNIT) * _UNIT
+
+
+# The C library hands a large tensor out as untouched pages, and the first write of each 4 KiB costs
+# a page fault: six times what writing it costs, and more than computing a gradient. Linux backs
+# memory with 2 MiB pages where a program says so (`madvise`), and then faults hardly show. With
+# THP_MEM_ALLOC_ENABLE=1 a process gets the same from torch for all of its tensors.
+_MIN_BYTES = 8 << 20
+_MADV_HUGEPAGE = 14  # Linux
+
+
+def prefer_huge_pages(fresh: Tensor) -> Tensor:
+    """The same tensor, its memory marked for huge pages if it is large and on a Linux CPU.
+
+    Args:
+        fresh: just made and not yet written to; every byte of it is going to be written, so that
+            whole pages cost no memory.
+    """
+    # Only plain tensors have memory: fake ones, for one, have not.
+    if type(fresh) is not Tensor or fresh.device.type != "cpu" or torch.compiler.is_compiling():
+        return fresh
+    storage = fresh.untyped_storage()
+    advise = _madvise()
+    if advise is not None and storage.nbytes() >= _MIN_BYTES:
+        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(start, stop - start, _MADV_HUGEPAGE)  # a hint: nothing is lost if it is refused
+    return fresh
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function

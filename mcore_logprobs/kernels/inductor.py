@@ -49,7 +49,7 @@ from mcore_logprobs.kernels.reference import (
     pair_sums,
     scale,
 )
-from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec
+from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, by_name
 
 logger = logging.getLogger("mcore_logprobs")
 
@@ -181,7 +181,7 @@ def _stats(
     parts = raw.new_zeros(
         (count + (full_columns < chunk.valid), len(spec.fields), rows), dtype=torch.float32
     )
-    part = spec.named(parts[:count], dim=1)
+    part = by_name(spec.fields, parts[:count], dim=1)
     for name, values in block_stats.items():
         part[name].copy_(values[:rows].t())
     part["target"][0] = gather_target(head, head_target, 0.0).float()
@@ -209,7 +209,7 @@ def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., o
     assert row_max is not None
     assert coef is not None
     logits, multiplier = chunk.logits, _multipliers(chunk)
-    row = spec.named_coefficients(coef * multiplier)
+    row = by_name(spec.coefficients, coef * multiplier)
     asked = (coef != 0).any(0) | (upstream != 0).any(1)
     # The columns' entries are computed apart, from logits before anything is written over them, and
     # rounded once: near p = 1 one is the difference of two nearly equal numbers.

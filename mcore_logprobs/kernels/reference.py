@@ -19,7 +19,7 @@ from mcore_logprobs.kernels.chunk import (
 )
 from mcore_logprobs.kernels.codes import decode, encode
 from mcore_logprobs.kernels.pairs import pair_grad, pair_stats, pair_sums
-from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, no_columns
+from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, by_name, no_columns
 
 __all__ = [
     "decode",
@@ -95,7 +95,7 @@ def stats(
     for part in row_chunks(rows, chunk_size):
         step_chunk, step_target = chunk.rows(part), target[part]
         raw, x = step_chunk.logits[:, :valid], step_chunk.unscaled()
-        first = spec.named(out[0, :, part])
+        first = by_name(spec.fields, out[0, :, part])
         first["target"].copy_(gather_target(x, step_target, 0.0))
         if spec.rank:
             assert threshold is not None
@@ -127,7 +127,7 @@ def _reduce_blocks(
 
     The sums run over `memory`, of x's shape, which may be x itself; None: over fresh memory.
     """
-    part = spec.named(out, dim=1)
+    part = by_name(spec.fields, out, dim=1)
     block_max = x.amax(-1)
     part["max"].copy_(block_max.t())
     base = torch.where(block_max.isneginf(), 0.0, block_max).unsqueeze(-1)
@@ -206,7 +206,7 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
 
 def distribution_gradient(chunk: Chunk, row_max: Tensor, coef: Tensor, spec: StatsSpec) -> Tensor:
     """dz of `grad` without single entries, `[n, valid]`, float32 or float64; new."""
-    row = spec.named_coefficients(coef.unsqueeze(-1))
+    row = by_name(spec.coefficients, coef.unsqueeze(-1))
     shifted = chunk.unscaled() - row_max.unsqueeze(-1)
     times_multiplier(shifted, chunk.multiplier, out=shifted)
     is_finite = ~shifted.isneginf() if spec.smoothing else None

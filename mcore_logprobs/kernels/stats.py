@@ -20,7 +20,7 @@ maximum. How far that is away takes the multiplier, a number or one for each row
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,19 +76,16 @@ class StatsSpec:
         """The gradient's coefficients in the order of the rows of theirs."""
         return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))
 
-    def named(self, stats: Tensor, dim: int = 0) -> dict[str, Tensor]:
-        """Views of a tensor of statistics along its dimension of fields, by name."""
-        return dict(zip(self.fields, stats.unbind(dim), strict=True))
 
-    def named_coefficients(self, coef: Tensor) -> dict[str, Tensor]:
-        """Views of a `[k, n]` tensor of coefficients, by name."""
-        return dict(zip(self.coefficients, coef.unbind(0), strict=True))
+def by_name(names: Sequence[str], values: Tensor, dim: int = 0) -> dict[str, Tensor]:
+    """Views of a tensor along its dimension of statistics or coefficients, by name."""
+    return dict(zip(names, values.unbind(dim), strict=True))
 
 
 def no_columns(spec: StatsSpec, rows: int, *, like: Tensor) -> Tensor:
     """`[k, rows]` statistics of no columns at all, to merge others into; like's accumulator."""
     stats = like.new_zeros(len(spec.fields), rows, dtype=acc_dtype(like.dtype))
-    spec.named(stats)["max"].fill_(-torch.inf)
+    by_name(spec.fields, stats)["max"].fill_(-torch.inf)
     return stats
 
 
@@ -108,14 +105,14 @@ def merge(
     if stats.shape[0] == 1:
         return stats[0]
     total = _ordered_sum if ordered else _sum
-    part = spec.named(stats, dim=1)
+    part = by_name(spec.fields, stats, dim=1)
     row_max = part["max"].amax(0)
     # A part of -inf alone has s = e = 0: its shift must be finite for 0 times it to be 0.
     shift = part["max"] - torch.where(row_max.isneginf(), 0.0, row_max)
     shift = times_multiplier(shift, multiplier, rows_last=True).clamp(min=LOG_ZERO)
     weight = shift.exp()
     merged = total(stats)
-    union = spec.named(merged)
+    union = by_name(spec.fields, merged)
     union["max"].copy_(row_max)
     union["sum"].copy_(total(part["sum"] * weight))
     if spec.entropy:
@@ -254,7 +251,7 @@ def finalize(
         multiplier: as in `merge`.
         valid_mask: `[n]` bool, False for rows that get `IGNORED`; None: there are none.
     """
-    row = spec.named(stats)
+    row = by_name(spec.fields, stats)
     empty = row["max"].isneginf()
     row_max = torch.where(empty, 0.0, row["max"])
     log_sum = torch.where(empty, 0.0, row["sum"].log())
@@ -324,7 +321,7 @@ def gradient_coefficients(
     )
     coef = softmax.log_sum.new_zeros(len(spec.coefficients), softmax.log_sum.shape[0])
     on_target = torch.zeros_like(softmax.log_sum)
-    row = spec.named_coefficients(coef)
+    row = by_name(spec.coefficients, coef)
     if upstream.lse is not None:
         row["weight"] += upstream.lse
     if upstream.logprobs is not None:

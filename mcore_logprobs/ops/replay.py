@@ -24,6 +24,7 @@ from mcore_logprobs.kernels.stats import (
     RowResults,
     SoftmaxStats,
     StatsSpec,
+    by_name,
     finalize,
     gradient_coefficients,
     merge,
@@ -188,7 +189,7 @@ class _Kept:
         x, row, hit, multiplier = self.x, self.row, self._hit, self._source.multiplier
         is_local = self.local_ids >= 0
         stats = x.new_zeros(len(self.spec.fields), self._source.num_rows)
-        local = self.spec.named(stats)
+        local = by_name(self.spec.fields, stats)
         local["max"].fill_(-torch.inf)
         local["max"].scatter_reduce_(0, row, torch.where(is_local, x, -torch.inf), "amax")
         shift = torch.where(local["max"].isneginf(), 0.0, local["max"])
@@ -209,7 +210,7 @@ class _Kept:
         assert results.logprobs is not None
         hits = merged.new_zeros(merged.shape[1]).index_add_(0, self.row, self._hit.to(merged.dtype))
         # -inf where the target is not among the kept ids, or all of them are -inf.
-        finite = ~self.spec.named(merged)["max"].isneginf()
+        finite = ~by_name(self.spec.fields, merged)["max"].isneginf()
         logprobs = torch.where((hits > 0) & finite, results.logprobs, -torch.inf)
         logprobs = torch.where(softmax.row_max.isnan(), torch.nan, logprobs)
         counted = self._operation.counted(self._tensors)
@@ -358,7 +359,7 @@ class _FullReplayGradient(LogitGradient):
         assert coef is not None
         below = times_multiplier(x - row_max[row], per_row(self._multiplier, row))
         below = below.clamp(min=LOG_ZERO)
-        weight, of_row = below.exp(), spec.named_coefficients(coef[:, row])
+        weight, of_row = below.exp(), by_name(spec.coefficients, coef[:, row])
         factor = of_row["weight"]
         if spec.entropy:
             factor = factor + of_row["moment"] * below

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from mcore_logprobs.checks import check_mask, check_seed
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import per_row, times_multiplier
-from mcore_logprobs.kernels.stats import StatsSpec
+from mcore_logprobs.kernels.stats import StatsSpec, by_name
 from mcore_logprobs.ops.driver import Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
@@ -98,7 +98,7 @@ class _SampleForward(Forward):
         source, local_sum = self._source, None
         if self._stats is not None:
             self._stats.end_tile(tile, rows)
-            local_sum = self._stats.spec.named(self._stats.local[:, rows])["sum"]
+            local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
         if self._filters.off:
             return
         opts = self._filters.options(source.shard, per_row(source.temperature, rows))

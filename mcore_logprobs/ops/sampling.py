@@ -31,6 +31,7 @@ from mcore_logprobs.kernels.stats import (
     RowResults,
     SoftmaxStats,
     StatsSpec,
+    by_name,
     gradient_coefficients,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
@@ -138,7 +139,7 @@ class _FilteredForward(Forward):
         local_sum, source = None, self._source
         if self._stats is not None:
             self._stats.end_tile(tile, rows)
-            local_sum = self._stats.spec.named(self._stats.local[:, rows])["sum"]
+            local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
         opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
         local_target, valid_mask = self._local_target[rows], self._valid_mask[rows]
         self._cuts.append(find_cut(source, self._chunks, local_sum, local_target, valid_mask, opts))

@@ -27,8 +27,8 @@ from mcore_logprobs.kernels import budgets, reference
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
+    prefer_huge_pages,
 )
-from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.sources.head import HeadLogits

@@ -23,8 +23,7 @@ from mcore_logprobs.collectives import (
     reduce_scatter_dim0_async,
     wait_for,
 )
-from mcore_logprobs.kernels.chunk import acc_dtype, softcap_slope
-from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.chunk import acc_dtype, prefer_huge_pages, softcap_slope
 from mcore_logprobs.kernels.products import (
     add_product,
     aligned,

@@ -28,9 +28,9 @@ from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
     aligned_width,
+    prefer_huge_pages,
     row_chunks,
 )
-from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
 from mcore_logprobs.kernels.products import (
     aligned,
     batch_invariant_matmul,

@@ -23,8 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import aligned_width
-from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.chunk import aligned_width, prefer_huge_pages
 from mcore_logprobs.sources.head_operands import HeadOperands, HeadTile
 
 logger = logging.getLogger("mcore_logprobs")

@@ -17,9 +17,9 @@ from torch import Tensor
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
 from mcore_logprobs.sources.given import GivenLogits
-from mcore_logprobs.sources.head import HeadLogits, HeadTile
+from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.source import ChunkAt, Gradient, LogitIndices, Options, Write
+from mcore_logprobs.sources.source import ChunkAt, Gradient, Options
 
 AnySource = GivenLogits | HeadLogits
 
@@ -86,12 +86,12 @@ class PairSource:
         if isinstance(student, HeadLogits) and isinstance(teacher, HeadLogits):
             # A teacher's tile is gathered on every rank, also on one without true vocabulary.
             for tile, other in zip(student.tiles(), teacher.tiles(), strict=True):
-                yield PairTile(tile, tile.rows, tile.chunks, other.block)
+                yield PairTile(tile.rows, tile.chunks, other.block, tile.number, tile.hidden)
         elif isinstance(student, HeadLogits):
             assert isinstance(teacher, GivenLogits)
             for tile in student.tiles():
                 of_teacher = partial(teacher.rectangle, tile.rows, index=self.index)
-                yield PairTile(tile, tile.rows, tile.chunks, of_teacher)
+                yield PairTile(tile.rows, tile.chunks, of_teacher, tile.number, tile.hidden)
         elif isinstance(teacher, HeadLogits):
             for other in teacher.tiles():
                 blocks = list(row_chunks(student.shard.width, teacher.options.tiling.columns))
@@ -114,10 +114,13 @@ class PairSource:
         def chunks() -> Iterator[ChunkAt]:
             return (ChunkAt(rows, block, student.rectangle(rows, block)) for block in blocks)
 
-        return PairTile(student, rows, chunks, of_teacher)
+        return PairTile(rows, chunks, of_teacher)
 
-    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> PairGradient:
-        return PairGradient(self.student.gradient(needs[: len(self.student.tensors)]))
+    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> Gradient:
+        """The student's."""
+        if sparse:
+            raise ValueError("sparse: a divergence's gradient is of whole chunks")
+        return self.student.gradient(needs[: len(self.student.tensors)])
 
 
 @dataclass(frozen=True)
@@ -125,40 +128,20 @@ class PairTile:
     """Some rows of both.
 
     Attributes:
-        own: the student's tile.
-        own_chunks: gives its chunks.
+        own_chunks: gives the student's chunks.
         of_teacher: gives the teacher's chunk of these rows, by columns.
+        number, hidden: what the gradient of a student's head asks of its tile.
     """
 
-    own: GivenLogits | HeadTile
     rows: slice
     own_chunks: Callable[[], Iterator[ChunkAt]]
     of_teacher: Callable[[slice], Chunk]
+    number: int = 0
+    hidden: Tensor | None = None
 
     def chunks(self) -> Iterator[ChunkAt]:
         for placed in self.own_chunks():
             yield placed._replace(other=self.of_teacher(placed.columns))
-
-
-class PairGradient:
-    """The student's gradient, tile by tile of the pair."""
-
-    def __init__(self, own: Gradient) -> None:
-        self._own = own
-
-    def collect_entries(self, tile: PairTile, entries: LogitIndices, upstream: Tensor) -> None:
-        raise NotImplementedError(
-            "sparse: expected False, as a divergence's gradient is of whole chunks"
-        )
-
-    def collect(self, tile: PairTile, placed: ChunkAt, write: Write) -> None:
-        self._own.collect(tile.own, placed, write)
-
-    def end_tile(self, tile: PairTile) -> None:
-        self._own.end_tile(tile.own)
-
-    def finish(self) -> tuple[Tensor | None, ...]:
-        return self._own.finish()
 
 
 def alongside(student: AnySource, teacher_logits: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets, inductor, reference
-from mcore_logprobs.kernels.chunk import Chunk
-from mcore_logprobs.kernels.huge_pages import prefer_huge_pages
+from mcore_logprobs.kernels.chunk import Chunk, prefer_huge_pages
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize
 from tests.helpers.lazy import lazy_logits
 from tests.helpers.memory import TensorsMade

@@ -14,7 +14,7 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, by_name, merge
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
 from tests.helpers.memory import TensorsMade
 from tests.kernels.common import (
@@ -91,7 +91,7 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
             triton_backend.grad(shard, GradientTerms(*given), out=parts[-1])
         return torch.cat(parts, -1)
 
-    row_max = EVERYTHING.named(alone)["max"].contiguous()
+    row_max = by_name(EVERYTHING.fields, alone)["max"].contiguous()
     coef = torch.randn(len(EVERYTHING.coefficients), ROWS, device=DEVICE)
     upstream = torch.randn(ROWS, 1, device=DEVICE)
     assert_same_bits(gradient_on(4), gradient_on(1), "gradient, TP 4")
@@ -139,7 +139,7 @@ class Compiled:
         self.coef[:, 4] = self.upstream[4] = 0.0
         self.whole = Chunk(self.logits, valid, temperature=self.temperature)
         self.every = torch.arange(COUNT)
-        self.row_max = self.spec.named(self.stats(1, self.every))["max"].contiguous()
+        self.row_max = by_name(self.spec.fields, self.stats(1, self.every))["max"].contiguous()
 
     def shards(self, tp: int, rows: Tensor) -> list[tuple[Chunk, Tensor]]:
         some = replace(self.whole, logits=self.logits[rows], temperature=self.temperature[rows])
@@ -282,6 +282,6 @@ def test_a_row_is_split_by_its_width_alone_where_it_must_not_vary(bias):
     own = torch.where(target < 4500, target, -1)
     block = segments.block(DEVICE)
     blocks = triton_backend.stats(fused, own, spec, threshold=threshold, block=block)
-    merged = spec.named(merge(blocks, spec, ordered=True))
+    merged = by_name(spec.fields, merge(blocks, spec, ordered=True))
     for name in ("max", "sum", "entropy"):  # the others may stand in any part
-        assert_same_bits(merged[name], spec.named(whole[0])[name], f"fused {name}")
+        assert_same_bits(merged[name], by_name(spec.fields, whole[0])[name], f"fused {name}")

@@ -16,7 +16,7 @@ from benchmarks.tiled_forward import TileConfig, tiled_row_stats
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk, times_multiplier
-from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
+from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, by_name, merge
 from mcore_logprobs.kernels.triton import common, gradient
 from mcore_logprobs.kernels.triton.statistics import launch_stats
 from tests.helpers.covering import covering
@@ -78,7 +78,7 @@ def make_terms(chunk: Chunk, spec: StatsSpec, entries: int | None = None) -> Gra
     shift = torch.where(shift.isneginf(), 0.0, shift).float()
     below = times_multiplier(x - shift.unsqueeze(-1), chunk.multiplier)
     total = below.exp().sum(-1).clamp(min=1.0)
-    for name, row in spec.named_coefficients(coef).items():
+    for name, row in by_name(spec.coefficients, coef).items():
         row /= {"finite": 1.0, "squares": total**2}.get(name, total)
     return GradientTerms(column, upstream, shift, coef, spec)
 
