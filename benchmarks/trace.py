@@ -54,11 +54,12 @@ def entered_by(call: Callable[[], Tensor]) -> tuple[Counter[tuple[str, str]], in
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(PACKAGE):
             return
+        if code.co_name.startswith("<"):
+            return
         if not files or files[-1] != code.co_filename:
             files.append(code.co_filename)
-        if not code.co_name.startswith("<"):
-            file = str(Path(code.co_filename).relative_to(PACKAGE))
-            entered[file, f"{code.co_name} (line {code.co_firstlineno})"] += 1
+        file = str(Path(code.co_filename).relative_to(PACKAGE))
+        entered[file, f"{code.co_name} (line {code.co_firstlineno})"] += 1
 
     for _ in range(2):
         call().sum().backward()

@@ -139,6 +139,7 @@ def segment_stats(
         device=chunk.logits.device,
         acc_dtype=torch.float32,
         multiplier=chunk.multiplier,
+        num_rows=rows,
         shard=SimpleNamespace(group=None, width=width, valid_width=chunk.valid),
         backend=lambda _: backend,
         rows_at_a_time=lambda _: chunk_size,
