@@ -34,8 +34,8 @@ class RowStatistics(Forward):
     all-reduce of `[rows]` per tile.
 
     Attributes:
-        local: this rank's statistics, `[k, n]`; with segments `[g/TP, k, n]`. Rows that were not
-            seen yet have those of no columns.
+        local: this rank's statistics, `[k, n]`, of the rows that were seen; with segments
+            `[g/TP, k, n]`.
         multiplier: what differences of unscaled logits are multiplied by, a number or `[n]`.
 
     Args:
@@ -57,14 +57,16 @@ class RowStatistics(Forward):
         self.spec, self._source, self._column = spec, source, column
         self._valid_mask, self._label_smoothing = valid_mask, label_smoothing
         self.multiplier = source.multiplier
-        like = torch.empty(0, dtype=source.acc_dtype, device=source.device)
-        self.local = no_columns(spec, column.shape[0], like=like)
         self._segments: Segments | None = source.options.segments
         self._block = self._per_segment = None
+        shape: tuple[int, ...] = (len(spec.fields), column.shape[0])
         if self._segments is not None:
-            self.local = self.local.repeat(self._segments.local, 1, 1)
+            shape = (self._segments.local, *shape)
             self._block = self._segments.block(source.device.type)
             self._per_segment = -(-self._segments.width // self._block)
+        self.local = torch.empty(shape, dtype=source.acc_dtype, device=source.device)
+        if source.shard.valid_width == 0:  # a head shows no chunk then
+            self.local.copy_(no_columns(spec, column.shape[0], like=self.local))
         self._first = 0  # row of the tile, and the logits of its targets
         self._thresholds: Tensor | None = None
         self._blocks: list[list[Tensor]] = []  # statistics of the latest rows' blocks, by segment
@@ -142,7 +144,8 @@ class RowStatistics(Forward):
         if self._segments is not None:
             return merge_segments(self._blocks, self.spec, multiplier)
         (blocks,) = self._blocks
-        return merge(torch.cat(blocks), self.spec, multiplier=multiplier)
+        stats = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        return merge(stats, self.spec, multiplier=multiplier)
 
 
 class LogitGradient(Backward):
