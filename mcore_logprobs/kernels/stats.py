@@ -21,7 +21,7 @@ maximum. How far that is away takes the multiplier, a number or one for each row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -57,22 +57,24 @@ _COEFFICIENTS: tuple[tuple[str, str | None], ...] = (
 class StatsSpec:
     """Which statistics are wanted: `entropy`; `higher`; `zsum` with `finite`; `squares`.
 
-    Attributes:
-        fields: the statistics in the order of the rows of the `[k, n]` tensor that holds them.
-        coefficients: the gradient's coefficients in the order of the rows of theirs.
+    Its properties are not cached: torch.compile does not follow the lock of a cached_property
+    (Python 3.11 and earlier).
     """
 
     entropy: bool = False
     rank: bool = False
     smoothing: bool = False
     sum_pi_squared: bool = False
-    fields: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    coefficients: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        for name, table in (("fields", _FIELDS), ("coefficients", _COEFFICIENTS)):
-            asked = tuple(x for x, flag in table if flag is None or getattr(self, flag))
-            object.__setattr__(self, name, asked)
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The statistics in the order of the rows of the `[k, n]` tensor that holds them."""
+        return tuple(name for name, flag in _FIELDS if flag is None or getattr(self, flag))
+
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        """The gradient's coefficients in the order of the rows of theirs."""
+        return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))
 
 
 def by_name(names: Sequence[str], values: Tensor, dim: int = 0) -> dict[str, Tensor]:

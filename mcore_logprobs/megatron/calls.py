@@ -20,9 +20,9 @@ from mcore_logprobs.checks import (
 )
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.ops.answers import Also
-from mcore_logprobs.ops.loss_function import check_denominator
 from mcore_logprobs.ops.record import Kept
 from mcore_logprobs.ops.topk_divergence import TopKDivergence
+from mcore_logprobs.ops.user_function import check_denominator
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.rows import check_rows
 

@@ -20,9 +20,9 @@ from typing_extensions import Unpack
 
 from mcore_logprobs.checks import autocast_enabled, check_called, check_mask, check_per_token
 from mcore_logprobs.kernels.chunk import Chunk
-from mcore_logprobs.ops.captured import name_of, walk_graph
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
+from mcore_logprobs.ops.user_function import name_of, walk_graph
 from mcore_logprobs.sources.head import HeadLogits, HeadTile, head_logits
 from mcore_logprobs.sources.source import ChunkAt, masked_source
 

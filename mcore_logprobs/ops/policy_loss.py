@@ -16,15 +16,15 @@ from mcore_logprobs.checks import check_per_token, check_target, global_to_local
 from mcore_logprobs.kernels.stats import RowResults
 from mcore_logprobs.ops.driver import Tensors, apply_eagerly
 from mcore_logprobs.ops.keywords import HeadKeywords, shared_keywords
-from mcore_logprobs.ops.loss_function import (
+from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.ops.user_function import (
     LossFn,
     check_loss_fn,
     float64_denominator,
     sum_of_losses,
     taken_by_name,
 )
-from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Source
 

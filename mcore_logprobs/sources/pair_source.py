@@ -119,7 +119,9 @@ class PairSource:
     def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> Gradient:
         """The student's."""
         if sparse:
-            raise ValueError("sparse: a divergence's gradient is of whole chunks")
+            raise ValueError(
+                "sparse: expected False, as a divergence's gradient is of whole chunks"
+            )
         return self.student.gradient(needs[: len(self.student.tensors)])
 
 
