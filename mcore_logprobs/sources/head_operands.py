@@ -209,6 +209,28 @@ class HeadOperands(ProcessedLogits):
         self.kept: Keeps | None = None  # chunks that outlast the call
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._block: tuple[slice, Tensor] | None = None
+        self.batch_shape, self.num_rows = options.batch_shape, self.hidden.num_rows
+        self.may_keep = options.saved is not None
+        temperature = tensors.temperature
+        self.process(tensors.bias, None if temperature is None else self.to_row_order(temperature))
+
+    # ---- the order of rows ----
+
+    def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        shape = self.batch_shape
+        flat = per_token.reshape(shape.numel(), *per_token.shape[len(shape) :])
+        if self.options.selection is not None:
+            flat = self.options.selection.select(flat, fill)
+        return flat if self.hidden.is_one_walk else self.hidden.by_tile(flat)
+
+    def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        if not self.hidden.is_one_walk:
+            per_row = self.hidden.by_rank(per_row)
+        if self.options.selection is not None:
+            per_row = self.options.selection.unselect(per_row, fill)
+        return per_row.reshape((*self.batch_shape, *per_row.shape[1:]))
+
+    # ---- products and their memory ----
 
     def backend(self, chunk: Chunk) -> backends.Backend:
         invariant = self.options.segments is not None
