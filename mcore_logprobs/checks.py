@@ -119,6 +119,7 @@ def all_pairs(values: Any) -> bool:
 
 
 _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST = sys.float_info.max
 
 check_flag = Check("True or False", kind=bool)
 check_integer = Check("an int", kind=int)
@@ -126,10 +127,10 @@ check_optional_integer = check_integer.optional
 check_count = Check("an int >= 1", lambda v: v >= 1, int)
 check_optional_count = check_count.optional
 check_bytes = Check("an int >= 0, in bytes", lambda v: v >= 0, int)
-check_positive = Check("a finite number > 0", lambda v: 0.0 < v < math.inf, Real)
+check_positive = Check("a finite number > 0", lambda v: 0.0 < v <= _LARGEST, Real)
 check_optional_positive = check_positive.optional
-check_not_negative = Check("a finite number >= 0", lambda v: 0.0 <= v < math.inf, Real)
-check_above_minus_one = Check("a finite number > -1", lambda v: -1.0 < v < math.inf, Real)
+check_not_negative = Check("a finite number >= 0", lambda v: 0.0 <= v <= _LARGEST, Real)
+check_above_minus_one = Check("a finite number > -1", lambda v: -1.0 < v <= _LARGEST, Real)
 check_optional_above_one = Check("a number > 1", lambda v: v > 1.0, Real).optional
 check_fraction = Check("a number in [0, 1)", lambda v: 0.0 <= v < 1.0, Real)
 check_top_k = Check("an int >= -1", lambda v: v >= -1, int).optional

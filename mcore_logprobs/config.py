@@ -545,8 +545,11 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 def _argument_type(setting: _Setting) -> Callable[[str], object]:
     def convert(text: str) -> object:
         value = setting.normal(setting.parse(text))
-        if not setting.check.accepts(value):
-            raise argparse.ArgumentTypeError(f"expected {setting.check.expected}, got {text!r}")
+        try:
+            setting.check("", value)
+        except ValueError:
+            expected = setting.check.expected
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
         return _plain(value)
 
     return convert

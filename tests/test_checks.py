@@ -18,7 +18,7 @@ VALUES: dict[str, tuple[list, list]] = {
     "check_optional_count": ([None, 1], [0, False, 2.0]),
     "check_positive": (
         [1, 0.5, Fraction(1, 3)],
-        [0, 0.0, -1.0, math.inf, math.nan, True, None, "1.0", torch.ones(1)],
+        [0, 0.0, -1.0, math.inf, math.nan, 10**400, True, None, "1.0", torch.ones(1)],
     ),
     "check_optional_positive": ([None, 30.0], [0.0, -math.inf, "30"]),
     "check_fraction": ([0, 0.0, 0.999], [1, 1.0, -1e-9, math.nan, False, None]),

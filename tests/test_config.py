@@ -138,8 +138,31 @@ def test_bad_value_names_field_expected_and_got(name, value) -> None:
     assert repr(value) in str(caught.value)
 
 
+NONE = ("vocab_size", "softcap", "chunk_size", "invariant_segments", "disallowed_ids", "logit_bias")
+
+
 @pytest.mark.parametrize(
-    ("name", "text"), [("temperature", "0"), ("backend", "gpu"), ("chunk_size", "-1")]
+    ("name", "text"), [*((name, "none") for name in NONE), ("top_k", "0"), ("top_k", "-1")]
+)
+def test_a_flag_that_says_none(name, text) -> None:
+    assert LogprobConfig.from_args(parser().parse_args([flag(name), text])) == LogprobConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("temperature", "0"),
+        ("temperature", "abc"),
+        ("temperature", "none"),
+        ("backend", "gpu"),
+        ("chunk_size", "-1"),
+        ("ignore_index", "abc"),
+        ("ignore_index", "1.5"),
+        ("top_k", "abc"),
+        ("saved_bytes", "many"),
+        ("disallowed_ids", "a,b"),
+        ("logit_bias", "3"),
+    ],
 )
 def test_bad_flag_ends_with_usage(name, text, capsys) -> None:
     with pytest.raises(SystemExit):

@@ -13,6 +13,7 @@ from mcore_logprobs.checks import is_traced
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     acc_dtype,
+    gather_columns,
     row_chunks,
     times_multiplier,
     unscaled_logits,
@@ -42,9 +43,7 @@ def gather_target(values: Tensor, target: Tensor, fill: float) -> Tensor:
         values: `[n, v]`; v may be 0 if every target is negative.
         target: `[n]` int64, columns of this block.
     """
-    if values.shape[1] == 0:
-        return values.new_full(target.shape, fill)
-    picked = values.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
+    picked = gather_columns(values, target.unsqueeze(-1)).squeeze(-1)
     return torch.where(target >= 0, picked, fill)
 
 

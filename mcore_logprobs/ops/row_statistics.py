@@ -99,7 +99,11 @@ class RowStatistics(Forward):
             for place, blocks in enumerate(by_segment, segment):
                 self._blocks[place].append(blocks)
         if placed.columns.stop >= source.shard.valid_width:  # the last one
-            self.local[..., rows] = self._merged_blocks(placed.chunk.multiplier)
+            merged = self._merged_blocks(placed.chunk.multiplier)
+            if merged.shape == self.local.shape:  # all rows at once: no copy
+                self.local = merged
+            else:
+                self.local[..., rows] = merged
 
     def results(self) -> tuple[Results, Saved]:
         return self.reduce()[0]
@@ -141,9 +145,10 @@ class RowStatistics(Forward):
 
     def _merged_blocks(self, multiplier: float | Tensor) -> Tensor:
         """Statistics of some rows, of which all blocks are there."""
+        by_segment, self._blocks = self._blocks, []
         if self._segments is not None:
-            return merge_segments(self._blocks, self.spec, multiplier)
-        (blocks,) = self._blocks
+            return merge_segments(by_segment, self.spec, multiplier)
+        (blocks,) = by_segment
         stats = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         return merge(stats, self.spec, multiplier=multiplier)
 

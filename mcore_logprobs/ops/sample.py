@@ -97,7 +97,6 @@ class _SampleForward(Forward):
     def end_tile(self, tile: Tile, rows: slice) -> None:
         source, local_sum = self._source, None
         if self._stats is not None:
-            self._stats.end_tile(tile, rows)
             local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
         if self._filters.off:
             return

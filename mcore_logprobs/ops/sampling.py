@@ -138,7 +138,6 @@ class _FilteredForward(Forward):
     def end_tile(self, tile: Tile, rows: slice) -> None:
         local_sum, source = None, self._source
         if self._stats is not None:
-            self._stats.end_tile(tile, rows)
             local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
         opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
         local_target, valid_mask = self._local_target[rows], self._valid_mask[rows]
