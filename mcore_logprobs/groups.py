@@ -179,7 +179,7 @@ class VocabShard:
         Raises:
             ValueError: no columns, or vocab_size outside [1, V].
         """
-        rank, tp_size = (0, 1) if group is None else (group.rank(), group.size())
+        rank, tp_size = group_rank(group), group_size(group)
         padded = width * tp_size
         if width < 1:
             raise ValueError(f"vocabulary shard: expected at least 1 column, got {width}")

@@ -141,9 +141,11 @@ def _check_graph(loss: Tensor, roots: list[Any], fn: LossFn) -> None:
 
 
 def walk_graph(result: Tensor, roots: list[Any]) -> tuple[bool, list[Any]]:
-    """(whether the graph reaches a root, the nodes up to the first leaf that is none of ours).
+    """Search the autograd graph of a result for our roots and for leaves of others.
 
-    The list is empty without such a leaf; the leaf's own node is its last.
+    Returns:
+        (whether the graph reaches a root; the nodes up to the first leaf that is not ours, whose
+        own node is the last. Without such a leaf the list is empty.)
     """
     seen: list[object] = []
     known = set()

@@ -1,6 +1,6 @@
-"""Rows that a call computes in place of all; the others cost no GEMM.
+"""The rows that a call computes, if these are not all rows. The others cost no GEMM.
 
-They are named by the caller (`rows=`), or found by a mask (`compact=True`).
+The caller names them (`rows=`), or a mask finds them (`compact=True`).
 """
 
 from __future__ import annotations

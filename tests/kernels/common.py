@@ -148,7 +148,6 @@ def segment_stats(
     stats = RowStatistics(source, spec, target)
     stats.begin_tile(tile, tile.rows)
     stats.see(ChunkAt(tile.rows, slice(0, width), chunk))
-    stats.end_tile(tile, tile.rows)
     return stats.local
 
 
