@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.launches import TARGETS, dry_launches
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 
@@ -229,11 +229,11 @@ def cases(width: int, valid: int | None = None) -> Iterator[Case]:
 
     for what, (spec, how) in _WANTED.items():
         for dtype in _DTYPES:
-            chunk = Chunk(logits(dtype), valid, **how)
+            chunk = Chunk(logits(dtype), valid, Processing.of(**how))
             call = partial(triton.stats, chunk, target[:, 0], spec)
             yield Case("statistics", what, dtype, call, size=_DTYPES[dtype].itemsize)
         for dtype, out in (("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")):
-            chunk = Chunk(logits(dtype), valid, **how)
+            chunk = Chunk(logits(dtype), valid, Processing.of(**how))
             coef = per_row[: len(spec.coefficients)]
             terms = GradientTerms(target, row.unsqueeze(1), row, coef, spec)
             call = partial(triton.grad, chunk, terms, out=logits(out))
@@ -241,7 +241,8 @@ def cases(width: int, valid: int | None = None) -> Iterator[Case]:
     for kind in KINDS:
         pair = PairSpec(kind)
         for what in ("logprob", "softcap"):
-            s, t = (Chunk(logits("bf16"), valid, **_WANTED[what][1]) for _ in range(2))
+            both = Processing.of(**_WANTED[what][1])
+            s, t = (Chunk(logits("bf16"), valid, both) for _ in range(2))
             write: Any = (s, t, per_row, row, row, pair)
             steps: dict[str, Callable[[], object]] = {
                 "statistics": partial(triton.pair_stats, s, t, pair),

@@ -246,7 +246,7 @@ def ceilings(run: GroupRun) -> None:
 def kernels(run: GroupRun) -> None:
     """Statistics and gradient of logits, against a copy's bandwidth."""
     from mcore_logprobs.kernels import triton
-    from mcore_logprobs.kernels.chunk import Chunk
+    from mcore_logprobs.kernels.chunk import Chunk, Processing
     from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 
     def gradient(chunk: Chunk, target: Tensor, spec: StatsSpec, out: Tensor) -> partial[None]:
@@ -275,7 +275,7 @@ def kernels(run: GroupRun) -> None:
         copy = _copy_ms(run, logits, out, **shape)
         read = None if copy is None else copy / 2
         for name, (spec, softcap) in specs.items():
-            chunk = Chunk(logits, valid, softcap=softcap)
+            chunk = Chunk(logits, valid, Processing.of(softcap=softcap))
             run.time(
                 f"statistics, {name}",
                 partial(triton.stats, chunk, target, spec, threshold=threshold),

@@ -17,12 +17,12 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.ops.gather import gather
 from mcore_logprobs.ops.sampling import sampling_logprobs
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.ops.topk import topk
-from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source
+from mcore_logprobs.sources.source import LogitIndices, Source
 from tests.helpers.shards import world_group, world_rank, world_size
 
 ROWS, VOCAB, TILE, WEIGHT = 5, 12, 2, 0.3
@@ -47,7 +47,7 @@ class ContrastLogits:
     def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
         self.options, self.tensors, self.shard = options, (first, second), options.shard
         self.batch_shape, self.num_rows, self.device = first.shape[:1], first.shape[0], first.device
-        self.acc_dtype = torch.float64
+        self.acc_dtype, self.processing = torch.float64, Processing()
 
     def tiles(self) -> Iterator[ContrastTile]:
         starts = range(0, self.num_rows, TILE)

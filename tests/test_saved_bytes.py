@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import mcore_logprobs as ml
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.kernels import budgets, codes
-from mcore_logprobs.kernels.chunk import Chunk, aligned_width
+from mcore_logprobs.kernels.chunk import Chunk, Processing, aligned_width
 from mcore_logprobs.sources import kept
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import finished_logits
@@ -415,7 +415,7 @@ def _check_codes(module: Any, device: str) -> None:
     y = _rows_to_encode().to(device)
     temperature = torch.linspace(0.5, 2.0, len(y), device=device)
     for own in (0.7, temperature):
-        chunk = Chunk(y, y.shape[1], logit_scale=1.5, temperature=own)
+        chunk = Chunk(y, y.shape[1], Processing.of(1.5, temperature=own))
         out = torch.full((len(y), 160), 77, dtype=torch.int16, device=device)[:, :150]
         scale = module.encode(chunk, out=out, chunk_size=4)
         found = torch.empty(len(y), 176, device=device)[:, :150]

@@ -24,12 +24,76 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_Chunk = TypeVar("_Chunk", bound="Chunk")
+
+@dataclass(frozen=True)
+class Processing:
+    """How raw logits of some rows and columns are processed; make it with `Processing.of`.
+
+    Attributes:
+        logit_scale, softcap: as in the module's formula.
+        temperature: a number, or `[n]`, one per row.
+        bias: `[v]` or None.
+        multiplier: z / x; float64 `[n]` where rows differ.
+        slope: dz / dy without the softcap's own slope; likewise.
+    """
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor = 1.0
+    bias: Tensor | None = None
+    multiplier: float | Tensor = 1.0
+    slope: float | Tensor = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        temperature: float | Tensor = 1.0,
+        bias: Tensor | None = None,
+    ) -> Processing:
+        divisor = temperature.double() if isinstance(temperature, Tensor) else temperature
+        slope = logit_scale / divisor
+        multiplier = slope if softcap is None and bias is None else 1.0 / divisor
+        return cls(logit_scale, softcap, temperature, bias, multiplier, slope)
+
+    def chunk(self, logits: Tensor, rows: slice, columns: slice, valid_width: int) -> Chunk:
+        """The chunk of raw logits that stands at some rows and columns of what is processed.
+
+        Args:
+            valid_width: how many of all columns are true vocabulary.
+        """
+        processing = self.rows(rows) if isinstance(self.temperature, Tensor) else self
+        if self.bias is not None:
+            processing = replace(processing, bias=self.bias[columns])
+        return Chunk(logits, max(0, min(columns.stop, valid_width) - columns.start), processing)
+
+    def rows(self, part: slice | Tensor) -> Processing:
+        """That of some rows."""
+        if not isinstance(self.temperature, Tensor):
+            return self
+        temperature = self.temperature[part]
+        return replace(
+            self,
+            temperature=temperature,
+            multiplier=per_row(self.multiplier, part),
+            slope=per_row(self.slope, part),
+        )
+
+    def unscaled_entries(self, raw: Tensor, column: Tensor) -> Tensor:
+        """x of raw logits `[e]` in the accumulation dtype; 0 where a column is -1."""
+        x = unscaled_logits(
+            raw,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            bias=None if self.bias is None else self.bias[column.clamp(min=0)].to(raw.dtype),
+        )
+        return torch.where(column >= 0, x, 0.0)
 
 
 @dataclass(frozen=True)
@@ -39,121 +103,123 @@ class Chunk:
     Attributes:
         logits: `[n, v]`, raw, any float dtype, any row stride; not modified.
         valid: columns that are true vocabulary; they come first. May be 0.
-        logit_scale, softcap: as in the module's formula.
-        temperature: a number, or `[n]`, one per row.
-        bias: `[v]` or None.
+        processing: of these rows and columns.
         lasting: the logits are read again later: no gradient is written over them.
     """
 
     logits: Tensor
     valid: int
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    temperature: float | Tensor = 1.0
-    bias: Tensor | None = None
+    processing: Processing = Processing()
     lasting: bool = False
 
-    def rows(self: _Chunk, part: slice) -> _Chunk:
+    def rows(self, part: slice) -> Chunk:
         """Some of its rows."""
-        return replace(self, logits=self.logits[part], temperature=per_row(self.temperature, part))
+        processing = self.processing.rows(part)
+        return Chunk(self.logits[part], self.valid, processing, self.lasting)
 
-    def columns(self: _Chunk, part: slice) -> _Chunk:
+    def columns(self, part: slice) -> Chunk:
         """Some of its columns, `[part.start, part.stop)`."""
-        return replace(
-            self,
-            logits=self.logits[:, part],
-            valid=max(0, min(self.valid, part.stop) - part.start),
-            bias=None if self.bias is None else self.bias[part],
-        )
+        processing, valid = self.processing, max(0, min(self.valid, part.stop) - part.start)
+        if processing.bias is not None:
+            processing = replace(processing, bias=processing.bias[part])
+        return Chunk(self.logits[:, part], valid, processing, self.lasting)
 
     @property
-    def row_temperature(self) -> Tensor | None:
-        """`[n]` where each row has its own, else None."""
-        return self.temperature if isinstance(self.temperature, Tensor) else None
+    def untempered(self) -> Chunk:
+        """The same at a temperature of 1."""
+        p = self.processing
+        return replace(self, processing=Processing.of(p.logit_scale, p.softcap, 1.0, p.bias))
 
     @property
     def is_raw(self) -> bool:
         """Whether x is y."""
-        return self.softcap is None and self.bias is None
-
-    @property
-    def multiplier(self) -> float | Tensor:
-        """z / x; float64 `[n]` where rows differ."""
-        return logit_multiplier(self.temperature, self.logit_scale, is_raw=self.is_raw)
-
-    @property
-    def slope(self) -> float | Tensor:
-        """dz / dy without the softcap's own slope; float64 `[n]` where rows differ."""
-        return logit_multiplier(self.temperature, self.logit_scale, is_raw=True)
+        return self.processing.softcap is None and self.processing.bias is None
 
     @property
     def is_unprocessed(self) -> bool:
         """Whether z is y itself."""
-        multiplier = self.multiplier
+        multiplier = self.processing.multiplier
         return self.is_raw and not isinstance(multiplier, Tensor) and multiplier == 1.0
 
     def unscaled(self, dtype: torch.dtype | None = None) -> Tensor:
         """x, `[n, valid]`, in a dtype (None: the logits' `acc_dtype`); maybe the logits' memory."""
-        bias = None if self.bias is None else self.bias[: self.valid]
+        processing = self.processing
         x = unscaled_logits(
             self.logits[:, : self.valid],
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            bias=bias,
+            logit_scale=processing.logit_scale,
+            softcap=processing.softcap,
+            bias=None if processing.bias is None else processing.bias[: self.valid],
         )
         return x if dtype is None else x.to(dtype)
 
     def unscaled_at(self, columns: Tensor) -> Tensor:
         """x at columns `[n, j]`, 0 where a column is negative (another shard's or ignored)."""
+        dtype = acc_dtype(self.logits.dtype)
         if self.logits.shape[1] == 0:  # a rank, or a block of it, without true vocabulary
-            return torch.zeros(
-                columns.shape, dtype=acc_dtype(self.logits.dtype), device=columns.device
-            )
-        x = unscaled_logits(
-            gather_columns(self.logits, columns),
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            bias=None if self.bias is None else self.bias[columns.clamp(min=0)],
-        )
-        return torch.where(columns >= 0, x, 0.0)
+            return torch.zeros(columns.shape, dtype=dtype, device=columns.device)
+        raw = gather_columns(self.logits, columns).to(dtype)
+        return self.processing.unscaled_entries(raw, columns)
 
     def unscaled_entries(self, row: Tensor, column: Tensor) -> Tensor:
         """x of single logits `[e]`; 0 where a column is negative."""
+        dtype = acc_dtype(self.logits.dtype)
         if self.logits.numel() == 0:
-            return torch.zeros(row.shape, dtype=acc_dtype(self.logits.dtype), device=row.device)
-        at = column.clamp(min=0)
-        x = unscaled_logits(
-            self.logits[row, at],
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            bias=None if self.bias is None else self.bias[at],
-        )
-        return torch.where(column >= 0, x, 0.0)
+            return torch.zeros(row.shape, dtype=dtype, device=row.device)
+        raw = self.logits[row, column.clamp(min=0)].to(dtype)
+        return self.processing.unscaled_entries(raw, column)
 
     def raw_gradient_at(self, row: Tensor, column: Tensor, dz: Tensor) -> Tensor:
         """The gradient of processed logits at entries `[e]` to that of raw ones, new; exactly 0
         where dz is.
         """
-        dy = times_multiplier(dz, per_row(self.slope, row))
-        if self.softcap is None or self.logits.numel() == 0:
+        processing = self.processing
+        dy = times_multiplier(dz, per_row(processing.slope, row))
+        if processing.softcap is None or self.logits.numel() == 0:
             return dy
         raw = self.logits[row, column.clamp(min=0)]
-        slope = softcap_slope(raw, self.logit_scale, self.softcap, dy.dtype)
+        slope = softcap_slope(raw, processing.logit_scale, processing.softcap, dy.dtype)
         return torch.where(dy != 0, dy * slope, 0.0)
 
     def processed(self, dtype: torch.dtype | None = None) -> Tensor:
         """z, as `unscaled` gives x."""
         x = self.unscaled(dtype)
-        return x if self.is_unprocessed else times_multiplier(x, self.multiplier)
+        return x if self.is_unprocessed else times_multiplier(x, self.processing.multiplier)
 
     def to_raw_gradient(self, dz: Tensor) -> None:
         """The gradient of processed logits `[n, valid]` to that of raw ones, in place."""
-        if self.softcap is not None:
+        processing = self.processing
+        if processing.softcap is not None:
             raw = self.logits[:, : self.valid]
-            slope = softcap_slope(raw, self.logit_scale, self.softcap, dz.dtype)
+            slope = softcap_slope(raw, processing.logit_scale, processing.softcap, dz.dtype)
             # A row with NaN that asks for nothing gets nothing: 0 times a NaN slope would be NaN.
             dz.mul_(slope.masked_fill_(dz == 0, 0.0))
-        times_multiplier(dz, self.slope, out=dz)
+        times_multiplier(dz, processing.slope, out=dz)
+
+
+class ChunkAt(NamedTuple):
+    """A chunk and its place: rows in the source's order, columns of this rank's shard.
+
+    Attributes:
+        other: the chunk of the same rows and columns of a second source, where two are compared.
+    """
+
+    rows: slice
+    columns: slice
+    chunk: Chunk
+    other: Chunk | None = None
+
+    def steps(self, size: int) -> Iterator[tuple[slice, slice, Chunk]]:
+        """(rows in the source's order, rows in the chunk, these rows) `size` at a time."""
+        for part in row_chunks(self.chunk.logits.shape[0], max(1, size)):
+            start = self.rows.start
+            yield slice(start + part.start, start + part.stop), part, self.chunk.rows(part)
+
+    def local(self, column: Tensor, width: int) -> Tensor:
+        """Columns of a shard of this width, or -1, as the chunk's own; -1 where not in it."""
+        if self.columns.stop - self.columns.start == width:
+            return column
+        own_column = column - self.columns.start
+        return torch.where((own_column >= 0) & (column < self.columns.stop), own_column, -1)
 
 
 def unscaled_logits(
@@ -177,18 +243,6 @@ def unscaled_logits(
     elif logit_scale != 1.0:
         x = x * logit_scale
     return x if bias is None else x + bias
-
-
-def logit_multiplier(
-    temperature: float | Tensor, logit_scale: float, *, is_raw: bool
-) -> float | Tensor:
-    """z / x, in float64 where temperature is a tensor.
-
-    Args:
-        is_raw: whether x is y: there is neither softcap nor bias.
-    """
-    scale = logit_scale if is_raw else 1.0
-    return scale / (temperature.double() if isinstance(temperature, Tensor) else temperature)
 
 
 def times_multiplier(

@@ -36,7 +36,7 @@ def encode(chunk: Chunk, *, out: Tensor, chunk_size: int) -> Tensor:
     scale = chunk.logits.new_empty(2, out.shape[0])
     for part in row_chunks(out.shape[0], chunk_size):
         step_chunk = chunk.rows(part)
-        y, slope = step_chunk.logits, step_chunk.slope
+        y, slope = step_chunk.logits, step_chunk.processing.slope
         low, top = torch.aminmax(y, dim=-1)
         span = times_multiplier(top - low, slope)
         step = torch.where(span < RANGE, span, RANGE).clamp_(min=_LEAST) / LEVELS

@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, Processing, row_chunks
 from mcore_logprobs.kernels.reference import (
     decode,
     encode,
@@ -151,8 +151,8 @@ def _is_common(chunk: Chunk) -> bool:
     # A fake tensor has no bits, and nothing to compile for.
     return (
         chunk.logits.dtype in DTYPES
-        and chunk.softcap is None
-        and chunk.bias is None
+        and chunk.processing.softcap is None
+        and chunk.processing.bias is None
         and not isinstance(chunk.logits, FakeTensor)
     )
 
@@ -274,14 +274,11 @@ def _grad_of_copy(
     written = torch.empty_like(copy, dtype=out.dtype)
     local = entries - columns.start
     local = torch.where((local >= 0) & (local < width), local, -1)
-    temperature = piece.temperature
+    scale, temperature = piece.processing.logit_scale, piece.processing.temperature
+    if isinstance(temperature, Tensor):
+        temperature = _two_rows(temperature)
     _grad(
-        Chunk(
-            copy,
-            copy.shape[1],
-            logit_scale=piece.logit_scale,
-            temperature=_two_rows(temperature) if isinstance(temperature, Tensor) else temperature,
-        ),
+        Chunk(copy, copy.shape[1], Processing.of(scale, temperature=temperature)),
         GradientTerms(
             _two_rows(local),
             _two_rows(upstream),
@@ -305,8 +302,8 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _multipliers(chunk: Chunk) -> Tensor:
-    """Each row's `Chunk.multiplier`, `[n]`: torch.compile would make a kernel for each float."""
-    multiplier, shape = chunk.multiplier, chunk.logits.shape[:1]
+    """Each row's multiplier, `[n]`: torch.compile would make a kernel for each float."""
+    multiplier, shape = chunk.processing.multiplier, chunk.logits.shape[:1]
     if isinstance(multiplier, Tensor):
         return multiplier.float()
     return torch.full(shape, multiplier, dtype=torch.float32, device=chunk.logits.device)

@@ -61,7 +61,7 @@ TWO_PASS = ("jsd", "skewed_forward", "skewed_reverse", "total_variation")
 KINDS = (*ONE_PASS, *TWO_PASS)
 PAIR_STATS = 6  # rows of the tensor of pair statistics
 
-# `Chunk.multiplier` of the student and of the teacher, numbers or `[n]`.
+# `Processing.multiplier` of the student and of the teacher, numbers or `[n]`.
 Multipliers = tuple[float | Tensor, float | Tensor]
 
 # |log p - log q| beyond which the rarer of the two is 0 to float64's precision.
@@ -97,7 +97,8 @@ def _log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
     """`[n, valid]`, new, in the dtype of the normalizer `[2, n]`."""
     row_max, log_sum = norm.unsqueeze(-1)
     shifted = chunk.unscaled(norm.dtype) - row_max
-    return _bounded(times_multiplier(shifted, chunk.multiplier, out=shifted).sub_(log_sum))
+    times_multiplier(shifted, chunk.processing.multiplier, out=shifted)
+    return _bounded(shifted.sub_(log_sum))
 
 
 def _bounded(log_ratios: Tensor) -> Tensor:
@@ -131,19 +132,19 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
 def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) -> None:
     s, t = student.unscaled(out.dtype), teacher.unscaled(out.dtype)
     out[0], out[2] = s.amax(-1), t.amax(-1)
+    of_student, of_teacher = student.processing.multiplier, teacher.processing.multiplier
     if spec.kind not in ("forward", "reverse"):
-        s, t = _about(s, out[0], student.multiplier), _about(t, out[2], teacher.multiplier)
+        s, t = _about(s, out[0], of_student), _about(t, out[2], of_teacher)
         exp_t = t.exp()
         if spec.kind == "cross_entropy":
             out[4] = (exp_t * s).sum(-1).neg_()
         out[1], out[3] = s.exp_().sum(-1), exp_t.sum(-1)
         return
-    near = _near(out[0], out[2], (student.multiplier, teacher.multiplier)).unsqueeze(-1)
+    near = _near(out[0], out[2], (of_student, of_teacher)).unsqueeze(-1)
     apart = s - t
     near = near & apart.isfinite()
-    times_multiplier(apart.sub_((out[0] - out[2]).unsqueeze(-1)), student.multiplier, out=apart)
-    s = _about(s, out[0], student.multiplier)
-    t = _about(t, out[2], teacher.multiplier)
+    times_multiplier(apart.sub_((out[0] - out[2]).unsqueeze(-1)), of_student, out=apart)
+    s, t = _about(s, out[0], of_student), _about(t, out[2], of_teacher)
     torch.where(near, apart, s - t, out=apart)
     weight, other = t.exp_(), s.exp_()
     out[1], out[3] = other.sum(-1), weight.sum(-1)

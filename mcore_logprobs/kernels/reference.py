@@ -111,7 +111,7 @@ def stats(
             x.unflatten(1, shape),
             None if memory is None else memory.unflatten(1, shape),
             spec,
-            step_chunk.multiplier,
+            step_chunk.processing.multiplier,
             out[:, :, part],
         )
         if buffer is not None:
@@ -153,12 +153,12 @@ def _count_higher(chunk: Chunk, x: Tensor, target: Tensor, threshold: Tensor) ->
     own, *bias = threshold.view(-1, threshold.shape[-1]).unsqueeze(-1)
     limit = own.to(raw.dtype)  # it came from a logit of this dtype: exact
     # Without a bias x rises with y: raw logits decide, where no softcap makes them equal.
-    higher = raw > limit if chunk.bias is None else x.new_ones(x.shape, dtype=torch.bool)
+    higher = raw > limit if chunk.processing.bias is None else x.new_ones(x.shape, dtype=torch.bool)
     if not chunk.is_raw:
         higher &= x > unscaled_logits(
             limit,
-            logit_scale=chunk.logit_scale,
-            softcap=chunk.softcap,
+            logit_scale=chunk.processing.logit_scale,
+            softcap=chunk.processing.softcap,
             bias=bias[0] if bias else None,
         )
     # The target's own column is left out by name: on another path its value may differ from the
@@ -207,7 +207,7 @@ def distribution_gradient(chunk: Chunk, row_max: Tensor, coef: Tensor, spec: Sta
     """dz of `grad` without single entries, `[n, valid]`, float32 or float64; new."""
     row = by_name(spec.coefficients, coef.unsqueeze(-1))
     shifted = chunk.unscaled() - row_max.unsqueeze(-1)
-    times_multiplier(shifted, chunk.multiplier, out=shifted)
+    times_multiplier(shifted, chunk.processing.multiplier, out=shifted)
     is_finite = ~shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     dz = shifted.exp()

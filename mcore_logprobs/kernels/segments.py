@@ -101,7 +101,7 @@ def merge_segments(
     """Each segment's blocks, merged: all segments at once, as rows of their own.
 
     Args:
-        multiplier: `Chunk.multiplier`, a number or `[n]`.
+        multiplier: `Processing.multiplier`, a number or `[n]`.
         parts: by segment, its blocks' statistics in the order of their columns, `[blocks, k, n]`
             each. One without true vocabulary has none.
 

@@ -96,7 +96,7 @@ def merge(
 
     Args:
         stats: `[parts, k, n]`, float32 or float64, rows as `spec.fields` says.
-        multiplier: `Chunk.multiplier`, a number or `[n]`.
+        multiplier: `Processing.multiplier`, a number or `[n]`.
         ordered: add the parts one after the other, so that a row's bits depend on nothing else.
 
     Returns:

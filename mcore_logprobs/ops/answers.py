@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.checks import check_ids, global_to_local
-from mcore_logprobs.kernels.chunk import times_multiplier
+from mcore_logprobs.kernels.chunk import ChunkAt, times_multiplier
 from mcore_logprobs.kernels.stats import (
     IGNORED,
     GradientTerms,
@@ -27,7 +27,7 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Sav
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.ops.topk import TopK, check_k
-from mcore_logprobs.sources.source import ChunkAt, Source
+from mcore_logprobs.sources.source import Source
 
 
 class Also(NamedTuple):
@@ -133,7 +133,7 @@ class _AnswersForward(RowStatistics):
     def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
         self._x[rows] += placed.chunk.unscaled_at(
-            placed.local(self._local_ids[rows], self._source.shard)
+            placed.local(self._local_ids[rows], self._source.shard.width)
         )
         if self._largest is not None:
             self._largest.see(placed)

@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_mask, check_shape, unwrap_logits
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
+from mcore_logprobs.kernels.chunk import ChunkAt
 from mcore_logprobs.kernels.pairs import (
     PAIR_STATS,
     TWO_PASS,
@@ -33,7 +34,7 @@ from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.lazy import uncut
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.pair_source import AnySource, PairSource, alongside, beside
-from mcore_logprobs.sources.source import ChunkAt, masked_source, token_temperature
+from mcore_logprobs.sources.source import masked_source, token_temperature
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
 
@@ -75,7 +76,8 @@ class _DivergenceForward(Forward):
         kernels = self._source.backend(placed)
         if self._done is None:
             parts = kernels.pair_stats(student, teacher, spec, chunk_size=size)
-            before, both = self._stats[:, rows], (student.multiplier, teacher.multiplier)
+            before = self._stats[:, rows]
+            both = student.processing.multiplier, teacher.processing.multiplier
             before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), parts]), spec, both))
         else:
             softmax = self._done.softmax[:, rows]

@@ -23,7 +23,7 @@ from mcore_logprobs.checks import (
     unwrap_rows,
 )
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.chunk import acc_dtype, times_multiplier
+from mcore_logprobs.kernels.chunk import ChunkAt, acc_dtype, times_multiplier
 from mcore_logprobs.kernels.stats import (
     GradientTerms,
     RowResults,
@@ -41,7 +41,7 @@ from mcore_logprobs.ops.row_statistics import (
 )
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import ChunkAt, Source, Tile, masked_source, token_temperature
+from mcore_logprobs.sources.source import Source, Tile, masked_source, token_temperature
 
 NORMALIZATIONS = ("vocab", "topk")
 
@@ -76,7 +76,7 @@ class _EntryForward(Forward):
 
     def results(self) -> tuple[Results, Saved]:
         values = all_reduce_sum(self._values, self._source.shard.group)
-        return (times_multiplier(values, self._source.multiplier),), ()
+        return (times_multiplier(values, self._source.processing.multiplier),), ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class _LogprobForward(RowStatistics):
     def see(self, placed: ChunkAt) -> None:
         rows = placed.rows
         self._values[rows] += placed.chunk.unscaled_at(
-            placed.local(self._local_ids[rows], self._source.shard)
+            placed.local(self._local_ids[rows], self._source.shard.width)
         )
         super().see(placed)
 

@@ -108,7 +108,9 @@ class _TargetForward(Forward):
     def results(self) -> tuple[Results, Saved]:
         logits = all_reduce_sum(self._logits, self._source.shard.group)
         # (z - m) - log s: `kernels.stats.finalize` says why.
-        distance = times_multiplier(logits - self._row_max, self._source.multiplier, rows_last=True)
+        distance = times_multiplier(
+            logits - self._row_max, self._source.processing.multiplier, rows_last=True
+        )
         return (distance - self._log_sum,), ()
 
 

@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from mcore_logprobs.checks import autocast_enabled, check_called, check_mask, check_per_token
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.ops.user_function import name_of, walk_graph
 from mcore_logprobs.sources.head import HeadLogits, HeadTile, head_logits
-from mcore_logprobs.sources.source import ChunkAt, masked_source
+from mcore_logprobs.sources.source import masked_source
 
 MapFn = Callable[..., Any]
 
@@ -164,13 +164,13 @@ class _MapGradient(Backward):
 def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
     """(raw, processed) logits of a tile, `[rows, V/TP]`; the same memory without a softcap."""
     raw = tile.raw_logits()
-    chunk: Chunk = tile.head.chunk(raw, tile.rows, slice(0, raw.shape[1]))
-    if chunk.softcap is not None:
-        return raw, chunk.processed()
-    if chunk.logit_scale != 1.0:
-        raw.mul_(chunk.logit_scale)
-    if chunk.bias is not None:
-        raw.add_(chunk.bias)
+    processing = tile.head.processing
+    if processing.softcap is not None:
+        return raw, tile.chunk_of(raw, slice(0, raw.shape[1])).processed()
+    if processing.logit_scale != 1.0:
+        raw.mul_(processing.logit_scale)
+    if processing.bias is not None:
+        raw.add_(processing.bias)
     return raw.detach(), raw
 
 
@@ -242,7 +242,8 @@ def map_logits(
     if not source.recomputed:
         scale, softcap = source.options.logit_scale, source.options.softcap
         flat_logits = source.logits.reshape(-1, source.logits.shape[-1])
-        z = Chunk(flat_logits, flat_logits.shape[1], logit_scale=scale, softcap=softcap).processed()
+        processing = Processing.of(scale, softcap)
+        z = Chunk(flat_logits, flat_logits.shape[1], processing).processed()
         rows = (t.reshape(-1, *t.shape[len(lead) :]) for t in tensors)
         flat, spec = flat_results(fn(z, *rows), source.num_rows)
         masked = [None if x is None else x.reshape(*lead, *x.shape[1:]) for x in flat]

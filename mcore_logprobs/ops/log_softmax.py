@@ -9,14 +9,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.chunk import times_multiplier
+from mcore_logprobs.kernels.chunk import ChunkAt, times_multiplier
 from mcore_logprobs.kernels.stats import SoftmaxStats, StatsSpec
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import RowStatistics
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.source import ChunkAt, Source
+from mcore_logprobs.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _LogSoftmaxForward(RowStatistics):
             row_max, log_sum = (x[rows].unsqueeze(-1) for x in self._softmax[:2])
             valid = out[:, : step_chunk.valid]
             torch.sub(step_chunk.unscaled(), row_max, out=valid)
-            times_multiplier(valid, step_chunk.multiplier, out=valid)
+            times_multiplier(valid, step_chunk.processing.multiplier, out=valid)
             valid -= log_sum
             out[:, step_chunk.valid :] = -torch.inf
 
@@ -88,7 +88,7 @@ class _LogSoftmaxGradient(Backward):
         out[:, placed.chunk.valid :] = 0
         for rows, part, step_chunk in placed.steps(self._step):
             p = step_chunk.unscaled() - self._row_max[rows].unsqueeze(-1)
-            times_multiplier(p, step_chunk.multiplier, out=p)
+            times_multiplier(p, step_chunk.processing.multiplier, out=p)
             p.exp_().mul_(self._total[rows].unsqueeze(-1))
             dz = torch.sub(self._wanted[rows, columns], p, out=p)
             step_chunk.to_raw_gradient(dz)

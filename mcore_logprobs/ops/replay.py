@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_logprobs.checks import check_target, global_to_local
 from mcore_logprobs.collectives import all_gather_stack
-from mcore_logprobs.kernels.chunk import per_row, times_multiplier
+from mcore_logprobs.kernels.chunk import ChunkAt, per_row, times_multiplier
 from mcore_logprobs.kernels.stats import (
     IGNORED,
     LOG_ZERO,
@@ -39,7 +39,7 @@ from mcore_logprobs.ops.record import (
 )
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, entries_of_chunk
-from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
+from mcore_logprobs.sources.source import LogitIndices, Source, Tile
 
 
 class ReplayResults(NamedTuple):
@@ -186,7 +186,7 @@ class _Kept:
 
     def statistics(self) -> Tensor:
         """Row statistics `[k, n]` of this rank's kept logits."""
-        x, row, hit, multiplier = self.x, self.row, self._hit, self._source.multiplier
+        x, row, hit, multiplier = self.x, self.row, self._hit, self._source.processing.multiplier
         is_local = self.local_ids >= 0
         stats = x.new_zeros(len(self.spec.fields), self._source.num_rows)
         local = by_name(self.spec.fields, stats)
@@ -206,7 +206,9 @@ class _Kept:
 
         0 in rows that do not count.
         """
-        results, softmax = finalize(merged, self.spec, multiplier=self._source.multiplier)
+        results, softmax = finalize(
+            merged, self.spec, multiplier=self._source.processing.multiplier
+        )
         assert results.logprobs is not None
         hits = merged.new_zeros(merged.shape[1]).index_add_(0, self.row, self._hit.to(merged.dtype))
         # -inf where the target is not among the kept ids, or all of them are -inf.
@@ -236,7 +238,7 @@ class _ReplayForward(Forward):
         self._kept.x[part] = tile.unscaled_logits(self._kept.entries(part))
 
     def results(self) -> tuple[Results, Saved]:
-        kept, multiplier = self._kept, self._source.multiplier
+        kept, multiplier = self._kept, self._source.processing.multiplier
         shards = all_gather_stack(kept.statistics(), self._source.shard.group)
         merged = merge(shards, kept.spec, multiplier=multiplier)
         logprobs, entropy, saved = kept.finalize(merged)
@@ -265,7 +267,9 @@ class _FullReplayForward(RowStatistics):
     def results(self) -> tuple[Results, Saved]:
         kept = self._kept
         (full, softmax), shards = self.reduce(kept.statistics())
-        merged = merge(shards.contiguous(), kept.spec, multiplier=self._source.multiplier)
+        merged = merge(
+            shards.contiguous(), kept.spec, multiplier=self._source.processing.multiplier
+        )
         logprobs, entropy, saved = kept.finalize(merged)
         if self._operation.missing == "full":
             assert full.logprobs is not None
@@ -292,7 +296,7 @@ class _KeptEntries(Backward):
         saved: _SavedKept,
         parts: list[slice],
     ) -> None:
-        self._multiplier, self._saved = source.multiplier, saved
+        self._multiplier, self._saved = source.processing.multiplier, saved
         self.parts, self._next = parts, iter(parts)
         *_, row, self._local_ids, self._hit = tensors
         self._row = _rows_of_walk(source, row)
@@ -337,7 +341,8 @@ class _FullReplayGradient(LogitGradient):
 
     def __init__(self, source: Source, kept: _KeptEntries, terms: GradientTerms) -> None:
         super().__init__(source, terms)
-        self._kept, self._tile_ends, self._multiplier = kept, source.tile_ends(), source.multiplier
+        self._kept, self._tile_ends = kept, source.tile_ends()
+        self._multiplier = source.processing.multiplier
         self._of_all = terms
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:

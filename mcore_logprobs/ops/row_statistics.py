@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.chunk import per_row
+from mcore_logprobs.kernels.chunk import ChunkAt, per_row
 from mcore_logprobs.kernels.segments import Segments, merge_segments
 from mcore_logprobs.kernels.stats import (
     FinalStats,
@@ -23,7 +23,7 @@ from mcore_logprobs.kernels.stats import (
     no_columns,
 )
 from mcore_logprobs.ops.driver import Backward, Forward, Results, Saved
-from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Source, Tile
+from mcore_logprobs.sources.source import LogitIndices, Source, Tile
 
 
 class RowStatistics(Forward):
@@ -56,7 +56,7 @@ class RowStatistics(Forward):
             column = torch.full((source.num_rows,), -1, dtype=torch.int64, device=source.device)
         self.spec, self._source, self._column = spec, source, column
         self._valid_mask, self._label_smoothing = valid_mask, label_smoothing
-        self.multiplier = source.multiplier
+        self.multiplier = source.processing.multiplier
         self._segments: Segments | None = source.options.segments
         self._block = self._per_segment = None
         shape: tuple[int, ...] = (len(spec.fields), column.shape[0])
@@ -73,7 +73,7 @@ class RowStatistics(Forward):
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
         if self._column.shape[0] != self._source.num_rows:  # those of one tile alone
-            self.multiplier = per_row(self._source.multiplier, tile.rows)
+            self.multiplier = per_row(self._source.processing.multiplier, tile.rows)
         if self.spec.rank:
             logits = tile.target_logits(self._column[rows])
             self._first = rows.start
@@ -89,7 +89,7 @@ class RowStatistics(Forward):
         for segment, part in calls:
             stats = source.backend(part.chunk).stats(
                 part.chunk,
-                part.local(self._column[rows], source.shard),
+                part.local(self._column[rows], source.shard.width),
                 self.spec,
                 threshold=threshold,
                 block=self._block,
@@ -99,7 +99,7 @@ class RowStatistics(Forward):
             for place, blocks in enumerate(by_segment, segment):
                 self._blocks[place].append(blocks)
         if placed.columns.stop >= source.shard.valid_width:  # the last one
-            merged = self._merged_blocks(placed.chunk.multiplier)
+            merged = self._merged_blocks(placed.chunk.processing.multiplier)
             if merged.shape == self.local.shape:  # all rows at once: no copy
                 self.local = merged
             else:
@@ -163,7 +163,7 @@ class LogitGradient(Backward):
         terms, chunk = self._terms.rows(placed.rows), placed.chunk
         self._source.backend(chunk).grad(
             chunk,
-            terms._replace(columns=placed.local(terms.columns, self._source.shard)),
+            terms._replace(columns=placed.local(terms.columns, self._source.shard.width)),
             out=out,
             chunk_size=self._source.rows_at_a_time(chunk.logits.shape[1]),
         )
@@ -197,5 +197,5 @@ def entries_of_chunk(
 ) -> tuple[Tensor, Tensor]:
     """(row, column) of entries as the chunk's own, `[e]` each; (0, -1) of those not in it."""
     inside = (entries.row >= placed.rows.start) & (entries.row < placed.rows.stop)
-    column = torch.where(inside, placed.local(entries.column, shard), -1)
+    column = torch.where(inside, placed.local(entries.column, shard.width), -1)
     return torch.where(column >= 0, entries.row - placed.rows.start, 0), column

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from mcore_logprobs.kernels.chunk import ChunkAt
 from mcore_logprobs.ops.driver import Forward, show
 from mcore_logprobs.sources.lazy_rows import RowSummary
-from mcore_logprobs.sources.source import ChunkAt, Source
+from mcore_logprobs.sources.source import Source
 
 
 class _RowSummary(Forward):

@@ -8,7 +8,7 @@ compare one score per row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_mask, check_seed
 from mcore_logprobs.collectives import all_gather_stack
-from mcore_logprobs.kernels.chunk import per_row, times_multiplier
+from mcore_logprobs.kernels.chunk import ChunkAt, per_row, times_multiplier
 from mcore_logprobs.kernels.stats import StatsSpec, by_name
 from mcore_logprobs.ops.driver import Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
@@ -27,7 +27,7 @@ from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import ChunkAt, Source, Tile, masked_source
+from mcore_logprobs.sources.source import Source, Tile, masked_source
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
 # signed integers of torch, which wrap.
@@ -100,7 +100,7 @@ class _SampleForward(Forward):
             local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
         if self._filters.off:
             return
-        opts = self._filters.options(source.shard, per_row(source.temperature, rows))
+        opts = self._filters.options(source.shard, per_row(source.processing.temperature, rows))
         valid_mask = self._valid_mask[rows]
         no_target = torch.full_like(valid_mask, -1, dtype=torch.int64)
         cut = find_cut(source, self._chunks, local_sum, no_target, valid_mask, opts)
@@ -115,11 +115,13 @@ class _SampleForward(Forward):
             assert self._stats is not None
             row_max, log_sum, *_ = self._stats.reduce()[0].softmax
             ids, x = self._best.of_all_ranks()
-            logprobs = (x - row_max) * source.multiplier - log_sum
+            logprobs = (x - row_max) * source.processing.multiplier - log_sum
         else:
             cut = Cut.join(self._cuts, source.acc_dtype, source.device)
             ids, x = self._best.of_all_ranks()
-            multiplier = self._filters.options(source.shard, source.temperature).multiplier
+            multiplier = self._filters.options(
+                source.shard, source.processing.temperature
+            ).multiplier
             logprobs = (x - cut.row_max) * multiplier - cut.log_sum
         certain = self._greedy & logprobs.isfinite()
         logprobs = torch.where(certain, 0.0, logprobs).to(source.acc_dtype)
@@ -171,9 +173,9 @@ class _Best:
             score.masked_fill_(self._greedy[rows].unsqueeze(-1), 0.0)
             if kept is None:
                 x = step_chunk.unscaled()
-                score += _tempered(x, step_chunk.multiplier)
+                score += _tempered(x, step_chunk.processing.multiplier)
             else:
-                x = replace(step_chunk, temperature=1.0).processed().to(self._source.acc_dtype)
+                x = step_chunk.untempered.processed().to(self._source.acc_dtype)
                 kept.score(score, x, rows, placed.columns.start)
             # A row with NaN or +inf has no distribution: the first of them, whose logprob is NaN.
             score.masked_fill_(~(x < torch.inf), torch.inf)

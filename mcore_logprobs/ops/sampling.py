@@ -24,7 +24,7 @@ from mcore_logprobs.checks import (
     global_to_local,
 )
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels.chunk import per_row
+from mcore_logprobs.kernels.chunk import ChunkAt, per_row
 from mcore_logprobs.kernels.reference import distribution_gradient
 from mcore_logprobs.kernels.stats import (
     IGNORED,
@@ -45,7 +45,7 @@ from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
 from mcore_logprobs.ops.token_stats import Statistics, token_stats
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import ChunkAt, Source, Tile
+from mcore_logprobs.sources.source import Source, Tile
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class _FilteredForward(Forward):
         local_sum, source = None, self._source
         if self._stats is not None:
             local_sum = by_name(self._stats.spec.fields, self._stats.local[:, rows])["sum"]
-        opts = self._operation.filters.options(source.shard, per_row(source.temperature, rows))
+        opts = self._operation.filters.options(
+            source.shard, per_row(source.processing.temperature, rows)
+        )
         local_target, valid_mask = self._local_target[rows], self._valid_mask[rows]
         self._cuts.append(find_cut(source, self._chunks, local_sum, local_target, valid_mask, opts))
         self._chunks = []
@@ -174,7 +176,7 @@ class _FilteredGradient(Backward):
         if on_filtered is None:
             on_filtered = torch.zeros_like(cut.row_max)
         self._source = source
-        self._opts = operation.filters.options(source.shard, source.temperature)
+        self._opts = operation.filters.options(source.shard, source.processing.temperature)
         self._filtered = CutGradient(on_filtered, valid_mask, own_target, cut, self._opts)
         on_statistics = upstream._replace(logprobs=on_full)
         self._coef: Tensor | None = None
@@ -190,7 +192,7 @@ class _FilteredGradient(Backward):
         if valid == 0:
             return
         for rows, part, step_chunk in placed.steps(self._source.rows_at_a_time(out.shape[1])):
-            untempered = replace(step_chunk, temperature=1.0)
+            untempered = step_chunk.untempered
             dz = self._filtered.of_logits(untempered.processed(), rows, first)
             if coef is not None:
                 row_max = self._softmax.row_max[rows]

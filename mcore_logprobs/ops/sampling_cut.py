@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.kernels.chunk import ChunkAt
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.ops.sampling_search import (
     FilterOptions,
@@ -35,7 +36,7 @@ from mcore_logprobs.ops.sampling_search import (
     search_cut,
 )
 from mcore_logprobs.sources.held import HeldLogits
-from mcore_logprobs.sources.source import ChunkAt, Source
+from mcore_logprobs.sources.source import Source
 
 # Candidates per rank for top-p alone, and the largest top_k served by candidates.
 _TOP_P_CANDIDATES = 128

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from typing_extensions import Unpack
 from mcore_logprobs.checks import check_mask
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.groups import VocabShard
+from mcore_logprobs.kernels.chunk import ChunkAt
 from mcore_logprobs.kernels.largest import copied_numbers, largest_columns
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_keywords
 from mcore_logprobs.ops.row_statistics import EntryGradient
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import ChunkAt, Source, masked_source
+from mcore_logprobs.sources.source import Source, masked_source
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class TopKForward(Forward):
         if width == 0:
             return
         # The order is that of logits before the temperature, which changes no order.
-        chunk = replace(placed.chunk, temperature=1.0)
+        chunk = placed.chunk.untempered
         copied = copied_numbers(chunk.valid, width) + (not chunk.is_unprocessed) * chunk.valid
         steps = placed._replace(chunk=chunk).steps(self._source.rows_at_a_time(copied))
         for rows, _, step in steps:
@@ -73,7 +74,7 @@ class TopKForward(Forward):
         values, ids = gather_pairs(self._values, self._columns + shard.start, shard.group)
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, : self._k]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
-        temperature = self._source.temperature
+        temperature = self._source.processing.temperature
         values /= temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
         local = (ids >= shard.start) & (ids < shard.end)
         return (values, ids), (torch.where(local, ids - shard.start, -1),)

@@ -26,6 +26,8 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets, reference
 from mcore_logprobs.kernels.chunk import (
     Chunk,
+    ChunkAt,
+    Processing,
     acc_dtype,
     prefer_huge_pages,
 )
@@ -34,9 +36,7 @@ from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.source import (
-    ChunkAt,
     LogitIndices,
-    ProcessedLogits,
     Write,
     check_segments,
     entry_gradients,
@@ -77,7 +77,7 @@ class GivenOptions:
         return GivenLogits(self, logits, bias, temperature)
 
 
-class GivenLogits(ProcessedLogits):
+class GivenLogits:
     """A tensor of logits as a `Source`, and as its only `Tile`.
 
     The caller's tensor is read in place. Only one that comes back from a saved-tensor hook with
@@ -105,7 +105,8 @@ class GivenLogits(ProcessedLogits):
         self.num_rows, self.linear = self.batch_shape.numel(), options.softcap is None
         self.rows = slice(0, self.num_rows)
         self._in_order = options.order == tuple(range(len(options.order)))
-        self.process(bias, None if temperature is None else self.to_row_order(temperature))
+        of_rows = options.temperature if temperature is None else self.to_row_order(temperature)
+        self.processing = Processing.of(options.logit_scale, options.softcap, of_rows, bias)
         if logits.stride(-1) != 1 and options.backend is not reference:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
         self.logits = logits
@@ -166,7 +167,8 @@ class GivenLogits(ProcessedLogits):
         start, columns = 0, slice(0, self.shard.width)
         for view in self._views:
             rows = slice(start, start + view.shape[0])
-            yield ChunkAt(rows, columns, self.chunk(view, rows, columns))
+            chunk = self.processing.chunk(view, rows, columns, self.shard.valid_width)
+            yield ChunkAt(rows, columns, chunk)
             start = rows.stop
 
     whole_rows = chunks
@@ -180,10 +182,13 @@ class GivenLogits(ProcessedLogits):
         """Any rows and columns; a copy where one stride does not cover them.
 
         Args:
-            index: `[n]`, the token of each row; None: in the source's order.
+            index: `[n]`, the token of each row, of a source in the tokens' order; None: the
+                source's own order.
         """
+        processing, valid_width = self.processing, self.shard.valid_width
         if index is None and self.is_one_view:
-            return self.chunk(self._views[0][rows, columns], rows, columns)
+            view = self._views[0][rows, columns]
+            return processing.chunk(view, rows, columns, valid_width)
         row = torch.arange(rows.start, rows.stop, device=self.device)
         base = self.logits if self.batch_shape else self.logits.unsqueeze(0)
         at = torch.unravel_index(
@@ -191,22 +196,21 @@ class GivenLogits(ProcessedLogits):
         )
         where: Any = (*at, columns)
         copy = base[where]
-        chunk = self.chunk(copy, rows, columns)
-        temperature = self.tensors[-1]
-        if index is None or temperature is None:
-            return chunk
-        return replace(chunk, temperature=temperature[at])
+        if index is not None:
+            processing, rows = processing.rows(index[rows]), slice(0, copy.shape[0])
+        return processing.chunk(copy, rows, columns, valid_width)
 
     def target_logits(self, local_target: Tensor) -> Tensor:
         parts = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]
         raw = torch.cat(parts).to(self.acc_dtype)
-        if self.bias is None:
+        bias = self.processing.bias
+        if bias is None:
             return raw
-        bias = torch.where(local_target >= 0, self.bias[local_target.clamp(min=0)], 0.0)
+        bias = torch.where(local_target >= 0, bias[local_target.clamp(min=0)], 0.0)
         return torch.stack([raw, bias.to(raw.dtype)])
 
     def unscaled_logits(self, entries: LogitIndices) -> Tensor:
-        return self.unscaled_of(self._raw_logits(entries), entries.column)
+        return self.processing.unscaled_entries(self._raw_logits(entries), entries.column)
 
     def _raw_logits(self, entries: LogitIndices) -> Tensor:
         """`[e]` in the accumulation dtype; any value where the column is -1."""
@@ -358,14 +362,8 @@ class GivenGradient:
     def collect_entries(self, tile: GivenLogits, entries: LogitIndices, upstream: Tensor) -> None:
         assert not self._over
         source, (row, column) = self._source, entries
-        _, on_raw = entry_gradients(
-            upstream,
-            entries,
-            partial(source._raw_logits, entries),
-            logit_scale=source.options.logit_scale,
-            softcap=source.options.softcap,
-            temperature=source.temperature,
-        )
+        raw_logits = partial(source._raw_logits, entries)
+        _, on_raw = entry_gradients(upstream, entries, raw_logits, source.processing)
         self._flat.zero_()
         at = (row, column.clamp(min=0))
         self._flat.index_put_(at, on_raw.to(self._flat.dtype), accumulate=True)

@@ -23,7 +23,13 @@ from mcore_logprobs.collectives import (
     reduce_scatter_dim0_async,
     wait_for,
 )
-from mcore_logprobs.kernels.chunk import acc_dtype, prefer_huge_pages, softcap_slope
+from mcore_logprobs.kernels.chunk import (
+    ChunkAt,
+    Processing,
+    acc_dtype,
+    prefer_huge_pages,
+    softcap_slope,
+)
 from mcore_logprobs.kernels.products import (
     add_product,
     aligned,
@@ -34,7 +40,7 @@ from mcore_logprobs.kernels.products import (
 from mcore_logprobs.sources.head_operands import HeadOperands, HeadTile
 from mcore_logprobs.sources.lora import LoRAGradient
 from mcore_logprobs.sources.main_grad import MainGrad
-from mcore_logprobs.sources.source import ChunkAt, LogitIndices, Write, entry_gradients
+from mcore_logprobs.sources.source import LogitIndices, Write, entry_gradients
 
 
 class HeadGradient:
@@ -56,7 +62,7 @@ class HeadGradient:
         sparse: bool = False,
     ) -> None:
         for_hidden, for_weight, for_bias, *for_lora = needs[:5]
-        options, bias = head.options, head.bias
+        options, bias = head.options, head.processing.bias
         self._head, self._in_acc_dtype = head, in_acc_dtype
         self.hidden = HiddenGradient(head, in_acc_dtype=in_acc_dtype) if for_hidden else None
         self.weight = self._bias = self._lora = None
@@ -113,22 +119,27 @@ class HeadGradient:
         With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on
         top. A head with both a softcap and a bias takes the two steps apart.
         """
-        head, chunk = self._head, placed.chunk
-        raw, dtype, bias = chunk.logits, head.matmul_dtype, self._bias
-        if bias is None or chunk.softcap is None:
+        head, chunk, processing = self._head, placed.chunk, placed.chunk.processing
+        raw, dtype, bias, scale = (
+            chunk.logits,
+            head.matmul_dtype,
+            self._bias,
+            processing.logit_scale,
+        )
+        if bias is None or processing.softcap is None:
             if chunk.lasting:  # no other chunk is in the buffer then
                 out = head.buffer(raw.shape[0], raw.shape[1], dtype)
             else:
                 out = raw if raw.dtype == dtype else _empty_like(raw, dtype)
             write(placed, out)
             if bias is not None:
-                bias[placed.columns] += out.sum(0, dtype=bias.dtype) * (1.0 / chunk.logit_scale)
+                bias[placed.columns] += out.sum(0, dtype=bias.dtype) * (1.0 / scale)
             return out
-        slope = softcap_slope(raw, chunk.logit_scale, chunk.softcap, head.acc_dtype)
-        slope.mul_(chunk.logit_scale)
-        capped = replace(chunk, bias=None, temperature=1.0).processed()
+        slope = softcap_slope(raw, scale, processing.softcap, head.acc_dtype).mul_(scale)
+        capped = replace(chunk, processing=Processing.of(scale, processing.softcap)).processed()
         dz = _empty_like(raw, dtype)
-        after = replace(chunk, logits=capped, logit_scale=1.0, softcap=None)
+        rest = Processing.of(temperature=processing.temperature, bias=processing.bias)
+        after = replace(chunk, logits=capped, processing=rest)
         write(placed._replace(chunk=after), dz)
         bias[placed.columns] += dz.sum(0, dtype=bias.dtype)
         return (dz * slope.masked_fill_(dz == 0, 0.0)).to(dtype)
@@ -148,16 +159,14 @@ class HeadGradient:
         self._parts[number] = part if before is None else before.add_(part)
 
     def collect_entries(self, tile: HeadTile, entries: LogitIndices, upstream: Tensor) -> None:
-        head, options = self._head, self._head.options
+        head = self._head
         for part in tile.parts(entries):
             few = LogitIndices(*(x[part] for x in entries))
             dz, dy = entry_gradients(
                 upstream[part].to(head.acc_dtype),
                 few,
                 partial(tile.raw_entries, few),
-                logit_scale=options.logit_scale,
-                softcap=options.softcap,
-                temperature=head.temperature,
+                head.processing,
             )
             rows, columns = few.row - tile.rows.start, few.column.clamp(min=0)
             if self._bias is not None:

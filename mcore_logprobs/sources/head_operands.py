@@ -26,6 +26,8 @@ from mcore_logprobs.kernels import budgets
 from mcore_logprobs.kernels.budgets import Tiling
 from mcore_logprobs.kernels.chunk import (
     Chunk,
+    ChunkAt,
+    Processing,
     acc_dtype,
     aligned_width,
     prefer_huge_pages,
@@ -41,7 +43,7 @@ from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.sources.lora import LoRA, LowRank
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import RowSelection
-from mcore_logprobs.sources.source import ChunkAt, LogitIndices, ProcessedLogits
+from mcore_logprobs.sources.source import LogitIndices
 
 
 class HiddenRows:
@@ -184,7 +186,7 @@ class Keeps(Protocol):
     ) -> tuple[Tensor, bool] | None: ...
 
 
-class HeadOperands(ProcessedLogits):
+class HeadOperands:
     """The operands of a head as they are multiplied, and the memory that products go into."""
 
     def __init__(self, options: HeadOptions, tensors: HeadTensors) -> None:
@@ -211,8 +213,12 @@ class HeadOperands(ProcessedLogits):
         self._block: tuple[slice, Tensor] | None = None
         self.batch_shape, self.num_rows = options.batch_shape, self.hidden.num_rows
         self.may_keep = options.saved is not None
-        temperature = tensors.temperature
-        self.process(tensors.bias, None if temperature is None else self.to_row_order(temperature))
+        temperature: float | Tensor = options.temperature
+        if tensors.temperature is not None:
+            temperature = self.to_row_order(tensors.temperature)
+        self.processing = Processing.of(
+            options.logit_scale, options.softcap, temperature, tensors.bias
+        )
 
     # ---- the order of rows ----
 
@@ -323,11 +329,16 @@ class HeadTile:
         kept = None if head.kept is None else head.kept.logits(self, columns, out)
         if kept is not None:
             logits, lasting = kept
-            return replace(head.chunk(logits, self.rows, columns), lasting=lasting)
+            return replace(self.chunk_of(logits, columns), lasting=lasting)
         if out is None:
             shape = self.hidden.shape[0], columns.stop - columns.start
             out = head.buffer(*shape, head.options.logits_dtype)
-        return head.chunk(head.product(self.hidden, columns, out), self.rows, columns)
+        return self.chunk_of(head.product(self.hidden, columns, out), columns)
+
+    def chunk_of(self, logits: Tensor, columns: slice) -> Chunk:
+        """The chunk of raw logits `[rows, columns]`."""
+        head = self.head
+        return head.processing.chunk(logits, self.rows, columns, head.shard.valid_width)
 
     def chunks(self, tile_logits: Tensor | None = None) -> Iterator[ChunkAt]:
         """Block by block; `tile_logits` as in `block`."""
@@ -344,7 +355,7 @@ class HeadTile:
         """All columns of true vocabulary as one chunk, in new memory; the same bits as chunks'."""
         columns = slice(0, self.head.shard.valid_width)
         logits = self._new_logits(columns.stop)
-        yield ChunkAt(self.rows, columns, self.head.chunk(logits, self.rows, columns))
+        yield ChunkAt(self.rows, columns, self.chunk_of(logits, columns))
 
     def raw_logits(self) -> Tensor:
         """Raw logits `[rows, V/TP]` in the accumulation dtype, rounded to logits_dtype; new.
@@ -358,8 +369,7 @@ class HeadTile:
     def blocks_of(self, raw_logits: Tensor) -> Iterator[ChunkAt]:
         """The chunks of a tile's raw logits `[rows, V/TP]`, block by block."""
         for columns in self.head.blocks():
-            chunk = self.head.chunk(raw_logits[:, columns], self.rows, columns)
-            yield ChunkAt(self.rows, columns, chunk)
+            yield ChunkAt(self.rows, columns, self.chunk_of(raw_logits[:, columns], columns))
 
     def _new_logits(self, width: int) -> Tensor:
         """`[rows, width]` in the accumulation dtype, whose true columns are filled."""
@@ -373,13 +383,13 @@ class HeadTile:
         """By one dot product a row."""
         row = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
         entries = LogitIndices(row, local_target)
-        logits, bias = self.raw_entries(entries), self.head.bias
+        logits, bias = self.raw_entries(entries), self.head.processing.bias
         if bias is not None:
             logits = torch.stack([logits, bias[local_target.clamp(min=0)].to(logits.dtype)])
         return torch.where(local_target >= 0, logits, 0.0)
 
     def unscaled_logits(self, entries: LogitIndices) -> Tensor:
-        return self.head.unscaled_of(self.raw_entries(entries), entries.column)
+        return self.head.processing.unscaled_entries(self.raw_entries(entries), entries.column)
 
     def raw_entries(self, entries: LogitIndices) -> Tensor:
         """By dot products, `[e]` in the accumulation dtype; any value where the column is -1."""

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, row_chunks
 from mcore_logprobs.kernels.largest import copied_numbers
-from mcore_logprobs.sources.source import ChunkAt
 
 # Takes (some of the rows, their logits `[c, valid]`) and gives a tensor `[..., c]`.
 Look = Callable[[slice, Tensor], Tensor]
@@ -35,7 +34,7 @@ class HeldLogits:
         self._chunks = [
             (
                 slice(placed.rows.start - first, placed.rows.stop - first),
-                replace(placed.chunk, temperature=1.0),
+                placed.chunk.untempered,
             )
             for placed in chunks
         ]

@@ -102,7 +102,7 @@ def _may_round(head: HeadOperands) -> bool:
     segments a rank's other chunks would leave their mark on bits.
     """
     options = head.options
-    return options.softcap is None and head.bias is None and options.segments is None
+    return options.softcap is None and head.processing.bias is None and options.segments is None
 
 
 def _chunk_bytes(head: HeadOperands, rows: int, columns: slice) -> int:
@@ -197,11 +197,11 @@ class KeptLogits:
             codes, scale = self.tensors[at : at + 2]
             assert codes is not None
             assert scale is not None
-            kernels = head.backend(head.chunk(logits, tile.rows, columns))
+            kernels = head.backend(tile.chunk_of(logits, columns))
             scale = scale.view(2, -1)
             kernels.decode(_as_chunk(codes, shape), scale, out=logits, chunk_size=size)
             return logits
-        chunk = head.chunk(head.product(tile.hidden, columns, logits), tile.rows, columns)
+        chunk = tile.chunk_of(head.product(tile.hidden, columns, logits), columns)
         if self.tensors[at] is None:
             codes = self._new(head, shape, torch.int16)
             kernels = head.backend(chunk)

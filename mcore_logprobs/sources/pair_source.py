@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.chunk import Chunk, per_row, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, row_chunks
 from mcore_logprobs.sources.given import GivenLogits
 from mcore_logprobs.sources.head import HeadLogits
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.source import ChunkAt, Gradient, Options
+from mcore_logprobs.sources.source import Gradient, Options
 
 AnySource = GivenLogits | HeadLogits
 
@@ -61,11 +61,9 @@ class PairSource:
         self.shard = student.shard
         self.batch_shape, self.num_rows = student.batch_shape, student.num_rows
         self.device, self.acc_dtype = student.device, student.acc_dtype
-        self.temperature, self.linear = student.temperature, False
-        self.multiplier, of_teacher = student.multiplier, teacher.multiplier
-        if index is not None:
-            of_teacher = per_row(of_teacher, index)
-        self.multipliers = student.multiplier, of_teacher
+        self.processing, self.linear = student.processing, False
+        of_teacher = teacher.processing if index is None else teacher.processing.rows(index)
+        self.multipliers = student.processing.multiplier, of_teacher.multiplier
         self.recomputed = student.recomputed
         self.may_keep = any(head.may_keep for head in self.heads)
         self.to_row_order, self.to_token_order = student.to_row_order, student.to_token_order

@@ -19,46 +19,11 @@ from typing_extensions import Self
 from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels.chunk import (
-    Chunk,
-    logit_multiplier,
-    per_row,
-    row_chunks,
-    softcap_slope,
-    unscaled_logits,
-)
+from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing, per_row, softcap_slope
 from mcore_logprobs.kernels.segments import Segments
 
-
-class ChunkAt(NamedTuple):
-    """A chunk and its place: rows in the source's order, columns of this rank's shard.
-
-    Attributes:
-        other: the chunk of the same rows and columns of a second source, where two are compared.
-    """
-
-    rows: slice
-    columns: slice
-    chunk: Chunk
-    other: Chunk | None = None
-
-    def steps(self, size: int) -> Iterator[tuple[slice, slice, Chunk]]:
-        """(rows in the source's order, rows in the chunk, these rows) `size` at a time."""
-        for part in row_chunks(self.chunk.logits.shape[0], max(1, size)):
-            start = self.rows.start
-            yield slice(start + part.start, start + part.stop), part, self.chunk.rows(part)
-
-    def local(self, column: Tensor, shard: VocabShard) -> Tensor:
-        """A shard's columns, or -1, as the chunk's own; -1 where they are not in it."""
-        if self.columns.stop - self.columns.start == shard.width:
-            return column
-        own_column = column - self.columns.start
-        return torch.where((own_column >= 0) & (column < self.columns.stop), own_column, -1)
-
-
-Write = Callable[
-    [ChunkAt, Tensor], None
-]  # writes the gradient of a chunk's raw logits into a tensor
+# Writes the gradient of a chunk's raw logits into a tensor.
+Write = Callable[[ChunkAt, Tensor], None]
 
 
 class LogitIndices(NamedTuple):
@@ -196,8 +161,7 @@ class Source(Walked, Protocol):
     """Logits, a chunk at a time, and where their gradient goes.
 
     Attributes:
-        temperature: a number, or `[n]` as the rows are walked.
-        multiplier: likewise, what differences of unscaled logits are multiplied by.
+        processing: of all rows as they are walked, and of this rank's columns.
         recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
         shard: this rank's columns of the vocabulary.
         batch_shape: the shape of the tokens: of targets, masks and results.
@@ -205,8 +169,7 @@ class Source(Walked, Protocol):
 
     shard: VocabShard
     batch_shape: torch.Size
-    temperature: float | Tensor
-    multiplier: float | Tensor
+    processing: Processing
     recomputed: bool
 
     def tiles(self) -> Iterator[Tile]: ...
@@ -242,46 +205,6 @@ class Source(Walked, Protocol):
 _Source = TypeVar("_Source", bound=Source)
 
 
-class ProcessedLogits:
-    """What given logits and a head share: how raw logits are processed."""
-
-    options: Any
-    shard: VocabShard
-    bias: Tensor | None
-    temperature: float | Tensor
-    multiplier: float | Tensor
-
-    def process(self, bias: Tensor | None, temperature: Tensor | None) -> None:
-        """Take over a bias `[V/TP]`, and temperatures `[n]` where rows have their own."""
-        options, self.bias = self.options, bias
-        self.temperature = options.temperature if temperature is None else temperature
-        is_raw = options.softcap is None and bias is None
-        self.multiplier = logit_multiplier(self.temperature, options.logit_scale, is_raw=is_raw)
-
-    def chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
-        """Raw logits of some rows and columns, and how they are processed."""
-        options, bias = self.options, self.bias
-        return Chunk(
-            logits=logits,
-            valid=max(0, min(columns.stop, self.shard.valid_width) - columns.start),
-            logit_scale=options.logit_scale,
-            softcap=options.softcap,
-            temperature=per_row(self.temperature, rows),
-            bias=None if bias is None else bias[columns],
-        )
-
-    def unscaled_of(self, raw: Tensor, column: Tensor) -> Tensor:
-        """Unscaled logits of raw ones `[e]` in the accumulation dtype; 0 where a column is -1."""
-        options, bias = self.options, self.bias
-        x = unscaled_logits(
-            raw,
-            logit_scale=options.logit_scale,
-            softcap=options.softcap,
-            bias=None if bias is None else bias[column.clamp(min=0)].to(raw.dtype),
-        )
-        return torch.where(column >= 0, x, 0.0)
-
-
 def masked_source(source: _Source, mask: Tensor | None) -> _Source:
     """The source of the tokens that a mask keeps, if it was asked to be compact.
 
@@ -311,10 +234,7 @@ def entry_gradients(
     upstream: Tensor,
     entries: LogitIndices,
     raw_logits: Callable[[], Tensor],
-    *,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float | Tensor,
+    processing: Processing,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of processed logits at entries `[e]` to those of the biases and raw logits there.
 
@@ -322,13 +242,13 @@ def entry_gradients(
 
     Args:
         raw_logits: gives them, `[e]`; called where there is a softcap.
-        temperature: a number, or one for each row.
+        processing: of all rows.
     """
-    of_entries = per_row(temperature, entries.row)
+    softcap, of_entries = processing.softcap, per_row(processing.temperature, entries.row)
     on_bias = torch.where(entries.column >= 0, upstream, 0.0)
     on_bias = (on_bias / of_entries).to(upstream.dtype)
-    on_raw = on_bias * logit_scale
+    on_raw = on_bias * processing.logit_scale
     if softcap is not None:
-        slope = softcap_slope(raw_logits(), logit_scale, softcap, on_raw.dtype)
+        slope = softcap_slope(raw_logits(), processing.logit_scale, softcap, on_raw.dtype)
         on_raw = torch.where(on_raw != 0, on_raw * slope, 0.0)
     return on_bias, on_raw

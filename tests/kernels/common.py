@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import RowResults, StatsSpec, finalize, merge
 from mcore_logprobs.ops.row_statistics import RowStatistics
-from mcore_logprobs.sources.source import ChunkAt
 from tests.helpers.oracles import assert_no_worse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +93,8 @@ def make_threshold(chunk: Chunk, target: Tensor) -> Tensor:
     """What `higher` counts against: the target's logit, or the first column's; and its bias."""
     column = target.clamp(min=0)
     raw = chunk.logits.float().gather(-1, column.unsqueeze(-1)).squeeze(-1)
-    return raw if chunk.bias is None else torch.stack([raw, chunk.bias[column]])
+    bias = chunk.processing.bias
+    return raw if bias is None else torch.stack([raw, bias[column]])
 
 
 def make_chunk(
@@ -105,13 +105,16 @@ def make_chunk(
     if rows:
         how["temperature"] = torch.linspace(0.5, 2.0, len(logits), device=DEVICE)
     offsets = torch.randn(width, device=DEVICE) if bias else None
-    return Chunk(logits, width if valid is None else valid, bias=offsets, **how)
+    processing = Processing.of(bias=offsets, **how)
+    return Chunk(logits, width if valid is None else valid, processing)
 
 
 def doubled(chunk: Chunk) -> Chunk:
     """The chunk in float64."""
-    bias = None if chunk.bias is None else chunk.bias.double()
-    return replace(chunk, logits=chunk.logits.double(), bias=bias)
+    processing = chunk.processing
+    if processing.bias is not None:
+        processing = replace(processing, bias=processing.bias.double())
+    return replace(chunk, logits=chunk.logits.double(), processing=processing)
 
 
 def row_stats(
@@ -119,7 +122,7 @@ def row_stats(
 ) -> Tensor:
     """Statistics of whole rows, `[k, n]`."""
     parts = backend.stats(chunk, target, spec, threshold=threshold, chunk_size=16)
-    return merge(parts, spec, multiplier=chunk.multiplier)
+    return merge(parts, spec, multiplier=chunk.processing.multiplier)
 
 
 def segment_stats(
@@ -138,7 +141,7 @@ def segment_stats(
         options=SimpleNamespace(segments=segments),
         device=chunk.logits.device,
         acc_dtype=torch.float32,
-        multiplier=chunk.multiplier,
+        processing=chunk.processing,
         num_rows=rows,
         shard=SimpleNamespace(group=None, width=width, valid_width=chunk.valid),
         backend=lambda _: backend,

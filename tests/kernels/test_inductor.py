@@ -27,7 +27,7 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets, inductor, reference
-from mcore_logprobs.kernels.chunk import Chunk, prefer_huge_pages
+from mcore_logprobs.kernels.chunk import Chunk, Processing, prefer_huge_pages
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize
 from tests.helpers.lazy import lazy_logits
 from tests.helpers.memory import TensorsMade
@@ -67,7 +67,7 @@ def thresholds(logits: Tensor, target: Tensor, spec: StatsSpec = FULL) -> Tensor
 
 
 def chunk_of(logits: Tensor, spec: StatsSpec = FULL) -> Chunk:
-    return Chunk(logits, VALID, temperature=0.7 if spec == PLAIN else 1.0)
+    return Chunk(logits, VALID, Processing.of(temperature=0.7 if spec == PLAIN else 1.0))
 
 
 def make_terms(logits: Tensor, target: Tensor, spec: StatsSpec) -> GradientTerms:
@@ -248,7 +248,10 @@ def test_consumers_that_share_a_pass_over_a_head_are_compiled(monkeypatch):
 )
 def test_what_is_rare_is_the_references(valid, softcap, smoothing):
     logits, target = make_rows(torch.float32, strided=False)
-    chunk, spec = Chunk(logits, valid, softcap=softcap), StatsSpec(smoothing=smoothing)
+    chunk, spec = (
+        Chunk(logits, valid, Processing.of(softcap=softcap)),
+        StatsSpec(smoothing=smoothing),
+    )
     target = target.clamp(max=BLOCK - 1)
     results = [row_stats(module, chunk, target, spec) for module in (inductor, reference)]
     torch.testing.assert_close(*results, rtol=0.0, atol=0.0, equal_nan=True)

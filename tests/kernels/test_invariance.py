@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_logprobs import vocab_parallel_token_stats
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import inductor, reference
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, by_name, merge
 from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
@@ -62,7 +62,7 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
     threshold = make_threshold(whole, target)
 
     def stats_on(tp: int, rows: Tensor, module) -> Tensor:
-        some = replace(whole, logits=logits[rows], temperature=whole.temperature[rows])
+        some = replace(whole, logits=logits[rows], processing=whole.processing.rows(rows))
         parts = [
             segment_stats(
                 module, shard, own, EVERYTHING, Segments.of(SEGMENTS, width, tp),
@@ -70,7 +70,8 @@ def test_triton_gives_the_same_bits_however_columns_and_rows_are_spread(dtype):
             )
             for shard, own in shards(some, target[rows], tp)
         ]  # fmt: skip
-        return merge(torch.cat(parts), EVERYTHING, multiplier=some.multiplier, ordered=True)
+        multiplier = some.processing.multiplier
+        return merge(torch.cat(parts), EVERYTHING, multiplier=multiplier, ordered=True)
 
     everything = torch.arange(ROWS, device=DEVICE)
     alone = stats_on(1, everything, triton_backend)
@@ -137,12 +138,13 @@ class Compiled:
         self.coef = torch.randn(len(self.spec.coefficients), COUNT)
         self.upstream = torch.randn(COUNT, 1)
         self.coef[:, 4] = self.upstream[4] = 0.0
-        self.whole = Chunk(self.logits, valid, temperature=self.temperature)
+        self.whole = Chunk(self.logits, valid, Processing.of(temperature=self.temperature))
         self.every = torch.arange(COUNT)
         self.row_max = by_name(self.spec.fields, self.stats(1, self.every))["max"].contiguous()
 
     def shards(self, tp: int, rows: Tensor) -> list[tuple[Chunk, Tensor]]:
-        some = replace(self.whole, logits=self.logits[rows], temperature=self.temperature[rows])
+        processing = self.whole.processing.rows(rows)
+        some = replace(self.whole, logits=self.logits[rows], processing=processing)
         return shards(some, self.target[rows], tp)
 
     def stats(self, tp: int, rows: Tensor, chunk_size: int = 64, module=INVARIANT) -> Tensor:

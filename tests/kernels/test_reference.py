@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.chunk import Chunk, row_chunks
+from mcore_logprobs.kernels.chunk import Chunk, Processing, row_chunks
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize, merge
 from tests.helpers import oracles
 
@@ -147,7 +147,10 @@ def test_masked_columns_get_exactly_nothing(valid):
     logits = torch.randn(3, 8)
     logits[:, valid:] = float("nan")
     coef, upstream = torch.randn(3, 3), torch.randn(3)
-    spec, chunk = StatsSpec(entropy=True, smoothing=True), Chunk(logits, valid, softcap=3.0)
+    spec, chunk = (
+        StatsSpec(entropy=True, smoothing=True),
+        Chunk(logits, valid, Processing.of(softcap=3.0)),
+    )
     target = torch.tensor([-1, 0, 0]) if valid else torch.tensor([-1, -1, -1])
     found = _grad(chunk, target, upstream, coef, spec, chunk_size=2)
     assert not found[:, valid:].any()
@@ -157,7 +160,7 @@ def test_masked_columns_get_exactly_nothing(valid):
 def test_over_the_logits_themselves():
     logits = torch.randn(5, 8)
     coef, upstream, target = torch.randn(2, 5), torch.randn(5), torch.tensor([0, 3, -1, 7, 2])
-    chunk = Chunk(logits, 6, temperature=0.5, softcap=2.0)
+    chunk = Chunk(logits, 6, Processing.of(temperature=0.5, softcap=2.0))
     given = (torch.where(target < 6, target, -1), upstream, coef, StatsSpec(entropy=True))
     expected = _grad(chunk, *given, chunk_size=2)
     _grad(chunk, *given, out=logits, chunk_size=2)
@@ -171,7 +174,7 @@ def test_processed_logits_take_their_steps_in_order():
         (None, torch.randn(9)), (None, 2.5), (1.0, 0.25), (1.0, 0.6)
     ):
         options = {"logit_scale": scale, "softcap": softcap, "temperature": temperature}
-        found = Chunk(raw, raw.shape[1], bias=bias, **options).processed()
+        found = Chunk(raw, raw.shape[1], Processing.of(bias=bias, **options)).processed()
         exact = oracles.finished_logits(raw, bias=bias, **options)
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
         assert torch.equal(raw, kept)

@@ -54,7 +54,7 @@ def check_statistics(chunk: Chunk, spec: StatsSpec = EVERYTHING, *, ulps: float 
     exact = row_stats(reference, doubled(chunk), target, spec, threshold=limit)
     if spec.rank:  # with a softcap or a bias it is float32's own values that are compared
         exact[spec.fields.index("higher")] = plain[spec.fields.index("higher")].double()
-    assert_stats(got, plain, exact, spec, multiplier=chunk.multiplier, ulps=ulps)
+    assert_stats(got, plain, exact, spec, multiplier=chunk.processing.multiplier, ulps=ulps)
     return got
 
 
@@ -76,7 +76,7 @@ def make_terms(chunk: Chunk, spec: StatsSpec, entries: int | None = None) -> Gra
     x = doubled(chunk).unscaled()
     shift = x.amax(-1) if rows else torch.zeros(0, device=DEVICE)
     shift = torch.where(shift.isneginf(), 0.0, shift).float()
-    below = times_multiplier(x - shift.unsqueeze(-1), chunk.multiplier)
+    below = times_multiplier(x - shift.unsqueeze(-1), chunk.processing.multiplier)
     total = below.exp().sum(-1).clamp(min=1.0)
     for name, row in by_name(spec.coefficients, coef).items():
         row /= {"finite": 1.0, "squares": total**2}.get(name, total)

@@ -25,7 +25,7 @@ from mcore_logprobs import vocab_parallel_token_stats as token_stats
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels import triton as triton_backend
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.pairs import KINDS
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton import gradient, pair_gradient, pair_statistics, statistics
@@ -41,7 +41,7 @@ from tests.kernels.interpreter import interpreted
 from tests.ops import OPERATIONS as TABLE
 
 SPEC = StatsSpec(entropy=True, smoothing=True)
-HOW = {"logit_scale": 0.5, "softcap": 4.0, "temperature": 0.8}
+HOW = Processing.of(logit_scale=0.5, softcap=4.0, temperature=0.8)
 
 
 def _inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
@@ -357,7 +357,7 @@ def test_whoever_looks_sees_the_operators():
     logits, target, *_ = _inputs()
 
     def stats(logits: torch.Tensor) -> torch.Tensor:
-        return triton_backend.stats(Chunk(logits, 30, **HOW), target, SPEC)
+        return triton_backend.stats(Chunk(logits, 30, HOW), target, SPEC)
 
     name = "mcore_logprobs::stats"
     with torch.no_grad():
@@ -385,8 +385,8 @@ def test_operators_declare_what_they_do():
     # Schema, fake implementation and what torch.compile sees, by torch's own checker.
     logits, target, shift, coef = _inputs()
     rows = torch.rand(3, device=DEVICE) + 0.5
-    chunk = Chunk(logits, 30, **HOW)
-    other = Chunk(logits.float(), 30, temperature=rows, bias=torch.randn(40, device=DEVICE))
+    chunk, offsets = Chunk(logits, 30, HOW), torch.randn(40, device=DEVICE)
+    other = Chunk(logits.float(), 30, Processing.of(temperature=rows, bias=offsets))
     out, softmax = torch.zeros_like(logits), torch.ones(4, 3, device=DEVICE)
     columns, upstream = target[:, None].expand(3, 2), torch.randn(3, 2, device=DEVICE)
     ranked = StatsSpec(rank=True)
@@ -407,9 +407,9 @@ def test_operators_declare_what_they_do():
 @interpreted
 def test_one_graph_under_torch_compile(inplace):
     def run(logits, target, shift, coef):
-        stats = triton_backend.stats(Chunk(logits * 2, 30, **HOW), target, SPEC)
+        stats = triton_backend.stats(Chunk(logits * 2, 30, HOW), target, SPEC)
         out = logits * 2 if inplace else torch.zeros_like(logits)
-        chunk = Chunk(out if inplace else logits * 2, 30, **HOW)
+        chunk = Chunk(out if inplace else logits * 2, 30, HOW)
         entries = target.unsqueeze(1), shift.unsqueeze(1)
         terms = GradientTerms(*entries, shift + stats[0, 0], coef, SPEC)
         triton_backend.grad(chunk, terms, out=out)

@@ -18,7 +18,7 @@ from mcore_logprobs import linear_kl_div, vocab_parallel_kl_div
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import pairs, reference
 from mcore_logprobs.kernels import triton as triton_backend
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec, finalize_pair, merge_pairs
 from mcore_logprobs.kernels.triton import common, pair_statistics, sides
 from mcore_logprobs.kernels.triton.common import Plan
@@ -45,7 +45,7 @@ def _run(kernels: Any, student: Chunk, teacher: Chunk, kind: str, upstream: Tens
     """(value, KL from the mixture, gradient) of whole rows, by these kernels."""
     spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
     stats = kernels.pair_stats(student, teacher, spec, **size)
-    multipliers = student.multiplier, teacher.multiplier
+    multipliers = student.processing.multiplier, teacher.processing.multiplier
     done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
     value, inner = done.value, done.value
     norms = (done.softmax,)
@@ -265,7 +265,7 @@ def test_close_distributions_keep_their_digits_relative_to_themselves(apart):
     near[2, ::3] = logits[2, ::3] = -torch.inf
     temperature = torch.linspace(0.5, 2.0, rows, device=DEVICE)
     both = [
-        Chunk(x, width - 5, temperature=temperature, logit_scale=0.5) for x in (near, logits)
+        Chunk(x, width - 5, Processing.of(0.5, None, temperature)) for x in (near, logits)
     ]  # fmt: skip
     for kind in ("forward", "reverse", "skewed_forward", "skewed_reverse"):
         want = _whole(pairs, *map(doubled, both), kind)
@@ -275,7 +275,8 @@ def test_close_distributions_keep_their_digits_relative_to_themselves(apart):
         plan, spec = Plan(3, 768, 4, 32), PairSpec(kind, BETA)
         if not spec.two_pass:
             stats = pair_statistics.launch_pair_stats(*both, spec, plan)
-            merged = merge_pairs(stats, spec, (both[0].multiplier, both[1].multiplier))
+            multipliers = tuple(side.processing.multiplier for side in both)
+            merged = merge_pairs(stats, spec, multipliers)
             got = finalize_pair(merged, spec).value
             torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0.0)
 
@@ -284,7 +285,8 @@ def _whole(kernels: Any, student: Chunk, teacher: Chunk, kind: str) -> Tensor:
     """The divergence of whole rows."""
     spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
     stats = kernels.pair_stats(student, teacher, spec, **size)
-    done = finalize_pair(merge_pairs(stats, spec, (student.multiplier, teacher.multiplier)), spec)
+    multipliers = student.processing.multiplier, teacher.processing.multiplier
+    done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
     if spec.two_pass:
         return kernels.pair_sums(student, teacher, done.softmax, spec, **size)[0]
     return done.value

@@ -15,7 +15,7 @@ from mcore_logprobs.kernels.triton.common import (
     launch,
     over_temperature,
     raw_slope,
-    with_unit_stride,
+    row_temperature,
 )
 from mcore_logprobs.kernels.triton.operators import (
     arguments,
@@ -124,7 +124,7 @@ def _run_encode(*given: object) -> Tensor:
     if out.numel():
         launch(
             encode_kernel, rows,
-            logits, out, scale, with_unit_stride(chunk.row_temperature),
+            logits, out, scale, row_temperature(chunk),
             rows, width, logits.stride(0), out.stride(0), raw_slope(chunk), TILE=_TILE,
         )  # fmt: skip
     return scale

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_logprobs.kernels import stats
-from mcore_logprobs.kernels.chunk import Chunk, logit_multiplier
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG_ZERO = tl.constexpr(stats.LOG_ZERO)
@@ -147,24 +147,32 @@ def write_zeros(row_ptr, start, stop, TILE: tl.constexpr):
 
 
 def transform(chunk: Chunk) -> tuple[float, float, float]:
-    """(scale, softcap, multiplier), numbers for `unscaled` and `Chunk.multiplier`.
+    """(scale, softcap, multiplier), numbers for `unscaled` and `Processing.multiplier`.
 
     Where rows have temperatures of their own, the multiplier is still to be divided by them.
     """
-    scale, softcap = chunk.logit_scale, 1.0
-    if chunk.softcap is not None:
-        scale, softcap = chunk.logit_scale / chunk.softcap, chunk.softcap
-    return float(scale), float(softcap), _number(chunk, is_raw=chunk.is_raw)
+    processing = _of_all_rows(chunk)
+    scale, softcap = processing.logit_scale, 1.0
+    if processing.softcap is not None:
+        scale, softcap = scale / processing.softcap, processing.softcap
+    return float(scale), float(softcap), float(processing.multiplier)
 
 
 def raw_slope(chunk: Chunk) -> float:
-    """`Chunk.slope`, likewise."""
-    return _number(chunk, is_raw=True)
+    """`Processing.slope`, likewise."""
+    return float(_of_all_rows(chunk).slope)
 
 
-def _number(chunk: Chunk, *, is_raw: bool) -> float:
-    temperature = 1.0 if isinstance(chunk.temperature, Tensor) else chunk.temperature
-    return float(logit_multiplier(temperature, chunk.logit_scale, is_raw=is_raw))
+def _of_all_rows(chunk: Chunk) -> Processing:
+    """The chunk's processing; without temperatures, if each row has its own."""
+    has_rows = isinstance(chunk.processing.temperature, Tensor)
+    return chunk.untempered.processing if has_rows else chunk.processing
+
+
+def row_temperature(chunk: Chunk) -> Tensor | None:
+    """`[n]` where each row has its own, else None; its last stride is 1."""
+    temperature = chunk.processing.temperature
+    return with_unit_stride(temperature) if isinstance(temperature, Tensor) else None
 
 
 @overload

@@ -22,6 +22,7 @@ from mcore_logprobs.kernels.triton.common import (
     over_temperature,
     raw_slope,
     rounded,
+    row_temperature,
     span_plan,
     transform,
     unscaled,
@@ -268,9 +269,10 @@ def _run(*given: object) -> None:
     columns, upstream = columns.contiguous(), upstream.contiguous()
     row_max, coef = with_unit_stride(row_max), with_unit_stride(coef)
     coef_stride = 0 if coef is None else coef.stride(0)
-    per_row = row_max, coef, with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature)
+    bias, temperature = with_unit_stride(chunk.processing.bias), row_temperature(chunk)
+    per_row = row_max, coef, bias, temperature
     numbers = (raw_slope(chunk), *transform(chunk))
-    constants = {"HAS_SOFTCAP": chunk.softcap is not None} | _places(StatsSpec(*wanted))
+    constants = {"HAS_SOFTCAP": chunk.processing.softcap is not None} | _places(StatsSpec(*wanted))
     # Before the gradient, which may go over it.
     own = gather_columns(chunk.logits, columns) if j > 1 or coef is None else None
     with rounded(out) as written:

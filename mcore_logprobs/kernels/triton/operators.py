@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.stats import StatsSpec
 
 _CHUNK = 7  # arguments of one chunk
@@ -35,10 +35,13 @@ def arguments(*values: object) -> tuple[Any, ...]:
     flat: list[object] = []
     for value in values:
         if isinstance(value, Chunk):
-            per_row = value.row_temperature
-            flat += [value.logits, value.valid, float(value.logit_scale)]
-            flat += [None if value.softcap is None else float(value.softcap)]
-            flat += [float(value.temperature) if per_row is None else 1.0, per_row, value.bias]
+            how = value.processing
+            number, per_row = how.temperature, None
+            if isinstance(number, Tensor):
+                number, per_row = 1.0, number
+            flat += [value.logits, value.valid, float(how.logit_scale)]
+            flat += [None if how.softcap is None else float(how.softcap)]
+            flat += [float(number), per_row, how.bias]
         else:
             flat += astuple(value) if isinstance(value, StatsSpec) else [value]
     return tuple(flat)
@@ -49,9 +52,8 @@ def chunks_of(count: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
     chunks = []
     for start in range(0, count * _CHUNK, _CHUNK):
         logits, valid, scale, softcap, number, per_row, bias = values[start : start + _CHUNK]
-        chunks.append(
-            Chunk(logits, valid, scale, softcap, number if per_row is None else per_row, bias)
-        )
+        temperature = number if per_row is None else per_row
+        chunks.append(Chunk(logits, valid, Processing.of(scale, softcap, temperature, bias)))
     return (*chunks, *values[count * _CHUNK :])
 
 

@@ -342,7 +342,9 @@ def _run_stats(*given: object) -> Tensor:
     spec = PairSpec(*wanted)
     plan = pair_plan(student.logits, teacher.logits, student.valid)
     parts = launch_pair_stats(student, teacher, spec, plan)
-    return merge_pairs(parts, spec, (student.multiplier, teacher.multiplier)).unsqueeze(0)
+    return merge_pairs(
+        parts, spec, (student.processing.multiplier, teacher.processing.multiplier)
+    ).unsqueeze(0)
 
 
 _SIDES = f"{chunk_schema('student_')}, {chunk_schema('teacher_')}"

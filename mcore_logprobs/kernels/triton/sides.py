@@ -19,6 +19,7 @@ from mcore_logprobs.kernels.triton.common import (
     exp,
     launch_plan,
     over_temperature,
+    row_temperature,
     transform,
     unscaled,
     with_unit_stride,
@@ -100,7 +101,7 @@ def instead_of_infinity(x, floor):
 
 @triton.jit
 def multiplier_of(side):
-    """`Chunk.multiplier` of a side's row."""
+    """`Processing.multiplier` of a side's row."""
     _, _, _, multiplier = side
     return multiplier
 
@@ -188,7 +189,7 @@ def sides_arguments(student: Chunk, teacher: Chunk) -> tuple[Any, ...]:
     tensors: list[Tensor | None] = [student.logits, teacher.logits]
     numbers: list[float] = []
     for side in (student, teacher):
-        tensors += [with_unit_stride(side.bias), with_unit_stride(side.row_temperature)]
+        tensors += [with_unit_stride(side.processing.bias), row_temperature(side)]
         numbers += transform(side)
     return (*tensors, *numbers, student.logits.stride(0), teacher.logits.stride(0))
 
@@ -196,8 +197,8 @@ def sides_arguments(student: Chunk, teacher: Chunk) -> tuple[Any, ...]:
 def sides_constants(student: Chunk, teacher: Chunk) -> dict[str, bool]:
     """Both sides' transformations as the kernels' constants."""
     return {
-        "STUDENT_SOFTCAP": student.softcap is not None,
-        "TEACHER_SOFTCAP": teacher.softcap is not None,
+        "STUDENT_SOFTCAP": student.processing.softcap is not None,
+        "TEACHER_SOFTCAP": teacher.processing.softcap is not None,
     }
 
 

@@ -24,6 +24,7 @@ from mcore_logprobs.kernels.triton.common import (
     launch_plan,
     over_temperature,
     own_columns,
+    row_temperature,
     transform,
     unscaled,
     whole_units,
@@ -274,7 +275,7 @@ def _run(*given: object) -> Tensor:
     plan = launch_plan(logits.shape[0], chunk.valid, logits)
     # Merged here, so that how many parts there are does not depend on the rows and the chip.
     parts = launch_stats(chunk, target, spec, threshold, plan)
-    return merge(parts, spec, multiplier=chunk.multiplier).unsqueeze(0)
+    return merge(parts, spec, multiplier=chunk.processing.multiplier).unsqueeze(0)
 
 
 def _fake(*given: object) -> Tensor:
@@ -299,15 +300,15 @@ def launch_stats(
     out = logits.new_empty((plan.splits, len(spec.fields), rows), dtype=torch.float32)
     assert threshold is not None or not spec.rank
     limits = threshold.contiguous() if threshold is not None and spec.rank else None
-    assert limits is None or limits.numel() == rows * (1 if chunk.bias is None else 2)
+    assert limits is None or limits.numel() == rows * (1 if chunk.processing.bias is None else 2)
     if rows:
         launch(
             stats_kernel, rows * plan.splits,
             logits, with_unit_stride(target), limits,
-            with_unit_stride(chunk.bias), with_unit_stride(chunk.row_temperature), out,
+            with_unit_stride(chunk.processing.bias), row_temperature(chunk), out,
             rows, logits.stride(0) if rows > 1 else 0,  # of one row it may be any number
             chunk.valid, plan.columns, plan.splits, *transform(chunk),
-            LANES=plan.lanes, GROUPS=plan.groups, HAS_SOFTCAP=chunk.softcap is not None,
+            LANES=plan.lanes, GROUPS=plan.groups, HAS_SOFTCAP=chunk.processing.softcap is not None,
             **field_constants(spec),
         )  # fmt: skip
     return out
