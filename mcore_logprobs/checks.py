@@ -337,15 +337,6 @@ def global_to_local(
         valid_mask = torch.ones_like(target, dtype=torch.bool)
     else:
         valid_mask = target != ignore_index
-    _check_inside(target, valid_mask, shard, ignore_index, name)
-    local = target - shard.start
-    here = valid_mask & (local >= 0) & (local < shard.width)
-    return torch.where(here, local, -1), valid_mask
-
-
-def _check_inside(
-    target: Tensor, valid_mask: Tensor, shard: VocabShard, ignore_index: int | None, name: str
-) -> None:
     inside = ((target >= 0) & (target < shard.vocab_size)) | ~valid_mask
     if target.device.type != "cpu" or is_traced(target):
         torch._assert_async(inside.all(), f"{name}: id outside [0, {shard.vocab_size})")
@@ -355,6 +346,9 @@ def _check_inside(
             f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index "
             f"{ignore_index}, got {bad[:8].tolist()}{'...' if bad.numel() > 8 else ''}"
         )
+    local = target - shard.start
+    here = valid_mask & (local >= 0) & (local < shard.width)
+    return torch.where(here, local, -1), valid_mask
 
 
 def check_ids(ids: Any, lead: torch.Size, device: torch.device, *, name: str = "ids") -> Tensor:
@@ -365,12 +359,6 @@ def check_ids(ids: Any, lead: torch.Size, device: torch.device, *, name: str = "
 
 
 # ---- DTensors: logits sharded over one mesh dimension, targets over CP -------------------------
-
-
-def _is_dtensor(x: Any) -> bool:
-    # Nothing is one before somebody has imported the class.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
 
 
 def unwrap_logits(
@@ -386,10 +374,10 @@ def unwrap_logits(
         ValueError: the vocabulary is not sharded evenly over exactly one mesh dimension, a
             placement is partial, or tp_group is another group.
     """
-    if not _is_dtensor(logits):
+    placements = getattr(logits, "placements", None)
+    if placements is None:  # no DTensor
         return logits, tp_group
-    last = logits.dim() - 1
-    mesh, placements = logits.device_mesh, logits.placements
+    last, mesh = logits.dim() - 1, logits.device_mesh
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"{name}: expected no partial placement, got {placements}")
     sharding = [
@@ -417,8 +405,9 @@ def unwrap_rows(rows: Any, name: str) -> Tensor:
     Raises:
         ValueError: a placement is partial.
     """
-    if not _is_dtensor(rows):
+    placements = getattr(rows, "placements", None)
+    if placements is None:  # no DTensor
         return rows
-    if any(placement.is_partial() for placement in rows.placements):
-        raise ValueError(f"{name}: expected no partial placement, got {rows.placements}")
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"{name}: expected no partial placement, got {placements}")
     return rows.to_local()

@@ -409,8 +409,8 @@ def test_blocks_are_even_and_as_few_as_the_budget_allows():
     ],
 )
 def test_rows_of_a_chunk_that_spans_all_columns_on_a_gpu(rows, width, adds_per_tile, tile):
-    cut = {"width": width, "adds_per_tile": adds_per_tile}
-    found = budgets.Tiling.of_whole_rows(rows, width, None, torch.device("cuda"), **cut)
+    cut = {"held_width": width, "adds_per_tile": adds_per_tile}
+    found = budgets.Tiling.of(rows, width, None, torch.device("cuda"), **cut)
     assert found.rows == tile
 
 
@@ -421,8 +421,8 @@ def test_a_tile_of_hidden_states_is_no_larger_than_one_of_logits_may_be():
 
 
 def test_on_a_cpu_such_chunks_keep_to_the_cache():
-    cut = {"width": 65536, "adds_per_tile": True}
-    tiling = budgets.Tiling.of_whole_rows(1024, 65536, None, torch.device("cpu"), **cut)
+    cut = {"held_width": 65536, "adds_per_tile": True}
+    tiling = budgets.Tiling.of(1024, 65536, None, torch.device("cpu"), **cut)
     assert tiling.rows == 512
 
 

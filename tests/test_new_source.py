@@ -19,8 +19,9 @@ from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.ops.gather import gather
+from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sampling import sampling_logprobs
-from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.ops.token_stats import token_stats
 from mcore_logprobs.ops.topk import topk
 from mcore_logprobs.sources.source import LogitIndices, Source
 from tests.helpers.shards import world_group, world_rank, world_size

@@ -46,7 +46,7 @@ def test_tilings_of_real_models(device: str) -> None:
                     cut = (rows, width, chunk_size, where)
                     tiling = Tiling.of(*cut)
                     if held:
-                        tiling = Tiling.of_whole_rows(*cut, width=width, adds_per_tile=True)
+                        tiling = Tiling.of(*cut, held_width=width, adds_per_tile=True)
                     assert 1 <= tiling.rows <= min(rows, chunk_size or rows)
                     assert 1 <= tiling.columns <= width
                     one_block = tiling.columns == width

@@ -20,9 +20,8 @@ from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
 from mcore_logprobs.ops.driver import form_gradient, show
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
+from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, Statistics
 from mcore_logprobs.ops.token_stats import (
-    Statistics,
     linear_token_stats,
     vocab_parallel_token_stats,
 )

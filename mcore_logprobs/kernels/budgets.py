@@ -150,43 +150,37 @@ class Tiling:
     columns: int
 
     @classmethod
-    def of(cls, rows: int, columns: int, chunk_size: int | None, device: torch.device) -> Tiling:
-        """For `rows` rows and `columns` columns on a rank."""
-        tile = max(1, min(rows, chunk_size or of(device.type).tile_rows))
-        return cls(tile, _block_columns(tile, columns, chunk_size, device))
-
-    @classmethod
-    def of_whole_rows(
+    def of(
         cls,
         rows: int,
         columns: int,
         chunk_size: int | None,
         device: torch.device,
         *,
-        width: int,
+        held_width: int | None = None,
         adds_per_tile: bool = False,
     ) -> Tiling:
-        """Tiles whose logits are held over all of a rank's columns.
+        """For `rows` rows and `columns` columns on a rank.
 
         Args:
-            width: numbers held per row.
-            adds_per_tile: dWeight is read and written once per tile, so that a tile should have
-                `Budgets.held_rows`.
+            held_width: numbers held per row, where a tile's logits are held over all of a rank's
+                columns; None: only a block of them exists.
+            adds_per_tile: dWeight is read and written once per tile, so that a tile that is held
+                should have `Budgets.held_rows`.
         """
-        sizes, row_bytes = of(device.type), 4 * max(1, width)
-        most = sizes.held_bytes // row_bytes
-        if adds_per_tile:
-            most = max(most, min(sizes.held_rows, sizes.max_held_bytes // row_bytes))
-        tile = max(1, min(rows, chunk_size or even_parts(rows, max(1, most), sizes.row_step)))
-        return cls(tile, _block_columns(tile, columns, chunk_size, device))
-
-
-def _block_columns(tile: int, columns: int, chunk_size: int | None, device: torch.device) -> int:
-    sizes = of(device.type)
-    most = max(sizes.chunk_bytes // (4 * tile), sizes.min_block)
-    if chunk_size is None:
-        most = min(most, sizes.max_block)
-    return even_parts(columns, most, sizes.block_step)
+        sizes = of(device.type)
+        most = sizes.tile_rows
+        if held_width is not None:
+            row_bytes = 4 * max(1, held_width)
+            most = sizes.held_bytes // row_bytes
+            if adds_per_tile:
+                most = max(most, min(sizes.held_rows, sizes.max_held_bytes // row_bytes))
+            most = even_parts(rows, max(1, most), sizes.row_step)
+        tile = max(1, min(rows, chunk_size or most))
+        widest = max(sizes.chunk_bytes // (4 * tile), sizes.min_block)
+        if chunk_size is None:
+            widest = min(widest, sizes.max_block)
+        return cls(tile, even_parts(columns, widest, sizes.block_step))
 
 
 def even_parts(total: int, most: int, step: int) -> int:

@@ -40,6 +40,7 @@ class Processing:
         bias: `[v]` or None.
         multiplier: z / x; float64 `[n]` where rows differ.
         slope: dz / dy without the softcap's own slope; likewise.
+        valid_width: how many columns are true vocabulary; of a whole source's processing.
     """
 
     logit_scale: float = 1.0
@@ -48,6 +49,7 @@ class Processing:
     bias: Tensor | None = None
     multiplier: float | Tensor = 1.0
     slope: float | Tensor = 1.0
+    valid_width: int = 0
 
     @classmethod
     def of(
@@ -56,31 +58,28 @@ class Processing:
         softcap: float | None = None,
         temperature: float | Tensor = 1.0,
         bias: Tensor | None = None,
+        valid_width: int = 0,
     ) -> Processing:
         divisor = temperature.double() if isinstance(temperature, Tensor) else temperature
         slope = logit_scale / divisor
         multiplier = slope if softcap is None and bias is None else 1.0 / divisor
-        return cls(logit_scale, softcap, temperature, bias, multiplier, slope)
+        return cls(logit_scale, softcap, temperature, bias, multiplier, slope, valid_width)
 
-    def chunk(self, logits: Tensor, rows: slice, columns: slice, valid_width: int) -> Chunk:
-        """The chunk of raw logits that stands at some rows and columns of what is processed.
-
-        Args:
-            valid_width: how many of all columns are true vocabulary.
-        """
+    def chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
+        """The chunk of raw logits `[rows, columns]`, of a source's rows and columns."""
         processing = self.rows(rows) if isinstance(self.temperature, Tensor) else self
         if self.bias is not None:
             processing = replace(processing, bias=self.bias[columns])
-        return Chunk(logits, max(0, min(columns.stop, valid_width) - columns.start), processing)
+        valid = max(0, min(columns.stop, self.valid_width) - columns.start)
+        return Chunk(logits, valid, processing)
 
     def rows(self, part: slice | Tensor) -> Processing:
         """That of some rows."""
         if not isinstance(self.temperature, Tensor):
             return self
-        temperature = self.temperature[part]
         return replace(
             self,
-            temperature=temperature,
+            temperature=self.temperature[part],
             multiplier=per_row(self.multiplier, part),
             slope=per_row(self.slope, part),
         )

@@ -20,8 +20,9 @@ maximum. How far that is away takes the multiplier, a number or one for each row
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -55,11 +56,7 @@ _COEFFICIENTS: tuple[tuple[str, str | None], ...] = (
 
 @dataclass(frozen=True)
 class StatsSpec:
-    """Which statistics are wanted: `entropy`; `higher`; `zsum` with `finite`; `squares`.
-
-    Its properties are not cached: torch.compile does not follow the lock of a cached_property
-    (Python 3.11 and earlier).
-    """
+    """Which statistics are wanted: `entropy`; `higher`; `zsum` with `finite`; `squares`."""
 
     entropy: bool = False
     rank: bool = False
@@ -69,12 +66,28 @@ class StatsSpec:
     @property
     def fields(self) -> tuple[str, ...]:
         """The statistics in the order of the rows of the `[k, n]` tensor that holds them."""
-        return tuple(name for name, flag in _FIELDS if flag is None or getattr(self, flag))
+        return _NAMES[self.entropy, self.rank, self.smoothing, self.sum_pi_squared][0]
 
     @property
     def coefficients(self) -> tuple[str, ...]:
         """The gradient's coefficients in the order of the rows of theirs."""
-        return tuple(name for name, flag in _COEFFICIENTS if flag is None or getattr(self, flag))
+        return _NAMES[self.entropy, self.rank, self.smoothing, self.sum_pi_squared][1]
+
+
+def _names_of(spec: StatsSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(its fields, its coefficients)."""
+    statistics, coefficients = (
+        tuple(name for name, flag in names if flag is None or getattr(spec, flag))
+        for names in (_FIELDS, _COEFFICIENTS)
+    )
+    return statistics, coefficients
+
+
+# By the flags of a StatsSpec, all of them: its names are asked for a dozen times per chunk.
+_NAMES = {
+    flags: _names_of(StatsSpec(*flags))
+    for flags in itertools.product((False, True), repeat=len(fields(StatsSpec)))
+}
 
 
 def by_name(names: Sequence[str], values: Tensor, dim: int = 0) -> dict[str, Tensor]:

@@ -25,9 +25,10 @@ from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sample import sample, without_zeros
 from mcore_logprobs.ops.sampling import Filters, filtered_stats
-from mcore_logprobs.ops.token_stats import Statistics, token_stats, vocab_parallel_token_stats
+from mcore_logprobs.ops.token_stats import token_stats, vocab_parallel_token_stats
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.lazy import LazyLogits

@@ -166,7 +166,7 @@ def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
     raw = tile.raw_logits()
     processing = tile.head.processing
     if processing.softcap is not None:
-        return raw, tile.chunk_of(raw, slice(0, raw.shape[1])).processed()
+        return raw, processing.chunk(raw, tile.rows, slice(0, raw.shape[1])).processed()
     if processing.logit_scale != 1.0:
         raw.mul_(processing.logit_scale)
     if processing.bias is not None:

@@ -17,7 +17,8 @@ from mcore_logprobs.kernels.stats import RowResults
 from mcore_logprobs.ops.driver import Tensors, apply_eagerly
 from mcore_logprobs.ops.keywords import HeadKeywords, shared_keywords
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.ops.row_statistics import Statistics
+from mcore_logprobs.ops.token_stats import token_stats
 from mcore_logprobs.ops.user_function import (
     LossFn,
     check_loss_fn,

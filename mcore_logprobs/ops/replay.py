@@ -342,13 +342,11 @@ class _FullReplayGradient(LogitGradient):
     def __init__(self, source: Source, kept: _KeptEntries, terms: GradientTerms) -> None:
         super().__init__(source, terms)
         self._kept, self._tile_ends = kept, source.tile_ends()
-        self._multiplier = source.processing.multiplier
-        self._of_all = terms
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         part = self._kept.parts[bisect.bisect_right(self._tile_ends, placed.rows.start)]
         chunk = placed.chunk
-        row, column = entries_of_chunk(placed, self._kept.entries_of(part), self._source.shard)
+        row, column = entries_of_chunk(placed, self._kept.entries_of(part), self.source.shard)
         x = chunk.unscaled_entries(row, column)
         dz = self._kept.of_logits(part, x) + self._full_at(part, x)
         dy = chunk.raw_gradient_at(row, column, torch.where(column >= 0, dz, 0.0)).to(out.dtype)
@@ -359,10 +357,11 @@ class _FullReplayGradient(LogitGradient):
     def _full_at(self, part: slice, x: Tensor) -> Tensor:
         """The whole distribution's part, as `kernels.reference.grad` has it, `[e]`."""
         row, hit = self._kept.rows_and_hits(part)
-        _, upstream, row_max, coef, spec = self._of_all
+        _, upstream, row_max, coef, spec = self.terms
         assert row_max is not None
         assert coef is not None
-        below = times_multiplier(x - row_max[row], per_row(self._multiplier, row))
+        multiplier = per_row(self.source.processing.multiplier, row)
+        below = times_multiplier(x - row_max[row], multiplier)
         below = below.clamp(min=LOG_ZERO)
         weight, of_row = below.exp(), by_name(spec.coefficients, coef[:, row])
         factor = of_row["weight"]

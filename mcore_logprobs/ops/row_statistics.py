@@ -1,28 +1,34 @@
-"""Row statistics of a rank's columns, chunk by chunk, and their reduction over the ranks.
+"""Row statistics as an operation: of a rank's columns, chunk by chunk, reduced over the ranks.
 
-`kernels.stats` defines them and how they are merged.
+`kernels.stats` defines them, how they are merged and what their gradient is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import check_flag, check_fraction
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.chunk import ChunkAt, per_row
 from mcore_logprobs.kernels.segments import Segments, merge_segments
 from mcore_logprobs.kernels.stats import (
+    IGNORED,
     FinalStats,
     GradientTerms,
+    RowResults,
+    SoftmaxStats,
     StatsSpec,
     finalize,
+    gradient_coefficients,
     merge,
     no_columns,
 )
-from mcore_logprobs.ops.driver import Backward, Forward, Results, Saved
+from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors
 from mcore_logprobs.sources.source import LogitIndices, Source, Tile
 
 
@@ -99,7 +105,14 @@ class RowStatistics(Forward):
             for place, blocks in enumerate(by_segment, segment):
                 self._blocks[place].append(blocks)
         if placed.columns.stop >= source.shard.valid_width:  # the last one
-            merged = self._merged_blocks(placed.chunk.processing.multiplier)
+            by_segment, self._blocks = self._blocks, []
+            multiplier = placed.chunk.processing.multiplier
+            if self._segments is not None:
+                merged = merge_segments(by_segment, self.spec, multiplier)
+            else:
+                (blocks,) = by_segment
+                stats = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+                merged = merge(stats, self.spec, multiplier=multiplier)
             if merged.shape == self.local.shape:  # all rows at once: no copy
                 self.local = merged
             else:
@@ -143,30 +156,72 @@ class RowStatistics(Forward):
             part = slice(columns.start - first, columns.stop - first)
             yield number, placed._replace(columns=columns, chunk=placed.chunk.columns(part))
 
-    def _merged_blocks(self, multiplier: float | Tensor) -> Tensor:
-        """Statistics of some rows, of which all blocks are there."""
-        by_segment, self._blocks = self._blocks, []
-        if self._segments is not None:
-            return merge_segments(by_segment, self.spec, multiplier)
-        (blocks,) = by_segment
-        stats = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-        return merge(stats, self.spec, multiplier=multiplier)
 
-
+@dataclass
 class LogitGradient(Backward):
     """The gradient of statistics and of single logits, as `terms` say of all rows."""
 
-    def __init__(self, source: Source, terms: GradientTerms) -> None:
-        self._source, self._terms = source, terms
+    source: Source
+    terms: GradientTerms
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
-        terms, chunk = self._terms.rows(placed.rows), placed.chunk
-        self._source.backend(chunk).grad(
+        source, terms, chunk = self.source, self.terms.rows(placed.rows), placed.chunk
+        source.backend(chunk).grad(
             chunk,
-            terms._replace(columns=placed.local(terms.columns, self._source.shard.width)),
+            terms._replace(columns=placed.local(terms.columns, source.shard.width)),
             out=out,
-            chunk_size=self._source.rows_at_a_time(chunk.logits.shape[1]),
+            chunk_size=source.rows_at_a_time(chunk.logits.shape[1]),
         )
+
+
+@dataclass(frozen=True)
+class Statistics(Operation[Source]):
+    """A RowResults of each row, of local targets and a valid mask `[n]`."""
+
+    spec: StatsSpec
+    label_smoothing: float = 0.0
+    ignored_values = IGNORED
+    rereads = "rounded"
+
+    @classmethod
+    def of(
+        cls,
+        entropy: bool = False,
+        target_rank: bool = False,
+        sum_pi_squared: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> Statistics:
+        """What a caller's flags ask for, checked."""
+        check_flag("entropy", entropy)
+        check_flag("target_rank", target_rank)
+        check_flag("sum_pi_squared", sum_pi_squared)
+        check_fraction("label_smoothing", label_smoothing)
+        spec = StatsSpec(entropy, target_rank, label_smoothing > 0.0, sum_pi_squared)
+        return cls(spec, label_smoothing)
+
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
+        local_target, valid_mask = tensors
+        return RowStatistics(
+            source,
+            self.spec,
+            local_target,
+            valid_mask=valid_mask,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def backward(
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
+    ) -> Backward:
+        local_target, valid_mask = tensors
+        softmax = SoftmaxStats(*saved)
+        spec, coef, on_target = gradient_coefficients(
+            RowResults(*upstream),
+            softmax,
+            valid_mask=valid_mask,
+            label_smoothing=self.label_smoothing,
+        )
+        entries = local_target.unsqueeze(-1), on_target.unsqueeze(-1)
+        return LogitGradient(source, GradientTerms(*entries, softmax.row_max, coef, spec))
 
 
 class EntryGradient(LogitGradient):

@@ -39,10 +39,10 @@ from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_key
 from mcore_logprobs.ops.record import MISSING, Kept
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import RowStatistics
+from mcore_logprobs.ops.row_statistics import RowStatistics, Statistics
 from mcore_logprobs.ops.sampling_cut import Cut, CutGradient, SavedCut, add_at, find_cut
 from mcore_logprobs.ops.sampling_search import FilterOptions, multiplier_column
-from mcore_logprobs.ops.token_stats import Statistics, token_stats
+from mcore_logprobs.ops.token_stats import token_stats
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Source, Tile

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mcore_logprobs.checks import check_flag, check_fraction, check_target, global_to_local
-from mcore_logprobs.kernels.stats import (
-    IGNORED,
-    GradientTerms,
-    RowResults,
-    SoftmaxStats,
-    StatsSpec,
-    gradient_coefficients,
-)
+from mcore_logprobs.checks import check_flag, check_target, global_to_local
+from mcore_logprobs.kernels.stats import RowResults, StatsSpec
 from mcore_logprobs.ops.answers import Also, answers
-from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
+from mcore_logprobs.ops.driver import apply
 from mcore_logprobs.ops.joint_statistics import joint_statistics
 from mcore_logprobs.ops.keywords import (
     HeadKeywords,
@@ -27,60 +18,10 @@ from mcore_logprobs.ops.keywords import (
     shared_keywords,
 )
 from mcore_logprobs.ops.result import TokenStats
-from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
+from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import Source
-
-
-@dataclass(frozen=True)
-class Statistics(Operation[Source]):
-    """A RowResults of each row, of local targets and a valid mask `[n]`."""
-
-    spec: StatsSpec
-    label_smoothing: float = 0.0
-    ignored_values = IGNORED
-    rereads = "rounded"
-
-    @classmethod
-    def of(
-        cls,
-        entropy: bool = False,
-        target_rank: bool = False,
-        sum_pi_squared: bool = False,
-        label_smoothing: float = 0.0,
-    ) -> Statistics:
-        """What a caller's flags ask for, checked."""
-        check_flag("entropy", entropy)
-        check_flag("target_rank", target_rank)
-        check_flag("sum_pi_squared", sum_pi_squared)
-        check_fraction("label_smoothing", label_smoothing)
-        spec = StatsSpec(entropy, target_rank, label_smoothing > 0.0, sum_pi_squared)
-        return cls(spec, label_smoothing)
-
-    def forward(self, source: Source, tensors: Tensors) -> Forward:
-        local_target, valid_mask = tensors
-        return RowStatistics(
-            source,
-            self.spec,
-            local_target,
-            valid_mask=valid_mask,
-            label_smoothing=self.label_smoothing,
-        )
-
-    def backward(
-        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
-    ) -> Backward:
-        local_target, valid_mask = tensors
-        softmax = SoftmaxStats(*saved)
-        spec, coef, on_target = gradient_coefficients(
-            RowResults(*upstream),
-            softmax,
-            valid_mask=valid_mask,
-            label_smoothing=self.label_smoothing,
-        )
-        entries = local_target.unsqueeze(-1), on_target.unsqueeze(-1)
-        return LogitGradient(source, GradientTerms(*entries, softmax.row_max, coef, spec))
 
 
 def token_stats(

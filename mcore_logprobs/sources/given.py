@@ -106,7 +106,9 @@ class GivenLogits:
         self.rows = slice(0, self.num_rows)
         self._in_order = options.order == tuple(range(len(options.order)))
         of_rows = options.temperature if temperature is None else self.to_row_order(temperature)
-        self.processing = Processing.of(options.logit_scale, options.softcap, of_rows, bias)
+        self.processing = Processing.of(
+            options.logit_scale, options.softcap, of_rows, bias, self.shard.valid_width
+        )
         if logits.stride(-1) != 1 and options.backend is not reference:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
         self.logits = logits
@@ -167,8 +169,7 @@ class GivenLogits:
         start, columns = 0, slice(0, self.shard.width)
         for view in self._views:
             rows = slice(start, start + view.shape[0])
-            chunk = self.processing.chunk(view, rows, columns, self.shard.valid_width)
-            yield ChunkAt(rows, columns, chunk)
+            yield ChunkAt(rows, columns, self.processing.chunk(view, rows, columns))
             start = rows.stop
 
     whole_rows = chunks
@@ -185,10 +186,9 @@ class GivenLogits:
             index: `[n]`, the token of each row, of a source in the tokens' order; None: the
                 source's own order.
         """
-        processing, valid_width = self.processing, self.shard.valid_width
+        processing = self.processing
         if index is None and self.is_one_view:
-            view = self._views[0][rows, columns]
-            return processing.chunk(view, rows, columns, valid_width)
+            return processing.chunk(self._views[0][rows, columns], rows, columns)
         row = torch.arange(rows.start, rows.stop, device=self.device)
         base = self.logits if self.batch_shape else self.logits.unsqueeze(0)
         at = torch.unravel_index(
@@ -198,7 +198,7 @@ class GivenLogits:
         copy = base[where]
         if index is not None:
             processing, rows = processing.rows(index[rows]), slice(0, copy.shape[0])
-        return processing.chunk(copy, rows, columns, valid_width)
+        return processing.chunk(copy, rows, columns)
 
     def target_logits(self, local_target: Tensor) -> Tensor:
         parts = [gather_target(p.chunk.logits, local_target[p.rows], 0.0) for p in self.chunks()]

@@ -32,6 +32,7 @@ from mcore_logprobs.checks import (
     check_positive,
     check_temperature,
 )
+from mcore_logprobs.collectives import wait_for
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
@@ -97,24 +98,32 @@ class HeadLogits(HeadOperands):
         """This head in tiles small enough to hold a tile's logits over all of the rank's columns.
 
         Args:
-            adds_per_tile: as in `Tiling.of_whole_rows`.
+            adds_per_tile: as in `Tiling.of`.
             any_tp: the same rows per tile whatever the tensor-parallel size is.
         """
         options, shard = self.options, self.shard
         # dHidden of a tile is float32 too.
         width = max(shard.padded_size if any_tp else shard.width, self.weight.shape[1])
-        tiling = Tiling.of_whole_rows(
+        tiling = Tiling.of(
             self.batch_shape.numel(),
             shard.width,
             options.chunk_size,
             self.device,
-            width=width,
+            held_width=width,
             adds_per_tile=adds_per_tile,
         )
         return replace(options, tiling=tiling).bind(*self.tensors)
 
     def tiles(self) -> Iterator[HeadTile]:
-        for number, (rows, tile) in enumerate(self.hidden):
+        """Tile by tile; the next one's hidden states are on their way while one is worked on."""
+        hidden, count = self.hidden, len(self.hidden.local)
+        coming = hidden.start(0) if count else None
+        for number, part in enumerate(hidden.local):
+            assert coming is not None
+            tile, work = coming
+            wait_for(work, hidden.group)
+            coming = hidden.start(number + 1) if number + 1 < count else None
+            rows = slice(part.start * hidden.ranks, part.stop * hidden.ranks)
             yield HeadTile(self, number, rows, self.matmul_input(tile).contiguous())
 
     def tile_ends(self) -> list[int]:
@@ -231,8 +240,8 @@ def head_logits(
         saved=SavedBytes(saved_bytes) if saved_bytes else None,
         disallowed=None if added is None else added.disallowed,
     )
-    # A backend that is unavailable is refused here, before any collective.
-    backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)
+    if backend != "auto":  # one that is unavailable is refused here, before any collective
+        backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)
     return options.bind(*tensors)
 
 

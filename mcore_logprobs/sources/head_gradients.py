@@ -88,59 +88,55 @@ class HeadGradient:
         self._parts: list[Tensor | None] = []
 
     def collect(self, tile: HeadTile, placed: ChunkAt, write: Write) -> None:
-        """dLogits of a chunk, over the logits where they fit there, and from it the GEMMs.
-
-        After dHidden's GEMM of a tile's last chunk its sum over TP starts, so that it runs while
-        that chunk's dWeight is multiplied: there is always a GEMM to hide it behind.
-        """
-        head, columns = self._head, placed.columns
-        dlogits = self._dlogits(placed, write)
+        """Take dLogits of a chunk, over the logits where they fit there; up to three GEMMs."""
+        head, columns, chunk, bias = self._head, placed.columns, placed.chunk, self._bias
+        raw, dtype = chunk.logits, head.matmul_dtype
+        # 1. dLogits `[rows, columns]` as they are multiplied, and dBias.
+        if bias is not None and chunk.processing.softcap is not None:
+            dlogits = self._through_softcap_and_bias(placed, write, bias)
+        else:
+            if chunk.lasting:  # no other chunk is in the buffer then
+                dlogits = head.buffer(raw.shape[0], raw.shape[1], dtype)
+            else:
+                dlogits = raw if raw.dtype == dtype else _empty_like(raw, dtype)
+            write(placed, dlogits)
+            if bias is not None:
+                of_bias = dlogits.sum(0, dtype=bias.dtype)
+                bias[columns] += of_bias * (1.0 / chunk.processing.logit_scale)
+        # 2. dTile += dLogits @ weight[block].
         if self._lora is not None:
             assert head.low_rank is not None
             self._lora.add_chunk(columns, dlogits, head.low_rank.inner(tile.hidden))
         if self.hidden is not None and head.options.segments is not None:
             self._add_segment(columns, dlogits, tile)
         elif self.hidden is not None:
-            block = head.weight_block(columns)
-            low_precision = head.options.low_precision
+            block, low_precision = head.weight_block(columns), head.options.low_precision
             if self._tile is None:
                 self._tile = torch.empty_like(tile.hidden, dtype=head.acc_dtype)
                 product(dlogits, block, self._tile, low_precision=low_precision)
             else:
                 add_product(dlogits, block, self._tile, low_precision=low_precision)
+        # 3. After the last block dTile's sum over TP starts: the GEMM that follows hides it.
         if columns.stop == head.shard.valid_width:
             self.end_tile(tile)
+        # 4. dWeight[block] += dLogits^T @ tile.
         if self.weight is not None:
             self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
 
-    def _dlogits(self, placed: ChunkAt, write: Write) -> Tensor:
-        """`[rows, columns]` as it is multiplied; and dBias.
+    def _through_softcap_and_bias(self, placed: ChunkAt, write: Write, bias: Tensor) -> Tensor:
+        """dLogits of a chunk with both, in two steps; and dBias.
 
         With z = (cap(scale y) + bias) / T, dBias is the sum of dz / T, and dy has cap's slope on
-        top. A head with both a softcap and a bias takes the two steps apart.
+        top.
         """
         head, chunk, processing = self._head, placed.chunk, placed.chunk.processing
-        raw, dtype, bias, scale = (
-            chunk.logits,
-            head.matmul_dtype,
-            self._bias,
-            processing.logit_scale,
-        )
-        if bias is None or processing.softcap is None:
-            if chunk.lasting:  # no other chunk is in the buffer then
-                out = head.buffer(raw.shape[0], raw.shape[1], dtype)
-            else:
-                out = raw if raw.dtype == dtype else _empty_like(raw, dtype)
-            write(placed, out)
-            if bias is not None:
-                bias[placed.columns] += out.sum(0, dtype=bias.dtype) * (1.0 / scale)
-            return out
+        raw, dtype, scale = chunk.logits, head.matmul_dtype, processing.logit_scale
+        assert processing.softcap is not None
         slope = softcap_slope(raw, scale, processing.softcap, head.acc_dtype).mul_(scale)
         capped = replace(chunk, processing=Processing.of(scale, processing.softcap)).processed()
         dz = _empty_like(raw, dtype)
         rest = Processing.of(temperature=processing.temperature, bias=processing.bias)
-        after = replace(chunk, logits=capped, processing=rest)
-        write(placed._replace(chunk=after), dz)
+        write(placed._replace(chunk=replace(chunk, logits=capped, processing=rest)), dz)
         bias[placed.columns] += dz.sum(0, dtype=bias.dtype)
         return (dz * slope.masked_fill_(dz == 0, 0.0)).to(dtype)
 

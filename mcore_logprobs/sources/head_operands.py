@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from mcore_logprobs.collectives import all_gather_dim0_async, wait_for
+from mcore_logprobs.collectives import all_gather_dim0_async
 from mcore_logprobs.groups import VocabShard, group_size
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets
@@ -76,18 +76,9 @@ class HiddenRows:
         self.local = list(row_chunks(local_rows, max(1, tile_rows // self.ranks)))
         self.is_one_walk = self.ranks == 1 or len(self.local) < 2
 
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """(rows as they are walked, `[rows, h]`) of each tile; the next one is on its way."""
-        parts = self.local
-        pending = self._start(parts[0]) if parts else None
-        for number, part in enumerate(parts):
-            assert pending is not None
-            tile, work = pending
-            wait_for(work, self.group)
-            pending = self._start(parts[number + 1]) if number + 1 < len(parts) else None
-            yield slice(part.start * self.ranks, part.stop * self.ranks), tile
-
-    def _start(self, part: slice) -> tuple[Tensor, Work | None]:
+    def start(self, number: int) -> tuple[Tensor, Work | None]:
+        """(the hidden states of a tile, what is to be waited for before they are read)."""
+        part = self.local[number]
         if self.selection is None:
             rows = self.hidden[part]
         else:
@@ -209,6 +200,7 @@ class HeadOperands:
             lora = LoRA(a, b, options.lora_scale)
             self.low_rank = LowRank(lora, self.acc_dtype, self.matmul_input)
         self.kept: Keeps | None = None  # chunks that outlast the call
+        self._backend: backends.Backend | None = None
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._block: tuple[slice, Tensor] | None = None
         self.batch_shape, self.num_rows = options.batch_shape, self.hidden.num_rows
@@ -216,9 +208,16 @@ class HeadOperands:
         temperature: float | Tensor = options.temperature
         if tensors.temperature is not None:
             temperature = self.to_row_order(tensors.temperature)
-        self.processing = Processing.of(
-            options.logit_scale, options.softcap, temperature, tensors.bias
-        )
+        scale, softcap, valid_width = options.logit_scale, options.softcap, self.shard.valid_width
+        self.processing = Processing.of(scale, softcap, temperature, tensors.bias, valid_width)
+        # The columns of true vocabulary, block by block.
+        segments, most = options.segments, options.tiling.columns
+        if segments is None:
+            self.blocks = list(row_chunks(valid_width, most))
+        else:
+            block = segments.block(self.device.type)
+            most = budgets.of(self.device.type).fixed_columns // block * block
+            self.blocks = list(segments.columns(valid_width, max(block, most)))
 
     # ---- the order of rows ----
 
@@ -239,8 +238,11 @@ class HeadOperands:
     # ---- products and their memory ----
 
     def backend(self, chunk: Chunk) -> backends.Backend:
-        invariant = self.options.segments is not None
-        return backends.select(self.options.backend, chunk.logits, invariant=invariant)
+        """What computes the chunks; the first one decides, which is the largest."""
+        if self._backend is None:
+            invariant = self.options.segments is not None
+            self._backend = backends.select(self.options.backend, chunk.logits, invariant=invariant)
+        return self._backend
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         return budgets.of(self.device.type).copied_rows(copies * width)
@@ -252,15 +254,6 @@ class HeadOperands:
             block = self.matmul_input(self.weight[columns]).contiguous()
             self._block = (columns, block if self.options.segments is None else aligned(block))
         return self._block[1]
-
-    def blocks(self) -> Iterator[slice]:
-        """The columns of true vocabulary, block by block."""
-        valid, segments = self.shard.valid_width, self.options.segments
-        if segments is None:
-            return row_chunks(valid, self.options.tiling.columns)
-        most = budgets.of(self.device.type).fixed_columns
-        block = segments.block(self.device.type)
-        return segments.columns(valid, max(block, most // block * block))
 
     def product(self, tile: Tensor, columns: slice, out: Tensor) -> Tensor:
         """Raw logits of a block of columns, rounded to logits_dtype, in `out` `[rows, columns]`.
@@ -329,20 +322,17 @@ class HeadTile:
         kept = None if head.kept is None else head.kept.logits(self, columns, out)
         if kept is not None:
             logits, lasting = kept
-            return replace(self.chunk_of(logits, columns), lasting=lasting)
+            chunk = head.processing.chunk(logits, self.rows, columns)
+            return replace(chunk, lasting=True) if lasting else chunk
         if out is None:
             shape = self.hidden.shape[0], columns.stop - columns.start
             out = head.buffer(*shape, head.options.logits_dtype)
-        return self.chunk_of(head.product(self.hidden, columns, out), columns)
-
-    def chunk_of(self, logits: Tensor, columns: slice) -> Chunk:
-        """The chunk of raw logits `[rows, columns]`."""
-        head = self.head
-        return head.processing.chunk(logits, self.rows, columns, head.shard.valid_width)
+        logits = head.product(self.hidden, columns, out)
+        return head.processing.chunk(logits, self.rows, columns)
 
     def chunks(self, tile_logits: Tensor | None = None) -> Iterator[ChunkAt]:
         """Block by block; `tile_logits` as in `block`."""
-        for columns in self.head.blocks():
+        for columns in self.head.blocks:
             yield ChunkAt(self.rows, columns, self.block(columns, tile_logits))
 
     def held_chunks(self) -> list[ChunkAt]:
@@ -355,7 +345,7 @@ class HeadTile:
         """All columns of true vocabulary as one chunk, in new memory; the same bits as chunks'."""
         columns = slice(0, self.head.shard.valid_width)
         logits = self._new_logits(columns.stop)
-        yield ChunkAt(self.rows, columns, self.chunk_of(logits, columns))
+        yield ChunkAt(self.rows, columns, self.head.processing.chunk(logits, self.rows, columns))
 
     def raw_logits(self) -> Tensor:
         """Raw logits `[rows, V/TP]` in the accumulation dtype, rounded to logits_dtype; new.
@@ -368,8 +358,10 @@ class HeadTile:
 
     def blocks_of(self, raw_logits: Tensor) -> Iterator[ChunkAt]:
         """The chunks of a tile's raw logits `[rows, V/TP]`, block by block."""
-        for columns in self.head.blocks():
-            yield ChunkAt(self.rows, columns, self.chunk_of(raw_logits[:, columns], columns))
+        processing = self.head.processing
+        for columns in self.head.blocks:
+            chunk = processing.chunk(raw_logits[:, columns], self.rows, columns)
+            yield ChunkAt(self.rows, columns, chunk)
 
     def _new_logits(self, width: int) -> Tensor:
         """`[rows, width]` in the accumulation dtype, whose true columns are filled."""

@@ -89,7 +89,7 @@ def whole_bytes(head: HeadOperands) -> int:
 def _walk(head: HeadOperands) -> Iterator[tuple[int, int, slice]]:
     """(rows, number of the tile, columns) of each chunk."""
     for number, part in enumerate(head.hidden.local):
-        for columns in head.blocks():
+        for columns in head.blocks:
             yield (part.stop - part.start) * head.hidden.ranks, number, columns
 
 
@@ -197,11 +197,13 @@ class KeptLogits:
             codes, scale = self.tensors[at : at + 2]
             assert codes is not None
             assert scale is not None
-            kernels = head.backend(tile.chunk_of(logits, columns))
+            kernels = head.backend(head.processing.chunk(logits, tile.rows, columns))
             scale = scale.view(2, -1)
             kernels.decode(_as_chunk(codes, shape), scale, out=logits, chunk_size=size)
             return logits
-        chunk = tile.chunk_of(head.product(tile.hidden, columns, logits), columns)
+        chunk = head.processing.chunk(
+            head.product(tile.hidden, columns, logits), tile.rows, columns
+        )
         if self.tensors[at] is None:
             codes = self._new(head, shape, torch.int16)
             kernels = head.backend(chunk)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.ops.result import TokenStats
+from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sampling import Filters, filtered_stats
-from mcore_logprobs.ops.token_stats import Statistics
 from mcore_logprobs.sources.head import head_logits
 from tests.helpers.shards import make_target, world_rank, world_size
 

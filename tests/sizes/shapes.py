@@ -41,7 +41,7 @@ def boundary(row: Setting) -> int:
     whole_rows = row["op"] in _IN_WHOLE_ROWS
     head = opened(width, row.get("h", 4), chunk_size, MOST_ROWS, whole_rows)
     if kind == "chunk":
-        block = width if row["source"] == "logits" else next(iter(head.blocks())).stop
+        block = width if row["source"] == "logits" else next(iter(head.blocks)).stop
         own = chunk_size if row["source"] == "logits" else None
         return number * (own or head.rows_at_a_time(block))
     ranks = ranks_of(row)
@@ -139,7 +139,7 @@ def true_vocab(row: Setting) -> int | None:
         if row["source"] == "hidden":
             whole_rows = row["op"] in _IN_WHOLE_ROWS
             head = opened(width, row["h"], row["chunk_size"], rows_of(row), whole_rows)
-            starts = [block.start for block in head.blocks()]
+            starts = [block.start for block in head.blocks]
     return others + (starts[-1] + 1 if starts[-1] else width - 37)
 
 
