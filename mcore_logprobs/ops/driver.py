@@ -239,8 +239,19 @@ def apply(
     plans: tuple[KeptPlan, ...] = ()
     if source.may_keep and learns and torch.is_grad_enabled():  # not within another function
         plans = plan_kept(source.heads, operation.rereads)
+    # The forward takes the source as it is; the backward makes it again of its tensors. So does the
+    # forward under torch.compile, which lets no function change the buffers of what was made
+    # outside.
+    made = None if torch.compiler.is_compiling() else source
     return _Recompute.apply(
-        operation, source.options, counts, plans, *source.tensors, *per_token, *constants
+        operation,
+        source.options,
+        made,
+        counts,
+        plans,
+        *source.tensors,
+        *per_token,
+        *constants,
     )
 
 
@@ -263,17 +274,20 @@ class _Recompute(torch.autograd.Function):
         ctx: _RecomputeContext,
         operation: Operation[Any],
         options: Options,
+        made: Any,
         counts: tuple[int, int],
         plans: tuple[KeptPlan, ...],
         *tensors: Tensor,
     ) -> Results:
         with without_autocast(tensors[0]):
-            source, rows = _call_context(options, counts, tensors)
+            source, rows = _call_context(options, counts, tensors, made)
             kept = keep(source.heads, plans) if plans else []
             run = operation.forward(source, rows)
             show(run, source)
             results, saved = run.results()
             del run  # what it has of each tile may be as large as the results
+            for head in source.heads if plans else ():
+                head.kept = None  # they are the backward's now
             if source.order_may_change:
                 saved = tuple(None if x is None else source.to_token_order(x) for x in saved)
             ignored_values = operation.ignored_values or (0.0,) * len(results)
@@ -313,17 +327,19 @@ class _Recompute(torch.autograd.Function):
             )
             if source.order_may_change:
                 saved = tuple(None if x is None else source.to_row_order(x) for x in saved)
-            needs = ctx.needs_input_grad[4 : 4 + counts[0]]
+            needs = ctx.needs_input_grad[5 : 5 + counts[0]]
             backward = ctx.operation.backward(source, upstream, rows, saved)
             gradient = source.gradient(needs, sparse=backward.entries)
             gradients = form_gradient(backward, source, gradient)
-        return (None, None, None, None, *gradients, *(None for _ in tensors[len(gradients) :]))
+        return (*(None,) * 5, *gradients, *(None for _ in tensors[len(gradients) :]))
 
 
-def _call_context(options: Options, counts: Sequence[int], tensors: Tensors) -> tuple[Any, Tensors]:
-    """The source, and what the operation takes besides."""
+def _call_context(
+    options: Options, counts: Sequence[int], tensors: Tensors, made: Any = None
+) -> tuple[Any, Tensors]:
+    """The source, made of its tensors unless it is there, and what the operation takes besides."""
     of_source, per_token = counts
-    source = options.bind(*tensors[:of_source])
+    source = options.bind(*tensors[:of_source]) if made is None else made
     rows = (source.to_row_order(x) for x in tensors[of_source : of_source + per_token])
     return source, (*rows, *tensors[of_source + per_token :])
 
@@ -380,6 +396,7 @@ def apply_eagerly(
         operation,
         objective,
         source.options,
+        None if torch.compiler.is_compiling() else source,  # as in `apply`
         counts,
         *source.tensors,
         *per_token,
@@ -407,6 +424,7 @@ class _Eager(torch.autograd.Function):
         operation: Operation[Any],
         objective: Objective,
         options: Options,
+        made: Any,
         counts: tuple[int, int, int],
         *tensors: Tensor,
     ) -> Results:
@@ -414,9 +432,9 @@ class _Eager(torch.autograd.Function):
         *tensors, anchor = tensors  # type: ignore[assignment]
         inputs = tensors[:count]
         with without_autocast(inputs[0]):
-            source = options.bind(*inputs)
+            source = options.bind(*inputs) if made is None else made
             rows = [source.to_row_order(x) for x in tensors[count:]]
-            needs = [flag and objective.backward for flag in ctx.needs_input_grad[4 : 4 + count]]
+            needs = [flag and objective.backward for flag in ctx.needs_input_grad[5 : 5 + count]]
             gradient = source.gradient(needs, in_acc_dtype=True)
             total = torch.zeros((), dtype=torch.float64, device=source.device)
             parts: list[Results] = []
@@ -485,5 +503,5 @@ class _Eager(torch.autograd.Function):
                 ctx.kernels.scale(grad, upstream, out=out)
                 grad = out
             gradients.append(grad)
-        rest = none - 4 - len(gradients)
-        return (None, None, None, None, *gradients, *(None for _ in range(rest)))
+        rest = none - 5 - len(gradients)
+        return (*(None,) * 5, *gradients, *(None for _ in range(rest)))
