@@ -18,11 +18,14 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
+from mcore_logprobs.ops.divergence import kl_div
 from mcore_logprobs.ops.gather import gather
 from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sampling import sampling_logprobs
 from mcore_logprobs.ops.token_stats import token_stats
 from mcore_logprobs.ops.topk import topk
+from mcore_logprobs.sources.given import given_logits
+from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.source import LogitIndices, Source
 from tests.helpers.shards import world_group, world_rank, world_size
 
@@ -42,7 +45,7 @@ class ContrastOptions:
 class ContrastLogits:
     """`first - weight * second`, both `[n, V/TP]`, as a `Source`."""
 
-    recomputed, linear, temperature, multiplier = True, True, 1.0, 1.0
+    recomputed, linear = True, True
     order_may_change, may_keep, heads = False, False, ()
 
     def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
@@ -88,9 +91,13 @@ class ContrastTile:
         first, second = (x[rows] for x in source.tensors)
         self._logits = first - source.options.weight * second
 
+    def block(self, columns: slice) -> Chunk:
+        valid = max(0, min(columns.stop, self._shard.valid_width) - columns.start)
+        return Chunk(self._logits[:, columns], valid)
+
     def chunks(self) -> Iterator[ChunkAt]:
-        chunk = Chunk(self._logits, self._shard.valid_width)
-        yield ChunkAt(self.rows, slice(0, self._shard.width), chunk)
+        columns = slice(0, self._shard.width)
+        yield ChunkAt(self.rows, columns, self.block(columns))
 
     whole_rows = chunks
 
@@ -187,9 +194,51 @@ def on_a_rank(first: Tensor, second: Tensor, target: Tensor, ids: Tensor) -> dic
     return with_gradients(operations(source, target, ids), parts)
 
 
+def divergences_on_a_rank(first: Tensor, second: Tensor, other: Tensor) -> dict[str, Any]:
+    """Divergences of the new source as the student, as the teacher and as both."""
+    group: ProcessGroup | None = world_group() if world_size() > 1 else None
+    shard = VocabShard.of(VOCAB // world_size(), group, None)
+    parts = [
+        x.chunk(world_size(), 1)[world_rank()].clone().requires_grad_()
+        for x in (first, second, other)
+    ]
+
+    def contrast(*tensors: Tensor) -> ContrastLogits:
+        return ContrastLogits(ContrastOptions(shard, WEIGHT), *tensors)
+
+    given = given_logits(parts[2], tp_group=group)
+    sides = {
+        "student": (contrast(*parts[:2]), given),
+        "teacher": (given, contrast(*parts[:2])),
+        "both": (contrast(*parts[:2]), contrast(*parts[1:])),
+    }
+    found = {
+        f"{name} {kind}": kl_div(*both, kind=kind)
+        for name, both in sides.items()
+        for kind in ("forward", "jsd")
+    }
+    return with_gradients(found, parts)
+
+
+def divergences(first: Tensor, second: Tensor, other: Tensor) -> dict[str, Tensor]:
+    new, shifted = first - WEIGHT * second, second - WEIGHT * other
+    sides = {"student": (new, other), "teacher": (other, new), "both": (new, shifted)}
+    found = {}
+    for name, (student, teacher) in sides.items():
+        log_p, log_q = student.log_softmax(-1), teacher.detach().log_softmax(-1)
+        found[f"{name} forward"] = (log_q.exp() * (log_q - log_p)).sum(-1)
+        log_m = (0.5 * (log_p.exp() + log_q.exp())).log()
+        found[f"{name} jsd"] = 0.5 * (
+            (log_q.exp() * (log_q - log_m)).sum(-1) + (log_p.exp() * (log_p - log_m)).sum(-1)
+        )
+    return found
+
+
 def with_gradients(found: dict[str, Tensor], inputs: Sequence[Tensor]) -> dict[str, Any]:
     grads = {
-        name: torch.autograd.grad(weighted(x), inputs, retain_graph=True)
+        name: torch.autograd.grad(
+            weighted(x), inputs, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
         for name, x in found.items()
         if x.requires_grad
     }
@@ -204,7 +253,29 @@ def test_operations_take_a_new_source_as_it_is(ranks: Any, tp: int) -> None:
     ids = torch.randint(VOCAB, (ROWS, 2), generator=generator)
     inputs = [first.clone().requires_grad_(), second.clone().requires_grad_()]
     wanted = with_gradients(expected(inputs[0] - WEIGHT * inputs[1], target, ids), inputs)
-    for rank, found in enumerate(ranks(tp).run(on_a_rank, first, second, target, ids)):
+    assert_found(ranks(tp).run(on_a_rank, first, second, target, ids), wanted, tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_divergence_takes_a_new_source_on_either_side(ranks: Any, tp: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = torch.randn(3, ROWS, VOCAB, dtype=torch.float64, generator=generator)
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    wanted = with_gradients(divergences(*inputs), inputs)
+    assert_found(ranks(tp).run(divergences_on_a_rank, *tensors), wanted, tp)
+
+
+def test_sources_that_are_cut_in_other_ways_are_no_pair() -> None:
+    shard, tensor = VocabShard.of(VOCAB, None, None), torch.randn(ROWS, VOCAB)
+    student = ContrastLogits(ContrastOptions(shard, WEIGHT), tensor, tensor)
+    teacher = head_logits(tensor, torch.randn(VOCAB, VOCAB), chunk_size=TILE - 1)
+    with pytest.raises(ValueError, match="teacher: expected tiles that end at rows"):
+        kl_div(student, teacher)
+
+
+def assert_found(of_ranks: list[dict[str, Any]], wanted: dict[str, Any], tp: int) -> None:
+    """Each rank's values, and its columns of the gradients."""
+    for rank, found in enumerate(of_ranks):
         assert found["values"].keys() == wanted["values"].keys()
         for name, value in wanted["values"].items():
             torch.testing.assert_close(found["values"][name], value, msg=name)

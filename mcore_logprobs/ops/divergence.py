@@ -34,7 +34,7 @@ from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.lazy import uncut
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.pair_source import AnySource, PairSource, alongside, beside
-from mcore_logprobs.sources.source import masked_source, token_temperature
+from mcore_logprobs.sources.source import Source, masked_source, token_temperature
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
 
@@ -131,8 +131,8 @@ class _DivergenceGradient(Backward):
 
 
 def kl_div(
-    student: AnySource,
-    teacher: AnySource,
+    student: Source,
+    teacher: Source,
     *,
     kind: str = "forward",
     beta: float = 0.5,

@@ -1,7 +1,8 @@
 """Two sources of the same tokens side by side: a chunk of either, of the same rows and columns.
 
-Either may be given logits or a head. Where the student is a head its tiles decide, and a teacher's
-head is cut alike; where it is given, the teacher's tiles do. Gradients are the student's alone.
+Given logits are read at any rows and columns, so that the tiles of the other side decide. Two
+sources whose logits are computed tile by tile have the same tiles: a teacher's head is cut as the
+student's, and other sources must be cut alike. Gradients are the student's alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, row_chunks
 from mcore_logprobs.sources.given import GivenLogits
 from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.sources.head_operands import HeadOptions
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.source import Gradient, Options
+from mcore_logprobs.sources.source import Gradient, Options, Source
 
 AnySource = GivenLogits | HeadLogits
 
@@ -52,7 +54,7 @@ class PairSource:
     """
 
     def __init__(
-        self, options: PairOptions, student: AnySource, teacher: AnySource, index: Tensor | None
+        self, options: PairOptions, student: Any, teacher: Any, index: Tensor | None
     ) -> None:
         self.options, self.student, self.teacher, self.index = options, student, teacher, index
         # Constants: no gradient is formed of them.
@@ -72,7 +74,7 @@ class PairSource:
 
     @property
     def heads(self) -> tuple[HeadLogits, ...]:
-        return tuple(x for x in (self.student, self.teacher) if isinstance(x, HeadLogits))
+        return (*self.student.heads, *self.teacher.heads)
 
     def backend(self, placed: ChunkAt) -> backends.Backend:
         """What computes a chunk of both sides."""
@@ -80,26 +82,26 @@ class PairSource:
         return backends.select(self.options.backend, placed.chunk.logits, placed.other.logits)
 
     def tiles(self) -> Iterator[PairTile]:
-        student, teacher = self.student, self.teacher
-        if isinstance(student, HeadLogits) and isinstance(teacher, HeadLogits):
+        student, teacher, width = self.student, self.teacher, self.shard.width
+        if student.recomputed and teacher.recomputed:
             # A teacher's tile is gathered on every rank, also on one without true vocabulary.
             for tile, other in zip(student.tiles(), teacher.tiles(), strict=True):
-                yield PairTile(tile.rows, tile.chunks, other.block, tile.number, tile.hidden)
-        elif isinstance(student, HeadLogits):
-            assert isinstance(teacher, GivenLogits)
+                yield PairTile(tile.rows, tile.chunks, other.block, tile)
+        elif student.recomputed:
             for tile in student.tiles():
                 of_teacher = partial(teacher.rectangle, tile.rows, index=self.index)
-                yield PairTile(tile.rows, tile.chunks, of_teacher, tile.number, tile.hidden)
-        elif isinstance(teacher, HeadLogits):
+                yield PairTile(tile.rows, tile.chunks, of_teacher, tile)
+        elif teacher.recomputed:
+            widest = teacher.options.tiling.columns if isinstance(teacher, HeadLogits) else width
             for other in teacher.tiles():
-                blocks = list(row_chunks(student.shard.width, teacher.options.tiling.columns))
+                blocks = list(row_chunks(width, widest))
                 yield self._of_given(student, other.rows, blocks, other.block)
         else:
             step = max(1, student.num_rows)
             if not (student.is_one_view and teacher.is_one_view):
-                step = self.rows_at_a_time(student.shard.width)  # some rows are copied
+                step = self.rows_at_a_time(width)  # some rows are copied
             for rows in row_chunks(student.num_rows, step):
-                blocks = [slice(0, student.shard.width)]
+                blocks = [slice(0, width)]
                 yield self._of_given(student, rows, blocks, partial(teacher.rectangle, rows))
 
     def _of_given(
@@ -130,18 +132,37 @@ class PairTile:
     Attributes:
         own_chunks: gives the student's chunks.
         of_teacher: gives the teacher's chunk of these rows, by columns.
-        number, hidden: what the gradient of a student's head asks of its tile.
+        own: the student's tile, where it is computed tile by tile.
     """
 
     rows: slice
     own_chunks: Callable[[], Iterator[ChunkAt]]
     of_teacher: Callable[[slice], Chunk]
-    number: int = 0
-    hidden: Tensor | None = None
+    own: Any = None
+
+    @property
+    def number(self) -> int:
+        """What the gradient of a student's head asks of its tile; `hidden` too."""
+        return self.own.number
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.own.hidden
 
     def chunks(self) -> Iterator[ChunkAt]:
         for placed in self.own_chunks():
             yield placed._replace(other=self.of_teacher(placed.columns))
+
+
+def _like(source: Source) -> Tensor:
+    """Logits, as a backend is chosen by them, or none with the dtype and device of some."""
+    if isinstance(source, GivenLogits):
+        return source.logits
+    if isinstance(source, HeadLogits):
+        return source.weight[:0, :1]
+    tensor = source.tensors[0]
+    assert tensor is not None
+    return tensor.new_empty(0, 1)
 
 
 def alongside(student: AnySource, teacher_logits: Tensor) -> Tensor:
@@ -151,33 +172,36 @@ def alongside(student: AnySource, teacher_logits: Tensor) -> Tensor:
     return teacher_logits.beside(student if isinstance(student, HeadLogits) else None)
 
 
-def beside(student: AnySource, teacher: AnySource, backend: str) -> PairSource:
+def beside(student: Source, teacher: Source, backend: str) -> PairSource:
     """The pair, both sides' rows in one order.
 
     Raises:
-        ValueError: a backend asked for by name that cannot serve both sides.
+        ValueError: a backend asked for by name that cannot serve both sides; sources that are
+            computed tile by tile, and are cut in other ways.
     """
     index: Tensor | None = None
-    options: Any = teacher.options
-    if isinstance(student, GivenLogits):
-        if isinstance(teacher, GivenLogits):
-            # Both in the student's order.
-            options = replace(options, order=student.options.order)
-            teacher = options.bind(*teacher.tensors)
-        else:
-            student = student.in_token_order()
-    elif isinstance(teacher, HeadLogits):
-        of_student = student.options
-        options = replace(options, tiling=of_student.tiling, selection=of_student.selection)
+    if not student.recomputed and not teacher.recomputed:  # both in the student's order
+        given: Any = student, teacher
+        options = replace(given[1].options, order=given[0].options.order)
         teacher = options.bind(*teacher.tensors)
-    else:
-        teacher = teacher.in_token_order()
-        if student.options.selection is not None or student.options.sequence_parallel:
+    elif not student.recomputed:
+        student = student.in_token_order()
+    elif not teacher.recomputed:
+        teacher, of_student = teacher.in_token_order(), student.options
+        if isinstance(of_student, HeadOptions) and (
+            of_student.selection is not None or of_student.sequence_parallel
+        ):
             tokens = torch.arange(student.batch_shape.numel(), device=student.device)
             index = student.to_row_order(tokens.view(student.batch_shape))
-    sides = (
-        x.logits if isinstance(x, GivenLogits) else x.weight[:0, :1] for x in (student, teacher)
-    )
-    backends.select(backend, *sides)
+    elif isinstance(student, HeadLogits) and isinstance(teacher, HeadLogits):
+        tiling, selection = student.options.tiling, student.options.selection
+        own_options = replace(teacher.options, tiling=tiling, selection=selection)
+        teacher = own_options.bind(*teacher.tensors)
+    elif (ends := teacher.tile_ends()) != student.tile_ends():
+        raise ValueError(
+            f"teacher: expected tiles that end at rows {student.tile_ends()}, as the student's, "
+            f"got {ends}"
+        )
+    backends.select(backend, _like(student), _like(teacher))
     pair = PairOptions(student.options, teacher.options, len(student.tensors), backend)
     return PairSource(pair, student, teacher, index)

@@ -62,6 +62,9 @@ class Tile(Protocol):
 class RecomputedTile(Tile, Protocol):
     """Some rows of a source whose logits are computed when they are asked for."""
 
+    def block(self, columns: slice) -> Chunk:
+        """The chunk of these columns, all of whose rows are the tile's."""
+
     def held_chunks(self) -> list[ChunkAt]:
         """Its chunks, all at one time."""
 
