@@ -337,6 +337,15 @@ def global_to_local(
         valid_mask = torch.ones_like(target, dtype=torch.bool)
     else:
         valid_mask = target != ignore_index
+    _check_inside(target, valid_mask, shard, ignore_index, name)
+    local = target - shard.start
+    here = valid_mask & (local >= 0) & (local < shard.width)
+    return torch.where(here, local, -1), valid_mask
+
+
+def _check_inside(
+    target: Tensor, valid_mask: Tensor, shard: VocabShard, ignore_index: int | None, name: str
+) -> None:
     inside = ((target >= 0) & (target < shard.vocab_size)) | ~valid_mask
     if target.device.type != "cpu" or is_traced(target):
         torch._assert_async(inside.all(), f"{name}: id outside [0, {shard.vocab_size})")
@@ -346,9 +355,6 @@ def global_to_local(
             f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index "
             f"{ignore_index}, got {bad[:8].tolist()}{'...' if bad.numel() > 8 else ''}"
         )
-    local = target - shard.start
-    here = valid_mask & (local >= 0) & (local < shard.width)
-    return torch.where(here, local, -1), valid_mask
 
 
 def check_ids(ids: Any, lead: torch.Size, device: torch.device, *, name: str = "ids") -> Tensor:

@@ -20,6 +20,8 @@ from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.ops.divergence import kl_div
 from mcore_logprobs.ops.gather import gather
+from mcore_logprobs.ops.linear_map import map_logits
+from mcore_logprobs.ops.policy_loss import policy_loss
 from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sampling import sampling_logprobs
 from mcore_logprobs.ops.token_stats import token_stats
@@ -60,7 +62,9 @@ class ContrastLogits:
     def tile_ends(self) -> list[int]:
         return [tile.rows.stop for tile in self.tiles()]
 
-    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> ContrastGradient:
+    def gradient(
+        self, needs: Sequence[bool], *, sparse: bool = False, in_acc_dtype: bool = False
+    ) -> ContrastGradient:
         return ContrastGradient(self)
 
     def backend(self, chunk: Chunk) -> Any:
@@ -101,6 +105,16 @@ class ContrastTile:
 
     whole_rows = chunks
 
+    def held_chunks(self) -> list[ChunkAt]:
+        return list(self.chunks())
+
+    def raw_logits(self) -> Tensor:
+        return self._logits.clone()
+
+    def blocks_of(self, raw_logits: Tensor) -> Iterator[ChunkAt]:
+        columns = slice(0, self._shard.width)
+        yield ChunkAt(self.rows, columns, Chunk(raw_logits, self._shard.valid_width))
+
     def target_logits(self, local_target: Tensor) -> Tensor:
         found = self._logits.gather(1, local_target.clamp(min=0).unsqueeze(1)).squeeze(1)
         return torch.where(local_target >= 0, found, 0.0)
@@ -115,7 +129,7 @@ class ContrastGradient:
         self._weight, self._grad = source.options.weight, torch.zeros_like(source.tensors[0])
 
     def collect(self, tile: ContrastTile, placed: ChunkAt, write: Callable[..., None]) -> None:
-        write(placed, self._grad[placed.rows])
+        write(placed, self._grad[tile.rows])
 
     def collect_entries(self, tile: ContrastTile, entries: LogitIndices, upstream: Tensor) -> None:
         own = torch.where(entries.column >= 0, upstream, 0.0)
@@ -145,16 +159,24 @@ def operations(source: Source, target: Tensor, ids: Tensor) -> dict[str, Tensor]
     kept = torch.cat([target.unsqueeze(1), (target.unsqueeze(1) + 1) % VOCAB], 1)
     record = kept.flatten(), torch.arange(ROWS + 1) * 2
     found["replay"] = sampling_logprobs(source, target, kept_ids=record)
+    found["policy loss"], _ = policy_loss(
+        source, target, wanted, by_token, ids[:, 0], denominator=3.0, ignore_index=-100
+    )
     return found
+
+
+def by_token(logprobs: Tensor, entropy: Tensor | None, weight: Tensor) -> Tensor:
+    assert entropy is not None
+    return weight * logprobs.exp() - 0.5 * entropy
 
 
 def expected(logits: Tensor, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
     log_p = logits.log_softmax(-1)
     at = logits.gather(1, target.unsqueeze(1))
-    top = logits.topk(3)
+    top, entropy = logits.topk(3), -(log_p.exp() * log_p).sum(-1)
     return {
         "logprobs": log_p.gather(1, target.unsqueeze(1)).squeeze(1),
-        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "entropy": entropy,
         "target_rank": (logits > at).sum(-1),
         "lse": logits.logsumexp(-1),
         "sum_pi_squared": (2 * log_p).exp().sum(-1),
@@ -167,6 +189,9 @@ def expected(logits: Tensor, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
         "replay": torch.cat(
             [at, logits.gather(1, (target.unsqueeze(1) + 1) % VOCAB)], 1
         ).log_softmax(-1)[:, 0],
+        "policy loss": by_token(log_p.gather(1, target.unsqueeze(1)).squeeze(1), entropy, ids[:, 0])
+        .sum()
+        .div(3.0),
     }
 
 
@@ -254,6 +279,17 @@ def test_operations_take_a_new_source_as_it_is(ranks: Any, tp: int) -> None:
     inputs = [first.clone().requires_grad_(), second.clone().requires_grad_()]
     wanted = with_gradients(expected(inputs[0] - WEIGHT * inputs[1], target, ids), inputs)
     assert_found(ranks(tp).run(on_a_rank, first, second, target, ids), wanted, tp)
+
+
+def test_a_function_of_logits_takes_a_new_source() -> None:
+    inputs = [torch.randn(ROWS, VOCAB, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    row = torch.arange(1.0, ROWS + 1)
+    shard = VocabShard.of(VOCAB, None, None)
+    source = ContrastLogits(ContrastOptions(shard, WEIGHT), *inputs)
+    found = map_logits(source, lambda z, of_row: z.square() * of_row.unsqueeze(1), row)
+    wanted = (inputs[0] - WEIGHT * inputs[1]).square() * row.unsqueeze(1)
+    each = (with_gradients({"map": x}, inputs) for x in (found, wanted))
+    torch.testing.assert_close(*each)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -23,8 +23,8 @@ from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Saved, Tensors, apply
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.ops.user_function import name_of, walk_graph
-from mcore_logprobs.sources.head import HeadLogits, HeadTile, head_logits
-from mcore_logprobs.sources.source import masked_source
+from mcore_logprobs.sources.head import head_logits
+from mcore_logprobs.sources.source import RecomputedTile, Source, masked_source
 
 MapFn = Callable[..., Any]
 
@@ -45,7 +45,7 @@ class _Structure:
 
 
 @dataclass(frozen=True)
-class Map(Operation[HeadLogits]):
+class Map(Operation[Source]):
     """fn's flat results, `[n, ...]` each. Tensors: the valid mask `[n]`, per-token tensors.
 
     Attributes:
@@ -75,7 +75,7 @@ class Map(Operation[HeadLogits]):
             )
         return flat
 
-    def forward(self, source: HeadLogits, tensors: Tensors) -> Forward:
+    def forward(self, source: Source, tensors: Tensors) -> Forward:
         return _MapForward(self, source, tensors)
 
     @property
@@ -83,21 +83,21 @@ class Map(Operation[HeadLogits]):
         return self.structure.differentiable
 
     def backward(
-        self, source: HeadLogits, upstream: Results, tensors: Tensors, saved: Saved
+        self, source: Source, upstream: Results, tensors: Tensors, saved: Saved
     ) -> Backward:
-        return _MapGradient(self, upstream, tensors)
+        return _MapGradient(self, source, upstream, tensors)
 
 
 class _MapForward(Forward):
     reads = "nothing"
 
-    def __init__(self, operation: Map, source: HeadLogits, tensors: Tensors) -> None:
+    def __init__(self, operation: Map, source: Source, tensors: Tensors) -> None:
         self._operation, self._source = operation, source
         self._valid_mask, *self._per_token = tensors
         self._parts: list[list[Tensor | None]] = []
 
-    def begin_tile(self, tile: HeadTile, rows: slice) -> None:
-        self._call(_processed(tile)[1], rows)
+    def begin_tile(self, tile: RecomputedTile, rows: slice) -> None:
+        self._call(_processed(tile, self._source.processing)[1], rows)
 
     def _call(self, z: Tensor, rows: slice) -> None:
         operation = self._operation
@@ -125,9 +125,9 @@ class _MapForward(Forward):
 class _MapGradient(Backward):
     whole_tile = True
 
-    def __init__(self, operation: Map, upstream: Results, tensors: Tensors) -> None:
+    def __init__(self, operation: Map, source: Source, upstream: Results, tensors: Tensors) -> None:
         valid_mask, *self._per_token = tensors
-        self._operation = operation
+        self._operation, self._processing = operation, source.processing
         self._asked = torch.zeros_like(valid_mask)
         self._upstream: list[Tensor | None] = []
         for g in upstream:
@@ -137,9 +137,9 @@ class _MapGradient(Backward):
             self._upstream.append(g)
         self._dz = torch.empty(0)  # the tile's
 
-    def begin_tile(self, tile: HeadTile) -> Tensor:
+    def begin_tile(self, tile: RecomputedTile) -> Tensor:
         self._dz = torch.empty(0)  # the last tile's is gone before this one's logits are made
-        raw, z = _processed(tile)
+        raw, z = _processed(tile, self._processing)
         with torch.enable_grad():
             results = self._operation.call(z.requires_grad_(), self._per_token, tile.rows)
         pairs = [
@@ -161,10 +161,9 @@ class _MapGradient(Backward):
         out.copy_(grad)
 
 
-def _processed(tile: HeadTile) -> tuple[Tensor, Tensor]:
+def _processed(tile: RecomputedTile, processing: Processing) -> tuple[Tensor, Tensor]:
     """(raw, processed) logits of a tile, `[rows, V/TP]`; the same memory without a softcap."""
     raw = tile.raw_logits()
-    processing = tile.head.processing
     if processing.softcap is not None:
         return raw, processing.chunk(raw, tile.rows, slice(0, raw.shape[1])).processed()
     if processing.logit_scale != 1.0:

@@ -79,7 +79,12 @@ class Gradient(Protocol):
     """Collects the gradients of a source's tensors, tile by tile."""
 
     def collect(self, tile: Any, placed: ChunkAt, write: Write) -> None:
-        """Take the gradient of a chunk's raw logits, which `write` writes where it is told to."""
+        """Take the gradient of a chunk's raw logits, which `write` writes where it is told to.
+
+        Args:
+            placed: its rows are those that `write` knows them by: the source's, or the tile's own
+                where the gradient is formed in the forward. A tile's place is `tile.rows`.
+        """
 
     def collect_entries(self, tile: Any, entries: LogitIndices, upstream: Tensor) -> None:
         """Take the gradient of processed logits at entries `[e]`, all others being 0."""
