@@ -129,12 +129,20 @@ def prepare(row: Row, folder: Path) -> None:
         importlib.import_module("areal.trainer.ppo.actor")
 
 
+def _rope_theta(config: Any) -> float:
+    try:
+        return config.rope_parameters["rope_theta"]
+    except (KeyError, TypeError) as error:
+        raise AttributeError("rope_theta") from error
+
+
 def before_import() -> None:
     """What a process needs before it imports AReaL."""
     from transformers import Qwen2Config
 
-    # mbridge's release on PyPI asks as in transformers 4; AReaL takes a later one.
-    Qwen2Config.rope_theta = property(lambda config: config.rope_parameters["rope_theta"])
+    # mbridge's release on PyPI asks as in transformers 4; AReaL takes a later one, which asks for
+    # the attribute itself while it makes the parameters.
+    Qwen2Config.rope_theta = property(_rope_theta)
     stand_in(*ABSENT)
     import ray  # type: ignore[import-not-found]
 
