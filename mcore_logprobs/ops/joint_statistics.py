@@ -10,7 +10,7 @@ form a gradient of the weight's size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class JointStatistics(Operation[Source]):
     spec: StatsSpec
     joined: Joined
     ignored_values = (*IGNORED, 0.0, 0.0, 0.0)
-    differentiable = (True, True, False, True, True, False, False, True)
+    differentiable = (*(name != "target_rank" for name in RowResults._fields), False, False, True)
     rereads = "rounded"
 
     def forward(self, source: Source, tensors: Tensors) -> Forward:
@@ -138,7 +138,8 @@ class _Pass:
         """Whether a consumer who wants these can join, with targets or without."""
         if self.joined.spent or (targets and len(self.joined.targets) == SLOTS):
             return False
-        return not spec.rank and (self.spec.sum_pi_squared or not spec.sum_pi_squared)
+        flags = [flag.name for flag in fields(spec)]
+        return not spec.rank and all(getattr(self.spec, x) or not getattr(spec, x) for x in flags)
 
     def join(self, source: Source, local_target: Tensor) -> RowResults:
         """Statistics of the same rows with other targets. Collectives: an all-reduce of `[n]`."""
@@ -198,9 +199,7 @@ def joint_statistics(
         results = known.results
     else:
         results = known.results if local_target is None else known.join(source, local_target)
-    asked = results._replace(
-        entropy=results.entropy if spec.entropy else None,
-        sum_pi_squared=results.sum_pi_squared if spec.sum_pi_squared else None,
-    )
+    unasked = {name: None for name in results._fields if not getattr(spec, name, True)}
+    asked = results._replace(**unasked)
     # Copies: a caller may write into what it gets, and the next one joins the pass.
     return asked.map(lambda x: x.view(shape).clone())

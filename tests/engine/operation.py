@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import mcore_logprobs as ml
+from mcore_logprobs.kernels.stats import RowResults
 
 VOCAB = 24  # padded; divides into 1, 2 and 3 shards
 SEGMENTS = 6  # of any vocabulary here; divide over 1, 2 and 3 ranks
@@ -165,8 +166,7 @@ class Subject:
             assert fn is not None
             result = fn(*head, *(side[n] for n in self.positional), **by_name, **keywords)
         if isinstance(result, ml.TokenStats):
-            names = ("logprobs", "lse", "entropy", "sum_pi_squared", "target_rank")
-            found = {name: getattr(result, name) for name in names}
+            found = {name: getattr(result, name) for name in RowResults._fields}
         else:
             results = result if isinstance(result, tuple) else (result,)
             found = dict(zip(self.outputs, results, strict=True))

@@ -463,7 +463,8 @@ def check(case: Case, runs: list[Found]) -> None:
         assert all(torch.equal(part, parts[0]) for part in parts), f"{name}: ranks differ"
         return parts[0]
 
-    assert set(runs[0].outputs) == set(exact)
+    got_names, names = set(runs[0].outputs), set(exact)
+    assert got_names == names, f"expected outputs {sorted(names)}, got {sorted(got_names)}"
     for name, want in exact.items():
         got = joined([run.outputs[name] for run in runs], name, op.output_dim)
         if want.is_floating_point():

@@ -211,7 +211,7 @@ def test_rows_far_apart_that_share_memory_and_none_at_all():
         check(make_chunk(make_logits(1, width, BF16)))
         nothing = make_chunk(make_logits(0, width, BF16))
         check(nothing)
-        assert check_statistics(nothing).shape == (len(EVERYTHING.fields), 0) == (8, 0)
+        assert check_statistics(nothing).shape == (len(EVERYTHING.fields), 0)
 
 
 @interpreted
