@@ -309,6 +309,41 @@ def test_sources_that_are_cut_in_other_ways_are_no_pair() -> None:
         kl_div(student, teacher)
 
 
+class Backwards(ContrastLogits):
+    """Its rows are the tokens from the last to the first."""
+
+    def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
+        return per_token.flip(0)
+
+    def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
+        return per_row.flip(0)
+
+
+def test_the_rows_of_a_pair_are_of_the_same_tokens() -> None:
+    first, second, other = torch.randn(3, ROWS, VOCAB, dtype=torch.float64)
+    options = ContrastOptions(VocabShard.of(VOCAB, None, None), WEIGHT)
+    student = Backwards(options, first.flip(0), second.flip(0))
+    found = kl_div(student, given_logits(other))
+    torch.testing.assert_close(found, divergences(first, second, other)["student forward"])
+    for pair in (
+        (given_logits(other), student),
+        (ContrastLogits(options, first, second), student),
+    ):
+        with pytest.raises(ValueError, match="teacher: expected rows in the order"):
+            kl_div(*pair)
+
+
+def test_a_source_that_is_gone_on_with_holds_nothing_of_the_walk_before() -> None:
+    weight = torch.randn(VOCAB, VOCAB, dtype=torch.bfloat16)
+    source = head_logits(torch.randn(ROWS, VOCAB, dtype=torch.bfloat16), weight)
+    target, statistics = torch.arange(ROWS), Statistics.of()
+    before = token_stats(source, target, statistics, None).logprobs
+    held = [x for x in vars(source).values() if isinstance(x, dict) and x]
+    assert held == []
+    weight.mul_(2)
+    assert not torch.equal(token_stats(source, target, statistics, None).logprobs, before)
+
+
 def assert_found(of_ranks: list[dict[str, Any]], wanted: dict[str, Any], tp: int) -> None:
     """Each rank's values, and its columns of the gradients."""
     for rank, found in enumerate(of_ranks):

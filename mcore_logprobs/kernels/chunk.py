@@ -40,7 +40,8 @@ class Processing:
         bias: `[v]` or None.
         multiplier: z / x; float64 `[n]` where rows differ.
         slope: dz / dy without the softcap's own slope; likewise.
-        valid_width: how many columns are true vocabulary; of a whole source's processing.
+        valid_width: how many columns are true vocabulary, of a whole source's processing; None:
+            all.
     """
 
     logit_scale: float = 1.0
@@ -49,7 +50,7 @@ class Processing:
     bias: Tensor | None = None
     multiplier: float | Tensor = 1.0
     slope: float | Tensor = 1.0
-    valid_width: int = 0
+    valid_width: int | None = None
 
     @classmethod
     def of(
@@ -58,7 +59,7 @@ class Processing:
         softcap: float | None = None,
         temperature: float | Tensor = 1.0,
         bias: Tensor | None = None,
-        valid_width: int = 0,
+        valid_width: int | None = None,
     ) -> Processing:
         divisor = temperature.double() if isinstance(temperature, Tensor) else temperature
         slope = logit_scale / divisor
@@ -70,7 +71,8 @@ class Processing:
         processing = self.rows(rows) if isinstance(self.temperature, Tensor) else self
         if self.bias is not None:
             processing = replace(processing, bias=self.bias[columns])
-        valid = max(0, min(columns.stop, self.valid_width) - columns.start)
+        stop = columns.stop if self.valid_width is None else min(columns.stop, self.valid_width)
+        valid = max(0, stop - columns.start)
         return Chunk(logits, valid, processing)
 
     def rows(self, part: slice | Tensor) -> Processing:
@@ -127,7 +129,8 @@ class Chunk:
     def untempered(self) -> Chunk:
         """The same at a temperature of 1."""
         p = self.processing
-        return replace(self, processing=Processing.of(p.logit_scale, p.softcap, 1.0, p.bias))
+        processing = Processing.of(p.logit_scale, p.softcap, 1.0, p.bias, p.valid_width)
+        return replace(self, processing=processing)
 
     @property
     def is_raw(self) -> bool:

@@ -144,7 +144,8 @@ def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) ->
     apart = s - t
     near = near & apart.isfinite()
     times_multiplier(apart.sub_((out[0] - out[2]).unsqueeze(-1)), of_student, out=apart)
-    s, t = _about(s, out[0], of_student), _about(t, out[2], of_teacher)
+    s = _about(s, out[0], of_student)
+    t = _about(t, out[2], of_teacher)
     torch.where(near, apart, s - t, out=apart)
     weight, other = t.exp_(), s.exp_()
     out[1], out[3] = other.sum(-1), weight.sum(-1)

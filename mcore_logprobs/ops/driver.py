@@ -242,17 +242,14 @@ def apply(
     # The forward takes the source as it is; the backward makes it again of its tensors. So does the
     # forward under torch.compile, which lets no function change the buffers of what was made
     # outside.
-    made = None if torch.compiler.is_compiling() else source
-    return _Recompute.apply(
-        operation,
-        source.options,
-        made,
-        counts,
-        plans,
-        *source.tensors,
-        *per_token,
-        *constants,
-    )
+    tensors = (*source.tensors, *per_token, *constants)
+    if torch.compiler.is_compiling():
+        return _Recompute.apply(operation, source.options, None, counts, plans, *tensors)
+    try:
+        return _Recompute.apply(operation, source.options, source, counts, plans, *tensors)
+    finally:
+        for head in source.heads:  # the caller may go on with the source
+            head.release()
 
 
 class _RecomputeContext(FunctionCtx):
@@ -286,8 +283,6 @@ class _Recompute(torch.autograd.Function):
             show(run, source)
             results, saved = run.results()
             del run  # what it has of each tile may be as large as the results
-            for head in source.heads if plans else ():
-                head.kept = None  # they are the backward's now
             if source.order_may_change:
                 saved = tuple(None if x is None else source.to_token_order(x) for x in saved)
             ignored_values = operation.ignored_values or (0.0,) * len(results)
@@ -392,17 +387,14 @@ def apply_eagerly(
     # float32: autocast joins no float16 tensors on a CPU.
     parts = [x[..., :0].flatten().float() for x in learning]
     anchor = torch.cat(parts) if parts else torch.empty(0)
-    return _Eager.apply(
-        operation,
-        objective,
-        source.options,
-        None if torch.compiler.is_compiling() else source,  # as in `apply`
-        counts,
-        *source.tensors,
-        *per_token,
-        *own,
-        anchor,
-    )
+    tensors = (*source.tensors, *per_token, *own, anchor)
+    if torch.compiler.is_compiling():  # as in `apply`
+        return _Eager.apply(operation, objective, source.options, None, counts, *tensors)
+    try:
+        return _Eager.apply(operation, objective, source.options, source, counts, *tensors)
+    finally:
+        for head in source.heads:
+            head.release()
 
 
 class _EagerContext(FunctionCtx):

@@ -157,7 +157,7 @@ class RowStatistics(Forward):
             yield number, placed._replace(columns=columns, chunk=placed.chunk.columns(part))
 
 
-@dataclass
+@dataclass(eq=False)
 class LogitGradient(Backward):
     """The gradient of statistics and of single logits, as `terms` say of all rows."""
 

@@ -229,7 +229,10 @@ class GivenLogits:
         tokens = torch.arange(self.num_rows, device=self.device).view(self.batch_shape)
         return self.to_row_order(tokens)[row]
 
-    def gradient(self, needs: Sequence[bool], *, sparse: bool = False) -> GivenGradient:
+    def gradient(
+        self, needs: Sequence[bool], *, sparse: bool = False, in_acc_dtype: bool = False
+    ) -> GivenGradient:
+        assert not in_acc_dtype
         return GivenGradient(self)
 
 

@@ -200,7 +200,6 @@ class HeadOperands:
             lora = LoRA(a, b, options.lora_scale)
             self.low_rank = LowRank(lora, self.acc_dtype, self.matmul_input)
         self.kept: Keeps | None = None  # chunks that outlast the call
-        self._backend: backends.Backend | None = None
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._block: tuple[slice, Tensor] | None = None
         self.batch_shape, self.num_rows = options.batch_shape, self.hidden.num_rows
@@ -238,11 +237,8 @@ class HeadOperands:
     # ---- products and their memory ----
 
     def backend(self, chunk: Chunk) -> backends.Backend:
-        """What computes the chunks; the first one decides, which is the largest."""
-        if self._backend is None:
-            invariant = self.options.segments is not None
-            self._backend = backends.select(self.options.backend, chunk.logits, invariant=invariant)
-        return self._backend
+        invariant = self.options.segments is not None
+        return backends.select(self.options.backend, chunk.logits, invariant=invariant)
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         return budgets.of(self.device.type).copied_rows(copies * width)
@@ -254,6 +250,13 @@ class HeadOperands:
             block = self.matmul_input(self.weight[columns]).contiguous()
             self._block = (columns, block if self.options.segments is None else aligned(block))
         return self._block[1]
+
+    def release(self) -> None:
+        """Let go of what only one walk over the head needs."""
+        self.kept = self._block = None
+        self._buffers.clear()
+        if self.low_rank is not None:
+            self.low_rank.release()
 
     def product(self, tile: Tensor, columns: slice, out: Tensor) -> Tensor:
         """Raw logits of a block of columns, rounded to logits_dtype, in `out` `[rows, columns]`.

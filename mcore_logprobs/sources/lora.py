@@ -101,6 +101,10 @@ class LowRank:
             self._latest = (tile, out.mul_(self.lora.scale))
         return self._latest[1]
 
+    def release(self) -> None:
+        """Let go of the latest tile."""
+        self._latest = None
+
     def add_logits(self, tile: Tensor, columns: slice, out: Tensor) -> None:
         """`out += U @ B[columns]^T`, `[rows, columns]` float32 or float64."""
         block = self.matmul_input(self.lora.b[columns])

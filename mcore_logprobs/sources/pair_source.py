@@ -154,6 +154,18 @@ class PairTile:
             yield placed._replace(other=self.of_teacher(placed.columns))
 
 
+def _tokens(source: Source) -> Tensor:
+    """The token of each row, `[n]` int64."""
+    tokens = torch.arange(source.batch_shape.numel(), device=source.device)
+    return source.to_row_order(tokens.view(source.batch_shape))
+
+
+def _check_alike(student: Source, teacher: Source) -> None:
+    """That both walk the same tokens in one order; a host sync."""
+    if not torch.equal(_tokens(student), _tokens(teacher)):
+        raise ValueError("teacher: expected rows in the order of the student's, got another order")
+
+
 def _like(source: Source) -> Tensor:
     """Logits, as a backend is chosen by them, or none with the dtype and device of some."""
     if isinstance(source, GivenLogits):
@@ -176,32 +188,41 @@ def beside(student: Source, teacher: Source, backend: str) -> PairSource:
     """The pair, both sides' rows in one order.
 
     Raises:
-        ValueError: a backend asked for by name that cannot serve both sides; sources that are
-            computed tile by tile, and are cut in other ways.
+        ValueError: a backend asked for by name that cannot serve both sides; sources whose rows are
+            not walked alike.
     """
     index: Tensor | None = None
+    for name, side in (("student", student), ("teacher", teacher)):
+        if not (side.recomputed or isinstance(side, GivenLogits)):
+            raise ValueError(
+                f"{name}: expected given logits or a source that is computed tile by tile, got "
+                f"{type(side).__name__}"
+            )
     if not student.recomputed and not teacher.recomputed:  # both in the student's order
         given: Any = student, teacher
         options = replace(given[1].options, order=given[0].options.order)
         teacher = options.bind(*teacher.tensors)
     elif not student.recomputed:
         student = student.in_token_order()
+        if not isinstance(teacher, HeadLogits):
+            _check_alike(student, teacher)
     elif not teacher.recomputed:
         teacher, of_student = teacher.in_token_order(), student.options
-        if isinstance(of_student, HeadOptions) and (
+        if not isinstance(of_student, HeadOptions) or (
             of_student.selection is not None or of_student.sequence_parallel
         ):
-            tokens = torch.arange(student.batch_shape.numel(), device=student.device)
-            index = student.to_row_order(tokens.view(student.batch_shape))
+            index = _tokens(student)
     elif isinstance(student, HeadLogits) and isinstance(teacher, HeadLogits):
         tiling, selection = student.options.tiling, student.options.selection
         own_options = replace(teacher.options, tiling=tiling, selection=selection)
         teacher = own_options.bind(*teacher.tensors)
-    elif (ends := teacher.tile_ends()) != student.tile_ends():
-        raise ValueError(
-            f"teacher: expected tiles that end at rows {student.tile_ends()}, as the student's, "
-            f"got {ends}"
-        )
+    else:
+        if (ends := teacher.tile_ends()) != student.tile_ends():
+            raise ValueError(
+                f"teacher: expected tiles that end at rows {student.tile_ends()}, as the "
+                f"student's, got {ends}"
+            )
+        _check_alike(student, teacher)
     backends.select(backend, _like(student), _like(teacher))
     pair = PairOptions(student.options, teacher.options, len(student.tensors), backend)
     return PairSource(pair, student, teacher, index)

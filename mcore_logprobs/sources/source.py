@@ -182,6 +182,15 @@ class Source(Walked, Protocol):
 
     def tiles(self) -> Iterator[Tile]: ...
 
+    def gradient(
+        self, needs: Sequence[bool], *, sparse: bool = False, in_acc_dtype: bool = False
+    ) -> Gradient:
+        """As of `Walked`.
+
+        Args:
+            in_acc_dtype: gradients stay in the accumulation dtype; of recomputed sources.
+        """
+
     def tile_ends(self) -> list[int]:
         """The row behind each tile's last."""
 

@@ -169,6 +169,14 @@ def _of_all_rows(chunk: Chunk) -> Processing:
     return chunk.untempered.processing if has_rows else chunk.processing
 
 
+def row_multiplier(chunk: Chunk) -> float | Tensor:
+    """`Processing.multiplier` of a chunk within an operator, where that of rows is not made yet."""
+    temperature, multiplier = chunk.processing.temperature, chunk.processing.multiplier
+    if isinstance(temperature, Tensor) and not isinstance(multiplier, Tensor):
+        return multiplier / temperature.double()
+    return multiplier
+
+
 def row_temperature(chunk: Chunk) -> Tensor | None:
     """`[n]` where each row has its own, else None; its last stride is 1."""
     temperature = chunk.processing.temperature

@@ -7,7 +7,7 @@ as their tensors and numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import torch
@@ -52,8 +52,10 @@ def chunks_of(count: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
     chunks = []
     for start in range(0, count * _CHUNK, _CHUNK):
         logits, valid, scale, softcap, number, per_row, bias = values[start : start + _CHUNK]
-        temperature = number if per_row is None else per_row
-        chunks.append(Chunk(logits, valid, Processing.of(scale, softcap, temperature, bias)))
+        processing = Processing.of(scale, softcap, number, bias)
+        if per_row is not None:  # no launches for multipliers of rows: `common.row_multiplier`
+            processing = replace(processing, temperature=per_row)
+        chunks.append(Chunk(logits, valid, processing))
     return (*chunks, *values[count * _CHUNK :])
 
 

@@ -21,6 +21,7 @@ from mcore_logprobs.kernels.triton.common import (
     exp,
     launch,
     own_columns,
+    row_multiplier,
     whole_units,
     with_unit_stride,
 )
@@ -342,9 +343,8 @@ def _run_stats(*given: object) -> Tensor:
     spec = PairSpec(*wanted)
     plan = pair_plan(student.logits, teacher.logits, student.valid)
     parts = launch_pair_stats(student, teacher, spec, plan)
-    return merge_pairs(
-        parts, spec, (student.processing.multiplier, teacher.processing.multiplier)
-    ).unsqueeze(0)
+    multipliers = row_multiplier(student), row_multiplier(teacher)
+    return merge_pairs(parts, spec, multipliers).unsqueeze(0)
 
 
 _SIDES = f"{chunk_schema('student_')}, {chunk_schema('teacher_')}"

@@ -24,6 +24,7 @@ from mcore_logprobs.kernels.triton.common import (
     launch_plan,
     over_temperature,
     own_columns,
+    row_multiplier,
     row_temperature,
     transform,
     unscaled,
@@ -275,7 +276,7 @@ def _run(*given: object) -> Tensor:
     plan = launch_plan(logits.shape[0], chunk.valid, logits)
     # Merged here, so that how many parts there are does not depend on the rows and the chip.
     parts = launch_stats(chunk, target, spec, threshold, plan)
-    return merge(parts, spec, multiplier=chunk.processing.multiplier).unsqueeze(0)
+    return merge(parts, spec, multiplier=row_multiplier(chunk)).unsqueeze(0)
 
 
 def _fake(*given: object) -> Tensor:
