@@ -18,6 +18,9 @@ from mcore_logprobs import (
     vocab_parallel_topk_distill,
     vocab_parallel_topk_kl_div,
 )
+from mcore_logprobs.kernels import pairs
+from mcore_logprobs.kernels.chunk import Chunk
+from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import assert_no_worse
 from tests.helpers.shards import on_ranks, shard, world_group
 
@@ -297,3 +300,12 @@ def test_finite_logits_are_not_bounded_however_far_apart(dtype):
     for kind, student, teacher in (("reverse", near, far), ("forward", far, near)):
         found = vocab_parallel_kl_div(student, teacher, kind=kind, temperature=0.01)
         assert abs(float(found) - exact) < 1e-6 * exact
+
+
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_plain_statistics_hold_four_copies_of_a_chunk(kind: str) -> None:
+    rows, width = 16, 4096
+    student, teacher = (Chunk(torch.randn(rows, width).bfloat16(), width) for _ in range(2))
+    with TensorsMade() as made:
+        pairs.pair_stats(student, teacher, pairs.PairSpec(kind), chunk_size=rows)
+    assert made.peak < 5 * 4 * rows * width  # in float32, and masks of a byte

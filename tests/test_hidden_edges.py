@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -19,7 +20,10 @@ from mcore_logprobs import (
     vocab_parallel_token_stats,
     vocab_parallel_topk,
 )
-from mcore_logprobs.sources.head import HeadLogits
+from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import budgets
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.sources.head import HeadLogits, head_logits
 from tests.helpers import oracles
 from tests.helpers.heads import (
     Problem,
@@ -378,3 +382,15 @@ def test_adapters_in_one_batch_are_a_call_each_and_cost_what_one_call_does() -> 
             torch.testing.assert_close(found, expected)
     torch.testing.assert_close(grads[0], torch.autograd.grad(expected @ upstream, leaves))
     assert flops[0] == flops[1] > 3 * 2 * n * v * h
+
+
+def test_a_chunk_s_own_size_decides_what_computes_it() -> None:
+    """A short last tile must not be computed by what a large first one was, nor the reverse."""
+    sizes = dataclasses.replace(budgets.CPU, compiled_numel=64)
+    with budgets.use(sizes):
+        head = head_logits(torch.randn(5, 4), torch.randn(40, 4))
+        of_size = [backends.select("auto", torch.empty(rows, 40)) for rows in (1, 2)]
+        assert of_size[0] is not of_size[1]  # the compiled one from 64 logits on
+        for rows in (2, 1, 2):
+            chunk = Chunk(torch.empty(rows, 40), 40)
+            assert head.backend(chunk) is of_size[rows - 1]

@@ -53,7 +53,7 @@ class ContrastLogits:
     def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
         self.options, self.tensors, self.shard = options, (first, second), options.shard
         self.batch_shape, self.num_rows, self.device = first.shape[:1], first.shape[0], first.device
-        self.acc_dtype, self.processing = torch.float64, Processing()
+        self.acc_dtype, self.processing = torch.float64, Processing.of()
 
     def tiles(self) -> Iterator[ContrastTile]:
         starts = range(0, self.num_rows, TILE)

@@ -44,13 +44,13 @@ class Processing:
             all.
     """
 
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    temperature: float | Tensor = 1.0
-    bias: Tensor | None = None
-    multiplier: float | Tensor = 1.0
-    slope: float | Tensor = 1.0
-    valid_width: int | None = None
+    logit_scale: float
+    softcap: float | None
+    temperature: float | Tensor
+    bias: Tensor | None
+    multiplier: float | Tensor
+    slope: float | Tensor
+    valid_width: int | None
 
     @classmethod
     def of(
@@ -97,6 +97,9 @@ class Processing:
         return torch.where(column >= 0, x, 0.0)
 
 
+RAW = Processing.of()  # z is y itself
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What every kernel takes.
@@ -110,7 +113,7 @@ class Chunk:
 
     logits: Tensor
     valid: int
-    processing: Processing = Processing()
+    processing: Processing = RAW
     lasting: bool = False
 
     def rows(self, part: slice) -> Chunk:

@@ -239,14 +239,20 @@ def apply(
     plans: tuple[KeptPlan, ...] = ()
     if source.may_keep and learns and torch.is_grad_enabled():  # not within another function
         plans = plan_kept(source.heads, operation.rereads)
-    # The forward takes the source as it is; the backward makes it again of its tensors. So does the
-    # forward under torch.compile, which lets no function change the buffers of what was made
-    # outside.
     tensors = (*source.tensors, *per_token, *constants)
+    return _lent(_Recompute, source, operation, counts, plans, *tensors)
+
+
+def _lent(function: type[torch.autograd.Function], source: Walked, *arguments: Any) -> Any:
+    """What the function gives of a source's options, the source itself, and the arguments.
+
+    The forward takes the source as it is; the backward makes it again of its tensors. So does the
+    forward under torch.compile, which lets no function change the buffers of what was made outside.
+    """
     if torch.compiler.is_compiling():
-        return _Recompute.apply(operation, source.options, None, counts, plans, *tensors)
+        return function.apply(source.options, None, *arguments)
     try:
-        return _Recompute.apply(operation, source.options, source, counts, plans, *tensors)
+        return function.apply(source.options, source, *arguments)
     finally:
         for head in source.heads:  # the caller may go on with the source
             head.release()
@@ -269,9 +275,9 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _RecomputeContext,
-        operation: Operation[Any],
         options: Options,
         made: Any,
+        operation: Operation[Any],
         counts: tuple[int, int],
         plans: tuple[KeptPlan, ...],
         *tensors: Tensor,
@@ -388,13 +394,7 @@ def apply_eagerly(
     parts = [x[..., :0].flatten().float() for x in learning]
     anchor = torch.cat(parts) if parts else torch.empty(0)
     tensors = (*source.tensors, *per_token, *own, anchor)
-    if torch.compiler.is_compiling():  # as in `apply`
-        return _Eager.apply(operation, objective, source.options, None, counts, *tensors)
-    try:
-        return _Eager.apply(operation, objective, source.options, source, counts, *tensors)
-    finally:
-        for head in source.heads:
-            head.release()
+    return _lent(_Eager, source, operation, objective, counts, *tensors)
 
 
 class _EagerContext(FunctionCtx):
@@ -413,10 +413,10 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _EagerContext,
-        operation: Operation[Any],
-        objective: Objective,
         options: Options,
         made: Any,
+        operation: Operation[Any],
+        objective: Objective,
         counts: tuple[int, int, int],
         *tensors: Tensor,
     ) -> Results:

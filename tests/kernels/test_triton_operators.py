@@ -29,7 +29,8 @@ from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.pairs import KINDS
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 from mcore_logprobs.kernels.triton import gradient, pair_gradient, pair_statistics, statistics
-from mcore_logprobs.kernels.triton.operators import arguments
+from mcore_logprobs.kernels.triton.common import row_multiplier
+from mcore_logprobs.kernels.triton.operators import arguments, chunks_of
 from mcore_logprobs.sources.given import given_logits
 from tests.engine import run
 from tests.engine.cases import Case, random_cases
@@ -434,3 +435,11 @@ def test_captured_in_a_cuda_graph():
     graph.replay()
     expected = token_stats(logits, target, entropy=True, backend="torch")
     torch.testing.assert_close(stats.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
+
+
+def test_an_operator_makes_multipliers_of_rows_only_where_they_are_read() -> None:
+    chunk = Chunk(torch.zeros(3, 40), 30, Processing.of(0.5, None, torch.tensor([0.5, 1.0, 2.0])))
+    (within,) = chunks_of(1, arguments(chunk))
+    assert not isinstance(within.processing.multiplier, torch.Tensor)  # a launch per number
+    torch.testing.assert_close(row_multiplier(within), chunk.processing.multiplier)
+    torch.testing.assert_close(row_multiplier(chunk), chunk.processing.multiplier)
