@@ -92,6 +92,12 @@ def test_every_operation_of_the_package_is_in_the_table() -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_number_of_objectives_is_how_many_there_are(page: str) -> None:
+    (said,) = re.findall(r"one of (\d+) objectives", (ROOT / page).read_text())
+    assert int(said) == len(mcore_logprobs.losses.OBJECTIVES)
+
+
 # ---- figures -----------------------------------------------------------------------------------
 
 LOGITS = "2026-11-intel-xeon-2-cores-logits.txt", "dtype bfloat16"

@@ -118,6 +118,18 @@ def test_a_buffer_is_as_large_as_what_is_laid_into_it() -> None:
     assert head.buffer(400, 9, torch.float32).shape == (400, 9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [256, 512, 4095, 4096, 32768, 128256])
+def test_rows_of_a_buffer_share_no_place_of_a_cache(columns: int, dtype: torch.dtype) -> None:
+    head = head_logits(torch.randn(5, 4), torch.randn(40, 4))
+    logits = head.buffer(16, columns, dtype)
+    first_bytes = logits.stride(0) * dtype.itemsize * torch.arange(16)
+    assert logits.stride(0) % 16 == 0
+    # The ways of a first-level cache, of 64 lines of 64 bytes each.
+    assert (first_bytes // 64 % 64).unique(return_counts=True)[1].max() <= 4
+    assert logits.stride(0) - columns < 16 + 64 // dtype.itemsize
+
+
 @pytest.mark.parametrize("name", [field.name for field in fields(Budgets)])
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, None])
 def test_budgets_that_cannot_cut_are_refused_by_name(name: str, bad: Any) -> None:

@@ -193,7 +193,9 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
         if row_max is None or coef is None:
             dz = step_chunk.logits.new_zeros((len(columns), valid), dtype=acc_dtype(out.dtype))
         else:
-            dz = distribution_gradient(step_chunk, row_max, coef, spec)
+            difference = step_chunk.unscaled() - row_max.unsqueeze(-1)
+            multiplier = step_chunk.processing.multiplier
+            dz = distribution_gradient(difference, multiplier, coef.unsqueeze(-1), spec)
             asked = (upstream != 0).any(-1) | (coef != 0).any(0)
             dz.masked_fill_(~asked.unsqueeze(-1), 0.0)
         row = torch.arange(len(columns), device=out.device).unsqueeze(-1).expand_as(columns)
@@ -203,11 +205,18 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
         out[part, :valid] = dz
 
 
-def distribution_gradient(chunk: Chunk, row_max: Tensor, coef: Tensor, spec: StatsSpec) -> Tensor:
-    """dz of `grad` without single entries, `[n, valid]`, float32 or float64; new."""
-    row = by_name(spec.coefficients, coef.unsqueeze(-1))
-    shifted = chunk.unscaled() - row_max.unsqueeze(-1)
-    times_multiplier(shifted, chunk.processing.multiplier, out=shifted)
+def distribution_gradient(
+    difference: Tensor, multiplier: float | Tensor, coef: Tensor, spec: StatsSpec
+) -> Tensor:
+    """dz of `grad` without what single entries get on top; new, float32 or float64.
+
+    Args:
+        difference: x - row_max, of columns `[n, v]` or of single entries `[e]`; written over.
+        multiplier: a number, or one for each row or entry.
+        coef: `[k, n, 1]` or `[k, e]`.
+    """
+    row = by_name(spec.coefficients, coef)
+    shifted = times_multiplier(difference, multiplier, out=difference)
     is_finite = ~shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     dz = shifted.exp()

@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_logprobs.checks import check_target, global_to_local
 from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.kernels.chunk import ChunkAt, per_row, times_multiplier
+from mcore_logprobs.kernels.reference import distribution_gradient
 from mcore_logprobs.kernels.stats import (
     IGNORED,
     LOG_ZERO,
@@ -355,23 +356,16 @@ class _FullReplayGradient(LogitGradient):
             _put(out, row, column, dy)
 
     def _full_at(self, part: slice, x: Tensor) -> Tensor:
-        """The whole distribution's part, as `kernels.reference.grad` has it, `[e]`."""
+        """The whole distribution's part, as `kernels.reference.grad` writes it, `[e]`."""
         row, hit = self._kept.rows_and_hits(part)
         _, upstream, row_max, coef, spec = self.terms
         assert row_max is not None
         assert coef is not None
+        of_row, on_target = coef[:, row], upstream[row, 0]
         multiplier = per_row(self.source.processing.multiplier, row)
-        below = times_multiplier(x - row_max[row], multiplier)
-        below = below.clamp(min=LOG_ZERO)
-        weight, of_row = below.exp(), by_name(spec.coefficients, coef[:, row])
-        factor = of_row["weight"]
-        if spec.entropy:
-            factor = factor + of_row["moment"] * below
-        if spec.sum_pi_squared:
-            factor = factor + of_row["squares"] * weight
-        on_target = upstream[row, 0]
-        asked = (coef[:, row] != 0).any(0) | (on_target != 0)
-        return torch.where(asked, weight * factor, 0.0) + torch.where(hit, on_target, 0.0)
+        dz = distribution_gradient(x - row_max[row], multiplier, of_row, spec)
+        asked = (of_row != 0).any(0) | (on_target != 0)
+        return torch.where(asked, dz, 0.0) + torch.where(hit, on_target, 0.0)
 
 
 def _put(out: Tensor, row: Tensor, column: Tensor, values: Tensor) -> None:

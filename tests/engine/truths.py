@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.operation import Outputs, Side
+from tests.helpers import oracles
 from tests.helpers.oracles import finished_logits
 
 
@@ -28,21 +29,10 @@ def entropy_of(logp: Tensor) -> Tensor:
 
 
 def statistics(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
-    target, logp = side["target"], z.log_softmax(-1)
-    own = take(logp, target)
     smoothing = o.get("label_smoothing", 0.0)
-    if smoothing:
-        others = ~z.isneginf() & (torch.arange(z.shape[-1]) != target.unsqueeze(-1))
-        mean = torch.where(others, logp, 0.0).sum(-1) / others.sum(-1)
-        own = (1.0 - smoothing) * own + smoothing * mean
-    found = {"logprobs": own, "lse": z.logsumexp(-1)}
-    if o.get("entropy"):
-        found["entropy"] = entropy_of(logp)
-    if o.get("sum_pi_squared"):
-        found["sum_pi_squared"] = logp.exp().square().sum(-1)
-    if o.get("target_rank"):
-        found["target_rank"] = (z > take(z, target).unsqueeze(-1)).sum(-1)
-    return found
+    found = oracles.statistics(z, side["target"].clamp(min=0), label_smoothing=smoothing)
+    asked = {"logprobs", "lse", *(name for name in found if o.get(name))}
+    return {name: x for name, x in found.items() if name in asked}
 
 
 def largest(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:

@@ -16,6 +16,7 @@ __all__ = [
     "ExactStats",
     "assert_no_worse",
     "finished_logits",
+    "statistics",
     "token_stats",
 ]
 
@@ -75,33 +76,50 @@ def token_stats(
     keep = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         keep = target != ignore_index
-    column = torch.where(keep, target.long(), 0).unsqueeze(-1)
+    column = torch.where(keep, target.long(), 0)
     raw = torch.where(keep.unsqueeze(-1), raw, 0.0)
     z = finished_logits(raw, dtype=dtype, **options)  # type: ignore[arg-type]
-    logp = torch.log_softmax(z, -1)
+    # Scale and temperature keep the order, and a softcap does where it does not saturate, of which
+    # float64's makes more of than float32's: without a bias the raw logits decide.
+    ordered = None if options.get("bias") is not None else raw.masked_fill(z.isneginf(), -torch.inf)
+    found = statistics(z, column, label_smoothing=label_smoothing, ordered=ordered)
+    return ExactStats(
+        logprobs=torch.where(keep, found["logprobs"], 0.0),
+        entropy=torch.where(keep, found["entropy"], 0.0),
+        target_rank=torch.where(keep, found["target_rank"], -1),
+        lse=torch.where(keep, found["lse"], 0.0),
+    )
+
+
+def statistics(
+    z: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ordered: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Every statistic of finished logits `[..., V]` and targets `[...]`, by its name in TokenStats.
+
+    Args:
+        ordered: what the rank is counted in; None: z.
+    """
+    column, logp, possible = target.unsqueeze(-1), z.log_softmax(-1), ~z.isneginf()
     on_target = logp.gather(-1, column).squeeze(-1)
     # torch.logsumexp's own gradient is exp(z - lse), which is off by lse's rounding.
     top = z.argmax(-1, keepdim=True)
     lse = (z.gather(-1, top) - logp.gather(-1, top)).squeeze(-1)
-    possible = ~z.isneginf()
     logp = torch.where(possible, logp, 0.0)
     if label_smoothing:
         others = possible.scatter(-1, column, False)
         mean = torch.where(others, logp, 0.0).sum(-1) / others.sum(-1).clamp(min=1)
         on_target = (1.0 - label_smoothing) * on_target + label_smoothing * mean
-    entropy = -torch.where(possible, logp.exp() * logp, 0.0).sum(-1)
+    p = torch.where(possible, logp.exp(), 0.0)
     with torch.no_grad():
-        # Scale and temperature keep the order, and a softcap does where it does not saturate, of
-        # which float64's makes more of than float32's: without a bias the raw logits decide.
-        ordered = z if options.get("bias") is not None else raw.masked_fill(~possible, -torch.inf)
+        ordered = z if ordered is None else ordered
         higher = ordered > ordered.gather(-1, column)
-        rank = higher.scatter(-1, column, False).sum(-1)
-    return ExactStats(
-        logprobs=torch.where(keep, on_target, 0.0),
-        entropy=torch.where(keep, entropy, 0.0),
-        target_rank=torch.where(keep, rank, -1),
-        lse=torch.where(keep, lse, 0.0),
-    )
+    return {
+        "logprobs": on_target,
+        "entropy": -(p * logp).sum(-1),
+        "target_rank": higher.scatter(-1, column, False).sum(-1),
+        "lse": lse,
+        "sum_pi_squared": p.square().sum(-1),
+    }
 
 
 def assert_no_worse(
