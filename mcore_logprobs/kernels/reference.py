@@ -193,9 +193,12 @@ def grad(chunk: Chunk, terms: GradientTerms, *, out: Tensor, chunk_size: int) ->
         if row_max is None or coef is None:
             dz = step_chunk.logits.new_zeros((len(columns), valid), dtype=acc_dtype(out.dtype))
         else:
-            difference = step_chunk.unscaled() - row_max.unsqueeze(-1)
-            multiplier = step_chunk.processing.multiplier
-            dz = distribution_gradient(difference, multiplier, coef.unsqueeze(-1), spec)
+            dz = distribution_gradient(
+                step_chunk.unscaled() - row_max.unsqueeze(-1),  # a copy: a name would keep it
+                step_chunk.processing.multiplier,
+                coef.unsqueeze(-1),
+                spec,
+            )
             asked = (upstream != 0).any(-1) | (coef != 0).any(0)
             dz.masked_fill_(~asked.unsqueeze(-1), 0.0)
         row = torch.arange(len(columns), device=out.device).unsqueeze(-1).expand_as(columns)

@@ -195,9 +195,12 @@ class _FilteredGradient(Backward):
             untempered = step_chunk.untempered
             dz = self._filtered.of_logits(untempered.processed(), rows, first)
             if coef is not None:
-                difference = step_chunk.unscaled() - self._softmax.row_max[rows].unsqueeze(-1)
-                multiplier, of_rows = step_chunk.processing.multiplier, coef[:, rows].unsqueeze(-1)
-                base = distribution_gradient(difference, multiplier, of_rows, self._spec)
+                base = distribution_gradient(
+                    step_chunk.unscaled() - self._softmax.row_max[rows].unsqueeze(-1),
+                    step_chunk.processing.multiplier,
+                    coef[:, rows].unsqueeze(-1),
+                    self._spec,
+                )
                 base.masked_fill_((coef[:, rows] == 0).all(0).unsqueeze(-1), 0.0)
                 add_at(base, self._local_target[rows] - first, self._on_target[rows])
                 dz += base.mul_(multiplier_column(self._opts.multiplier, rows, dz.dtype))
