@@ -86,10 +86,10 @@ class HiddenRows:
             rows = self.hidden[part]
         else:
             rows = self.hidden.index_select(0, self.selection.local[part])
+        if self.group is None:
+            return rows, None
         # A view of wider hidden states is strided, and collectives want contiguous memory.
-        if self.group is not None:
-            rows = rows.contiguous()
-        return all_gather_dim0_async(rows, self.group)
+        return all_gather_dim0_async(rows.contiguous(), self.group)
 
     def by_tile(self, per_row: Tensor) -> Tensor:
         """`[n, ...]` rank by rank -> tile by tile, and in a tile rank by rank."""

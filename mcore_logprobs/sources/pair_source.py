@@ -67,14 +67,11 @@ class PairSource:
         of_teacher = teacher.processing if index is None else teacher.processing.rows(index)
         self.multipliers = student.processing.multiplier, of_teacher.multiplier
         self.recomputed = student.recomputed
+        self.heads: tuple[HeadLogits, ...] = (*student.heads, *teacher.heads)
         self.may_keep = any(head.may_keep for head in self.heads)
         self.to_row_order, self.to_token_order = student.to_row_order, student.to_token_order
         self.order_may_change = student.order_may_change
         self.rows_at_a_time = partial(student.rows_at_a_time, copies=2)  # of either side
-
-    @property
-    def heads(self) -> tuple[HeadLogits, ...]:
-        return (*self.student.heads, *self.teacher.heads)
 
     def backend(self, placed: ChunkAt) -> backends.Backend:
         """What computes a chunk of both sides."""
