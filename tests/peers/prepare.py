@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-import types
 import typing
 from typing import Any
 
@@ -13,6 +11,7 @@ import typing_extensions
 from mcore_logprobs.dropin import areal
 from mcore_logprobs.megatron.imports import after_import
 from tests.peers import workers
+from tests.trainers.absent import stand_in_for_jaxtyping
 from tests.trainers.bridge import without_tensorboard
 
 
@@ -21,9 +20,7 @@ def skyrl() -> None:
     import ray  # type: ignore[import-not-found]
 
     ray.is_initialized = lambda: False
-    shapes: Any = types.ModuleType("jaxtyping")
-    shapes.__getattr__ = lambda name: _Shape
-    sys.modules[shapes.__name__] = shapes
+    stand_in_for_jaxtyping()
     typing.TypedDict = typing_extensions.TypedDict
 
 
@@ -76,11 +73,6 @@ class _NoMonitor:
     def stop(self) -> None: ...
     def _collect_gpu_sku(self) -> dict[str, str]:
         return {}
-
-
-class _Shape:
-    def __class_getitem__(cls, shape: object) -> type:
-        return cls
 
 
 # ---- adapters ------------------------------------------------------------------------------------

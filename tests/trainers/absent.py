@@ -54,6 +54,23 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None: ...
 
 
+class _Shape:
+    def __class_getitem__(cls, shape: object) -> type:
+        return cls
+
+
+class _Shapes(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # who looks for a module's file finds none
+            raise AttributeError(name)
+        return _Shape
+
+
+def stand_in_for_jaxtyping() -> None:
+    """Its shapes in annotations mean nothing then."""
+    sys.modules["jaxtyping"] = _Shapes("jaxtyping")
+
+
 def stand_in(*packages: str) -> None:
     """Lets those packages that are not installed be imported, in this process and from now on.
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
-import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import typing_extensions
 from torch import Tensor
 
 from mcore_logprobs.cpu_megatron.training import cpu_training
-from tests.trainers.absent import stand_in
+from tests.trainers.absent import stand_in, stand_in_for_jaxtyping
 from tests.trainers.bridge import import_bridge, paths_with_bridge
 from tests.trainers.frame import How, Row, Trace, checkout, installed, layout_sizes, watched
 from tests.trainers.verl import HIDDEN, VOCABULARY, write_model
@@ -56,17 +54,10 @@ def prepare(row: Row, folder: Path) -> None:
         import ray  # type: ignore[import-not-found]
 
         ray.is_initialized = lambda: False
-        shapes: Any = types.ModuleType("jaxtyping")  # names of shapes in annotations
-        shapes.__getattr__ = lambda name: _Shape
-        sys.modules[shapes.__name__] = shapes
+        stand_in_for_jaxtyping()
         # pydantic asks for it below Python 3.12.
         with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict):
             importlib.import_module("skyrl.backends.skyrl_train.workers.megatron.megatron_worker")
-
-
-class _Shape:
-    def __class_getitem__(cls, shape: object) -> type:
-        return cls
 
 
 def drive(row: Row, how: How) -> Trace:
