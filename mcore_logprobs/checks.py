@@ -346,7 +346,7 @@ def global_to_local(
 def _check_inside(
     target: Tensor, valid_mask: Tensor, shard: VocabShard, ignore_index: int | None, name: str
 ) -> None:
-    # A function of its own: a dry run on tensors without values leaves it out.
+    # A function of its own: `benchmarks.launches`, on tensors without values, leaves it out.
     inside = ((target >= 0) & (target < shard.vocab_size)) | ~valid_mask
     if target.device.type != "cpu" or is_traced(target):
         torch._assert_async(inside.all(), f"{name}: id outside [0, {shard.vocab_size})")

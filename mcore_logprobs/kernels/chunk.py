@@ -40,7 +40,6 @@ class Processing:
         bias: `[v]` or None.
         multiplier: z / x; float64 `[n]` where rows differ.
         slope: dz / dy without the softcap's own slope; likewise.
-        is_raw: whether x is y.
         valid_width: how many columns are true vocabulary, of a whole source's processing; None:
             all.
     """
@@ -51,7 +50,6 @@ class Processing:
     bias: Tensor | None
     multiplier: float | Tensor
     slope: float | Tensor
-    is_raw: bool
     valid_width: int | None
 
     @classmethod
@@ -65,9 +63,8 @@ class Processing:
     ) -> Processing:
         divisor = temperature.double() if isinstance(temperature, Tensor) else temperature
         slope = logit_scale / divisor
-        is_raw = softcap is None and bias is None
-        multiplier = slope if is_raw else 1.0 / divisor
-        return cls(logit_scale, softcap, temperature, bias, multiplier, slope, is_raw, valid_width)
+        multiplier = slope if softcap is None and bias is None else 1.0 / divisor
+        return cls(logit_scale, softcap, temperature, bias, multiplier, slope, valid_width)
 
     def chunk(self, logits: Tensor, rows: slice, columns: slice) -> Chunk:
         """The chunk of raw logits `[rows, columns]`, of a source's rows and columns."""
@@ -139,11 +136,15 @@ class Chunk:
         return replace(self, processing=processing)
 
     @property
+    def is_raw(self) -> bool:
+        """Whether x is y."""
+        return self.processing.softcap is None and self.processing.bias is None
+
+    @property
     def is_unprocessed(self) -> bool:
         """Whether z is y itself."""
         multiplier = self.processing.multiplier
-        is_one = not isinstance(multiplier, Tensor) and multiplier == 1.0
-        return self.processing.is_raw and is_one
+        return self.is_raw and not isinstance(multiplier, Tensor) and multiplier == 1.0
 
     def unscaled(self, dtype: torch.dtype | None = None) -> Tensor:
         """x, `[n, valid]`, in a dtype (None: the logits' `acc_dtype`); maybe the logits' memory."""

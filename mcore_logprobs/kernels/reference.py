@@ -99,7 +99,7 @@ def stats(
         if spec.rank:
             assert threshold is not None
             first["higher"].copy_(_count_higher(step_chunk, x, step_target, threshold[..., part]))
-        is_copy = raw.dtype != dtype or not step_chunk.processing.is_raw
+        is_copy = raw.dtype != dtype or not step_chunk.is_raw
         memory = x if is_copy else None  # a copy may be overwritten, the caller's logits not
         if buffer is not None:
             memory = buffer[: len(x)]
@@ -154,7 +154,7 @@ def _count_higher(chunk: Chunk, x: Tensor, target: Tensor, threshold: Tensor) ->
     limit = own.to(raw.dtype)  # it came from a logit of this dtype: exact
     # Without a bias x rises with y: raw logits decide, where no softcap makes them equal.
     higher = raw > limit if chunk.processing.bias is None else x.new_ones(x.shape, dtype=torch.bool)
-    if not chunk.processing.is_raw:
+    if not chunk.is_raw:
         higher &= x > unscaled_logits(
             limit,
             logit_scale=chunk.processing.logit_scale,

@@ -45,7 +45,8 @@ from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import RowSelection
 from mcore_logprobs.sources.source import LogitIndices
 
-# Bytes. A first-level cache has 4 KiB, or 64 lines, for each of its ways.
+# Bytes. Each way of a first-level cache has 4 KiB: rows that start a multiple of 1 KiB apart share
+# four of its 64 lines at most.
 _CACHE_LINE, _ALIASING = 64, 1024
 
 
@@ -288,8 +289,8 @@ class HeadOperands:
     def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """`[rows, columns]` of memory that every call for this dtype overwrites."""
         stride = aligned_width(columns)
-        # Rows a power of two apart share a few places of a CPU's cache, and a product that writes
-        # many of them at once waits for it: one line more spreads them.
+        # A product on a CPU writes many rows at once, and waits where they share lines of a cache:
+        # one line more per row spreads them.
         if self.device.type == "cpu" and stride * dtype.itemsize % _ALIASING == 0:
             stride += _CACHE_LINE // dtype.itemsize
         memory = self._buffers.get(dtype)
