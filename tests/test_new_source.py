@@ -91,9 +91,9 @@ class ContrastLogits:
 
 class ContrastTile:
     def __init__(self, source: ContrastLogits, rows: slice) -> None:
-        self.rows, self._shard = rows, source.shard
+        self.rows, self._shard, self.weight = rows, source.shard, source.options.weight
         first, second = (x[rows] for x in source.tensors)
-        self._logits = first - source.options.weight * second
+        self._logits = first - self.weight * second
 
     def block(self, columns: slice) -> Chunk:
         valid = max(0, min(columns.stop, self._shard.valid_width) - columns.start)
@@ -126,7 +126,7 @@ class ContrastTile:
 
 class ContrastGradient:
     def __init__(self, source: ContrastLogits) -> None:
-        self._weight, self._grad = source.options.weight, torch.zeros_like(source.tensors[0])
+        self._grad, self._second = (torch.zeros_like(x) for x in source.tensors)
 
     def collect(self, tile: ContrastTile, placed: ChunkAt, write: Callable[..., None]) -> None:
         write(placed, self._grad[tile.rows])
@@ -135,10 +135,11 @@ class ContrastGradient:
         own = torch.where(entries.column >= 0, upstream, 0.0)
         self._grad.index_put_((entries.row, entries.column.clamp(min=0)), own, accumulate=True)
 
-    def end_tile(self, tile: ContrastTile) -> None: ...
+    def end_tile(self, tile: ContrastTile) -> None:
+        self._second[tile.rows] = -tile.weight * self._grad[tile.rows]
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        return self._grad, -self._weight * self._grad
+        return self._grad, self._second
 
 
 def weighted(x: Tensor) -> Tensor:

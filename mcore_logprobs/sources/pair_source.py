@@ -124,7 +124,7 @@ class PairSource:
 
 @dataclass(frozen=True)
 class PairTile:
-    """Some rows of both.
+    """Some rows of both; what else its gradient asks of a student's own tile, that answers.
 
     Attributes:
         own_chunks: gives the student's chunks.
@@ -137,14 +137,8 @@ class PairTile:
     of_teacher: Callable[[slice], Chunk]
     own: Any = None
 
-    @property
-    def number(self) -> int:
-        """What the gradient of a student's head asks of its tile; `hidden` too."""
-        return self.own.number
-
-    @property
-    def hidden(self) -> Tensor:
-        return self.own.hidden
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
     def chunks(self) -> Iterator[ChunkAt]:
         for placed in self.own_chunks():
