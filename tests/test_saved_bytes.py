@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import mcore_logprobs as ml
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.kernels import budgets, codes
-from mcore_logprobs.kernels.chunk import Chunk, Processing, aligned_width
+from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.sources import kept
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import finished_logits
@@ -41,7 +41,7 @@ PRODUCT = 2 * ROWS * COLUMNS * WIDTH
 
 
 def chunk_bytes(dtype: torch.dtype, rows: int, columns: int) -> int:
-    numbers = rows * aligned_width(columns)
+    numbers = rows * (-(-columns // 16) * 16)
     return 2 * numbers + 8 * rows if dtype.itemsize == 2 else dtype.itemsize * numbers
 
 
@@ -182,6 +182,25 @@ def test_as_many_bytes_as_were_asked_for_and_as_many_products_fewer(
     assert forward.total == PRODUCT
     assert backward.total == 3 * PRODUCT - fewer
     assert (share == 1.0) == (fewer == PRODUCT)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes"), [(torch.float32, 1024 + 64), (torch.bfloat16, 512 + 8)], ids=str
+)
+def test_what_parts_rows_of_1024_bytes_counts_too(dtype: torch.dtype, row_bytes: int) -> None:
+    hidden, weight = (torch.randn(n, WIDTH).to(dtype).requires_grad_() for n in (ROWS, 512))
+    saved: list[Tensor] = []
+    blocks_of_256 = replace(SMALL, max_block=256, min_block=256, chunk_bytes=1)
+    asked = 2 * ROWS * row_bytes
+    with budgets.use(blocks_of_256):
+        for saved_bytes, kept_rows in ((asked, 2 * ROWS), (asked - 1, 2 * ROWS - TILES[-1])):
+            saved.clear()
+            with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+                inputs = ml.linear_token_stats(hidden, weight, torch.arange(ROWS)), list(saved)
+                saved.clear()
+                ml.linear_token_stats(hidden, weight, torch.arange(ROWS), saved_bytes=saved_bytes)
+            held = sum(x.nbytes for x in saved) - sum(x.nbytes for x in inputs[1])
+            assert held == kept_rows * row_bytes
 
 
 def test_nothing_is_kept_without_a_gradient_nor_after_it() -> None:

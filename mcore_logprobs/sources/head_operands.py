@@ -29,9 +29,9 @@ from mcore_logprobs.kernels.chunk import (
     ChunkAt,
     Processing,
     acc_dtype,
-    aligned_width,
     prefer_huge_pages,
     row_chunks,
+    row_stride,
 )
 from mcore_logprobs.kernels.products import (
     aligned,
@@ -44,10 +44,6 @@ from mcore_logprobs.sources.lora import LoRA, LowRank
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.rows import RowSelection
 from mcore_logprobs.sources.source import LogitIndices
-
-# Bytes. Each way of a first-level cache has 4 KiB: rows that start a multiple of 1 KiB apart share
-# four of its 64 lines at most.
-_CACHE_LINE, _ALIASING = 64, 1024
 
 
 class HiddenRows:
@@ -288,11 +284,7 @@ class HeadOperands:
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """`[rows, columns]` of memory that every call for this dtype overwrites."""
-        stride = aligned_width(columns)
-        # A product on a CPU writes many rows at once, and waits where they share lines of a cache:
-        # one line more per row spreads them.
-        if self.device.type == "cpu" and stride * dtype.itemsize % _ALIASING == 0:
-            stride += _CACHE_LINE // dtype.itemsize
+        stride = row_stride(columns, dtype, self.device.type)
         memory = self._buffers.get(dtype)
         if memory is None or memory.numel() < rows * stride:
             self._buffers.pop(dtype, None)  # its memory can serve the next

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels.chunk import aligned_width, prefer_huge_pages
+from mcore_logprobs.kernels.chunk import prefer_huge_pages, row_stride
 from mcore_logprobs.sources.head_operands import HeadOperands, HeadTile
 
 logger = logging.getLogger("mcore_logprobs")
@@ -106,10 +106,10 @@ def _may_round(head: HeadOperands) -> bool:
 
 
 def _chunk_bytes(head: HeadOperands, rows: int, columns: slice) -> int:
-    numbers = rows * aligned_width(columns.stop - columns.start)
-    if _is_exact(head):
-        return numbers * head.options.logits_dtype.itemsize
-    return 2 * numbers + 2 * 4 * rows
+    exact = _is_exact(head)
+    dtype = head.options.logits_dtype if exact else torch.int16
+    stride = row_stride(columns.stop - columns.start, dtype, head.device.type)
+    return rows * (stride * dtype.itemsize + (0 if exact else 2 * 4))
 
 
 def keep(heads: Sequence[HeadOperands], plans: Sequence[KeptPlan]) -> list[KeptLogits]:
@@ -214,8 +214,9 @@ class KeptLogits:
     def _new(self, head: HeadOperands, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Memory of a chunk, 1-D."""
         rows, columns = shape
+        count = rows * row_stride(columns, dtype, head.device.type)
         try:
-            memory = head.weight.new_empty(rows * aligned_width(columns), dtype=dtype)
+            memory = head.weight.new_empty(count, dtype=dtype)
         except RuntimeError as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(
@@ -229,7 +230,8 @@ class KeptLogits:
 def _as_chunk(memory: Tensor, shape: tuple[int, int]) -> Tensor:
     """`[rows, columns]` of the memory of a chunk."""
     rows, columns = shape
-    return memory.view(rows, aligned_width(columns))[:, :columns]
+    stride = row_stride(columns, memory.dtype, memory.device.type)
+    return memory.view(rows, stride)[:, :columns]
 
 
 _logged: set[str] = set()
