@@ -189,7 +189,8 @@ def test_no_public_call_is_forgotten() -> None:
 # ---- the measure itself -------------------------------------------------------------------------
 
 
-def test_the_measure_sees_what_stays() -> None:
+def test_the_measure_sees_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.helpers.outlived.PATIENCE", 0.05)
     weight, kept = nn.Linear(4, 3), []
 
     def in_a_cycle() -> None:

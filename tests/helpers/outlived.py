@@ -14,7 +14,7 @@ import contextlib
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_PATIENCE = 3.0  # seconds, on a busy machine
+PATIENCE = 3.0  # seconds, on a busy machine
 
-__all__ = ["NoCollector", "outlived"]
+__all__ = ["NoCollector", "outlived", "shapes"]
 
 
 class NoCollector:
@@ -74,7 +74,9 @@ def _switched_off() -> Iterator[None]:
             gc.enable()
 
 
-def outlived(call: Callable[[], Any], *, result_alone: bool = False) -> list[str]:
+def outlived(
+    call: Callable[[], Any], *, result_alone: bool = False, known: Collection[str] = ()
+) -> list[str]:
     """The storages that `call()` made and that outlive it and its result: operator and shape.
 
     For use within `NoCollector`. Call it once before, as modules cache what they make first.
@@ -82,15 +84,21 @@ def outlived(call: Callable[[], Any], *, result_alone: bool = False) -> list[str
     Args:
         result_alone: while its result is held, nothing else may be there but for the places of rows
             that the call named or found, a few integers per token that its graph holds.
+        known: shapes of what stays for good, as another call told (`shapes`): not waited for.
     """
     left: list[_Made] = []
     with _Storages() as storages:
         result = call()
         if result_alone:
             own = {StorageWeakRef(x.untyped_storage()) for x in _tensors(result)}
-            left = storages.left(lambda x: x.storage not in own and not x.is_places())
+            left = storages.left(known, lambda x: x.storage not in own and not x.is_places())
         del result
-    return sorted({f"{x.op} {list(x.shape)}" for x in (*left, *storages.left())})
+    return sorted({f"{x.op} {list(x.shape)}" for x in (*left, *storages.left(known))})
+
+
+def shapes(lines: Iterable[str]) -> set[str]:
+    """Of what `outlived` and `NoCollector.held` say."""
+    return {line[line.index("[") :] for line in lines}
 
 
 class _Made(NamedTuple):
@@ -113,12 +121,14 @@ class _Storages(TorchDispatchMode):
         super().__init__()
         self._made: list[_Made] = []
 
-    def left(self, counts: Callable[[_Made], bool] = lambda made: True) -> list[_Made]:
+    def left(
+        self, known: Collection[str], counts: Callable[[_Made], bool] = lambda made: True
+    ) -> list[_Made]:
         """Those that are still there. gloo's threads drop theirs a moment after a collective."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while True:
             found = [made for made in self._made if not made.storage.expired() and counts(made)]
-            if not found or time.monotonic() > deadline:
+            if all(str(list(x.shape)) in known for x in found) or time.monotonic() > deadline:
                 return found
             time.sleep(1e-3)
 

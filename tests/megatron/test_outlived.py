@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from mcore_logprobs import LogprobConfig, logprob_output_processor, patch_model, unpatch_model
 from mcore_logprobs.cpu_megatron import models as mm
-from tests.helpers.outlived import NoCollector, outlived
+from tests.helpers.outlived import NoCollector, outlived, shapes
 from tests.megatron import test_fsdp, test_lora, test_schedule_plan
 from tests.megatron.common import SEQ, VOCAB, make_batch, megatron, tiny_config
 from tests.megatron.test_hybrid import hybrid_config
@@ -301,11 +301,11 @@ def whole_lives() -> dict[str, list[str]]:
         def processed() -> None:
             backward(call_as_megatron_does(gpt(), batch, LogprobConfig(), batch["labels"]))
 
-        found = {}
+        found: dict[str, list[str]] = {}
         for life in (unpatched, patched, undone, undone_by_name, copied, processed):
             life()
             with NoCollector() as cycles:
-                left = outlived(life)
+                left = outlived(life, known=shapes(found.get("unpatched", ())))
             found[life.__name__] = left + cycles.held
         return found
 
@@ -372,8 +372,8 @@ def more_than_unpatched(found: dict[str, list[str]]) -> list[str]:
 
     That are gradients, and in the combined schedule, whose nodes are cycles, the losses.
     """
-    own = {line[line.index("[") :] for line in found["unpatched"]}
-    more = {n: [x for x in left if x[x.index("[") :] not in own] for n, left in found.items()}
+    own = shapes(found["unpatched"])
+    more = {n: [x for x in left if shapes([x]) - own] for n, left in found.items()}
     return [f"{name}: {left}" for name, left in more.items() if left]
 
 
@@ -421,7 +421,7 @@ def by_schedule(kind: str) -> list[str]:
             else:
                 step_of_a_pipeline(model, batches, report, block)
 
-        found = {}
+        found: dict[str, list[str]] = {}
         for name in ("unpatched", "patched", "policy loss"):
             handle = None if name == "unpatched" else patch_model(model)
             block, report = None, test_schedule_plan.weighted
@@ -433,7 +433,8 @@ def by_schedule(kind: str) -> list[str]:
                 report = in_head
             train(report, block)
             with NoCollector() as cycles:
-                left = outlived(lambda block=block, report=report: train(report, block))
+                known = shapes(found.get("unpatched", ()))
+                left = outlived(lambda b=block, r=report: train(r, b), known=known)
             found[name] = left + cycles.held
         return more_than_unpatched(found)
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,8 +24,11 @@ FAR = 2**30 + 64  # elements between rows: the third begins past 2^31
 
 
 def untouched(count: int) -> Tensor:
-    """Zeros of which the system gives no memory until they are written; torch.zeros writes them."""
-    return torch.from_numpy(np.zeros(count, dtype=np.int16)).view(torch.bfloat16)
+    """Zeros of which the system gives no memory until they are written.
+
+    torch.zeros writes them; np.zeros too, where malloc keeps its heap (`bench` has it do so).
+    """
+    return torch.frombuffer(mmap.mmap(-1, 2 * count), dtype=torch.bfloat16)
 
 
 def statistics(z: Tensor, target: Tensor, **options: object) -> tuple[Tensor, ...]:
