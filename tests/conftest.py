@@ -13,6 +13,7 @@ from hypothesis import settings
 from mcore_logprobs.cpu_megatron.models import destroy_model_parallel, end_groups
 from mcore_logprobs.groups import megatron_parallel_state
 from tests.helpers.distributed import (
+    SELDOM,
     RankPool,
     _pools,
     get_pool,
@@ -21,6 +22,7 @@ from tests.helpers.distributed import (
 from tests.helpers.poison import poisoned_memory
 
 torch.set_num_threads(1)
+gc.set_threshold(*SELDOM)
 atexit.register(gc.unfreeze)  # C++ extensions count what is left at the end
 settings.register_profile("repo", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.register_profile("nightly", deadline=None, max_examples=2000, database=None)

@@ -111,8 +111,8 @@ trap 'rm -rf "$logs"' EXIT
 # Three processes share the cores: gloo ranks wait for each other, and another's work fills the gaps.
 # The third has what these two leave.
 parts=(
-    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel"
-    "tests/kernels tests/bench tests/examples tests/trainers tests/sizes"
+    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/test_mismatch.py tests/test_audit.py"
+    "tests/kernels tests/bench tests/examples tests/trainers tests/sizes tests/test_tracing.py"
 )
 tests() {
     if [ "$#" -gt 0 ]; then

@@ -47,6 +47,8 @@ _REPO_ROOT = str(Path(__file__).resolve().parents[2])
 _START_TIMEOUT = 120.0
 _GRACE = 20.0  # how long the others may take once one rank has raised
 _GOODBYE = 1.0 if "coverage" not in sys.modules else 10.0  # for a rank to end by itself
+# When Python looks for cycles: at its own thresholds that takes a twentieth of a test's time.
+SELDOM = (20_000, 20, 20)
 _pools: dict[int, RankPool] = {}
 # What the ranks import sooner or later, seconds each for Megatron: done once, in the server.
 preloaded: list[str] = []
@@ -358,6 +360,7 @@ def _die_with_parent() -> None:
 
 def _work(conn: Connection, rank: int, world_size: int, directory: str) -> None:
     gc.freeze()  # the server's modules: a collection need not walk over them
+    gc.set_threshold(*SELDOM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     stack = open(Path(directory, f"stack{rank}"), "w")  # noqa: SIM115 (open for life)
