@@ -16,7 +16,8 @@ from mcore_logprobs.bench.peers import compiled, linear_peers, logits_peers
 from mcore_logprobs.bench.runner import Contender, Workload, upstream
 from mcore_logprobs.debug import oracle
 from mcore_logprobs.groups import group_rank, group_size
-from mcore_logprobs.kernels.products import matmul_input, product
+from mcore_logprobs.kernels.chunk import row_stride
+from mcore_logprobs.kernels.products import matmul_dtype, product
 from mcore_logprobs.losses import ClippedLoss
 from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.kept import whole_bytes
@@ -154,15 +155,20 @@ def _products(hidden: Tensor, weight: Tensor, *, recompute: bool) -> Contender:
 
     Forward one product; backward dWeight and dHidden, and the logits once more if `recompute`.
     """
-    h = matmul_input(hidden.detach())
+    dtype = matmul_dtype(hidden.dtype, hidden.device)
+    h = hidden.detach().to(dtype)
     blocks = weight.detach().split(max(1, min(weight.shape[0], 8192)))
-    chunk = torch.empty(h.shape[0], blocks[0].shape[0], device=h.device)
+    width = blocks[0].shape[0]
+    # Rows as the library lays them: a power of two apart, a product on a CPU would wait for them.
+    stride = row_stride(width, torch.float32, h.device.type)
+    shape = h.shape[0], stride
+    chunk = torch.empty(shape, device=h.device)[:, :width]
     # dLogits of random numbers: products of zeros draw less power and run faster than real ones.
     generator = torch.Generator(h.device).manual_seed(h.shape[0])
-    low = torch.randn(chunk.shape, generator=generator, device=h.device).to(h.dtype)
-    d_weight = torch.empty(blocks[0].shape[0], h.shape[1], device=h.device)
+    low = torch.randn(shape, generator=generator, device=h.device).to(dtype)[:, :width]
+    d_weight = torch.empty(width, h.shape[1], device=h.device)
     d_hidden = torch.empty(h.shape, device=h.device)
-    operands = [matmul_input(block) for block in blocks]  # cast beforehand: a floor has no casts
+    operands = [block.to(dtype) for block in blocks]  # cast beforehand: a floor has no casts
 
     def logits(*_: Tensor) -> None:
         for w in operands:

@@ -57,11 +57,6 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-def matmul_input(x: Tensor, *, low_precision: bool = False) -> Tensor:
-    """x in its `matmul_dtype`; x itself where it has it already."""
-    return x.to(matmul_dtype(x.dtype, x.device, low_precision=low_precision))
-
-
 def product(a: Tensor, b: Tensor, out: Tensor, *, low_precision: bool = False) -> Tensor:
     """`out = a @ b`; a and b of one dtype, out of at least float32.
 
