@@ -77,11 +77,11 @@ def stats(
         `spec.fields` says; what is not summed by blocks (`target`, `higher`) may stand in the
         first.
     """
-    rows, valid = chunk.logits.shape[0], chunk.valid
+    rows, valid, names = chunk.logits.shape[0], chunk.valid, spec.fields
     size = max(1, valid) if block is None else block
     blocks = max(1, -(-valid // size))
     dtype, device = acc_dtype(chunk.logits.dtype), chunk.logits.device
-    out = torch.zeros(blocks, len(spec.fields), rows, dtype=dtype, device=device)
+    out = torch.zeros(blocks, len(names), rows, dtype=dtype, device=device)
     if valid == 0:
         out[0] = no_columns(spec, rows, like=out)
         return out
@@ -94,7 +94,7 @@ def stats(
     for part in row_chunks(rows, chunk_size):
         step_chunk, step_target = chunk.rows(part), target[part]
         raw, x = step_chunk.logits[:, :valid], step_chunk.unscaled()
-        first = by_name(spec.fields, out[0, :, part])
+        first = by_name(names, out[0, :, part])
         first["target"].copy_(gather_target(x, step_target, 0.0))
         if spec.rank:
             assert threshold is not None

@@ -93,13 +93,15 @@ class RowStatistics(Forward):
             threshold = threshold[..., rows.start - self._first : rows.stop - self._first]
         calls = ((0, placed),) if self._block is None else self._by_segment(placed, self._block)
         for segment, part in calls:
-            stats = source.backend(part.chunk).stats(
-                part.chunk,
+            chunk = part.chunk
+            kernels, size = source.backend(chunk), source.rows_at_a_time(chunk.logits.shape[1])
+            stats = kernels.stats(
+                chunk,
                 part.local(self._column[rows], source.shard.width),
                 self.spec,
                 threshold=threshold,
                 block=self._block,
-                chunk_size=source.rows_at_a_time(part.chunk.logits.shape[1]),
+                chunk_size=size,
             )
             by_segment = (stats,) if self._per_segment is None else stats.split(self._per_segment)
             for place, blocks in enumerate(by_segment, segment):
@@ -132,7 +134,7 @@ class RowStatistics(Forward):
             (whole rows; the others of every rank, `[ranks, j, n]`).
         """
         stats, multiplier, group = self.local, self.multiplier, self._source.shard.group
-        fields, ordered = len(self.spec.fields), self._segments is not None
+        fields, ordered = stats.shape[-2], self._segments is not None
         assert not (ordered and others), "segments' statistics travel alone"
         if ordered:
             shards = all_gather_dim0(stats, group)
@@ -166,12 +168,9 @@ class LogitGradient(Backward):
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         source, terms, chunk = self.source, self.terms.rows(placed.rows), placed.chunk
-        source.backend(chunk).grad(
-            chunk,
-            terms._replace(columns=placed.local(terms.columns, source.shard.width)),
-            out=out,
-            chunk_size=source.rows_at_a_time(chunk.logits.shape[1]),
-        )
+        kernels, size = source.backend(chunk), source.rows_at_a_time(chunk.logits.shape[1])
+        columns = placed.local(terms.columns, source.shard.width)
+        kernels.grad(chunk, terms._replace(columns=columns), out=out, chunk_size=size)
 
 
 @dataclass(frozen=True)

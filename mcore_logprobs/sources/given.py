@@ -288,12 +288,12 @@ def given_logits(
     lead, width, device = logits.shape[:-1], logits.shape[-1], logits.device
     if group is not None:
         check_call(width, group, device)
+    shard = VocabShard.of(width, group, vocab_size)
     check_optional_count("chunk_size", chunk_size)
     check_flag("inplace_backward", inplace_backward)
     check_positive(f"{prefix}logit_scale", logit_scale)
     check_optional_positive(f"{prefix}softcap", softcap)
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
-    shard = VocabShard.of(width, group, vocab_size)
     segments = added = None
     if invariant_segments is not None:
         segments = check_segments(shard, invariant_segments)
