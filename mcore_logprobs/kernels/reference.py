@@ -1,7 +1,7 @@
 """The torch backend: eager, readable, on any device; the ground truth for the others.
 
-A chunk of rows at a time, at most two float32 copies of a chunk alive. `kernels.pairs` has the
-functions for two sides.
+A chunk of rows at a time, at most two float32 copies of it and a bool one alive. `kernels.pairs`
+has the functions for two sides.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ def _reduce_blocks(
     part["max"].copy_(block_max.t())
     base = torch.where(block_max.isneginf(), 0.0, block_max).unsqueeze(-1)
     if spec.smoothing:
-        is_finite = ~x.isneginf()
-        part["finite"].copy_(is_finite.sum(-1).t())
+        masked = x.isneginf()
+        part["finite"].copy_(x.shape[-1] - masked.sum(-1).t())
         # In fresh memory, so that how x lies does not decide how it is added.
-        finite = torch.where(is_finite, x - base, 0.0).contiguous()
+        finite = (x - base).contiguous().masked_fill_(masked, 0.0)
         part["zsum"].copy_(times_multiplier(finite.sum(-1), multiplier).t())
-        del finite
+        del finite, masked
     shifted = torch.sub(x, base, out=memory)
     times_multiplier(shifted, multiplier, out=shifted)
     weight = shifted.clamp_(min=LOG_ZERO).exp() if spec.entropy else shifted.exp_()
@@ -220,17 +220,17 @@ def distribution_gradient(
     """
     row = by_name(spec.coefficients, coef)
     shifted = times_multiplier(difference, multiplier, out=difference)
-    is_finite = ~shifted.isneginf() if spec.smoothing else None
+    masked = shifted.isneginf() if spec.smoothing else None
     shifted.clamp_(min=LOG_ZERO)
     dz = shifted.exp()
     factor = row["weight"]
     if spec.entropy:
         factor = shifted.mul_(row["moment"]).add_(factor)
     if spec.sum_pi_squared:
-        factor = torch.addcmul(factor, row["squares"], dz)
+        factor = torch.addcmul(factor, row["squares"], dz, out=shifted)
     dz.mul_(factor)
-    if is_finite is not None:
-        dz.add_(torch.where(is_finite, row["finite"], 0.0))
+    if masked is not None:
+        dz.add_(shifted.copy_(row["finite"]).masked_fill_(masked, 0.0))
     return dz
 
 

@@ -17,6 +17,7 @@ from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, Processing, row_chunks
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize, merge
 from tests.helpers import oracles
+from tests.helpers.memory import TensorsMade
 
 EVERYTHING = StatsSpec(entropy=True, rank=True, smoothing=True, sum_pi_squared=True)
 
@@ -128,6 +129,22 @@ def test_the_gradient_is_the_formula(drawn, chunk_size):
     exact = exact + torch.where(finite, d, 0.0)
     exact[torch.arange(n), target] += c.squeeze(-1)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", list(product((False, True), repeat=4)))
+def test_two_float32_copies_of_a_chunk_at_most(flags, dtype):
+    """And a bool one; `Budgets.copy_bytes` is of one of them."""
+    spec, logits, target = StatsSpec(*flags), torch.randn(64, 4096).to(dtype), torch.arange(64)
+    threshold = logits[:, 0].float() if spec.rank else None
+    coef = torch.ones(len(spec.coefficients), 64)
+    copy = 4 * logits.numel()
+    with TensorsMade() as made:
+        reference.stats(Chunk(logits, 4096), target, spec, threshold=threshold, chunk_size=64)
+    assert 0.9 * copy < made.peak < 2.3 * copy
+    with TensorsMade() as made:
+        _grad(Chunk(logits, 4096), target, coef[0], coef, spec, chunk_size=64, out=logits.clone())
+    assert 0.9 * copy < made.peak < (2.3 + dtype.itemsize / 4) * copy  # with `out`
 
 
 @given(rows())
