@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from mcore_logprobs.config import LogprobConfig, add_logprob_args
+from mcore_logprobs.ops.result import TokenStats
 
 # Every field's default, which is the contract; then another value, as Python, as flag text and as
 # YAML text.
@@ -196,9 +197,17 @@ def test_invariant_segments_promise_nothing_of_a_filtered_distribution(filters) 
         LogprobConfig(invariant_segments=2, **filters)
 
 
-def test_loss_output_has_no_place_for_extras() -> None:
-    with pytest.raises(ValueError, match="output='stats'"):
-        LogprobConfig(output="loss", entropy=True)
+STATISTICS = {field.name for field in dataclasses.fields(TokenStats)} & set(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(STATISTICS))
+def test_loss_output_has_no_place_for_extras(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected output='stats'"):
+        LogprobConfig(output="loss", **{name: True})
+
+
+def test_the_statistics_that_a_model_is_asked_for() -> None:
+    assert {"entropy", "target_rank", "sum_pi_squared"} <= STATISTICS
 
 
 def test_unknown_key_lists_known_ones_and_suggests(tmp_path) -> None:

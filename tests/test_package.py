@@ -37,7 +37,8 @@ HEAD = {
     "tp_group": None,
     "chunk_size": None,
 }
-LINEAR = TARGETED | HEAD | {"entropy": False, "target_rank": False}
+STATISTICS = {"entropy": False, "target_rank": False, "sum_pi_squared": False}
+LINEAR = TARGETED | HEAD | STATISTICS
 LOGITS = "vocab_parallel_logits"
 
 # name: (positional arguments, keywords that must exist with these defaults)
@@ -45,10 +46,7 @@ SIGNATURES = {
     "vocab_parallel_logprobs": ([LOGITS, "target"], TARGETED),
     "vocab_parallel_entropy": ([LOGITS], COMMON),
     "vocab_parallel_target_rank": ([LOGITS, "target"], TARGETED),
-    "vocab_parallel_token_stats": (
-        [LOGITS, "target"],
-        TARGETED | {"entropy": False, "target_rank": False},
-    ),
+    "vocab_parallel_token_stats": ([LOGITS, "target"], TARGETED | STATISTICS),
     "vocab_parallel_log_softmax": ([LOGITS], {"tp_group": None, "temperature": 1.0}),
     "vocab_parallel_topk": ([LOGITS, "k"], {"tp_group": None}),
     "vocab_parallel_gather": ([LOGITS, "ids"], {"tp_group": None, "log_softmax": False}),

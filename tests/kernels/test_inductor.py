@@ -36,7 +36,7 @@ from tests.kernels.common import row_stats
 BLOCK = 2048
 # rows, width, valid: the last block is not whole, and columns past it are masked.
 ROWS, WIDTH, VALID = 9, 3 * BLOCK + 100, 3 * BLOCK + 37
-PLAIN, FULL = StatsSpec(), StatsSpec(entropy=True, rank=True)
+PLAIN, FULL = StatsSpec(), StatsSpec(entropy=True, rank=True, sum_pi_squared=True)
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,8 @@ def test_a_block_s_width_is_a_constant_to_the_compiler(kernel, flags):
 def test_nothing_of_the_logits_size_is_made():
     rows, width = 64, 8 * BLOCK
     logits, target = torch.randn(rows, width).bfloat16(), torch.zeros(rows, 1, dtype=torch.int64)
-    chunk, ones, shift = Chunk(logits, width), torch.ones(2, rows), torch.zeros(rows)
+    chunk, shift = Chunk(logits, width), torch.zeros(rows)
+    ones = torch.ones(len(FULL.coefficients), rows)
 
     def passes() -> None:
         inductor.stats(chunk, target[:, 0], FULL, threshold=shift, chunk_size=1)

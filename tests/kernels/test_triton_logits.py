@@ -250,7 +250,7 @@ def test_rows_without_coefficients_are_zero_whatever_they_hold():
     logits = torch.full((2, 300), torch.nan, dtype=BF16, device=DEVICE)
     logits[0] = 1.0
     out = torch.full_like(logits, torch.nan)
-    coef = torch.zeros(4, 2, device=DEVICE)
+    coef = torch.zeros(len(EVERYTHING.coefficients), 2, device=DEVICE)
     coef[0, 0] = 1.0
     target, shift = torch.tensor([[3], [4]], device=DEVICE), torch.tensor([8.0, torch.nan])
     upstream = torch.zeros(2, 1, device=DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import patch_gpt_model, unpatch_gpt_model
 from mcore_logprobs.ops.token_stats import TokenStats
+from tests.helpers import oracles
 from tests.helpers.covering import every_pair
 from tests.megatron.common import (
     VOCAB,
@@ -28,6 +30,8 @@ from tests.megatron.common import (
 
 # (TP, CP, sequence parallel)
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (3, 1, True), (1, 2, False), (2, 2, True)]
+# What a configuration may ask for per token.
+STATISTICS = {field.name for field in fields(TokenStats)} & LogprobConfig().as_dict().keys()
 
 
 def compare(
@@ -100,17 +104,11 @@ def all_outputs(tp: int, sp: bool, settings: dict[str, Any]) -> dict[str, float]
     logits = settings["softcap"] * torch.tanh(logits / settings["softcap"])
     logits = logits / settings["temperature"]
     logits[..., settings["vocab_size"] :] = -torch.inf
-    logp = logits.log_softmax(-1)
     kept = labels != -100
-    picked = labels.masked_fill(~kept, 0)[..., None]
-    expected = {
-        "logprobs": logp.gather(-1, picked)[..., 0],
-        "entropy": -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1),
-        "lse": logits.logsumexp(-1),
-        "sum_pi_squared": logp.exp().square().sum(-1),
-    }
+    expected = oracles.statistics(logits, labels.masked_fill(~kept, 0))
+    assert expected.keys() >= STATISTICS
+    rank = expected.pop("target_rank").masked_fill(~kept, -1)
     errors = {n: relative(getattr(stats, n), e * kept) for n, e in expected.items()}
-    rank = (logits > logits.gather(-1, picked)).sum(-1).masked_fill(~kept, -1)
     errors["target_rank"] = (stats.target_rank != rank).double().mean().item()
     return errors
 
@@ -120,9 +118,7 @@ def all_outputs(tp: int, sp: bool, settings: dict[str, Any]) -> dict[str, float]
 def test_every_field(ranks, tp, sp, fused):
     settings = {
         "fused": fused,
-        "entropy": True,
-        "target_rank": True,
-        "sum_pi_squared": True,
+        **dict.fromkeys(STATISTICS, True),
         "compact": fused,
         "temperature": 0.7,
         "softcap": 5.0,
