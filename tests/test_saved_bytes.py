@@ -192,15 +192,17 @@ def test_what_parts_rows_of_1024_bytes_counts_too(dtype: torch.dtype, row_bytes:
     saved: list[Tensor] = []
     blocks_of_256 = replace(SMALL, max_block=256, min_block=256, chunk_bytes=1)
     asked = 2 * ROWS * row_bytes
+
+    def held(saved_bytes: int) -> int:
+        saved.clear()
+        with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            ml.linear_token_stats(hidden, weight, torch.arange(ROWS), saved_bytes=saved_bytes)
+        return sum(x.nbytes for x in saved)
+
     with budgets.use(blocks_of_256):
-        for saved_bytes, kept_rows in ((asked, 2 * ROWS), (asked - 1, 2 * ROWS - TILES[-1])):
-            saved.clear()
-            with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-                inputs = ml.linear_token_stats(hidden, weight, torch.arange(ROWS)), list(saved)
-                saved.clear()
-                ml.linear_token_stats(hidden, weight, torch.arange(ROWS), saved_bytes=saved_bytes)
-            held = sum(x.nbytes for x in saved) - sum(x.nbytes for x in inputs[1])
-            assert held == kept_rows * row_bytes
+        without = held(0)
+        assert held(asked) - without == asked
+        assert held(asked - 1) - without == asked - TILES[-1] * row_bytes
 
 
 def test_nothing_is_kept_without_a_gradient_nor_after_it() -> None:

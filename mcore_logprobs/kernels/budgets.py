@@ -36,7 +36,8 @@ class Budgets:
         segment_block, min_segment_block: columns per block of a segment's statistics at most, and
             at least where blocks are to divide it.
         copy_bytes: of one float32 copy of a chunk within a kernel. On a CPU it should stay in the
-            cache; on a GPU it must fill the chip. The torch backend holds at most two.
+            cache; on a GPU it must fill the chip. The torch backend holds at most two; of two
+            sides of logits up to eight, of half the rows.
         compiled_numel: logits from which on the compiled CPU backend is taken.
     """
 

@@ -114,7 +114,8 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
 
     Args:
         student, teacher: of the same columns, with the same `valid`; dtypes may differ.
-        chunk_size: rows at a time, of which two float32 copies of either side are made.
+        chunk_size: rows at a time, of which two float32 copies of either side are made, and two
+            bool ones; by `pair_sums` up to eight in all, by `pair_grad` six.
 
     Returns:
         `[parts, 6, n]`, at least one part.
@@ -326,6 +327,7 @@ def pair_sums(
             logp = _log_probs(student.rows(part), softmax[:2, part])
             logq = _log_probs(teacher.rows(part), softmax[2:, part])
             p, share, derivative = _shares(logp, logq, spec)
+            del logp, logq  # `share` has what it needs of them
             out[:, part] = torch.stack([share().sum(-1), derivative.mul_(p).sum(-1)])
     return out
 
@@ -365,13 +367,14 @@ def _shares(
 
 
 def _share(weight: Tensor, over: Tensor, to_mixture: Tensor) -> Tensor:
-    """weight * over + to_mixture without cancellation where over is small; new.
+    """weight * over + to_mixture without cancellation where over is small; in to_mixture's memory.
 
     Args:
-        to_mixture: weight * (exp(-over) - 1), which is what the mixture has more. Overwritten.
+        to_mixture: weight * (exp(-over) - 1), which is what the mixture has more.
     """
     series = _series(-over).mul_(over).mul_(over).mul_(weight)
-    return torch.where(over.abs() < _SMALL[over.dtype], series, to_mixture.addcmul_(weight, over))
+    exact = to_mixture.addcmul_(weight, over)
+    return torch.where(over.abs() < _SMALL[over.dtype], series, exact, out=exact)
 
 
 def pair_grad(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels import pairs, reference
 from mcore_logprobs.kernels.chunk import Chunk, Processing, row_chunks
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize, merge
 from tests.helpers import oracles
@@ -145,6 +145,26 @@ def test_two_float32_copies_of_a_chunk_at_most(flags, dtype):
     with TensorsMade() as made:
         _grad(Chunk(logits, 4096), target, coef[0], coef, spec, chunk_size=64, out=logits.clone())
     assert 0.9 * copy < made.peak < (2.3 + dtype.itemsize / 4) * copy  # with `out`
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_float32_copies_of_two_sides(kind, dtype):
+    spec, sides = pairs.PairSpec(kind), torch.randn(2, 64, 4096).to(dtype)
+    student, teacher = (Chunk(logits, 4096) for logits in sides)
+    copy = 4 * sides[0].numel()
+    with TensorsMade() as made:
+        stats = reference.pair_stats(student, teacher, spec, chunk_size=64)
+    assert 2.9 * copy < made.peak < 4.6 * copy
+    whole = pairs.finalize_pair(stats[0], spec)
+    with TensorsMade() as made:
+        reference.pair_sums(student, teacher, whole.softmax, spec, chunk_size=64)
+    assert spec.kind in pairs.ONE_PASS or 2.9 * copy < made.peak < 8.4 * copy
+    out = torch.empty_like(sides[0])
+    terms = whole.softmax, whole.value, torch.ones(64), spec
+    with TensorsMade() as made:
+        reference.pair_grad(student, teacher, *terms, out=out, chunk_size=64)
+    assert 1.9 * copy < made.peak < 6.1 * copy
 
 
 @given(rows())
