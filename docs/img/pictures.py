@@ -208,15 +208,16 @@ def lazy(c: dict[str, str]) -> Any:
     return figure
 
 
-# name in the tables: (name in the picture, role, line)
+# name in the tables: (name in the picture, role, line, width); of two that take the same memory the
+# first is wide, so that it shows on both sides of the second
 SERIES = {
-    "logprobs": ("this library", "ours", "-"),
-    "+ entropy": ("this library, with entropy", "ours2", "-"),
-    "megatron": ("Megatron", "peer1", "--"),
-    "megatron fused": ("Megatron, fused", "peer2", "--"),
-    "torch cross_entropy": ("torch cross entropy", "peer3", "--"),
-    "torch.compile": ("torch.compile of the plain formula", "ink", "--"),
-    "floor: copy": ("copy (lower bound)", "faint", ":"),
+    "logprobs": ("this library", "ours", "-", 4.5),
+    "+ entropy": ("this library, with entropy", "ours2", "-", 1.6),
+    "megatron": ("Megatron", "peer1", "--", 4.5),
+    "megatron fused": ("Megatron, fused", "peer2", "--", 2.2),
+    "torch cross_entropy": ("torch cross entropy", "peer3", "--", 2.2),
+    "torch.compile": ("torch.compile of the plain formula", "ink", "--", 1.6),
+    "floor: copy": ("copy (lower bound)", "faint", ":", 2.2),
 }
 
 
@@ -240,8 +241,8 @@ def costs(c: dict[str, str]) -> Any:
     )
     for column, (file, varied, label) in enumerate(sweeps):
         for name, curve in points(file, varied).items():
-            title, role, line = SERIES[name]
-            style = {"color": c[role], "linestyle": line, "linewidth": 2.2, "label": title}
+            title, role, line, width = SERIES[name]
+            style = {"color": c[role], "linestyle": line, "linewidth": width, "label": title}
             for row, value in ((0, 1), (1, 2)):
                 known = [(p[0], p[value]) for p in curve if p[value]]
                 if known:
@@ -285,11 +286,18 @@ def _plain(axis: Any, c: dict[str, str]) -> None:
 
 
 KEEP = "2026-11-amd-epyc-2-cores-keep.txt"
-HELD = {  # in the table: (in the picture, role, to the left of the point)
-    "unfused (holds the logits)": ("materialized logits", "ink", False),
-    "megatron, logits held": ("Megatron, logits held", "peer1", True),
-    "megatron fused, logits held": ("Megatron fused,\nlogits held", "peer2", False),
-    "torch linear_cross_entropy": ("torch linear cross entropy", "peer3", True),
+# in the table: (in the picture, role, where the name goes from the point)
+HELD = {
+    "unfused (holds the logits)": ("materialized logits", "ink", "below"),
+    "megatron, logits held": ("Megatron, logits held", "peer1", "left"),
+    "megatron fused, logits held": ("Megatron fused,\nlogits held", "peer2", "above"),
+    "torch linear_cross_entropy": ("torch linear cross entropy", "peer3", "left"),
+}
+# of a name: (move in memory, move in time, alignment)
+PLACES = {
+    "above": (0, 0.08, {"va": "bottom"}),
+    "below": (0, -0.09, {"va": "top"}),
+    "left": (-10, 0, {"ha": "right"}),
 }
 
 
@@ -308,13 +316,11 @@ def keep(c: dict[str, str]) -> Any:
         _say(axis, x + 8, y + 0.03, name.split()[1], c["ours"], ha="left", va="bottom")
     x, y = curve[0]
     _say(axis, x + 75, y, "linear_token_stats, share of the logits kept", c["ours"], ha="left")
-    for name, (title, role, left) in HELD.items():
+    for name, (title, role, place) in HELD.items():
         x, y = point(name)
         axis.plot([x], [y], marker="s", color=c[role], markersize=8)
-        if left:
-            _say(axis, x - 10, y, title, c[role], ha="right")
-        else:
-            _say(axis, x, y + 0.08, title, c[role], va="bottom")
+        right, up, alignment = PLACES[place]
+        _say(axis, x + right, y + up, title, c[role], **alignment)
     floor = table.ms("floor: 3 products") / 1e3
     axis.axhline(floor, color=c["faint"], linestyle=":")
     _say(axis, 210, floor - 0.03, "three bare matmuls", c["faint"], ha="left", va="top")
