@@ -124,7 +124,8 @@ _make_env() {
         # shellcheck disable=SC2086
         _pip install --no-compile $cpu "$torch" || return 1
     fi
-    python -W ignore -c "import torch; print('torch==' + torch.__version__)" \
+    # As pip knows it: torch.__version__ may have more, "+cu132", which no constraint then meets.
+    python -W ignore -c "import torch, importlib.metadata as m; print('torch==' + m.version('torch'))" \
         >"$venv/constraints.txt" || return 1
     echo "setup_env: 2/2 mcore_logprobs, Megatron-Core, transformers ($((SECONDS - begun)) s so far)" >&2
     _install -e "$root[examples]" || return 1
