@@ -195,9 +195,9 @@ def vocab_parallel_kl_div(
             and no softcap. No factor of temperature**2 is applied.
         {shared}
 
-    backend is one of "auto", "torch" and "triton" here. Only the student gets a gradient. A
-    column at which one side is -inf has log-probability -1e4 there: divergences and gradients stay
-    finite.
+    backend is one of "auto", "torch" and "triton" here. Only the student gets a gradient. Where one
+    side is -inf its log-probability counts as about -1e4, so that divergences and gradients stay
+    finite. How columns are cut over ranks and blocks decides the last few nats of it.
 
     Collectives: forward one all-gather of `[6, n]` float32 over TP; for all kinds but "forward" and
     "reverse" one all-reduce of `[2, n]` more, since they need both normalizers first. Backward
