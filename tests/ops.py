@@ -111,7 +111,7 @@ def kept_by_sampler(draw: Draw) -> Side:
         if own >= 0 and own not in ids and row % 4 and len(ids):
             ids[0] = own
     bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    found: Side = {"target": target, "kept_ids": (torch.cat(kept), bounds)}
+    found: Side = {"target": target, "kept_ids": (torch.cat([target.new_empty(0), *kept]), bounds)}
     return found | ({} if missing == "error" else {"missing": missing})
 
 

@@ -159,10 +159,10 @@ class GivenLogits:
         return self.options.chunk_size or sizes.copied_rows(copies * width)
 
     def tiles(self) -> Iterator[GivenLogits]:
-        return iter((self,))
+        return iter((self,) if self.num_rows else ())
 
     def tile_ends(self) -> list[int]:
-        return [self.num_rows]
+        return [tile.num_rows for tile in self.tiles()]
 
     def chunks(self) -> Iterator[ChunkAt]:
         """All columns of as many rows as one stride covers."""

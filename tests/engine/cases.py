@@ -263,16 +263,22 @@ def narrow_cases() -> Iterator[Case]:
 
 
 def unusual_cases() -> Iterator[Case]:
-    """Every operation on one row, on none, and on a row without a leading dimension."""
-    for op, lead, tp in itertools.product(OPERATIONS.values(), UNUSUAL_LEADS, (1, 2)):
+    """Every operation on one row, on none, and on a row without a leading dimension: each with
+    every one of its options, and with what leaves rows out.
+    """
+    for op in OPERATIONS.values():
         for source in op.sources:
             axes = axes_of(op, source)
-            if (lead == "[]" and source == "hidden") or axes["lead"] == ("[n]",):
+            if axes["lead"] == ("[n]",):
                 continue
-            default = {name: values[0] for name, values in axes.items()}
-            for compact in (False, True) if "compact" in axes else (False,):
-                more = {"compact": True, "ignored": True} if compact else {}
-                yield Case(op.name, default | {"lead": lead, "tp": tp} | more)
+            own = {name: values for name, values in axes.items() if name in op.options | op.axes}
+            own |= {"lead": UNUSUAL_LEADS[source == "hidden" :], "tp": (1, 2)}
+            rest = {name: values[0] for name, values in axes.items() if name not in own}
+            more = {"compact": True, "ignored": True} if "compact" in axes else {}
+            for row in covering(own, lambda some, op=op, rest=rest: allowed(op, rest | some)):
+                yield Case(op.name, rest | row)
+                if more and allowed(op, rest | more | row):
+                    yield Case(op.name, rest | more | row)
 
 
 def wide_cases(op: Subject) -> list[Case]:

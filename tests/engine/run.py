@@ -368,7 +368,7 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[s
     if s.get("gradient_accumulation_fusion") and incoming:
         grads["weight"] = grads["weight"].to(dtype) + 1.0
     grads.pop(s.get("frozen"), None)
-    found = {n: torch.cat(ys) if ys[0].dim() else sum(ys, ys[0] * 0) for n, ys in parts.items()}
+    found = {n: torch.cat(ys) if ys[0].dim() else sum(ys[1:], ys[0]) for n, ys in parts.items()}
     return found, grads
 
 

@@ -130,7 +130,7 @@ def filtered(z: Tensor, side: Side, o: dict[str, Any]) -> Outputs:
         found = {"full_logprobs": take(whole, target), "lse": z.logsumexp(-1)}
     if "kept_ids" not in side:
         return found | {"values": take(kept_logits(z, o).log_softmax(-1), target)}
-    kept = torch.zeros(z.shape, dtype=torch.bool).flatten(0, -2)
+    kept = torch.zeros(z.shape[:-1].numel(), z.shape[-1], dtype=torch.bool)
     flat, bounds = side["kept_ids"]
     for row, (start, end) in enumerate(itertools.pairwise(bounds)):
         kept[row, flat[start:end]] = True
