@@ -153,13 +153,17 @@ def test_without_optional_packages() -> None:
     """Neither Megatron nor Triton nor Transformer Engine: reported with the real reason."""
     script = """
         import sys
+        from importlib.machinery import ModuleSpec
         class Refuse:
             def find_spec(self, name, path=None, target=None):
-                root = name.split('.')[0]
-                if root == 'megatron':
+                if name.split('.')[0] in ('megatron', 'triton', 'transformer_engine'):
+                    return ModuleSpec(name, self)
+            def create_module(self, spec):
+                if spec.name == 'megatron':
                     raise ModuleNotFoundError("no megatron here")
-                if root in ('triton', 'transformer_engine'):
-                    raise OSError(f"lib{root}.so: cannot open shared object file")
+                raise OSError(f"lib{spec.name}.so: cannot open shared object file")
+            def exec_module(self, module):
+                pass
         sys.meta_path.insert(0, Refuse())
         from mcore_logprobs.__main__ import main
         sys.exit(main(["doctor"]))

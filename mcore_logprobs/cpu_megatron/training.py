@@ -97,6 +97,8 @@ def _devices() -> list[tuple[object, str, object]]:
         (torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36)),
         # Megatron makes its process groups only where it counts a device.
         (torch.cuda, "device_count", lambda: 1),
+        # A build for CUDA may conclude from that count that a GPU is there.
+        (torch.cuda, "is_available", lambda: False),
         # Frameworks name the backend of their groups.
         (torch.distributed, "init_process_group", _gloo(torch.distributed.init_process_group)),
         (torch.distributed, "new_group", _gloo(torch.distributed.new_group)),
