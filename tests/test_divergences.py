@@ -110,6 +110,21 @@ def test_infinite_logits_stay_finite(ranks, world: int, kind: str) -> None:
     assert (grad[4] == 0).all()
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", [*KINDS, "skewed_reverse"])
+def test_a_shard_that_one_side_lacks_costs_what_its_columns_cost(
+    ranks, world: int, kind: str
+) -> None:
+    """1e4 nats for each, once, but for the few by which a shard's maximum is below the row's."""
+    student, teacher, upstream = sample((3,), 12, torch.float32)
+    student[0, :7] = teacher[1, :7] = teacher[2, 6:] = -torch.inf
+    whole = of_shards(student, teacher, upstream, kind)
+    results = on_ranks(ranks, world, of_shards, student, teacher, upstream, kind)
+    value, grad = results[0][0], torch.cat([grad for _, grad in results], -1)
+    torch.testing.assert_close(value, whole[0], rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(grad, whole[1], rtol=2e-3, atol=1e-4)
+
+
 def test_equal_distributions_differ_by_exactly_nothing() -> None:
     logits = torch.randn(5, 200) * 10
     for kind in ("forward", "reverse", "jsd"):

@@ -254,8 +254,10 @@ def _moved(
 
 def _merge_max(parts: Tensor, multiplier: float | Tensor) -> tuple[Tensor, Tensor]:
     row_max = parts.amax(0)
-    shift = parts - torch.where(row_max.isneginf(), 0.0, row_max)
-    return row_max, _bounded(times_multiplier(shift, multiplier, rows_last=True))
+    empty = row_max.isneginf()
+    shift = parts - torch.where(empty, 0.0, row_max)
+    shift = _bounded(times_multiplier(shift, multiplier, rows_last=True))
+    return row_max, shift.masked_fill_(empty, 0.0)  # the next merge moves it
 
 
 @dataclass(frozen=True)
