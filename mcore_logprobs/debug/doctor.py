@@ -81,9 +81,9 @@ def _package(distribution: str, module: str) -> dict[str, str]:
     if imported is None:
         facts["error"] = error
     else:
-        # The module's own word counts: another version may shadow what pip installed, and torch alone
-        # says its build (+cu132). But Megatron adds the commit of whatever repository it lies in, ours
-        # if that has the environment.
+        # The module's own word counts: another version may shadow what pip installed, and only
+        # torch itself says its build (+cu132). But Megatron adds the commit of whatever
+        # repository it lies in, ours if that has the environment.
         version = str(getattr(imported, "__version__", facts.get("version", "unknown")))
         if module == "torch" or version.partition("+")[0] != facts.get("version"):
             facts["version"] = version
