@@ -20,7 +20,7 @@ from mcore_logprobs import (
 )
 from tests.engine import run
 from tests.engine.cases import Case, Problem, kept_rows, parse
-from tests.helpers.shards import VOCAB, on_ranks, shard, world_group
+from tests.helpers.shards import VOCAB, on_ranks, shard, world_group, world_rank, world_size
 
 TRUE = 19  # of VOCAB columns: the last shard of 3 holds masked ones
 ROWS = 12
@@ -301,3 +301,37 @@ def test_nan_hidden_states_of_an_ignored_token(compact: bool) -> None:
     assert weight.grad is not None
     assert not hidden.grad[2].any()
     assert weight.grad.isnan().any() != compact
+
+
+@pytest.mark.parametrize("how", ["compact", "rows"])
+def test_nan_hidden_states_that_are_left_out_on_a_rank_with_fewer_rows(ranks, how: str) -> None:
+    """Under sequence parallelism such a rank's rows are padded, of nothing that was left out."""
+    target = torch.tensor([-100, 2, 1, 3, -100, 4, -100, -100])
+    for kept, weight_grad, hidden_grad in ranks(2).run(_left_out_of_a_part, target, how):
+        assert kept.isfinite().all()
+        assert weight_grad.isfinite().all()
+        assert weight_grad.any()
+        assert hidden_grad.isfinite().all()
+
+
+def _left_out_of_a_part(target: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    whole, weight = torch.randn(8, 4), torch.randn(10, 4)
+    whole[target < 0] = torch.nan
+    hidden = whole.chunk(world_size())[world_rank()].clone().requires_grad_()
+    weight = weight.chunk(world_size())[world_rank()].clone().requires_grad_()
+    rows = (target >= 0).nonzero().squeeze(1)
+    options = {"compact": True} if how == "compact" else {"rows": rows}
+    stats = linear_token_stats(
+        hidden,
+        weight,
+        target if how == "compact" else target[rows],
+        sequence_parallel=True,
+        tp_group=world_group(),
+        chunk_size=2,
+        **options,
+    )
+    stats.logprobs.sum().backward()
+    assert weight.grad is not None
+    assert hidden.grad is not None
+    return stats.logprobs.detach(), weight.grad, hidden.grad

@@ -82,7 +82,7 @@ class HiddenRows:
         if self.selection is None:
             rows = self.hidden[part]
         else:
-            rows = self.hidden.index_select(0, self.selection.local[part])
+            rows = self.selection.hidden_rows(self.hidden, part)
         if self.group is None:
             return rows, None
         # A view of wider hidden states is strided, and collectives want contiguous memory.

@@ -42,7 +42,7 @@ class RowSelection:
 
     Attributes:
         rows: `[m]`, as named, on the host.
-        local: `[k]` int64, this rank's rows of the hidden states, slot by slot.
+        local: `[k]` int64, this rank's rows of the hidden states, slot by slot; 0 for padding.
         exact: whether each of them stands there once, so that gradients can be copied.
 
     Args:
@@ -76,6 +76,8 @@ class RowSelection:
         local = torch.where(mine >= 0, rows[mine.clamp(min=0)] % rows_per_rank, 0)
         self.exact = bool((mine >= 0).all()) and local.unique().numel() == local.numel()
         self.local = _to_device(local, device)
+        own_padding = (mine < 0).unsqueeze(1)
+        self._own_padding = _to_device(own_padding, device) if own_padding.any() else None
         row_of_slot = row_of_slot.flatten()
         padding, row_of_slot = row_of_slot < 0, row_of_slot.clamp(min=0)
         slot_of_row = torch.empty_like(rows).index_copy_(0, order, (~padding).nonzero().squeeze(1))
@@ -91,6 +93,14 @@ class RowSelection:
         return (
             other is not None and self._count == other._count and torch.equal(self.rows, other.rows)
         )
+
+    def hidden_rows(self, hidden: Tensor, part: slice) -> Tensor:
+        """Hidden states `[n_local, h]` of some of this rank's slots, new; 0 for padding."""
+        rows = hidden.index_select(0, self.local[part])
+        if self._own_padding is None:
+            return rows
+        # Row 0 may be one that was left out, and have NaN: 0 times that would be NaN in dWeight.
+        return rows.masked_fill_(self._own_padding[part], 0.0)
 
     def select(self, per_token: Tensor, fill: float | None) -> Tensor:
         """Per-token `[tokens, ...]` -> `[ranks * k, ...]`.
