@@ -31,7 +31,10 @@ def is_traced(x: Tensor) -> bool:
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if fake is not None and isinstance(x, fake.FakeTensor):
         return True
-    return proxies is not None and proxies.get_proxy_mode() is not None
+    if proxies is None:
+        return False
+    current = getattr(proxies, "get_proxy_mode", None) or proxies.get_innermost_proxy_mode  # 2.4
+    return current() is not None
 
 
 def autocast_enabled(device_type: str) -> bool:

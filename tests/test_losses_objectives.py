@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_logprobs import losses
 from mcore_logprobs.losses import aggregation
+from tests.helpers.documents import ROOT
 
 F64 = torch.float64
 
@@ -494,3 +495,13 @@ def test_objectives_by_name():
     }
     assert len(losses.OBJECTIVES) == 23
     assert all(isinstance(cls(), losses.TokenLoss) for cls in losses.OBJECTIVES.values())
+
+
+def test_every_objective_has_a_formula_and_stands_on_the_page() -> None:
+    tables = (SMOOTH, WEIGHTED, WHOLE)
+    tried = {type(row[0]).__name__ for table in tables for row in table.values()}
+    # Of these, tests of their own above: a mask is no factor, and a quantile no formula of a token.
+    tried |= {"IPOLoss", "IcePopLoss", "ClipCovLoss"}
+    page = (ROOT / "docs" / "objectives.md").read_text()
+    assert losses.OBJECTIVES.keys() <= tried
+    assert all(name in page for name in losses.OBJECTIVES)

@@ -195,9 +195,10 @@ def vocab_parallel_kl_div(
             and no softcap. No factor of temperature**2 is applied.
         {shared}
 
-    backend is one of "auto", "torch" and "triton" here. Only the student gets a gradient. Where one
-    side is -inf its log-probability counts as about -1e4, so that divergences and gradients stay
-    finite. How columns are cut over ranks and blocks decides the last few nats of it.
+    backend is one of "auto", "torch" and "triton" here. Only the student gets a gradient. A logit
+    that is -inf on one side only counts as 1e4 nats below the largest of its block of columns, so
+    that divergences and gradients stay finite. Such values differ with how columns are cut into
+    blocks and shards, by as much as their maxima do.
 
     Collectives: forward one all-gather of `[6, n]` float32 over TP; for all kinds but "forward" and
     "reverse" one all-reduce of `[2, n]` more, since they need both normalizers first. Backward

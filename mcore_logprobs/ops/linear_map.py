@@ -232,8 +232,15 @@ def _refuse_captured(results: list[Tensor | None], z: Tensor, fn: MapFn) -> None
 def map_logits(
     source: Any, fn: MapFn, *per_token_tensors: Tensor, mask: Tensor | None = None
 ) -> Any:
-    """`linear_map` of any source; of given logits fn is called once, with all rows."""
+    """`linear_map` of any source; of given logits fn is called once, with all rows.
+
+    Raises:
+        ValueError: the source has a temperature, which fn is to apply; else as `linear_map`.
+    """
     lead, device = source.batch_shape, source.device
+    temperature = source.processing.temperature
+    if isinstance(temperature, Tensor) or temperature != 1.0:
+        raise ValueError(f"temperature: expected 1.0 of a source for fn, got {temperature}")
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
     mask = check_mask(mask, lead, device)
     source = masked_source(source, mask)

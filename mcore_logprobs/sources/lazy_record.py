@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_eval_frame
 
 from mcore_logprobs.groups import group_size
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import Rows, View
 
+# As an attribute: before torch 2.6 it is no module to import from.
+set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Not recorded, so that real logits are needed.
 _NOT: object = object()

@@ -523,8 +523,12 @@ class View:
 
 
 def saved_tensors_hooks() -> bool:
-    """Whether somebody packs what autograd saves now, as checkpoints and offloading do."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether somebody packs what autograd saves now, as checkpoints and offloading do.
+
+    A torch that does not tell (2.7) counts as yes: consumers then share less.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
 
 
 def _mean(logits: Tensor) -> Tensor:
