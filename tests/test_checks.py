@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mcore_logprobs import checks
+from mcore_logprobs.sources.lazy_rows import saved_tensors_hooks
 
 # name: (accepted, refused)
 VALUES: dict[str, tuple[list, list]] = {
@@ -50,3 +55,26 @@ def test_choices() -> None:
             ValueError, match=r"kind: expected one of \('forward', 'reverse'\), got "
         ):
             checks.check_choice("kind", value, ["forward", "reverse"])
+
+
+def test_a_torch_that_tells_tracing_by_another_name(monkeypatch) -> None:
+    """2.4 has the second of these two names only."""
+    older = SimpleNamespace(get_innermost_proxy_mode=proxy_tensor.get_proxy_mode)
+    found = []
+
+    def asking(x: torch.Tensor) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, proxy_tensor.__name__, older)
+            found.append(checks.is_traced(x))
+        return x
+
+    make_fx(asking)(torch.ones(2))
+    asking(torch.ones(2))
+    assert found == [True, False]
+
+
+def test_a_torch_that_does_not_tell_saved_tensor_hooks(monkeypatch) -> None:
+    """Up to 2.7: then consumers of lazy logits share nothing, as if there were some."""
+    assert not saved_tensors_hooks()
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    assert saved_tensors_hooks()

@@ -19,7 +19,7 @@ from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
 from mcore_logprobs.ops.divergence import kl_div
-from mcore_logprobs.ops.gather import gather
+from mcore_logprobs.ops.gather import gather, topk_distill
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import policy_loss
 from mcore_logprobs.ops.row_statistics import Statistics
@@ -38,9 +38,10 @@ ROWS, VOCAB, TILE, WEIGHT = 5, 12, 2, 0.3
 class ContrastOptions:
     shard: VocabShard
     weight: float
+    temperature: float = 1.0
     segments: None = None
 
-    def bind(self, first: Tensor, second: Tensor) -> ContrastLogits:
+    def bind(self, first: Tensor, second: Tensor, per_token: None) -> ContrastLogits:
         return ContrastLogits(self, first, second)
 
 
@@ -51,9 +52,10 @@ class ContrastLogits:
     order_may_change, may_keep, heads = False, False, ()
 
     def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
-        self.options, self.tensors, self.shard = options, (first, second), options.shard
+        self.options, self.tensors, self.shard = options, (first, second, None), options.shard
         self.batch_shape, self.num_rows, self.device = first.shape[:1], first.shape[0], first.device
-        self.acc_dtype, self.processing = torch.float64, Processing.of()
+        self.acc_dtype = torch.float64
+        self.processing = Processing.of(temperature=options.temperature)
 
     def tiles(self) -> Iterator[ContrastTile]:
         starts = range(0, self.num_rows, TILE)
@@ -92,7 +94,7 @@ class ContrastLogits:
 class ContrastTile:
     def __init__(self, source: ContrastLogits, rows: slice) -> None:
         self.rows, self._shard, self.weight = rows, source.shard, source.options.weight
-        first, second = (x[rows] for x in source.tensors)
+        first, second = (x[rows] for x in source.tensors[:2])
         self._logits = first - self.weight * second
 
     def block(self, columns: slice) -> Chunk:
@@ -126,7 +128,7 @@ class ContrastTile:
 
 class ContrastGradient:
     def __init__(self, source: ContrastLogits) -> None:
-        self._grad, self._second = (torch.zeros_like(x) for x in source.tensors)
+        self._grad, self._second = (torch.zeros_like(x) for x in source.tensors[:2])
 
     def collect(self, tile: ContrastTile, placed: ChunkAt, write: Callable[..., None]) -> None:
         write(placed, self._grad[tile.rows])
@@ -155,6 +157,10 @@ def operations(source: Source, target: Tensor, ids: Tensor) -> dict[str, Tensor]
     found["gather"] = gather(source, ids)
     found["log_softmax"] = gather(source, ids, log_softmax=True)
     found["values"], found["ids"] = topk(source, 3)
+    student, found["teacher"], _ = topk_distill(
+        source, ids.double(), ids, "vocab", entropy=False, mask=None, teacher_temperature=None
+    )
+    found["student"] = student
     found["top-k"] = sampling_logprobs(source, target, top_k=4)
     found["top-p"] = sampling_logprobs(source, target, top_p=0.9)
     kept = torch.cat([target.unsqueeze(1), (target.unsqueeze(1) + 1) % VOCAB], 1)
@@ -185,6 +191,8 @@ def expected(logits: Tensor, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
         "log_softmax": log_p.gather(1, ids),
         "values": top.values,
         "ids": top.indices,
+        "student": log_p.gather(1, ids),
+        "teacher": ids.double().log_softmax(-1),
         "top-k": kept_alone(logits, logits >= logits.topk(4).values[:, -1:], target),
         "top-p": kept_alone(logits, within(log_p.exp(), 0.9), target),
         "replay": torch.cat(
@@ -291,6 +299,13 @@ def test_a_function_of_logits_takes_a_new_source() -> None:
     wanted = (inputs[0] - WEIGHT * inputs[1]).square() * row.unsqueeze(1)
     each = (with_gradients({"map": x}, inputs) for x in (found, wanted))
     torch.testing.assert_close(*each)
+
+
+def test_a_function_of_logits_refuses_a_temperature_that_it_is_to_apply() -> None:
+    inputs = [torch.randn(ROWS, VOCAB, dtype=torch.float64) for _ in range(2)]
+    options = ContrastOptions(VocabShard.of(VOCAB, None, None), WEIGHT, temperature=2.0)
+    with pytest.raises(ValueError, match=r"^temperature: expected 1\.0 of a source"):
+        map_logits(ContrastLogits(options, *inputs), torch.Tensor.square)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -40,6 +40,8 @@ HEAD = {
 STATISTICS = {"entropy": False, "target_rank": False, "sum_pi_squared": False}
 LINEAR = TARGETED | HEAD | STATISTICS
 LOGITS = "vocab_parallel_logits"
+FILTERS = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+SAMPLED = FILTERS | {"seed": inspect.Parameter.empty, "mask": None}
 
 # name: (positional arguments, keywords that must exist with these defaults)
 SIGNATURES = {
@@ -88,6 +90,19 @@ SIGNATURES = {
         ["hidden", "weight", "target", "loss_fn"],
         LINEAR | {"denominator": 1.0},
     ),
+    "vocab_parallel_argmax": ([LOGITS], {"tp_group": None, "vocab_size": None}),
+    "vocab_parallel_topk_distill": (
+        ["student_logits", "teacher_topk_logits", "teacher_topk_ids"],
+        COMMON | {"normalize": "vocab", "entropy": False, "teacher_temperature": None},
+    ),
+    "vocab_parallel_sample": ([LOGITS], COMMON | SAMPLED),
+    "linear_sample": (["hidden", "weight"], HEAD | COMMON | SAMPLED),
+    "linear_kl_div": (
+        ["hidden", "weight", "teacher_logits"],
+        HEAD
+        | COMMON
+        | {"kind": "forward", "mask": None, "teacher_hidden": None, "teacher_weight": None},
+    ),
     "context_parallel_shard": (["x"], LAYOUT | {"seq_dim": 1}),
     "context_parallel_gather": (["x"], LAYOUT | {"seq_dim": 1, "grad": "sum"}),
     "context_parallel_positions": (["seq_len"], LAYOUT),
@@ -110,6 +125,8 @@ OTHER_NAMES = [
 def test_public_names() -> None:
     names = mcore_logprobs.__all__
     assert {*SIGNATURES, *OTHER_NAMES} <= set(names) <= set(dir(mcore_logprobs))
+    operations = ("vocab_parallel_", "linear_", "context_parallel_", "all_to_all_")
+    assert {name for name in names if name.startswith(operations)} <= SIGNATURES.keys()
     assert len(set(names)) == len(names)
     for name in names:
         assert getattr(mcore_logprobs, name) is getattr(mcore_logprobs, name) is not None

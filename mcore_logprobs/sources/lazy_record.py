@@ -20,7 +20,7 @@ from mcore_logprobs.groups import group_size
 from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_rows import Rows, View
 
-# As an attribute: before torch 2.6 it is no module to import from.
+# As an attribute: in torch 2.4 it is no module to import from.
 set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Not recorded, so that real logits are needed.

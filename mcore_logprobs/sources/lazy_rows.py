@@ -525,7 +525,7 @@ class View:
 def saved_tensors_hooks() -> bool:
     """Whether somebody packs what autograd saves now, as checkpoints and offloading do.
 
-    A torch that does not tell (2.7) counts as yes: consumers then share less.
+    A torch that does not tell (2.7 and before) counts as yes: consumers then share less.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(False) is not None

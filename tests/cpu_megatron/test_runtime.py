@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.cpu_megatron import runtime
 from mcore_logprobs.cpu_megatron.layers import CpuNorm, token_positions
+from mcore_logprobs.cpu_megatron.training import cpu_devices
 from mcore_logprobs.megatron.versions import takes
 from tests.megatron.common import (
     SEQ,
@@ -63,6 +64,15 @@ def test_does_nothing_where_a_gpu_is(monkeypatch):
     with runtime.cpu_runtime() as active:
         assert not active
         assert dict(vars(torch.cuda)) == before
+
+
+def test_a_counted_device_is_no_gpu(monkeypatch):
+    """A build for CUDA may answer by the count of devices, which is a shim's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: torch.cuda.device_count() > 0)
+    with cpu_devices() as active:
+        assert active
+        assert torch.cuda.device_count() == 1
+        assert not runtime.gpu_present()
 
 
 def summed_gradients(layout: dict[str, Any], sp: bool, packed: bool) -> dict[str, torch.Tensor]:
