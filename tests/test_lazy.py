@@ -329,6 +329,61 @@ def test_a_scale_in_place_leaves_the_gradient_of_earlier_uses() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def _read_without_gradients(x: Tensor) -> Tensor:
+    read = x.logsumexp(-1).sum()
+    with torch.no_grad():
+        x[1:].softmax(-1)
+        x.softmax(-1)
+    return read + x.softmax(-1)[..., 3].sum() + x[1:].softmax(-1)[..., 4].sum()
+
+
+def _scale_what_was_read(x: Tensor) -> Tensor:
+    read = x.sum()
+    x.div_(0.5)
+    return read + x.softmax(-1)[..., 3].sum() + of_rows(x)
+
+
+def _fill_some_rows(x: Tensor) -> Tensor:
+    part = x[_MASK]
+    part.masked_fill_(part > 1.0, -2.0)
+    return part.softmax(-1)[..., 3].sum() + of_rows(part) + x.exp().mean()
+
+
+def _scale_what_was_written(x: Tensor) -> Tensor:
+    x[2] = 0.0
+    with torch.no_grad():
+        x.div_(0.5)
+    x.detach()[0].mul_(0.3)
+    return x.softmax(-1)[..., 3].sum() + of_rows(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_read_without_gradients, _scale_what_was_read, _fill_some_rows, _scale_what_was_written],
+)
+def test_who_read_before_changes_nothing(function: Any) -> None:
+    """Real logits that are there already, for another reader, have the values and the gradient."""
+    tensors = head()
+    real = tensors["hidden"] @ tensors["weight"].t() + tensors["bias"]
+    values = [function(x) for x in (lazy_logits(**tensors), real)]
+    torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
+    for a, b in zip(*(gradients(value, tensors) for value in values), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scale_behind_a_detach_is_refused() -> None:
+    logits = lazy_logits(**head())
+    logits.detach().div_(0.7)
+    for read in (of_rows, lambda x: x.softmax(-1)):
+        with pytest.raises(RuntimeError, match="behind a detach"):
+            read(logits)
+        with torch.no_grad():
+            read(logits)
+    other = lazy_logits(**head())
+    other.detach().clone().div_(0.7)
+    of_rows(other)
+
+
 def test_a_scale_in_place_without_gradients_is_refused() -> None:
     """Its values would be scaled, and its gradient not: nobody means that."""
     logits = lazy_logits(**head())

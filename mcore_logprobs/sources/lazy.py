@@ -157,15 +157,14 @@ class LazyLogits(Tensor):
             _say_or_refuse(self._view, f"{function}.backward")
             self._leaf = _Through.apply(self)
             return self._leaf
-        rows, wants = self._view.rows, self._wants_gradient
-        if not rows.written:
-            return None
-        if wants and True not in rows.real:
+        rows = self._view.rows
+        lost = rows.scaled_without_gradient or (rows.written and True not in rows.real)
+        if lost and self._wants_gradient:
             raise RuntimeError(
-                "lazy logits were changed in place under no_grad, which their gradient cannot "
-                "follow; change them with gradients on"
+                "lazy logits were changed in place under no_grad or behind a detach, which their "
+                "gradient cannot follow; change them with gradients on, or detach a clone"
             )
-        return self._shared()
+        return self._shared() if rows.written else None
 
     def _shared(self) -> Tensor:
         """This handle's part of the real logits that all views share."""
@@ -175,17 +174,18 @@ class LazyLogits(Tensor):
 
     def _part_of(self, flat: Tensor) -> Tensor:
         """The same tensor for the same logits, so that a hook on it is a hook on them."""
-        if self._part is not None and self._part[0] is flat:
-            return self._part[1]
-        view = self._view
-        if view.is_whole:
-            part = flat.view(view.shape)
-        else:
-            start = view.places.storage_offset() * view.rows.width + flat.storage_offset()
-            part = flat.as_strided(view.shape, view.strides, start)
-        if part.requires_grad == flat.requires_grad:  # not of another gradient mode
+        if self._part is None or self._part[0] is not flat:
+            view = self._view
+            # Who reads first may be without gradients: a view that is made so is a leaf, which
+            # says that it requires a gradient, and gives those who come later none.
+            with torch.inference_mode(False), torch.enable_grad():
+                if view.is_whole:
+                    part = flat.view(view.shape)
+                else:
+                    start = view.places.storage_offset() * view.rows.width + flat.storage_offset()
+                    part = flat.as_strided(view.shape, view.strides, start)
             self._part = flat, part
-        return part
+        return self._part[1]
 
     def materialize(self, what: str) -> Tensor:
         """The real logits, computed at the first call and kept.
@@ -221,19 +221,21 @@ class LazyLogits(Tensor):
 
     def materialize_to_write(self, what: str) -> Tensor:
         """The real logits, shared with all views of the same tensor from now on."""
-        self.written()  # raises where a gradient cannot follow
-        if self._leaf is not None:
-            return self._leaf
+        written = self.written()
+        if written is not None:
+            return written
         view, wants = self._view, self._wants_gradient
         rows = view.rows
         if wants not in rows.real:
             all_rows = View.all_of(rows, (rows.num_rows,), view.dtype)
             _say_or_refuse(all_rows, what)
             rows.real[wants] = all_rows.compute(gradient=wants)
-        if not rows.written:
-            rows.real, rows.written = {wants: rows.real[wants]}, True
+        real = rows.real[wants]
+        if wants and rows.rows is not None:
+            real = real.clone()  # the result of an autograd function, to which torch does not write
+        rows.real, rows.written = {wants: real}, True
         self._real.clear()
-        return self._part_of(rows.real[wants])
+        return self._part_of(real)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (

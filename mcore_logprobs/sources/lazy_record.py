@@ -411,6 +411,7 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
         if view.rows.read_by_function or (handle.requires_grad and not torch.is_grad_enabled()):
             return _NOT  # one gradient without the scale, another with it
         view.rows.divide_(view.places, divisor)
+        view.rows.scaled_without_gradient |= not handle.requires_grad
         return handle
     dtype = (
         view.dtype if isinstance(other, numbers.Real) else torch.result_type(_probe(view), other)

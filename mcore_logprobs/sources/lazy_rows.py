@@ -206,6 +206,7 @@ class Rows:
         width: how many of the head's columns, the first ones, this memory has.
         real: the logits `[m, width]` where they were computed, by whether they have a gradient.
         written: whether those were changed in place.
+        scaled_without_gradient: whether the temperature was changed by a handle without a gradient.
         read_by_function: whether an autograd function may have read them, whose gradient is that of
             the logits as they were.
         version: how often the temperature was changed.
@@ -223,7 +224,7 @@ class Rows:
         self.width = head.weight.shape[0] if width is None else width
         self.num_rows = head.tokens.numel() if rows is None else rows.numel()
         self.real: dict[bool, Tensor] = {}
-        self.written = self.read_by_function = False
+        self.written = self.read_by_function = self.scaled_without_gradient = False
         self.version = 0
         self.summary: tuple[int, Tensor, RowSummary] | None = None
 
@@ -235,6 +236,7 @@ class Rows:
     def divide_(self, places: Tensor, by: float | Tensor) -> None:
         """Divide the rows at places (int64, any shape) by a number or a tensor of that shape."""
         self.version += 1
+        self.real.clear()  # those who read the logits before have what they need
         if places.numel() == self.num_rows and not isinstance(by, Tensor):
             self.temperature = self.temperature * by
             return
