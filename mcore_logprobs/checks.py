@@ -112,11 +112,12 @@ def all_ids(values: Any) -> bool:
 
 
 def all_pairs(values: Any) -> bool:
-    """Whether all are pairs of an id and a number that is finite or -inf."""
+    """Whether all are pairs of an id, each another, and a number that is finite or -inf."""
     pairs = [x for x in values if isinstance(x, tuple | list) and len(x) == 2]
     return (
         len(pairs) == len(values)
         and all_ids(number for number, _ in pairs)
+        and len({number for number, _ in pairs}) == len(pairs)
         and all(isinstance(x, Real) and not isinstance(x, bool) and x < math.inf for _, x in pairs)
     )
 

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +63,10 @@ RECORDED: dict[str, Any] = {
     "unbind": lambda x: x.unbind(1)[0],
     "iterate": lambda x: list(x)[2],
     "narrow": lambda x: x.narrow(0, 1, 3),
+    "flip": lambda x: torch.flip(x, (0, -2)),
+    "roll": lambda x: torch.roll(x, shifts=(1, -2), dims=(1, 0)),
+    "keyword": lambda x: torch.transpose(input=x, dim0=0, dim1=1),
+    "keyword of a reshape": lambda x: torch.reshape(input=x, shape=(B, S, V)),
     "select": lambda x: x.select(1, 1),
     "index_select": lambda x: x.index_select(0, _PLACES),
     "torch.cat": lambda x: torch.cat([x[4], x[1:2, 1], x[0]]),
@@ -162,6 +167,14 @@ MATERIALIZED: dict[str, Any] = {
     "keyword": lambda x: torch.softmax(input=x, dim=-1),
     "some columns": lambda x: x[..., 2:5],
     "one column": lambda x: x[..., 3],
+    "flipped vocabulary": lambda x: x.flip(-1),
+    "flipped vocabulary, with others": lambda x: torch.flip(x, dims=(0, 2)),
+    "rolled vocabulary": lambda x: x.roll(2, -1),
+    "rolled over all": lambda x: torch.roll(x, 2),
+    "keyword in another place": lambda x: torch.where(
+        condition=_MASK.view(S, 1, 1), input=x, other=x
+    ),
+    "scale that is 0 somewhere": lambda x: x * (_TEMPERATURES - 0.5),
     "transposed vocabulary": lambda x: x.transpose(-1, 0),
     "view across tokens": lambda x: x.view(S, -1),
     "negative scale": lambda x: x * -1.0,
@@ -445,7 +458,9 @@ def test_logits_of_a_reentrant_checkpoint() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [{2: 1.5, 11: -0.7}, [(2, 1.5)], torch.linspace(-1.0, 1.0, V)])
+@pytest.mark.parametrize(
+    "bias", [{2: 1.5, 11: -0.7}, [(2, 1.5)], {4: np.float32(1.5)}, torch.linspace(-1.0, 1.0, V)]
+)
 @pytest.mark.parametrize("divisor", [1.0, 0.7, _TEMPERATURES], ids=["1", "0.7", "per token"])
 def test_a_bias_on_ids_comes_after_what_was_recorded(bias: Any, divisor: Any) -> None:
     tensors, target = head(), torch.arange(S * B).view(S, B)

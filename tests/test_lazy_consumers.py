@@ -203,6 +203,24 @@ def test_passes(order: str) -> None:
     assert seen.products == 3 * (passes - without)
 
 
+def test_a_pass_of_tokens_in_another_shape() -> None:
+    """The second consumer has as many tokens, and targets that lie transposed."""
+    hidden, weight = torch.randn(S, B, H), torch.randn(V, H)
+    target, found = labels(1, torch.Size((B, S))).t(), []
+    for ours_too in (True, False):
+        operands = [x.detach().requires_grad_() for x in (hidden, weight)]
+        logits = lazy_logits(*operands) if ours_too else operands[0] @ operands[1].t()
+        entropy = (ours.vocab_parallel_entropy if ours_too else _entropy)(logits.view(-1, V))
+        if ours_too:
+            logprobs = ours.vocab_parallel_logprobs(logits, target)
+        else:
+            logprobs = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        weighted([entropy, logprobs]).backward()
+        found.append([x.grad for x in operands])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_a_pass_is_not_taken_for_another() -> None:
     """Of a spent graph, of another gradient mode, within a checkpoint or by other processing."""
     hidden = torch.randn(S, B, H, requires_grad=True)

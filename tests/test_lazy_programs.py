@@ -71,6 +71,16 @@ def _permute(draw: Random, lead: torch.Size) -> Function:
     return lambda x: x.permute(*dims, len(lead))
 
 
+def _flip(draw: Random, lead: torch.Size) -> Function:
+    dims = draw.sample(range(-1, len(lead)), draw.choice([1, 1, 2]))
+    return lambda x: x.flip(dims)
+
+
+def _roll(draw: Random, lead: torch.Size) -> Function:
+    shift, dim = draw.randrange(1, 4), draw.choice([None, *range(-1, len(lead))])
+    return lambda x: torch.roll(x, shift, dim)
+
+
 def _chunk(draw: Random, lead: torch.Size) -> Function:
     dim = draw.randrange(len(lead))
     return lambda x: x.chunk(2, dim)[-1]
@@ -120,7 +130,8 @@ MAKE: dict[str, Callable[[Random, torch.Size], Function]] = {
     "fill_": _fill_in_place,
     "flatten": lambda draw, lead: lambda x: x.flatten(0, -2),
     "expand": lambda draw, lead: lambda x: x.unsqueeze(0).expand(2, *x.shape),
-    "flip": lambda draw, lead: lambda x: x.flip(0),
+    "flip": _flip,
+    "roll": _roll,
     "contiguous": lambda draw, lead: lambda x: x.contiguous(),
     "clone": lambda draw, lead: lambda x: x.clone(),
     "detach": lambda draw, lead: lambda x: x.detach(),

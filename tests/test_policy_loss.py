@@ -415,6 +415,42 @@ def test_a_denominator_of_any_dtype_is_the_same_number(dtype):
             assert all(map(torch.equal, run(given), expected))
 
 
+@pytest.mark.parametrize("denominator", [1.0, 3.0 * 2**15])
+def test_a_loss_scale_lifts_the_gradient_of_float16(monkeypatch, denominator):
+    """Products of float16 as a GPU makes them, of gradients that are formed before the scale comes.
+
+    A token's share of a large batch is below what float16 has: up to a tenth of the gradient was
+    lost.
+    """
+
+    def as_on_a_gpu(dtype: torch.dtype, device: torch.device, **options: bool) -> torch.dtype:
+        return dtype
+
+    monkeypatch.setattr("mcore_logprobs.sources.head_operands.matmul_dtype", as_on_a_gpu)
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randint(0, 512, (96,), generator=generator)
+    operands = [torch.randn(96, 16, generator=generator), torch.randn(512, 16, generator=generator)]
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        hidden, weight = (x.half().to(dtype).requires_grad_() for x in operands)
+        buffer = torch.ones(512, 16)
+        weight.main_grad = buffer
+        loss, _ = linear_policy_loss(
+            hidden,
+            weight,
+            target,
+            lambda logprobs, entropy: -logprobs * torch.linspace(0.5, 2.0, len(logprobs)),
+            denominator=denominator,
+            gradient_accumulation_fusion=dtype == torch.float16,
+        )
+        (loss * denominator).backward()  # the largest gradient is near 1
+        of_weight = buffer - 1.0 if dtype == torch.float16 else weight.grad
+        found.append([loss * denominator, hidden.grad, of_weight])
+    for got, expected in zip(*found, strict=True):
+        error = (got.double() - expected.double()).norm() / expected.double().norm()
+        assert error < 1e-3
+
+
 def test_a_loss_in_low_precision_is_summed_in_float64():
     """2047 different numbers, whose sum bf16 does not have."""
     count = 2047

@@ -102,6 +102,19 @@ def test_the_rank_of_infinities(ranks, world):
     assert (found == -1).all()
 
 
+@pytest.mark.parametrize("log_softmax", [False, True])
+def test_no_id_is_asked_for(log_softmax):
+    hidden, weight = torch.randn(3, 2, 4), torch.randn(11, 4).requires_grad_()
+    ids = torch.zeros(3, 2, 0, dtype=torch.int64)
+    for values in (
+        ml.vocab_parallel_gather(hidden @ weight.t(), ids, log_softmax=log_softmax),
+        ml.linear_gather(hidden, weight, ids, log_softmax=log_softmax),
+    ):
+        assert values.shape == (3, 2, 0)
+        (gradient,) = torch.autograd.grad(values.sum(), weight)
+        assert not gradient.any()
+
+
 def test_rows_of_infinities_and_nan() -> None:
     logits = torch.randn(4, 6)
     logits[0], logits[1, 1:], logits[2, 3] = -torch.inf, -torch.inf, torch.nan

@@ -6,7 +6,7 @@
 `switch_on("roll")` puts that method into ROLL's class and leaves the rest of it.
 
 On Megatron's own groups. Targets are used as they are (not shifted); log-probabilities are positive
-(not a loss); a target of -100 gives 0.
+(not a loss); a target of -100 gives 0, and a rank of -1, where ROLL counts its column 0's.
 """
 
 from __future__ import annotations

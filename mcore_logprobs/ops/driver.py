@@ -353,10 +353,14 @@ class Objective(Protocol):
 
     Attributes:
         backward: whether a gradient is wanted.
+        gradient_scale: the gradients that it gives are times this, a power of two `[]`, so that
+            those of logits are within their dtype's range; None: 1.
     """
 
     @property
     def backward(self) -> bool: ...
+    @property
+    def gradient_scale(self) -> Tensor | None: ...
 
     def value_and_upstream(
         self, results: Any, tensors: Tensors, own: Tensors
@@ -399,10 +403,12 @@ def apply_eagerly(
 
 class _EagerContext(FunctionCtx):
     """Attributes:
-    gradients: of the source's tensors, until the first backward takes them; dtypes: theirs.
+    gradients: of the source's tensors, until the first backward takes them, times
+        gradient_scale; dtypes: theirs.
     """
 
     gradients: tuple[Tensor | None, ...] | None
+    gradient_scale: Tensor | None
     dtypes: list[torch.dtype | None]
     main_grad: MainGrad | None
     kernels: Backend
@@ -468,6 +474,7 @@ class _Eager(torch.autograd.Function):
         like = torch.empty(1, 1, dtype=source.acc_dtype, device=source.device)
         ctx.kernels = source.backend(Chunk(like, 1))
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        ctx.gradient_scale = objective.gradient_scale
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
         return (total.to(source.acc_dtype), *results)
@@ -484,6 +491,8 @@ class _Eager(torch.autograd.Function):
                 "backward; a second one needs a second forward"
             )
         formed, ctx.gradients = ctx.gradients, None
+        if ctx.gradient_scale is not None:
+            upstream = (upstream / ctx.gradient_scale).to(upstream.dtype)
         gradients: list[Tensor | None] = []
         for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
             if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's

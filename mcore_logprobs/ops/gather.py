@@ -72,7 +72,7 @@ class _EntryForward(Forward):
 
     def begin_tile(self, tile: Tile, rows: slice) -> None:
         logits = tile.unscaled_logits(grid_entries(self._local_ids, tile.rows))
-        self._values[rows] = logits.view(-1, self._local_ids.shape[1])
+        self._values[rows] = logits.view(self._values[rows].shape)
 
     def results(self) -> tuple[Results, Saved]:
         values = all_reduce_sum(self._values, self._source.shard.group)

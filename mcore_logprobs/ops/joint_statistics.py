@@ -62,7 +62,7 @@ class JointStatistics(Operation[Source]):
         *statistics, _, _, on_slots = upstream
         self.joined.spent = True
         every = torch.ones_like(tensors[0], dtype=torch.bool)
-        targets = [source.to_row_order(x.view(source.batch_shape)) for x in self.joined.targets]
+        targets = [source.to_row_order(x.reshape(source.batch_shape)) for x in self.joined.targets]
         asked: Tensors = ()
         if on_slots is not None:
             columns = torch.stack(targets, -1)

@@ -38,12 +38,14 @@ class _Loss:
         denominator: a float64 scalar.
         grad_enabled: as the caller has it; an autograd function sees gradients disabled.
         backward: whether any input wants a gradient.
+        gradient_scale: as in `driver.Objective`.
     """
 
     fn: LossFn
     denominator: Tensor
     grad_enabled: bool
     backward: bool
+    gradient_scale: Tensor | None
 
     def value_and_upstream(
         self, results: RowResults, tensors: Tensors, per_token: Tensors
@@ -71,6 +73,10 @@ class _Loss:
                 raise ValueError(
                     "loss_fn: the backward of the loss gives no gradient to the log-probabilities "
                     "or the entropy: an autograd function of its own returns None for them"
+                )
+            if self.gradient_scale is not None:
+                gradients = tuple(
+                    None if grad is None else grad * self.gradient_scale for grad in gradients
                 )
             each = iter(gradients)
             upstream = leaves.map(lambda x: next(each))
@@ -105,11 +111,17 @@ def policy_loss(
     source = source.compacted(valid_mask)
     source = source.in_whole_rows(adds_per_tile=True, any_tp=source.options.segments is not None)
     wants = any(x is not None and x.requires_grad for x in source.tensors)
+    scale = None
+    if any(x is not None and x.dtype == torch.float16 for x in source.tensors):
+        # Over a large denominator the gradient of a logit is below what float16 has, and the loss
+        # scale that would lift it comes in the backward, too late.
+        scale = torch.exp2(divisor.log2().floor())
     loss = _Loss(
         fn=loss_fn,
         denominator=divisor,
         grad_enabled=torch.is_grad_enabled(),
         backward=torch.is_grad_enabled() and wants,
+        gradient_scale=scale,
     )
     value, *results = apply_eagerly(wanted, source, loss, local_target, valid_mask, own=per_token)
     return value, TokenStats(**RowResults(*results)._asdict())

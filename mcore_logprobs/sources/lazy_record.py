@@ -57,9 +57,10 @@ _MAKERS = _words(
 _REARRANGED = _words(
     """
     transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze select narrow split
-    split_with_sizes chunk unbind tensor_split flatten unflatten flip roll
+    split_with_sizes chunk unbind tensor_split flatten unflatten
     """
 )
+_TURNED = _words("flip roll")  # keep the shape: which dimensions they are of says what they do
 _RESHAPED: dict[str, Callable[..., Tensor]] = {
     "view": Tensor.view,
     "view_as": Tensor.view,
@@ -101,6 +102,7 @@ def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object
     if name in ("__get__", "__set__"):
         return _property(name, func, args)
     self = args[0] if args else kwargs.get("input")
+    rest, options = args[1:], {k: v for k, v in kwargs.items() if args or k != "input"}
     handle = self if isinstance(self, LazyLogits) else None
     if handle is not None:
         if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
@@ -113,9 +115,9 @@ def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object
             return _itself(func, args, kwargs)
         if name in _MAKERS:
             like = torch.empty((), dtype=handle.dtype, device=handle.device).expand(handle.shape)
-            return func(like, *args[1:], **kwargs)
+            return func(like, *rest, **options)
         if handle.written() is None:
-            recorded = _recorded(name, func, handle, args[1:], kwargs)
+            recorded = _recorded(name, func, handle, rest, options)
             if recorded is not _NOT:
                 return recorded
     elif name in ("cat", "concat", "concatenate", "stack"):
@@ -175,7 +177,7 @@ def _is_harmless(hook: object) -> bool:
 
 def _recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> object:
     view = handle.view_of_head
-    if name in _REARRANGED:
+    if name in _REARRANGED or (name in _TURNED and _leaves_columns(name, handle, args, kwargs)):
         return _rearranged(func, handle, args, kwargs)
     if name in _RESHAPED:
         return _reshaped(name, func, handle, args, kwargs)
@@ -244,6 +246,17 @@ def _rearranged(func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     if len(handles) < len(places):
         return _NOT
     return handles if several else handles[0]
+
+
+def _leaves_columns(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> bool:
+    """Whether `flip` or `roll` is of named dimensions, and not of the vocabulary's."""
+    dims = kwargs.get("dims", args if name == "flip" else args[1:])
+    if isinstance(dims, int):
+        dims = (dims,)
+    if len(dims) == 1 and isinstance(dims[0], tuple | list):
+        dims = dims[0]
+    last = handle.dim() - 1
+    return len(dims) > 0 and all(isinstance(x, int) and x not in (-1, last) for x in dims)
 
 
 def _reshaped(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
@@ -399,7 +412,7 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
             per_token = (other.squeeze(-1) if other.dim() else other).expand(view.places.shape)
         except RuntimeError:
             return _NOT
-        if other.device.type == "cpu" and not bool(((other > 0) & other.isfinite()).all()):
+        if not bool(((other > 0) & other.isfinite()).all()):  # a sync
             return _NOT
         per_token = per_token.detach().to(handle.device, view.rows.dtype, copy=True)
         divisor = per_token if name in _QUOTIENTS else per_token.reciprocal()

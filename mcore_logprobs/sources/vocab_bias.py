@@ -44,8 +44,8 @@ def vocab_bias(
 
     Raises:
         ValueError: on every rank, for another type or shape, and for values on the CPU (on CUDA a
-            device-side assert): an id outside [0, vocab_size), a bias that is NaN or +inf, no id
-            left (of an `[V/TP]` bias where one rank has all of them).
+            device-side assert): an id outside [0, vocab_size) or biased twice, a bias that is NaN
+            or +inf, no id left (of an `[V/TP]` bias where one rank has all of them).
     """
     values = torch.zeros(shard.width, dtype=dtype, device=device)
     gone = torch.empty(0, dtype=torch.int64)
@@ -79,7 +79,7 @@ def scaled_bias(logit_bias: LogitBias, factor: float) -> LogitBias:
     if isinstance(logit_bias, Tensor):
         return logit_bias * factor
     pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else list(logit_bias)
-    return [(i, x * factor) if isinstance(x, int | float) else (i, x) for i, x in pairs]
+    return [(i, float(x) * factor) if isinstance(x, numbers.Real) else (i, x) for i, x in pairs]
 
 
 def _of_columns(bias: Tensor, shard: VocabShard, device: torch.device) -> Tensor:
@@ -115,6 +115,8 @@ def _pairs(logit_bias: Any, shard: VocabShard) -> list[tuple[int, float]]:
             raise ValueError(
                 f"logit_bias: expected finite numbers or -inf, got {x!r} for id {number}"
             )
+    if len({number for number, _ in pairs}) < len(pairs):
+        raise ValueError(f"logit_bias: expected each id once, got {pairs!r}")
     return [(number, float(x)) for number, x in pairs]
 
 

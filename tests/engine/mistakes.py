@@ -134,6 +134,7 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
         ({0: float("inf")}, "logit_bias: expected finite numbers or -inf"),
         ({0.5: 1.0}, "logit_bias: expected ids as ints"),
         ([3], "logit_bias: expected {id: x} or [V/TP], got 3"),
+        ([(3, 1.0), (3, 2.0)], "logit_bias: expected each id once, got [(3, 1.0), (3, 2.0)]"),
         (torch.zeros(5), "logit_bias: expected {id: x} or floating-point [V/TP] = [12]"),
         (torch.full((VOCAB // 2,), torch.nan), "logit_bias: expected finite numbers or -inf"),
         (torch.zeros(VOCAB // 2, requires_grad=True), "logit_bias: requires a gradient"),
