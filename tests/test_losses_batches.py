@@ -454,3 +454,34 @@ def test_two_passes_under_context_parallelism(ranks, name):
     torch.testing.assert_close(sum(part[0] for part in found), total)
     for _, part in found:
         torch.testing.assert_close(part, grad)
+
+
+@pytest.mark.parametrize("spoilt", [-1.0, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "name", [name for name, cls in losses.OBJECTIVES.items() if cls().passes == 2]
+)
+def test_a_token_outside_the_mask_has_no_part(name: str, spoilt: float) -> None:
+    """Whatever it holds, and though it has a label."""
+    batch, objective = _batch(), losses.OBJECTIVES[name]()
+    mask, found = batch["mask"], []
+    for value in (-0.5, spoilt):
+        new, old, advantages = (
+            torch.where(mask, batch[key], value).contiguous() for key in ("new", "old", "a")
+        )
+        numbers = objective.second_pass(new, old, advantages, mask)
+        logprobs = torch.where(mask, new, -0.5).requires_grad_()
+        loss = objective(logprobs, None, *(numbers[key] for key in objective.tensors))
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert not loss[~mask].any()
+        assert not gradient[~mask].any()
+        found.append((loss, gradient))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_weights_are_of_the_mask_s_tokens() -> None:
+    mask = _batch()["mask"]
+    weights = losses.aggregation(mask, mode="sequence", dtype=F64).weights
+    assert weights is not None
+    torch.testing.assert_close(weights.sum(1), mask.any(1).to(F64))
+    assert not weights[~mask].any()

@@ -236,7 +236,9 @@ class TokenLoss(SuggestsFields):
     ) -> dict[str, Tensor]:
         """Tensors of the second call by name, from a first pass without gradient.
 
-        Those that are not made here (ref_logprobs, weights) the caller adds.
+        Those that are not made here (ref_logprobs, weights) the caller adds. A token outside the
+        mask has 0 in all of them, whatever it holds, and no part in the objective. KL and entropy
+        terms know no mask: give such tokens the label ignore_index, or a weight of 0.
 
         Shape:
             logprobs, old_logprobs, mask (bool or 0/1): whole sequences `[b, s]` (`[s, b]` with
@@ -259,9 +261,11 @@ class TokenLoss(SuggestsFields):
             "seq_dim": seq_dim,
             "group": group,
         }
+        valid_mask = counted(mask, logprobs, seq_dim)
         tensors = first_pass | self.numbers(first_pass)
         names = (name for name in self.tensors if name in tensors)
-        return {name: tensors[name].expand_as(logprobs) for name in names}
+        # 0 times the gradient of a masked token's NaN would be one.
+        return {name: torch.where(valid_mask, tensors[name], 0.0) for name in names}
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, *tensors: Tensor) -> Tensor:
         names = list(self.tensors)

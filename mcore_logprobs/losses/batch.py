@@ -179,7 +179,8 @@ def aggregation(
                      all their answers (DAPO's eq. 8)
 
     length=1 of "constant" is the mean over sequences of their tokens' sums. Sequences and prompts
-    without a token are not counted.
+    without a token are not counted. Weights are 0 outside the mask; where there are none, such
+    tokens need the label ignore_index.
 
     The trainer divides too; the denominator is D / (averaged_ranks * micro_batches), so that what
     is left is the gradient of the sum over all ranks and micro-batches over D:
@@ -217,7 +218,8 @@ def aggregation(
     check_count("averaged_ranks", averaged_ranks)
     check_count("micro_batches", micro_batches)
     check_floating("dtype", dtype)
-    tokens = counted(mask, mask, seq_dim).sum(seq_dim, keepdim=True)
+    valid_mask = counted(mask, mask, seq_dim)
+    tokens = valid_mask.sum(seq_dim, keepdim=True)
     if mode == "prompt":
         tokens = _of_prompts(tokens, answers or 1)
     counts = tokens if mode == "token" else tokens > 0
@@ -225,7 +227,8 @@ def aggregation(
     total = all_reduce_sum(total, group).squeeze(0) * (length or 1)
     weights = None
     if mode in ("sequence", "prompt"):
-        weights = tokens.clamp(min=1).double().reciprocal().to(dtype).expand(mask.shape)
+        each = tokens.clamp(min=1).double().reciprocal().to(dtype)
+        weights = torch.where(valid_mask, each, 0.0)
     # A step without a token: its loss is 0 whatever it is divided by.
     denominator = total.clamp(min=1.0) / (averaged_ranks * micro_batches)
     return Aggregation(denominator.to(dtype), weights)

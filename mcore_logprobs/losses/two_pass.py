@@ -96,13 +96,7 @@ class GSPOLoss(TokenLoss):
 
     def numbers(self, given: Given) -> dict[str, Tensor]:
         log_s = sequence_mean(given["log_ratio"], given["mask"], seq_dim=given["seq_dim"])
-        # A masked token may be NaN, and 0 times the gradient of a NaN is one: it gets none at all.
-        valid_mask = counted(given["mask"], given["logprobs"], given["seq_dim"])
-        return {
-            "first_logprobs": torch.where(valid_mask, given["logprobs"], 0.0),
-            "sequence_log_ratio": log_s,
-            "advantages": torch.where(valid_mask, given["advantages"], 0.0),
-        }
+        return {"first_logprobs": given["logprobs"], "sequence_log_ratio": log_s}
 
     def policy(self, logprobs: Tensor, given: Given) -> Tensor:
         # Of a token at -inf in both passes the sequence's ratio is 0, and there is no step.
