@@ -430,7 +430,7 @@ def _gpt_forward_with_linear_ce_fusion(
     padding_mask: Tensor | None = None,
     is_spec_decode: bool | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
-    temperature: float | Tensor | None = None,
+    temperature: float | None = None,
     sampling_params: object | None = None,
 ) -> Tensor:
     """The patched forward as a function of the model, in NeMo-RL's signature.

@@ -431,7 +431,8 @@ def draft_soft_ce(
     Collectives: one all-gather over TP; at a group's first call one all-reduce and a host sync.
 
     Raises:
-        ValueError: teacher_logits that require a gradient; more columns than at the first call.
+        ValueError: teacher_logits that require a gradient; on a rank that has more columns than the
+            widest had at the group's first call (the others wait for it then).
     """
     if teacher_logits.requires_grad:
         raise ValueError("teacher_logits: expected detached logits, got ones that need a gradient")
