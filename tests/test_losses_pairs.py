@@ -163,3 +163,26 @@ def test_pairs_far_apart_stay_finite():
 def test_label_smoothing_that_a_pair_does_not_take(name, smoothing):
     with pytest.raises(ValueError, match=f"label_smoothing: expected .*loss_type='{name}'"):
         losses.dpo_loss(*[torch.zeros(1)] * 4, loss_type=name, label_smoothing=smoothing)
+
+
+_PAIR = (torch.zeros(4), torch.zeros(4))
+_COLUMN = torch.zeros(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: losses.dpo_loss(*_PAIR, _COLUMN, _PAIR[0]), "ref_chosen: expected the shape"),
+        (lambda: losses.dpo_loss(*_PAIR, _PAIR[0], _COLUMN), "ref_rejected: expected the shape"),
+        (lambda: losses.dpo_advantages(*_PAIR, _COLUMN, _COLUMN), "ref_chosen: expected the shape"),
+        (lambda: losses.kto_loss(*_PAIR, _PAIR[0] > 0, _COLUMN), "reference: expected a scalar"),
+        (lambda: losses.kto_loss(*_PAIR, _PAIR[0], 0.0), "desirable: expected a bool tensor"),
+        (lambda: losses.kl_k1(_PAIR[0], _COLUMN), "ref_logprobs: expected the shape"),
+        (lambda: losses.kl_k2(_PAIR[0], _COLUMN), "ref_logprobs: expected the shape"),
+        (lambda: losses.kl_k3(_PAIR[0], _COLUMN), "ref_logprobs: expected the shape"),
+        (lambda: losses.kl_unbiased(*_PAIR, _COLUMN), "old_logprobs: expected the shape"),
+    ],
+)
+def test_nothing_is_broadcast(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

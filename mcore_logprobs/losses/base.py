@@ -99,6 +99,7 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     Shape:
         `[...]`, `[...]` -> `[...]`.
     """
+    check_shape("ref_logprobs", ref_logprobs, logprobs)
     return logprobs - ref_logprobs
 
 
@@ -112,6 +113,7 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     Shape:
         `[...]`, `[...]` -> `[...]`.
     """
+    check_shape("ref_logprobs", ref_logprobs, logprobs)
     infinite = logprobs.isinf() | ref_logprobs.isinf()
     log_ratio = (logprobs - ref_logprobs).masked_fill(infinite, 0.0)
     return _or_infinite(0.5 * log_ratio.square(), infinite, logprobs, ref_logprobs)
@@ -127,6 +129,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     Shape:
         `[...]`, `[...]` -> `[...]`.
     """
+    check_shape("ref_logprobs", ref_logprobs, logprobs)
     infinite = logprobs.isinf() | ref_logprobs.isinf()
     log_ratio = (ref_logprobs - logprobs).masked_fill(infinite, 0.0)
     # expm1: near q = p the value is log_ratio^2 / 2, which exp(x) - 1 - x would lose in float32.
@@ -154,6 +157,8 @@ def kl_unbiased(
         `[...]` each -> `[...]`. old_logprobs are of the policy that sampled.
     """
     check_choice("kl", kl, tuple(KL))
+    check_shape("ref_logprobs", ref_logprobs, logprobs)
+    check_shape("old_logprobs", old_logprobs, logprobs)
     ratio = exp_within(logprobs - old_logprobs)
     if kl != "k3":
         return times(ratio, KL[kl](logprobs, ref_logprobs))

@@ -60,7 +60,7 @@ def dpo_loss(
 
     Shape:
         sequences' log-probabilities (see `sequence_sum`), `[...]` each -> `[...]`. Differentiable.
-        TRL takes means (`sequence_mean`) for ipo.
+        A reference may be a scalar (of 0: without one). TRL takes means (`sequence_mean`) for ipo.
 
     Raises:
         ValueError: an unknown loss_type, a label_smoothing that it does not take, shapes that
@@ -74,6 +74,12 @@ def dpo_loss(
             f"label_smoothing: expected {low!r} to {high!r} with loss_type={loss_type!r}, got "
             f"{label_smoothing!r}"
         )
+    for name, reference, policy in (
+        ("ref_chosen", ref_chosen, chosen),
+        ("ref_rejected", ref_rejected, rejected),
+    ):
+        if not isinstance(reference, Tensor) or reference.dim():
+            check_shape(name, reference, policy)
     on_chosen, on_rejected = chosen - ref_chosen, rejected - ref_rejected
     margin = _margin(on_chosen, on_rejected, beta)
     return _PAIRS[loss_type](margin, beta * on_chosen, beta * on_rejected, beta, label_smoothing)
@@ -252,6 +258,10 @@ def kto_loss(
     check_not_negative("undesirable_weight", undesirable_weight)
     check_shape("ref_logprobs", ref_logprobs, logprobs)
     check_shape("desirable", desirable, logprobs)
+    if desirable.dtype != torch.bool:
+        raise ValueError(f"desirable: expected a bool tensor, got {desirable.dtype}")
+    if isinstance(reference, Tensor) and reference.dim():
+        raise ValueError(f"reference: expected a scalar, got shape {tuple(reference.shape)}")
     gain = beta * (logprobs - ref_logprobs.detach() - reference)
     return torch.where(
         desirable,
