@@ -403,12 +403,12 @@ def apply_eagerly(
 
 class _EagerContext(FunctionCtx):
     """Attributes:
-    gradients: of the source's tensors, until the first backward takes them, times
-        gradient_scale; dtypes: theirs.
+    gradients: (those of the source's tensors times the objective's gradient_scale, that), until the
+        first backward takes them.
+    dtypes: those of the source's tensors.
     """
 
-    gradients: tuple[Tensor | None, ...] | None
-    gradient_scale: Tensor | None
+    gradients: tuple[tuple[Tensor | None, ...], Tensor | None] | None
     dtypes: list[torch.dtype | None]
     main_grad: MainGrad | None
     kernels: Backend
@@ -455,7 +455,7 @@ class _Eager(torch.autograd.Function):
                     for placed in chunks:
                         gradient.collect(tile, placed, backward.write)
                     gradient.end_tile(tile)
-            ctx.gradients = gradient.finish()
+            ctx.gradients = gradient.finish(), objective.gradient_scale
             if not parts:  # no rows
                 run = operation.forward(source, tuple(rows[:per_token]))
                 show(run, source)
@@ -474,7 +474,6 @@ class _Eager(torch.autograd.Function):
         like = torch.empty(1, 1, dtype=source.acc_dtype, device=source.device)
         ctx.kernels = source.backend(Chunk(like, 1))
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        ctx.gradient_scale = objective.gradient_scale
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
         return (total.to(source.acc_dtype), *results)
@@ -490,9 +489,9 @@ class _Eager(torch.autograd.Function):
                 "linear_policy_loss: the gradients formed in the forward went to the first "
                 "backward; a second one needs a second forward"
             )
-        formed, ctx.gradients = ctx.gradients, None
-        if ctx.gradient_scale is not None:
-            upstream = (upstream / ctx.gradient_scale).to(upstream.dtype)
+        (formed, gradient_scale), ctx.gradients = ctx.gradients, None
+        if gradient_scale is not None:
+            upstream = (upstream / gradient_scale).to(upstream.dtype)
         gradients: list[Tensor | None] = []
         for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
             if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's
