@@ -32,8 +32,9 @@ class TokenStats:
         target_rank: int64, the number of columns with a larger logit than the target's (0: the
             target is the argmax; ties do not count as larger); -1 where ignored. By
             target_rank=True.
-        lse: float32, log-sum-exp of the processed logits; 0 where ignored. Differentiable, so that
-            a z-loss costs no second pass. None if the call only replays a sampler's masks.
+        lse: float32, log-sum-exp of the processed logits; 0 where ignored, and where every logit is
+            -inf (logprobs is -inf there, and gradients are finite). Differentiable, so that a
+            z-loss costs no second pass. None if the call only replays a sampler's masks.
         sum_pi_squared: float32, sum p^2. Differentiable. By sum_pi_squared=True.
         policy_loss: scalar, the loss of `PatchHandle.policy_loss`. With it, only it and the
             divergence are differentiable.
