@@ -37,9 +37,7 @@ from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.budgets import Tiling
-from mcore_logprobs.kernels.chunk import (
-    acc_dtype,
-)
+from mcore_logprobs.kernels.chunk import acc_dtype
 from mcore_logprobs.sources.head_gradients import HeadGradient
 from mcore_logprobs.sources.head_operands import (
     HeadOperands,
