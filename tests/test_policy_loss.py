@@ -20,6 +20,7 @@ from mcore_logprobs.losses import ClippedLoss
 from tests.helpers.heads import (
     make_problem,
     plain_loss,
+    products_as_on_a_gpu,
     shard_problem,
 )
 from tests.helpers.shards import world_group
@@ -422,11 +423,7 @@ def test_a_loss_scale_lifts_the_gradient_of_float16(monkeypatch, denominator):
     A token's share of a large batch is below what float16 has: up to a tenth of the gradient was
     lost.
     """
-
-    def as_on_a_gpu(dtype: torch.dtype, device: torch.device, **options: bool) -> torch.dtype:
-        return dtype
-
-    monkeypatch.setattr("mcore_logprobs.sources.head_operands.matmul_dtype", as_on_a_gpu)
+    products_as_on_a_gpu(monkeypatch)
     generator = torch.Generator().manual_seed(3)
     target = torch.randint(0, 512, (96,), generator=generator)
     operands = [torch.randn(96, 16, generator=generator), torch.randn(512, 16, generator=generator)]

@@ -28,6 +28,7 @@ from mcore_logprobs.kernels.chunk import (
     Processing,
     acc_dtype,
     prefer_huge_pages,
+    row_stride,
     softcap_slope,
 )
 from mcore_logprobs.kernels.products import (
@@ -222,9 +223,10 @@ class HeadGradient:
 
 
 def _empty_like(chunk: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[rows, columns]` with the row stride of a chunk of logits, which `empty_like` drops."""
+    """`[rows, columns]` of memory for a chunk's dLogits: the chunk's own rows may be a tile's."""
     rows, columns = chunk.shape
-    return chunk.new_empty(rows, max(columns, chunk.stride(0)), dtype=dtype)[:, :columns]
+    stride = row_stride(columns, dtype, chunk.device.type)
+    return chunk.new_empty(rows, stride, dtype=dtype)[:, :columns]
 
 
 class HiddenGradient:

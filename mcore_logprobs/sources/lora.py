@@ -91,15 +91,20 @@ class LowRank:
     ) -> None:
         self.lora, self.dtype, self.matmul_input = lora, dtype, matmul_input
         self._a = matmul_input(lora.a)
-        self._latest: tuple[Tensor, Tensor] | None = None
+        self._latest: tuple[Tensor, Tensor, Tensor] | None = None  # tile, U, its `halves`
+
+    def _of_tile(self, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """(U, its `halves`) of a tile."""
+        if self._latest is None or self._latest[0] is not tile:
+            shape = (tile.shape[0], self._a.shape[0])
+            inner = product(tile, self._a.t(), tile.new_empty(shape, dtype=self.dtype))
+            inner.mul_(self.lora.scale)
+            self._latest = (tile, inner, halves(inner, self._a.dtype))
+        return self._latest[1:]
 
     def inner(self, tile: Tensor) -> Tensor:
         """U `[rows, r]` of a tile `[rows, h]`, in the results' dtype."""
-        if self._latest is None or self._latest[0] is not tile:
-            shape = (tile.shape[0], self._a.shape[0])
-            out = product(tile, self._a.t(), tile.new_empty(shape, dtype=self.dtype))
-            self._latest = (tile, out.mul_(self.lora.scale))
-        return self._latest[1]
+        return self._of_tile(tile)[0]
 
     def release(self) -> None:
         """Let go of the latest tile."""
@@ -107,13 +112,28 @@ class LowRank:
 
     def add_logits(self, tile: Tensor, columns: slice, out: Tensor) -> None:
         """`out += U @ B[columns]^T`, `[rows, columns]` float32 or float64."""
-        block = self.matmul_input(self.lora.b[columns])
-        add_product(self.inner(tile).to(block.dtype), block.t(), out)
+        block, inner = self.matmul_input(self.lora.b[columns]), self._of_tile(tile)[1]
+        if inner.shape[1] > block.shape[1]:
+            block = torch.cat([block, block], 1)
+        add_product(inner, block.t(), out)
 
     def entries(self, tile: Tensor, column: Tensor, rows: Tensor) -> Tensor:
         """The part of single entries, `[e]`; rows within the tile."""
         inner = self.inner(tile)[rows]
         return (inner * self.lora.b.index_select(0, column)).sum(-1)
+
+
+def halves(inner: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[rows, r]` as operands of this dtype: itself, or `[rows, 2r]` that add up to it.
+
+    A GPU multiplies operands of low precision. U rounded to it once would be off by more than the
+    sums of its products, and the logits of a block by as much from those of single entries, against
+    which ranks are counted; what rounding took away is the second half.
+    """
+    rounded = inner.to(dtype)
+    if dtype == inner.dtype:
+        return rounded
+    return torch.cat([rounded, (inner - rounded).to(dtype)], 1)
 
 
 class LoRAGradient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +14,15 @@ from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sampling import Filters, filtered_stats
 from mcore_logprobs.sources.head import head_logits
 from tests.helpers.shards import make_target, world_rank, world_size
+
+
+def products_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands of low precision are multiplied as they are, with float32 results."""
+
+    def their_own(dtype: torch.dtype, device: torch.device, **options: bool) -> torch.dtype:
+        return dtype
+
+    monkeypatch.setattr("mcore_logprobs.sources.head_operands.matmul_dtype", their_own)
 
 
 @dataclass
