@@ -226,6 +226,9 @@ class _HeadRequest:
                 places=places,
                 ignore_index=ignored,
             )
+            if kept.missing == "ignore":
+                recorded = kept.ids[1].diff() > 0
+                keep = keep & recorded[places]
         if policy is None:
             return stats
         loss = loss_of_stats(stats, keep, policy.function, *tensors, denominator=policy.denominator)

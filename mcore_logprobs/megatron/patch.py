@@ -176,9 +176,9 @@ class PatchHandle:
     a block applies to the schedule plans that are built inside it. A deep copy of a patched model
     is patched too, with no block open.
 
-    A block changes the model for every thread that calls it: threads with different options take
-    turns. If an activation checkpoint wraps the *whole* model, run the backward inside the block
-    too, because it calls the model again.
+    A patched model is called by one thread at a time: several take turns, by a lock around the
+    call, as a block changes the model for all of them. If an activation checkpoint wraps the
+    *whole* model, run the backward inside the block too, because it calls the model again.
 
     Attributes:
         reports: a `HeadReport` for each head of this rank (none on stages without one), as of
@@ -348,7 +348,7 @@ class PatchHandle:
             kept_ids: (flat ids, offsets `[n + 1]`), integers, in the order of the flattened labels
                 `[b, s]` (or `[m]` of rows): token i kept `ids[offsets[i]:offsets[i + 1]]`.
             missing: what a token without a record means. "error": a ValueError. "full": nothing was
-                masked there. "ignore": 0, and no gradient.
+                masked there. "ignore": 0, and no gradient; a policy loss leaves the token out.
             full: also give `stats.full_logprobs`, over the whole vocabulary.
             entropy: also give `stats.kept_entropy`, over the kept ids. LogprobConfig(entropy=True)
                 gives it too, next to `stats.entropy` of the full distribution.

@@ -131,8 +131,12 @@ def of_rows(step: Step, with_rows: bool, output: str) -> dict[str, float]:
     }
 
 
-def kept_of(step: Step, target: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """A sampler's record, most of whose rows hold the target; the same as a mask `[..., V]`."""
+def kept_of(step: Step, target: Tensor, gaps: bool = False) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """A sampler's record, most of whose rows hold the target; the same as a mask `[..., V]`.
+
+    Args:
+        gaps: every fourth row has no record.
+    """
     mask = torch.rand(*target.shape, VOCAB, generator=step.generator) < 0.15
     flat = mask.view(-1, VOCAB)
     some = torch.arange(flat.shape[0]) % 7 != 3
@@ -140,18 +144,23 @@ def kept_of(step: Step, target: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     flat[some, at[some]] = True
     flat[~some, at[~some]] = False
     flat[:, 0] |= ~flat.any(-1)
+    if gaps:
+        flat[2::4] = False
     lengths = flat.sum(-1)
     return (flat.nonzero()[:, 1], torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])), mask
 
 
-def of_replay(step: Step, with_rows: bool, entropy: bool) -> dict[str, float]:
+def of_replay(step: Step, with_rows: bool, entropy: bool, gaps: bool) -> dict[str, float]:
+    """Tokens without a record are left out, as if their labels were ignored."""
     rows, target, weights = tokens_of(step, with_rows)
-    kept, mask = kept_of(step, target)
-    keep = target != IGNORED
+    kept, mask = kept_of(step, target, gaps)
+    counted = target != IGNORED
+    keep = counted & mask.any(-1)
     z = picked(step.logits(), rows) / 0.8
     logp = z.log_softmax(-1)
-    index = target.masked_fill(~keep, 0).unsqueeze(-1)
-    within = z.masked_fill(~mask, -torch.inf).log_softmax(-1).gather(-1, index)[..., 0]
+    index = target.masked_fill(~counted, 0).unsqueeze(-1)
+    of_mask = z.masked_fill(~mask & mask.any(-1, keepdim=True), -torch.inf)
+    within = of_mask.log_softmax(-1).gather(-1, index)[..., 0]
     exact = torch.where(keep, within, 0.0)
     seen = exact.isfinite()
     whole = -(logp.exp() * logp).sum(-1) * keep if entropy else None
@@ -164,7 +173,7 @@ def of_replay(step: Step, with_rows: bool, entropy: bool) -> dict[str, float]:
     with (
         patch_model(step.model, config) as handle,
         handle.targets(target, rows=rows),
-        handle.replay(kept),
+        handle.replay(kept, missing="ignore" if gaps else "error"),
     ):
         plain = step.model(**step.inputs)
         assert (plain.lse is None) == (not entropy)
@@ -291,8 +300,8 @@ def cases(short: bool) -> Iterator[tuple[str, Callable[[Step], dict[str, float]]
     for rows in (False, True):
         for output in ("stats", "loss"):
             yield f"rows={rows} {output}", lambda s, r=rows, o=output: of_rows(s, r, o)
-        yield f"replay rows={rows}", lambda s, r=rows: of_replay(s, r, r)
-        yield f"replay rows={rows}", lambda s, r=rows: of_replay(s, r, not r)
+        yield f"replay rows={rows}", lambda s, r=rows: of_replay(s, r, r, False)
+        yield f"replay rows={rows} gaps", lambda s, r=rows: of_replay(s, r, not r, True)
         for filters in ({}, {"top_k": 9}):
             yield f"sample rows={rows} {filters}", lambda s, r=rows, f=filters: of_samples(s, r, f)
         kinds = ("reverse",) if short else ("forward", "reverse", "jsd", "total_variation")
