@@ -74,6 +74,7 @@ def get_log_probs_and_entropy(
     """slime's function of this name, which gives its second result: {"log_probs": [...], ...}.
 
     With args.qkv_format "bshd" logits are `[b, max_seq_len, V/TP]` and max_seq_lens is needed.
+    As in miles, an args.rollout_temperature of 0 or less (greedy) leaves logits as they are.
 
     Raises:
         ValueError: args.true_on_policy_mode; no max_seq_lens for "bshd"; logits of another shape.
@@ -83,6 +84,7 @@ def get_log_probs_and_entropy(
     if padded and max_seq_lens is None:
         raise ValueError("max_seq_lens: expected the padded lengths with bshd, got None")
     lengths = max_seq_lens if padded else None
+    temperature = setting(args, "rollout_temperature", 1.0)
     return slime.responses_of(
         logits,
         args,
@@ -90,6 +92,7 @@ def get_log_probs_and_entropy(
         slime.Layout(logits, args, total_lengths, response_lengths, lengths),
         with_entropy=with_entropy,
         entropy_grad=entropy_requires_grad,
+        temperature=temperature if temperature > 0 else 1.0,
     )
 
 

@@ -180,14 +180,20 @@ def responses_of(
     *,
     with_entropy: bool,
     entropy_grad: bool,
+    temperature: float | None = None,
     replay: tuple[Sequence[object] | None, Sequence[object] | None] = (None, None),
 ) -> dict[str, list[Tensor]]:
-    """Logits `[b, T, V/TP]` -> {"log_probs": one `[response part]` a sample, "entropy": ...}."""
+    """Logits `[b, T, V/TP]` -> {"log_probs": one `[response part]` a sample, "entropy": ...}.
+
+    temperature: None: args.rollout_temperature.
+    """
+    if temperature is None:
+        temperature = setting(args, "rollout_temperature", 1.0)
     logits = logits.flatten(0, 1)
     targets = layout.next_tokens(unconcat_tokens, logits.device)
     options: dict[str, Any] = {
         "tp_group": _tp_group(),
-        "temperature": setting(args, "rollout_temperature", 1.0),
+        "temperature": temperature,
         "chunk_size": size_or_none(setting(args, "log_probs_chunk_size")),
     }
     results: dict[str, Tensor] = {}

@@ -56,14 +56,16 @@ def test_a_collective_needs_one(miles_state) -> None:
         miles.all_gather_with_cp(torch.zeros(3), *LENGTHS)
 
 
-def test_one_process(miles_state) -> None:
+@pytest.mark.parametrize(("temperature", "divisor"), [(1.0, 1.0), (0.5, 0.5), (0.0, 1.0)])
+def test_one_process(miles_state, temperature: float, divisor: float) -> None:
+    """miles divides by a temperature above 0 alone: greedy rollouts have 0."""
     miles_state(place(0, 1), place(0, 1))
     logits = torch.randn(1, LENGTHS[0], 13, generator=torch.Generator().manual_seed(1))
-    check_responses(logits, miles_responses(logits)["log_probs"][0])
+    check_responses(logits / divisor, miles_responses(logits, temperature)["log_probs"][0])
 
 
-def miles_responses(logits: torch.Tensor) -> Any:
-    args = Namespace(rollout_temperature=1.0, log_probs_chunk_size=-1, qkv_format="thd")
+def miles_responses(logits: torch.Tensor, temperature: float = 1.0) -> Any:
+    args = Namespace(rollout_temperature=temperature, log_probs_chunk_size=-1, qkv_format="thd")
     return miles.get_log_probs_and_entropy(
         logits,
         args=args,
