@@ -71,7 +71,8 @@ def of_record(step: Step, with_rows: bool, missing: str) -> dict[str, float]:
     values = torch.where(exact.isfinite(), exact, 0.0)
     wanted = ((values + 0.5 * full + 0.2 * entropy + 0.1 * lse) * weights).sum()
     named = {"full_logprobs": full, "kept_entropy": entropy}
-    loss = (loss_fn(exact, None, weights, **named) * keep).sum() / 3.0
+    # A policy loss leaves out what has no record; its other statistics are still given.
+    loss = (loss_fn(exact, None, weights, **named) * counted).sum() / 3.0
     step.model.zero_grad(set_to_none=True)
     wanted.backward(retain_graph=True)
     found = {n: p.grad.clone() for n, p in step.model.named_parameters() if p.grad is not None}
