@@ -179,10 +179,13 @@ class PrefixTree:
                 f"values: expected lengths {[path.numel() for path in self.paths]}, got shapes "
                 f"{[tuple(x.shape) for x in values]}"
             )
-        total = values[0].new_zeros(self.rows.numel())
+        dtype = values[0].dtype
+        if dtype.is_floating_point:
+            dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 cannot count to 300
+        total = values[0].new_zeros(self.rows.numel(), dtype=dtype)
         for path, x in zip(self.paths, values, strict=True):
-            total = total.index_add(0, path.to(x.device), x)
-        return total
+            total = total.index_add(0, path.to(x.device), x.to(dtype))
+        return total.to(values[0].dtype)
 
     def attention_mask(self) -> Tensor:
         """bool `[1, 1, n, n]`, True where a token does not attend, as Megatron has it.

@@ -82,3 +82,11 @@ def test_mistakes() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             make()
+
+
+def test_many_branches_are_summed_in_float32() -> None:
+    tree = PrefixTree.from_branches([[1, 2]] * 1000)
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        total = tree.sum_of_branches([torch.ones(1, dtype=dtype)] * 1000)
+        assert total.dtype is dtype
+        assert total.tolist() == [1000]

@@ -245,3 +245,47 @@ def gathered(packed: bool, grad: str) -> dict[str, float]:
 def test_gather_cp_gives_whole_sequences(ranks, packed, grad):
     for errors in ranks(2).run(gathered, packed, grad):
         assert max(errors.values()) < 1e-12, errors
+
+
+# ---- candidates and a top k, of one dimension more ---------------------------------------------
+
+
+def with_several(**options: Any) -> TokenStats:
+    logits = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(4))
+    target = torch.arange(12).view(2, 6)
+    return vocab_parallel_token_stats(
+        logits, target, topk=4, candidate_ids=torch.arange(7), **options
+    )
+
+
+def assert_same(found: TokenStats, expected: TokenStats) -> None:
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    compared = [torch.equal(mine, exact) for mine, exact in pairs if exact is not None]
+    assert len(compared) == 5  # logprobs, lse, candidates, values and ids
+    assert all(compared)
+
+
+def test_an_ellipsis_stands_for_the_dimensions_of_tokens() -> None:
+    stats = with_several()
+    assert_same(stats[..., 1:], stats[:, 1:])
+    assert_same(stats[..., -1], stats[:, -1])
+    assert_same(stats[0, ..., 2], stats[0, 2])
+    assert_same(stats[...], stats[:])
+    assert stats[..., None].topk[0].shape == (2, 6, 1, 4)
+
+
+def test_a_negative_dimension_is_one_of_tokens() -> None:
+    stats = with_several()
+    bounds = [0, 2, 6]
+    for mine, exact in zip(stats.unpack(bounds, seq_dim=-1), stats.unpack(bounds), strict=True):
+        assert_same(mine, exact)
+
+
+def gathered_from_the_end() -> None:
+    groups = grid_groups(cp=2)
+    stats = with_several(tp_group=groups.tp)
+    assert_same(stats.gather_cp(groups.cp, seq_dim=-1), stats.gather_cp(groups.cp, seq_dim=1))
+
+
+def test_a_negative_dimension_of_several_ranks(ranks) -> None:
+    ranks(2).run(gathered_from_the_end)

@@ -94,8 +94,15 @@ class TokenStats:
         return any(x.requires_grad for x in pytree.tree_leaves(self._per_token()))
 
     def __getitem__(self, index: Any) -> TokenStats:
-        """Every per-token tensor at `index`, as `logprobs[index]`; without policy_loss."""
-        return self._per_token_only(lambda x: x[index])
+        """Every per-token tensor at `index`, as `logprobs[index]`; without policy_loss.
+
+        Candidates and a top k `[..., k]` keep their k.
+        """
+        dims, index = len(self.shape), index if isinstance(index, tuple) else (index,)
+        # An Ellipsis stands for the tokens' dimensions alone: behind it comes the k.
+        after = any(part is Ellipsis for part in index)
+        of_several = (*index, slice(None)) if after else index
+        return self._per_token_only(lambda x: x[index if x.dim() == dims else of_several])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
         """`fn` of every per-token tensor there is; policy_loss stays as it is."""
@@ -153,11 +160,14 @@ class TokenStats:
         Raises:
             ValueError: as `context_parallel_gather`, before any collective.
         """
+        dim = seq_dim
+        if isinstance(seq_dim, int) and -len(self.shape) <= seq_dim < 0:
+            dim += len(self.shape)  # not counted from a candidate's k
         return self._per_token_only(
             lambda x: context_parallel_gather(
                 x,
                 cp_group=cp_group,
-                seq_dim=seq_dim,
+                seq_dim=dim,
                 layout=layout,
                 cu_seqlens=cu_seqlens,
                 grad=grad,
@@ -190,6 +200,7 @@ class TokenStats:
         check_integer("seq_dim", seq_dim)
         if not -len(self.shape) <= seq_dim < len(self.shape):
             raise ValueError(f"seq_dim: out of range for shape {tuple(self.shape)}, got {seq_dim}")
+        seq_dim %= len(self.shape)  # not counted from a candidate's k
         bounds = _integers(cu_seqlens, "cu_seqlens")
         size = self.shape[seq_dim]
         if len(bounds) < 1 or bounds[0] < 0 or bounds[-1] > size or bounds != sorted(bounds):
