@@ -90,18 +90,22 @@ def check_call(width: int, group: ProcessGroup, device: torch.device) -> None:
     Collectives: none; with `MCORE_LOGPROBS_CHECK=1` one all-gather of 4 KiB over TP.
 
     Raises:
-        ValueError: on every rank of the group alike, saying which rank has which value. For a first
-            call on some ranks only: on them after a while, on the others where those end.
+        ValueError: a `MCORE_LOGPROBS_CHECK` that is neither 0 nor 1; on every rank of the group
+            alike, saying which rank has which value. For a first call on some ranks only: on them
+            after a while, on the others where those end.
     """
     if group_size(group) == 1 or torch.compiler.is_compiling():
         return
     call = _calls.under_way[-1] if _calls.under_way else _Call("an operation", dict)
-    if os.environ.get(VARIABLE) == "1":
+    level = os.environ.get(VARIABLE, "")
+    if level not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}: expected 0 or 1, got {level!r}")
+    if level == "1":
         described = {"operation": call.operation, "columns": str(width)}
         _compare_arguments(described | _described("", call.arguments()), group, device)
     elif (key := (call.operation, width)) not in _agreed.setdefault(group, set()):
         posted = _Posted(width)
-        if os.environ.get(VARIABLE) != "0" and not _captured(device):
+        if level != "0" and not _captured(device):
             posted = _Posted.of(width, call.arguments())
         patience = _PATIENCE["cpu" if device.type == "cpu" else "other"]
         _compare(_posted_by_all(posted, call.operation, group, patience))

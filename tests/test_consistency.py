@@ -51,6 +51,9 @@ def call(operation: str, width: int, **changes: Any) -> Any:
         "linear_policy_loss": lambda: ml.linear_policy_loss(
             hidden, weight, target, lambda x, _: x, **common
         ),
+        "reshard": lambda: ml.reshard_vocabulary(
+            weight, dim=0, source_group=dist.group.WORLD, **common
+        ),
         "vp2sp": lambda: all_to_all_vp2sp(logits, **common),
         "sp2vp": lambda: all_to_all_sp2vp(torch.randn(ROWS, 2 * width), **common),
     }
@@ -59,7 +62,8 @@ def call(operation: str, width: int, **changes: Any) -> Any:
 
 OPERATIONS = (
     *("logprobs", "entropy", "target_rank", "token_stats", "log_softmax", "topk", "gather"),
-    *("sampling", "kl_div", "linear_token_stats", "linear_policy_loss", "vp2sp", "sp2vp"),
+    *("sampling", "kl_div", "linear_token_stats", "linear_policy_loss", "reshard"),
+    *("vp2sp", "sp2vp"),
 )
 
 
@@ -369,3 +373,13 @@ def test_values_of_a_shard_are_not_compared():
         assert consistency._value(name, one) == consistency._value(name, other)
     for name in ("temperature", "per_token_tensors", "teacher_topk_logits"):
         assert consistency._value(name, one) != consistency._value(name, other)
+
+
+def with_another_value() -> str:
+    with mock.patch.dict(os.environ, {consistency.VARIABLE: "true"}):
+        return message("logprobs", 12)
+
+
+def test_the_check_s_variable_is_0_or_1(ranks):
+    for found in ranks(2).run(with_another_value):
+        assert found == "MCORE_LOGPROBS_CHECK: expected 0 or 1, got 'true'"

@@ -168,6 +168,7 @@ def get_log_probs_and_entropy(
         Layout(logits, args, total_lengths, response_lengths),
         with_entropy=with_entropy,
         entropy_grad=setting(args, "entropy_coef", 0.0) != 0,
+        temperature=setting(args, "rollout_temperature", 1.0),
         replay=(top_p_token_ids, top_p_token_offsets),
     )
 
@@ -180,15 +181,10 @@ def responses_of(
     *,
     with_entropy: bool,
     entropy_grad: bool,
-    temperature: float | None = None,
+    temperature: float,
     replay: tuple[Sequence[object] | None, Sequence[object] | None] = (None, None),
 ) -> dict[str, list[Tensor]]:
-    """Logits `[b, T, V/TP]` -> {"log_probs": one `[response part]` a sample, "entropy": ...}.
-
-    temperature: None: args.rollout_temperature.
-    """
-    if temperature is None:
-        temperature = setting(args, "rollout_temperature", 1.0)
+    """Logits `[b, T, V/TP]` -> {"log_probs": one `[response part]` a sample, "entropy": ...}."""
     logits = logits.flatten(0, 1)
     targets = layout.next_tokens(unconcat_tokens, logits.device)
     options: dict[str, Any] = {

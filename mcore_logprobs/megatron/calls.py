@@ -282,11 +282,13 @@ class Call:
 
     def __post_init__(self) -> None:
         config = self.config
-        if self.also is not None and config.invariant_segments is not None:
-            raise ValueError(
-                "PatchHandle.also: expected invariant_segments=None, as candidates and the top k "
-                f"are not batch-invariant, got {config.invariant_segments}"
-            )
+        for block, what in (("also", "candidates and the top k"), ("sample", "samples")):
+            asked = self.also if block == "also" else self.draw
+            if asked is not None and config.invariant_segments is not None:
+                raise ValueError(
+                    f"PatchHandle.{block}: expected invariant_segments=None, as {what} are not "
+                    f"batch-invariant, got {config.invariant_segments}"
+                )
         if self.rows is not None and config.compact and self.draw is None:
             raise ValueError("rows: expected compact=False, as rows say what is computed")
         if self.kept is not None:

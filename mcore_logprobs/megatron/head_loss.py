@@ -23,6 +23,7 @@ from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.divergence import any_teacher, kl_div
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
+from mcore_logprobs.ops.record import has_record
 from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import Statistics
@@ -227,8 +228,7 @@ class _HeadRequest:
                 ignore_index=ignored,
             )
             if kept.missing == "ignore":
-                recorded = kept.ids[1].diff() > 0
-                keep = keep & recorded[places]
+                keep = keep & has_record(kept.ids[1], places)
         if policy is None:
             return stats
         loss = loss_of_stats(stats, keep, policy.function, *tensors, denominator=policy.denominator)

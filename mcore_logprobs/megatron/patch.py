@@ -274,7 +274,8 @@ class PatchHandle:
         """For calls in this block: the model returns what `linear_map` gives.
 
         `fn(logits, *the tensors' rows)` gets logits `[rows, V/TP]` of some tokens at a time, after
-        scale, softcap and bias. Pass temperature and vocab_size to the functions that fn calls.
+        scale, softcap and bias. Pass temperature and vocab_size to the functions that fn calls;
+        logit_bias and disallowed_ids are not in them.
         Tokens whose label is ignore_index give 0 and no gradient, and with `compact` cost nothing.
         With a head that cannot be fused, fn is called once, with the real logits of all tokens.
 
@@ -497,15 +498,17 @@ class PatchHandle:
             seed: as in `vocab_parallel_sample`: the same on the ranks of a tensor-parallel group,
                 another one on data- and context-parallel ranks, and in every call.
             top_k, top_p, min_p, temperature: as in `vocab_parallel_sample`. The defaults take the
-                values of LogprobConfig. A temperature of 0 takes the largest logit. It may be a
-                tensor that broadcasts to the results.
+                values of LogprobConfig, also where they are written out: what switches its filters
+                off is `options(top_p=1.0, min_p=0.0)`. A temperature of 0 takes the largest logit.
+                It may be a tensor that broadcasts to the results.
             rows: as in `targets`. Results are then `[m]`; the noise of entry i is that of row i.
 
         Multi-token prediction is left out.
 
         Raises:
-            ValueError: settings out of range, on every stage; a call with labels, or inside a block
-                of another kind; in the call what `linear_sample` raises.
+            ValueError: settings out of range and invariant segments in LogprobConfig, on every
+                stage; a call with labels, or inside a block of another kind; in the call what
+                `linear_sample` raises.
         """
         draw = SampleRequest(seed, top_k, top_p, temperature, min_p)
         if rows is not None:

@@ -78,6 +78,11 @@ class Record(NamedTuple):
         return cls(row, place, bounds)
 
 
+def has_record(offsets: Tensor, places: Tensor) -> Tensor:
+    """bool, of places' shape: whether the record has any id for these rows of it."""
+    return (offsets.diff() > 0)[places]
+
+
 def check_possible(ids: Tensor, offsets: Tensor, disallowed: Tensor | None) -> None:
     """No disallowed id in a record, or a ValueError; on CUDA a device-side assert."""
     if disallowed is None or disallowed.numel() == 0:
@@ -94,9 +99,9 @@ def check_possible(ids: Tensor, offsets: Tensor, disallowed: Tensor | None) -> N
         )
 
 
-def check_recorded(lengths: Tensor, valid_mask: Tensor, places: Tensor) -> None:
+def check_recorded(recorded: Tensor, valid_mask: Tensor, places: Tensor) -> None:
     """A record for every row that counts, or a ValueError; on CUDA a device-side assert."""
-    none = (lengths == 0) & valid_mask
+    none = ~recorded & valid_mask
     if none.device.type != "cpu":
         torch._assert_async(~none.any(), "kept_ids: a row without a record")
     elif bool(none.any()):

@@ -37,6 +37,7 @@ from mcore_logprobs.ops.record import (
     check_kept_ids,
     check_possible,
     check_recorded,
+    has_record,
 )
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, entries_of_chunk
@@ -407,17 +408,16 @@ def replay(
     if places is None:
         places = torch.arange(target.numel(), device=source.device).view(source.batch_shape)
     ids, offsets = check_kept_ids(kept.ids, target.numel(), source.shard, source.device)
-    lengths = offsets.diff()[places]
+    recorded = has_record(offsets, places)
     # A source of a kind of one's own need not know of forbidden ids.
     check_possible(ids, offsets, getattr(source.options, "disallowed", None))
     if kept.missing == "error":
-        check_recorded(lengths, valid_mask, places)
+        check_recorded(recorded, valid_mask, places)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")
     asked = StatsSpec() if full_spec is None and kept.full else full_spec
     full_spec = StatsSpec() if asked is None and kept.missing == "full" else asked
     if full_spec is not None and kept.missing == "full" and kept.entropy:
         full_spec = replace(full_spec, entropy=True)
-    recorded = lengths > 0
     as_it_lies = source.compacted(valid_mask)
     source = as_it_lies.in_token_order()
     record = Record.of(source, ids.numel(), offsets, places)

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_float_tensor, check_target, global_to_local
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
+from mcore_logprobs.consistency import check_call, comparing
 from mcore_logprobs.groups import VocabShard, group_rank, group_size, resolve_tp_group
 from mcore_logprobs.spelling import suggesting
 
@@ -46,12 +47,16 @@ def reshard_vocabulary(
     all-reduce of a resulting shard for each different one that its ranks want. Memory: two of them.
 
     Raises:
-        ValueError: before any collective, m (V) that tp_group does not divide, ids out of range.
+        ValueError: before any collective, m (V) that tp_group does not divide, ids out of range;
+            on every rank, shards of other widths at a first call.
     """
     check_float_tensor("shard", shard, min_dim=1)
     if dim not in (-1, 0):
         raise ValueError(f"dim: expected 0 or -1, got {dim!r}")
     source, wanted_by = resolve_tp_group(source_group), resolve_tp_group(tp_group)
+    if source is not None:
+        with comparing("reshard_vocabulary", lambda: {"logits": shard, "ids": ids}):
+            check_call(shard.shape[dim], source, shard.device)
     vocab = VocabShard.of(shard.shape[dim], source, None)
     if ids is None:
         ids = torch.arange(vocab.padded_size, device=shard.device)

@@ -98,11 +98,11 @@ class TokenStats:
 
         Candidates and a top k `[..., k]` keep their k.
         """
-        dims, index = len(self.shape), index if isinstance(index, tuple) else (index,)
-        # An Ellipsis stands for the tokens' dimensions alone: behind it comes the k.
-        after = any(part is Ellipsis for part in index)
-        of_several = (*index, slice(None)) if after else index
-        return self._per_token_only(lambda x: x[index if x.dim() == dims else of_several])
+        index = index if isinstance(index, tuple) else (index,)
+        # An Ellipsis stands for the tokens' dimensions alone.
+        k = (slice(None),) if any(part is Ellipsis for part in index) else ()
+        dims = len(self.shape)
+        return self._per_token_only(lambda x: x[index if x.dim() == dims else (*index, *k)])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
         """`fn` of every per-token tensor there is; policy_loss stays as it is."""
@@ -160,9 +160,7 @@ class TokenStats:
         Raises:
             ValueError: as `context_parallel_gather`, before any collective.
         """
-        dim = seq_dim
-        if isinstance(seq_dim, int) and -len(self.shape) <= seq_dim < 0:
-            dim += len(self.shape)  # not counted from a candidate's k
+        dim = self._token_dim(seq_dim)
         return self._per_token_only(
             lambda x: context_parallel_gather(
                 x,
@@ -197,10 +195,7 @@ class TokenStats:
             ValueError: bounds that do not ascend within `[0, T]`; lengths of another count, or past
                 their sequence's end.
         """
-        check_integer("seq_dim", seq_dim)
-        if not -len(self.shape) <= seq_dim < len(self.shape):
-            raise ValueError(f"seq_dim: out of range for shape {tuple(self.shape)}, got {seq_dim}")
-        seq_dim %= len(self.shape)  # not counted from a candidate's k
+        seq_dim = self._token_dim(seq_dim)
         bounds = _integers(cu_seqlens, "cu_seqlens")
         size = self.shape[seq_dim]
         if len(bounds) < 1 or bounds[0] < 0 or bounds[-1] > size or bounds != sorted(bounds):
@@ -221,6 +216,14 @@ class TokenStats:
             return self._per_token_only(lambda x: x.narrow(seq_dim, start, n))
 
         return [piece(start, n) for (start, _), n in zip(parts, kept, strict=True)]
+
+    def _token_dim(self, seq_dim: int) -> int:
+        """A dimension of the tokens from the front: from the end it would be a candidate's k."""
+        check_integer("seq_dim", seq_dim)
+        dims = len(self.shape)
+        if not -dims <= seq_dim < dims:
+            raise ValueError(f"seq_dim: out of range for shape {tuple(self.shape)}, got {seq_dim}")
+        return seq_dim % dims
 
     def _tensors(self) -> dict[str, Any]:
         """Tensors, or tuples of them, by name."""

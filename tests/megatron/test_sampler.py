@@ -177,6 +177,16 @@ def mistakes() -> None:
                 pytest.raises(ValueError, match="also: expected invariant_segments=None"),
             ):
                 handle.also(topk=2).__enter__()
+            with (
+                handle.options(invariant_segments=2),
+                pytest.raises(ValueError, match="sample: expected invariant_segments=None"),
+            ):
+                handle.sample(3).__enter__()
+            with handle.options(top_p=0.3), handle.sample(3, top_p=1.0):
+                narrow = step.model(**step.inputs)
+            with handle.options(top_p=0.3), handle.options(top_p=1.0), handle.sample(3):
+                wide = step.model(**step.inputs)
+            assert not torch.equal(narrow[1], wide[1])
 
 
 def test_mistakes(ranks):

@@ -199,7 +199,7 @@ INTERPRETED = not any(isinstance(function, triton.JITFunction) for function in (
 
 def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: object):
     """`programs` programs of a kernel on the device of its first argument, a tensor."""
-    here: Any = nullcontext()
+    here: AbstractContextManager[object] = nullcontext()
     if arguments[0].is_cuda and arguments[0].get_device() != torch.cuda.current_device():
         here = torch.cuda.device(arguments[0].device)  # Triton launches on the current device
     with here:
