@@ -10,17 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import numbers
-import re
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
-from mcore_logprobs import checks
-from mcore_logprobs.checks import Check
+from mcore_logprobs import checks, fields
 from mcore_logprobs.kernels.backend import BACKENDS
 from mcore_logprobs.spelling import SuggestsFields
 from mcore_logprobs.vocabulary import true_vocab_size
@@ -28,203 +24,8 @@ from mcore_logprobs.vocabulary import true_vocab_size
 ARG_PREFIX = "logprob_"
 YAML_SECTION = "mcore_logprobs"
 
-_Class = TypeVar("_Class", bound=type)
 
-# ---- kinds of field: each gives the parser of a text and the normal form of a value --------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Setting:
-    """What a field knows besides its default.
-
-    Attributes:
-        help: one text for the class's docstring and for the flag.
-        check: refuses what the field does not accept.
-        parse: text of a flag or of a YAML string to a value; what it cannot read it returns
-            unchanged, for `check` to refuse.
-        normal: one spelling for equal values, of any type; else as `parse`.
-        words: for a switch, the texts that it takes.
-    """
-
-    help: str
-    check: Check
-    parse: Callable[[str], Any]
-    normal: Callable[[object], object] = lambda value: value
-    words: tuple[str, ...] = ()
-
-
-def _field(default: object, setting: _Setting) -> object:
-    return dataclasses.field(default=default, metadata={"setting": setting})
-
-
-def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
-    def normal(value: object) -> object:
-        return "off" if value is False and "off" in choices else value  # YAML's unquoted off
-
-    return _field(default, _Setting(help, checks.one_of(choices), parse=str, normal=normal))
-
-
-def _switch(default: bool, help: str, *, words: tuple[str, ...] = ()) -> Any:
-    """True, False, or one of `words`."""
-    check = Check(
-        f"True, False or {' or '.join(map(repr, words))}" if words else "True or False",
-        lambda v: isinstance(v, bool) or (isinstance(v, str) and v in words),
-    )
-    setting = _Setting(help, check, parse=_parse_switch, words=("true", "false", *words))
-    return _field(default, setting)
-
-
-def _integer(default: int | None, check: Check, help: str, *, off: tuple[int, ...] = ()) -> Any:
-    """An int, or None where the check accepts it; the values `off` are other spellings of None."""
-
-    def normal(value: object) -> object:
-        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-            return None if value in off else int(value)
-        return value
-
-    return _field(default, _Setting(help, check, parse=_number_parser(int), normal=normal))
-
-
-def _real(default: float | None, check: Check, help: str) -> Any:
-    """A float, or None where the check accepts it."""
-
-    def normal(value: Any) -> Any:
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        return float(value) if is_number else value
-
-    return _field(default, _Setting(help, check, parse=_number_parser(float), normal=normal))
-
-
-def _ids(default: None, check: Check, help: str) -> Any:
-    """A tuple of ints, ascending, or None; in a text they stand between commas."""
-
-    def parse(text: str) -> object:
-        if text.lower() in ("none", "null", ""):
-            return None
-        parsed = [_number_parser(int)(part.strip()) for part in text.split(",")]
-        return text if any(isinstance(x, str) for x in parsed) else tuple(parsed)
-
-    def normal(value: object) -> object:
-        ids = value.tolist() if isinstance(value, torch.Tensor) else value
-        if isinstance(ids, Sequence) and not isinstance(ids, str) and ids and checks.all_ids(ids):
-            return tuple(sorted({int(x) for x in ids}))
-        return value
-
-    return _field(default, _Setting(help, check, parse=parse, normal=normal))
-
-
-def _pairs(default: None, check: Check, help: str) -> Any:
-    """A tuple of (id, number), by id, or None; in a text `id:number` between commas."""
-
-    def parse(text: str) -> object:
-        if text.lower() in ("none", "null", ""):
-            return None
-        try:
-            pairs = [part.split(":") for part in text.split(",")]
-            return {int(number): float(x) for number, x in pairs}
-        except ValueError:
-            return text
-
-    def normal(value: object) -> object:
-        pairs = tuple(value.items()) if isinstance(value, Mapping) else value
-        if isinstance(pairs, tuple | list) and pairs and checks.all_pairs(pairs):
-            return tuple(sorted((int(number), float(x)) for number, x in pairs))
-        return value
-
-    return _field(default, _Setting(help, check, parse=parse, normal=normal))
-
-
-def _bytes(help: str) -> Any:
-    """A number of bytes, 0 by default; as text with a unit too: "1GiB", "500 MB"."""
-
-    def normal(value: Any) -> Any:
-        if isinstance(value, str):
-            return _bytes_of(value)
-        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return int(value) if is_integer else value
-
-    expected = 'a number of bytes >= 0, as an int or as text like "1GiB"'
-    check = dataclasses.replace(checks.check_bytes, expected=expected)
-    return _field(0, _Setting(help, check, parse=_bytes_of, normal=normal))
-
-
-_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-
-
-def _bytes_of(text: str) -> object:
-    match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*([kmg]i?b)", text.strip().lower())
-    if match is None:
-        return text
-    plain, count, unit = match.groups()
-    return int(plain) if plain else int(float(count) * _UNITS[unit])
-
-
-def _dtype(default: torch.dtype, check: Check, help: str) -> Any:
-    def normal(value: object) -> object:
-        if isinstance(value, str):
-            return _DTYPES.get(value.lower().removeprefix("torch."), value)
-        return value
-
-    return _field(default, _Setting(help, check, parse=normal, normal=normal))
-
-
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-}
-
-
-def _parse_switch(text: str) -> object:
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _number_parser(number: type[int] | type[float]) -> Callable[[str], object]:
-    def parse(text: str) -> object:
-        if text.lower() in ("none", "null"):
-            return None
-        try:
-            return number(text)
-        except ValueError:
-            return text
-
-    return parse
-
-
-def _documented(cls: _Class) -> _Class:
-    """Puts the fields' texts and defaults into the class's docstring, in place of `{fields}`."""
-    lines = []
-    for name, setting in _settings(cls).items():
-        text = f"{name}: {setting.help} Default: {_default(cls, name)!r}."
-        lines += textwrap.wrap(text, 96, initial_indent=" " * 8, subsequent_indent=" " * 12)
-    if cls.__doc__:  # None under python -OO
-        cls.__doc__ = cls.__doc__.replace("{fields}", "\n".join(lines).lstrip())
-    return cls
-
-
-def _settings(cls: Any) -> dict[str, _Setting]:
-    return {f.name: f.metadata["setting"] for f in dataclasses.fields(cls)}
-
-
-def _default(cls: Any, name: str) -> object:
-    """A field's default as a plain value, as in `as_dict`."""
-    return _plain(cls.__dataclass_fields__[name].default)
-
-
-def _plain(value: object) -> object:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-# ---- the settings -------------------------------------------------------------------------------
-
-
-@_documented
+@fields.documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogprobConfig(SuggestsFields):
     """What a patched model computes and returns. Immutable, hashable, validated on construction.
@@ -237,136 +38,136 @@ class LogprobConfig(SuggestsFields):
             expected and what was given.
     """
 
-    output: Literal["stats", "loss"] = _choice(
+    output: Literal["stats", "loss"] = fields.choice(
         "stats",
         ("stats", "loss"),
         "'stats': the model returns a `TokenStats` of `[b, s]` tensors; 'loss': the usual float32 "
         "`[b, s]` loss, which is minus the log-probability.",
     )
-    fused: bool | Literal["require"] = _switch(
+    fused: bool | Literal["require"] = fields.switch(
         True,
         "True takes the path from hidden states, which never materializes the logits, and falls "
         "back to the logits if the head does not allow it, with one log line; 'require' raises "
         "when the model is patched instead of falling back; False always computes the logits.",
         words=("require",),
     )
-    entropy: bool = _switch(
+    entropy: bool = fields.switch(
         False, "Also return the entropy of each token's distribution (output='stats' only)."
     )
-    target_rank: bool = _switch(
+    target_rank: bool = fields.switch(
         False, "Also return the rank of each target, 0 for the argmax (output='stats' only)."
     )
-    sum_pi_squared: bool = _switch(
+    sum_pi_squared: bool = fields.switch(
         False, "Also return the sum of squared probabilities (output='stats' only)."
     )
-    temperature: float = _real(
+    temperature: float = fields.real(
         1.0, checks.check_positive, "The logits are divided by it, after scale and softcap."
     )
-    top_k: int | None = _integer(
+    top_k: int | None = fields.integer(
         None,
         checks.check_top_k,
         "Log-probabilities are those of the distribution filtered to the top_k largest logits; "
         "entropy, rank and lse are of the full distribution. None, 0 and -1: off.",
         off=(0, -1),
     )
-    top_p: float = _real(
+    top_p: float = fields.real(
         1.0,
         checks.check_top_p,
         "As top_k, filtered to the smallest set of tokens whose probability reaches top_p. 1: off.",
     )
-    min_p: float = _real(
+    min_p: float = fields.real(
         0.0,
         checks.check_min_p,
         "As top_k, filtered to the tokens whose probability is at least min_p times the largest, "
         "before top_k and top_p. 0: off.",
     )
-    disallowed_ids: tuple[int, ...] | None = _ids(
+    disallowed_ids: tuple[int, ...] | None = fields.ids(
         None,
         checks.check_optional_ids,
         "Forbidden global ids: their logits are -inf, for every statistic, filter, sample "
         "and divergence. A flag separates them by commas.",
     )
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = _pairs(
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = fields.pairs(
         None,
         checks.check_optional_pairs,
         "{id: x}, added to the logits before the temperature, likewise; finite or -inf. A flag is "
         "written 5:1.5,7:-2.",
     )
-    vocab_size: int | None = _integer(
+    vocab_size: int | None = fields.integer(
         None,
         checks.check_optional_count,
         "True vocabulary size in tokens, before padding for tensor parallelism; columns at or past "
         "it count as -inf. None: every column counts.",
     )
-    ignore_index: int = _integer(
+    ignore_index: int = fields.integer(
         -100,
         checks.check_integer,
         "A target with this global id gives logprob 0, entropy 0, rank -1 and no gradient.",
     )
-    label_smoothing: float = _real(
+    label_smoothing: float = fields.real(
         0.0,
         checks.check_fraction,
         "Label smoothing, as in Megatron's `vocab_parallel_cross_entropy`.",
     )
-    softcap: float | None = _real(
+    softcap: float | None = fields.real(
         None,
         checks.check_optional_positive,
         "`softcap * tanh(logits / softcap)` before the temperature. None: off.",
     )
-    compact: bool = _switch(
+    compact: bool = fields.switch(
         False,
         "Compute only tokens whose target is not ignore_index. Costs one host sync.",
     )
-    mtp: Literal["keep", "off"] = _choice(
+    mtp: Literal["keep", "off"] = fields.choice(
         "keep",
         ("keep", "off"),
         "'keep': multi-token prediction has its own losses, as without the patch; 'off': calls "
         "with labels leave it out, so that reading log-probabilities does not train it.",
     )
-    invariant_segments: int | None = _integer(
+    invariant_segments: int | None = fields.integer(
         None,
         checks.check_optional_count,
         "Results are bitwise identical for every tensor-parallel size that divides this number. "
         "None: no such guarantee.",
     )
-    logits_dtype: torch.dtype = _dtype(  # noqa: RUF009
+    logits_dtype: torch.dtype = fields.dtype(  # noqa: RUF009
         torch.float32,
         checks.check_logits_dtype,
         "Dtype in which a chunk of logits is formed on the fused path: a `torch.dtype` or its "
         "name.",
     )
-    chunk_size: int | None = _integer(
+    chunk_size: int | None = fields.integer(
         None,
         checks.check_optional_count,
         "Rows at a time. None picks a number from a memory budget.",
     )
-    saved_bytes: int = _bytes(
+    saved_bytes: int = fields.size(
         "Bytes of logits that a rank may keep from the forward to the backward of a call on the "
         "fused path, chunk by chunk as they fit: what is kept is not multiplied again and costs 3 "
         "GEMMs, the rest 4. A policy loss costs 3 without it and ignores it, as do multi-token "
         "prediction's own losses.",
     )
-    backend: Literal["auto", "torch", "triton", "inductor"] = _choice(
+    backend: Literal["auto", "torch", "triton", "inductor"] = fields.choice(
         "auto",
         BACKENDS,
         "Which kernels to run: 'auto' takes the best available ones; any other that is unavailable "
         "raises where it is used.",
     )
-    logits: Literal["real", "lazy"] = _choice(
+    logits: Literal["real", "lazy"] = fields.choice(
         "real",
         ("real", "lazy"),
         "What a call without labels returns: 'lazy' gives a `LazyLogits`, which every "
         "`vocab_parallel_*` function computes from hidden states; anything else that reads it gets "
         "real logits, with one log line (fused='require': an error).",
     )
-    check_labels: bool = _switch(
+    check_labels: bool = fields.switch(
         False,
         "Raise an error if the labels of a call are its input_ids themselves instead of the tokens "
         "after them. Costs one host sync.",
     )
 
     def __post_init__(self) -> None:
-        for name, setting in _settings(self).items():
+        for name, setting in fields.settings_of(self).items():
             value = setting.normal(getattr(self, name))
             setting.check(f"LogprobConfig.{name}", value)
             object.__setattr__(self, name, value)
@@ -409,7 +210,7 @@ class LogprobConfig(SuggestsFields):
             raise ValueError(
                 f"LogprobConfig: expected a mapping of settings, got {type(settings).__name__}"
             )
-        known = _settings(cls)
+        known = fields.settings_of(cls)
         for key in settings:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
@@ -488,7 +289,7 @@ class LogprobConfig(SuggestsFields):
 
     @classmethod
     def _from_attributes(cls, source: object) -> LogprobConfig:
-        known = _settings(cls)
+        known = fields.settings_of(cls)
         settings = {}
         names = set(getattr(source, "__dict__", ())) | {ARG_PREFIX + k for k in known}
         for name in sorted(n for n in names if n.startswith(ARG_PREFIX)):
@@ -505,7 +306,7 @@ class LogprobConfig(SuggestsFields):
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values (dtypes by name): `from_dict(c.as_dict()) == c`."""
-        return {name: _plain(getattr(self, name)) for name in _settings(self)}
+        return {name: fields.plain(getattr(self, name)) for name in fields.settings_of(self)}
 
 
 def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -521,9 +322,9 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     if "--" + (ARG_PREFIX + "output").replace("_", "-") in parser._option_string_actions:
         return parser
     group = parser.add_argument_group("mcore_logprobs", "log-probabilities of the patched model")
-    for name, setting in _settings(LogprobConfig).items():
+    for name, setting in fields.settings_of(LogprobConfig).items():
         flag = (ARG_PREFIX + name).replace("_", "-")
-        default = _default(LogprobConfig, name)
+        default = fields.default_of(LogprobConfig, name)
         options: dict[str, Any] = {"default": default, "type": _argument_type(setting)}
         if setting.words:
             options |= {"nargs": "?", "const": True, "metavar": "{" + ",".join(setting.words) + "}"}
@@ -542,7 +343,7 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     return parser
 
 
-def _argument_type(setting: _Setting) -> Callable[[str], object]:
+def _argument_type(setting: fields.Setting) -> Callable[[str], object]:
     def convert(text: str) -> object:
         value = setting.normal(setting.parse(text))
         try:
@@ -550,6 +351,6 @@ def _argument_type(setting: _Setting) -> Callable[[str], object]:
         except ValueError:
             expected = setting.check.expected
             raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
-        return _plain(value)
+        return fields.plain(value)
 
     return convert
