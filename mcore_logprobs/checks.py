@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -80,19 +82,21 @@ class Check:
         accepts: which values of the kind.
         kind: the type of what is accepted; True and False are no numbers.
         or_none: whether None is accepted too.
+        hint: what else a refusal says of the value, or "".
     """
 
     expected: str
     accepts: Callable[[Any], bool] = lambda value: True
     kind: type = object
     or_none: bool = False
+    hint: Callable[[Any], str] = lambda value: ""
 
     def __call__(self, name: str, value: object) -> None:
         is_kind = isinstance(value, self.kind)
         if isinstance(value, bool) and self.kind in (int, Real):
             is_kind = False
         if not (is_kind and self.accepts(value)) and not (self.or_none and value is None):
-            raise ValueError(f"{name}: expected {self.expected}, got {value!r}")
+            raise ValueError(f"{name}: expected {self.expected}, got {value!r}{self.hint(value)}")
 
     @property
     def optional(self) -> Check:
@@ -106,20 +110,54 @@ def one_of(choices: Collection[str]) -> Check:
     return Check(f"one of {known}", lambda v: v in known, str)
 
 
+def index_of(value: Any) -> int | None:
+    """The int of anything with `__index__` but a bool, such as NumPy's integers, or None."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def is_bias(value: object) -> bool:
+    """Whether it may be added to a logit: a number that is finite or -inf."""
+    return isinstance(value, Real) and not isinstance(value, bool) and value < math.inf
+
+
 def all_ids(values: Any) -> bool:
-    """Whether all are ints of at least 0."""
-    return all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in values)
+    """Whether all are ids of at least 0, of any type that `index_of` knows."""
+    indices = [index_of(x) for x in values]
+    return all(x is not None and x >= 0 for x in indices)
 
 
 def all_pairs(values: Any) -> bool:
-    """Whether all are pairs of an id, each another, and a number that is finite or -inf."""
-    pairs = [x for x in values if isinstance(x, tuple | list) and len(x) == 2]
+    """Whether all are pairs of an id, each another, and a bias."""
     return (
-        len(pairs) == len(values)
-        and all_ids(number for number, _ in pairs)
-        and len({number for number, _ in pairs}) == len(pairs)
-        and all(isinstance(x, Real) and not isinstance(x, bool) and x < math.inf for _, x in pairs)
+        _are_pairs(values)
+        and all_ids(number for number, _ in values)
+        and _repeated(values) is None
+        and all(is_bias(x) for _, x in values)
     )
+
+
+def _are_pairs(values: Any) -> bool:
+    return all(isinstance(x, tuple | list) and len(x) == 2 for x in values)
+
+
+def _repeated(pairs: Any) -> int | None:
+    """The first id that is in several of the pairs."""
+    counts = Counter(index_of(number) for number, _ in pairs)
+    return next((x for x, count in counts.items() if x is not None and count > 1), None)
+
+
+def _hint_of_pairs(value: Any) -> str:
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    is_pairs = isinstance(pairs, tuple | list) and _are_pairs(pairs)
+    if isinstance(pairs, Real) or (is_pairs and any(isinstance(x, float) for x, _ in pairs)):
+        return '; YAML reads 5:1.5 as a base-60 number: write {5: 1.5} or "5:1.5"'
+    repeated = _repeated(pairs) if is_pairs else None
+    return "" if repeated is None else f"; id {repeated} is given twice"
 
 
 _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -145,6 +183,7 @@ check_optional_pairs = Check(
     "{id: x} with ints >= 0 and finite numbers or -inf",
     lambda v: len(v) > 0 and all_pairs(v),
     tuple,
+    hint=_hint_of_pairs,
 ).optional
 check_logits_dtype = Check(
     "torch.float32, torch.bfloat16 or torch.float16", lambda v: v in _LOGITS_DTYPES, torch.dtype

@@ -84,14 +84,14 @@ class LogprobConfig(SuggestsFields):
     disallowed_ids: tuple[int, ...] | None = fields.ids(
         None,
         checks.check_optional_ids,
-        "Forbidden global ids: their logits are -inf, for every statistic, filter, sample "
+        "Forbidden global ids, or one: their logits are -inf, for every statistic, filter, sample "
         "and divergence. A flag separates them by commas.",
     )
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = fields.pairs(
         None,
         checks.check_optional_pairs,
         "{id: x}, added to the logits before the temperature, likewise; finite or -inf. A flag is "
-        "written 5:1.5,7:-2.",
+        "written 5:1.5,7:-inf.",
     )
     vocab_size: int | None = fields.integer(
         None,
@@ -218,9 +218,7 @@ class LogprobConfig(SuggestsFields):
                 raise ValueError(
                     f"LogprobConfig: unknown key {key!r}{hint}; known keys: {', '.join(known)}"
                 )
-        return cls(
-            **{k: known[k].parse(v) if isinstance(v, str) else v for k, v in settings.items()}
-        )
+        return cls(**{key: known[key].read(value) for key, value in settings.items()})
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> LogprobConfig:
@@ -349,8 +347,9 @@ def _argument_type(setting: fields.Setting) -> Callable[[str], object]:
         try:
             setting.check("", value)
         except ValueError:
-            expected = setting.check.expected
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+            check = setting.check
+            message = f"expected {check.expected}, got {text!r}{check.hint(value)}"
+            raise argparse.ArgumentTypeError(message) from None
         return fields.plain(value)
 
     return convert

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ class Setting:
         check: refuses what the field does not accept.
         parse: text of a flag or of a YAML string to a value; what it cannot read it returns
             unchanged, for `check` to refuse.
+        parse_within: the same for text within a list or a mapping, such as a YAML file has.
         normal: one spelling for equal values, of any type; else as `parse`.
         words: for a switch, the texts that it takes.
     """
@@ -39,6 +41,11 @@ class Setting:
     parse: Callable[[str], Any]
     normal: Callable[[object], object] = lambda value: value
     words: tuple[str, ...] = ()
+    parse_within: Callable[[object], object] = lambda value: value
+
+    def read(self, value: object) -> Any:
+        """Return a value that may be text, or have text in it, as a value."""
+        return self.parse(value) if isinstance(value, str) else self.parse_within(value)
 
 
 def _field(default: object, setting: Setting) -> object:
@@ -86,7 +93,7 @@ def real(default: float | None, check: Check, help: str) -> Any:
 
 
 def ids(default: None, check: Check, help: str) -> Any:
-    """A tuple of ints, ascending, or None; in a text they stand between commas."""
+    """A tuple of ints, ascending, or None; one id too. In a text they stand between commas."""
 
     def parse(text: str) -> object:
         if text.lower() in ("none", "null", ""):
@@ -94,10 +101,12 @@ def ids(default: None, check: Check, help: str) -> Any:
         parsed = [_number_parser(int)(part.strip()) for part in text.split(",")]
         return text if any(isinstance(x, str) for x in parsed) else tuple(parsed)
 
-    def normal(value: object) -> object:
-        ids = value.tolist() if isinstance(value, torch.Tensor) else value
+    def normal(value: Any) -> object:
+        ids = value.tolist() if hasattr(value, "tolist") else value  # of torch and of NumPy
+        if checks.index_of(ids) is not None:
+            ids = (ids,)
         if isinstance(ids, Sequence) and not isinstance(ids, str) and ids and checks.all_ids(ids):
-            return tuple(sorted({int(x) for x in ids}))
+            return tuple(sorted({operator.index(x) for x in ids}))
         return value
 
     return _field(default, Setting(help, check, parse=parse, normal=normal))
@@ -109,19 +118,33 @@ def pairs(default: None, check: Check, help: str) -> Any:
     def parse(text: str) -> object:
         if text.lower() in ("none", "null", ""):
             return None
+        parsed = parse_within([part.split(":") for part in text.split(",")])
+        return parsed if isinstance(parsed, tuple) else text
+
+    def parse_within(value: Any) -> object:
+        pairs = value.items() if isinstance(value, Mapping) else value
         try:
-            pairs = [part.split(":") for part in text.split(",")]
-            return {int(number): float(x) for number, x in pairs}
-        except ValueError:
-            return text
+            return tuple((_parsed(int, x), _parsed(_bias_of, y)) for x, y in pairs)
+        except (TypeError, ValueError):
+            return value
 
     def normal(value: object) -> object:
         pairs = tuple(value.items()) if isinstance(value, Mapping) else value
         if isinstance(pairs, tuple | list) and pairs and checks.all_pairs(pairs):
-            return tuple(sorted((int(number), float(x)) for number, x in pairs))
+            return tuple(sorted((operator.index(x), float(y)) for x, y in pairs))
         return value
 
-    return _field(default, Setting(help, check, parse=parse, normal=normal))
+    setting = Setting(help, check, parse=parse, normal=normal, parse_within=parse_within)
+    return _field(default, setting)
+
+
+def _parsed(parse: Callable[[str], object], value: object) -> object:
+    return parse(value) if isinstance(value, str) else value
+
+
+def _bias_of(text: str) -> float:
+    """A number; infinity as YAML spells it, `-.inf`, too."""
+    return float(text.strip().lower().replace(".inf", "inf"))
 
 
 def size(help: str) -> Any:

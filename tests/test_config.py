@@ -8,7 +8,9 @@ import json
 import math
 import pickle
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -62,8 +64,11 @@ BAD = {
     "top_k": [-2, 1.5, True],
     "top_p": [0.0, 1.5, math.nan, None],
     "min_p": [-0.1, 1.5, math.nan, None],
-    "disallowed_ids": [[], [-1], [1.5], "a", 3],
-    "logit_bias": [{}, {-1: 0.0}, {1: math.nan}, {1: math.inf}, "3", [3]],
+    "disallowed_ids": [[], [-1], -1, [1.5], [True], True, torch.tensor([True]), 1.5, "a"],
+    "logit_bias": [
+        *({}, {-1: 0.0}, {True: 0.0}, {1.5: 0.0}, {1: math.nan}, {1: math.inf}, {1: True}),
+        *({1: "1"}, {1: np.bool_(True)}, {np.bool_(True): 1.0}, "3", [3], 301.5, [(1, 0), (1, 2)]),
+    ],
     "compact": [1, "require"],
     "logits": ["never", None, True],
     "invariant_segments": [0, 2.0],
@@ -137,6 +142,77 @@ def test_bad_value_names_field_expected_and_got(name, value) -> None:
         LogprobConfig(**{name: value})
     assert f"LogprobConfig.{name}" in str(caught.value)
     assert repr(value) in str(caught.value)
+
+
+FIVE = LogprobConfig(disallowed_ids=(5,))
+BIASED = LogprobConfig(logit_bias=((5, 1.5), (7, -math.inf)))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (5, FIVE),
+        (np.int32(5), FIVE),
+        ([np.int64(5), 5], FIVE),
+        (np.array([5, 5]), FIVE),
+        (torch.tensor(5), FIVE),
+        ({np.int64(7): -math.inf, 5: np.float32(1.5)}, BIASED),
+        ([(torch.tensor(5), Fraction(3, 2)), (7, -math.inf)], BIASED),
+    ],
+    ids=repr,
+)
+def test_ids_and_numbers_of_other_types(value, expected) -> None:
+    """From NumPy too; what is kept is Python's own ints and floats."""
+    name = "disallowed_ids" if expected is FIVE else "logit_bias"
+    config = LogprobConfig(**{name: value})
+    assert config == expected
+    assert repr(config) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("disallowed_ids: 5", FIVE),
+        ("disallowed_ids: '5'", FIVE),
+        ("logit_bias: {5: 1.5, 7: -inf}", BIASED),
+        ("logit_bias: {5: 1.5, 7: -.inf}", BIASED),
+        ("logit_bias: {5: 15e-1, 7: -.INF}", BIASED),
+        ("logit_bias: {'5': 1.5, '7': '-.inf'}", BIASED),
+        ("logit_bias: [[5, 1.5], [7, -inf]]", BIASED),
+        ("logit_bias: 5:1.5,7:-inf", BIASED),
+        ("logit_bias: '5:1.5, 7:-.inf'", BIASED),
+    ],
+)
+def test_spellings_of_ids_and_biases(line, expected, tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(line + "\n")
+    assert LogprobConfig.from_yaml(path) == expected
+    name, value = line.split(": ", 1)
+    if value[0] in "[{":
+        return
+    assert LogprobConfig.from_args(parser().parse_args([flag(name), value.strip("'")])) == expected
+
+
+def test_a_bias_that_yaml_reads_as_another_number(tmp_path) -> None:
+    """5:1.5 is 301.5 in YAML 1.1, which has base-60 numbers; {5:1.5} is {301.5: null}."""
+    path = tmp_path / "config.yaml"
+    for text in ("5:1.5", "{5:1.5}"):
+        path.write_text(f"logit_bias: {text}\n")
+        with pytest.raises(ValueError, match=r"logit_bias: expected .* got .*301\.5") as caught:
+            LogprobConfig.from_yaml(path)
+        assert 'write {5: 1.5} or "5:1.5"' in str(caught.value)
+    path.write_text('logit_bias: "5:1.5"\n')
+    assert LogprobConfig.from_yaml(path) == LogprobConfig(logit_bias={5: 1.5})
+
+
+@pytest.mark.parametrize("value", ["5:1,7:2,5:2", {"5": 1, 5: 2, 7: 3}, [[5, 1], [7, 3], [5, 2]]])
+def test_an_id_that_is_biased_twice(value, capsys) -> None:
+    with pytest.raises(ValueError, match=r"LogprobConfig\.logit_bias: .*; id 5 is given twice"):
+        LogprobConfig.from_dict({"logit_bias": value})
+    if isinstance(value, str):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["--logprob-logit-bias", value])
+        assert "id 5 is given twice" in capsys.readouterr().err
 
 
 NONE = ("vocab_size", "softcap", "chunk_size", "invariant_segments", "disallowed_ids", "logit_bias")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import megatron.core  # noqa: F401  (the ranks' fork server imports it once for all of them)
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -170,6 +172,25 @@ def test_a_cpu_scalar_is_a_number() -> None:
         assert torch.equal(call(half), call(0.5))
     # Of no device, so that it goes with logits of any.
     assert check_temperature(half, torch.Size((4,)), torch.device("meta")) == 0.5
+
+
+def test_ids_and_biases_of_other_types() -> None:
+    """From NumPy, and one-element tensors: what has an `__index__`, but no bool."""
+    logits, target = torch.randn(4, 6), torch.zeros(4).long()
+
+    def of(**keywords: Any) -> Tensor:
+        return vocab_parallel_logprobs(logits, target, **keywords)
+
+    bias = {np.int64(2): np.float32(1.5), torch.tensor(3): Fraction(-1, 2)}
+    assert torch.equal(of(logit_bias=bias), of(logit_bias={2: 1.5, 3: -0.5}))
+    ids = [np.int32(4), torch.tensor(5)]
+    assert torch.equal(of(disallowed_ids=ids), of(disallowed_ids=[4, 5]))
+    for wrong in ({"logit_bias": {True: 1.0}}, {"logit_bias": {1: True}}):
+        with pytest.raises(ValueError, match=r"logit_bias: expected .*True"):
+            of(**wrong)
+    for flag in (True, np.bool_(True), torch.tensor(True)):
+        with pytest.raises(ValueError, match="disallowed_ids: expected integers"):
+            of(disallowed_ids=[flag])
 
 
 # ---- groups -------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ no `[n, V/TP]` mask: the vector is what a head's own bias is to a chunk of logit
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mcore_logprobs.checks import index_of, is_bias
 from mcore_logprobs.groups import VocabShard
 
 LogitBias = Mapping[int, float] | Sequence[tuple[int, float]] | Tensor
@@ -79,7 +79,7 @@ def scaled_bias(logit_bias: LogitBias, factor: float) -> LogitBias:
     if isinstance(logit_bias, Tensor):
         return logit_bias * factor
     pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else list(logit_bias)
-    return [(i, float(x) * factor) if isinstance(x, numbers.Real) else (i, x) for i, x in pairs]
+    return [(i, float(x) * factor) if is_bias(x) else (i, x) for i, x in pairs]
 
 
 def _of_columns(bias: Tensor, shard: VocabShard, device: torch.device) -> Tensor:
@@ -103,31 +103,32 @@ def _of_columns(bias: Tensor, shard: VocabShard, device: torch.device) -> Tensor
 
 def _pairs(logit_bias: Any, shard: VocabShard) -> list[tuple[int, float]]:
     pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else list(logit_bias)
+    found = []
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(f"logit_bias: expected {{id: x}} or [V/TP], got {pair!r}")
-        number, x = pair
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise ValueError(f"logit_bias: expected ids as ints, got {number!r}")
+        number, x = index_of(pair[0]), pair[1]
+        if number is None:
+            raise ValueError(f"logit_bias: expected ids as ints, got {pair[0]!r}")
         if not 0 <= number < shard.vocab_size:
             raise ValueError(f"logit_bias: expected ids in [0, {shard.vocab_size}), got {number}")
-        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not x < torch.inf:
+        if not is_bias(x):
             raise ValueError(
                 f"logit_bias: expected finite numbers or -inf, got {x!r} for id {number}"
             )
-    if len({number for number, _ in pairs}) < len(pairs):
+        found.append((number, float(x)))
+    if len(dict(found)) < len(found):
         raise ValueError(f"logit_bias: expected each id once, got {pairs!r}")
-    return [(number, float(x)) for number, x in pairs]
+    return found
 
 
 def _ids(ids: object, shard: VocabShard) -> Tensor:
     """int64 `[k]` on the device where they are."""
     if not isinstance(ids, Tensor):
-        if not isinstance(ids, Sequence) or any(
-            isinstance(i, bool) or not isinstance(i, int) for i in ids
-        ):
+        numbers = [index_of(i) for i in ids] if isinstance(ids, Sequence) else [None]
+        if None in numbers:
             raise ValueError(f"disallowed_ids: expected integers [k], got {ids!r}")
-        ids = torch.tensor(list(ids), dtype=torch.int64)
+        ids = torch.tensor(numbers, dtype=torch.int64)
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(
             f"disallowed_ids: expected integers [k], got {ids.dtype} of shape {tuple(ids.shape)}"
