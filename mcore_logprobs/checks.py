@@ -110,6 +110,12 @@ def one_of(choices: Collection[str]) -> Check:
     return Check(f"one of {known}", lambda v: v in known, str)
 
 
+# What a kernel multiplies or divides logits by, in float32. A number between these and its inverse
+# are normal float32 numbers: neither overflows, and no device takes one for 0.
+_SMALLEST_SCALE, _LARGEST_SCALE = 1.2e-38, 8.5e37
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+
+
 def index_of(value: Any) -> int | None:
     """The int of anything with `__index__` but a bool, such as NumPy's integers, or None."""
     if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
@@ -120,9 +126,10 @@ def index_of(value: Any) -> int | None:
         return None
 
 
-def is_bias(value: object) -> bool:
-    """Whether it may be added to a logit: a number that is finite or -inf."""
-    return isinstance(value, Real) and not isinstance(value, bool) and value < math.inf
+def is_bias(value: Any) -> bool:
+    """Whether it may be added to a logit: a number that is finite in float32, or -inf."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and (value == -math.inf or -_LARGEST_FLOAT32 <= value <= _LARGEST_FLOAT32)
 
 
 def all_ids(values: Any) -> bool:
@@ -171,6 +178,14 @@ check_optional_count = check_count.optional
 check_bytes = Check("an int >= 0, in bytes", lambda v: v >= 0, int)
 check_positive = Check("a finite number > 0", lambda v: 0.0 < v <= _LARGEST, Real)
 check_optional_positive = check_positive.optional
+_SCALES = f"> 0, from {_SMALLEST_SCALE} to {_LARGEST_SCALE}"
+check_scale = Check(
+    f"a finite number {_SCALES}", lambda v: _SMALLEST_SCALE <= v <= _LARGEST_SCALE, Real
+)
+check_optional_scale = check_scale.optional
+check_scale_or_zero = Check(
+    f"0 or {check_scale.expected}", lambda v: v == 0 or check_scale.accepts(v), Real
+)
 check_not_negative = Check("a finite number >= 0", lambda v: 0.0 <= v <= _LARGEST, Real)
 check_above_minus_one = Check("a finite number > -1", lambda v: -1.0 < v <= _LARGEST, Real)
 check_optional_above_one = Check("a number > 1", lambda v: v > 1.0, Real).optional
@@ -180,7 +195,7 @@ check_min_p = Check("a number in [0, 1]", lambda v: 0.0 <= v <= 1.0, Real)
 check_top_p = Check("a number in (0, 1]", lambda v: 0.0 < v <= 1.0, Real)
 check_optional_ids = Check("ints >= 0", lambda v: len(v) > 0 and all_ids(v), tuple).optional
 check_optional_pairs = Check(
-    "{id: x} with ints >= 0 and finite numbers or -inf",
+    "{id: x} with ints >= 0 and finite numbers in float32 or -inf",
     lambda v: len(v) > 0 and all_pairs(v),
     tuple,
     hint=_hint_of_pairs,
@@ -333,30 +348,30 @@ def check_temperature(
             is a number.
 
     Raises:
-        ValueError: a number that is not finite and above 0; a tensor of another shape or device, no
-            numbers, one that requires a gradient, and on CPU values that are not finite and above 0
-            (on CUDA a device-side assert).
+        ValueError: a number that `check_scale` refuses; a tensor of another shape or device, no
+            numbers, one that requires a gradient, and on CPU values that it refuses (on CUDA a
+            device-side assert).
     """
     temperature = unwrap_rows(temperature, name) if isinstance(temperature, Tensor) else temperature
     if not isinstance(temperature, Tensor):
-        check_positive(name, temperature)
+        check_scale(name, temperature)
         return temperature
     if temperature.requires_grad:
         raise ValueError(f"{name}: requires a gradient, but none flows to it; detach it")
     if temperature.dtype not in (*_FLOATS, *_INTS):
         raise ValueError(f"{name}: expected real numbers, got {temperature.dtype}")
     if temperature.dim() == 0 and temperature.device.type == "cpu":
-        check_positive(name, float(temperature))
+        check_scale(name, float(temperature))
         return float(temperature)
     check_broadcasts(name, temperature, lead, device)
     # A copy: the backward reads it, and autograd does not see changes of the caller's own.
     temperature = temperature.to(torch.promote_types(temperature.dtype, torch.float32), copy=True)
-    positive = (temperature > 0) & temperature.isfinite()
+    fits = (temperature >= _SMALLEST_SCALE) & (temperature <= _LARGEST_SCALE)
     if device.type != "cpu" or is_traced(temperature):
-        torch._assert_async(positive.all(), f"{name}: not a finite number > 0")
-    elif not bool(positive.all()):
-        bad = temperature[~positive][:8].tolist()
-        raise ValueError(f"{name}: expected finite numbers > 0, got {bad}")
+        torch._assert_async(fits.all(), f"{name}: not a finite number {_SCALES}")
+    elif not bool(fits.all()):
+        bad = temperature[~fits][:8].tolist()
+        raise ValueError(f"{name}: expected finite numbers {_SCALES}, got {bad}")
     return temperature.expand(lead)
 
 

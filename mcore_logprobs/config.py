@@ -61,7 +61,7 @@ class LogprobConfig(SuggestsFields):
         False, "Also return the sum of squared probabilities (output='stats' only)."
     )
     temperature: float = fields.real(
-        1.0, checks.check_positive, "The logits are divided by it, after scale and softcap."
+        1.0, checks.check_scale, "The logits are divided by it, after scale and softcap."
     )
     top_k: int | None = fields.integer(
         None,
@@ -111,7 +111,7 @@ class LogprobConfig(SuggestsFields):
     )
     softcap: float | None = fields.real(
         None,
-        checks.check_optional_positive,
+        checks.check_optional_scale,
         "`softcap * tanh(logits / softcap)` before the temperature. None: off.",
     )
     compact: bool = fields.switch(

@@ -86,8 +86,12 @@ def real(default: float | None, check: Check, help: str) -> Any:
     """A float, or None where the check accepts it."""
 
     def normal(value: Any) -> Any:
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        return float(value) if is_number else value
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return value
+        try:
+            return float(value)
+        except OverflowError:  # for the check to refuse
+            return value
 
     return _field(default, Setting(help, check, parse=_number_parser(float), normal=normal))
 

@@ -26,6 +26,12 @@ VALUES: dict[str, tuple[list, list]] = {
         [0, 0.0, -1.0, math.inf, math.nan, 10**400, True, None, "1.0", torch.ones(1)],
     ),
     "check_optional_positive": ([None, 30.0], [0.0, -math.inf, "30"]),
+    "check_scale": (
+        [1, 0.5, Fraction(1, 3), 1.2e-38, 8.5e37],
+        [0, -1.0, math.inf, math.nan, 10**400, 1.1e-38, 1e-40, 8.6e37, 1e300, True, None, "1.0"],
+    ),
+    "check_optional_scale": ([None, 30.0], [0.0, 1e300, -math.inf, "30"]),
+    "check_scale_or_zero": ([0, 0.0, 0.5, 8.5e37], [-1.0, 1e-40, 1e300, math.nan, False, None]),
     "check_fraction": ([0, 0.0, 0.999], [1, 1.0, -1e-9, math.nan, False, None]),
     "check_top_k": ([None, -1, 0, 50], [-2, 1.0, True, "5"]),
     "check_top_p": ([1, 1.0, 1e-3], [0, 0.0, 1.001, math.nan, True, None]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -172,6 +173,41 @@ def test_a_cpu_scalar_is_a_number() -> None:
         assert torch.equal(call(half), call(0.5))
     # Of no device, so that it goes with logits of any.
     assert check_temperature(half, torch.Size((4,)), torch.device("meta")) == 0.5
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_temperatures_at_the_limits(per_token: bool, backend: str) -> None:
+    """The smallest gives each argmax, the largest all ids alike; NaN neither, nor its gradient."""
+    logits = torch.randn(5, VOCAB)
+    target = logits.argmax(-1)
+    for temperature, logprob in ((1.2e-38, 0.0), (8.5e37, -math.log(VOCAB))):
+        leaf = logits.clone().requires_grad_()
+        given = torch.full((5,), temperature) if per_token else temperature
+        stats = vocab_parallel_token_stats(
+            leaf, target, temperature=given, entropy=True, sum_pi_squared=True, backend=backend
+        )
+        expected = torch.full((5,), logprob)
+        torch.testing.assert_close(stats.logprobs, expected)
+        torch.testing.assert_close(stats.entropy, -expected)
+        torch.testing.assert_close(stats.sum_pi_squared, expected.exp())
+        (stats.logprobs + stats.entropy + stats.sum_pi_squared).sum().backward()
+        assert leaf.grad is not None
+        assert bool(leaf.grad.isfinite().all())
+
+
+def test_softcaps_and_scales_at_the_limits() -> None:
+    """A head whose logits are those numbers: hidden states of a unit matrix."""
+    logits, target = torch.randn(5, VOCAB), torch.arange(5)
+    alike = torch.full((5,), -math.log(VOCAB))
+    plain = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    for option, expected in (
+        ({"softcap": 1.2e-38}, alike),
+        ({"softcap": 8.5e37}, plain),
+        ({"logit_scale": 1.2e-38}, alike),
+    ):
+        found = ml.linear_token_stats(torch.eye(5), logits.T.contiguous(), target, **option)
+        torch.testing.assert_close(found.logprobs, expected)
 
 
 def test_ids_and_biases_of_other_types() -> None:

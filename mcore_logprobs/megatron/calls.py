@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_logprobs.checks import (
     check_min_p,
-    check_not_negative,
+    check_scale_or_zero,
     check_seed,
     check_top_k,
     check_top_p,
@@ -159,7 +159,7 @@ class SampleRequest:
 
     Raises:
         ValueError: a seed that is no integer of 64 bits or tensor of integers; filters out of
-            range; a temperature that is not a finite number of at least 0, or no real tensor.
+            range; a temperature that is neither 0 nor in float32's range, or no real tensor.
     """
 
     seed: int | Tensor
@@ -176,7 +176,7 @@ class SampleRequest:
         check_top_p("top_p", self.top_p)
         check_min_p("min_p", self.min_p)
         if self.temperature is not None and not isinstance(self.temperature, Tensor):
-            check_not_negative("temperature", self.temperature)
+            check_scale_or_zero("temperature", self.temperature)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from mcore_logprobs.checks import (
     check_flag,
     check_float_tensor,
     check_optional_count,
-    check_optional_positive,
-    check_positive,
+    check_optional_scale,
+    check_scale,
     check_temperature,
     unwrap_logits,
 )
@@ -291,8 +291,8 @@ def given_logits(
     shard = VocabShard.of(width, group, vocab_size)
     check_optional_count("chunk_size", chunk_size)
     check_flag("inplace_backward", inplace_backward)
-    check_positive(f"{prefix}logit_scale", logit_scale)
-    check_optional_positive(f"{prefix}softcap", softcap)
+    check_scale(f"{prefix}logit_scale", logit_scale)
+    check_optional_scale(f"{prefix}softcap", softcap)
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
     segments = added = None
     if invariant_segments is not None:

@@ -28,8 +28,8 @@ from mcore_logprobs.checks import (
     check_float_tensor,
     check_logits_dtype,
     check_optional_count,
-    check_optional_positive,
-    check_positive,
+    check_optional_scale,
+    check_scale,
     check_temperature,
 )
 from mcore_logprobs.collectives import wait_for
@@ -178,8 +178,8 @@ def head_logits(
     check_bytes("saved_bytes", saved_bytes)
     check_logits_dtype("logits_dtype", logits_dtype)
     check_optional_count("chunk_size", chunk_size)
-    check_positive(f"{prefix}logit_scale", logit_scale)
-    check_optional_positive(f"{prefix}softcap", softcap)
+    check_scale(f"{prefix}logit_scale", logit_scale)
+    check_optional_scale(f"{prefix}softcap", softcap)
     main_grad = MainGrad.of(weight) if gradient_accumulation_fusion else None
     group = resolve_tp_group(tp_group)
     device = hidden.device

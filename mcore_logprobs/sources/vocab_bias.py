@@ -50,7 +50,7 @@ def vocab_bias(
     values = torch.zeros(shard.width, dtype=dtype, device=device)
     gone = torch.empty(0, dtype=torch.int64)
     if isinstance(logit_bias, Tensor):
-        values = _of_columns(logit_bias, shard, device).to(dtype, copy=True)
+        values = _of_columns(logit_bias, shard, device, dtype)
     elif logit_bias is not None:
         pairs = _pairs(logit_bias, shard)
         gone = torch.tensor([i for i, x in pairs if x == -torch.inf], dtype=torch.int64)
@@ -82,7 +82,10 @@ def scaled_bias(logit_bias: LogitBias, factor: float) -> LogitBias:
     return [(i, float(x) * factor) if is_bias(x) else (i, x) for i, x in pairs]
 
 
-def _of_columns(bias: Tensor, shard: VocabShard, device: torch.device) -> Tensor:
+def _of_columns(
+    bias: Tensor, shard: VocabShard, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """The checked bias in this dtype, new."""
     if not bias.is_floating_point() or bias.shape != (shard.width,):
         raise ValueError(
             f"logit_bias: expected {{id: x}} or floating-point [V/TP] = [{shard.width}], got "
@@ -92,13 +95,14 @@ def _of_columns(bias: Tensor, shard: VocabShard, device: torch.device) -> Tensor
         raise ValueError(f"logit_bias: expected device {device}, got {bias.device}")
     if bias.requires_grad:
         raise ValueError("logit_bias: requires a gradient, but none flows to it; detach it")
-    fits = (bias < torch.inf).all()
+    values = bias.to(dtype, copy=True)
+    fits = values < torch.inf
     if device.type != "cpu":
-        torch._assert_async(fits, "logit_bias: NaN or inf")
-    elif not fits:
-        bad = bias[~(bias < torch.inf)]
-        raise ValueError(f"logit_bias: expected finite numbers or -inf, got {bad[:8].tolist()}")
-    return bias
+        torch._assert_async(fits.all(), "logit_bias: NaN or inf")
+    elif not fits.all():
+        got = bias[~fits][:8].tolist()
+        raise ValueError(f"logit_bias: expected finite numbers in float32 or -inf, got {got}")
+    return values
 
 
 def _pairs(logit_bias: Any, shard: VocabShard) -> list[tuple[int, float]]:
@@ -114,7 +118,7 @@ def _pairs(logit_bias: Any, shard: VocabShard) -> list[tuple[int, float]]:
             raise ValueError(f"logit_bias: expected ids in [0, {shard.vocab_size}), got {number}")
         if not is_bias(x):
             raise ValueError(
-                f"logit_bias: expected finite numbers or -inf, got {x!r} for id {number}"
+                f"logit_bias: expected finite numbers in float32 or -inf, got {x!r} for id {number}"
             )
         found.append((number, float(x)))
     if len(dict(found)) < len(found):

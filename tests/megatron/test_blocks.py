@@ -402,7 +402,8 @@ def mistakes() -> None:
                 lambda: handle.sample(1),
             )
             refused("seed: expected an int", lambda: handle.sample("1"))
-            refused("expected a finite number >= 0", lambda: handle.sample(1, temperature=-1))
+            for bad in (-1, 1e-40):
+                refused("expected 0 or a finite", lambda t=bad: handle.sample(1, temperature=t))
             refused("inside PatchHandle.sample", lambda: handle.sample(1), labels=labels)
             refused("teacher: expected one of", lambda: handle.divergence("forward"))
             logits = torch.zeros(*labels.shape, VOCAB)
