@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any, Literal
 
@@ -253,7 +253,8 @@ class LogprobConfig(SuggestsFields):
         """Read the `logprob_*` attributes that `add_logprob_args` puts on a namespace.
 
         A missing attribute means the default. An attribute that is nearly one of ours
-        (`logprob_temprature`) raises; one that is unlike all of them belongs to other code.
+        (`logprob_temprature`), or that begins one (`logprob_temp`), raises; one that is unlike all
+        of them belongs to other code.
 
         Where Megatron-LM pads the vocabulary and `--logprob-vocab-size` is not given, `vocab_size`
         is the tokenizer's true size, so that padding is masked; give the padded size to count it.
@@ -295,16 +296,23 @@ class LogprobConfig(SuggestsFields):
             if key in known:
                 if hasattr(source, name):
                     settings[key] = getattr(source, name)
-            elif near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+            elif near := _similar(key, known):
+                meant = " or ".join(repr(ARG_PREFIX + n) for n in near)
                 raise ValueError(
-                    f"{type(source).__name__}: unknown attribute {name!r}; "
-                    f"did you mean {ARG_PREFIX + near[0]!r}?"
+                    f"{type(source).__name__}: unknown attribute {name!r}; did you mean {meant}?"
                 )
         return cls.from_dict(settings)
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values (dtypes by name): `from_dict(c.as_dict()) == c`."""
         return {name: fields.plain(getattr(self, name)) for name in fields.settings_of(self)}
+
+
+def _similar(key: str, known: Iterable[str]) -> list[str]:
+    """The fields that an unknown attribute may mean: a flag's name shortened, or nearly one."""
+    key = key.removeprefix("no_")
+    shortened = [name for name in known if key and name.startswith(key)]
+    return shortened or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
 
 
 def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

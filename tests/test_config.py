@@ -315,6 +315,31 @@ def test_near_miss_attribute_raises_and_foreign_one_does_not(read) -> None:
     assert read(foreign) == LogprobConfig(entropy=True)
 
 
+@pytest.mark.parametrize("read", [LogprobConfig.from_args, LogprobConfig.from_transformer_config])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("logprob_temp", "'logprob_temperature'"),
+        ("logprob_top", "'logprob_top_k' or 'logprob_top_p'"),
+        ("logprob_no_fused", "'logprob_fused'"),
+        ("logprob_no_ent", "'logprob_entropy'"),
+        ("logprob_no_entropi", "'logprob_entropy'"),
+    ],
+)
+def test_a_shortened_flag_s_name_raises(read, name, meant) -> None:
+    """As a flag it is understood (`--logprob-temp`); a namespace needs the whole name."""
+    with pytest.raises(ValueError, match=f"unknown attribute {name!r}; did you mean {meant}\\?"):
+        read(argparse.Namespace(**{name: True}))
+
+
+def test_what_is_no_shortened_name() -> None:
+    foreign = ("logprob_", "logprob_no_", "logprob_no_grad", "logprob_k", "logprob_token_ids")
+    names = argparse.Namespace(**dict.fromkeys(foreign, 3))
+    assert LogprobConfig.from_args(names) == LogprobConfig()
+    short = parser().parse_args(["--logprob-temp", "0.5", "--logprob-no-fu"])
+    assert LogprobConfig.from_args(short) == LogprobConfig(temperature=0.5, fused=False)
+
+
 def test_frozen_and_hashable() -> None:
     config = LogprobConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
