@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -232,13 +233,7 @@ class LogprobConfig(SuggestsFields):
                 field does not accept.
             ImportError: PyYAML is not installed.
         """
-        try:
-            import yaml
-        except ImportError as error:
-            raise ImportError(
-                "LogprobConfig.from_yaml: expected PyYAML to be installed: pip install pyyaml"
-            ) from error
-
+        yaml = _yaml("from_yaml")
         try:
             with open(path, encoding="utf-8") as file:
                 document = yaml.safe_load(file)
@@ -247,6 +242,18 @@ class LogprobConfig(SuggestsFields):
             return cls.from_dict({} if document is None else document)
         except (ValueError, yaml.YAMLError) as error:
             raise ValueError(f"{path}: {error}") from None
+
+    def to_yaml(self, path: str | PathLike[str]) -> None:
+        """Write every setting to a YAML file that `from_yaml` reads. Requires PyYAML.
+
+        Raises:
+            ImportError: PyYAML is not installed.
+        """
+        yaml, settings = _yaml("to_yaml"), self.as_dict()
+        if self.logit_bias is not None:
+            settings["logit_bias"] = dict(self.logit_bias)
+        with open(path, "w", encoding="utf-8") as file:
+            yaml.safe_dump(settings, file, sort_keys=False)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> LogprobConfig:
@@ -306,6 +313,16 @@ class LogprobConfig(SuggestsFields):
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values (dtypes by name): `from_dict(c.as_dict()) == c`."""
         return {name: fields.plain(getattr(self, name)) for name in fields.settings_of(self)}
+
+
+def _yaml(method: str) -> ModuleType:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(
+            f"LogprobConfig.{method}: expected PyYAML to be installed: pip install pyyaml"
+        ) from error
+    return yaml
 
 
 def _similar(key: str, known: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import re
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -124,6 +125,30 @@ def test_one_setting_by_every_way_in(name, tmp_path) -> None:
     assert LogprobConfig.from_transformer_config(on_config) == expected
     path.write_text(yaml.safe_dump(expected.as_dict()))
     assert LogprobConfig.from_yaml(path) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_to_yaml_is_read_again(name, tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    config = LogprobConfig(**{name: SETTINGS[name][1]})
+    config.to_yaml(path)
+    assert LogprobConfig.from_yaml(path) == config
+    written = yaml.safe_load(path.read_text())
+    assert list(written) == NAMES
+    path.write_text(yaml.safe_dump({"steps": 2, "mcore_logprobs": written}))
+    assert LogprobConfig.from_yaml(path) == config
+
+
+def test_a_bias_is_written_as_pages_spell_it(tmp_path) -> None:
+    LogprobConfig(logit_bias={7: -math.inf, 5: 1.5}).to_yaml(tmp_path / "config.yaml")
+    assert "logit_bias:\n  5: 1.5\n  7: -.inf\n" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("call", [LogprobConfig.from_yaml, LogprobConfig().to_yaml], ids=str)
+def test_yaml_without_pyyaml(call, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match=rf"{call.__qualname__}: .* pip install pyyaml"):
+        call(tmp_path / "config.yaml")
 
 
 def test_switches_have_bare_and_negative_forms() -> None:
