@@ -155,7 +155,7 @@ class PolicyLoss(PerToken):
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """The arguments of `PatchHandle.sample`; None, a top_p of 1 and a min_p of 0 are the settings'.
+    """The arguments of `PatchHandle.sample`; None takes the value of LogprobConfig.
 
     Raises:
         ValueError: a seed that is no integer of 64 bits or tensor of integers; filters out of
@@ -164,19 +164,24 @@ class SampleRequest:
 
     seed: int | Tensor
     top_k: int | None = None
-    top_p: float = 1.0
+    top_p: float | None = None
     temperature: float | Tensor | None = None
-    min_p: float = 0.0
+    min_p: float | None = None
 
     def __post_init__(self) -> None:
         device = self.seed.device if isinstance(self.seed, Tensor) else torch.device("cpu")
         shape = self.seed.shape if isinstance(self.seed, Tensor) else torch.Size()
         check_seed(self.seed, shape, device)
         check_top_k("top_k", self.top_k)
-        check_top_p("top_p", self.top_p)
-        check_min_p("min_p", self.min_p)
+        check_top_p.optional("top_p", self.top_p)
+        check_min_p.optional("min_p", self.min_p)
         if self.temperature is not None and not isinstance(self.temperature, Tensor):
             check_scale_or_zero("temperature", self.temperature)
+
+    def filters(self, config: LogprobConfig) -> dict[str, Any]:
+        """The keywords top_k, top_p and min_p; what is not given is the settings'."""
+        names = ("top_k", "top_p", "min_p")
+        return {n: getattr(config if getattr(self, n) is None else self, n) for n in names}
 
 
 @dataclass(frozen=True)

@@ -276,18 +276,15 @@ class _HeadRequest:
         )
 
     def _drawn(self, source: AnySource, draw: SampleRequest) -> tuple[Tensor, Tensor]:
-        tokens, config = self.tokens, self.call.config
-        seed = draw.seed
+        tokens, seed = self.tokens, draw.seed
         if isinstance(seed, Tensor):
             seed = tokens.broadcast_to_head(seed, "seed")
         return sample(
             source,
             seed=seed,
             greedy=self.greedy,
-            top_k=config.top_k if draw.top_k is None else draw.top_k,
-            top_p=config.top_p if draw.top_p == 1.0 else draw.top_p,
-            min_p=config.min_p if draw.min_p == 0.0 else draw.min_p,
             places=tokens.places(source.device),
+            **draw.filters(self.call.config),
         )
 
 

@@ -484,8 +484,8 @@ class PatchHandle:
         seed: int | Tensor,
         *,
         top_k: int | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
+        top_p: float | None = None,
+        min_p: float | None = None,
         temperature: float | Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Iterator[None]:
@@ -497,10 +497,10 @@ class PatchHandle:
         Args:
             seed: as in `vocab_parallel_sample`: the same on the ranks of a tensor-parallel group,
                 another one on data- and context-parallel ranks, and in every call.
-            top_k, top_p, min_p, temperature: as in `vocab_parallel_sample`. The defaults take the
-                values of LogprobConfig, also where they are written out: what switches its filters
-                off is `options(top_p=1.0, min_p=0.0)`. A temperature of 0 takes the largest logit.
-                It may be a tensor that broadcasts to the results.
+            top_k, top_p, min_p, temperature: as in `vocab_parallel_sample`; None takes the value of
+                LogprobConfig. `top_k=0` (or -1), `top_p=1.0` and `min_p=0.0` switch its filters
+                off. A temperature of 0 takes the largest logit. It may be a tensor that broadcasts
+                to the results.
             rows: as in `targets`. Results are then `[m]`; the noise of entry i is that of row i.
 
         Multi-token prediction is left out.

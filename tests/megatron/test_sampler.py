@@ -182,12 +182,62 @@ def mistakes() -> None:
                 pytest.raises(ValueError, match="sample: expected invariant_segments=None"),
             ):
                 handle.sample(3).__enter__()
-            with handle.options(top_p=0.3), handle.sample(3, top_p=1.0):
-                narrow = step.model(**step.inputs)
-            with handle.options(top_p=0.3), handle.options(top_p=1.0), handle.sample(3):
-                wide = step.model(**step.inputs)
-            assert not torch.equal(narrow[1], wide[1])
+            for name, bad in (("top_k", -2), ("top_p", 0.0), ("min_p", 1.5)):
+                with pytest.raises(ValueError, match=f"{name}: expected None or .*, got {bad}"):
+                    handle.sample(3, **{name: bad}).__enter__()
 
 
 def test_mistakes(ranks):
     ranks(1).run(mistakes)
+
+
+# A value of each filter, and those that switch it off. At this temperature each of the three drops
+# what the other two keep.
+SHARP = 0.25
+FILTERS = {"top_k": (5, (0, -1)), "top_p": (0.7, (1.0,)), "min_p": (0.2, (0.0,))}
+
+
+def filters_of_a_draw(layout: dict[str, Any]) -> None:
+    """`sample`'s filters beside the settings': not given, switched off, and other ones."""
+    with megatron(**layout) as parallel_state:
+        step = Step(parallel_state, layout, "gpt", "")
+
+        def drawn(settings: dict[str, Any], **given: Any) -> tuple[Tensor, Tensor]:
+            with (
+                torch.no_grad(),
+                patch_model(step.model, LogprobConfig(temperature=SHARP, **settings)) as handle,
+                handle.sample(3, **given),
+            ):
+                return step.model(**step.inputs)
+
+        def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+            return all(map(torch.equal, found, expected))
+
+        plain = drawn({})
+        exact = take((step.logits().detach() / SHARP).log_softmax(-1), plain[0])
+        assert relative(plain[1], exact) < LIMIT
+        every = {name: value for name, (value, _) in FILTERS.items()}
+        narrow = drawn(every)
+        for name, (value, off) in FILTERS.items():
+            alone = drawn({name: value})
+            assert not same(alone, plain), name
+            assert same(drawn({}, **{name: value}), alone), name
+            assert same(drawn({name: value}, **{name: None}), alone), name
+            others = {n: v for n, v in every.items() if n != name}
+            assert not same(drawn(others), narrow), name
+            for number in off:
+                assert same(drawn({name: value}, **{name: number}), plain), (name, number)
+                assert same(drawn(every, **{name: number}), drawn(others)), (name, number)
+        assert same(drawn(every, top_k=-1, top_p=1.0, min_p=0.0), plain)
+        # The other way to change them for some calls.
+        config = LogprobConfig(temperature=SHARP, **every)
+        with patch_model(step.model, config) as handle, torch.no_grad():
+            with handle.options(top_k=None, top_p=1.0, min_p=0.0), handle.sample(3):
+                assert same(step.model(**step.inputs), plain)
+            with handle.options(top_k=None, top_p=1.0, min_p=0.0), handle.sample(3, **every):
+                assert same(step.model(**step.inputs), narrow)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_filters_of_a_draw(ranks, tp):
+    ranks(tp).run(filters_of_a_draw, {"tp": tp})
