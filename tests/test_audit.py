@@ -64,6 +64,11 @@ def test_an_argument_that_has_no_meaning() -> None:
     assert "give it with --call recipe=..." in report.rows[0].note
 
 
+def test_a_function_of_any_keyword_gets_those_of_the_call() -> None:
+    assert audit(audited.half_by_keyword, tp=(1,), call={"scale": 2.0}).ok
+    assert not audit(audited.half_by_keyword, tp=(1,)).ok
+
+
 def test_every_kind_is_exact_for_itself() -> None:
     """The float64 parts against one another, where one follows from others."""
     x = _inputs(24, "[b, s, V/TP]", 2.0, 0.0)
@@ -90,6 +95,19 @@ def test_every_kind_is_exact_for_itself() -> None:
         ({"fn": lambda x: x}, "at the top of an importable module"),
         ({"fn": "tests.dropin.audited:nothing"}, "has no 'nothing'"),
         ({"fn": "nowhere.py:f"}, "no file nowhere.py"),
+        (
+            {"fn": audited.right, "call": {"lables": 1}},
+            "call: expected one of logits, labels, tp_group, got 'lables'; did you mean labels?",
+        ),
+        (
+            {"fn": "tests.dropin.audited:NemoDistributedLogprob", "call": {"ctx": None}},
+            "call: expected one of vocab_parallel_logits, target, .*, got 'ctx'",
+        ),
+        ({"fn": "torch:float32", "call": {"x": 1}}, "parameters Python knows, got torch:float32"),
+        (
+            {"fn": "torch:logsumexp", "call": {"x": 1}},
+            "parameters Python knows, got torch:logsumexp",
+        ),
     ],
 )
 def test_mistakes(arguments, message: str) -> None:
@@ -107,9 +125,11 @@ def test_mistakes(arguments, message: str) -> None:
         (["json:dumps", "--tp", "two"], "expected numbers such as 1,2,4, got 'two'"),
         (["json:dumps", "--tp", "5"], "tp: expected divisors of 48"),
         (["json:dumps", "--call", "chunk_size"], "expected NAME=VALUE, got 'chunk_size'"),
+        (["tests.dropin.audited:needs_more", "--call", "recepi=1"], "; did you mean recipe?"),
     ],
 )
 def test_the_command_s_mistakes(arguments, message: str, capsys) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         main(["audit", *arguments])
+    assert stopped.value.code == 2
     assert message in capsys.readouterr().err

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_logprobs.debug.audit_rank import Job, find, run_rank
+from mcore_logprobs.debug.audit_rank import Job, check_call, find, run_rank
 from mcore_logprobs.debug.oracle import BOUND, KINDS
 
 
@@ -92,13 +92,14 @@ def audit(
             "file.py:function".
         kind: one of `KINDS`.
         tp: how many ranks share the vocabulary; each must divide `vocab`.
-        call: more arguments by name, which go before those found by name.
+        call: more arguments by name, which go before those found by name. Each must be a parameter
+            of the function, unless that takes any keyword (`**kwargs`).
         bound: largest relative error that counts as right, for float32.
         timeout: seconds for all of it; ranks that wait for each other longer are killed.
 
     Raises:
         ValueError: an unknown kind, a TP that does not divide the vocabulary, a function that
-            cannot be found or imported by another process.
+            cannot be found or imported by another process, a name in `call` that it does not take.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -107,6 +108,7 @@ def audit(
         raise ValueError(f"tp: expected divisors of {vocab}, got {list(sizes)}")
     spec = fn if isinstance(fn, str) else _spec_of(fn)
     find(spec)  # here first: a name that is not there should not cost a launch
+    check_call(spec, call or {})
     job = Job(spec, kind, sizes, tuple((call or {}).items()), vocab, timeout)
     found = _launch(job)
     return _judge(spec, kind, found, bound, sizes)

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mcore_logprobs.debug import oracle
 from mcore_logprobs.debug.oracle import BOUND, KINDS, Kind
+from mcore_logprobs.spelling import nearest
 
 _LAYOUTS = ("[b, s, V/TP]", "[n, V/TP]", "[b, s, V/TP] of [s, b]")
 _SPREADS = {"plain": (2.0, 0.0), "offset 200": (2.0, 200.0), "peaked": (12.0, 0.0)}
@@ -77,6 +78,37 @@ def find(spec: str) -> Callable[..., Any]:
             raise ValueError(f"{module_name} has no {part!r}")
         target = getattr(target, part)
     return target
+
+
+def parameters(fn: Any) -> list[inspect.Parameter]:
+    """What a call takes; of an autograd function its forward's, without ctx."""
+    if inspect.isclass(fn) and hasattr(fn, "apply"):
+        return list(inspect.signature(fn.forward).parameters.values())[1:]  # type: ignore[attr-defined]
+    return list(inspect.signature(fn).parameters.values())
+
+
+def check_call(spec: str, call: Mapping[str, object]) -> None:
+    """Check the further arguments before any rank starts.
+
+    Raises:
+        ValueError: a name that no parameter has, or a function whose parameters are not known.
+    """
+    if not call:
+        return
+    try:
+        takes = parameters(find(spec))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"fn: expected a function whose parameters Python knows, got {spec}"
+        ) from None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+        return
+    known = [p.name for p in takes if p.kind is not p.VAR_POSITIONAL]
+    for name in call:
+        if name not in known:
+            raise ValueError(
+                f"call: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            )
 
 
 def run_rank(rank: int, job: Job, folder: str, path: list[str]) -> None:
@@ -225,17 +257,18 @@ def _call(
     fn: Any, kind: Kind, given: dict[str, object], call: dict[str, object]
 ) -> tuple[Tensor, ...]:
     """Call by the parameters' names; an autograd function takes everything by position."""
+    takes = parameters(fn)
     if inspect.isclass(fn) and hasattr(fn, "apply"):
-        forward = inspect.signature(fn.forward)  # type: ignore[attr-defined]
-        parameters = list(forward.parameters.values())[1:]
         fn = fn.apply  # type: ignore[attr-defined]
-    else:
-        parameters = list(inspect.signature(fn).parameters.values())
     args: list[object] = []
     keywords: dict[str, object] = {}
-    for place, parameter in enumerate(parameters):
+    for place, parameter in enumerate(takes):
         name, what = parameter.name, _MEANING_OF.get(parameter.name, "")
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named = {p.name for p in takes}
+            keywords |= {n: value for n, value in call.items() if n not in named}
+            continue
+        if parameter.kind is parameter.VAR_POSITIONAL:
             continue
         if name in call:
             value = call[name]

@@ -44,6 +44,11 @@ def needs_more(logits: Tensor, labels: Tensor, recipe: str) -> Tensor:
     return logits[..., 0]
 
 
+def half_by_keyword(logits: Tensor, labels: Tensor, **options: float) -> Tensor:
+    """Half of the right values, unless the keyword `scale` arrives."""
+    return 0.5 * options.get("scale", 1.0) * mcore_logprobs.vocab_parallel_logprobs(logits, labels)
+
+
 packed_tensor = load("skyrl", "skyrl/backends/skyrl_train/utils/packed_tensor.py")
 skyrl = load(
     "skyrl",
