@@ -49,6 +49,11 @@ def test_nemo_rl_passes() -> None:
     assert report.ok, str(report)
 
 
+def test_an_autograd_function_by_its_apply() -> None:
+    report = audit("tests.dropin.audited:NemoDistributedLogprob.apply", tp=(1,))
+    assert report.ok, str(report)
+
+
 def test_what_an_error_looks_like() -> None:
     report = audit(audited.twice_the_gradient, tp=(2,))
     (row,) = [row for row in report.rows if row.verdict != "ok"]

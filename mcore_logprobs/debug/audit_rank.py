@@ -77,6 +77,9 @@ def find(spec: str) -> Callable[..., Any]:
         if not hasattr(target, part):
             raise ValueError(f"{module_name} has no {part!r}")
         target = getattr(target, part)
+    owner = getattr(target, "__self__", None)
+    if inspect.isclass(owner) and name.endswith(".apply"):
+        return owner  # only its forward has parameters with names
     return target
 
 
