@@ -15,6 +15,7 @@ import torch
 
 from mcore_logprobs import LogprobConfig, __main__, patch_model
 from mcore_logprobs.debug import commands, doctor, oracle
+from mcore_logprobs.debug.batch import check_batch
 from tests.helpers.documents import ROOT
 
 
@@ -61,9 +62,22 @@ NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
         (NEXT.masked_fill(IDS > 4, -100), 24, "5 of 24 labels count (not -100)"),
         (IDS, 24, "MISTAKE labels: expected the token after each input, got the input's own at 22"),
         (IDS + 2, 99, "got the one after that at 100% of the positions; shift them once"),
+        (
+            IDS.roll(1, 1),
+            24,
+            "MISTAKE labels: expected the token after each input, got the one before",
+        ),
         (NEXT, 20, "MISTAKE labels: expected ids in [0, 20) or ignore_index, got [20, 21, 22, 23]"),
+        (
+            NEXT * 0 - 100,
+            24,
+            "MISTAKE labels: expected some that count, got ignore_index (-100) at",
+        ),
     ],
-    ids=["right", "size not known", "masked", "not shifted", "shifted twice", "outside"],
+    ids=[
+        *("right", "size not known", "masked", "not shifted", "shifted twice", "shifted back"),
+        *("outside", "none counts"),
+    ],
 )
 @pytest.mark.parametrize("suffix", ["pt", "npz"])
 def test_a_batch(labels, vocab_size, said, suffix, tmp_path, monkeypatch, capsys) -> None:
@@ -81,6 +95,89 @@ def test_a_batch(labels, vocab_size, said, suffix, tmp_path, monkeypatch, capsys
     assert said in text
     assert bool(failed) == ("MISTAKE" in said or "shift them once" in said)
     assert text.rstrip().endswith("The batch FAILED." if failed else "All checks passed.")
+
+
+def checked(tmp_path, **batch) -> list[str]:
+    torch.save(batch, tmp_path / "batch.pt")
+    return check_batch(tmp_path / "batch.pt").problems
+
+
+def test_a_loss_mask_says_which_labels_count(tmp_path) -> None:
+    """The masked labels are anything, as Megatron's data sets leave them."""
+    answer = torch.arange(12).expand(2, 12) >= 5
+    text = torch.arange(24).view(2, 12).flip(1)  # ids that no shift of IDS matches
+    for labels, said in (NEXT, None), (IDS, "the input's own at 12"), (IDS.roll(1, 1), "before"):
+        labels = labels.where(answer, text)
+        problems = checked(tmp_path, input_ids=IDS, labels=labels, loss_mask=answer.float())
+        assert bool(problems) == bool(said), problems
+        assert said is None or said in problems[0]
+    problems = checked(tmp_path, input_ids=IDS, labels=NEXT, loss_mask=torch.zeros(2, 12))
+    assert problems == [
+        "loss_mask: expected a number other than 0 at some label that counts, got 0 at all 22; no "
+        "token has a loss"
+    ]
+    with pytest.raises(ValueError, match=r"loss_mask: expected input_ids' shape \(2, 12\), got"):
+        checked(tmp_path, input_ids=IDS, labels=NEXT, loss_mask=torch.ones(12))
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (2, 0)])
+def test_an_empty_batch(tmp_path, shape) -> None:
+    empty = torch.zeros(shape, dtype=torch.long)
+    (problem,) = checked(tmp_path, input_ids=empty, labels=empty)
+    assert problem == f"input_ids: expected at least one token, got shape {shape}"
+
+
+def of_sequences(*sequences: list[int], last: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """One packed row; the last label of a sequence: `last`, or the next sequence's first token."""
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    labels = ids.roll(-1)
+    if last is not None:
+        labels[torch.tensor([len(sequence) for sequence in sequences]).cumsum(0) - 1] = last
+    return ids[None], labels[None]
+
+
+ALTERNATING, CONSTANT, PADDED = [3, 4] * 8, [5] * 16, [7, 8, 9, 1, 2] + [0] * 27
+REPEATED = [1, 2, 3, 3, 3, 3, 3, 4, 3, 3, 3, 5, 6, 6, 6, 6]
+
+
+@pytest.mark.parametrize("last", [-100, 0, None], ids=["ignored", "end of text", "rolled"])
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        [list(range(1, 21))],
+        [ALTERNATING],
+        [CONSTANT],
+        [PADDED],
+        [PADDED[::-1]],
+        [REPEATED],
+        [[i, i + 1] for i in range(1, 30, 2)],
+        [[i, i + 1, i + 2] for i in range(1, 40, 3)],
+        [[1, 2, 1]] * 12,
+        [ALTERNATING, CONSTANT, PADDED, REPEATED],
+        [[9]],
+    ],
+    ids=str,
+)
+def test_right_batches_are_no_mistake(tmp_path, sequences, last) -> None:
+    ids, labels = of_sequences(*sequences, last=last)
+    if not (labels != -100).any():
+        labels = ids
+    assert checked(tmp_path, input_ids=ids, labels=labels) == []
+
+
+def test_few_labels_that_happen_to_be_the_token_before(tmp_path) -> None:
+    """Classification: one label per sequence, which says nothing of a shift."""
+    labels = torch.full_like(IDS, -100)
+    labels[:, 6] = IDS[:, 5]
+    assert checked(tmp_path, input_ids=IDS, labels=labels) == []
+
+
+@pytest.mark.parametrize("sequence", [PADDED, PADDED[::-1], REPEATED], ids=str)
+def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
+    """Only a token whose neighbors differ tells one shift from the other."""
+    ids = torch.tensor([sequence] * 4)
+    (problem,) = checked(tmp_path, input_ids=ids, labels=ids.roll(1, 1))
+    assert "got the one before it at" in problem
 
 
 @pytest.mark.parametrize(

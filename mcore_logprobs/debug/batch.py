@@ -11,6 +11,9 @@ from torch import Tensor
 from mcore_logprobs.debug.dump_file import read_dump
 from mcore_logprobs.megatron.calls import check_shifted
 
+# Labels are said to be shifted back where at least so many tell, and this share of them says so.
+_ENOUGH, _NEARLY_ALL = 8, 0.9
+
 
 @dataclass(frozen=True)
 class BatchReport:
@@ -28,8 +31,8 @@ class BatchReport:
 def check_batch(path: str | PathLike[str]) -> BatchReport:
     """Check `input_ids` and `labels`, `[b, s]` integers each, in a .pt or .npz file.
 
-    The file may also have numbers: `vocab_size` (the tokenizer's) and `ignore_index` (default
-    -100). Other keys are left alone.
+    The file may also have `loss_mask` `[b, s]`, 0 where a token has no loss, and numbers:
+    `vocab_size` (the tokenizer's) and `ignore_index` (default -100). Other keys are left alone.
 
     Raises:
         ValueError: the file has no such tensors, or they have different shapes.
@@ -41,30 +44,68 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"{path}: {name}: expected integers [b, s], got {got}")
     input_ids, labels = dump["input_ids"].long(), dump["labels"].long()
-    if input_ids.shape != labels.shape:
-        raise ValueError(
-            f"{path}: labels: expected input_ids' shape {tuple(input_ids.shape)}, got "
-            f"{tuple(labels.shape)}"
-        )
+    mask = dump.get("loss_mask", torch.ones_like(labels))
+    for name, tensor in (("labels", labels), ("loss_mask", mask)):
+        if not isinstance(tensor, Tensor) or tensor.shape != input_ids.shape:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"{path}: {name}: expected input_ids' shape {tuple(input_ids.shape)}, got {got}"
+            )
+    if not labels.numel():
+        got = tuple(input_ids.shape)
+        return BatchReport([], [f"input_ids: expected at least one token, got shape {got}"])
     ignore_index = int(dump.get("ignore_index", -100))
-    counted = labels != ignore_index
-    facts = [f"{int(counted.sum())} of {labels.numel()} labels count (not {ignore_index})"]
-    problems = []
-    shares = [_share(input_ids, labels, counted, ahead) for ahead in range(3)]
+    given = labels != ignore_index
+    counted = given & (mask != 0)
+    why = f"not {ignore_index}" + (", loss_mask not 0" if "loss_mask" in dump else "")
+    facts = [f"{int(counted.sum())} of {labels.numel()} labels count ({why})"]
     facts += [
-        f"{share:.0%} are {what}"
-        for share, what in zip(shares, ("the input's own token", "the next one"), strict=False)
+        f"{_share(input_ids, labels, counted, ahead):.0%} are {what}"
+        for ahead, what in ((0, "the input's own token"), (1, "the next one"))
     ]
+    problems = _of_counts(given, counted, ignore_index)
+    problems += _of_shift(input_ids, labels, counted, ignore_index)
+    problems += _of_ids(labels[given], dump.get("vocab_size"), facts)
+    return BatchReport(facts, problems)
+
+
+def _of_counts(given: Tensor, counted: Tensor, ignore_index: int) -> list[str]:
+    """Problems of a batch that trains on no token."""
+    if not bool(given.any()):
+        got = f"ignore_index ({ignore_index}) at all {given.numel()}"
+        return [f"labels: expected some that count, got {got}; no token has a loss"]
+    if not bool(counted.any()):
+        got = f"0 at all {int(given.sum())}"
+        return [
+            "loss_mask: expected a number other than 0 at some label that counts, got "
+            f"{got}; no token has a loss"
+        ]
+    return []
+
+
+def _of_shift(input_ids: Tensor, labels: Tensor, counted: Tensor, ignore_index: int) -> list[str]:
+    """Problems of labels that are another token than the one after their input."""
+    # Only a token whose two neighbors differ tells one shift from the other: in padding and in
+    # repeated text right labels are the token before, too.
+    before, after = input_ids[:, :-2], input_ids[:, 2:]
+    telling = counted[:, 1:-1] & (before != after)
+    back, total = int((telling & (labels[:, 1:-1] == before)).sum()), int(telling.sum())
+    if total >= _ENOUGH and back >= _NEARLY_ALL * total:
+        return [
+            f"labels: expected the token after each input, got the one before it at {back} of "
+            f"{total} positions; shift them the other way: labels[:, t] = tokens[:, t + 1]"
+        ]
     try:
-        check_shifted(input_ids, labels, ignore_index)
+        check_shifted(input_ids, labels.where(counted, ignore_index), ignore_index)
     except ValueError as error:
-        problems.append(str(error))
+        return [str(error)]
+    shares = [_share(input_ids, labels, counted, ahead) for ahead in range(3)]
     if shares[2] > 0.5 and shares[2] > max(shares[:2]):
-        problems.append(
+        return [
             f"labels: expected the token after each input, got the one after that at "
             f"{shares[2]:.0%} of the positions; shift them once"
-        )
-    return BatchReport(facts, problems + _of_ids(labels[counted], dump.get("vocab_size"), facts))
+        ]
+    return []
 
 
 def _share(input_ids: Tensor, labels: Tensor, counted: Tensor, ahead: int) -> float:

@@ -38,7 +38,7 @@ def doctor(argv: Sequence[str] | None = None) -> int:
         "--batch",
         metavar="FILE",
         help="also check a training batch: a .pt or .npz file with input_ids and labels [b, s], "
-        "and vocab_size and ignore_index if you like",
+        "and if you like loss_mask [b, s], vocab_size and ignore_index",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse(arguments)

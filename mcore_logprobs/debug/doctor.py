@@ -46,9 +46,9 @@ def report(
 
     Args:
         full: also try what `invariant_segments` promises: compiles kernels, for a minute or more.
-        batch: a .pt or .npz file with `input_ids` and `labels` `[b, s]`, and the numbers
-            `vocab_size` and `ignore_index` if wanted: "batch" says whether labels are the next
-            tokens, and whether ids are in the vocabulary.
+        batch: a .pt or .npz file with `input_ids` and `labels` `[b, s]`, and if wanted `loss_mask`
+            `[b, s]` and the numbers `vocab_size` and `ignore_index`: "batch" says whether labels
+            are the next tokens, whether any counts, and whether ids are in the vocabulary.
 
     Raises:
         ValueError: a model without a language model; a batch without these tensors.
