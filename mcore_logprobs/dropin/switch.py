@@ -24,6 +24,7 @@ from typing import Any
 from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
 from mcore_logprobs.dropin.lazy_models import check_fused, lazy_models
 from mcore_logprobs.megatron.imports import after_import
+from mcore_logprobs.spelling import nearest
 
 __all__ = ["environment", "main", "miles", "slime", "switch_off", "switch_on"]
 
@@ -75,7 +76,10 @@ def _fused_setting() -> str | bool:
 
 def _check(framework: str) -> None:
     if framework not in FRAMEWORKS:
-        raise ValueError(f"framework: expected one of {', '.join(FRAMEWORKS)}, got {framework!r}")
+        raise ValueError(
+            f"framework: expected one of {', '.join(FRAMEWORKS)}, got {framework!r}"
+            f"{nearest(str(framework), FRAMEWORKS)}"
+        )
 
 
 def switch_off(framework: str) -> None:
@@ -172,20 +176,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a script or (-m) a module as `__main__` with a framework's drop-in switched on.
 
     In the processes that it starts too. `FRAMEWORK --env` only prints the `environment`.
+
+    Returns: 0, or 2 after one line on stderr where the arguments or the framework's release do not
+    fit. What the script raises passes.
     """
     framework, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
-    if arguments == ["--env"]:
-        for name, value in environment(framework).items():
-            print(f"export {name}={shlex.quote(value)}")
-        return 0
-    as_module = arguments[:1] == ["-m"]
+    only_print, as_module = arguments == ["--env"], arguments[:1] == ["-m"]
     arguments = arguments[1:] if as_module else arguments
     if not arguments:
         print("usage: python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...")
         print("       python -m mcore_logprobs.dropin FRAMEWORK --env")
         return 2
-    switch_on(framework)
-    os.environ.update(environment(framework))
+    try:
+        variables = environment(framework)
+        if not only_print:
+            if not as_module and not Path(arguments[0]).exists():
+                raise ValueError(f"expected a script, got {arguments[0]}: no such file")
+            switch_on(framework)
+    except ValueError as error:
+        print(f"python -m mcore_logprobs.dropin: error: {error}", file=sys.stderr)
+        return 2
+    if only_print:
+        for name, value in variables.items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
+    os.environ.update(variables)
     sys.argv = arguments
     if as_module:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

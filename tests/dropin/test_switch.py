@@ -340,14 +340,30 @@ def test_the_variables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert name == "export MCORE_LOGPROBS_DROPIN=skyrl"
     folder = path.removeprefix("export PYTHONPATH=").partition(os.pathsep)[0]
     assert Path(folder, "sitecustomize.py").is_file()
-    with pytest.raises(ValueError, match="framework: expected one of"):
-        switch.main(["vllm", "--env"])
     command = [sys.executable, "-c", "print('went on')"]
     environment = {"MCORE_LOGPROBS_DROPIN": "vllm", "PYTHONPATH": folder}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     assert "MCORE_LOGPROBS_DROPIN: expected one of nemo_rl, roll, " in done.stderr
     assert "went on" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["slimy", "--env"], "framework: expected one of nemo_rl, roll, "),
+        (["slimy", "--env"], ", got 'slimy'; did you mean slime?"),
+        (["vllm", "train.py"], ", got 'vllm'\n"),
+        (["slime", "nowhere.py"], "expected a script, got nowhere.py: no such file\n"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(arguments, said: str, capsys) -> None:
+    assert switch.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("python -m mcore_logprobs.dropin: error: ")
+    assert said in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert not switch._on
 
 
 def test_another_version(tmp_path: Path) -> None:
