@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import mcore_logprobs
@@ -72,6 +74,20 @@ def dtype_name(text: str) -> str:
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(DTYPES)}, got {text!r}")
     return DTYPES[text]
+
+
+def why_not_written(file: str) -> str:
+    """What will stop a file from being written after the work; "" where nothing is known to."""
+    if Path(file).absolute().parent.is_dir():
+        return ""
+    return f"expected a file in a folder that exists, got {file}"
+
+
+def why_not_drawn(file: str) -> str:
+    """Likewise of a figure."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "expected matplotlib to be installed: pip install matplotlib"
+    return why_not_written(file)
 
 
 def comma_separated(one: Callable[[str], object]) -> Callable[[str], list[Any]]:

@@ -71,7 +71,16 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_measurements(monkeypa
     )
     with pytest.raises(SystemExit):
         main(["bench", "logits", "--plot", "costs.png"])
-    assert "--plot needs matplotlib: pip install" in capsys.readouterr().err
+    assert "--plot: expected matplotlib to be installed: pip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--json"])
+def test_a_file_in_no_folder_is_refused_before_the_measurements(flag: str, tmp_path, capsys):
+    file = str(tmp_path / "none" / "costs")
+    with pytest.raises(SystemExit):
+        main(["bench", "logits", flag, file])
+    message = f"{flag}: expected a file in a folder that exists, got {file}"
+    assert message in capsys.readouterr().err
 
 
 def test_the_tests_own_help_makes_no_environment(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -193,14 +194,74 @@ def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
             "expected input_ids' shape (2, 12), got (2, 11)",
         ),
         ([IDS, NEXT], "expected a dictionary, got list"),
+        (
+            {"input_ids": IDS, "labels": NEXT, "vocab_size": "many"},
+            "vocab_size: expected a whole number, got str",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "ignore_index": float("nan")},
+            "ignore_index: expected a whole number, got nan",
+        ),
     ],
-    ids=["no labels", "no integers", "shapes", "a list"],
+    ids=["no labels", "no integers", "shapes", "a list", "a word", "not a number"],
 )
 def test_a_file_that_is_no_batch(batch, said, tmp_path, capsys) -> None:
-    torch.save(batch, tmp_path / "batch.pt")
-    with pytest.raises(SystemExit):
-        commands.doctor(["--batch", str(tmp_path / "batch.pt")])
-    assert said in capsys.readouterr().err
+    file = tmp_path / "batch.pt"
+    torch.save(batch, file)
+    assert_refused(["--batch", str(file)], f"doctor: error: {file}: ", said, capsys)
+
+
+def assert_refused(arguments, start: str, said: str, capsys) -> None:
+    """One line, and status 2."""
+    assert commands.doctor(arguments) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed.err.startswith(start)
+    assert said in printed.err
+
+
+def code_in_a_pickle() -> bytes:
+    file = io.BytesIO()
+    torch.save({"input_ids": IDS, "labels": print}, file)
+    return file.getvalue()
+
+
+def words_in_an_npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, input_ids=IDS.numpy(), labels=np.array(["a"]))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("command", [["--batch"], ["mismatch"]], ids=["batch", "mismatch"])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("batch.pt", None, "expected a file that can be read, got No such file or directory"),
+        ("batch.npz", None, "expected a file that can be read, got No such file or directory"),
+        ("batch.json", b"{}", "expected a .npz or .pt file"),
+        ("batch.pt", b"", "expected a dictionary of tensors and numbers saved by torch.save, got"),
+        ("batch.pt", b"garbage", "saved by torch.save, got a file that torch refuses (Unpickling"),
+        ("batch.pt", code_in_a_pickle(), "got a file that torch refuses (UnpicklingError)"),
+        ("batch.pt", code_in_a_pickle()[:600], "got a file that torch refuses (RuntimeError)"),
+        (
+            "batch.npz",
+            b"",
+            "expected arrays of numbers saved by numpy.savez, got a file that numpy",
+        ),
+        ("batch.npz", b"garbage", "saved by numpy.savez, got a file that numpy refuses (ValueE"),
+        ("batch.npz", words_in_an_npz(), "got a file that numpy refuses (TypeError)"),
+    ],
+    ids=[
+        *("no .pt", "no .npz", "another suffix", "empty .pt", "no pickle", "code", "half a .pt"),
+        *("empty .npz", "no .npz inside", "words"),
+    ],
+)
+def test_a_file_that_cannot_be_read(command, name, content, said, tmp_path, capsys) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    start = f"doctor{' mismatch' * (command == ['mismatch'])}: error: {file}: "
+    assert_refused([*command, str(file)], start, said, capsys)
 
 
 def test_unknown_command_is_refused(capsys) -> None:

@@ -6,6 +6,7 @@ held against itself.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -362,7 +363,67 @@ def test_dumps_and_the_command_that_reads_them(
 
 def test_a_dump_that_is_not_there(capsys) -> None:
     assert main(["doctor", "mismatch", "none.npz"]) == 2
-    assert "error" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "doctor mismatch: error: none.npz: expected a file that can be read, got No such file or "
+        "directory\n"
+    )
+
+
+SMALL = {
+    "train_logprobs": torch.zeros(3),
+    "rollout_logprobs": torch.zeros(3),
+    "target": torch.arange(3),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": "all"}, "mask: expected a tensor, got str"),
+        ({"temperature": "hot"}, "temperature: expected a number, got str"),
+        ({"top_p": torch.ones(2)}, "top_p: expected a number, got shape (2,)"),
+        ({3: 1, "logit": 1}, "unknown key 3, logit; known: train_logprobs, "),
+        (
+            {"target": None},
+            "expected the keys train_logprobs, rollout_logprobs, target; ['target']",
+        ),
+    ],
+)
+def test_a_dump_of_something_else(change, message: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "dump.pt"
+    torch.save({**SMALL, **change}, path)
+    assert main(["doctor", "mismatch", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"doctor mismatch: error: {path}: {message}")
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    torch.save({**SMALL, "temperature": torch.tensor([0.5]), "mask": None, "top_p": None}, path)
+    assert main(["doctor", "mismatch", str(path)]) == 0
+
+
+def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Of a folder that is missing it is told before the work, of a format after the report."""
+    dump = tmp_path / "dump.pt"
+    torch.save(SMALL, dump)
+    unknown, missing, folder = (
+        tmp_path / "x.picture",
+        tmp_path / "none" / "x.png",
+        tmp_path / "a.png",
+    )
+    folder.mkdir()
+    for plot, said, reported in (
+        (missing, "expected a file in a folder that exists, got", False),
+        (unknown, "Format 'picture' is not supported", True),
+        (folder, "Is a directory", True),
+    ):
+        assert main(["doctor", "mismatch", str(dump), "--plot", str(plot)]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith("doctor mismatch: error: --plot: ")
+        assert said in printed.err
+        assert printed.err.count("\n") == 1
+        assert bool(printed.out) == reported
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["doctor", "mismatch", str(dump), "--plot", str(tmp_path / "x.png")]) == 2
+    assert "--plot: expected matplotlib to be installed: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_logprobs.commands import Parser, comma_separated, dtype_name, positive
+from mcore_logprobs.commands import (
+    Parser,
+    comma_separated,
+    dtype_name,
+    positive,
+    why_not_drawn,
+    why_not_written,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -112,11 +118,12 @@ def main(
     """
     parser = _parser(sizes, default, command, **options)
     args = parser.parse(argv)
-    for file in (args.json, args.plot):
-        if file and not Path(file).absolute().parent.is_dir():
-            parser.error(f"{file}: no such directory")  # now, not after the measurements
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'mcore-logprobs[bench]'")
+    for flag, file, why_not in (
+        ("--json", args.json, why_not_written),
+        ("--plot", args.plot, why_not_drawn),
+    ):
+        if file and (why := why_not(file)):
+            parser.error(f"{flag}: {why}")  # now, not after the measurements
     import torch
     import torch.distributed as dist
 

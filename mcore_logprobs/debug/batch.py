@@ -8,7 +8,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from mcore_logprobs.debug.dump_file import read_dump
+from mcore_logprobs.debug.dump_file import number_of, read_dump
 from mcore_logprobs.megatron.calls import check_shifted
 
 # Labels are said to be shifted back where at least so many tell, and this share of them says so.
@@ -54,7 +54,8 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     if not labels.numel():
         got = tuple(input_ids.shape)
         return BatchReport([], [f"input_ids: expected at least one token, got shape {got}"])
-    ignore_index = int(dump.get("ignore_index", -100))
+    ignore_index = number_of(path, {"ignore_index": -100, **dump}, "ignore_index", whole=True)
+    vocab_size = number_of(path, dump, "vocab_size", whole=True)
     given = labels != ignore_index
     counted = given & (mask != 0)
     why = f"not {ignore_index}" + (", loss_mask not 0" if "loss_mask" in dump else "")
@@ -65,7 +66,7 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     ]
     problems = _of_counts(given, counted, ignore_index)
     problems += _of_shift(input_ids, labels, counted, ignore_index)
-    problems += _of_ids(labels[given], dump.get("vocab_size"), facts)
+    problems += _of_ids(labels[given], vocab_size, facts)
     return BatchReport(facts, problems)
 
 
@@ -116,7 +117,7 @@ def _share(input_ids: Tensor, labels: Tensor, counted: Tensor, ahead: int) -> fl
     return int(same.sum()) / max(1, int(inside.sum()))
 
 
-def _of_ids(ids: Tensor, vocab_size: Tensor | int | None, facts: list[str]) -> list[str]:
+def _of_ids(ids: Tensor, vocab_size: int | None, facts: list[str]) -> list[str]:
     """Problems of labels' ids; what is known of their range is added to the facts."""
     largest = int(ids.max()) if ids.numel() else -1
     if vocab_size is None:
@@ -125,10 +126,10 @@ def _of_ids(ids: Tensor, vocab_size: Tensor | int | None, facts: list[str]) -> l
             "to LogprobConfig, or the columns that pad the vocabulary have probability"
         )
         vocab_size = torch.iinfo(torch.int64).max
-    outside = (ids < 0) | (ids >= int(vocab_size))
+    outside = (ids < 0) | (ids >= vocab_size)
     if not bool(outside.any()):
         return []
     return [
-        f"labels: expected ids in [0, {int(vocab_size)}) or ignore_index, got "
+        f"labels: expected ids in [0, {vocab_size}) or ignore_index, got "
         f"{ids[outside][:8].tolist()}"
     ]

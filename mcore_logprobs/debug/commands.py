@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mcore_logprobs.commands import Parser, comma_separated, positive
+from mcore_logprobs.commands import Parser, comma_separated, positive, why_not_drawn
 from mcore_logprobs.debug.oracle import BOUND, KINDS
 
 EXAMPLE = "python -m mcore_logprobs audit mcore_logprobs:vocab_parallel_logprobs --tp 1,2"
@@ -17,6 +17,8 @@ EXAMPLE = "python -m mcore_logprobs audit mcore_logprobs:vocab_parallel_logprobs
 
 def doctor(argv: Sequence[str] | None = None) -> int:
     """Print the report; 0 if the self-test is within its bounds and a batch has no mistake, else 1.
+
+    A file that cannot be read is one line on stderr, and status 2.
 
     With `mismatch FILE`, explain a run's own log-probabilities instead.
     """
@@ -47,7 +49,7 @@ def doctor(argv: Sequence[str] | None = None) -> int:
     try:
         found = report(full=args.full, batch=args.batch)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        return _refused("doctor", error)
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0 if found["ok"] else 1
 
@@ -62,17 +64,29 @@ def _mismatch(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--plot", metavar="FILE", help="write a figure too (needs matplotlib)")
     args = parser.parse(argv)
+    if args.plot and (why := why_not_drawn(args.plot)):
+        return _refused("doctor mismatch", f"--plot: {why}")
     from mcore_logprobs.debug.mismatch import explain_mismatch, load_mismatch_dump
 
     try:
         result = explain_mismatch(**load_mismatch_dump(args.file))
     except (OSError, ValueError) as error:
-        print(f"doctor mismatch: error: {error}", file=sys.stderr)
-        return 2
+        return _refused("doctor mismatch", error)
     print(json.dumps(result.to_dict(), indent=2) if args.json else result.text())
     if args.plot:
-        result.figure().savefig(args.plot, dpi=120)
+        try:
+            result.figure().savefig(args.plot, dpi=120)
+        except (OSError, ValueError) as error:  # a folder of that name, a format that is unknown
+            return _refused("doctor mismatch", f"--plot: {error}")
     return 0
+
+
+def _refused(command: str, why: Exception | str) -> int:
+    """The status of a command whose file cannot be used, told in one line."""
+    if isinstance(why, OSError) and why.filename:
+        why = f"{why.filename}: expected a file that can be read, got {why.strerror}"
+    print(f"{command}: error: {' '.join(str(why).split())}", file=sys.stderr)
+    return 2
 
 
 def audit(argv: Sequence[str] | None = None) -> int:

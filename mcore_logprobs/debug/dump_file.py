@@ -2,29 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def read_dump(path: str | PathLike[str]) -> dict[str, Any]:
     """A dictionary saved by `torch.save` (.pt, .pth), or arrays saved by `numpy.savez` (.npz).
 
+    A value of None is as if its key were not there.
+
     Raises:
-        ValueError: another suffix, or a .pt file that holds no dictionary.
-        pickle.UnpicklingError: pickled objects other than tensors and plain values.
+        ValueError: another suffix, a damaged file, a .pt file that holds no dictionary, or anything
+            but tensors and plain values.
+        OSError: the file cannot be opened.
     """
     file = Path(path)
-    if file.suffix == ".npz":
-        import numpy as np
-
-        with np.load(file, allow_pickle=False) as arrays:
-            return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-    if file.suffix not in (".pt", ".pth"):
+    if file.suffix not in (".npz", ".pt", ".pth"):
         raise ValueError(f"{file}: expected a .npz or .pt file")
-    dump = torch.load(file, map_location="cpu", weights_only=True)
+    reader, read, expected = (
+        ("numpy", _read_npz, "arrays of numbers saved by numpy.savez")
+        if file.suffix == ".npz"
+        else ("torch", _read_pt, "a dictionary of tensors and numbers saved by torch.save")
+    )
+    try:
+        dump = read(file)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what a damaged file raises depends on where the damage is
+        got = f"a file that {reader} refuses ({type(error).__name__})"
+        raise ValueError(f"{file}: expected {expected}, got {got}") from error
     if not isinstance(dump, dict):
         raise ValueError(f"{file}: expected a dictionary, got {type(dump).__name__}")
-    return dump
+    return {key: value for key, value in dump.items() if value is not None}
+
+
+def _read_npz(file: Path) -> object:
+    import numpy as np
+
+    with np.load(file, allow_pickle=False) as arrays:
+        return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+
+
+def _read_pt(file: Path) -> object:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def number_of(
+    path: str | PathLike[str], dump: Mapping[str, Any], name: str, *, whole: bool = False
+) -> Any:
+    """The number of that name, which may be a tensor with one entry; None where there is none.
+
+    Returns: an int with `whole`, else an int or a float.
+
+    Raises:
+        ValueError: anything else, or with `whole` a number that is not.
+    """
+    value = dump.get(name)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (not whole or isinstance(value, int)):
+        return value
+    if is_number and value.is_integer():
+        return int(value)
+    expected = "a whole number" if whole else "a number"
+    raise ValueError(f"{path}: {name}: expected {expected}, got {_described(value)}")
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}"
+    return str(value) if isinstance(value, float) else type(value).__name__

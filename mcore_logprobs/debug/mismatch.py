@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.debug.dump_file import read_dump
+from mcore_logprobs.debug.dump_file import number_of, read_dump
 from mcore_logprobs.debug.mismatch_result import (
     CAUSES,
     RIGHT,
@@ -231,11 +231,12 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
     Nothing in the file is executed: pickled objects other than tensors and numbers are refused.
 
     Raises:
-        ValueError: another suffix, a key that is not known, or one of train_logprobs,
-            rollout_logprobs and target missing.
+        ValueError: another suffix, a damaged file, a key that is not known, one of train_logprobs,
+            rollout_logprobs and target missing, or a value that is no tensor or number.
+        OSError: the file cannot be opened.
     """
     dump = read_dump(path)
-    unknown = sorted(set(dump) - set(_DUMP_KEYS))
+    unknown = sorted(str(key) for key in set(dump) - set(_DUMP_KEYS))
     if unknown:
         raise ValueError(
             f"{path}: unknown key {', '.join(unknown)}; known: {', '.join(_DUMP_KEYS)}"
@@ -245,9 +246,11 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: expected the keys {', '.join(_DUMP_KEYS[:3])}; {missing} missing"
         )
-    for key in _DUMP_NUMBERS:
-        if isinstance(dump.get(key), Tensor):
-            dump[key] = dump[key].item()
+    for key, value in dump.items():
+        if key in _DUMP_NUMBERS:
+            dump[key] = number_of(path, dump, key)
+        elif not isinstance(value, Tensor | list | tuple):
+            raise ValueError(f"{path}: {key}: expected a tensor, got {type(value).__name__}")
     return dump
 
 
