@@ -49,7 +49,11 @@ class Launcher:
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """`arguments`: the script's. A bad flag or value ends the program with a usage message."""
+        """`arguments`: the script's.
+
+        A bad flag or value, and flags that contradict each other, end the program with a usage
+        message: here, as the models are built minutes later.
+        """
         parser = argparse.ArgumentParser(
             prog="python -m mcore_logprobs run", allow_abbrev=False, add_help=False
         )
@@ -60,6 +64,10 @@ class Launcher:
             flags = [flag for flag in parser._option_string_actions if flag.startswith(FLAG)]
             hint = nearest(unknown[0].partition("=")[0], flags)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        try:
+            LogprobConfig.from_args(self._settings)
+        except ValueError as error:
+            parser.error(str(error))
         self.parsed = False
         self.patched = 0
         self._passed_over: list[str] = []

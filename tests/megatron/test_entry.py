@@ -186,6 +186,37 @@ def test_run_refuses_bad_flags_before_the_script_runs(tmp_path, capsys, flags):
     assert flags[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--logprob-entropy", "LogprobConfig: entropy: expected output='stats'"),
+        (
+            "--logprob-target-rank --logprob-sum-pi-squared --logprob-output loss",
+            "LogprobConfig: target_rank, sum_pi_squared: expected output='stats'",
+        ),
+        ("--logprob-top-p 0.9 --logprob-label-smoothing 0.1", "LogprobConfig.label_smoothing: "),
+        ("--logprob-top-k 5 --logprob-invariant-segments 4", "LogprobConfig.invariant_segments: "),
+        ("--logprob-no-fused --logprob-logits lazy", "LogprobConfig.logits: expected 'real'"),
+    ],
+    ids=["entropy", "two of them", "smoothing", "segments", "lazy"],
+)
+def test_run_refuses_flags_that_contradict_each_other_before_the_script_runs(
+    tmp_path, capsys, flags, said
+):
+    path = script(tmp_path, "raise AssertionError('the script ran')")
+    with pytest.raises(SystemExit) as stop:
+        run.main([path, *flags.split()])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"python -m mcore_logprobs run: error: {said}")
+
+
+def test_run_takes_flags_of_which_each_allows_the_others(tmp_path):
+    flags = "--logprob-entropy --logprob-output stats --logprob-top-p 0.9 --logprob-logits lazy"
+    with pytest.raises(ZeroDivisionError):
+        run.main([script(tmp_path, "1 / 0"), *flags.split()])
+
+
 @pytest.mark.parametrize("arguments", [[], ["--logprob-output"], ["no-such-file.py"], ["-m"]])
 def test_run_without_a_script_says_how(capsys, arguments):
     assert run.main(arguments) == 2
@@ -208,4 +239,4 @@ def test_a_model_without_the_parser_raises_when_it_is_built():
     import torch
 
     with pytest.raises(LaunchError, match="never saw"):
-        Launcher(["--logprob-entropy"]).patch(torch.nn.Linear(2, 2))
+        Launcher(["--logprob-compact"]).patch(torch.nn.Linear(2, 2))
