@@ -3,8 +3,9 @@
 Two mistakes give wrong results without any error. With uneven shards, `rank * width` is not where a
 rank's columns begin. With `sequence_parallel=True` forgotten, each rank has other tokens. So at the
 first call of an operation with a width on a group each rank posts in the group's key-value store,
-and compares with the others: its width, a hash of each integer tensor (targets, ids, rows, masks),
-and without sequence parallelism a few values of the hidden states, which may differ by rounding.
+and compares with the others: its width, its options (a temperature, a top k), a hash of each
+integer tensor (targets, ids, rows, masks), and without sequence parallelism a few values of the
+hidden states, which may differ by rounding.
 No collective is made. The first call waits for the device; later calls look in a set. Under
 `torch.compile` and in a CUDA graph's capture no values are compared.
 
@@ -43,6 +44,9 @@ _MESSAGE_BYTES = 4096
 _LONGEST_VALUE = 120
 # Arguments whose values are this rank's own; of them only shape and dtype are compared.
 _SHARDED = ("logits", "hidden", "weight", "bias", "lora")
+# What an option is; of these, what concerns only the rank that has it.
+_OPTIONS = (bool, int, float, str, list, torch.dtype, type(None))
+_OF_ONE_RANK = ("saved_bytes", "backend", "inplace_backward")
 # Along each dimension of hidden states, how many values are compared; and by how much of their norm
 # ranks may differ: far more than rounding, far less than two tokens.
 _SAMPLED = 6
@@ -128,11 +132,13 @@ class _Posted:
 
     Attributes:
         width: columns of its shard.
+        options: numbers, flags and choices, by name.
         tensors: shape, dtype, first values and hash of each integer tensor, by name.
         hidden: some values of hidden states that every rank has whole, by name.
     """
 
     width: int
+    options: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
     hidden: dict[str, list[float]] = field(default_factory=dict)
 
@@ -146,6 +152,9 @@ class _Posted:
         for name, value in arguments.items():
             if (parts := _parts(name, value)) is not None:
                 self._add(parts, in_parts=in_parts)
+            elif isinstance(value, _OPTIONS):
+                if name.rpartition(".")[2] not in _OF_ONE_RANK:
+                    self.options[name] = _value(name, value)
             elif not isinstance(value, Tensor) or value.is_meta or is_traced(value):
                 continue  # without values
             elif value.is_floating_point():
@@ -211,6 +220,7 @@ def _compare(posted: list[_Posted]) -> None:
             f"group, got {_of_ranks([each.width for each in posted])}: pad the vocabulary to a "
             "multiple of the group's size"
         )
+    _compare_texts([each.options for each in posted])
     for name in dict.fromkeys(name for each in posted for name in each.hidden):
         values = [each.hidden.get(name, []) for each in posted]
         if not all(_close(values[0], other) for other in values[1:]):
@@ -219,8 +229,12 @@ def _compare(posted: list[_Posted]) -> None:
                 "others on each; if they are each rank's part of the sequence, pass "
                 "sequence_parallel=True and the whole sequence's targets"
             )
-    for name in dict.fromkeys(name for each in posted for name in each.tensors):
-        texts = [each.tensors.get(name, "absent") for each in posted]
+    _compare_texts([each.tensors for each in posted])
+
+
+def _compare_texts(described: list[dict[str, str]]) -> None:
+    for name in dict.fromkeys(name for each in described for name in each):
+        texts = [each.get(name, "absent") for each in described]
         if len(set(texts)) > 1:
             raise ValueError(
                 f"{name}: expected the same on every rank of the TP group, got {_of_ranks(texts)}"

@@ -62,7 +62,7 @@ class PrefixTree:
         Raises:
             ValueError: no branch, one without ids, one that is not one-dimensional.
         """
-        if not branches:
+        if len(branches) == 0:  # a tensor [b, length] is as good as a list of its rows
             raise ValueError("branches: expected at least one sequence, got none")
         tokens: list[int] = []
         parents: list[int] = []
@@ -174,6 +174,14 @@ class PrefixTree:
         A loss that is a sum over branches of weight times a function of the log-probability is one
         over rows with these weights.
         """
+        for number, x in enumerate(values):
+            like = values[0]
+            if not isinstance(x, Tensor) or (x.dtype, x.device) != (like.dtype, like.device):
+                got = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(
+                    f"values[{number}]: expected a torch.Tensor of one dtype and device for all "
+                    f"branches, got {got}"
+                )
         if [x.shape for x in values] != [path.shape for path in self.paths]:
             raise ValueError(
                 f"values: expected lengths {[path.numel() for path in self.paths]}, got shapes "

@@ -255,8 +255,11 @@ OPERATIONS = {
             axes={"shared_ids": BOTH} | IGNORE_INDEX,
             mistakes=[
                 ({"topk": 0}, "k: expected an int from 1 to vocab_size"),
-                ({"candidate_ids": lambda x: x.float()}, "ids: expected an integer dtype"),
-                ({"candidate_ids": lambda x: x + VOCAB}, "ids: expected ids in [0, 24)"),
+                (
+                    {"candidate_ids": lambda x: x.float()},
+                    "candidate_ids: expected an integer dtype",
+                ),
+                ({"candidate_ids": lambda x: x + VOCAB}, "candidate_ids: expected ids in [0, 24)"),
                 ({"invariant_segments": SEGMENTS}, "invariant_segments: expected None with"),
             ],
         ),

@@ -183,6 +183,14 @@ def first_calls(operation: str, per_rank: dict[str, list[Any]], value: str = "")
         return message(operation, 12, **changes)
 
 
+def default_on_rank_0() -> str:
+    consistency._agreed.clear()
+    given = {} if dist.get_rank() == 0 else {"temperature": 1.0, "softcap": None}
+    first = message("logprobs", 12, **given)
+    with checking:
+        return first or message("logprobs", 12, **given)
+
+
 def test_other_targets_on_a_rank_raise_on_every_rank(ranks):
     targets = {"target": [torch.tensor([0, 5, 10, 15]), torch.tensor([0, 5, 10, 14])]}
     for found in ranks(2).run(first_calls, "logprobs", targets, timeout=60):
@@ -191,6 +199,35 @@ def test_other_targets_on_a_rank_raise_on_every_rank(ranks):
     for found in ranks(2).run(first_calls, "gather", {"rows": [4, 0]}, timeout=60):
         assert found.startswith("ids: expected the same on every rank of the TP group, got (4, 1)")
     assert ranks(2).run(first_calls, "logprobs", targets, "0", timeout=60) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("operation", "per_rank", "expected"),
+    [
+        ("logprobs", {"temperature": [1.0, 0.7]}, "temperature: {} 1.0 on rank 0, 0.7 on rank 1"),
+        ("token_stats", {"vocab_size": [None, 20]}, "vocab_size: {} None on rank 0, 20 on rank 1"),
+        ("logprobs", {"softcap": [None, 30.0]}, "softcap: {} None on rank 0, 30.0 on rank 1"),
+        ("logprobs", {"logit_bias": [{3: 1.0}, {3: 1.5}]}, "logit_bias.3: {} 1.0 on rank 0, 1.5 "),
+        ("linear_topk", {"sequence_parallel": [False, True]}, "sequence_parallel: {} False on "),
+        ("linear_topk", {"logits_dtype": [torch.float32, torch.bfloat16]}, "logits_dtype: {} "),
+    ],
+)
+def test_other_options_on_a_rank_raise_on_every_rank(ranks, operation, per_rank, expected):
+    expected = expected.format("expected the same on every rank of the TP group, got")
+    for found in ranks(2).run(first_calls, operation, per_rank, timeout=60):
+        assert found.startswith(expected)
+
+
+def test_what_concerns_one_rank_alone_may_differ(ranks):
+    for operation, per_rank in (
+        ("linear_token_stats", {"saved_bytes": [0, 1 << 20]}),
+        ("logprobs", {"backend": ["auto", "torch"]}),
+    ):
+        assert ranks(2).run(first_calls, operation, per_rank, timeout=60) == ["", ""]
+
+
+def test_a_default_and_the_same_given_are_alike(ranks):
+    assert ranks(2).run(default_on_rank_0, timeout=60) == ["", ""]
 
 
 def test_hidden_states_may_differ_by_rounding(ranks):

@@ -431,6 +431,7 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> N
     [
         ({"target": torch.zeros(2, 3)}, "target: expected an integer dtype"),
         ({"mask": torch.ones(2, 4)}, r"mask: expected \[2, 3\], got \[2, 4\]"),
+        ({"mask": torch.full((2, 3), 2)}, "mask: expected only 0 and 1"),
         ({"mask": torch.zeros(2, 3)}, "at least one token"),
         ({"logits": torch.zeros(2, 4, 8)}, r"logits: expected \[2, 3, n\], got \[2, 4, 8\]"),
         ({"hidden": torch.zeros(2, 3, 4)}, "expected one of logits and hidden"),

@@ -66,6 +66,13 @@ def test_parents() -> None:
     assert torch.equal(again.parents, tree.parents)
 
 
+def test_rows_of_a_tensor_are_branches() -> None:
+    branches = [[5, 6, 7], [5, 6, 8]]
+    tree, again = (PrefixTree.from_branches(x) for x in (branches, torch.tensor(branches)))
+    assert torch.equal(again.tokens, tree.tokens)
+    assert torch.equal(again.parents, tree.parents)
+
+
 def test_mistakes() -> None:
     ids = torch.tensor([1, 2, 3])
     for match, make in (
@@ -78,6 +85,16 @@ def test_mistakes() -> None:
         ("tokens' shape", lambda: PrefixTree.from_parents(ids, torch.tensor([-1]))),
         ("integers", lambda: PrefixTree.from_parents(ids.float(), ids)),
         ("per_row", lambda: PrefixTree.from_branches([[1, 2]]).branches(torch.ones(3))),
+        (
+            "values\\[0\\]: .* got list",
+            lambda: PrefixTree.from_branches([[1, 2]]).sum_of_branches([[1.0]]),
+        ),
+        (
+            "values\\[1\\]: .* got torch.float64",
+            lambda: PrefixTree.from_branches([[1, 2]] * 2).sum_of_branches(
+                [torch.ones(1), torch.ones(1).double()]
+            ),
+        ),
         ("lengths", lambda: PrefixTree.from_branches([[1, 2]]).sum_of_branches([torch.ones(3)])),
     ):
         with pytest.raises(ValueError, match=match):

@@ -104,8 +104,8 @@ def context_parallel_positions(
         ValueError: as `context_parallel_shard`, and where seq_len is not a non-negative int.
     """
     group = resolve_cp_group(cp_group)
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int):
-        raise ValueError(f"seq_len: expected an int, got {seq_len!r}")
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
+        raise ValueError(f"seq_len: expected an int >= 0, got {seq_len!r}")
     where = SequenceLayout.of(layout, group_size(group), seq_len, cu_seqlens)
     return where.positions(group_rank(group))
 

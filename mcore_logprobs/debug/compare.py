@@ -223,10 +223,15 @@ def _check(
     for name, x in (("rollout_logprobs", rollout), ("mask", keep), ("target_rank", ranks)):
         if x is not None and list(x.shape) != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {list(x.shape)}")
-    if not ((keep == 0) | (keep == 1)).all():
-        raise ValueError("mask: expected only 0 and 1")
+    check_zero_or_one(keep)
     if ranks is not None and (ranks.is_floating_point() or ranks.dtype is torch.bool):
         raise ValueError(f"target_rank: expected an integer dtype, got {ranks.dtype}")
+
+
+def check_zero_or_one(mask: Tensor) -> None:
+    """A mask of bools, or of numbers that are 0 or 1, or a ValueError."""
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("mask: expected only 0 and 1")
 
 
 def _sequence_numbers(like: Tensor, seq_dim: int, cu_seqlens: Tensor | None) -> Tensor:

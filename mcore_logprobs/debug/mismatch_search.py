@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.debug.compare import check_zero_or_one
 from mcore_logprobs.debug.mismatch_result import RIGHT, SETTINGS, Alignment, Settings
 from mcore_logprobs.ops.gather import vocab_parallel_gather
 from mcore_logprobs.ops.sampling import vocab_parallel_sampling_logprobs
@@ -57,7 +58,9 @@ class Batch:
             raise ValueError(f"target: expected an integer dtype, got {target.dtype}")
         keep = target != ignore_index
         if mask is not None:
-            mask = torch.as_tensor(mask).bool()
+            mask = torch.as_tensor(mask)
+            check_zero_or_one(mask)
+            mask = mask.bool()
         for name, x in (("rollout_logprobs", rollout), ("target", target), ("mask", mask)):
             if x is not None and x.shape != train.shape:
                 raise ValueError(f"{name}: expected {list(train.shape)}, got {list(x.shape)}")

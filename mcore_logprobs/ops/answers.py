@@ -37,11 +37,13 @@ class Also(NamedTuple):
         ids: `[k]`, the same of every row, or `[*lead, k]`, global; or None.
         topk: how many of the largest; or None.
         log_softmax: normalized over the whole vocabulary; False: the logits over the temperature.
+        name: of the ids, in errors.
     """
 
     ids: Tensor | None = None
     topk: int | None = None
     log_softmax: bool = True
+    name: str = "ids"
 
 
 class Found(NamedTuple):
@@ -186,8 +188,8 @@ def answers(
         ids = also.ids
         if isinstance(ids, Tensor) and ids.dim() == 1 and len(source.batch_shape) > 0:
             ids = ids.expand(*source.batch_shape, ids.shape[0])
-        ids = check_ids(ids, source.batch_shape, source.device)
-        local_ids, counted = global_to_local(ids, source.shard, ignore_index, name="ids")
+        ids = check_ids(ids, source.batch_shape, source.device, name=also.name)
+        local_ids, counted = global_to_local(ids, source.shard, ignore_index, name=also.name)
         counted = counted & valid_mask.unsqueeze(-1)
         per_token += [torch.where(counted, local_ids, -1), counted]
     if also.topk is not None:

@@ -160,7 +160,7 @@ def shared_keywords(
                 return head.run(lambda: call(*args, **kwargs))
             if not (dist.is_available() and dist.is_initialized()):  # no rank to compare with
                 return function(*args, **kwargs)
-            with comparing(function.__name__, lambda: signature.bind(*args, **kwargs).arguments):
+            with comparing(function.__name__, lambda: _bound(signature, args, kwargs)):
                 return function(*args, **kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
@@ -169,6 +169,15 @@ def shared_keywords(
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _bound(
+    signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]
+) -> dict[str, object]:
+    """All arguments by name: one that is given may be the default of a rank that gives none."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _texts(names: tuple[str, ...]) -> str:

@@ -105,7 +105,7 @@ def vocab_parallel_token_stats(
     statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
     check_flag("log_softmax", log_softmax)
     asks = candidate_ids is not None or topk is not None
-    also = Also(candidate_ids, topk, log_softmax) if asks else None
+    also = Also(candidate_ids, topk, log_softmax, "candidate_ids") if asks else None
     return token_stats(source, target, statistics, ignore_index, also)
 
 
@@ -280,5 +280,5 @@ def linear_token_stats(
     statistics = Statistics.of(entropy, target_rank, sum_pi_squared, label_smoothing)
     check_flag("log_softmax", log_softmax)
     asks = candidate_ids is not None or topk is not None
-    also = Also(candidate_ids, topk, log_softmax) if asks else None
+    also = Also(candidate_ids, topk, log_softmax, "candidate_ids") if asks else None
     return token_stats(source, target, statistics, ignore_index, also)
