@@ -19,8 +19,10 @@ from mcore_logprobs.kernels import budgets
 from tests.engine.cases import BUDGETS, KEYWORDS, Case, Problem, axes_of, kept_rows, tensors_of
 from tests.engine.mistakes import MISTAKES, MISTAKES_TOGETHER
 from tests.engine.operation import SHARDED, VOCAB
-from tests.helpers.distributed import RankError, get_pool, grid_groups
+from tests.helpers.distributed import RankError, get_pool, grid_groups, preloaded
 from tests.helpers.oracles import assert_no_worse, finished_logits
+
+preloaded.append("tests.helpers.compiled")
 
 # ---- one rank -----------------------------------------------------------------------------------
 
