@@ -217,6 +217,20 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
+def check_values(fits: Tensor, on_device: str, error: Callable[[], ValueError]) -> None:
+    """Raise an error where some value does not fit, without a host sync.
+
+    Args:
+        fits: bool of any shape.
+        on_device: the text of the device-side assert, on CUDA and under a tracer.
+        error: makes the error on a CPU; called where it is raised.
+    """
+    if fits.device.type != "cpu" or is_traced(fits):
+        torch._assert_async(fits.all(), on_device)
+    elif not bool(fits.all()):
+        raise error()
+
+
 def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
     """A floating-point torch tensor with at least `min_dim` dimensions, or a ValueError."""
     if not isinstance(tensor, Tensor):
@@ -367,11 +381,13 @@ def check_temperature(
     # A copy: the backward reads it, and autograd does not see changes of the caller's own.
     temperature = temperature.to(torch.promote_types(temperature.dtype, torch.float32), copy=True)
     fits = (temperature >= _SMALLEST_SCALE) & (temperature <= _LARGEST_SCALE)
-    if device.type != "cpu" or is_traced(temperature):
-        torch._assert_async(fits.all(), f"{name}: not a finite number {_SCALES}")
-    elif not bool(fits.all()):
-        bad = temperature[~fits][:8].tolist()
-        raise ValueError(f"{name}: expected finite numbers {_SCALES}, got {bad}")
+    check_values(
+        fits,
+        f"{name}: not a finite number {_SCALES}",
+        lambda: ValueError(
+            f"{name}: expected finite numbers {_SCALES}, got {temperature[~fits][:8].tolist()}"
+        ),
+    )
     return temperature.expand(lead)
 
 
@@ -395,25 +411,18 @@ def global_to_local(
         valid_mask = torch.ones_like(target, dtype=torch.bool)
     else:
         valid_mask = target != ignore_index
-    _check_inside(target, valid_mask, shard, ignore_index, name)
+    inside = ((target >= 0) & (target < shard.vocab_size)) | ~valid_mask
+    check_values(
+        inside,
+        f"{name}: id outside [0, {shard.vocab_size})",
+        lambda: ValueError(
+            f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index {ignore_index}, got "
+            f"{target[~inside][:8].tolist()}{'...' if (~inside).sum() > 8 else ''}"
+        ),
+    )
     local = target - shard.start
     here = valid_mask & (local >= 0) & (local < shard.width)
     return torch.where(here, local, -1), valid_mask
-
-
-def _check_inside(
-    target: Tensor, valid_mask: Tensor, shard: VocabShard, ignore_index: int | None, name: str
-) -> None:
-    # A function of its own: `benchmarks.launches`, on tensors without values, leaves it out.
-    inside = ((target >= 0) & (target < shard.vocab_size)) | ~valid_mask
-    if target.device.type != "cpu" or is_traced(target):
-        torch._assert_async(inside.all(), f"{name}: id outside [0, {shard.vocab_size})")
-    elif not bool(inside.all()):
-        bad = target[~inside]
-        raise ValueError(
-            f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index "
-            f"{ignore_index}, got {bad[:8].tolist()}{'...' if bad.numel() > 8 else ''}"
-        )
 
 
 def check_ids(ids: Any, lead: torch.Size, device: torch.device, *, name: str = "ids") -> Tensor:

@@ -36,6 +36,18 @@ def largest(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return ours.vocab_parallel_topk(hidden @ weight.T, 3)[0].sum(-1)
 
 
+def biased(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return ours.linear_token_stats(
+        hidden, weight, target, logit_bias={3: 0.5, 7: -1.0}, disallowed_ids=[9, 23]
+    ).lse
+
+
+def of_kept_ids(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    ids = torch.stack([(target.clamp(min=0) + i) % VOCAB for i in range(3)], -1)
+    kept = ids.reshape(-1), torch.arange(0, 3 * ROWS + 1, 3)
+    return ours.vocab_parallel_sampling_logprobs(hidden @ weight.T, target, kept_ids=kept)
+
+
 def log_softmax_of_ids(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     ids = target.unsqueeze(-1)
     return ours.linear_gather(hidden, weight, ids, log_softmax=True).squeeze(-1)
@@ -61,7 +73,9 @@ def step(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
-@pytest.mark.parametrize("function", [on_logits, on_hidden, per_token_temperature, largest])
+@pytest.mark.parametrize(
+    "function", [on_logits, on_hidden, per_token_temperature, largest, biased, of_kept_ids]
+)
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(function: Callable[..., Tensor], mode: str) -> None:
     run = step(function)
@@ -89,7 +103,7 @@ def test_torch_compile(function: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [pytest.param(on_hidden, marks=pytest.mark.night), log_softmax_of_ids, largest],
+    [pytest.param(on_hidden, marks=pytest.mark.night), log_softmax_of_ids, largest, biased],
 )
 def test_torch_compile_without_a_break(function: Callable[..., Tensor]) -> None:
     """Where blocks are contiguous: dynamo takes no other `out=`."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_logprobs.checks import check_choice
+from mcore_logprobs.checks import check_choice, check_values
 
 LAYOUTS = ("zigzag", "contiguous", "contiguous_buffer")
 
@@ -212,13 +212,13 @@ def check_lengths(
     if lengths.device != device:
         raise ValueError(f"lengths: expected device {device}, got {lengths.device}")
     lengths = lengths.to(torch.int64)
-    fits = ((lengths >= 0) & (lengths <= padded)).all()
-    if device.type != "cpu":
-        torch._assert_async(fits, "lengths: expected 0 to the padded lengths of cu_seqlens")
-    elif not fits:
-        raise ValueError(
+    check_values(
+        (lengths >= 0) & (lengths <= padded),
+        "lengths: expected 0 to the padded lengths of cu_seqlens",
+        lambda: ValueError(
             f"lengths: expected 0 to the padded lengths {_short(padded)}, got {_short(lengths)}"
-        )
+        ),
+    )
     return lengths
 
 
@@ -242,13 +242,14 @@ def _check_cu_seqlens(
         f"end at the sequence length {length}": cu_seqlens[-1] == length,
         f"have sequences padded to a multiple of {chunks}": (lengths % chunks == 0).all(),
     }
-    if cu_seqlens.device.type == "cpu":
-        for what, holds in checks.items():
-            if not holds:
-                raise ValueError(f"cu_seqlens: expected to {what}, got {_short(cu_seqlens)}")
-    else:
-        holds = torch.stack(list(checks.values())).all()
-        torch._assert_async(holds, f"cu_seqlens: expected to {', '.join(checks)}")
+    check_values(
+        torch.stack(list(checks.values())),
+        f"cu_seqlens: expected to {', '.join(checks)}",
+        lambda: ValueError(
+            f"cu_seqlens: expected to {next(what for what, holds in checks.items() if not holds)}, "
+            f"got {_short(cu_seqlens)}"
+        ),
+    )
 
 
 def _short(numbers: Tensor) -> str:

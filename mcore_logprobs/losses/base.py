@@ -18,7 +18,7 @@ from mcore_logprobs.checks import (
     check_integer,
     check_not_negative,
     check_positive,
-    is_traced,
+    check_values,
     one_of,
 )
 from mcore_logprobs.spelling import SuggestsFields
@@ -451,11 +451,13 @@ def counted(mask: Tensor, values: Tensor, seq_dim: int = 1) -> Tensor:
         raise ValueError(f"seq_dim: out of range for shape {tuple(values.shape)}, got {seq_dim}")
     if mask.dtype is torch.bool:
         return mask
-    fits = ((mask == 0) | (mask == 1)).all()
-    if mask.device.type != "cpu" or is_traced(mask):
-        torch._assert_async(fits, "mask: expected only 0 and 1")
-    elif not fits:
-        raise ValueError("mask: expected only 0 (not counted) and 1 (counted), got other numbers")
+    check_values(
+        (mask == 0) | (mask == 1),
+        "mask: expected only 0 and 1",
+        lambda: ValueError(
+            "mask: expected only 0 (not counted) and 1 (counted), got other numbers"
+        ),
+    )
     return mask != 0
 
 

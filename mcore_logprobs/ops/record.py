@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_logprobs.checks import check_choice, check_flag, check_target
+from mcore_logprobs.checks import check_choice, check_flag, check_target, check_values
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.sources.source import Source
 
@@ -88,28 +88,30 @@ def check_possible(ids: Tensor, offsets: Tensor, disallowed: Tensor | None) -> N
     if disallowed is None or disallowed.numel() == 0:
         return
     bad = torch.isin(ids, disallowed)
-    if bad.device.type != "cpu":
-        torch._assert_async(~bad.any(), "kept_ids: a disallowed id in a record")
-    elif bool(bad.any()):
+
+    def error() -> ValueError:
         entry = int(bad.nonzero()[0])
         row = int(torch.searchsorted(offsets, entry, right=True)) - 1
-        raise ValueError(
+        return ValueError(
             "kept_ids: expected no disallowed id in a record, got id "
             f"{int(ids[entry])} in row {row}"
         )
+
+    check_values(~bad, "kept_ids: a disallowed id in a record", error)
 
 
 def check_recorded(recorded: Tensor, valid_mask: Tensor, places: Tensor) -> None:
     """A record for every row that counts, or a ValueError; on CUDA a device-side assert."""
     none = ~recorded & valid_mask
-    if none.device.type != "cpu":
-        torch._assert_async(~none.any(), "kept_ids: a row without a record")
-    elif bool(none.any()):
-        raise ValueError(
+    check_values(
+        ~none,
+        "kept_ids: a row without a record",
+        lambda: ValueError(
             "kept_ids: expected a record of every row whose target counts, got none for row "
             f"{places[none][:8].tolist()}: pass missing='full' where nothing was masked, or "
             "missing='ignore'"
-        )
+        ),
+    )
 
 
 def check_kept_ids(
@@ -130,21 +132,22 @@ def check_kept_ids(
     ids = check_target(ids, torch.Size((entries,)), device, name="kept_ids[0]").clone()
     offsets = check_target(offsets, torch.Size((rows + 1,)), device, name="kept_ids[1]").clone()
     lengths = offsets.diff()
-    fits = (lengths >= 0).all() & (offsets[0] == 0) & (offsets[-1] == entries)
-    inside = ((ids >= 0) & (ids < shard.vocab_size)).all()
     expected = f"kept_ids: expected offsets that rise from 0 to {entries}"
-    if device.type != "cpu":
-        torch._assert_async(fits, expected)
-        torch._assert_async(inside, f"kept_ids: id outside [0, {shard.vocab_size})")
-    elif not fits:
-        raise ValueError(f"{expected}, got {offsets[:8].tolist()} to {int(offsets[-1])}")
-    elif not inside:
-        raise ValueError(f"kept_ids: expected ids in [0, {shard.vocab_size})")
+    check_values(
+        (lengths >= 0).all() & (offsets[0] == 0) & (offsets[-1] == entries),
+        expected,
+        lambda: ValueError(f"{expected}, got {offsets[:8].tolist()} to {int(offsets[-1])}"),
+    )
+    check_values(
+        (ids >= 0) & (ids < shard.vocab_size),
+        f"kept_ids: id outside [0, {shard.vocab_size})",
+        lambda: ValueError(f"kept_ids: expected ids in [0, {shard.vocab_size})"),
+    )
     row = torch.arange(rows, device=device).repeat_interleave(lengths, output_size=entries)
     keys = (row * shard.padded_size + ids).sort().values
-    single = (keys.diff() > 0).all()
-    if device.type != "cpu":
-        torch._assert_async(single, "kept_ids: an id twice in one row")
-    elif not single:
-        raise ValueError("kept_ids: expected each id at most once per row")
+    check_values(
+        keys.diff() > 0,
+        "kept_ids: an id twice in one row",
+        lambda: ValueError("kept_ids: expected each id at most once per row"),
+    )
     return ids, offsets

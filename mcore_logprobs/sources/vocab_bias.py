@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_logprobs.checks import index_of, is_bias
+from mcore_logprobs.checks import check_values, index_of, is_bias
 from mcore_logprobs.groups import VocabShard
 
 LogitBias = Mapping[int, float] | Sequence[tuple[int, float]] | Tensor
@@ -97,11 +97,14 @@ def _of_columns(
         raise ValueError("logit_bias: requires a gradient, but none flows to it; detach it")
     values = bias.to(dtype, copy=True)
     fits = values < torch.inf
-    if device.type != "cpu":
-        torch._assert_async(fits.all(), "logit_bias: NaN or inf")
-    elif not fits.all():
-        got = bias[~fits][:8].tolist()
-        raise ValueError(f"logit_bias: expected finite numbers in float32 or -inf, got {got}")
+    check_values(
+        fits,
+        "logit_bias: NaN or inf",
+        lambda: ValueError(
+            "logit_bias: expected finite numbers in float32 or -inf, got "
+            f"{bias[~fits][:8].tolist()}"
+        ),
+    )
     return values
 
 
@@ -138,27 +141,27 @@ def _ids(ids: object, shard: VocabShard) -> Tensor:
             f"disallowed_ids: expected integers [k], got {ids.dtype} of shape {tuple(ids.shape)}"
         )
     inside = (ids >= 0) & (ids < shard.vocab_size)
-    if ids.device.type != "cpu":
-        torch._assert_async(inside.all(), f"disallowed_ids: id outside [0, {shard.vocab_size})")
-    elif not bool(inside.all()):
-        raise ValueError(
+    check_values(
+        inside,
+        f"disallowed_ids: id outside [0, {shard.vocab_size})",
+        lambda: ValueError(
             f"disallowed_ids: expected ids in [0, {shard.vocab_size}), got "
             f"{ids[~inside][:8].tolist()}"
-        )
+        ),
+    )
     return ids.long()
 
 
 def _check_some_left(values: Tensor, gone: Tensor, shard: VocabShard) -> None:
-    if values.device.type != "cpu":
-        if shard.tp_size == 1:
-            any_left = (values[: shard.vocab_size] > -torch.inf).any()
-            torch._assert_async(any_left, "disallowed_ids: every id is disallowed")
-        return
-    none = gone.numel() >= shard.vocab_size and gone.unique().numel() == shard.vocab_size
+    left = torch.ones(shard.vocab_size, dtype=torch.bool, device=values.device)
+    left.index_fill_(0, gone, False)
     if shard.tp_size == 1:
-        none = none or not bool((values[: shard.vocab_size] > -torch.inf).any())
-    if none:
-        raise ValueError(
+        left &= values[: shard.vocab_size] > -torch.inf
+    check_values(
+        left.any(),
+        "disallowed_ids: every id is disallowed",
+        lambda: ValueError(
             "disallowed_ids: expected at least one id to remain, got all "
             f"{shard.vocab_size} of the vocabulary"
-        )
+        ),
+    )

@@ -47,7 +47,7 @@ def _message_of(node: ast.AST) -> tuple[str, ast.expr | None]:
         name = ast.unparse(node.func)
         if name.endswith(("Error", "NotCompiled")) and name not in _INNER:
             return name, node.args[0]
-        if name == "torch._assert_async":
+        if name == "check_values":
             return "device-side assert", node.args[1]
         if name in _LOGS:
             return "log", node.args[0]
