@@ -22,6 +22,11 @@ class Block(contextlib.AbstractContextManager[None]):
         self._name, self._context, self._entered = name, context, False
 
     def __enter__(self) -> None:
+        if self._entered:
+            raise RuntimeError(
+                f"{self._name}: expected a block that is entered once, got one that was entered "
+                f"before; call {self._name}(...) again"
+            )
         self._entered = True
         self._context.__enter__()
 

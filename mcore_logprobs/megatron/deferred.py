@@ -55,6 +55,17 @@ class DeferredLogits:
         self._computed: dict[bool, Tensor] = {}
         self._versions: dict[bool, int] = {}
         self._largest: torch.return_types.max | None = None
+        self._consumed = False
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether gradients are on, and something that the logits are computed from wants one."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self.head.inputs)
+
+    @property
+    def read_without_gradient(self) -> bool:
+        """Whether real logits were read, but neither with gradients nor by a loss."""
+        return False in self._computed and True not in self._computed and not self._consumed
 
     @property
     def hidden(self) -> Tensor:
@@ -173,13 +184,16 @@ class DeferredLogits:
                 self._largest = torch.return_types.max(head.run(best))
         return self._largest
 
-    def source(self, **options: Any) -> HeadLogits:
+    def source(self, *, gradient: bool = True, **options: Any) -> HeadLogits:
         """These logits as a source, within a function that `head.run` runs.
 
         Args:
             options: of `LazyHead.source`.
         """
-        return self.head.source(logit_scale=self.scale, **options)
+        for link in (self, self._unscaled):
+            if link is not None and gradient:
+                link._consumed = True
+        return self.head.source(gradient=gradient, logit_scale=self.scale, **options)
 
     def __repr__(self) -> str:
         return (
@@ -288,11 +302,13 @@ class DeferringHead:
             return original(layer, input_, weight, runtime_gather_output, **other)
         sequence_parallel = base.sequence_parallel
 
-        def real(hidden: Tensor, _: Tensor) -> Tensor:
+        def real(hidden: Tensor, present: Tensor) -> Tensor:
             # Inference switches the flag around the call, which may be over by now.
             now, base.sequence_parallel = base.sequence_parallel, sequence_parallel
+            # Nor may the layer still have the weight of the call, or that its gradient then.
+            given = weight if base.weight is whose is present else present
             try:
-                return original(layer, hidden, weight, runtime_gather_output)[0]
+                return original(layer, hidden, given, runtime_gather_output)[0]
             finally:
                 base.sequence_parallel = now
 

@@ -390,14 +390,27 @@ def _loss_of_every_label(
 
 def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
     """Real logits that reached the loss must carry the gradient of the deferred ones."""
-    if latest is None or not torch.is_grad_enabled():
+    if latest is None or not latest.wants_gradient:
         return
-    trains = any(x.requires_grad for x in latest.head.inputs)
-    if trains and not (logits.requires_grad and latest.is_ancestor_of(logits)):
+    if not (logits.requires_grad and latest.is_ancestor_of(logits)):
         raise RuntimeError(
             "the logits lost their gradient between the patched output layer and the loss: they "
             "went through a torch.autograd.Function or no_grad, which see no gradient in deferred "
             "logits. Patch with LogprobConfig(fused=False)"
+        )
+
+
+def check_used(deferred: DeferredLogits) -> None:
+    """After a forward: logits that were read without gradients alone must have reached a loss.
+
+    Others, of a second use of the output layer, were taken by a function that sees no gradient.
+    """
+    if deferred.read_without_gradient:
+        raise RuntimeError(
+            "logits of a second use of the patched output layer lost their gradient: they went "
+            "through a torch.autograd.Function or no_grad, which see no gradient in deferred "
+            "logits. Call the layer under torch.no_grad() if none is wanted; else patch with "
+            "LogprobConfig(fused=False)"
         )
 
 

@@ -18,6 +18,7 @@ from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import (
     check_gradient,
+    check_used,
     head_output,
     lazy_mtp_loss,
     mtp_loss,
@@ -52,8 +53,19 @@ Logits = DeferredLogits | LazyLogits | Tensor
 
 
 def patch_of(language_model: object) -> HeadPatch | None:
-    """The patch that is on a language model now, or None."""
-    return _patch_behind(vars(language_model).get("compute_language_model_loss"))
+    """The patch that is on a language model now, or None.
+
+    Raises:
+        ValueError: the model is a shallow copy, which shares the patch of another one.
+    """
+    patch = _patch_behind(vars(language_model).get("compute_language_model_loss"))
+    if patch is not None and patch.model not in (None, language_model):
+        raise ValueError(
+            f"{type(language_model).__name__}: expected the patched model or a deep copy, got a "
+            "shallow copy (copy.copy), whose patch is the other model's: copy it before it is "
+            "patched, or use copy.deepcopy"
+        )
+    return patch
 
 
 def _patch_behind(replaced: object) -> HeadPatch | None:
@@ -215,6 +227,8 @@ class HeadPatch(DeferringHead):
 
     def _given_out(self, deferred: DeferredLogits) -> object:
         if not self._without_labels:
+            if deferred.wants_gradient:
+                self._running[-1].deferred.append(deferred)
             return deferred
         self.latest = None
         return lazy_logits(deferred.head, self.call.config)
@@ -236,6 +250,8 @@ class HeadPatch(DeferringHead):
         self._running.append(running)
         try:
             yield
+            for deferred in running.deferred:
+                check_used(deferred)
         finally:
             self._running.pop()
             self.latest = None  # hidden states are large
@@ -261,6 +277,8 @@ class HeadPatch(DeferringHead):
         """Why this call's logits are not deferred, whatever the layer."""
         if self.model is None:
             return "its model is gone"
+        if not self._running:
+            return "the output layer was called outside the model's own forward"
         config = self.call.config
         if self._without_labels and not self._wants_lazy:
             return "there are no labels"

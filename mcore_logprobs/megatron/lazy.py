@@ -39,15 +39,23 @@ def call_of(
     """
     base, lora = base_layer(layer), head_lora(layer)
     output_dtype = getattr(base, "output_dtype", None)
+    cast = _autocast_dtype(hidden)
+
+    def under_autocast(hidden: Tensor, weight: Tensor) -> Tensor:
+        # As in the call: who reads the logits may be within autocast alone, or behind it.
+        if _autocast_dtype(hidden) == cast:
+            return product(hidden, weight)
+        with torch.autocast(hidden.device.type, dtype=cast, enabled=cast is not None):
+            return product(hidden, weight)
     return LazyHead(
         hidden=hidden,
         weight=weight,
         bias=None if base.skip_bias_add else base.bias,
-        dtype=output_dtype or _autocast_dtype(hidden) or hidden.dtype,
+        dtype=output_dtype or cast or hidden.dtype,
         sequence_parallel=base.sequence_parallel,
         tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
-        operands=partial(_operands, lora),
-        product=product,
+        operands=partial(_operands, lora, cast),
+        product=under_autocast,
         mapped=map_logits,
         summary=row_summary,
         into_main_grad=partial(into_main_grad, base),
@@ -71,13 +79,13 @@ def lazy_logits(head: LazyHead, config: LogprobConfig) -> LazyLogits:
 
 
 def _operands(
-    lora: HeadLoRA | None, hidden: Tensor, weight: Tensor
+    lora: HeadLoRA | None, dtype: torch.dtype | None, hidden: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, LoRAInput | None]:
-    """(hidden, weight, LoRA) as they are multiplied: under autocast all of it is cast.
+    """(hidden, weight, LoRA) as they are multiplied: all of it is cast to dtype, autocast's.
 
     Collectives: with a LoRA one all-gather of `[r/TP, h]` over TP.
     """
-    gathered, dtype = None if lora is None else lora.whole(), _autocast_dtype(hidden)
+    gathered = None if lora is None else lora.whole()
     if dtype is None:
         return hidden, weight, gathered
     cast = gathered and (gathered[0].to(dtype), gathered[1].to(dtype), gathered[2])

@@ -62,6 +62,7 @@ class LazyLogits(Tensor):
     _real: dict[bool, tuple[int, Tensor]]
     _part: tuple[Tensor, Tensor] | None
     _leaf: Tensor | None
+    _is_used: bool
 
     @staticmethod
     def __new__(cls, view: View) -> LazyLogits:
@@ -70,6 +71,8 @@ class LazyLogits(Tensor):
             cls, view.shape, strides=view.strides, dtype=view.dtype, device=head.hidden.device
         )
         made._view, made._real, made._part, made._leaf = view, {}, None, None
+        made._is_used = False
+        view.rows.shown_by(made)
         return made
 
     @classmethod
@@ -91,6 +94,19 @@ class LazyLogits(Tensor):
     @property
     def view_of_head(self) -> View:
         return self._view
+
+    def used(self) -> None:
+        """Something with a gradient was made of this handle, which goes past it to its head."""
+        self._is_used |= self._wants_gradient
+
+    def check_unused(self, what: str) -> None:
+        """Raises: RuntimeError: no gradient of these logits will come by for `what`."""
+        if self._is_used and self.written() is None:
+            raise RuntimeError(
+                f"{what}: lazy logits have no gradient of their own once something was computed "
+                "or derived from them: call retain_grad() or register_hook(...) before that, which "
+                "makes them real"
+            )
 
     @property
     def _wants_gradient(self) -> bool:
@@ -117,6 +133,7 @@ class LazyLogits(Tensor):
         if real is None:
             source = self._view.source(gradient=self._wants_gradient, **options)
             if source is not None:
+                self.used()
                 return source
             real = self.materialize(
                 "a softcap behind a bias, or one or a logit_bias behind a temperature per token; a "

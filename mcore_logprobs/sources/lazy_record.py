@@ -126,6 +126,10 @@ def torch_function(func: Any, args: tuple[object, ...], kwargs: dict[str, object
             return recorded
     elif func is torch.autograd.backward and args:
         return _backward_from(args, kwargs)
+    elif func is torch.autograd.grad:
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+        for x in _lazy_in(inputs):
+            x.check_unused("torch.autograd.grad")
     return _with_real(name, func, args, kwargs)
 
 
@@ -203,6 +207,7 @@ def _recorded(name: str, func: Any, handle: LazyLogits, args: Any, kwargs: Any) 
 
 
 def _like(handle: LazyLogits, view: View) -> LazyLogits:
+    handle.used()
     return LazyLogits.of(view, gradient=handle.requires_grad)
 
 
@@ -329,6 +334,8 @@ def _summarized(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> Any:
     dtype = options.pop("dtype", None) or handle.dtype
     wants = torch.is_grad_enabled() and handle.requires_grad
     view, dims = handle.view_of_head, (*args, *options.values())
+    if name == "mean":
+        handle.used()
     if name == "mean" and not dims and not view.is_cut:
         rows = view.mean() if wants else view.summary().mean
         return rows.mean().to(dtype)
@@ -424,6 +431,7 @@ def _scaled(name: str, handle: LazyLogits, args: Any, kwargs: Any) -> object:
         if view.rows.read_by_function or (handle.requires_grad and not torch.is_grad_enabled()):
             return _NOT  # one gradient without the scale, another with it
         view.rows.divide_(view.places, divisor)
+        view.rows.changed()
         view.rows.scaled_without_gradient |= not handle.requires_grad
         return handle
     dtype = (
@@ -491,12 +499,17 @@ def _real(value: Any, what: str) -> Any:
 def _with_real(name: str, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     out = kwargs.get("out")
     in_place = name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
+    in_place |= name == "__setitem__"
     # A hook, a gradient of the logits' own: those must be the logits from now on.
-    in_place |= name in ("__setitem__", "register_hook", "retain_grad")
-    written = args[0] if in_place and args else out
+    hooked = name in ("register_hook", "retain_grad")
+    written = args[0] if (in_place or hooked) and args else out
     if not isinstance(written, LazyLogits):
         return func(*_real(args, name), **_real(kwargs, name))
+    if hooked:
+        written.check_unused(name)
     real = written.materialize_to_write(name)
+    if not hooked:
+        written.view_of_head.rows.changed()
     if written is out:
         kwargs = {**_real({k: v for k, v in kwargs.items() if k != "out"}, name), "out": real}
         result = func(*_real(args, name), **kwargs)
@@ -520,6 +533,7 @@ def torch_dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, object]) 
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for handle in _lazy_in(value):
                     handle.materialize_to_write(name)
+                    handle.view_of_head.rows.changed()
         return func(*_real(args, name), **_real(kwargs, name))
 
 

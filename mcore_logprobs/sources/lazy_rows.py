@@ -7,6 +7,7 @@ the tensor is a view of another, so that torch itself says what shares memory wi
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -69,10 +70,12 @@ class LazyHead:
     require: bool = False
     latest_passes: Passes = field(init=False, default_factory=dict)
     _versions: list[tuple[str, int]] = field(init=False)
+    _frozen: list[Tensor] = field(init=False)
     _open: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._versions = self._current_versions()
+        self._frozen = [x for x in self.inputs if not x.requires_grad]
 
     @property
     def tokens(self) -> torch.Size:
@@ -135,7 +138,12 @@ class LazyHead:
     def present(self, *, gradient: bool) -> tuple[Tensor, Tensor]:
         """(hidden, weight) as they are now."""
         hidden, weight = self._open[-1] if self._open else (self.hidden, self.weight)
-        return (hidden, weight) if gradient else (hidden.detach(), weight.detach())
+        return self._of_call(hidden, gradient), self._of_call(weight, gradient)
+
+    def _of_call(self, x: Tensor, gradient: bool) -> Tensor:
+        """x with a gradient where one is wanted, and x wanted one in the call too."""
+        thawed = x.requires_grad and any(x is frozen for frozen in self._frozen)
+        return x if gradient and not thawed else x.detach()
 
     def real(self, *, gradient: bool) -> Tensor:
         """The layer's own logits `[s, b, V/TP]`. Collectives: those of the layer."""
@@ -159,7 +167,7 @@ class LazyHead:
         hidden, weight, lora = self.operands(*self.present(gradient=gradient))
         if lora is not None and not gradient:
             lora = (lora[0].detach(), lora[1].detach(), lora[2])
-        bias = self.bias if gradient or self.bias is None else self.bias.detach()
+        bias = None if self.bias is None else self._of_call(self.bias, gradient)
         if bias is not None:
             # The layer's logits have it before the scale; the operation adds it after that.
             bias = (bias if logit_scale == 1.0 else bias * logit_scale).to(hidden.dtype)
@@ -227,11 +235,24 @@ class Rows:
         self.written = self.read_by_function = self.scaled_without_gradient = False
         self.version = 0
         self.summary: tuple[int, Tensor, RowSummary] | None = None
+        self._handles: list[weakref.ref[Tensor]] = []
 
     @property
     def dtype(self) -> torch.dtype:
         """Of temperatures per row."""
         return torch.promote_types(self.head.dtype, torch.float32)
+
+    def shown_by(self, handle: Tensor) -> None:
+        """A handle that stands for some of these rows."""
+        self._handles.append(weakref.ref(handle))
+
+    def changed(self) -> None:
+        """To autograd the handles have changed in place, all of them: who saved one is told."""
+        self._handles = [x for x in self._handles if x() is not None]
+        for reference in self._handles:
+            handle = reference()
+            if handle is not None and not handle.is_inference():
+                torch.autograd.graph.increment_version(handle)
 
     def divide_(self, places: Tensor, by: float | Tensor) -> None:
         """Divide the rows at places (int64, any shape) by a number or a tensor of that shape."""

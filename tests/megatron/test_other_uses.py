@@ -1,0 +1,153 @@
+"""The output layer of a patched model, used for something else than the model's own loss."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.megatron import patch_gpt_model, patch_model, unpatch_model
+from tests.megatron.common import VOCAB, loss_of, make_batch, megatron, relative, tiny_config, worst
+from tests.megatron.test_hybrid import hybrid_config
+
+
+def gpt(seed: int = 0, **built: Any) -> Any:
+    return mm.build_gpt_model(tiny_config(num_layers=1), vocab_size=VOCAB, seed=seed, **built)
+
+
+def hybrid() -> Any:
+    config = hybrid_config({}, "*-")
+    return mm.build_hybrid_model(
+        config, vocab_size=VOCAB, pattern="*-", position_embedding_type="rope"
+    )
+
+
+def cross_entropy(logits: Any, labels: Tensor) -> Tensor:
+    """Megatron's, an autograd function of its own."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    return vocab_parallel_cross_entropy(logits, labels.t().contiguous())
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("output", ["stats", "loss"])
+def test_a_model_that_shares_the_head_trains_as_before(output: str) -> None:
+    with megatron() as parallel_state:
+        policy, draft = gpt(tied=False), gpt(seed=1, tied=False)
+        draft.output_layer = policy.output_layer
+        batch = make_batch(parallel_state)
+
+        def step() -> tuple[Tensor, dict[str, Tensor]]:
+            loss = draft(**batch["inputs"], labels=batch["labels"]).mean()
+            return loss.detach(), gradients(draft, loss)
+
+        expected, expected_grads = step()
+        with patch_gpt_model(policy, LogprobConfig(output=output)):
+            got, grads = step()
+        assert torch.equal(got, expected)
+        assert worst(grads, expected_grads) == 0.0
+
+
+def test_the_layer_alone_gives_logits_with_their_gradient_and_keeps_nothing() -> None:
+    with megatron() as parallel_state:
+        model, labels = gpt(tied=False), make_batch(parallel_state)["labels"]
+        hidden = torch.randn(labels.shape[1], labels.shape[0], model.config.hidden_size)
+        hidden.requires_grad_()
+        with patch_gpt_model(model):
+            given = hidden * 1.0
+            alive = weakref.ref(given)
+            loss = cross_entropy(model.output_layer(given)[0], labels).mean()
+            assert gradients(model, loss)["output_layer.weight"].any()
+            del given, loss
+            gc.collect()
+            assert alive() is None
+
+
+@pytest.mark.parametrize("output", ["stats", "loss"])
+@pytest.mark.parametrize("read", [cross_entropy, lambda logits, _: logits.float().logsumexp(-1)])
+def test_an_early_exit_s_loss_beside_the_model_s(
+    output: str, read: Callable[[Any, Tensor], Tensor]
+) -> None:
+    with megatron() as parallel_state:
+        model, batch, exits = gpt(tied=False), make_batch(parallel_state), []
+
+        def early(module: Any, args: Any, out: Any) -> None:
+            hidden = out[0] if isinstance(out, tuple) else out
+            exits.append(read(model.output_layer(hidden)[0], batch["labels"]))
+
+        model.decoder.layers[0].register_forward_hook(early)
+
+        def step() -> tuple[Tensor, dict[str, Tensor]]:
+            main = loss_of(model(**batch["inputs"], labels=batch["labels"])).sum()
+            return exits[-1].detach(), gradients(model, main + 5.0 * exits[-1].sum())
+
+        expected, expected_grads = step()
+        with patch_gpt_model(model, LogprobConfig(output=output)):
+            got, grads = step()
+        assert relative(got, expected) < 1e-6
+        assert worst(grads, expected_grads) < 1e-5
+
+
+def test_a_second_use_within_a_forward_that_loses_its_gradient_raises() -> None:
+    """A hybrid model's forward has no part of its own for the head: all of it is around the use."""
+    with megatron() as parallel_state:
+        model, batch, use = hybrid(), make_batch(parallel_state), []
+
+        def early(module: Any, args: Any, out: Any) -> None:
+            logits = model.output_layer(
+                out[0] if isinstance(out, tuple) else out,
+                weight=model.shared_embedding_or_output_weight(),
+            )[0]
+            use[0](logits)
+
+        model.decoder.layers[0].register_forward_hook(early)
+
+        def forward() -> Any:
+            return model(**batch["inputs"], labels=batch["labels"])
+
+        with patch_model(model, LogprobConfig()):
+            kept = []
+            use[:] = [lambda logits: kept.append(cross_entropy(logits, batch["labels"]))]
+            with pytest.raises(RuntimeError, match=r"second use .* lost their gradient"):
+                forward()
+            with torch.no_grad():
+                forward()
+            # With a gradient, or with none that is wanted, all is well.
+            use[:] = [lambda logits: kept.append(logits.float().logsumexp(-1))]
+            forward()
+            assert kept[-1].requires_grad
+            use[:] = [lambda logits: None]
+            forward()
+
+
+def test_a_block_is_entered_once() -> None:
+    with megatron():
+        handle = patch_gpt_model(gpt())
+        block = handle.options(temperature=0.5)
+        with block:
+            pass
+        with pytest.raises(RuntimeError, match=r"options: expected a block that is entered once"):
+            block.__enter__()
+        handle.remove()
+
+
+def test_a_shallow_copy_of_a_patched_model_is_refused() -> None:
+    with megatron():
+        model = gpt()
+        with patch_gpt_model(model):
+            for function in (patch_model, unpatch_model):
+                with pytest.raises(ValueError, match="got a shallow copy"):
+                    function(copy.copy(model))
