@@ -47,6 +47,7 @@ def call_of(
             return product(hidden, weight)
         with torch.autocast(hidden.device.type, dtype=cast, enabled=cast is not None):
             return product(hidden, weight)
+
     return LazyHead(
         hidden=hidden,
         weight=weight,
