@@ -403,14 +403,12 @@ class ForwardState:
         loss_mask: the same.
         reached: whether the patched loss was called with these labels.
         samples: whether a sampler makes the call, with its cache.
-        deferred: the `DeferredLogits` that were given out and want a gradient.
     """
 
     labels: object
     loss_mask: object
     reached: bool = False
     samples: bool = False
-    deferred: list[Any] = field(default_factory=list)
 
 
 NOT_PASSED: object = object()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,17 +56,12 @@ class DeferredLogits:
         self._computed: dict[bool, Tensor] = {}
         self._versions: dict[bool, int] = {}
         self._largest: torch.return_types.max | None = None
-        self._consumed = False
+        self._functions = len(_functions_around()) if self.wants_gradient else None
 
     @property
     def wants_gradient(self) -> bool:
         """Whether gradients are on, and something that the logits are computed from wants one."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in self.head.inputs)
-
-    @property
-    def read_without_gradient(self) -> bool:
-        """Whether real logits were read, but neither with gradients nor by a loss."""
-        return False in self._computed and True not in self._computed and not self._consumed
 
     @property
     def hidden(self) -> Tensor:
@@ -77,9 +73,20 @@ class DeferredLogits:
 
         Those computed without gradients are not given to a caller who wants gradients. Collectives:
         those of the output layer's forward (an all-gather under sequence parallelism).
+
+        Raises:
+            RuntimeError: within an autograd function that was given the handle. It took it for no
+                tensor, and its results have no gradient.
         """
         grad = torch.is_grad_enabled()
         if grad not in self._computed:
+            if not grad and self._functions is not None:
+                for name in _functions_around()[self._functions :]:
+                    raise RuntimeError(
+                        f"{name} was given the deferred logits of a patched output layer, in which "
+                        "an autograd.Function sees no gradient: pass it logits.clone(), or patch "
+                        "with LogprobConfig(fused=False)"
+                    )
             if self._unscaled is None:
                 logits = self.head.run(partial(self.head.real, gradient=True))
             else:
@@ -184,16 +191,13 @@ class DeferredLogits:
                 self._largest = torch.return_types.max(head.run(best))
         return self._largest
 
-    def source(self, *, gradient: bool = True, **options: Any) -> HeadLogits:
+    def source(self, **options: Any) -> HeadLogits:
         """These logits as a source, within a function that `head.run` runs.
 
         Args:
             options: of `LazyHead.source`.
         """
-        for link in (self, self._unscaled):
-            if link is not None and gradient:
-                link._consumed = True
-        return self.head.source(gradient=gradient, logit_scale=self.scale, **options)
+        return self.head.source(logit_scale=self.scale, **options)
 
     def __repr__(self) -> str:
         return (
@@ -225,6 +229,22 @@ class DeferredLogits:
         if func in (torch.max, torch.argmax) and args and isinstance(args[0], cls):
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         return func(*_materialized(args), **_materialized(kwargs))
+
+
+def _functions_around() -> list[str]:
+    """The autograd functions in whose forward or backward this is called, outermost first.
+
+    By the names of their code: what a frame's variables are is not looked at, which would keep them
+    alive for as long as the frame.
+    """
+    names: list[str] = []
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            names.append(getattr(code, "co_qualname", code.co_name))
+        frame = frame.f_back
+    return names[::-1]
 
 
 class Weak:

@@ -400,20 +400,6 @@ def check_gradient(logits: Tensor, latest: DeferredLogits | None) -> None:
         )
 
 
-def check_used(deferred: DeferredLogits) -> None:
-    """After a forward: logits that were read without gradients alone must have reached a loss.
-
-    Others, of a second use of the output layer, were taken by a function that sees no gradient.
-    """
-    if deferred.read_without_gradient:
-        raise RuntimeError(
-            "logits of a second use of the patched output layer lost their gradient: they went "
-            "through a torch.autograd.Function or no_grad, which see no gradient in deferred "
-            "logits. Call the layer under torch.no_grad() if none is wanted; else patch with "
-            "LogprobConfig(fused=False)"
-        )
-
-
 def _own_columns(
     logits: Tensor, tp_group: ProcessGroup | None, padded_vocab_size: int | None
 ) -> Tensor:

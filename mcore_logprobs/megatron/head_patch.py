@@ -18,7 +18,6 @@ from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead, Weak
 from mcore_logprobs.megatron.fsdp import attach_backward_hooks
 from mcore_logprobs.megatron.head_loss import (
     check_gradient,
-    check_used,
     head_output,
     lazy_mtp_loss,
     mtp_loss,
@@ -227,8 +226,6 @@ class HeadPatch(DeferringHead):
 
     def _given_out(self, deferred: DeferredLogits) -> object:
         if not self._without_labels:
-            if deferred.wants_gradient:
-                self._running[-1].deferred.append(deferred)
             return deferred
         self.latest = None
         return lazy_logits(deferred.head, self.call.config)
@@ -250,8 +247,6 @@ class HeadPatch(DeferringHead):
         self._running.append(running)
         try:
             yield
-            for deferred in running.deferred:
-                check_used(deferred)
         finally:
             self._running.pop()
             self.latest = None  # hidden states are large

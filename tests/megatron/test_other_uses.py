@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
@@ -120,17 +121,26 @@ def test_a_second_use_within_a_forward_that_loses_its_gradient_raises() -> None:
 
         with patch_model(model, LogprobConfig()):
             kept = []
-            use[:] = [lambda logits: kept.append(cross_entropy(logits, batch["labels"]))]
-            with pytest.raises(RuntimeError, match=r"second use .* lost their gradient"):
+
+            def keep(read: Callable[[Any], Tensor]) -> None:
+                use[:] = [lambda logits: kept.append(read(logits))]
                 forward()
+
+            def trained(logits: Any) -> Tensor:
+                return cross_entropy(logits, batch["labels"])
+
+            with pytest.raises(RuntimeError, match=r"forward was given the deferred logits"):
+                keep(trained)
             with torch.no_grad():
-                forward()
-            # With a gradient, or with none that is wanted, all is well.
-            use[:] = [lambda logits: kept.append(logits.float().logsumexp(-1))]
-            forward()
-            assert kept[-1].requires_grad
-            use[:] = [lambda logits: None]
-            forward()
+                keep(trained)
+            keep(lambda logits: trained(logits.clone()))
+            keep(lambda logits: logits.float().logsumexp(-1))
+            assert all(x.requires_grad for x in kept[-2:])
+            # Without a gradient, as a monitor has it, also in a checkpoint's recomputation.
+            keep(torch.no_grad()(lambda logits: logits.argmax(-1).float()))
+            checkpoint(forward, use_reentrant=False).loss.sum().backward()
+            anchor = torch.ones((), requires_grad=True)
+            checkpoint(lambda x: forward().loss * x, anchor, use_reentrant=True).sum().backward()
 
 
 def test_a_block_is_entered_once() -> None:
