@@ -45,7 +45,7 @@ _LONGEST_VALUE = 120
 # Arguments whose values are this rank's own; of them only shape and dtype are compared.
 _SHARDED = ("logits", "hidden", "weight", "bias", "lora")
 # What an option is; of these, what concerns only the rank that has it.
-_OPTIONS = (bool, int, float, str, list, torch.dtype, type(None))
+_OPTIONS = (bool, int, float, str, torch.dtype, type(None))
 _OF_ONE_RANK = ("saved_bytes", "backend", "inplace_backward")
 # Along each dimension of hidden states, how many values are compared; and by how much of their norm
 # ranks may differ: far more than rounding, far less than two tokens.
@@ -152,7 +152,7 @@ class _Posted:
         for name, value in arguments.items():
             if (parts := _parts(name, value)) is not None:
                 self._add(parts, in_parts=in_parts)
-            elif isinstance(value, _OPTIONS):
+            elif _is_option(value):
                 if name.rpartition(".")[2] not in _OF_ONE_RANK:
                     self.options[name] = _value(name, value)
             elif not isinstance(value, Tensor) or value.is_meta or is_traced(value):
@@ -162,6 +162,11 @@ class _Posted:
                     self.hidden[name] = _some_values(value.detach())
             elif not any(part in name for part in _SHARDED) or "topk" in name:
                 self.tensors[name] = _value(name, value)
+
+
+def _is_option(value: object) -> bool:
+    each = value if isinstance(value, list) else [value]
+    return all(isinstance(x, _OPTIONS) for x in each)
 
 
 def _some_values(x: Tensor) -> list[float]:

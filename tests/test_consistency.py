@@ -208,6 +208,7 @@ def test_other_targets_on_a_rank_raise_on_every_rank(ranks):
         ("token_stats", {"vocab_size": [None, 20]}, "vocab_size: {} None on rank 0, 20 on rank 1"),
         ("logprobs", {"softcap": [None, 30.0]}, "softcap: {} None on rank 0, 30.0 on rank 1"),
         ("logprobs", {"logit_bias": [{3: 1.0}, {3: 1.5}]}, "logit_bias.3: {} 1.0 on rank 0, 1.5 "),
+        ("logprobs", {"disallowed_ids": [[3], [4]]}, "disallowed_ids: {} [3] on rank 0, [4] on "),
         ("linear_topk", {"sequence_parallel": [False, True]}, "sequence_parallel: {} False on "),
         ("linear_topk", {"logits_dtype": [torch.float32, torch.bfloat16]}, "logits_dtype: {} "),
     ],
