@@ -101,7 +101,8 @@ def is_adapter(layer: object) -> bool:
 
 def _is_bridges(layer: object) -> bool:
     parts = (getattr(layer, "to_wrap", None), getattr(layer, "adapter", None))
-    return type(layer).__name__ == "LoRALinear" and all(isinstance(p, nn.Module) for p in parts)
+    named = any(kind.__name__ == "LoRALinear" for kind in type(layer).__mro__)  # FSDP2 derives one
+    return named and all(isinstance(p, nn.Module) for p in parts)
 
 
 def _is_pefts(layer: object) -> bool:

@@ -65,6 +65,17 @@ def attach_backward_hooks(
     return output
 
 
+def is_sharded(model: nn.Module, layer: nn.Module, weight: Tensor) -> bool:
+    """Whether FSDP2 or Megatron-FSDP shards a head, as far as its model, its layer and its weight
+    tell: the weight is there in the model's own forward and backward alone, and they see the
+    backward of tensors that the model returns.
+    """
+    kinds = {kind.__name__ for module in (model, layer) for kind in type(module).__mro__}
+    marked = any(hasattr(weight, name) for name in ("__fsdp_param__", _GROUP))
+    hooked = any(_output_hooks(module) for module in (model, layer))
+    return "FSDPModule" in kinds or marked or hooked
+
+
 _GROUP = "_mfsdp_parameter_group"
 
 

@@ -35,7 +35,7 @@ from mcore_logprobs.megatron.heads import (
     scale_reason,
     softcap_reason,
 )
-from mcore_logprobs.megatron.lazy import lazy_logits
+from mcore_logprobs.megatron.lazy import lazy_logits, lazy_reason
 from mcore_logprobs.megatron.schedule_plan import carry_stats
 from mcore_logprobs.ops.token_stats import TokenStats
 from mcore_logprobs.sources.lazy import LazyLogits
@@ -267,6 +267,12 @@ class HeadPatch(DeferringHead):
         if not call.wants_only_loss:
             raise RuntimeError(f"{reason}: expected output='loss', or a patch put on after that")
         require_fused(call.config, reason, head_tp_group(self.layer))
+
+    def _reason_against(self, weight: Tensor, gather: bool | None, other: dict[str, object]) -> str:
+        reason = super()._reason_against(weight, gather, other)
+        if not reason and self._without_labels:
+            return lazy_reason(self.model, self.layer, weight)
+        return reason
 
     def refusal(self) -> str:
         """Why this call's logits are not deferred, whatever the layer."""

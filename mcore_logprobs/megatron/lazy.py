@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.megatron.adapters import HeadLoRA, base_layer, head_lora
+from mcore_logprobs.megatron.fsdp import is_sharded
 from mcore_logprobs.megatron.heads import reshards_after_forward
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.row_summary import row_summary
@@ -37,7 +38,7 @@ def call_of(
         layer: a ColumnParallelLinear, or a LoRA around one.
         product, call_layer: as in `LazyHead`; the latter is for a weight that FSDP shards again.
     """
-    base, lora = base_layer(layer), head_lora(layer)
+    base, lora, training = base_layer(layer), head_lora(layer), layer.training
     output_dtype = getattr(base, "output_dtype", None)
     cast = _autocast_dtype(hidden)
 
@@ -48,6 +49,13 @@ def call_of(
         with torch.autocast(hidden.device.type, dtype=cast, enabled=cast is not None):
             return product(hidden, weight)
 
+    def as_in_call() -> bool:
+        now = head_lora(layer)
+        if now is None or lora is None:
+            return now is lora
+        same = now.a is lora.a and now.b is lora.b and now.scale == lora.scale
+        return same and layer.training == training
+
     return LazyHead(
         hidden=hidden,
         weight=weight,
@@ -57,6 +65,7 @@ def call_of(
         tp_group=resolve_tp_group(getattr(base, "tp_group", None)),
         operands=partial(_operands, lora, cast),
         product=under_autocast,
+        as_in_call=as_in_call,
         mapped=map_logits,
         summary=row_summary,
         into_main_grad=partial(into_main_grad, base),
@@ -64,6 +73,16 @@ def call_of(
         call_layer=call_layer if reshards_after_forward(layer) else None,
         output_dtype=output_dtype,
     )
+
+
+def lazy_reason(model: nn.Module, layer: nn.Module, weight: Tensor) -> str:
+    """Why a call that could be deferred cannot give lazy logits, or ""."""
+    if is_sharded(model, base_layer(layer), weight) or is_sharded(model, layer, weight):
+        return "FSDP shards its weight, which lazy logits need outside the model's forward"
+    lora = head_lora(layer)
+    if lora is not None and not all(type(x) is nn.Parameter for x in (lora.a, lora.b)):
+        return "several adapters are active on it, which lazy logits cannot follow"
+    return ""
 
 
 def lazy_logits(head: LazyHead, config: LogprobConfig) -> LazyLogits:

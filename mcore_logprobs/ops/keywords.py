@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_logprobs.consistency import comparing
-from mcore_logprobs.sources.lazy import LazyLogits, calling_layer
 from mcore_logprobs.spelling import check_keywords
 
 if TYPE_CHECKING:
@@ -155,9 +154,6 @@ def shared_keywords(
                 check_keywords(function.__name__, kwargs, known)
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            lazy = [x for x in (*args, *kwargs.values()) if isinstance(x, LazyLogits)]
-            if lazy and (head := calling_layer(lazy)) is not None:
-                return head.run(lambda: call(*args, **kwargs))
             if not (dist.is_available() and dist.is_initialized()):  # no rank to compare with
                 return function(*args, **kwargs)
             with comparing(function.__name__, lambda: _bound(signature, args, kwargs)):

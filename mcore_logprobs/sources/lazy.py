@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -365,14 +365,6 @@ def uncut(logits: Tensor) -> Tensor:
     if isinstance(logits, LazyLogits) and logits.view_of_head.is_cut:
         return logits.materialize("a divergence of logits that were cut")
     return logits
-
-
-def calling_layer(arguments: Iterable[object]) -> LazyHead | None:
-    """The head among arguments whose layer has to be called for its weight, if there is one."""
-    for x in arguments:
-        if isinstance(x, LazyLogits) and x.view_of_head.rows.head.must_open:
-            return x.view_of_head.rows.head
-    return None
 
 
 def _say_or_refuse(view: View, what: str) -> None:

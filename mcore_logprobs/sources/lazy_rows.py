@@ -40,6 +40,8 @@ class LazyHead:
         mapped: a function of tiles of a source's logits `[rows, V/TP]`, the results joined.
         summary: what the logits of a source's tokens are like.
         output_dtype: what the layer rounds its product to, where it has one of its own.
+        as_in_call: whether the layer's own product still is what it was in the call, as its
+            adapters may have been switched since.
         into_main_grad: whether the gradient of this weight goes into its main_grad.
         call_layer: runs a function of (hidden, weight) while the whole weight of this rank is
             there, now and in its backward; None: it always is.
@@ -60,6 +62,7 @@ class LazyHead:
     mapped: Callable[[HeadLogits, Callable[[Tensor], Tensor]], Tensor]
     summary: Callable[[HeadLogits], RowSummary]
     into_main_grad: Callable[[Tensor], bool]
+    as_in_call: Callable[[], bool] = lambda: True
     lora_tensors: tuple[Tensor, ...] = ()
     call_layer: Callable[[Callable[[Tensor, Tensor], Any]], Any] | None = None
     output_dtype: torch.dtype | None = None
@@ -99,6 +102,11 @@ class LazyHead:
 
     def check_unchanged(self) -> None:
         """Raises: RuntimeError: an input of the model's output layer was changed since its call."""
+        if self.call_layer is None and not self.weight.untyped_storage().nbytes():
+            raise RuntimeError(
+                "lazy logits: expected the weight of the model's call, got one whose memory FSDP "
+                "has freed: patch with logits='real'"
+            )
         for (name, then), (_, now) in zip(self._versions, self._current_versions(), strict=True):
             if then != now:
                 raise RuntimeError(
@@ -107,10 +115,6 @@ class LazyHead:
                     "that these logits cannot be computed any more; consume them before, or call "
                     "the model again"
                 )
-
-    @property
-    def must_open(self) -> bool:
-        return self.call_layer is not None and not self._open
 
     def run(self, fn: Callable[[], object]) -> Any:
         """`fn()`, a pytree of tensors, while the whole weight of this rank is there."""
@@ -142,8 +146,16 @@ class LazyHead:
 
     def _of_call(self, x: Tensor, gradient: bool) -> Tensor:
         """x with a gradient where one is wanted, and x wanted one in the call too."""
-        thawed = x.requires_grad and any(x is frozen for frozen in self._frozen)
-        return x if gradient and not thawed else x.detach()
+        return x if gradient and not self._thawed(x) else x.detach()
+
+    @property
+    def product_is_as_in_call(self) -> bool:
+        """Whether the layer's own product has the values and gradients of the call."""
+        return self.as_in_call() and not any(self._thawed(x) for x in self.lora_tensors)
+
+    def _thawed(self, x: Tensor) -> bool:
+        """Whether x wants a gradient and did not in the call."""
+        return x.requires_grad and any(x is frozen for frozen in self._frozen)
 
     def real(self, *, gradient: bool) -> Tensor:
         """The layer's own logits `[s, b, V/TP]`. Collectives: those of the layer."""
@@ -165,8 +177,9 @@ class LazyHead:
             options: of `head_logits`, by their names.
         """
         hidden, weight, lora = self.operands(*self.present(gradient=gradient))
-        if lora is not None and not gradient:
-            lora = (lora[0].detach(), lora[1].detach(), lora[2])
+        if lora is not None:
+            a, b = (self._thawed(x) or not gradient for x in self.lora_tensors)
+            lora = (lora[0].detach() if a else lora[0], lora[1].detach() if b else lora[1], lora[2])
         bias = None if self.bias is None else self._of_call(self.bias, gradient)
         if bias is not None:
             # The layer's logits have it before the scale; the operation adds it after that.
@@ -369,8 +382,8 @@ class View:
     def compute(self, *, gradient: bool) -> Tensor:
         """The real logits `[*lead, V/TP]`.
 
-        All tokens of a head are multiplied by the layer itself; some of them cost their own
-        products alone. Collectives: those of the layer.
+        All tokens of a head are multiplied by the layer itself, while it is as it was in the call;
+        some of them cost their own products alone. Collectives: those of the layer.
         """
         head = self.rows.head
         head.check_unchanged()
@@ -380,7 +393,8 @@ class View:
     def _compute(self, gradient: bool) -> Tensor:
         head, rows = self.rows.head, self.named_rows()
         count, columns = head.tokens.numel(), head.weight.shape[0]
-        if rows is None or (rows.numel() == count and rows.unique().numel() == count):
+        is_all = rows is None or (rows.numel() == count and rows.unique().numel() == count)
+        if is_all and head.product_is_as_in_call:
             flat = head.real(gradient=gradient).reshape(count, columns)
             flat = flat if rows is None else flat.index_select(0, rows.to(flat.device))
         else:
@@ -505,15 +519,13 @@ class View:
     ) -> LatestPass | None:
         """None: every consumer has a pass of its own.
 
-        So where what it is of cannot be compared without a sync, where the whole weight is there
-        for one operation only, and where what is saved must be saved again: a checkpoint's
-        recomputation has to go the same way as its forward.
+        So where what it is of cannot be compared without a sync, and where what is saved must be
+        saved again: a checkpoint's recomputation has to go the same way as its forward.
         """
         of_this_call = (logit_bias, disallowed_ids, invariant_segments)
         alone = (
             any(x is not None for x in of_this_call)
             or any(isinstance(x, Tensor) for x in processing)
-            or self.rows.head.call_layer is not None
             or (gradient and saved_tensors_hooks())
             or torch.is_inference_mode_enabled()
             or torch.compiler.is_compiling()

@@ -176,25 +176,33 @@ def with_lora(tp: int, sequence_parallel: bool) -> dict[str, float]:
         return {"logprobs": relative(got, expected), "grad": worst(grads, expected_grads)}
 
 
-def under_fsdp(tp: int) -> dict[str, float]:
-    """Consumers, and what wants real logits, after the layer's whole weight is gone."""
+def under_fsdp(tp: int, wrapping: dict[str, Any]) -> dict[str, float]:
+    """Real logits: two calls and then two backwards, of which the first frees the whole weight."""
     with megatron(tp=tp) as parallel_state:
         model = mm.build_gpt_model(tiny_config(tp), vocab_size=VOCAB, tied=False)
-        batch = make_batch(parallel_state)
-        expected, expected_grads, real = step(model, batch)
-        test_fsdp.wrap(model, parallel_state.get_data_parallel_group(), head="own")
-        with patch_gpt_model(model, LAZY):
-            got, grads, logits = step(model, batch)
-        assert isinstance(logits, LazyLogits)
-        with patch_gpt_model(model, LogprobConfig(logits="lazy")):
+        batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
+
+        def train() -> tuple[list[Tensor], dict[str, Tensor]]:
             model.zero_grad(set_to_none=True)
-            again = model(**batch["inputs"])
-            whole = again.exp().log()
-            (whole * 0.0).sum().backward()
+            losses = [objective(model(**b["inputs"]), b["labels"], b["weights"]) for b in batches]
+            for loss, _ in losses:
+                loss.backward()
+            named = model.named_parameters()
+            grads = {n: test_fsdp.whole(p.grad).clone() for n, p in named if p.grad is not None}
+            return [values for _, values in losses], grads
+
+        expected, expected_grads = train()
+        test_fsdp.wrap(model, parallel_state.get_data_parallel_group(), **wrapping)
+        with patch_gpt_model(model, LogprobConfig(logits="lazy")):
+            got, grads = train()
+        with (
+            patch_gpt_model(model, LAZY),
+            pytest.raises(ValueError, match="FSDP shards its weight"),
+        ):
+            model(**batches[0]["inputs"])
         return {
-            "logprobs": relative(got, expected),
+            "logprobs": max(relative(g, e) for g, e in zip(got, expected, strict=True)),
             "grad": worst(grads, expected_grads),
-            "materialized": relative(whole.detach(), real.detach()),
         }
 
 
@@ -202,10 +210,10 @@ def under_fsdp(tp: int) -> dict[str, float]:
     ("size", "check", "case"),
     [
         (2, with_lora, (2, True)),
-        (2, under_fsdp, (1,)),
-        (2, under_fsdp, (2,)),
+        *((2, under_fsdp, (1, wrapping)) for wrapping in test_fsdp.WRAPPINGS.values()),
+        (2, under_fsdp, (2, test_fsdp.OWN)),
     ],
-    ids=["LoRA, SP", "FSDP2", "FSDP2, TP 2"],
+    ids=["LoRA, SP", *(f"FSDP2, {name}" for name in test_fsdp.WRAPPINGS), "FSDP2, TP 2"],
 )
 def test_heads(ranks: Any, size: int, check: Any, case: Any) -> None:
     for errors in ranks(size).run(check, *case):

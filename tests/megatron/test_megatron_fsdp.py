@@ -13,7 +13,7 @@ from torch.cuda import nvtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from mcore_logprobs import LogprobConfig, patch_model
+from mcore_logprobs import LogprobConfig, patch_model, vocab_parallel_logprobs
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import logprob_output_processor
 from tests.megatron.common import VOCAB, loss_of, make_batch, megatron, relative, tiny_config, worst
@@ -110,7 +110,9 @@ def errors(version: int, case: str, first: str, **config: Any) -> dict[str, floa
         outer = Wrapper(made, model) if case == "wrapper" else model
         batches = [make_batch(parallel_state, seed=seed) for seed in range(2)]
         settings = LogprobConfig(
-            output="loss" if case == "loss" else "stats", fused=case != "logits" and "require"
+            output="loss" if case == "loss" else "stats",
+            fused=True if case == "lazy" else case != "logits" and "require",
+            logits="lazy" if case == "lazy" else "real",
         )
         if first == "patch":
             patch_model(outer, settings)
@@ -124,6 +126,9 @@ def errors(version: int, case: str, first: str, **config: Any) -> dict[str, floa
                 with handle.policy_loss(lambda logp, _, w: -logp * w, batch["weights"]):
                     stats = fsdp(**call)
                 return stats.loss, stats.policy_loss
+            if case == "lazy":
+                losses = -vocab_parallel_logprobs(fsdp(**batch["inputs"]), batch["labels"])
+                return losses, (losses * batch["weights"]).sum()
             if case == "processor":
                 context = LogprobConfig(fused="require")
                 call |= {"output_processor_context": context}
@@ -160,7 +165,7 @@ def errors(version: int, case: str, first: str, **config: Any) -> dict[str, floa
         }
 
 
-CASES = ["stats", "tied", "policy", "logits", "loss"]
+CASES = ["stats", "tied", "policy", "logits", "loss", "lazy"]
 
 
 @pytest.mark.parametrize("first", ["patch", "wrap"])
