@@ -79,6 +79,8 @@ def traced(call: Callable[[], Tensor]) -> tuple[int, int, int]:
 
 def main(names: Sequence[str]) -> None:
     known = calls()
+    if not known.keys() >= set(names):
+        sys.exit(f"usage: python -m benchmarks.trace [CALL], one of {', '.join(known)}")
     for name in names:
         entered, _ = entered_by(known[name])
         for file in sorted({file for file, _ in entered}):

@@ -253,7 +253,7 @@ def _of_ranks(values: list[Any]) -> str:
 def _close(one: list[float], other: list[float]) -> bool:
     if len(one) != len(other):
         return False
-    a, b = torch.tensor([one, other], dtype=torch.float64)
+    a, b = torch.tensor([one, other], dtype=torch.float64, device="cpu")
     norm = torch.maximum(a.norm(), b.norm())
     # NaN and inf are for the operation to give back.
     return not bool(norm.isfinite()) or bool((a - b).norm() <= _CLOSE * norm)
@@ -269,7 +269,7 @@ def _compare_arguments(
     if len(message) > _MESSAGE_BYTES:  # no rank may raise alone
         described = {"operation": described["operation"], "all arguments": f"hash {_hash(message)}"}
         message = json.dumps(described).encode()
-    sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
     sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     rows = all_gather_stack(sent.to(device), group).cpu()
     calls = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]

@@ -69,7 +69,7 @@ class PrefixTree:
         children: dict[tuple[int, int], int] = {}
         ends = []
         for number, branch in enumerate(branches):
-            ids = torch.as_tensor(branch)
+            ids = branch if isinstance(branch, Tensor) else torch.as_tensor(branch, device="cpu")
             if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
                 raise ValueError(
                     f"branches[{number}]: expected at least one id, [length], got shape "
@@ -84,7 +84,7 @@ class PrefixTree:
                     parents.append(place)
                 place = children[key]
             ends.append(place)
-        return cls._of(torch.tensor(tokens), torch.tensor(parents), ends, multiple)
+        return cls._of(_on_host(tokens), _on_host(parents), ends, multiple)
 
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, *, multiple: int = 1) -> PrefixTree:
@@ -128,9 +128,9 @@ class PrefixTree:
                 waiting.append(child)
         if len(order) != len(above):
             raise ValueError("parents: expected a tree, got a cycle")
-        place = torch.empty(len(order), dtype=torch.int64)
-        place[order] = torch.arange(len(order))
-        walk = torch.tensor(order)
+        walk = _on_host(order)
+        place = torch.empty_like(walk)
+        place[walk] = torch.arange(len(order), device="cpu")
         moved = parents[walk]
         moved = torch.where(moved >= 0, place[moved.clamp(min=0)], -1)
         has_parent = moved >= 0
@@ -143,7 +143,7 @@ class PrefixTree:
             while leads_to[node] >= 0:
                 path.append(row_of[node])
                 node = leads_to[node]
-            paths.append(torch.tensor(path[::-1], dtype=torch.int64))
+            paths.append(_on_host(path[::-1]))
         padding = -len(order) % multiple
 
         def padded(x: Tensor, value: int) -> Tensor:
@@ -152,7 +152,7 @@ class PrefixTree:
         return cls(
             tokens=padded(tokens[walk], 0),
             parents=padded(moved, -1),
-            positions=padded(torch.tensor(depth)[walk], 0),
+            positions=padded(_on_host(depth)[walk], 0),
             order=padded(walk, -1),
             rows=moved[has_parent],
             targets=tokens[walk][has_parent],
@@ -201,8 +201,13 @@ class PrefixTree:
         A token attends to itself and to what leads to it; padding to itself.
         """
         count = self.tokens.numel()
-        attends = torch.eye(count, dtype=torch.bool)
+        attends = torch.eye(count, dtype=torch.bool, device="cpu")
         for place, parent in enumerate(self.parents.tolist()):
             if parent >= 0:  # stands before it
                 attends[place] |= attends[parent]
         return ~attends[None, None]
+
+
+def _on_host(numbers: list[int]) -> Tensor:
+    """int64 `[n]` on the CPU, whatever the default device is."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")

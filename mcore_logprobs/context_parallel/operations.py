@@ -298,7 +298,7 @@ def _holds(dtype: torch.dtype, number: int | float | complex) -> bool:
     if isinstance(number, int):
         return torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
     if math.isinf(number):  # some types of 8 bits have none
-        return math.isinf(torch.tensor(number).to(dtype).double().item())
+        return math.isinf(torch.tensor(number, device="cpu").to(dtype).double().item())
     return math.isnan(number) or abs(number) <= torch.finfo(dtype).max
 
 

@@ -421,7 +421,8 @@ class ClipCovLoss(_OfBatch, ClippedLoss):
         covariance = _covariance(logprobs, advantages)
         may = (covariance > self.low) & (covariance < self.high) & ~cut
         # On the CPU: the same draw on every device.
-        draw = torch.rand(len(may), generator=torch.Generator().manual_seed(self.seed))
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        draw = torch.rand(len(may), generator=generator, device="cpu")
         draw = draw.to(may.device).masked_fill(~may, 2.0)
         last = draw.kthvalue(max(int(self.share * len(may)), 1)).values
         return ~(may & (draw <= last))

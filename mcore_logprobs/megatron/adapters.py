@@ -101,7 +101,7 @@ def is_adapter(layer: object) -> bool:
 
 def _is_bridges(layer: object) -> bool:
     parts = (getattr(layer, "to_wrap", None), getattr(layer, "adapter", None))
-    named = any(kind.__name__ == "LoRALinear" for kind in type(layer).__mro__)  # FSDP2 derives one
+    named = type(layer).__name__.removeprefix("FSDP") == "LoRALinear"  # FSDP2 gives it a new class
     return named and all(isinstance(p, nn.Module) for p in parts)
 
 

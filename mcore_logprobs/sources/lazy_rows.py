@@ -300,7 +300,7 @@ class View:
 
     @classmethod
     def all_of(cls, rows: Rows, lead: Sequence[int], dtype: torch.dtype) -> View:
-        return cls(rows, torch.arange(rows.num_rows).view(torch.Size(lead)), dtype)
+        return cls(rows, torch.arange(rows.num_rows, device="cpu").view(torch.Size(lead)), dtype)
 
     @property
     def width(self) -> int:
@@ -365,7 +365,7 @@ class View:
     def named_rows(self) -> Tensor | None:
         """int64 `[m]`, the head's tokens; None: all in order."""
         rows, count = self.head_rows().reshape(-1), self.rows.head.tokens.numel()
-        every = rows.numel() == count and torch.equal(rows, torch.arange(count))
+        every = rows.numel() == count and torch.equal(rows, torch.arange(count, device="cpu"))
         return None if every else rows
 
     def selection(self) -> RowSelection | None:

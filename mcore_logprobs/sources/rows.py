@@ -69,8 +69,8 @@ class RowSelection:
         owned = torch.bincount(owner, minlength=ranks)  # [ranks]
         # Which of the m rows is in a slot, [ranks, k]; in their order, -1 for padding.
         order = owner.argsort(stable=True)
-        slots = torch.arange(int(owned.max())).repeat(ranks, 1)
-        row_of_slot = torch.full(slots.shape, -1)
+        slots = torch.arange(int(owned.max()), device="cpu").repeat(ranks, 1)
+        row_of_slot = torch.full_like(slots, -1)
         row_of_slot[slots < owned.unsqueeze(1)] = order
         mine = row_of_slot[group_rank(group)]
         local = torch.where(mine >= 0, rows[mine.clamp(min=0)] % rows_per_rank, 0)

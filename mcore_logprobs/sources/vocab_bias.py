@@ -48,12 +48,13 @@ def vocab_bias(
             or +inf, no id left (of an `[V/TP]` bias where one rank has all of them).
     """
     values = torch.zeros(shard.width, dtype=dtype, device=device)
-    gone = torch.empty(0, dtype=torch.int64)
+    gone = torch.empty(0, dtype=torch.int64, device=device)
     if isinstance(logit_bias, Tensor):
         values = _of_columns(logit_bias, shard, device, dtype)
     elif logit_bias is not None:
         pairs = _pairs(logit_bias, shard)
-        gone = torch.tensor([i for i, x in pairs if x == -torch.inf], dtype=torch.int64)
+        impossible = [i for i, x in pairs if x == -torch.inf]
+        gone = torch.tensor(impossible, dtype=torch.int64, device=device)
         of_shard = [(i - shard.start, x) for i, x in pairs if shard.start <= i < shard.end]
         if of_shard:
             columns, added = zip(*of_shard, strict=True)
@@ -61,13 +62,12 @@ def vocab_bias(
                 added, dtype=dtype, device=device
             )
     if disallowed_ids is not None:
-        gone = torch.cat([gone.to(device), _ids(disallowed_ids, shard).to(device)])
+        gone = torch.cat([gone, _ids(disallowed_ids, shard).to(device)])
         local = gone - shard.start
         inside = (local >= 0) & (local < shard.width)
         flags = torch.zeros(shard.width + 1, dtype=torch.bool, device=device)
         flags[torch.where(inside, local, shard.width)] = True
         values.masked_fill_(flags[:-1], -torch.inf)
-    gone = gone.to(device)
     _check_some_left(values, gone, shard)
     return VocabBias(values, gone)
 
@@ -135,7 +135,7 @@ def _ids(ids: object, shard: VocabShard) -> Tensor:
         numbers = [index_of(i) for i in ids] if isinstance(ids, Sequence) else [None]
         if None in numbers:
             raise ValueError(f"disallowed_ids: expected integers [k], got {ids!r}")
-        ids = torch.tensor(numbers, dtype=torch.int64)
+        ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(
             f"disallowed_ids: expected integers [k], got {ids.dtype} of shape {tuple(ids.shape)}"
