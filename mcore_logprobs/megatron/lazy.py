@@ -38,7 +38,8 @@ def call_of(
         layer: a ColumnParallelLinear, or a LoRA around one.
         product, call_layer: as in `LazyHead`; the latter is for a weight that FSDP shards again.
     """
-    base, lora, training = base_layer(layer), head_lora(layer), layer.training
+    base, lora = base_layer(layer), head_lora(layer)
+    training = lora is not None and layer.training  # where a dropout counts
     output_dtype = getattr(base, "output_dtype", None)
     cast = _autocast_dtype(hidden)
 

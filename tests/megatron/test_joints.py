@@ -207,7 +207,8 @@ def test_code_between_output_layer_and_loss(ranks, case):
 
 
 @pytest.mark.parametrize(
-    ("case", "match"), [("function", "lost their gradient"), ("hidden in place", "in place")]
+    ("case", "match"),
+    [("function", "was given the deferred logits"), ("hidden in place", "in place")],
 )
 def test_a_gradient_is_never_lost_in_silence(ranks, case, match):
     error = ranks(1).run_expecting_errors(between, case)[0]
