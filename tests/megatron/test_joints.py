@@ -149,6 +149,18 @@ def test_forward_hooks_on_every_module(ranks):
 # ---- code between the output layer and the loss ------------------------------------------------
 
 
+class Unnamed(torch.autograd.Function):
+    """One that does not call its context ctx, by which others are known where they read."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 def between(case: str) -> dict[str, float]:
     """A model class that works on its logits before its loss."""
     with megatron() as parallel_state, log_lines() as lines:
@@ -166,6 +178,8 @@ def between(case: str) -> dict[str, float]:
                     assert logits.detach().mean().isfinite()
                 elif case == "function":
                     logits = Cap.apply(logits)
+                elif case == "unnamed function":
+                    logits = Unnamed.apply(logits)
                 elif case == "hidden in place":
                     with torch.no_grad():
                         logits.mul_(0.5)
@@ -208,7 +222,11 @@ def test_code_between_output_layer_and_loss(ranks, case):
 
 @pytest.mark.parametrize(
     ("case", "match"),
-    [("function", "was given the deferred logits"), ("hidden in place", "in place")],
+    [
+        ("function", "was given the deferred logits"),
+        ("unnamed function", "lost their gradient"),
+        ("hidden in place", "in place"),
+    ],
 )
 def test_a_gradient_is_never_lost_in_silence(ranks, case, match):
     error = ranks(1).run_expecting_errors(between, case)[0]
