@@ -116,6 +116,30 @@ def errors(
         }
 
 
+def lora_wrapped_after_patching() -> dict[str, float]:
+    """FSDP2 gives the adapter's class another name."""
+    from tests.megatron import test_lora
+
+    with megatron() as parallel_state:
+        model, batch = test_lora.build(1), make_batch(parallel_state)
+        expected, expected_grads = train(model, [batch], plain)
+        handle = patch_model(model, LogprobConfig())
+        wrap(model, parallel_state.get_data_parallel_group(), head="own")
+        got, grads = train(model, [batch], plain)
+        logits = model(**batch["inputs"])
+        handle.remove()
+        return {
+            "loss": relative(got[0], expected[0]),
+            "grad": worst(grads, expected_grads),
+            "logits": relative(logits, model(**batch["inputs"])),
+        }
+
+
+def test_a_lora_that_is_wrapped_after_patching(ranks):
+    (found,) = ranks(1).run(lora_wrapped_after_patching)
+    assert max(found.values()) < 1e-5, found
+
+
 OWN: dict[str, Any] = {"head": "own"}
 ROOT: dict[str, Any] = {"head": "root"}
 WRAPPINGS = {
