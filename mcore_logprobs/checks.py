@@ -12,10 +12,10 @@ import math
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class Check:
     accepts: Callable[[Any], bool] = lambda value: True
     kind: type = object
     or_none: bool = False
-    hint: Callable[[Any], str] = lambda value: ""
+    hint: Callable[[object], str] = lambda value: ""
 
     def __call__(self, name: str, value: object) -> None:
         is_kind = isinstance(value, self.kind)
@@ -116,23 +116,27 @@ _SMALLEST_SCALE, _LARGEST_SCALE = 1.2e-38, 8.5e37
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
-def index_of(value: Any) -> int | None:
+def index_of(value: object) -> int | None:
     """The int of anything with `__index__` but a bool, such as NumPy's integers, or None."""
     if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
         return None
+    if not isinstance(value, SupportsIndex):
+        return None
     try:
         return operator.index(value)
-    except TypeError:
+    except TypeError:  # a tensor of several elements
         return None
 
 
-def is_bias(value: Any) -> bool:
+def is_bias(value: object) -> bool:
     """Whether it may be added to a logit: a number that is finite in float32, or -inf."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and (value == -math.inf or -_LARGEST_FLOAT32 <= value <= _LARGEST_FLOAT32)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    fits = -_LARGEST_FLOAT32 <= value <= _LARGEST_FLOAT32  # type: ignore[operator]
+    return bool(fits) or value == -math.inf
 
 
-def all_ids(values: Any) -> bool:
+def all_ids(values: Iterable[object]) -> bool:
     """Whether all are ids of at least 0, of any type that `index_of` knows."""
     indices = [index_of(x) for x in values]
     return all(x is not None and x >= 0 for x in indices)
@@ -148,18 +152,18 @@ def all_pairs(values: Any) -> bool:
     )
 
 
-def _are_pairs(values: Any) -> bool:
+def _are_pairs(values: Sequence[object]) -> bool:
     return all(isinstance(x, tuple | list) and len(x) == 2 for x in values)
 
 
-def _repeated(pairs: Any) -> int | None:
+def _repeated(pairs: Iterable[tuple[object, object]]) -> int | None:
     """The first id that is in several of the pairs."""
     counts = Counter(index_of(number) for number, _ in pairs)
     return next((x for x, count in counts.items() if x is not None and count > 1), None)
 
 
-def _hint_of_pairs(value: Any) -> str:
-    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+def _hint_of_pairs(value: object) -> str:
+    pairs: Any = tuple(value.items()) if isinstance(value, Mapping) else value
     is_pairs = isinstance(pairs, tuple | list) and _are_pairs(pairs)
     if isinstance(pairs, Real) or (is_pairs and any(isinstance(x, float) for x, _ in pairs)):
         return '; YAML reads 5:1.5 as a base-60 number: write {5: 1.5} or "5:1.5"'

@@ -11,7 +11,7 @@ import numbers
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ class Setting:
 
     help: str
     check: Check
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
     normal: Callable[[object], object] = lambda value: value
     words: tuple[str, ...] = ()
     parse_within: Callable[[object], object] = lambda value: value
@@ -85,7 +85,7 @@ def integer(default: int | None, check: Check, help: str, *, off: tuple[int, ...
 def real(default: float | None, check: Check, help: str) -> Any:
     """A float, or None where the check accepts it."""
 
-    def normal(value: Any) -> Any:
+    def normal(value: object) -> object:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return value
         try:
@@ -105,7 +105,7 @@ def ids(default: None, check: Check, help: str) -> Any:
         parsed = [_number_parser(int)(part.strip()) for part in text.split(",")]
         return text if any(isinstance(x, str) for x in parsed) else tuple(parsed)
 
-    def normal(value: Any) -> object:
+    def normal(value: object) -> object:
         ids = value.tolist() if hasattr(value, "tolist") else value  # of torch and of NumPy
         if checks.index_of(ids) is not None:
             ids = (ids,)
@@ -125,8 +125,10 @@ def pairs(default: None, check: Check, help: str) -> Any:
         parsed = parse_within([part.split(":") for part in text.split(",")])
         return parsed if isinstance(parsed, tuple) else text
 
-    def parse_within(value: Any) -> object:
+    def parse_within(value: object) -> object:
         pairs = value.items() if isinstance(value, Mapping) else value
+        if not isinstance(pairs, Iterable):
+            return value
         try:
             return tuple((_parsed(int, x), _parsed(_bias_of, y)) for x, y in pairs)
         except (TypeError, ValueError):
@@ -154,11 +156,12 @@ def _bias_of(text: str) -> float:
 def size(help: str) -> Any:
     """A number of bytes, 0 by default; as text with a unit too: "1GiB", "500 MB"."""
 
-    def normal(value: Any) -> Any:
+    def normal(value: object) -> object:
         if isinstance(value, str):
             return _bytes_of(value)
-        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return int(value) if is_integer else value
+        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            return int(value)
+        return value
 
     expected = 'a number of bytes >= 0, as an int or as text like "1GiB"'
     check = dataclasses.replace(checks.check_bytes, expected=expected)
@@ -217,7 +220,7 @@ def _number_parser(number: type[int] | type[float]) -> Callable[[str], object]:
 
 
 def documented(cls: _Class) -> _Class:
-    """Put the fields' texts and defaults into the class's docstring, in place of `{fields}`."""
+    """Replace `{fields}` in the class's docstring by the fields' texts and defaults."""
     lines = []
     for name, setting in settings_of(cls).items():
         text = f"{name}: {setting.help} Default: {default_of(cls, name)!r}."

@@ -83,7 +83,7 @@ def find(spec: str) -> Callable[..., Any]:
     return target
 
 
-def parameters(fn: Any) -> list[inspect.Parameter]:
+def parameters(fn: Callable[..., object]) -> list[inspect.Parameter]:
     """What a call takes; of an autograd function its forward's, without ctx."""
     if inspect.isclass(fn) and hasattr(fn, "apply"):
         return list(inspect.signature(fn.forward).parameters.values())[1:]  # type: ignore[attr-defined]

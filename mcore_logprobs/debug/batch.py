@@ -8,7 +8,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from mcore_logprobs.debug.dump_file import number_of, read_dump
+from mcore_logprobs.debug.dump_file import read_dump, whole_number_of
 from mcore_logprobs.megatron.calls import check_shifted
 
 # Labels are said to be shifted back where at least so many tell, and this share of them says so.
@@ -54,8 +54,9 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     if not labels.numel():
         got = tuple(input_ids.shape)
         return BatchReport([], [f"input_ids: expected at least one token, got shape {got}"])
-    ignore_index = number_of(path, {"ignore_index": -100, **dump}, "ignore_index", whole=True)
-    vocab_size = number_of(path, dump, "vocab_size", whole=True)
+    ignore_index = whole_number_of(path, dump, "ignore_index", -100)
+    vocab_size = whole_number_of(path, dump, "vocab_size")
+    assert ignore_index is not None
     given = labels != ignore_index
     counted = given & (mask != 0)
     why = f"not {ignore_index}" + (", loss_mask not 0" if "loss_mask" in dump else "")

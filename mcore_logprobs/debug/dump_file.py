@@ -53,26 +53,41 @@ def _read_pt(file: Path) -> object:
 
 
 def number_of(
-    path: str | PathLike[str], dump: Mapping[str, Any], name: str, *, whole: bool = False
-) -> Any:
+    path: str | PathLike[str],
+    dump: Mapping[str, object],
+    name: str,
+    *,
+    expected: str = "a number",
+) -> float | None:
     """The number of that name, which may be a tensor with one entry; None where there is none.
 
-    Returns: an int with `whole`, else an int or a float.
-
     Raises:
-        ValueError: anything else, or with `whole` a number that is not.
+        ValueError: anything else.
     """
     value = dump.get(name)
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and (not whole or isinstance(value, int)):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return value
-    if is_number and value.is_integer():
+    raise ValueError(f"{path}: {name}: expected {expected}, got {_described(value)}")
+
+
+def whole_number_of(
+    path: str | PathLike[str], dump: Mapping[str, object], name: str, default: int | None = None
+) -> int | None:
+    """`number_of` as an int, or the default.
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
+    expected = "a whole number"
+    value = number_of(path, dump, name, expected=expected)
+    if value is None:
+        return default
+    if isinstance(value, int) or value.is_integer():
         return int(value)
-    expected = "a whole number" if whole else "a number"
     raise ValueError(f"{path}: {name}: expected {expected}, got {_described(value)}")
 
 

@@ -16,7 +16,7 @@ from mcore_logprobs.megatron.adapters import base_layer
 from mcore_logprobs.megatron.heads import call_reason
 from mcore_logprobs.megatron.lazy import call_of
 from mcore_logprobs.sources.head import HeadLogits
-from mcore_logprobs.sources.lazy_rows import LazyHead
+from mcore_logprobs.sources.lazy_head import LazyHead
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear

@@ -65,14 +65,15 @@ def attach_backward_hooks(
     return output
 
 
-def is_sharded(model: nn.Module, layer: nn.Module, weight: Tensor) -> bool:
-    """Whether FSDP2 or Megatron-FSDP shards a head, as far as its model, its layer and its weight
-    tell: the weight is there in the model's own forward and backward alone, and they see the
-    backward of tensors that the model returns.
+def is_sharded(weight: Tensor, *around: nn.Module) -> bool:
+    """Whether FSDP2 or Megatron-FSDP shards a weight, as far as it and modules around it tell.
+
+    The weight is then there only in the model's own forward and backward, whose begin FSDP sees at
+    tensors that the model returns.
     """
-    kinds = {kind.__name__ for module in (model, layer) for kind in type(module).__mro__}
+    kinds = {kind.__name__ for module in around for kind in type(module).__mro__}
     marked = any(hasattr(weight, name) for name in ("__fsdp_param__", _GROUP))
-    hooked = any(_output_hooks(module) for module in (model, layer))
+    hooked = any(_output_hooks(module) for module in around)
     return "FSDPModule" in kinds or marked or hooked
 
 

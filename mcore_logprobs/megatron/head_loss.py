@@ -33,7 +33,7 @@ from mcore_logprobs.ops.token_stats import token_stats, vocab_parallel_token_sta
 from mcore_logprobs.ops.topk_divergence import topk_kl_div
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.lazy_rows import LazyHead
+from mcore_logprobs.sources.lazy_head import LazyHead
 from mcore_logprobs.sources.pair_source import AnySource
 
 NO_ID = -100  # in a teacher's ids: no id is there

@@ -18,7 +18,7 @@ from mcore_logprobs.megatron.heads import reshards_after_forward
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.row_summary import row_summary
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.lazy_rows import LazyHead
+from mcore_logprobs.sources.lazy_head import LazyHead
 from mcore_logprobs.sources.lora import LoRAInput
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def call_of(
 
 def lazy_reason(model: nn.Module, layer: nn.Module, weight: Tensor) -> str:
     """Why a call that could be deferred cannot give lazy logits, or ""."""
-    if is_sharded(model, base_layer(layer), weight) or is_sharded(model, layer, weight):
+    if is_sharded(weight, model, layer, base_layer(layer)):
         return "FSDP shards its weight, which lazy logits need outside the model's forward"
     lora = head_lora(layer)
     if lora is not None and not all(type(x) is nn.Parameter for x in (lora.a, lora.b)):

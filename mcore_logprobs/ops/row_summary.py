@@ -6,7 +6,7 @@ import torch
 
 from mcore_logprobs.kernels.chunk import ChunkAt
 from mcore_logprobs.ops.driver import Forward, show
-from mcore_logprobs.sources.lazy_rows import RowSummary
+from mcore_logprobs.sources.lazy_head import RowSummary
 from mcore_logprobs.sources.source import Source
 
 

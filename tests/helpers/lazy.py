@@ -14,7 +14,7 @@ from mcore_logprobs.groups import resolve_tp_group
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.row_summary import row_summary
 from mcore_logprobs.sources.lazy import LazyLogits
-from mcore_logprobs.sources.lazy_rows import LazyHead
+from mcore_logprobs.sources.lazy_head import LazyHead
 from mcore_logprobs.sources.lora import LoRAInput
 
 PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "dot", "mv", "baddbmm")
