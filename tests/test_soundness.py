@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ DIFFERENTIABLE = [
 LINEAR = ("topk logits", "gather logits", "all_to_all_vp2sp logits", "all_to_all_sp2vp logits")
 
 
-def opened(line: str) -> tuple[list[Tensor], Any]:
+def opened(line: str, **settings: str) -> tuple[list[Tensor], Any]:
     """Tensors that want gradients, and a function of them that gives the differentiable outputs."""
-    case = cases.parse(line.split())
+    case = cases.parse([*line.split(), *(f"{name}={value}" for name, value in settings.items())])
     mine = run.place(case, cases.Problem(case))
 
     def call(*head: Tensor) -> list[Tensor]:
@@ -118,6 +119,35 @@ def test_one_gradient_alone_is_the_same(line: str) -> None:
         assert expected is not None
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
         assert expected.any()
+
+
+@pytest.mark.parametrize("lead", ["[n]", "[s, b]", "[4,4]"])
+@pytest.mark.parametrize("line", [line for line in DIFFERENTIABLE if "all_to_all" not in line])
+def test_results_can_be_changed_in_place(line: str, lead: str) -> None:
+    """As a masked fill of log-probabilities does, each result by itself."""
+    leaves, call = opened(line, lead=lead)
+    places = range(len(call(*leaves)))
+
+    def gradients(change: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, ...]]:
+        found = []
+        for i in places:
+            changed = change(call(*leaves)[i])
+            incoming = torch.linspace(0.5, 1.5, changed.numel()).view(changed.shape)
+            found.append((changed, *torch.autograd.grad(changed, leaves, incoming)))
+        return found
+
+    for got, expected in zip(
+        gradients(lambda x: x.mul_(3.0)), gradients(lambda x: x * 3.0), strict=True
+    ):
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_log_softmax_of_transposed_logits_is_in_the_order_of_tokens() -> None:
+    """Rows in the order of the memory fill a buffer of the very shape of the result."""
+    logits = torch.randn(4, 4, 9).transpose(0, 1)
+    found = ml.vocab_parallel_log_softmax(logits)
+    torch.testing.assert_close(found, logits.log_softmax(-1))
 
 
 def test_distillation_of_one_id() -> None:

@@ -293,7 +293,7 @@ class _Recompute(torch.autograd.Function):
                 saved = tuple(None if x is None else source.to_token_order(x) for x in saved)
             ignored_values = operation.ignored_values or (0.0,) * len(results)
             results = tuple(
-                None if x is None else source.to_token_order(x, fill).contiguous()
+                None if x is None else _owned(source.to_token_order(x, fill))
                 for x, fill in zip(results, ignored_values, strict=True)
             )
         ctx.operation, ctx.options, ctx.plans = operation, options, plans
@@ -333,6 +333,16 @@ class _Recompute(torch.autograd.Function):
             gradient = source.gradient(needs, sparse=backward.entries)
             gradients = form_gradient(backward, source, gradient)
         return (*(None,) * 5, *gradients, *(None for _ in tensors[len(gradients) :]))
+
+
+def _owned(result: Tensor) -> Tensor:
+    """The result, contiguous and no view: torch lets nobody change a function's view in place."""
+    if torch.compiler.is_compiling() or not result._is_view():
+        return result.contiguous()
+    base = result._base
+    if base.shape == result.shape and base.is_contiguous() and result.is_contiguous():
+        return base  # the same but for its name
+    return result.clone(memory_format=torch.contiguous_format)
 
 
 def _call_context(

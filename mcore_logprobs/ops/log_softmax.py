@@ -59,9 +59,12 @@ class _LogSoftmaxForward(RowStatistics):
 
     def finalize(self) -> None:
         self._softmax = self.reduce()[0].softmax
-        shape = (self._source.num_rows, self._source.shard.width)
-        dtype, device = self._source.acc_dtype, self._source.device
-        self._result = torch.empty(shape, dtype=dtype, device=device)
+        source = self._source
+        dtype, device = source.acc_dtype, source.device
+        # Of the shape that it is given out in, so that the driver has no need to copy it.
+        shape = (*source.batch_shape, source.shard.width)
+        result = torch.empty(shape, dtype=dtype, device=device)
+        self._result = result.view(source.num_rows, source.shard.width)
 
     def results(self) -> tuple[Results, Saved]:
         assert self._softmax is not None
