@@ -236,9 +236,14 @@ def check_values(fits: Tensor, on_device: str, error: Callable[[], ValueError]) 
 
 
 def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
-    """A floating-point torch tensor with at least `min_dim` dimensions, or a ValueError."""
+    """A floating-point tensor of at least `min_dim` dimensions and no DTensor, or a ValueError."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if hasattr(tensor, "placements"):
+        raise ValueError(
+            f"{name}: expected a plain tensor, got a DTensor; pass this rank's part (to_local()) "
+            "and, where that is a part of the vocabulary, tp_group"
+        )
     if tensor.dtype not in _FLOATS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
         raise ValueError(f"{name}: expected dtype in {names}, got {tensor.dtype}")
@@ -304,6 +309,7 @@ def check_per_token(place: int, tensor: Tensor, lead: torch.Size, device: torch.
     name = f"per_token_tensors[{place}]"
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    tensor = unwrap_rows(tensor, name)
     if tensor.shape[: len(lead)] != lead:
         raise ValueError(
             f"{name}: expected a shape that starts with target's {tuple(lead)}, got "

@@ -162,3 +162,53 @@ def test_bad_placements_raise_on_every_rank(ranks, what, message):
     for error in ranks(2).run_expecting_errors(_refused, what):
         assert isinstance(error, ValueError)
         assert message in str(error)
+
+
+def _head_of_dtensors(which: str) -> None:
+    mesh = _mesh(1, 2)
+    plain = {
+        "hidden": torch.randn(6, 8),
+        "weight": torch.randn(12, 8),
+        "bias": torch.randn(12),
+        "lora's A": torch.randn(3, 8),
+        "lora's B": torch.randn(12, 3),
+    }
+    placement = [Replicate() if which in ("hidden", "lora's A") else Shard(0)]
+    head = plain | {which: DTensor.from_local(plain[which], mesh, placement, run_check=False)}
+    ml.linear_token_stats(
+        head["hidden"],
+        head["weight"],
+        torch.arange(6),
+        bias=head["bias"],
+        lora=(head["lora's A"], head["lora's B"], 2.0) if which.startswith("lora") else None,
+        tp_group=mesh.get_group("tp"),
+    )
+
+
+@pytest.mark.parametrize("which", ["hidden", "weight", "bias", "lora's A", "lora's B"])
+def test_an_output_layer_of_dtensors_is_refused_on_every_rank(ranks, which):
+    for error in ranks(2).run_expecting_errors(_head_of_dtensors, which):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith(f"{which}: expected a plain tensor, got a DTensor")
+
+
+def _policy_loss_of_dtensors() -> None:
+    mesh = _mesh(1, 2)
+    hidden = torch.randn(6, 8, requires_grad=True)
+    weight, target, old = torch.randn(12, 8), torch.arange(6), torch.randn(6)
+
+    def loss(old: Tensor) -> Tensor:
+        return ml.linear_policy_loss(
+            hidden,
+            weight,
+            target,
+            lambda new, _, old: -(new - old).exp(),
+            old,
+            tp_group=mesh.get_group("tp"),
+        )[0]
+
+    assert torch.equal(loss(DTensor.from_local(old, mesh, [Replicate()])), loss(old))
+
+
+def test_per_token_dtensors_are_taken_as_targets_are(ranks):
+    ranks(2).run(_policy_loss_of_dtensors)

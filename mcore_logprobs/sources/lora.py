@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_float_tensor
 from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.kernels.products import add_product, product
 
@@ -56,6 +57,7 @@ def check_lora(
     for part, tensor in (("A", a), ("B", b)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name}: expected {form}, got {type(tensor).__name__} for {part}")
+        check_float_tensor(f"{name}'s {part}", tensor, min_dim=0)
     if a.dim() != 2 or a.shape[1] != hidden.shape[-1] or a.shape[0] < 1:
         raise ValueError(
             f"{name}: expected A of shape [r, {hidden.shape[-1]}], whole on every TP rank, got "
