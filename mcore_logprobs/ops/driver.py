@@ -337,9 +337,9 @@ class _Recompute(torch.autograd.Function):
 
 def _owned(result: Tensor) -> Tensor:
     """The result, contiguous and no view: torch lets nobody change a function's view in place."""
-    if torch.compiler.is_compiling() or not result._is_view():
+    base = None if torch.compiler.is_compiling() else result._base
+    if base is None:
         return result.contiguous()
-    base = result._base
     if base.shape == result.shape and base.is_contiguous() and result.is_contiguous():
         return base  # the same but for its name
     return result.clone(memory_format=torch.contiguous_format)
