@@ -142,13 +142,15 @@ def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) ->
             out[4] = (exp_t * s).sum(-1).neg_()
         out[1], out[3] = s.exp_().sum(-1), exp_t.sum(-1)
         return
-    near = _near(out[0], out[2], (of_student, of_teacher)).unsqueeze(-1)
+    near = _near(out[0], out[2], (of_student, of_teacher))
     apart = s - t
-    near = near & (apart.abs() < torch.inf)  # finite; `isfinite` takes four times as long
-    times_multiplier(apart.sub_((out[0] - out[2]).unsqueeze(-1)), of_student, out=apart)
+    # NaN in rows that are not near, so that one comparison finds these and -inf; `isfinite` takes
+    # four times as long, and so does `&`.
+    apart.sub_(torch.where(near, out[0] - out[2], torch.nan).unsqueeze(-1))
+    times_multiplier(apart, of_student, out=apart)
     s = _about(s, out[0], of_student)
     t = _about(t, out[2], of_teacher)
-    torch.where(near, apart, s - t, out=apart)
+    torch.where(apart.abs() < torch.inf, apart, s - t, out=apart)
     weight, other = t.exp_(), s.exp_()
     out[1], out[3] = other.sum(-1), weight.sum(-1)
     if spec.kind == "reverse":
@@ -198,7 +200,8 @@ def _about(x: Tensor, row_max: Tensor, multiplier: float | Tensor) -> Tensor:
     empty = row_max.isneginf()
     shifted = x - torch.where(empty, 0.0, row_max)
     times_multiplier(shifted, multiplier, out=shifted)
-    return _bounded(shifted).masked_fill_(empty, 0.0)
+    # A product with 0, since filling by a mask takes eight times as long.
+    return _bounded(shifted).mul_((~empty).to(x.dtype))
 
 
 def merge_pairs(stats: Tensor, spec: PairSpec, multipliers: Multipliers = (1.0, 1.0)) -> Tensor:
