@@ -57,6 +57,11 @@ def check_called(
     """
     if not callable(fn):
         raise ValueError(f"{name}: expected a callable, got {type(fn).__name__}")
+    if isinstance(fn, type):
+        raise ValueError(
+            f"{name}: expected a function or an objective, got the class {fn.__name__}; call it "
+            f"first: {fn.__name__}()"
+        )
     if torch.compiler.is_compiling():
         return
     try:

@@ -53,6 +53,18 @@ def test_k3_keeps_its_digits_near_equality():
     torch.testing.assert_close(losses.kl_k3(p, q).double(), exact, rtol=1e-2, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_never_leads_away_from_the_reference(dtype):
+    """Where q/p is past the dtype's range there is no gradient, not that of -log q/p alone."""
+    p = torch.tensor([-1e4, -800.0, -200.0, -60.0, -2.0], dtype=dtype, requires_grad=True)
+    values = losses.kl_k3(p, torch.full_like(p, -1.0))
+    (grad,) = torch.autograd.grad(values.sum(), p)
+    assert values.isfinite().all()
+    assert (values > 0).all()
+    assert (grad <= 0).all()
+    assert (grad[3:] < 0).all()
+
+
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 def test_an_unbiased_kl_has_the_gradient_of_kl(kl):
     """Over all of a vocabulary, sampled from p_old: E[r KL estimate] and its gradient (k1, k3)."""

@@ -475,6 +475,30 @@ def test_fipo_looks_far_ahead():
     assert weights[x["mask"]].max() == 1.2
 
 
+@pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
+@pytest.mark.parametrize("at", [2, 140])
+def test_what_is_ahead_of_a_token_does_not_reach_those_behind_it(value, at):
+    """A filtered token's log-probability is -inf: no 0 * inf within a block of 128, nor past it."""
+    loss = losses.FIPOLoss(high_only=False, safety=None, dual_clip=None, weight_clip=0.9)
+    old = torch.randn(1, 300, dtype=F64)
+    new = old + 0.01 * torch.randn(1, 300, dtype=F64)
+    ones, mask = torch.ones(1, 300, dtype=F64), old < torch.inf
+    clean = loss.second_pass(new, old, ones, mask)["importance_weights"]
+    new[0, at] = value
+    found = loss.second_pass(new, old, ones, mask)["importance_weights"]
+    torch.testing.assert_close(found[:, at + 1 :], clean[:, at + 1 :])
+    expected = torch.full((1, at + 1), value, dtype=F64).exp().clamp(0.1, 1.9)
+    torch.testing.assert_close(found[:, : at + 1], expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (2, 3, 1)])
+def test_advantages_that_do_not_broadcast_are_refused_by_name(shape):
+    x = torch.full((2, 3), -1.0)
+    for call in (losses.GSPOLoss().second_pass, losses.off_policy_sequence_mask):
+        with pytest.raises(ValueError, match=r"advantages: expected a number or a tensor that bro"):
+            call(x, x, torch.ones(shape), torch.ones(2, 3))
+
+
 def test_second_passes_of_wrapped_objectives():
     x = _batch()
     loss = losses.WeightedLoss(losses.RegularizedLoss(losses.GSPOLoss(), entropy_coef=0.1))

@@ -72,6 +72,17 @@ def _pair(name: str) -> tuple[Any, dict[str, Any], Callable[[float, float], floa
     return losses.dpo_loss, settings, of
 
 
+def test_discopop_of_a_pair_that_cannot_be():
+    """-inf, as of a filtered token: the loss is inf there, without NaN in its gradient."""
+    chosen = torch.tensor([-torch.inf, -1e4, -1.0], requires_grad=True)
+    zero = torch.zeros(3)
+    loss = losses.dpo_loss(chosen, zero - 1.0, zero, zero, loss_type="discopop", beta=1.0)
+    assert loss[0] == torch.inf
+    assert loss[1:].isfinite().all()
+    (grad,) = torch.autograd.grad(loss.sum(), chosen)
+    torch.testing.assert_close(grad[:2], torch.tensor([-1.0, -1.0]))
+
+
 PREFERENCES = {
     **{f"dpo {name}": _pair(name) for name in PAIRS},
     "cpo": (losses.cpo_loss, {"beta": 0.3}, lambda c, r: -_log_sigmoid(0.3 * (c - r)) - c),

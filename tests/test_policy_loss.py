@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_logprobs import linear_policy_loss, linear_token_stats
 from mcore_logprobs.bench.counting import CollectivesMade
-from mcore_logprobs.losses import ClippedLoss
+from mcore_logprobs.losses import ClippedLoss, SFTLoss
 from tests.helpers.heads import (
     make_problem,
     plain_loss,
@@ -83,6 +83,8 @@ def test_a_loss_that_is_no_function_is_refused():
     hidden, weight = torch.zeros(4, 3), torch.zeros(5, 3)
     with pytest.raises(ValueError, match=r"loss_fn: expected a callable.*str"):
         linear_policy_loss(hidden, weight, torch.arange(4), "mean")
+    with pytest.raises(ValueError, match=r"loss_fn: .* got the class SFTLoss; call it first: SFTL"):
+        linear_policy_loss(hidden, weight, torch.arange(4), SFTLoss)
 
 
 def sum_loss(logprobs: Tensor, entropy: Tensor | None, *_: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import (
+    check_broadcasts,
     check_choice,
     check_flag,
     check_fraction,
@@ -124,7 +125,8 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     As a loss its expected gradient on policy, E[(1 - q/p) grad log p], is that of the forward
     KL(q, p), not of the KL(p, q) that its value estimates. The two agree to first order near p = q.
-    Where one of the two is -inf it is inf, where both are NaN, without a gradient.
+    Where one of the two is -inf it is inf, where both are NaN, without a gradient. So is it past
+    q/p = e^70 (float32), where it keeps that value.
 
     Shape:
         `[...]`, `[...]` -> `[...]`.
@@ -132,9 +134,11 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     check_shape("ref_logprobs", ref_logprobs, logprobs)
     infinite = logprobs.isinf() | ref_logprobs.isinf()
     log_ratio = (ref_logprobs - logprobs).masked_fill(infinite, 0.0)
+    # Both terms: log_ratio's alone has the gradient +1, which leads away from q.
+    log_ratio = log_ratio.clamp(max=largest_exponent(log_ratio.dtype))
     # expm1: near q = p the value is log_ratio^2 / 2, which exp(x) - 1 - x would lose in float32.
-    ratio_less_1 = torch.expm1(log_ratio.clamp(max=largest_exponent(log_ratio.dtype)))
-    return _or_infinite(ratio_less_1 - log_ratio, infinite, logprobs, ref_logprobs)
+    value = torch.expm1(log_ratio) - log_ratio
+    return _or_infinite(value, infinite, logprobs, ref_logprobs)
 
 
 def _or_infinite(value: Tensor, infinite: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -257,6 +261,7 @@ class TokenLoss(SuggestsFields):
         """
         if self.passes == 1:
             raise ValueError(f"second_pass: expected an objective of two passes, got {self}")
+        check_broadcasts("advantages", advantages, logprobs.shape, logprobs.device)
         first_pass: Given = {
             "logprobs": logprobs.detach(),
             "old_logprobs": old_logprobs.detach(),

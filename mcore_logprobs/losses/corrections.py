@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.checks import (
+    check_broadcasts,
     check_choice,
     check_flag,
     check_not_negative,
@@ -190,6 +191,7 @@ def off_policy_sequence_mask(
         delta: at least 0, in nats per token; a hyperparameter.
     """
     check_not_negative("delta", delta)
+    check_broadcasts("advantages", advantages, logprobs.shape, logprobs.device)
     drift = sequence_mean(log_ratio_of(rollout_logprobs, logprobs), mask, seq_dim=seq_dim)
     near = _inside(drift, -math.inf, delta, weighted=False)
     kept = torch.where(advantages.detach() < 0.0, near, 1.0)

@@ -106,9 +106,10 @@ def _nca(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
 
 
 def _discopop(m: Tensor, c: Tensor, r: Tensor, beta: float, a: float) -> Tensor:
-    # One exponent: e^-m overflows where g is 0.
-    exponential = (F.logsigmoid(m / 0.05) - m).exp()
-    return exponential - (-m / 0.05).sigmoid() * F.logsigmoid(m)
+    # One exponent: e^-m overflows where g is 0. Of m = -inf the gate is 0, not inf - inf.
+    gate = m.clamp(min=-1e3)
+    exponential = (F.logsigmoid(gate / 0.05) - gate).exp()
+    return exponential - (-gate / 0.05).sigmoid() * F.logsigmoid(m)
 
 
 _PAIRS: dict[str, Callable[..., Tensor]] = {

@@ -326,6 +326,9 @@ def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
     length = values.shape[-1]
     if length == 0:
         return values
+    finite = values.isfinite()  # in a product the others would be 0 * inf at tokens behind them
+    infinite = values.masked_fill(finite, 0.0).flip(-1).cumsum(-1).flip(-1)
+    values = values.masked_fill(~finite, 0.0)
     blocks = F.pad(values, (0, -length % block)).unflatten(-1, (-1, block))
     place = torch.arange(block, device=values.device, dtype=values.dtype)
     power = (place.unsqueeze(1) - place).clamp(min=0.0)  # k - t
@@ -334,7 +337,7 @@ def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
     ahead = [torch.zeros_like(blocks[..., 0, :])]
     for part in reversed(within.unbind(-2)):
         ahead.append(part + tail * ahead[-1][..., :1])
-    return torch.cat(ahead[:0:-1], -1)[..., :length]
+    return torch.cat(ahead[:0:-1], -1)[..., :length] + infinite
 
 
 class _OfBatch(TokenLoss):
