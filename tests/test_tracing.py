@@ -27,6 +27,10 @@ def on_hidden(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return stats.logprobs - 0.1 * stats.entropy
 
 
+def entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return ours.vocab_parallel_entropy(hidden @ weight.T)
+
+
 def per_token_temperature(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     temperature = 0.5 + target.clamp(min=0) / VOCAB
     return ours.vocab_parallel_logprobs(hidden @ weight.T, target, temperature=temperature)
@@ -103,7 +107,14 @@ def test_torch_compile(function: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [pytest.param(on_hidden, marks=pytest.mark.night), log_softmax_of_ids, largest, biased],
+    [
+        pytest.param(on_hidden, marks=pytest.mark.night),
+        on_logits,
+        entropy,
+        log_softmax_of_ids,
+        largest,
+        biased,
+    ],
 )
 def test_torch_compile_without_a_break(function: Callable[..., Tensor]) -> None:
     """Where blocks are contiguous: dynamo takes no other `out=`."""

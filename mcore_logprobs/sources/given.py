@@ -109,7 +109,8 @@ class GivenLogits:
         self.processing = Processing.of(
             options.logit_scale, options.softcap, of_rows, bias, self.shard.valid_width
         )
-        if logits.stride(-1) != 1 and options.backend is not reference:
+        # In this order: a stride in a backward is nothing that torch.compile can follow.
+        if options.backend is not reference and logits.stride(-1) != 1:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
         self.logits = logits
         # 2-D views that cover the rows as they are walked.
