@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.collectives import all_gather_dim0
 from mcore_logprobs.groups import group_rank, group_size, resolve_tp_group
+from mcore_logprobs.megatron.fsdp import is_sharded
 
 _PARTS = {"linear_in.weight", "linear_out.weight"}
 # Classes that only multiply by their weight. By name, because Transformer Engine is not imported.
@@ -162,8 +163,13 @@ def _active(layer: Any) -> list[str]:
 
 def adapter_reason(layer: Any) -> str:
     """Why a LoRA's part cannot be fused, or "". Dropout is looked at again in every call."""
-    if _is_pefts(layer):
-        return _reason_against_pefts(layer)
+    reason = _reason_against_pefts(layer) if _is_pefts(layer) else _reason_against_bridges(layer)
+    if reason and any(is_sharded(x) or hasattr(x, "placements") for x in layer.parameters()):
+        return f"FSDP shards its adapter, whose modules a fused head does not call ({reason})"
+    return reason
+
+
+def _reason_against_bridges(layer: Any) -> str:
     if not getattr(layer, "_adapter_enabled", True):
         return ""
     adapter = layer.adapter

@@ -305,6 +305,13 @@ class DeferringHead:
         """The caller's own reason against deferring this call, or ""."""
         return ""
 
+    def why_real(self) -> str:
+        """Why the loss was given real logits."""
+        return self.reason or (
+            "the logits changed between the output layer and the loss (an adapter around the "
+            "layer, or the model's own code)"
+        )
+
     def forward(
         self,
         input_: Tensor,

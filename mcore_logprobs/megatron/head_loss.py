@@ -38,10 +38,6 @@ from mcore_logprobs.sources.pair_source import AnySource
 
 NO_ID = -100  # in a teacher's ids: no id is there
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"
-_REPLACED = (
-    "the logits changed between the output layer and the loss (an adapter around the layer, or the "
-    "model's own code)"
-)
 
 
 def head_output(
@@ -90,7 +86,7 @@ def _real_logits(
     """(the logits that the loss is about where they are real, and why; None where deferred)."""
     if not isinstance(logits, DeferredLogits):
         check_gradient(logits, head.latest)
-        return logits, reason or head.reason or _REPLACED
+        return logits, reason or head.why_real()
     known = logits.computed()
     if known is not None:
         return known, reason or _TOUCHED

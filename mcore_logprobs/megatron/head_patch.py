@@ -289,6 +289,11 @@ class HeadPatch(DeferringHead):
             self.layer, config.softcap
         )
 
+    def why_real(self) -> str:
+        if self.model is not None and self.model.output_layer is not self._layer():
+            return "the model's output layer is not the one that was patched; patch the model again"
+        return super().why_real()
+
     def compute_language_model_loss(
         self, labels: Tensor, logits: Logits, *args: object, **kwargs: object
     ) -> TokenStats | Tensor:

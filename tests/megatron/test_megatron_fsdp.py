@@ -17,6 +17,8 @@ from mcore_logprobs import LogprobConfig, patch_model, vocab_parallel_logprobs
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import logprob_output_processor
 from tests.megatron.common import VOCAB, loss_of, make_batch, megatron, relative, tiny_config, worst
+from tests.megatron.test_lora import LoRALinear, ParallelLinearAdapter
+from tests.megatron.test_peft import LoraParallelLinear
 
 FULL = {
     "recompute_granularity": "full",
@@ -178,6 +180,55 @@ def test_version_1(ranks, case, first):
 def test_version_1_with_recompute(ranks):
     for found in ranks(2).run(errors, 1, "stats", "wrap", **FULL):
         assert max(found.values()) < 1e-5, found
+
+
+def _required(fsdp: Any, batch: dict[str, Any]) -> None:
+    patch_model(fsdp, LogprobConfig(fused="require"))
+    fsdp(**batch["inputs"], labels=batch["labels"])
+
+
+def of_a_lora(kind: str, first: str) -> tuple[dict[str, float], str]:
+    """Which is not fused: its errors, and what fused="require" says."""
+    with megatron() as parallel_state, without_cuda():
+        made = tiny_config(calculate_per_token_loss=True)
+        model = mm.build_gpt_model(made, vocab_size=VOCAB, tied=False)
+        torch.manual_seed(5)
+        layer = model.output_layer
+        model.output_layer = (
+            LoraParallelLinear(layer, ("first",))
+            if kind == "PEFT"
+            else LoRALinear(layer, ParallelLinearAdapter(layer))
+        )
+        if first == "patch":
+            patch_model(model)
+        fsdp, batch = wrapped(1, made, model), make_batch(parallel_state)
+        handle = patch_model(fsdp)
+        found = []
+        for _ in range(2):  # patched, then not
+            fsdp.zero_grad_buffer()
+            fsdp.zero_grad()
+            losses = loss_of(fsdp(**batch["inputs"], labels=batch["labels"]))
+            (losses * batch["weights"]).sum().backward()
+            whole = {n: g for n, g in gradients(1, fsdp).items() if g.numel()}
+            found.append((losses.detach(), whole))
+            handle.remove()
+        (losses, grads), (expected, expected_grads) = found
+        with pytest.raises(ValueError) as caught:
+            _required(fsdp, batch)
+        errors = {"loss": relative(losses, expected), "grad": worst(grads, expected_grads)}
+        return errors, str(caught.value)
+
+
+@pytest.mark.parametrize("first", ["patch", "wrap"])
+@pytest.mark.parametrize("kind", ["Bridge", "PEFT"])
+def test_a_lora_is_not_fused_and_says_that_fsdp_is_why(ranks, kind, first):
+    for found, message in ranks(2).run(of_a_lora, kind, first):
+        assert found["loss"] < 1e-6
+        if (
+            kind == "Bridge"
+        ):  # FSDP of 0.16.1 gives an unpatched model of PEFT's thrice the gradient
+            assert found["grad"] < 1e-5
+        assert "FSDP shards its adapter" in message
 
 
 def out_of_reach() -> str:

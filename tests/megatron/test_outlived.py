@@ -336,6 +336,8 @@ def without_its_model() -> None:
         handle = patch_model(model)
         model.output_layer = other
         assert not isinstance(model(**batch["inputs"], labels=batch["labels"]), Tensor)
+        with handle.options(fused="require"), pytest.raises(ValueError, match="patch the model ag"):
+            model(**batch["inputs"], labels=batch["labels"])
         handle.remove()
         assert isinstance(model(**batch["inputs"], labels=batch["labels"]), Tensor)
 
