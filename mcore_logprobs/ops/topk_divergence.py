@@ -169,8 +169,9 @@ def vocab_parallel_topk_kl_div(
     Args:
         kind, beta: as in `vocab_parallel_kl_div`.
         tail: how the probability of the other V - k ids counts. "bin" (the default): as one more
-            id, of at least 1e-6. This is a lower bound of the divergence over all ids, and exact if
-            both sides agree on the rest up to a factor. "ignore": not at all; the sum over the k
+            id, of at least 1e-6: a lower bound of the divergence over all ids, and exact if both
+            sides agree on the rest up to a factor. In float32 that id's probability is known to
+            about 1e-7, and its logarithm to 1e-7 over it. "ignore": not at all; the sum over the k
             ids may be negative, and has no minimum at p = q. "renormalize": both sides are
             normalized over the k ids, as SFT on cached top-k does.
         generalized: at each id use a log(a / b) - a + b instead of a log(a / b), which is never
