@@ -291,7 +291,10 @@ class HeadPatch(DeferringHead):
 
     def why_real(self) -> str:
         if self.model is not None and self.model.output_layer is not self._layer():
-            return "the model's output layer is not the one that was patched; patch the model again"
+            return (
+                "the model's output layer is not the one that was patched (an adapter around it, or "
+                "another layer): patch the model again"
+            )
         return super().why_real()
 
     def compute_language_model_loss(

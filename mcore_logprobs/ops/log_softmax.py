@@ -62,9 +62,10 @@ class _LogSoftmaxForward(RowStatistics):
         source = self._source
         dtype, device = source.acc_dtype, source.device
         # Of the shape that it is given out in, so that the driver has no need to copy it.
-        shape = (*source.batch_shape, source.shard.width)
-        result = torch.empty(shape, dtype=dtype, device=device)
-        self._result = result.view(source.num_rows, source.shard.width)
+        rows, width = source.num_rows, source.shard.width
+        shape = source.batch_shape if source.batch_shape.numel() == rows else (rows,)
+        result = torch.empty((*shape, width), dtype=dtype, device=device)
+        self._result = result.view(rows, width)
 
     def results(self) -> tuple[Results, Saved]:
         assert self._softmax is not None
