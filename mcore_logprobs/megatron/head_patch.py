@@ -292,8 +292,8 @@ class HeadPatch(DeferringHead):
     def why_real(self) -> str:
         if self.model is not None and self.model.output_layer is not self._layer():
             return (
-                "the model's output layer is not the one that was patched (an adapter around it, or "
-                "another layer): patch the model again"
+                "the model's output layer is not the one that was patched (it has an adapter, or "
+                "is another layer): patch the model again"
             )
         return super().why_real()
 
