@@ -125,8 +125,8 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     As a loss its expected gradient on policy, E[(1 - q/p) grad log p], is that of the forward
     KL(q, p), not of the KL(p, q) that its value estimates. The two agree to first order near p = q.
-    Where one of the two is -inf it is inf, where both are NaN, without a gradient. So is it past
-    q/p = e^70 (float32), where it keeps that value.
+    Where one of the two is -inf it is inf, where both are, NaN, and past q/p = e^70 (float32) it
+    stays what it is there: without a gradient in all three.
 
     Shape:
         `[...]`, `[...]` -> `[...]`.
