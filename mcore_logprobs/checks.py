@@ -249,6 +249,9 @@ def check_float_tensor(name: str, tensor: Tensor, *, min_dim: int) -> None:
             f"{name}: expected a plain tensor, got a DTensor; pass this rank's part (to_local()) "
             "and, where that is a part of the vocabulary, tp_group"
         )
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "a nested one" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(f"{name}: expected a dense tensor, got {kind}")
     if tensor.dtype not in _FLOATS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
         raise ValueError(f"{name}: expected dtype in {names}, got {tensor.dtype}")

@@ -6,7 +6,7 @@ no `[n, V/TP]` mask: the vector is what a head's own bias is to a chunk of logit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ def vocab_bias(
 
 def scaled_bias(logit_bias: LogitBias, factor: float) -> LogitBias:
     """The bias times a factor above 0; what is no bias stays, for `vocab_bias` to refuse."""
-    if factor == 1.0:
+    if factor == 1.0 or not isinstance(logit_bias, Iterable):
         return logit_bias
     if isinstance(logit_bias, Tensor):
         return logit_bias * factor
@@ -109,6 +109,8 @@ def _of_columns(
 
 
 def _pairs(logit_bias: Any, shard: VocabShard) -> list[tuple[int, float]]:
+    if not isinstance(logit_bias, Iterable):
+        raise ValueError(f"logit_bias: expected {{id: x}} or [V/TP], got {logit_bias!r}")
     pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else list(logit_bias)
     found = []
     for pair in pairs:
@@ -135,6 +137,9 @@ def _ids(ids: object, shard: VocabShard) -> Tensor:
         numbers = [index_of(i) for i in ids] if isinstance(ids, Sequence) else [None]
         if None in numbers:
             raise ValueError(f"disallowed_ids: expected integers [k], got {ids!r}")
+        outside = [i for i in numbers if i is not None and not 0 <= i < shard.vocab_size]
+        if outside:  # here, since it may have more than 64 bits
+            raise _outside(outside, shard)
         ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(
@@ -144,12 +149,13 @@ def _ids(ids: object, shard: VocabShard) -> Tensor:
     check_values(
         inside,
         f"disallowed_ids: id outside [0, {shard.vocab_size})",
-        lambda: ValueError(
-            f"disallowed_ids: expected ids in [0, {shard.vocab_size}), got "
-            f"{ids[~inside][:8].tolist()}"
-        ),
+        lambda: _outside(ids[~inside].tolist(), shard),
     )
     return ids.long()
+
+
+def _outside(ids: list[int], shard: VocabShard) -> ValueError:
+    return ValueError(f"disallowed_ids: expected ids in [0, {shard.vocab_size}), got {ids[:8]}")
 
 
 def _check_some_left(values: Tensor, gone: Tensor, shard: VocabShard) -> None:

@@ -27,10 +27,15 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
         (Tensor.bool, "expected dtype in"),
         (lambda x: x.to(torch.complex64), "expected dtype in"),
         (Tensor.tolist, "expected a torch.Tensor"),
+        (Tensor.to_sparse, "expected a dense tensor, got torch.sparse_coo"),
         (torch.tensor(1.0), "expected"),
         (lambda x: x[..., :0], "expected"),
     ],
-    "hidden": [(Tensor.long, "hidden: expected dtype in"), (None, "hidden: expected")],
+    "hidden": [
+        (Tensor.long, "hidden: expected dtype in"),
+        (Tensor.to_sparse, "hidden: expected a dense tensor"),
+        (None, "hidden: expected"),
+    ],
     "weight": [
         (Tensor.half, "weight: expected hidden's dtype"),
         (lambda w: w[:, 1:], "weight: expected shape"),
@@ -139,6 +144,7 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
         ({0: 10**400}, "logit_bias: expected finite numbers in float32 or -inf"),
         ({0.5: 1.0}, "logit_bias: expected ids as ints"),
         ([3], "logit_bias: expected {id: x} or [V/TP], got 3"),
+        (3.0, "logit_bias: expected {id: x} or [V/TP], got 3.0"),
         ([(3, 1.0), (3, 2.0)], "logit_bias: expected each id once, got [(3, 1.0), (3, 2.0)]"),
         (torch.zeros(5), "logit_bias: expected {id: x} or floating-point [V/TP] = [12]"),
         (torch.full((VOCAB // 2,), torch.nan), "logit_bias: expected finite numbers in float32"),
@@ -151,6 +157,7 @@ MISTAKES: dict[str, list[tuple[Any, str]]] = {
     "disallowed_ids": [
         (torch.tensor([3, VOCAB]), "disallowed_ids: expected ids in [0, 24), got [24]"),
         ([-1], "disallowed_ids: expected ids in [0, 24)"),
+        ([2**70], f"disallowed_ids: expected ids in [0, 24), got [{2**70}]"),
         (torch.tensor([0.5]), "disallowed_ids: expected integers [k]"),
         (torch.zeros(2, 2, dtype=torch.int64), "disallowed_ids: expected integers [k]"),
         (3, "disallowed_ids: expected integers [k], got 3"),
