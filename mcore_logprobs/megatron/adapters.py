@@ -161,7 +161,7 @@ def _active(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
-def adapter_reason(layer: Any) -> str:
+def adapter_reason(layer: nn.Module) -> str:
     """Why a LoRA's part cannot be fused, or "". Dropout is looked at again in every call."""
     reason = _reason_against_pefts(layer) if _is_pefts(layer) else _reason_against_bridges(layer)
     if reason and any(is_sharded(x) or hasattr(x, "placements") for x in layer.parameters()):
