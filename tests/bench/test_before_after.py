@@ -1,0 +1,26 @@
+"""`python -m benchmarks.before_after` times this package at two commits."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import before_after
+
+
+def test_every_call_runs() -> None:
+    calls = before_after.calls(rows=5, vocab=24)
+    found = before_after.times(5, 24, [], 1)
+    assert found.keys() == calls.keys()
+    assert all(forward > 0.0 for forward, _ in found.values())
+    assert sum(backward > 0.0 for _, backward in found.values()) == len(found) - 2  # samples
+
+
+def test_the_table_has_both_commits(capsys: pytest.CaptureFixture[str]) -> None:
+    before_after.main(["HEAD", "linear_gather", "--turns", "1", "--rows", "4", "--vocab", "24"])
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.startswith("| call | forward, ms at HEAD | here | ratio |")
+    name, *numbers = row.strip("| ").split(" | ")
+    assert name == "linear_gather"
+    assert all(float(number) >= 0.0 for number in numbers)
+    with pytest.raises(SystemExit):
+        before_after.main([])
