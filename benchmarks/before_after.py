@@ -2,8 +2,8 @@
 
 For a rebuilding, whose tests see values and not times. Each tree's own calls run in processes of
 their own, in turns, on one CPU thread; the table has the minima of process time over all turns,
-forward and backward, so that other work on the machine shows little. A call that the other commit
-lacks is left out.
+forward and backward, so that other work on the machine shows little. A call that either lacks is
+left out, and said on stderr.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 Times = dict[str, tuple[float, float]]  # seconds of forward and backward, by call
 
 
-def calls(rows: int, vocab: int) -> dict[str, Callable[[], Tensor]]:
-    """Every operation once, of given logits and of hidden states."""
+def calls(rows: int, vocab: int) -> tuple[dict[str, Callable[[], Tensor]], tuple[Tensor, ...]]:
+    """(every operation once, of given logits and of hidden states; what gets the gradients)."""
     import mcore_logprobs as ml
 
     generator = torch.Generator().manual_seed(0)
@@ -68,19 +68,23 @@ def calls(rows: int, vocab: int) -> dict[str, Callable[[], Tensor]]:
     found["linear_policy_loss"] = lambda: ml.linear_policy_loss(
         hidden, weight, target, lambda logprobs, entropy: -logprobs
     )[0]
-    return found
+    return found, (hidden, weight, logits)
 
 
 def times(rows: int, vocab: int, names: list[str], repeat: int) -> Times:
     """The minima of this process, of the package that it imports."""
     torch.set_num_threads(1)
     found: Times = {}
-    for name, call in calls(rows, vocab).items():
-        if names and name not in names:
-            continue
+    known, leaves = calls(rows, vocab)
+    if unknown := sorted(set(names) - set(known)):
+        raise SystemExit(f"before_after: expected calls of {', '.join(known)}, got {unknown}")
+    for name in names or known:
+        call = known[name]
         forward, backward = [], [0.0]
         try:
             for _ in range(repeat):
+                for leaf in leaves:
+                    leaf.grad = None
                 start = time.process_time()
                 result = call()
                 forward.append(time.process_time() - start)
@@ -89,7 +93,8 @@ def times(rows: int, vocab: int, names: list[str], repeat: int) -> Times:
                     start = time.process_time()
                     result.backward(upstream)
                     backward.append(time.process_time() - start)
-        except (AttributeError, TypeError):  # another API
+        except (AttributeError, TypeError) as error:  # another API
+            print(f"before_after: {name} is left out: {error}", file=sys.stderr)
             continue
         found[name] = min(forward), min(backward[1:], default=0.0)
     return found
@@ -99,7 +104,9 @@ def minima(tree: Path, arguments: list[str], before: Times) -> Times:
     """These, and those of one more process that has this tree's package."""
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, "--times", *arguments]
-    answer = subprocess.run(command, env=env, cwd=tree, check=True, stdout=subprocess.PIPE)
+    answer = subprocess.run(command, env=env, cwd=tree, stdout=subprocess.PIPE)
+    if answer.returncode:  # it has said why
+        raise SystemExit(answer.returncode)
     found = json.loads(answer.stdout.splitlines()[-1])
     old = {name: before.get(name, pair) for name, pair in found.items()}
     return {n: (min(f, old[n][0]), min(b, old[n][1])) for n, (f, b) in found.items()}

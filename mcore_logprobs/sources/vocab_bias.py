@@ -140,7 +140,7 @@ def _ids(ids: object, shard: VocabShard) -> Tensor:
         outside = [i for i in numbers if i is not None and not 0 <= i < shard.vocab_size]
         if outside:  # here, since it may have more than 64 bits
             raise _outside(outside, shard)
-        ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(
             f"disallowed_ids: expected integers [k], got {ids.dtype} of shape {tuple(ids.shape)}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import mcore_logprobs as ml
 from benchmarks import before_after
 
 
 def test_every_call_runs() -> None:
-    calls = before_after.calls(rows=5, vocab=24)
+    calls, _ = before_after.calls(rows=5, vocab=24)
     found = before_after.times(5, 24, [], 1)
     assert found.keys() == calls.keys()
     assert all(forward > 0.0 for forward, _ in found.values())
@@ -22,5 +23,14 @@ def test_the_table_has_both_commits(capsys: pytest.CaptureFixture[str]) -> None:
     name, *numbers = row.strip("| ").split(" | ")
     assert name == "linear_gather"
     assert all(float(number) >= 0.0 for number in numbers)
+
+
+def test_what_cannot_be_compared_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         before_after.main([])
+    with pytest.raises(SystemExit, match=r"expected calls of .*, got \['linear_gathr'\]"):
+        before_after.times(5, 24, ["linear_gathr"], 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ml, "linear_gather", None)
+        assert not before_after.times(5, 24, ["linear_gather"], 1)
+    assert "before_after: linear_gather is left out" in capfd.readouterr().err
