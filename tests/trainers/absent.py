@@ -11,7 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -71,11 +71,19 @@ def stand_in_for_jaxtyping() -> None:
     sys.modules["jaxtyping"] = _Shapes("jaxtyping")
 
 
-def stand_in(*packages: str) -> None:
+def stand_in(*packages: str) -> Callable[[], None]:
     """Lets those packages that are not installed be imported, in this process and from now on.
 
-    A package may be a part of one that is installed: "megatron.bridge".
+    A package may be a part of one that is installed: "megatron.bridge". What is returned, called,
+    makes them absent again for who asks next.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.meta_path.append(_Finder(missing))
+    finder = _Finder(missing)
+    sys.meta_path.append(finder)
+
+    def absent_again() -> None:
+        sys.meta_path.remove(finder)
+        for name in [n for n in sys.modules if n.partition(".")[0] in missing]:
+            del sys.modules[name]
+
+    return absent_again

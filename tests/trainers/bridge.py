@@ -67,8 +67,8 @@ def import_bridge(source: Path) -> None:
     stand_in(*ABSENT)
     logging.getLogger("megatron.bridge").setLevel(logging.WARNING)  # not what it cannot import
     root = source / "megatron" / "bridge"
-    bridge = _package("megatron.bridge", root)
-    models = _package("megatron.bridge.models", root / "models")
+    bridge = package("megatron.bridge", root)
+    models = package("megatron.bridge.models", root / "models")
     for module, name in _PROVIDERS.items():
         setattr(models, name, getattr(importlib.import_module(f"{models.__name__}.{module}"), name))
     auto = importlib.import_module(f"{models.__name__}.conversion.auto_bridge")
@@ -80,7 +80,7 @@ def import_bridge(source: Path) -> None:
     )
 
 
-def _package(name: str, folder: Path) -> Any:
+def package(name: str, folder: Path) -> Any:
     """A package of a folder's modules, without what its own __init__ imports."""
     package: Any = types.ModuleType(name)
     package.__path__ = [str(folder)]
