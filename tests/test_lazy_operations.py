@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import mcore_logprobs as ours
+from mcore_logprobs.kernels import budgets
+from tests.engine.cases import NARROW
 from tests.helpers.lazy import lazy_logits
 from tests.helpers.shards import world_group, world_rank, world_size
 from tests.test_lazy import _TEMPERATURES, B, H, S, V, gradients, head, of_rows
@@ -131,6 +133,30 @@ def _close(got: Tensor, expected: Tensor, where: str) -> None:
 
 def _tensors(found: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize(
+    "name", ["kl_div", "jsd", "soft_cross_entropy", "a teacher", "both", "both, of other rows"]
+)
+@pytest.mark.parametrize("vocab_size", [V, 9])
+def test_two_sides_by_blocks_some_of_padding_alone(name: str, vocab_size: int) -> None:
+    """Blocks of 7 columns; from 14 on there is padding alone."""
+    tensors = head()
+    lazy = lazy_logits(**tensors)[:S]
+    real = (tensors["hidden"] @ tensors["weight"].t())[:S] + tensors["bias"]
+    teacher = torch.randn(real.shape, generator=torch.Generator().manual_seed(11))
+    teacher.requires_grad_(name == "a teacher")  # the student there
+    leaves = [teacher] if teacher.requires_grad else list(tensors.values())
+    operation = consumers(teacher, real.shape[:-1])[name]
+    expected = operation(real, vocab_size=vocab_size)
+    upstream = torch.linspace(-1.0, 2.0, expected.numel()).view(expected.shape)
+    wanted = torch.autograd.grad(expected, leaves, upstream)
+    with budgets.use(NARROW):
+        got = operation(lazy, vocab_size=vocab_size)
+        found = torch.autograd.grad(got, leaves, upstream)
+    _close(got, expected, name)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", CONSUMERS)

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_mask, check_shape, unwrap_logits
 from mcore_logprobs.collectives import all_gather_dim0, all_gather_stack, all_reduce_sum
-from mcore_logprobs.kernels.chunk import ChunkAt
+from mcore_logprobs.kernels.chunk import ChunkAt, per_row
 from mcore_logprobs.kernels.pairs import (
     PAIR_STATS,
     TWO_PASS,
@@ -34,7 +34,7 @@ from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.lazy import uncut
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.pair_source import AnySource, PairSource, alongside, beside
-from mcore_logprobs.sources.source import Source, masked_source, token_temperature
+from mcore_logprobs.sources.source import Source, Tile, masked_source, token_temperature
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
 
@@ -58,6 +58,8 @@ class Divergence(Operation[PairSource]):
 
 
 class _DivergenceForward(Forward):
+    """The blocks of a tile are merged once they are all there: a merge is forty small launches."""
+
     def __init__(self, spec: PairSpec, source: PairSource, valid_mask: Tensor) -> None:
         self._spec, self._source, self._valid_mask = spec, source, valid_mask
         self.passes = 2 if spec.two_pass else 1
@@ -66,6 +68,7 @@ class _DivergenceForward(Forward):
         self._stats = torch.zeros(shape, dtype=dtype, device=source.device)
         # What a rank without true vocabulary says.
         self._stats[0] = self._stats[2] = -torch.inf
+        self._blocks: list[Tensor] = []  # pair statistics of a tile's
         self._done: FinalPair | None = None
         self._sums = self._stats.new_zeros(2, source.num_rows)
 
@@ -75,14 +78,18 @@ class _DivergenceForward(Forward):
         size = self._source.rows_at_a_time(teacher.logits.shape[1])
         kernels = self._source.backend(placed)
         if self._done is None:
-            parts = kernels.pair_stats(student, teacher, spec, chunk_size=size)
-            before = self._stats[:, rows]
-            both = student.processing.multiplier, teacher.processing.multiplier
-            before.copy_(merge_pairs(torch.cat([before.unsqueeze(0), parts]), spec, both))
+            self._blocks.append(kernels.pair_stats(student, teacher, spec, chunk_size=size))
         else:
             softmax = self._done.softmax[:, rows]
             sums = kernels.pair_sums(student, teacher, softmax, spec, chunk_size=size)
             self._sums[:, rows] += sums
+
+    def end_tile(self, tile: Tile, rows: slice) -> None:
+        blocks, self._blocks = self._blocks, []
+        if blocks:  # a rank without true vocabulary may have none; a second pass makes none
+            stats = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+            of_student, of_teacher = (per_row(x, rows) for x in self._source.multipliers)
+            self._stats[:, rows] = merge_pairs(stats, self._spec, (of_student, of_teacher))
 
     def finalize(self) -> None:
         shards = all_gather_stack(self._stats, self._source.shard.group)
