@@ -36,9 +36,8 @@ SECTION = re.compile(
 )
 # "name: text", "a, b: text", "`[s, b]` ..."; a deeper line goes on with the entry above it.
 NAMES = re.compile(r"([\w*., ]+?):(?= |$)")
-STARTS = re.compile(
-    r"Returns |`\w|[\w*., ]+: |[\w*][^:]{0,60}: "
-)  # of an entry on a line of its own
+# An entry on a line of its own; a sentence that ends in front of the colon is none.
+STARTS = re.compile(r"Returns |`\w|(?![^:]*\. )([\w*., ]+|[\w*][^:]{0,60}): ")
 HOMES = {
     "vocab_parallel_token_stats": "logits.md#vocab_parallel_token_stats",
     "linear_token_stats": "hidden.md#linear_token_stats",

@@ -1,13 +1,15 @@
 """A new way that logits come about is one class: CONTRIBUTING's recipe, tried.
 
-Two models' logits joined as `first - weight * second` (contrastive decoding), formed a tile of two
-rows at a time and never whole. Operations take the source as it is.
+Two models' logits joined as `first - weight * second` (contrastive decoding) with a learnt weight,
+formed a tile of two rows by a block of four columns at a time and never whole. Operations take the
+source as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.collectives import all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing
+from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing, acc_dtype, row_chunks
 from mcore_logprobs.ops.divergence import kl_div
 from mcore_logprobs.ops.gather import gather, topk_distill
 from mcore_logprobs.ops.linear_map import map_logits
@@ -28,38 +31,53 @@ from mcore_logprobs.ops.token_stats import token_stats
 from mcore_logprobs.ops.topk import topk
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import LogitIndices, Source
+from mcore_logprobs.sources.source import LogitIndices, Source, Write, entry_gradients
 from tests.helpers.shards import world_group, world_rank, world_size
 
-ROWS, VOCAB, TILE, WEIGHT = 5, 12, 2, 0.3
+ROWS, TILE, BLOCK = 5, 2, 4
+WIDTH, VOCAB = 12, 10  # of all ranks: two columns are padding
+WEIGHT = torch.tensor(0.3, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class ContrastOptions:
     shard: VocabShard
-    weight: float
     temperature: float = 1.0
     segments: None = None
 
-    def bind(self, first: Tensor, second: Tensor, per_token: None) -> ContrastLogits:
-        return ContrastLogits(self, first, second)
+    def bind(
+        self, first: Tensor, second: Tensor, weight: Tensor, temperature: Tensor | None = None
+    ) -> ContrastLogits:
+        return ContrastLogits(self, first, second, weight, temperature)
 
 
 class ContrastLogits:
-    """`first - weight * second`, both `[n, V/TP]`, as a `Source`."""
+    """`first - weight * second`, of logits `[n, V/TP]` and a weight `[]`, as a `Source`."""
 
-    recomputed, linear = True, True
+    recomputed, linear = True, False  # a product of two of its tensors is not linear
     order_may_change, may_keep, heads = False, False, ()
 
-    def __init__(self, options: ContrastOptions, first: Tensor, second: Tensor) -> None:
-        self.options, self.tensors, self.shard = options, (first, second, None), options.shard
+    def __init__(
+        self,
+        options: ContrastOptions,
+        first: Tensor,
+        second: Tensor,
+        weight: Tensor,
+        temperature: Tensor | None = None,
+    ) -> None:
+        self.options, self.shard = options, options.shard
+        self.tensors = first, second, weight, temperature
         self.batch_shape, self.num_rows, self.device = first.shape[:1], first.shape[0], first.device
-        self.acc_dtype = torch.float64
-        self.processing = Processing.of(temperature=options.temperature)
+        self.acc_dtype = acc_dtype(first.dtype)
+        of_rows = options.temperature if temperature is None else self.to_row_order(temperature)
+        self.processing = Processing.of(temperature=of_rows, valid_width=self.shard.valid_width)
+
+    def logits(self, where: Any) -> Tensor:
+        first, second, weight, _ = self.tensors
+        return (first[where] - weight * second[where]).to(self.acc_dtype)
 
     def tiles(self) -> Iterator[ContrastTile]:
-        starts = range(0, self.num_rows, TILE)
-        return (ContrastTile(self, slice(i, min(i + TILE, self.num_rows))) for i in starts)
+        return (ContrastTile(self, rows) for rows in row_chunks(self.num_rows, TILE))
 
     def tile_ends(self) -> list[int]:
         return [tile.rows.stop for tile in self.tiles()]
@@ -67,7 +85,7 @@ class ContrastLogits:
     def gradient(
         self, needs: Sequence[bool], *, sparse: bool = False, in_acc_dtype: bool = False
     ) -> ContrastGradient:
-        return ContrastGradient(self)
+        return ContrastGradient(self, needs, in_acc_dtype)
 
     def backend(self, chunk: Chunk) -> Any:
         return reference
@@ -93,55 +111,88 @@ class ContrastLogits:
 
 class ContrastTile:
     def __init__(self, source: ContrastLogits, rows: slice) -> None:
-        self.rows, self._shard, self.weight = rows, source.shard, source.options.weight
-        first, second = (x[rows] for x in source.tensors[:2])
-        self._logits = first - self.weight * second
+        self.rows, self._source, self._valid = rows, source, source.shard.valid_width
 
     def block(self, columns: slice) -> Chunk:
-        valid = max(0, min(columns.stop, self._shard.valid_width) - columns.start)
-        return Chunk(self._logits[:, columns], valid)
+        logits = self._source.logits((self.rows, columns))
+        return self._source.processing.chunk(logits, self.rows, columns)
 
     def chunks(self) -> Iterator[ChunkAt]:
-        columns = slice(0, self._shard.width)
-        yield ChunkAt(self.rows, columns, self.block(columns))
+        for columns in row_chunks(self._valid, BLOCK):
+            yield ChunkAt(self.rows, columns, self.block(columns))
 
-    whole_rows = chunks
+    def whole_rows(self) -> Iterator[ChunkAt]:
+        columns = slice(0, self._valid)
+        if self._valid:
+            yield ChunkAt(self.rows, columns, self.block(columns))
 
     def held_chunks(self) -> list[ChunkAt]:
         return list(self.chunks())
 
     def raw_logits(self) -> Tensor:
-        return self._logits.clone()
+        raw = self._source.logits(self.rows)
+        raw[:, self._valid :] = -torch.inf
+        return raw
 
     def blocks_of(self, raw_logits: Tensor) -> Iterator[ChunkAt]:
-        columns = slice(0, self._shard.width)
-        yield ChunkAt(self.rows, columns, Chunk(raw_logits, self._shard.valid_width))
+        for columns in row_chunks(self._valid, BLOCK):
+            chunk = self._source.processing.chunk(raw_logits[:, columns], self.rows, columns)
+            yield ChunkAt(self.rows, columns, chunk)
 
     def target_logits(self, local_target: Tensor) -> Tensor:
-        found = self._logits.gather(1, local_target.clamp(min=0).unsqueeze(1)).squeeze(1)
-        return torch.where(local_target >= 0, found, 0.0)
+        rows = torch.arange(self.rows.start, self.rows.stop)
+        raw = self.raw_at(LogitIndices(rows, local_target))
+        return torch.where(local_target >= 0, raw, 0.0)
 
     def unscaled_logits(self, entries: LogitIndices) -> Tensor:
-        found = self._logits[entries.row - self.rows.start, entries.column.clamp(min=0)]
-        return torch.where(entries.column >= 0, found, 0.0)
+        return self._source.processing.unscaled_entries(self.raw_at(entries), entries.column)
+
+    def raw_at(self, entries: LogitIndices) -> Tensor:
+        """`[e]`, any value where the column is -1."""
+        return self._source.logits((entries.row, entries.column.clamp(min=0)))
 
 
 class ContrastGradient:
-    def __init__(self, source: ContrastLogits) -> None:
-        self._grad, self._second = (torch.zeros_like(x) for x in source.tensors[:2])
+    def __init__(self, source: ContrastLogits, needs: Sequence[bool], in_acc_dtype: bool) -> None:
+        self._source, self._in_acc_dtype = source, in_acc_dtype
+        shapes = (x.shape for x in source.tensors[:3] if x is not None)
+        self._grads = [
+            torch.zeros(shape, dtype=source.acc_dtype) if needed else None
+            for shape, needed in zip(shapes, needs, strict=False)
+        ]
 
-    def collect(self, tile: ContrastTile, placed: ChunkAt, write: Callable[..., None]) -> None:
-        write(placed, self._grad[tile.rows])
+    def collect(self, tile: ContrastTile, placed: ChunkAt, write: Write) -> None:
+        on_raw = torch.empty_like(placed.chunk.logits)
+        write(placed, on_raw)
+        self._add((tile.rows, placed.columns), on_raw)
 
     def collect_entries(self, tile: ContrastTile, entries: LogitIndices, upstream: Tensor) -> None:
-        own = torch.where(entries.column >= 0, upstream, 0.0)
-        self._grad.index_put_((entries.row, entries.column.clamp(min=0)), own, accumulate=True)
+        raw, processing = partial(tile.raw_at, entries), self._source.processing
+        _, on_raw = entry_gradients(upstream, entries, raw, processing)
+        self._add((entries.row, entries.column.clamp(min=0)), on_raw)
 
-    def end_tile(self, tile: ContrastTile) -> None:
-        self._second[tile.rows] = -tile.weight * self._grad[tile.rows]
+    def _add(self, where: Any, on_raw: Tensor) -> None:
+        first, second, weight = self._grads
+        _, of_second, of_weight, _ = self._source.tensors
+        for grad, share in ((first, on_raw), (second, -of_weight * on_raw)):
+            if grad is not None and isinstance(where[0], Tensor):
+                grad.index_put_(where, share, accumulate=True)
+            elif grad is not None:
+                grad[where] += share
+        if weight is not None:  # a row of which nothing is asked may hold NaN
+            weight -= (on_raw * of_second[where].masked_fill(on_raw == 0, 0.0)).sum()
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        return self._grad, self._second
+    def end_tile(self, tile: ContrastTile) -> None: ...
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        first, second, weight = self._grads
+        if weight is not None:
+            weight = all_reduce_sum(weight, self._source.shard.group)
+        tensors = self._source.tensors
+        return tuple(
+            x if x is None or self._in_acc_dtype else x.to(tensor.dtype)
+            for x, tensor in zip((first, second, weight), tensors, strict=False)
+        )
 
 
 def weighted(x: Tensor) -> Tensor:
@@ -177,8 +228,15 @@ def by_token(logprobs: Tensor, entropy: Tensor | None, weight: Tensor) -> Tensor
     return weight * logprobs.exp() - 0.5 * entropy
 
 
-def expected(logits: Tensor, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
+def contrast_of(first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
+    return (first - weight * second)[:, :VOCAB]
+
+
+def expected(
+    logits: Tensor, target: Tensor, ids: Tensor, temperature: Tensor | None
+) -> dict[str, Tensor]:
     log_p = logits.log_softmax(-1)
+    divisor = 1.0 if temperature is None else temperature.unsqueeze(1)
     at = logits.gather(1, target.unsqueeze(1))
     top, entropy = logits.topk(3), -(log_p.exp() * log_p).sum(-1)
     return {
@@ -192,7 +250,7 @@ def expected(logits: Tensor, target: Tensor, ids: Tensor) -> dict[str, Tensor]:
         "values": top.values,
         "ids": top.indices,
         "student": log_p.gather(1, ids),
-        "teacher": ids.double().log_softmax(-1),
+        "teacher": (ids.double() / divisor).log_softmax(-1),
         "top-k": kept_alone(logits, logits >= logits.topk(4).values[:, -1:], target),
         "top-p": kept_alone(logits, within(log_p.exp(), 0.9), target),
         "replay": torch.cat(
@@ -217,34 +275,36 @@ def within(p: Tensor, top_p: float) -> Tensor:
     )
 
 
-def on_a_rank(first: Tensor, second: Tensor, target: Tensor, ids: Tensor) -> dict[str, Any]:
+def on_a_rank(
+    first: Tensor, second: Tensor, target: Tensor, ids: Tensor, temperature: Tensor | None
+) -> dict[str, Any]:
     """Each result of the operations, and its gradients of this rank's columns."""
-    group: ProcessGroup | None = world_group() if world_size() > 1 else None
-    shard = VocabShard.of(VOCAB // world_size(), group, None)
-    parts = [
-        x.chunk(world_size(), 1)[world_rank()].clone().requires_grad_() for x in (first, second)
-    ]
-    source = ContrastLogits(ContrastOptions(shard, WEIGHT), *parts)
+    parts = inputs_of_a_rank(first, second)
+    source = ContrastOptions(shard_of_a_rank()).bind(*parts, temperature)
     return with_gradients(operations(source, target, ids), parts)
+
+
+def inputs_of_a_rank(*logits: Tensor) -> list[Tensor]:
+    """This rank's columns, and the weight."""
+    own = [x.chunk(world_size(), 1)[world_rank()].clone() for x in logits]
+    return [x.requires_grad_() for x in (*own, WEIGHT.clone())]
+
+
+def shard_of_a_rank() -> VocabShard:
+    group: ProcessGroup | None = world_group() if world_size() > 1 else None
+    return VocabShard.of(WIDTH // world_size(), group, VOCAB)
 
 
 def divergences_on_a_rank(first: Tensor, second: Tensor, other: Tensor) -> dict[str, Any]:
     """Divergences of the new source as the student, as the teacher and as both."""
-    group: ProcessGroup | None = world_group() if world_size() > 1 else None
-    shard = VocabShard.of(VOCAB // world_size(), group, None)
-    parts = [
-        x.chunk(world_size(), 1)[world_rank()].clone().requires_grad_()
-        for x in (first, second, other)
-    ]
-
-    def contrast(*tensors: Tensor) -> ContrastLogits:
-        return ContrastLogits(ContrastOptions(shard, WEIGHT), *tensors)
-
-    given = given_logits(parts[2], tp_group=group)
+    first, second, other, weight = parts = inputs_of_a_rank(first, second, other)
+    shard = shard_of_a_rank()
+    contrast = ContrastOptions(shard).bind
+    given = given_logits(other, tp_group=shard.group, vocab_size=VOCAB)
     sides = {
-        "student": (contrast(*parts[:2]), given),
-        "teacher": (given, contrast(*parts[:2])),
-        "both": (contrast(*parts[:2]), contrast(*parts[1:])),
+        "student": (contrast(first, second, weight), given),
+        "teacher": (given, contrast(first, second, weight)),
+        "both": (contrast(first, second, weight), contrast(second, other, weight)),
     }
     found = {
         f"{name} {kind}": kl_div(*both, kind=kind)
@@ -254,8 +314,9 @@ def divergences_on_a_rank(first: Tensor, second: Tensor, other: Tensor) -> dict[
     return with_gradients(found, parts)
 
 
-def divergences(first: Tensor, second: Tensor, other: Tensor) -> dict[str, Tensor]:
-    new, shifted = first - WEIGHT * second, second - WEIGHT * other
+def divergences(first: Tensor, second: Tensor, other: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    new, shifted = contrast_of(first, second, weight), contrast_of(second, other, weight)
+    other = other[:, :VOCAB]
     sides = {"student": (new, other), "teacher": (other, new), "both": (new, shifted)}
     found = {}
     for name, (student, teacher) in sides.items():
@@ -279,48 +340,70 @@ def with_gradients(found: dict[str, Tensor], inputs: Sequence[Tensor]) -> dict[s
     return {"values": {name: x.detach() for name, x in found.items()}, "grads": grads}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_operations_take_a_new_source_as_it_is(ranks: Any, tp: int) -> None:
+@pytest.mark.parametrize("temperature", [None, torch.linspace(0.5, 1.5, ROWS)], ids=["1", "token"])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_operations_take_a_new_source_as_it_is(ranks: Any, tp: int, temperature: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    first, second = torch.randn(2, ROWS, VOCAB, dtype=torch.float64, generator=generator)
+    first, second = torch.randn(2, ROWS, WIDTH, dtype=torch.float64, generator=generator)
     target = torch.randint(VOCAB, (ROWS,), generator=generator)
     ids = torch.randint(VOCAB, (ROWS, 2), generator=generator)
-    inputs = [first.clone().requires_grad_(), second.clone().requires_grad_()]
-    wanted = with_gradients(expected(inputs[0] - WEIGHT * inputs[1], target, ids), inputs)
-    assert_found(ranks(tp).run(on_a_rank, first, second, target, ids), wanted, tp)
+    inputs = [x.clone().requires_grad_() for x in (first, second, WEIGHT)]
+    logits = contrast_of(*inputs)
+    if temperature is not None:
+        logits = logits / temperature.unsqueeze(1)
+    wanted = with_gradients(expected(logits, target, ids, temperature), inputs)
+    assert_found(ranks(tp).run(on_a_rank, first, second, target, ids, temperature), wanted, tp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_source_in_lower_precision(dtype: torch.dtype) -> None:
+    first, second = torch.randn(2, ROWS, WIDTH).to(dtype)
+    inputs = [x.clone().requires_grad_() for x in (first, second, WEIGHT.to(dtype))]
+    source = ContrastOptions(VocabShard.of(WIDTH, None, VOCAB)).bind(*inputs)
+    target = torch.arange(ROWS)
+    found = token_stats(source, target, Statistics.of(), None).logprobs
+    logits = contrast_of(*inputs).float()  # the sum is rounded as the source's
+    wanted = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1)
+    assert found.dtype == torch.float32
+    for x, y in zip(
+        *(torch.autograd.grad(weighted(v), inputs) for v in (found, wanted)), strict=True
+    ):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, y, rtol=4 * torch.finfo(dtype).eps, atol=2e-6)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_function_of_logits_takes_a_new_source() -> None:
-    inputs = [torch.randn(ROWS, VOCAB, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    inputs = [torch.randn(ROWS, WIDTH, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    inputs.append(WEIGHT.clone().requires_grad_())
     row = torch.arange(1.0, ROWS + 1)
-    shard = VocabShard.of(VOCAB, None, None)
-    source = ContrastLogits(ContrastOptions(shard, WEIGHT), *inputs)
+    source = ContrastOptions(VocabShard.of(WIDTH, None, None)).bind(*inputs)
     found = map_logits(source, lambda z, of_row: z.square() * of_row.unsqueeze(1), row)
-    wanted = (inputs[0] - WEIGHT * inputs[1]).square() * row.unsqueeze(1)
+    wanted = (inputs[0] - inputs[2] * inputs[1]).square() * row.unsqueeze(1)
     each = (with_gradients({"map": x}, inputs) for x in (found, wanted))
     torch.testing.assert_close(*each)
 
 
 def test_a_function_of_logits_refuses_a_temperature_that_it_is_to_apply() -> None:
-    inputs = [torch.randn(ROWS, VOCAB, dtype=torch.float64) for _ in range(2)]
-    options = ContrastOptions(VocabShard.of(VOCAB, None, None), WEIGHT, temperature=2.0)
+    inputs = [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in range(2)]
+    options = ContrastOptions(VocabShard.of(WIDTH, None, None), temperature=2.0)
     with pytest.raises(ValueError, match=r"^temperature: expected 1\.0 of a source"):
-        map_logits(ContrastLogits(options, *inputs), torch.Tensor.square)
+        map_logits(options.bind(*inputs, WEIGHT), torch.Tensor.square)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_divergence_takes_a_new_source_on_either_side(ranks: Any, tp: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    tensors = torch.randn(3, ROWS, VOCAB, dtype=torch.float64, generator=generator)
-    inputs = [x.clone().requires_grad_() for x in tensors]
+    tensors = torch.randn(3, ROWS, WIDTH, dtype=torch.float64, generator=generator)
+    inputs = [x.clone().requires_grad_() for x in (*tensors, WEIGHT)]
     wanted = with_gradients(divergences(*inputs), inputs)
     assert_found(ranks(tp).run(divergences_on_a_rank, *tensors), wanted, tp)
 
 
 def test_sources_that_are_cut_in_other_ways_are_no_pair() -> None:
-    shard, tensor = VocabShard.of(VOCAB, None, None), torch.randn(ROWS, VOCAB)
-    student = ContrastLogits(ContrastOptions(shard, WEIGHT), tensor, tensor)
-    teacher = head_logits(tensor, torch.randn(VOCAB, VOCAB), chunk_size=TILE - 1)
+    tensor = torch.randn(ROWS, WIDTH)
+    student = ContrastOptions(VocabShard.of(WIDTH, None, None)).bind(tensor, tensor, WEIGHT)
+    teacher = head_logits(tensor, torch.randn(WIDTH, WIDTH), chunk_size=TILE - 1)
     with pytest.raises(ValueError, match="teacher: expected tiles that end at rows"):
         kl_div(student, teacher)
 
@@ -336,15 +419,13 @@ class Backwards(ContrastLogits):
 
 
 def test_the_rows_of_a_pair_are_of_the_same_tokens() -> None:
-    first, second, other = torch.randn(3, ROWS, VOCAB, dtype=torch.float64)
-    options = ContrastOptions(VocabShard.of(VOCAB, None, None), WEIGHT)
-    student = Backwards(options, first.flip(0), second.flip(0))
-    found = kl_div(student, given_logits(other))
-    torch.testing.assert_close(found, divergences(first, second, other)["student forward"])
-    for pair in (
-        (given_logits(other), student),
-        (ContrastLogits(options, first, second), student),
-    ):
+    first, second, other = torch.randn(3, ROWS, WIDTH, dtype=torch.float64)
+    options = ContrastOptions(VocabShard.of(WIDTH, None, VOCAB))
+    student = Backwards(options, first.flip(0), second.flip(0), WEIGHT)
+    given = given_logits(other, vocab_size=VOCAB)
+    found = kl_div(student, given)
+    torch.testing.assert_close(found, divergences(first, second, other, WEIGHT)["student forward"])
+    for pair in ((given, student), (options.bind(first, second, WEIGHT), student)):
         with pytest.raises(ValueError, match="teacher: expected rows in the order"):
             kl_div(*pair)
 
@@ -368,5 +449,5 @@ def assert_found(of_ranks: list[dict[str, Any]], wanted: dict[str, Any], tp: int
             torch.testing.assert_close(found["values"][name], value, msg=name)
         assert found["grads"].keys() == wanted["grads"].keys()
         for name, grads in wanted["grads"].items():
-            own = tuple(x.chunk(tp, 1)[rank] for x in grads)
+            own = tuple(x.chunk(tp, 1)[rank] if x.dim() else x for x in grads)
             torch.testing.assert_close(found["grads"][name], own, msg=name)

@@ -16,6 +16,7 @@ from mcore_logprobs.collectives import all_gather_stack
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.consistency import comparing
 from mcore_logprobs.groups import group_rank, group_size
+from mcore_logprobs.kernels.stats import StatsSpec
 from mcore_logprobs.megatron.calls import Call, SampleRequest, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
@@ -214,7 +215,7 @@ class _HeadRequest:
         else:
             places = self.tokens.places(source.device)
             kept = replace(call.kept, entropy=call.kept.entropy or config.entropy)
-            asked = config.entropy or config.target_rank or config.sum_pi_squared
+            asked = statistics.spec != StatsSpec()
             stats = replay(
                 source,
                 target,

@@ -219,7 +219,7 @@ def vocab_parallel_kl_div(
             unresolvable group, or DTensors on different groups.
     """
     check_kind(kind, beta)
-    student, teacher = _both_given(
+    student, teacher = given_pair(
         student_logits, teacher_logits, teacher_temperature, teacher_softcap, shared
     )
     backend = shared.get("backend", "auto")
@@ -247,20 +247,25 @@ def vocab_parallel_soft_cross_entropy(
 
     Keywords, memory and errors are those of `vocab_parallel_kl_div`.
     """
-    student, teacher = _both_given(
+    student, teacher = given_pair(
         student_logits, teacher_logits, teacher_temperature, teacher_softcap, shared
     )
     backend = shared.get("backend", "auto")
     return kl_div(student, teacher, kind="cross_entropy", mask=mask, backend=backend)
 
 
-def _both_given(
+def given_pair(
     student_logits: Tensor,
     teacher_logits: Tensor,
     teacher_temperature: float | Tensor | None,
     teacher_softcap: float | None,
     shared: LogitsKeywords,
 ) -> tuple[AnySource, AnySource]:
+    """The sources of a student's and a teacher's logits, checked; what None is, is the student's.
+
+    Args:
+        shared: the keywords that the caller was given; some are of both sides.
+    """
     student = given_logits(uncut(student_logits), name="student_logits", **shared)
     if teacher_temperature is None:  # not the source's, which has what lazy logits were divided by
         teacher_temperature = shared.get("temperature", 1.0)
@@ -269,12 +274,12 @@ def _both_given(
         teacher_logits,
         temperature=teacher_temperature,
         softcap=teacher_softcap,
-        **_of_both_sides(shared),
+        **options_of_both(shared),
     )
     return student, teacher
 
 
-def _of_both_sides(shared: Any) -> dict[str, Any]:
+def options_of_both(shared: Any) -> dict[str, Any]:
     """The shared keywords that a teacher's source takes too."""
     return {name: shared.get(name) for name in ("vocab_size", "logit_bias", "disallowed_ids")}
 
@@ -377,7 +382,7 @@ def linear_kl_div(
         logit_scale=teacher_logit_scale,
         softcap=teacher_softcap,
         temperature=teacher_temperature,
-        **_of_both_sides(shared),
+        **options_of_both(shared),
     )
     backend = shared.get("backend", "auto")
     return kl_div(student, teacher, kind=kind, beta=beta, mask=mask, backend=backend)

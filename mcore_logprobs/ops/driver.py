@@ -405,7 +405,7 @@ def apply_eagerly(
     # gradients that are differentiated again must raise for them (`once_differentiable`).
     learning = [x for x in source.tensors if x is not None and x.requires_grad]
     # float32: autocast joins no float16 tensors on a CPU.
-    parts = [x[..., :0].flatten().float() for x in learning]
+    parts = [x.unsqueeze(0)[..., :0].flatten().float() for x in learning]
     anchor = torch.cat(parts) if parts else torch.empty(0)
     tensors = (*source.tensors, *per_token, *own, anchor)
     return _lent(_Eager, source, operation, objective, counts, *tensors)
