@@ -20,7 +20,9 @@ from tests.helpers.distributed import (
     live_groups,
 )
 from tests.helpers.poison import poisoned_memory
+from tests.helpers.sizes import put_in_force
 
+put_in_force()
 torch.set_num_threads(1)
 gc.set_threshold(*SELDOM)
 atexit.register(gc.unfreeze)  # C++ extensions count what is left at the end

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types, tests and the site:  bash tests/run.sh
 # bash tests/run.sh PYTEST ARGUMENTS: lint, types and these tests.
-# bash tests/run.sh --all [--peers DIR]: the night's part too: tests marked `night`, random settings, the older
-#     Triton, frameworks' own training code (tests/trainers) and their own unit tests (tests/peers);
-#     DIR has checkouts of those that PyPI lacks.
+# bash tests/run.sh --all [--peers DIR]: the night's part too: tests marked `night`, random settings, models in
+#     many tiles and blocks, older CPUs' instructions, the older Triton, frameworks' own training code
+#     (tests/trainers) and their own unit tests (tests/peers); DIR has checkouts of those that PyPI lacks.
 # bash tests/run.sh --coverage [pytest arguments]: the same under coverage, with its figures by part.
 # bash tests/run.sh --matrix [--main CHECKOUT]: instead, what holds on each Megatron-Core release, into docs/releases.md.
 # Every stage runs even if an earlier one fails; the exit status is 0 only if all passed.
@@ -159,6 +159,16 @@ another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN
         tests/test_operations.py tests/test_soundness.py tests/test_large_logits.py tests/test_invariant_*.py \
         tests/test_policy_loss.py tests/test_divergences.py
 )
+# Models and calls of other tests' subjects, in many tiles and blocks (tests/helpers/sizes.py).
+many_blocks() (  # two processes: what runs on a CPU in place of a GPU's functions confuses torch.compile
+    export MCORE_LOGPROBS_TEST_BUDGETS=narrow
+    run() { python -m pytest -q -m "not night and not own_sizes" "$@"; }
+    run tests/megatron tests/dropin tests/context_parallel || exit 1
+    run tests/test_lazy*.py tests/test_losses_in_training.py \
+        tests/test_{choices,divergences,drafts,dtensor,filters_hidden,hidden_edges,nan_rows,new_source}.py \
+        tests/test_{outlived,policy_loss,prefix_tree,rows,sample,saved_bytes,soundness,statistics_edges}.py
+)
+[ -z "${all:-}" ] || stage many-blocks many_blocks
 [ -z "${all:-}" ] || stage cpu-avx2 another_cpu avx2 AVX2
 [ -z "${all:-}" ] || stage cpu-sse4 another_cpu default SSE41 SSE4_2
 [ -z "${all:-}" ] || stage "triton-$triton" older_triton

@@ -311,6 +311,7 @@ def test_learnt_tensors_are_refused_by_name(frozen):
         linear_map(hidden, weight, _times, torch.ones(6, requires_grad=True))
 
 
+@pytest.mark.own_sizes
 @pytest.mark.parametrize(
     ("fn", "tensors", "options", "message"),
     [

@@ -588,6 +588,7 @@ def test_a_handle_keeps_nothing_alive() -> None:
         gc.enable()
 
 
+@pytest.mark.own_sizes
 def test_rows_that_are_not_asked_for_cost_no_product() -> None:
     """A tenth of the rows is a tenth of the multiplications, forward and backward."""
     hidden = torch.randn(40, 1, H, requires_grad=True)

@@ -187,6 +187,7 @@ def test_equal_to_real_logits(
     on_ranks(ranks, tp, compare_all, cuts, sequence_parallel)
 
 
+@pytest.mark.own_sizes
 @pytest.mark.parametrize("order", ORDERS)
 def test_passes(order: str) -> None:
     """A pass is a product of the head's size forward and three backward, however many consume."""
@@ -221,6 +222,7 @@ def test_a_pass_of_tokens_in_another_shape() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.own_sizes
 def test_a_pass_is_not_taken_for_another() -> None:
     """Of a spent graph, of another gradient mode, within a checkpoint or by other processing."""
     hidden = torch.randn(S, B, H, requires_grad=True)
@@ -246,6 +248,7 @@ def test_a_pass_is_not_taken_for_another() -> None:
     assert products(without_gradient, lambda: ours.vocab_parallel_logprobs(logits, target)) == 2
 
 
+@pytest.mark.own_sizes
 @pytest.mark.parametrize("options", [{"softcap": 3.0}, {"vocab_size": V - 1}, {"temperature": 0.5}])
 def test_other_processing_is_another_pass(options: dict[str, Any]) -> None:
     logits = lazy_logits(torch.randn(S, B, H, requires_grad=True), torch.randn(V, H))
@@ -298,6 +301,7 @@ def test_one_of_two_gradients() -> None:
     assert entropy.requires_grad
 
 
+@pytest.mark.own_sizes
 def test_kept_logits_serve_all_consumers() -> None:
     """`saved_bytes` spares the backward its fourth product once, for both."""
     hidden = torch.randn(S, B, H, requires_grad=True)
@@ -322,6 +326,7 @@ METRICS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.own_sizes
 def test_metrics_of_one_pass() -> None:
     """Without gradients: of one product, and no logits."""
     hidden, weight = torch.randn(S, B, H, requires_grad=True), torch.randn(V, H)

@@ -107,6 +107,7 @@ def _refused(loss_fn: Any, tensors: tuple, options: dict) -> tuple[str, list[str
     return "", made.names
 
 
+@pytest.mark.own_sizes
 @pytest.mark.parametrize("loss_fn", [sum_loss, float_loss])
 def test_a_loss_of_another_shape_is_refused_on_every_rank(ranks, loss_fn):
     for message, _ in ranks(2).run(_refused, loss_fn, (), {}):

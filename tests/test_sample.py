@@ -28,6 +28,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     return (value - degrees) / math.sqrt(2.0 * degrees)
 
 
+@pytest.mark.own_sizes
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8, "temperature": 1.4}],
@@ -43,6 +44,7 @@ def test_many_draws_have_the_distribution(options):
     torch.testing.assert_close(logprobs, exact[ids].float())
 
 
+@pytest.mark.own_sizes
 def test_rows_and_seeds_are_independent():
     """Each pair of two neighbours, or of one row's under two seeds, has p times p."""
     p = (LOGITS / 3.0).softmax(-1)

@@ -68,7 +68,7 @@ class _DivergenceForward(Forward):
         self._stats = torch.zeros(shape, dtype=dtype, device=source.device)
         # What a rank without true vocabulary says.
         self._stats[0] = self._stats[2] = -torch.inf
-        self._blocks: list[Tensor] = []  # pair statistics of a tile's
+        self._blocks: list[Tensor] = []  # pair statistics of the tile, so far
         self._done: FinalPair | None = None
         self._sums = self._stats.new_zeros(2, source.num_rows)
 

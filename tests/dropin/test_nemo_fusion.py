@@ -178,6 +178,7 @@ def largest_tensor() -> int:
         return max(tensor.nbytes for tensor in made.made)
 
 
+@pytest.mark.own_sizes
 def test_no_logits_are_held(ranks) -> None:
     logits = 2 * SEQ * 48 * VOCAB * 4
     assert ranks(1).run(largest_tensor)[0] < logits / 4

@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from mcore_logprobs.cpu_megatron.models import all_groups
 from tests.helpers.poison import poisoned_memory
+from tests.helpers.sizes import put_in_force
 
 if TYPE_CHECKING:
     from mcore_logprobs.groups import ParallelGroups
@@ -367,6 +368,7 @@ def _work(conn: Connection, rank: int, world_size: int, directory: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     if _REPO_ROOT not in sys.path:
         sys.path.insert(0, _REPO_ROOT)
+    put_in_force()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
 

@@ -542,6 +542,7 @@ def largest_of_the_vocabulary() -> int:
         )
 
 
+@pytest.mark.own_sizes
 def test_a_teacher_s_logits_are_not_copied(ranks):
     (rows,) = ranks(1).run(largest_of_the_vocabulary)
     assert rows == 4  # of 48

@@ -228,6 +228,7 @@ def output_dtypes() -> None:
             step(model, batch)
 
 
+@pytest.mark.own_sizes
 def test_output_dtype(ranks):
     ranks(1).run(output_dtypes)
 

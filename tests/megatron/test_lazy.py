@@ -308,6 +308,7 @@ def products_and_memory() -> dict[str, Any]:
         return found
 
 
+@pytest.mark.own_sizes
 def test_products_are_counted_and_no_logits_exist(ranks: Any) -> None:
     (found,) = ranks(1).run(products_and_memory)
     assert found["recorded"] == 0

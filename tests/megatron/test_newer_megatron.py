@@ -46,6 +46,7 @@ def environment() -> dict[str, str]:
     return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.own_sizes
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("files", "least"),

@@ -445,6 +445,7 @@ def blocks_and_copies(pp: int) -> None:
                 assert not torch.equal(call(twin).logprobs, plain.logprobs)
 
 
+@pytest.mark.own_sizes
 @pytest.mark.parametrize("pp", [1, 2])
 def test_blocks_and_copies(ranks, pp):
     ranks(pp).run(blocks_and_copies, pp)
