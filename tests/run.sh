@@ -111,8 +111,8 @@ trap 'rm -rf "$logs"' EXIT
 # Three processes share the cores: gloo ranks wait for each other, and another's work fills the gaps.
 # The third has what these two leave.
 parts=(
-    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/test_mismatch.py tests/test_audit.py"
-    "tests/kernels tests/bench tests/examples tests/trainers tests/sizes tests/test_tracing.py"
+    "tests/megatron tests/dropin tests/cpu_megatron tests/context_parallel tests/examples tests/test_mismatch.py tests/test_audit.py"
+    "tests/kernels tests/bench tests/trainers tests/sizes tests/test_tracing.py"
 )
 tests() {
     if [ "$#" -gt 0 ]; then
@@ -163,10 +163,13 @@ another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN
 many_blocks() (  # two processes: what runs on a CPU in place of a GPU's functions confuses torch.compile
     export MCORE_LOGPROBS_TEST_BUDGETS=narrow
     run() { python -m pytest -q -m "not night and not own_sizes" "$@"; }
-    run tests/megatron tests/dropin tests/context_parallel || exit 1
+    failed=0
+    run tests/megatron tests/dropin tests/context_parallel || failed=1
     run tests/test_lazy*.py tests/test_losses_in_training.py \
         tests/test_{choices,divergences,drafts,dtensor,filters_hidden,hidden_edges,nan_rows,new_source}.py \
-        tests/test_{outlived,policy_loss,prefix_tree,rows,sample,saved_bytes,soundness,statistics_edges}.py
+        tests/test_{outlived,policy_loss,prefix_tree,rows,sample,saved_bytes,soundness,statistics_edges}.py \
+        || failed=1
+    exit "$failed"
 )
 [ -z "${all:-}" ] || stage many-blocks many_blocks
 [ -z "${all:-}" ] || stage cpu-avx2 another_cpu avx2 AVX2

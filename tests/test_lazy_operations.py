@@ -140,7 +140,7 @@ def _tensors(found: Any) -> list[Tensor]:
 )
 @pytest.mark.parametrize("vocab_size", [V, 9])
 def test_two_sides_by_blocks_some_of_padding_alone(name: str, vocab_size: int) -> None:
-    """Blocks of 7 columns; from 14 on there is padding alone."""
+    """Blocks of 7 columns. Of 18 with a vocabulary of 9 the last is padding alone."""
     tensors = head()
     lazy = lazy_logits(**tensors)[:S]
     real = (tensors["hidden"] @ tensors["weight"].t())[:S] + tensors["bias"]

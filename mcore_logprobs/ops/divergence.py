@@ -261,10 +261,11 @@ def given_pair(
     teacher_softcap: float | None,
     shared: LogitsKeywords,
 ) -> tuple[AnySource, AnySource]:
-    """The sources of a student's and a teacher's logits, checked; what None is, is the student's.
+    """The sources of a student's and a teacher's logits, checked.
 
     Args:
-        shared: the keywords that the caller was given; some are of both sides.
+        teacher_temperature: None: the student's.
+        shared: the keywords that the caller was given, of which some are of both sides.
     """
     student = given_logits(uncut(student_logits), name="student_logits", **shared)
     if teacher_temperature is None:  # not the source's, which has what lazy logits were divided by

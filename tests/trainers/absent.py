@@ -83,7 +83,8 @@ def stand_in(*packages: str) -> Callable[[], None]:
 
     def absent_again() -> None:
         sys.meta_path.remove(finder)
-        for name in [n for n in sys.modules if n.partition(".")[0] in missing]:
-            del sys.modules[name]
+        for name in [n for n, module in sys.modules.items() if isinstance(module, _Module)]:
+            if finder.find_spec(name):
+                del sys.modules[name]
 
     return absent_again

@@ -82,10 +82,10 @@ def import_bridge(source: Path) -> None:
 
 def package(name: str, folder: Path) -> Any:
     """A package of a folder's modules, without what its own __init__ imports."""
-    package: Any = types.ModuleType(name)
-    package.__path__ = [str(folder)]
-    package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    sys.modules[name] = package
+    made: Any = types.ModuleType(name)
+    made.__path__ = [str(folder)]
+    made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = made
     parent, _, child = name.rpartition(".")
-    setattr(importlib.import_module(parent), child, package)
-    return package
+    setattr(importlib.import_module(parent), child, made)
+    return made
