@@ -35,8 +35,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 OPERATIONS = "tests/test_operations.py"
 ANY_OPERATION = (
-    "tests/test_statistics_edges.py tests/test_soundness.py tests/test_nan_rows.py "
-    "tests/test_hidden_edges.py tests/test_costs_logits.py tests/test_costs_hidden.py "
+    "tests/test_new_source.py tests/test_statistics_edges.py tests/test_soundness.py "
+    "tests/test_nan_rows.py tests/test_hidden_edges.py tests/test_costs_logits.py "
+    "tests/test_costs_hidden.py tests/test_saved_bytes.py "
     f"{OPERATIONS}"
 )
 # By the start of a module's path, the longest first: the tests that are run, the quick ones first.
@@ -44,11 +45,13 @@ TESTS = {
     "ops/sampl": "tests/test_choices.py tests/test_nan_rows.py tests/test_filters_hidden.py "
     f"{OPERATIONS}",
     "ops/topk": f"tests/test_choices.py tests/test_hidden_edges.py {OPERATIONS}",
-    "ops/divergence": "tests/test_divergences.py tests/test_nan_rows.py "
-    f"tests/test_lazy_operations.py {OPERATIONS}",
+    "ops/divergence": "tests/test_new_source.py tests/test_divergences.py "
+    f"tests/test_nan_rows.py tests/test_lazy_operations.py {OPERATIONS}",
     "ops/policy": f"tests/test_policy_loss.py {OPERATIONS}",
     "ops/linear_map": f"tests/test_hidden_edges.py {OPERATIONS}",
     "ops/": ANY_OPERATION,
+    "sources/pair": "tests/test_new_source.py tests/test_divergences.py "
+    f"tests/test_lazy_operations.py {OPERATIONS}",
     "sources/": ANY_OPERATION,
     "kernels/pairs": f"tests/test_divergences.py {OPERATIONS}",
     "kernels/": "tests/kernels/test_reference.py tests/test_statistics_edges.py "

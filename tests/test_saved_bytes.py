@@ -215,6 +215,7 @@ def test_nothing_is_kept_without_a_gradient_nor_after_it() -> None:
         with TensorsMade() as made:
             stats = frozen.stats(saved_bytes=ALL)
         assert made.live <= ROWS * 8 * 10
+        assert made.peak < whole_bytes(torch.float32)  # nor for the time of the forward
         with TensorsMade() as made:
             stats = head.stats(saved_bytes=ALL)
             assert made.live >= whole_bytes(torch.float32)
