@@ -30,6 +30,7 @@ from tests.helpers.heads import (
     make_problem,
     shard_problem,
 )
+from tests.helpers.memory import TensorsMade
 from tests.helpers.shards import on_ranks, world_group, world_size
 
 
@@ -225,6 +226,30 @@ def test_a_low_precision_main_grad_is_rounded_once_a_tile(chunk_size):
     assert weight.main_grad.dtype == torch.bfloat16
     # dLogits are rounded to bf16 before the product: an ulp or two of the sum.
     torch.testing.assert_close(weight.main_grad, expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_single_logits_add_to_main_grad_in_any_dtype(dtype):
+    """Straight into one of float32; a bf16 one gets their float32 sum, rounded once."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(7, 8, generator=generator).bfloat16()
+    weight = torch.nn.Parameter(torch.randn(24, 8, generator=generator).bfloat16())
+    ids = torch.arange(21).view(7, 3) % 9
+    upstream = torch.linspace(-1.0, 2.0, 21).view(7, 3)
+    before = torch.randn(24, 8, generator=generator).to(dtype)
+    weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
+    expected = before.double()
+    expected.index_add_(
+        0, ids.flatten(), (upstream.unsqueeze(-1) * hidden.unsqueeze(1)).double().flatten(0, 1)
+    )
+    out = linear_gather(hidden, weight, ids, gradient_accumulation_fusion=True)
+    with TensorsMade() as made:
+        out.backward(upstream)
+    assert weight.main_grad.dtype == dtype
+    close = {"rtol": 2**-8, "atol": 2**-8} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(weight.main_grad, expected.to(dtype), **close)
+    sums = [x for x in made.made if x.shape == weight.shape and x.dtype == torch.float32]
+    assert len(sums) == (dtype == torch.bfloat16)
 
 
 # ---- linear_map ----------------------------------------------------------------------------------
