@@ -159,8 +159,8 @@ another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN
         tests/test_operations.py tests/test_soundness.py tests/test_large_logits.py tests/test_invariant_*.py \
         tests/test_policy_loss.py tests/test_divergences.py
 )
-# Models and calls of other tests' subjects, in many tiles and blocks (tests/helpers/sizes.py).
-many_blocks() (  # two processes: what runs on a CPU in place of a GPU's functions confuses torch.compile
+# Tests of models, drop-ins and calls, all of them in many tiles and blocks (tests/helpers/sizes.py).
+many_blocks() (  # two processes: after the tests of models torch.compile does not know torch.full_like
     export MCORE_LOGPROBS_TEST_BUDGETS=narrow
     run() { python -m pytest -q -m "not night and not own_sizes" "$@"; }
     failed=0

@@ -87,6 +87,8 @@ class RowStatistics(Forward):
 
     def see(self, placed: ChunkAt) -> None:
         rows, source, threshold = placed.rows, self._source, self._thresholds
+        # One of padding alone, behind the last, would take the place of the rows' statistics.
+        assert placed.columns.start < max(1, source.shard.valid_width), "a block of padding alone"
         if placed.columns.start == 0:  # the first block of these rows
             self._blocks = [[] for _ in range(self._segments.local if self._segments else 1)]
         if threshold is not None:

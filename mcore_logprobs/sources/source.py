@@ -44,7 +44,8 @@ class Tile(Protocol):
     def chunks(self) -> Iterator[ChunkAt]:
         """Chunks that cover the rows and all of this rank's true vocabulary.
 
-        The chunks of the same rows follow each other, their columns in order.
+        The chunks of the same rows follow each other, their columns in order. None is of padding
+        alone, but where the rank has nothing else.
         """
 
     def whole_rows(self) -> Iterator[ChunkAt]:
