@@ -284,6 +284,8 @@ class HeadOperands:
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """`[rows, columns]` of memory that every call for this dtype overwrites."""
+        if torch.compiler.is_compiling():  # which takes no `out=` that is not contiguous
+            return self.weight.new_empty(rows, columns, dtype=dtype)
         stride = row_stride(columns, dtype, self.device.type)
         memory = self._buffers.get(dtype)
         if memory is None or memory.numel() < rows * stride:
@@ -320,17 +322,20 @@ class HeadTile:
             tile_logits: `[rows, V/TP]`, into whose columns it goes; None: into a buffer that the
                 next such block overwrites, or into memory that outlasts the call.
         """
-        head = self.head
+        head, options = self.head, self.head.options
         out = None if tile_logits is None else tile_logits[:, columns]
         kept = None if head.kept is None else head.kept.logits(self, columns, out)
         if kept is not None:
             logits, lasting = kept
             chunk = head.processing.chunk(logits, self.rows, columns)
             return replace(chunk, lasting=True) if lasting else chunk
+        shape = self.hidden.shape[0], columns.stop - columns.start
         if out is None:
-            shape = self.hidden.shape[0], columns.stop - columns.start
-            out = head.buffer(*shape, head.options.logits_dtype)
-        logits = head.product(self.hidden, columns, out)
+            logits = head.product(self.hidden, columns, head.buffer(*shape, options.logits_dtype))
+        elif torch.compiler.is_compiling():  # columns of a tile are not contiguous
+            logits = out.copy_(head.product(self.hidden, columns, head.buffer(*shape, out.dtype)))
+        else:
+            logits = head.product(self.hidden, columns, out)
         return head.processing.chunk(logits, self.rows, columns)
 
     def chunks(self, tile_logits: Tensor | None = None) -> Iterator[ChunkAt]:
