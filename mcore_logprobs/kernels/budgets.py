@@ -24,7 +24,8 @@ class Budgets:
         chunk_bytes: of one float32 chunk of a head's logits.
         min_block, max_block: columns per block at least (whatever `chunk_bytes` says) and, where
             the caller gives no chunk_size, at most.
-        block_step: blocks are multiples of this many columns: whole tiles of a GEMM.
+        block_step: blocks are multiples of this many columns: whole tiles of a GEMM on a GPU, whole
+            blocks of the compiled kernels on a CPU.
         held_bytes: of one float32 tile that spans all of a rank's columns. Each such tile reads and
             writes the whole float32 dWeight once.
         held_rows, max_held_bytes: where an operation adds to dWeight once per tile, `held_bytes`
@@ -38,7 +39,8 @@ class Budgets:
         copy_bytes: of one float32 copy of a chunk within a kernel. On a CPU it should stay in the
             cache; on a GPU it must fill the chip. The torch backend holds at most two; of two
             sides of logits up to eight, of half the rows.
-        compiled_numel: logits from which on the compiled CPU backend is taken.
+        compiled_numel: logits, of both sides where there are two, from which on the compiled CPU
+            backend is taken.
     """
 
     tile_rows: int
@@ -86,7 +88,7 @@ CPU = Budgets(
     chunk_bytes=32 << 20,
     min_block=256,
     max_block=4096,
-    block_step=64,
+    block_step=2048,
     held_bytes=128 << 20,
     held_rows=1,
     max_held_bytes=128 << 20,
@@ -188,11 +190,13 @@ def even_parts(total: int, most: int, step: int) -> int:
     """Return the size of parts of at most `most` that are as even as whole steps allow.
 
     A GEMM of a small last part would run far below the speed of the others. One part is `total`.
-    Otherwise the size is a multiple of `step` (of `most` if that is less), and the last part is
-    what is left: still a small one if `total` is just above a multiple of the size.
+    Otherwise the size is a multiple of `step`, or of the half, quarter and so on of it of which two
+    are at most `most`. The last part is what is left: still a small one if `total` is just above a
+    multiple of the size.
     """
     if total <= most:
         return max(1, total)
-    step = min(step, most)
+    while step > 1 and 2 * step > most:
+        step //= 2
     parts = -(-total // (most - most % step))
     return -(-total // (parts * step)) * step
