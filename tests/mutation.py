@@ -53,7 +53,8 @@ TESTS = {
     "sources/pair": "tests/test_new_source.py tests/test_divergences.py "
     f"tests/test_lazy_operations.py {OPERATIONS}",
     "sources/": ANY_OPERATION,
-    "kernels/pairs": f"tests/test_divergences.py {OPERATIONS}",
+    "kernels/pairs": f"tests/kernels/test_reference.py tests/test_divergences.py {OPERATIONS}",
+    "kernels/inductor/pairs": "tests/kernels/test_inductor_pairs.py",
     "kernels/": "tests/kernels/test_reference.py tests/test_statistics_edges.py "
     f"tests/kernels/test_inductor.py tests/test_invariant_logits.py {OPERATIONS}",
     "losses": "tests/test_losses.py tests/test_losses_objectives.py tests/test_losses_batches.py "

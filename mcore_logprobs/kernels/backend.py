@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ from mcore_logprobs.kernels.pairs import PairSpec
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec
 
 BACKENDS = ("auto", "torch", "triton", "inductor")
-PAIR_BACKENDS = ("auto", "torch", "triton")
 logger = logging.getLogger("mcore_logprobs")
 
 
@@ -167,11 +166,11 @@ def _inductor_refusal(logits: Tensor, invariant: bool) -> str | None:
     return None
 
 
-def _inductor_passed_over(logits: Tensor, invariant: bool) -> str | None:
-    if is_traced(logits):  # nor can the search for a compiler be traced
+def _inductor_passed_over(sides: Sequence[Tensor], invariant: bool) -> str | None:
+    if any(is_traced(side) for side in sides):  # nor can the search for a compiler be traced
         return "the caller is being compiled already"
-    least = budgets.of(logits.device.type).compiled_numel
-    if not invariant and logits.numel() < least:
+    least = budgets.of(sides[0].device.type).compiled_numel
+    if not invariant and sum(side.numel() for side in sides) < least:
         return f"fewer than {least} logits"
     return None
 
@@ -190,15 +189,15 @@ class _Candidate:
     Attributes:
         availability: device type -> Choice; may import what it needs.
         refusal: logits, invariant -> why it cannot serve this call, or None.
-        passed_over: likewise, why `auto` leaves it to torch all the same; asked first, as it is
-            cheap.
+        passed_over: likewise of one side's or both sides' logits, why `auto` leaves them to torch
+            all the same; asked first, as it is cheap.
     """
 
     name: str
     device_type: str
     availability: Callable[[str], Choice]
     refusal: Callable[[Tensor, bool], str | None]
-    passed_over: Callable[[Tensor, bool], str | None] = lambda logits, invariant: None
+    passed_over: Callable[[Sequence[Tensor], bool], str | None] = lambda sides, invariant: None
 
 
 # torch, which serves everything, comes after both.
@@ -224,20 +223,15 @@ def select(backend: str, *logits: Tensor, invariant: bool = False) -> Backend:
     Raises:
         ValueError: an unknown name, or a backend that is unavailable here.
     """
-    is_pair = len(logits) > 1
-    if is_pair and backend not in PAIR_BACKENDS:
-        raise ValueError(
-            f"backend: expected one of {PAIR_BACKENDS} for a divergence, got {backend!r}"
-        )
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     device_type = logits[0].device.type
     for candidate in _CANDIDATES:
         by_name = backend == candidate.name
         by_default = backend == "auto" and device_type == candidate.device_type
-        if not (by_name or by_default) or (is_pair and candidate.name not in PAIR_BACKENDS):
+        if not (by_name or by_default):
             continue
-        reason = candidate.passed_over(logits[0], invariant) if by_default else None
+        reason = candidate.passed_over(logits, invariant) if by_default else None
         if reason is None:
             choice = candidate.availability(device_type)
             reasons = [choice.reason]

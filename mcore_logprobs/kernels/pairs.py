@@ -44,6 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -93,16 +94,31 @@ def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
     return torch.promote_types(acc_dtype(student), acc_dtype(teacher))
 
 
-def _log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
-    """`[n, valid]`, new, in the dtype of the normalizer `[2, n]`."""
+def _both_log_probs(
+    student: Chunk, teacher: Chunk, softmax: Tensor, part: slice
+) -> tuple[Tensor, Tensor]:
+    """(log p, log q) of some rows, `[rows, valid]`, new, in the dtype of the normalizers."""
+    s, t = student.rows(part), teacher.rows(part)
+    return (
+        log_probs(s.unscaled(softmax.dtype), s.processing.multiplier, softmax[:2, part]),
+        log_probs(t.unscaled(softmax.dtype), t.processing.multiplier, softmax[2:, part]),
+    )
+
+
+def log_probs(x: Tensor, multiplier: float | Tensor, norm: Tensor) -> Tensor:
+    """Log-probabilities, new, of unscaled logits `[n, ..., v]` and normalizers `[2, n, ...]`;
+    multiplier a number or `[n]`.
+    """
     row_max, log_sum = norm.unsqueeze(-1)
-    shifted = chunk.unscaled(norm.dtype) - row_max
-    times_multiplier(shifted, chunk.processing.multiplier, out=shifted)
+    shifted = x - row_max
+    times_multiplier(shifted, multiplier, out=shifted)
     return _bounded(shifted.sub_(log_sum))
 
 
 def _bounded(log_ratios: Tensor) -> Tensor:
-    """-inf as LOG_ZERO, in place; a finite number stays, however small it is, and NaN NaN."""
+    """-inf as LOG_ZERO, maybe in place; a finite number stays, however small it is, and NaN NaN."""
+    if torch.compiler.is_compiling():  # a compiler looks for NaN one number at a time
+        return torch.where(log_ratios == -torch.inf, LOG_ZERO, log_ratios)
     # One pass, where filling by a mask takes two slow ones.
     return log_ratios.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=LOG_ZERO)
 
@@ -132,43 +148,70 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
 
 
 def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) -> None:
-    s, t = student.unscaled(out.dtype), teacher.unscaled(out.dtype)
-    out[0], out[2] = s.amax(-1), t.amax(-1)
     of_student, of_teacher = student.processing.multiplier, teacher.processing.multiplier
-    if spec.kind not in ("forward", "reverse"):
-        s, t = _about(s, out[0], of_student), _about(t, out[2], of_teacher)
+    found = statistics_of(
+        lambda: (student.unscaled(out.dtype), teacher.unscaled(out.dtype)),
+        of_student,
+        of_teacher,
+        of_student == of_teacher,
+        spec.kind,
+    )
+    for row, values in zip(out, found, strict=False):
+        row.copy_(values)
+
+
+def statistics_of(
+    sides: Callable[[], tuple[Tensor, Tensor]],
+    of_student: float | Tensor,
+    of_teacher: float | Tensor,
+    alike: bool | Tensor,
+    kind: str,
+) -> tuple[Tensor, ...]:
+    """Pair statistics over the last dimension, `[n, ...]` each; those that the kind has.
+
+    Args:
+        sides: makes unscaled logits (s, t) `[n, ..., v]`, which are not modified. A caller that had
+            them would keep two copies too long.
+        of_student, of_teacher: multipliers, a number or `[n]`.
+        alike: where these are equal; a bool, or `[n, ...]`.
+    """
+    s, t = sides()
+    max_s, max_t = s.amax(-1), t.amax(-1)
+    if kind not in ("forward", "reverse"):
+        s, t = _about(s, max_s, of_student), _about(t, max_t, of_teacher)
         exp_t = t.exp()
-        if spec.kind == "cross_entropy":
-            out[4] = (exp_t * s).sum(-1).neg_()
-        out[1], out[3] = s.exp_().sum(-1), exp_t.sum(-1)
-        return
-    near = _near(out[0], out[2], (of_student, of_teacher))
+        about_t = (exp_t * s).sum(-1).neg_() if kind == "cross_entropy" else None
+        sums = max_s, s.exp_().sum(-1), max_t, exp_t.sum(-1)
+        return sums if about_t is None else (*sums, about_t)
+    near = _near(max_s, max_t, of_student) & alike
     apart = s - t
     # NaN in rows that are not near, so that one comparison finds them and what is not finite;
     # `isfinite`, or `&` with a second mask, takes several times as long.
-    apart.sub_(torch.where(near, out[0] - out[2], torch.nan).unsqueeze(-1))
+    apart.sub_(torch.where(near, max_s - max_t, torch.nan).unsqueeze(-1))
     times_multiplier(apart, of_student, out=apart)
-    s = _about(s, out[0], of_student)
-    t = _about(t, out[2], of_teacher)
+    s = _about(s, max_s, of_student)
+    t = _about(t, max_t, of_teacher)
     torch.where(apart.abs() < torch.inf, apart, s - t, out=apart)
     weight, other = t.exp_(), s.exp_()
-    out[1], out[3] = other.sum(-1), weight.sum(-1)
-    if spec.kind == "reverse":
+    sum_s, sum_t = other.sum(-1), weight.sum(-1)
+    if kind == "reverse":
         weight, other, apart = other, weight, apart.neg_()
     del s, t  # of four copies none may be kept for its name alone
     first = weight * apart
-    out[4] = first.sum(-1).neg_()
+    cross = first.sum(-1).neg_()
     rest = other.sub_(weight).sub_(first)
     del weight, other
     excess = _series(apart).mul_(apart).mul_(first)
     del first
-    out[5] = torch.where(apart.abs() < _SMALL[out.dtype], excess, rest, out=rest).sum(-1)
+    torch.where(apart.abs() < _SMALL[rest.dtype], excess, rest, out=rest)
+    return max_s, sum_s, max_t, sum_t, cross, rest.sum(-1)
 
 
-def _near(max_s: Tensor, max_t: Tensor, multipliers: Multipliers) -> Tensor:
-    """Where (s - t) - (max s - max t) is more exact than (s - max s) - (t - max t); bool `[n]`."""
-    near = times_multiplier(max_s - max_t, multipliers[0], rows_last=True).abs() <= 1.0
-    return near & (multipliers[0] == multipliers[1])
+def _near(max_s: Tensor, max_t: Tensor, multiplier: float | Tensor) -> Tensor:
+    """Where (s - t) - (max s - max t) is more exact than (s - max s) - (t - max t), for equal
+    multipliers; bool `[n, ...]`.
+    """
+    return times_multiplier(max_s - max_t, multiplier).abs() <= 1.0
 
 
 def _series(x: Tensor) -> Tensor:
@@ -218,7 +261,8 @@ def merge_pairs(stats: Tensor, spec: PairSpec, multipliers: Multipliers = (1.0, 
     new_s, new_t = sum_s * exp_s, sum_t * exp_t
     if spec.kind in ("forward", "reverse"):
         apart = (max_s - max_t).sub_(row_max_s - row_max_t)
-        near = _near(row_max_s, row_max_t, multipliers) & apart.isfinite()
+        near = _near(row_max_s, row_max_t, multipliers[0]) & (multipliers[0] == multipliers[1])
+        near = near & apart.isfinite()
         apart = torch.where(
             near, times_multiplier(apart, multipliers[0], rows_last=True), shift_s - shift_t
         )
@@ -308,7 +352,7 @@ def _divergence(cross: Tensor, excess: Tensor, own: Tensor, log_ratio: Tensor) -
     return torch.where(growth.abs() < 0.5, near, cross / own + log_ratio).clamp(min=0.0)
 
 
-def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
+def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float | Tensor) -> Tensor:
     """log p - log(beta q + (1 - beta) p), exact where p and q are close."""
     gap = (logq - logp).clamp_(min=-_FAR, max=_FAR)
     return gap.expm1_().mul_(beta).log1p_().neg_()
@@ -329,16 +373,27 @@ def pair_sums(
     out = torch.zeros_like(softmax[:2])
     if student.valid:
         for part in row_chunks(out.shape[1], chunk_size):
-            logp = _log_probs(student.rows(part), softmax[:2, part])
-            logq = _log_probs(teacher.rows(part), softmax[2:, part])
-            p, share, derivative = _shares(logp, logq, spec)
-            del logp, logq  # `share` has what it needs of them
-            out[:, part] = torch.stack([share().sum(-1), derivative.mul_(p).sum(-1)])
+            both = partial(_both_log_probs, student, teacher, softmax, part)
+            out[:, part] = torch.stack(sums_of(both, spec.kind, spec.beta))
     return out
 
 
+def sums_of(
+    sides: Callable[[], tuple[Tensor, Tensor]], kind: str, beta: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """`pair_sums` over the last dimension, `[...]` each.
+
+    Args:
+        sides: makes log-probabilities (log p, log q) `[..., v]`.
+    """
+    logp, logq = sides()
+    p, share, derivative = _shares(logp, logq, kind, beta)
+    del logp, logq  # `share` has what it needs of them
+    return share().sum(-1), derivative.mul_(p).sum(-1)
+
+
 def _shares(
-    logp: Tensor, logq: Tensor, spec: PairSpec
+    logp: Tensor, logq: Tensor, kind: str, beta: float | Tensor
 ) -> tuple[Tensor, Callable[[], Tensor], Tensor]:
     """(p; what makes each column's share of the divergence; the share's derivative by p up to a
     constant).
@@ -346,11 +401,11 @@ def _shares(
     The constant is such that the derivative is 0 where p and q are equal. The gradient has no use
     for the shares, which cost more than all else; they are made before the derivative changes.
     """
-    p, kept = logp.exp(), 1.0 - spec.beta
-    if spec.kind == "total_variation":
+    p, kept = logp.exp(), 1.0 - beta
+    if kind == "total_variation":
         derivative = (p - logq.exp()).sign_().mul_(0.5)
         return p, lambda: derivative * (p - logq.exp()), derivative
-    if spec.kind == "skewed_forward":
+    if kind == "skewed_forward":
         over = _log_over_mixture(logq, logp, kept)
 
         def teacher_share() -> Tensor:
@@ -358,15 +413,15 @@ def _shares(
             return _share(q, over, (p - q).mul_(kept))
 
         return p, teacher_share, over.expm1().mul_(-kept)
-    over = _log_over_mixture(logp, logq, spec.beta)
-    if spec.kind == "skewed_reverse":
+    over = _log_over_mixture(logp, logq, beta)
+    if kind == "skewed_reverse":
         derivative = over - over.expm1().mul_(kept)
-        return p, lambda: _share(p, over, logq.exp().sub_(p).mul_(spec.beta)), derivative
+        return p, lambda: _share(p, over, logq.exp().sub_(p).mul_(beta)), derivative
     derivative = over.mul_(kept)
 
     def share() -> Tensor:
         to_teacher = _log_over_mixture(logq, logp, kept).mul_(logq.exp())
-        return to_teacher.mul_(spec.beta).addcmul_(p, derivative)
+        return to_teacher.mul_(beta).addcmul_(p, derivative)
 
     return p, share, derivative
 
@@ -412,22 +467,22 @@ def pair_grad(
     if valid == 0:
         return
     for part in row_chunks(out.shape[0], chunk_size):
-        student_step = student.rows(part)
-        logp = _log_probs(student_step, softmax[:2, part])
-        logq = _log_probs(teacher.rows(part), softmax[2:, part])
-        ds = _distribution_gradient(logp, logq, inner[part], spec)
+        logp, logq = _both_log_probs(student, teacher, softmax, part)
+        ds = distribution_gradient(logp, logq, inner[part], spec.kind, spec.beta)
         g = upstream[part].to(ds.dtype).unsqueeze(-1)
-        student_step.to_raw_gradient(ds.mul_(g))
+        student.rows(part).to_raw_gradient(ds.mul_(g))
         out[part, :valid] = ds.masked_fill_(g == 0, 0.0)
 
 
-def _distribution_gradient(logp: Tensor, logq: Tensor, inner: Tensor, spec: PairSpec) -> Tensor:
-    """ds for g = 1; overwrites both."""
-    if spec.kind in ("forward", "cross_entropy"):
+def distribution_gradient(
+    logp: Tensor, logq: Tensor, inner: Tensor, kind: str, beta: float | Tensor
+) -> Tensor:
+    """ds `[n, v]` for g = 1; overwrites log-probabilities."""
+    if kind in ("forward", "cross_entropy"):
         return logp.exp_().sub_(logq.exp_())
-    if spec.kind == "reverse":
+    if kind == "reverse":
         p = logp.exp()
         derivative = logp.sub_(logq)
     else:
-        p, _, derivative = _shares(logp, logq, spec)
+        p, _, derivative = _shares(logp, logq, kind, beta)
     return derivative.sub_(inner.unsqueeze(-1)).mul_(p)

@@ -266,10 +266,8 @@ class _HeadRequest:
             vocab_size=config.vocab_size,
             **self.call.vocab_bias,
         )
-        # The compiled backend of the CPU has no divergences.
-        backend = "auto" if config.backend == "inductor" else config.backend
         return kl_div(
-            source, other, kind=teacher.kind, beta=teacher.beta, mask=keep, backend=backend
+            source, other, kind=teacher.kind, beta=teacher.beta, mask=keep, backend=config.backend
         )
 
     def _drawn(self, source: AnySource, draw: SampleRequest) -> tuple[Tensor, Tensor]:

@@ -202,10 +202,9 @@ def vocab_parallel_kl_div(
             and no softcap. No factor of temperature**2 is applied.
         {shared}
 
-    backend is one of "auto", "torch" and "triton" here. Only the student gets a gradient. A logit
-    that is -inf on one side only counts as 1e4 nats below the largest of its block of columns, so
-    that divergences and gradients stay finite. Such values differ with how columns are cut into
-    blocks and shards, by as much as their maxima do.
+    Only the student gets a gradient. A logit that is -inf on one side only counts as 1e4 nats below
+    the largest of its block of columns, so that divergences and gradients stay finite. Such values
+    differ with how columns are cut into blocks and shards, by as much as their maxima do.
 
     Collectives: forward one all-gather of `[6, n]` float32 over TP; for all kinds but "forward" and
     "reverse" one all-reduce of `[2, n]` more, since they need both normalizers first. Backward
@@ -349,10 +348,9 @@ def linear_kl_div(
         teacher_temperature: None: the student's.
         {shared}
 
-    backend is one of "auto", "torch" and "triton" here. The gradient goes to hidden, weight, bias
-    and lora of the student, accumulated in float32; the teacher is a constant. A teacher that is
-    the student's base model without its LoRA has the same head: `teacher_weight=weight`, and no
-    teacher_lora.
+    The gradient goes to hidden, weight, bias and lora of the student, accumulated in float32; the
+    teacher is a constant. A teacher that is the student's base model without its LoRA has the same
+    head: `teacher_weight=weight`, and no teacher_lora.
 
     Collectives: forward one all-gather of `[6, n]` float32 over TP, for all kinds but "forward" and
     "reverse" one all-reduce of `[2, n]` more; backward those of `linear_token_stats`. Sequence

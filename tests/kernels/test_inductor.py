@@ -28,6 +28,7 @@ from mcore_logprobs import (
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets, inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk, Processing, prefer_huge_pages
+from mcore_logprobs.kernels.inductor import common, statistics
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, finalize
 from tests.helpers.lazy import lazy_logits
 from tests.helpers.memory import TensorsMade
@@ -45,7 +46,7 @@ def _must_compile() -> Iterator[None]:
     assert inductor.obstacle() is None
     yield
     assert inductor.obstacle() is None
-    assert not inductor._failures
+    assert not common._failures
 
 
 def make_rows(dtype: torch.dtype, *, strided: bool) -> tuple[Tensor, Tensor]:
@@ -171,7 +172,7 @@ def test_one_compilation_serves_every_size():
 
 @pytest.mark.parametrize(
     ("kernel", "flags"),
-    [(inductor._stats_kernel, (True, True)), (inductor._count_kernel, ())],
+    [(statistics._stats_kernel, (True, True)), (statistics._count_kernel, ())],
     ids=["stats", "count"],
 )
 def test_a_block_s_width_is_a_constant_to_the_compiler(kernel, flags):
@@ -271,18 +272,18 @@ def compile_anew(monkeypatch) -> Callable[[Callable[..., Any]], None]:
 
     def start(compile_: Callable[..., Any]) -> None:
         for name, empty in (("_kernels", {}), ("_warm", set()), ("_failures", {})):
-            monkeypatch.setattr(inductor, name, empty)
-        monkeypatch.setattr(inductor, "_compile", compile_)
+            monkeypatch.setattr(common, name, empty)
+        monkeypatch.setattr(common, "_compile", compile_)
 
     yield start
     monkeypatch.undo()  # before _must_compile looks
 
 
 def test_a_failed_compilation_is_said_once_and_leaves_other_kinds_compiled(compile_anew, caplog):
-    real = inductor._compile
+    real = common._compile
 
     def broken_statistics(function: Callable[..., Any]) -> Callable[..., Any]:
-        if function is inductor._stats_kernel(BLOCK):
+        if function is statistics._stats_kernel(BLOCK):
             raise RuntimeError("no such header\nand much more")
         return real(function)
 
@@ -301,7 +302,7 @@ def test_a_failed_compilation_is_said_once_and_leaves_other_kinds_compiled(compi
     given = (target.unsqueeze(1), torch.ones(ROWS, 1), torch.zeros(ROWS), torch.ones(1, ROWS))
     out = torch.empty_like(logits)
     inductor.grad(chunk_of(logits), GradientTerms(*given, PLAIN), out=out, chunk_size=4)
-    assert [key[0] for key in inductor._kernels] == [inductor._grad_kernel]
+    assert [key[0] for key in common._kernels] == [common._writers(statistics._grad_values)[0]]
 
 
 def test_a_compiler_that_never_works_is_given_up(compile_anew, caplog):
@@ -343,14 +344,14 @@ def test_defaults_for_new_tensors_change_nothing(monkeypatch):
         return [out, inductor.stats(chunk, target, FULL, threshold=threshold, chunk_size=4)]
 
     compiled = []
-    real = inductor.call_compiled
+    real = common.call_compiled
 
     def spy(*args: Any) -> Any:
         result = real(*args)
         compiled.append(args[0])
         return result
 
-    monkeypatch.setattr(inductor, "call_compiled", spy)
+    monkeypatch.setattr(statistics, "call_compiled", spy)
     want = passes()
     try:
         torch.set_default_device("meta")
@@ -383,7 +384,7 @@ def test_auto_takes_it_for_large_logits_of_a_cpu(monkeypatch):
     assert backends.select("inductor", large[:2]) is inductor
     with pytest.raises(ValueError, match="'inductor' is unavailable: expected logits of float32"):
         backends.select("inductor", large.double())
-    monkeypatch.setattr(inductor, "compiler", lambda: None)
+    monkeypatch.setattr(common, "compiler", lambda: None)
     assert backends.select("auto", large) is reference
     (choice,) = (c for c in backends.explain("cpu") if c.name == "inductor")
     assert not choice.available
@@ -408,7 +409,7 @@ def test_cache_on_disk_tells_instruction_sets_apart(
     for capability in ("default", "avx2", "default"):  # the last as a later process
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
         counters.clear()
-        kernel = inductor._compile(inductor._count_kernel(BLOCK))
+        kernel = common._compile(statistics._count_kernel(BLOCK))
         kernel(torch.randn(3, 2 * BLOCK), torch.zeros(3))
         made.append(counters["inductor"]["fxgraph_cache_miss"])
     # A CPU without AVX2 has one set of instructions, and one kernel.

@@ -198,7 +198,7 @@ def test_compiled_kernels_give_the_same_bits_at_any_tp_and_number_of_rows(dtype,
     threshold = call.threshold if wanted else None
     plain = row_stats(inductor, call.whole, call.target, call.spec, threshold)
     assert not same_bits(plain, stats)
-    assert not inductor._failures
+    assert not inductor.common._failures
 
 
 def test_compiled_columns_that_do_not_lie_side_by_side():

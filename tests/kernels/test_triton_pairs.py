@@ -11,7 +11,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_logprobs import linear_kl_div, vocab_parallel_kl_div
@@ -23,7 +22,6 @@ from mcore_logprobs.kernels.pairs import KINDS, PairSpec, finalize_pair, merge_p
 from mcore_logprobs.kernels.triton import common, pair_statistics, sides
 from mcore_logprobs.kernels.triton.common import Plan
 from tests.helpers.covering import covering
-from tests.helpers.oracles import assert_no_worse
 from tests.kernels.common import (
     DEVICE,
     TRANSFORMS,
@@ -35,51 +33,10 @@ from tests.kernels.common import (
     setting_id,
 )
 from tests.kernels.interpreter import interpreted
+from tests.kernels.two_sides import BETA, check_pair, divergence_of, run_pair
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(BF16, BF16), (FP32, FP32), (FP32, BF16), (FP16, FP32)]
-BETA = 0.3
-
-
-def _run(kernels: Any, student: Chunk, teacher: Chunk, kind: str, upstream: Tensor, out: Tensor):
-    """(value, KL from the mixture, gradient) of whole rows, by these kernels."""
-    spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
-    stats = kernels.pair_stats(student, teacher, spec, **size)
-    multipliers = student.processing.multiplier, teacher.processing.multiplier
-    done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
-    value, inner = done.value, done.value
-    norms = (done.softmax,)
-    if spec.two_pass:
-        from_teacher, inner = kernels.pair_sums(student, teacher, *norms, spec, **size)
-        value = BETA * from_teacher + (1.0 - BETA) * inner
-    upstream = torch.where(done.usable, upstream, 0.0)
-    upstream = torch.stack([upstream, upstream + 1.0], 1)[:, 0]  # strided
-    kernels.pair_grad(student, teacher, *norms, inner, upstream, spec, out=out, **size)
-    return torch.where(done.usable, value, 0.0), inner, out
-
-
-def check(student: Chunk, teacher: Chunk, kind: str, *, out: Tensor, ulps: float) -> None:
-    """Values and gradients; out may be the student's own logits."""
-    before = student.logits.clone(), teacher.logits.clone()
-    rows, width = student.logits.shape
-    upstream = torch.randn(rows, device=DEVICE)
-    upstream[2::5] = 0.0
-    exact = _run(
-        pairs, doubled(student), doubled(teacher), kind, upstream.double(),
-        torch.empty(rows, width, dtype=torch.float64, device=DEVICE),
-    )  # fmt: skip
-    plain = _run(pairs, student, teacher, kind, upstream, torch.full_like(out, torch.nan))
-    got = _run(triton_backend, student, teacher, kind, upstream, out)
-    assert got[0].dtype == FP32
-    for name, *three in zip(("value", "inner", "gradient"), got, plain, exact, strict=True):
-        assert_no_worse(*three, name=f"{kind} {name}", ulps=ulps)
-    assert (out[:, student.valid :] == 0).all()
-    assert (out[2::5] == 0).all()
-    for side, copy in zip((student, teacher), before, strict=True):
-        if side.logits is not out:
-            assert torch.equal(side.logits.nan_to_num(7.0), copy.nan_to_num(7.0)), "modified"
-
-
 # What `make_chunk` does with either side; one side's kernels are run with all of them.
 HOW = ("plain", "scale", "softcap", "softcap, rows", "bias, rows", "all")
 # Rows and columns: a part of a tile; a tile, a masked one and one column more; several tiles that
@@ -124,7 +81,7 @@ def test_every_pair_of_settings(setting):
     elif setting["out"] == "wide":
         out = lay_out(out, "wide")
     ulps = 8.0 if setting["values"] == "normal" else 16.0
-    check(*sides, setting["kind"], out=out, ulps=ulps)
+    check_pair(triton_backend, *sides, setting["kind"], out=out, ulps=ulps)
 
 
 @pytest.mark.parametrize("lacks", ["student", "teacher"])
@@ -138,7 +95,7 @@ def test_columns_that_one_side_lacks_cost_much_and_stay_finite(lacks):
     both, upstream = (Chunk(student, 1700), Chunk(teacher, 1700)), torch.ones(3, device=DEVICE)
     for kind in KINDS:
         want, got = (
-            _run(kernels, *both, kind, upstream, torch.empty(3, 1700, device=DEVICE))
+            run_pair(kernels, *both, kind, upstream, torch.empty(3, 1700, device=DEVICE))
             for kernels in (pairs, triton_backend)
         )
         # -1e4 is counted from a block's own maximum, which is not the reference's.
@@ -198,23 +155,32 @@ def test_several_programs_write_a_row():
     with mock.patch.object(common, "_SPAN", 2048):
         assert common.span_plan(2100, 1024)[0] == common.span_plan(2100, 2048)[0] == 2
         for kind in ("reverse", "jsd"):
-            check(student, teacher, kind, out=torch.empty_like(student.logits), ulps=8.0)
+            check_pair(
+                triton_backend,
+                student,
+                teacher,
+                kind,
+                out=torch.empty_like(student.logits),
+                ulps=8.0,
+            )
 
 
 @interpreted
 def test_rows_far_apart_that_share_memory_and_none_at_all():
     student, teacher = make_logits(4, 300, BF16), make_logits(4, 300, FP32)
     far, out = make_chunk(lay_out(student, "far")), far_rows(4, 300, BF16)
-    check(far, make_chunk(teacher), "jsd", out=out, ulps=8.0)
-    check(make_chunk(teacher), far, "reverse", out=torch.empty_like(teacher), ulps=8.0)
+    check_pair(triton_backend, far, make_chunk(teacher), "jsd", out=out, ulps=8.0)
+    check_pair(
+        triton_backend, make_chunk(teacher), far, "reverse", out=torch.empty_like(teacher), ulps=8.0
+    )
     # Divergences of about 1: a gradient takes over the rounding of its row's.
     one = make_chunk((teacher[:1] / 3.0).expand(3, -1))
     other = make_chunk(make_logits(3, 300, FP32) / 3.0)
-    check(other, one, "reverse", out=torch.empty_like(other.logits), ulps=8.0)
+    check_pair(triton_backend, other, one, "reverse", out=torch.empty_like(other.logits), ulps=8.0)
     nothing = make_logits(0, 300, BF16)
     for kind in ("forward", "jsd"):
         given = make_chunk(nothing), make_chunk(nothing), kind, torch.zeros(0, device=DEVICE)
-        value, _, grad = _run(triton_backend, *given, torch.empty_like(nothing))
+        value, _, grad = run_pair(triton_backend, *given, torch.empty_like(nothing))
         assert (value.shape, grad.shape) == ((0,), (0, 300))
 
 
@@ -224,12 +190,12 @@ def test_a_row_with_nan_or_inf_is_nan_and_no_other(kind):
     student, teacher = make_logits(10, 300, FP32), make_logits(10, 300, BF16)
     both, ones = (make_chunk(student), make_chunk(teacher)), torch.ones(10, device=DEVICE)
     clean = [replace(side, logits=side.logits[:2].clone()) for side in both]
-    want = _run(triton_backend, *clean, kind, ones[:2], torch.empty_like(student[:2]))
+    want = run_pair(triton_backend, *clean, kind, ones[:2], torch.empty_like(student[:2]))
     for row in (2, 6):  # of the second four nothing is asked
         student[row, 7] = teacher[row + 1, 299] = torch.nan
         student[row + 2, 298], teacher[row + 3] = torch.inf, torch.inf
     ones[6:] = 0.0
-    value, _, grad = _run(triton_backend, *both, kind, ones, torch.full_like(student, 7.0))
+    value, _, grad = run_pair(triton_backend, *both, kind, ones, torch.full_like(student, 7.0))
     assert value[2:].isnan().all()
     assert grad[2:6].isnan().all()
     assert (grad[6:] == 0).all()
@@ -244,11 +210,13 @@ def test_equal_distributions_differ_by_nothing_and_close_ones_keep_their_digits(
     both, upstream = (make_chunk(near), make_chunk(logits)), torch.ones(2, device=DEVICE)
     for kind in ("forward", "reverse", "jsd"):
         out = torch.empty_like(logits)
-        value, _, grad = _run(triton_backend, both[1], make_chunk(logits + 0), kind, upstream, out)
+        value, _, grad = run_pair(
+            triton_backend, both[1], make_chunk(logits + 0), kind, upstream, out
+        )
         assert (value == 0).all()
         assert (grad == 0).all()
-        exact = _run(pairs, *map(doubled, both), kind, upstream.double(), out.double())
-        got = _run(triton_backend, *both, kind, upstream, out)
+        exact = run_pair(pairs, *map(doubled, both), kind, upstream.double(), out.double())
+        got = run_pair(triton_backend, *both, kind, upstream, out)
         assert exact[0].max() < 2e-4
         assert (got[0] - exact[0]).abs().max() < 5e-7
 
@@ -268,9 +236,9 @@ def test_close_distributions_keep_their_digits_relative_to_themselves(apart):
         Chunk(x, width - 5, Processing.of(0.5, None, temperature)) for x in (near, logits)
     ]  # fmt: skip
     for kind in ("forward", "reverse", "skewed_forward", "skewed_reverse"):
-        want = _whole(pairs, *map(doubled, both), kind)
+        want = divergence_of(pairs, *map(doubled, both), kind)
         for kernels in (pairs, triton_backend):
-            got = _whole(kernels, *both, kind)
+            got = divergence_of(kernels, *both, kind)
             torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0.0)
         plan, spec = Plan(3, 768, 4, 32), PairSpec(kind, BETA)
         if not spec.two_pass:
@@ -279,17 +247,6 @@ def test_close_distributions_keep_their_digits_relative_to_themselves(apart):
             merged = merge_pairs(stats, spec, multipliers)
             got = finalize_pair(merged, spec).value
             torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=0.0)
-
-
-def _whole(kernels: Any, student: Chunk, teacher: Chunk, kind: str) -> Tensor:
-    """The divergence of whole rows."""
-    spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
-    stats = kernels.pair_stats(student, teacher, spec, **size)
-    multipliers = student.processing.multiplier, teacher.processing.multiplier
-    done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
-    if spec.two_pass:
-        return kernels.pair_sums(student, teacher, done.softmax, spec, **size)[0]
-    return done.value
 
 
 @triton.jit

@@ -1,0 +1,233 @@
+"""What compiled kernels share: which chunks have one, and how and when one is compiled.
+
+A kernel is a plain function of tensors and flags whose first line is `assert_compiled`. Sizes stay
+symbolic, so that one compilation (about a second; a few in the first one of a process) serves every
+number of rows and columns, and inductor's cache on disk gives later processes most of it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from mcore_logprobs.kernels.chunk import Chunk
+
+logger = logging.getLogger("mcore_logprobs")
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Columns per block: 8 KiB of float32, well within a first-level cache.
+BLOCK = 2048
+MIN_BLOCKS = 2  # torch.compile makes a kernel of its own for a size of 1
+
+
+def is_common(chunk: Chunk) -> bool:
+    """Whether there are kernels for a chunk that is processed so."""
+    # A fake tensor has no bits, and nothing to compile for.
+    return (
+        chunk.logits.dtype in DTYPES
+        and chunk.processing.softcap is None
+        and chunk.processing.bias is None
+        and not isinstance(chunk.logits, FakeTensor)
+    )
+
+
+def row_multipliers(chunk: Chunk) -> Tensor:
+    """Each row's multiplier, `[n]`: torch.compile would make a kernel for each float."""
+    multiplier, shape = chunk.processing.multiplier, chunk.logits.shape[:1]
+    if isinstance(multiplier, Tensor):
+        return multiplier.float()
+    return torch.full(shape, multiplier, dtype=torch.float32, device=chunk.logits.device)
+
+
+# ---- compilation: when, once, and what to do where it fails ------------------------------------
+
+
+class NotCompiled(Exception):
+    """This call cannot go through a compiled kernel; nothing has been written yet."""
+
+
+def assert_compiled() -> None:
+    """First line of every kernel: refuse to run eagerly, which would make float32 copies of all.
+
+    torch.compile runs the plain function where it is switched off (TORCHDYNAMO_DISABLE, a stance,
+    an enclosing `torch.compiler.disable`), without any warning.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        raise NotCompiled("torch.compile is switched off")
+
+
+_lock = threading.RLock()
+_kernels: dict[tuple[object, ...], Callable[..., object]] = {}
+_warm: set[tuple[object, ...]] = set()
+# What failed, by kind; a kind that failed is not tried again, the others are.
+_failures: dict[tuple[object, ...], str] = {}
+# As many kinds failed and none compiled: the compiler itself is at fault.
+_HOPELESS = 3
+
+
+def call_compiled(function: Callable[..., object], *args: Tensor | bool | str) -> Any:
+    """`function(*args)`, compiled at the first call with tensors and flags of this kind.
+
+    Raises:
+        NotCompiled: compilation failed, here or earlier (logged once a kind), or a dispatch mode is
+            active, within which torch compiles nothing.
+    """
+    if _get_current_dispatch_mode() is not None:
+        raise NotCompiled("a TorchDispatchMode is active")
+    key = (function, *(_kind(arg) for arg in args))
+    if key in _failures:
+        raise NotCompiled(_failures[key])
+    state = (key, torch.get_num_threads(), torch.is_inference_mode_enabled())
+    kernel = _kernels.get(key)
+    # A view's kernel is compiled for the shape of its base, and another for what is no view.
+    args = tuple(arg.data if isinstance(arg, Tensor) else arg for arg in args)
+    try:
+        # A default device is a mode that sees every operation, which torch.compile cannot trace.
+        if kernel is not None and state in _warm:
+            with torch._C.DisableTorchFunction():
+                return kernel(*args)
+        # torch's compiler configuration is not all thread-safe
+        with _lock, torch._C.DisableTorchFunction():
+            kernel = _kernels.setdefault(key, _compile(function))
+            result = kernel(*args)
+            _warm.add(state)
+            return result
+    except NotCompiled:
+        raise
+    except Exception as error:  # whatever a compiler, a full disk or a missing header brings about
+        failure = f"compilation failed: {type(error).__name__}: {_first_line(error)}"
+        _failures[key] = failure
+        name = function.__name__.strip("_")
+        logger.warning("inductor backend: %s: %s; the torch backend takes over", name, failure)
+        raise NotCompiled(failure) from error
+
+
+def _kind(arg: Tensor | bool | str) -> object:
+    return (arg.dtype, arg.is_contiguous()) if isinstance(arg, Tensor) else arg
+
+
+def _compile(function: Callable[..., object]) -> Callable[..., object]:
+    # torch counts recompilations by code object, up to a small limit: each kind gets its own.
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return torch.compile(copy, dynamic=True, fullgraph=True, options=_options())
+
+
+def _options() -> dict[str, Any]:
+    """The width of the CPU's vectors, for the key of inductor's cache; and one pass.
+
+    The cache on disk does not tell CPUs apart: what another wrote for wider vectors (a home that
+    machines share, `ATEN_CPU_CAPABILITY`) is read, and does not compile or gives other numbers.
+
+    By itself inductor writes a long expression, or one with several readers, to memory. Kernels
+    here are written so that their loops are fused, and then nothing is computed twice.
+    """
+    return {
+        "cpp.simdlen": vector_bits(),
+        "realize_opcount_threshold": 1000,
+        "realize_reads_threshold": 1000,
+    }
+
+
+def vector_bits() -> int:
+    """Bits of the vectors that inductor makes code for here; 0: it makes none with vectors."""
+    # Here, not at the top: a second of imports that only compilation needs.
+    try:
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+    except ImportError:  # torch 2.4
+        from torch._inductor.codecache import pick_vec_isa
+    return int(pick_vec_isa().bit_width())
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def obstacle() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if len(_failures) >= _HOPELESS and not _warm:
+        return next(iter(_failures.values()))
+    if compiler() is None:
+        return "no C++ compiler found (CXX, g++, clang++)"
+    if (
+        os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+        or os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    ):
+        return "torch.compile is switched off by the environment"
+    return None
+
+
+@cache
+def compiler() -> str | None:
+    """The C++ compiler that inductor will find, or None."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    return None
+
+
+# ---- a gradient over its logits, or beside them ------------------------------------------------
+
+
+def write_gradient(
+    call: Callable[..., object],
+    values: Callable[..., Tensor],
+    logits: Tensor,
+    out: Tensor,
+    *factors: Tensor | bool | str,
+) -> None:
+    """Write `values(logits, *factors)` into out, in one pass; both `[n, v]`.
+
+    Args:
+        call: `call_compiled`, or what stands for it.
+        values: elementwise in logits, which out may be.
+
+    Raises:
+        NotCompiled: out lies otherwise in the logits' own memory.
+    """
+    kernel, in_place_kernel = _writers(values)
+    if _same_memory(logits, out):
+        call(in_place_kernel, out, *factors)
+    elif logits.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+        raise NotCompiled("the gradient's layout differs from the logits' in the same memory")
+    else:
+        call(kernel, logits, out, *factors)
+
+
+@cache
+def _writers(values: Callable[..., Tensor]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """(into out, over the logits)."""
+
+    def grad_kernel(logits: Tensor, out: Tensor, *factors: Any) -> None:
+        assert_compiled()
+        out.copy_(values(logits, *factors))
+
+    def grad_inplace_kernel(logits: Tensor, *factors: Any) -> None:
+        assert_compiled()
+        logits.copy_(values(logits, *factors))
+
+    return grad_kernel, grad_inplace_kernel
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()

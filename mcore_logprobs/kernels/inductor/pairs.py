@@ -1,0 +1,186 @@
+"""Two distributions over the same columns, compiled: the formulas of `kernels.pairs`.
+
+Compiled are any kind, temperature and scale of either side. A softcap, a bias, one row, under two
+blocks of columns and the columns past the last whole block go to the reference, and on a CPU
+without vectors everything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels import pairs as reference
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.inductor.common import (
+    MIN_BLOCKS,
+    NotCompiled,
+    assert_compiled,
+    call_compiled,
+    is_common,
+    row_multipliers,
+    vector_bits,
+    write_gradient,
+)
+from mcore_logprobs.kernels.pairs import PAIR_STATS, PairSpec
+
+# Columns per block. A vector has 8 or 16 running totals: sums of many columns in so few would round
+# more than eager torch's.
+_BLOCK = 512
+
+
+def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int) -> Tensor:
+    """As `kernels.pairs.pair_stats`."""
+    if not _are_common(student, teacher):
+        return reference.pair_stats(student, teacher, spec, chunk_size=chunk_size)
+    heads, tails = _cut(student, teacher)
+    multipliers = row_multipliers(student), row_multipliers(teacher)
+    alike = multipliers[0] == multipliers[1]
+    kind = spec.kind if not spec.two_pass else ""
+    try:
+        found = call_compiled(_stats_kernel, *heads, *multipliers, alike, kind)
+    except NotCompiled:
+        return reference.pair_stats(student, teacher, spec, chunk_size=chunk_size)
+    blocks, rows = heads[0].shape[1] // _BLOCK, heads[0].shape[0]
+    parts = found[0].new_zeros((blocks + len(tails), PAIR_STATS, rows))
+    for number, values in enumerate(found):
+        parts[:blocks, number] = values.t()
+    for tail in tails:
+        (parts[-1],) = reference.pair_stats(*tail, spec, chunk_size=chunk_size)
+    return parts
+
+
+def pair_sums(
+    student: Chunk, teacher: Chunk, softmax: Tensor, spec: PairSpec, *, chunk_size: int
+) -> Tensor:
+    """As `kernels.pairs.pair_sums`."""
+    if not _are_common(student, teacher):
+        return reference.pair_sums(student, teacher, softmax, spec, chunk_size=chunk_size)
+    heads, tails = _cut(student, teacher)
+    multipliers = row_multipliers(student), row_multipliers(teacher)
+    # One for each block: a loop in which nothing tells the blocks of a row apart goes over all of
+    # its columns, and is not fused with the sums of blocks.
+    of_blocks = softmax.unsqueeze(-1).expand(-1, -1, heads[0].shape[1] // _BLOCK).contiguous()
+    operands = (*multipliers, of_blocks, softmax.new_tensor(spec.beta), spec.kind)
+    try:
+        sums = torch.stack(call_compiled(_sums_kernel, *heads, *operands)).sum(-1)
+    except NotCompiled:
+        return reference.pair_sums(student, teacher, softmax, spec, chunk_size=chunk_size)
+    for tail in tails:
+        sums += reference.pair_sums(*tail, softmax, spec, chunk_size=chunk_size)
+    return sums
+
+
+def pair_grad(
+    student: Chunk,
+    teacher: Chunk,
+    softmax: Tensor,
+    inner: Tensor,
+    upstream: Tensor,
+    spec: PairSpec,
+    *,
+    out: Tensor,
+    chunk_size: int,
+) -> None:
+    """As `kernels.pairs.pair_grad`."""
+    if _are_common(student, teacher) and out.stride(-1) == 1:
+        valid = student.valid
+        factors = (
+            teacher.logits[:, :valid],
+            row_multipliers(student),
+            row_multipliers(teacher),
+            softmax.contiguous(),
+            inner.contiguous(),
+            upstream.to(softmax.dtype).contiguous(),
+            softmax.new_tensor(spec.beta),
+            spec.kind,
+        )
+        try:
+            logits, written = student.logits[:, :valid], out[:, :valid]
+            write_gradient(call_compiled, _grad_values, logits, written, *factors)
+            out[:, valid:] = 0
+            return
+        except NotCompiled:
+            pass
+    reference.pair_grad(
+        student, teacher, softmax, inner, upstream, spec, out=out, chunk_size=chunk_size
+    )
+
+
+def _are_common(student: Chunk, teacher: Chunk) -> bool:
+    """Whether there are kernels for both."""
+    return (
+        student.logits.shape[0] > 1
+        and student.valid >= MIN_BLOCKS * _BLOCK
+        and vector_bits() > 0
+        and all(is_common(side) and side.logits.stride(-1) == 1 for side in (student, teacher))
+    )
+
+
+def _cut(student: Chunk, teacher: Chunk) -> tuple[tuple[Tensor, Tensor], list[tuple[Chunk, Chunk]]]:
+    """(logits of both in whole blocks of columns, the chunks of what is left: one, or none)."""
+    valid = student.valid
+    whole = valid - valid % _BLOCK
+    rest = slice(whole, valid)
+    tails = [(student.columns(rest), teacher.columns(rest))] if whole < valid else []
+    return (student.logits[:, :whole], teacher.logits[:, :whole]), tails
+
+
+# ---- kernels: what torch.compile sees -----------------------------------------------------------
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    """`[n, v]` -> float32 `[n, blocks, _BLOCK]`."""
+    return x.unflatten(1, (x.shape[1] // _BLOCK, _BLOCK)).float()
+
+
+def _stats_kernel(
+    student: Tensor,
+    teacher: Tensor,
+    of_student: Tensor,
+    of_teacher: Tensor,
+    alike: Tensor,
+    kind: str,
+) -> tuple[Tensor, ...]:
+    """Pair statistics of each block, `[n, blocks]`."""
+    assert_compiled()
+    sides = _in_blocks(student), _in_blocks(teacher)
+    alike = alike.unsqueeze(1)
+    return reference.statistics_of(lambda: sides, of_student, of_teacher, alike, kind)
+
+
+def _sums_kernel(
+    student: Tensor,
+    teacher: Tensor,
+    of_student: Tensor,
+    of_teacher: Tensor,
+    softmax: Tensor,  # [4, n, blocks]
+    beta: Tensor,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """`pair_sums` of each block, `[n, blocks]`."""
+    assert_compiled()
+    sides = (
+        reference.log_probs(_in_blocks(student), of_student, softmax[:2]),
+        reference.log_probs(_in_blocks(teacher), of_teacher, softmax[2:]),
+    )
+    return reference.sums_of(lambda: sides, kind, beta)
+
+
+def _grad_values(
+    student: Tensor,
+    teacher: Tensor,
+    of_student: Tensor,
+    of_teacher: Tensor,
+    softmax: Tensor,
+    inner: Tensor,
+    upstream: Tensor,
+    beta: Tensor,
+    kind: str,
+) -> Tensor:
+    """The gradient of the student's raw logits, `[n, v]`."""
+    logp = reference.log_probs(student.float(), of_student, softmax[:2])
+    logq = reference.log_probs(teacher.float(), of_teacher, softmax[2:])
+    ds = reference.distribution_gradient(logp, logq, inner, kind, beta)
+    factor = (upstream * of_student).unsqueeze(1)
+    return torch.where((upstream == 0).unsqueeze(1), 0.0, ds * factor)

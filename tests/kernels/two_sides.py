@@ -1,0 +1,70 @@
+"""Kernels for two sides, run as an operation runs them and compared with the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_logprobs.kernels import pairs
+from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.pairs import PairSpec, finalize_pair, merge_pairs
+from tests.helpers.oracles import assert_no_worse
+from tests.kernels.common import DEVICE, doubled
+
+BETA = 0.3
+
+
+def run_pair(
+    kernels: Any, student: Chunk, teacher: Chunk, kind: str, upstream: Tensor, out: Tensor
+):
+    """(value, KL from the mixture, gradient) of whole rows, by these kernels."""
+    spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
+    stats = kernels.pair_stats(student, teacher, spec, **size)
+    multipliers = student.processing.multiplier, teacher.processing.multiplier
+    done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
+    value, inner = done.value, done.value
+    norms = (done.softmax,)
+    if spec.two_pass:
+        from_teacher, inner = kernels.pair_sums(student, teacher, *norms, spec, **size)
+        value = BETA * from_teacher + (1.0 - BETA) * inner
+    upstream = torch.where(done.usable, upstream, 0.0)
+    upstream = torch.stack([upstream, upstream + 1.0], 1)[:, 0]  # strided
+    kernels.pair_grad(student, teacher, *norms, inner, upstream, spec, out=out, **size)
+    return torch.where(done.usable, value, 0.0), inner, out
+
+
+def check_pair(
+    kernels: Any, student: Chunk, teacher: Chunk, kind: str, *, out: Tensor, ulps: float
+) -> None:
+    """Values and gradients against float64; out may be the student's own logits."""
+    before = student.logits.clone(), teacher.logits.clone()
+    rows, width = student.logits.shape
+    upstream = torch.randn(rows, device=DEVICE)
+    upstream[2::5] = 0.0
+    exact = run_pair(
+        pairs, doubled(student), doubled(teacher), kind, upstream.double(),
+        torch.empty(rows, width, dtype=torch.float64, device=DEVICE),
+    )  # fmt: skip
+    plain = run_pair(pairs, student, teacher, kind, upstream, torch.full_like(out, torch.nan))
+    got = run_pair(kernels, student, teacher, kind, upstream, out)
+    assert got[0].dtype == torch.float32
+    for name, *three in zip(("value", "inner", "gradient"), got, plain, exact, strict=True):
+        assert_no_worse(*three, name=f"{kind} {name}", ulps=ulps)
+    assert (out[:, student.valid :] == 0).all()
+    assert (out[2::5] == 0).all()
+    for side, copy in zip((student, teacher), before, strict=True):
+        if side.logits is not out:
+            assert torch.equal(side.logits.nan_to_num(7.0), copy.nan_to_num(7.0)), "modified"
+
+
+def divergence_of(kernels: Any, student: Chunk, teacher: Chunk, kind: str) -> Tensor:
+    """The divergence of whole rows, by these kernels."""
+    spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
+    stats = kernels.pair_stats(student, teacher, spec, **size)
+    multipliers = student.processing.multiplier, teacher.processing.multiplier
+    done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
+    if spec.two_pass:
+        return kernels.pair_sums(student, teacher, done.softmax, spec, **size)[0]
+    return done.value
