@@ -24,8 +24,8 @@ class Budgets:
         chunk_bytes: of one float32 chunk of a head's logits.
         min_block, max_block: columns per block at least (whatever `chunk_bytes` says) and, where
             the caller gives no chunk_size, at most.
-        block_step: blocks are multiples of this many columns: whole tiles of a GEMM on a GPU, whole
-            blocks of the compiled kernels on a CPU.
+        block_step: blocks are multiples of this many columns: whole tiles of a GEMM on a GPU; on a
+            CPU whole blocks of the compiled kernels, even if the last block of a head is narrow.
         held_bytes: of one float32 tile that spans all of a rank's columns. Each such tile reads and
             writes the whole float32 dWeight once.
         held_rows, max_held_bytes: where an operation adds to dWeight once per tile, `held_bytes`

@@ -37,7 +37,8 @@ log 0 of a logit of -inf is `LOG_ZERO`, so that a column that one of the two lac
 not infinitely much.
 
 `pair_stats`, `pair_sums` and `pair_grad` are the torch backend's: eager, readable, the ground
-truth.
+truth. `kernels.inductor.pairs` compiles the formulas of `statistics_of`, `sums_of`, `log_probs` and
+`distribution_gradient`, so that no branch of theirs may depend on a tensor's values.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ TWO_PASS = ("jsd", "skewed_forward", "skewed_reverse", "total_variation")
 KINDS = (*ONE_PASS, *TWO_PASS)
 PAIR_STATS = 6  # rows of the tensor of pair statistics
 
+# The teacher's and the student's weight in the mixture; of a compiled kernel 0-dim tensors.
+Weights = tuple[float | Tensor, float | Tensor]
 # `Processing.multiplier` of the student and of the teacher, numbers or `[n]`.
 Multipliers = tuple[float | Tensor, float | Tensor]
 
@@ -88,6 +91,11 @@ class PairSpec:
     def two_pass(self) -> bool:
         return self.kind in TWO_PASS
 
+    @property
+    def weights(self) -> tuple[float, float]:
+        """The teacher's and the student's in the mixture."""
+        return self.beta, 1.0 - self.beta
+
 
 def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
     """float32, or float64 where either side is."""
@@ -100,16 +108,16 @@ def _both_log_probs(
     """(log p, log q) of some rows, `[rows, valid]`, new, in the dtype of the normalizers."""
     s, t = student.rows(part), teacher.rows(part)
     return (
-        log_probs(s.unscaled(softmax.dtype), s.processing.multiplier, softmax[:2, part]),
-        log_probs(t.unscaled(softmax.dtype), t.processing.multiplier, softmax[2:, part]),
+        log_probs(s.unscaled(softmax.dtype), s.processing.multiplier, *softmax[:2, part]),
+        log_probs(t.unscaled(softmax.dtype), t.processing.multiplier, *softmax[2:, part]),
     )
 
 
-def log_probs(x: Tensor, multiplier: float | Tensor, norm: Tensor) -> Tensor:
-    """Log-probabilities, new, of unscaled logits `[n, ..., v]` and normalizers `[2, n, ...]`;
+def log_probs(x: Tensor, multiplier: float | Tensor, row_max: Tensor, log_sum: Tensor) -> Tensor:
+    """Log-probabilities, new, of unscaled logits `[n, ..., v]` and normalizers `[n, ...]`;
     multiplier a number or `[n]`.
     """
-    row_max, log_sum = norm.unsqueeze(-1)
+    row_max, log_sum = row_max.unsqueeze(-1), log_sum.unsqueeze(-1)
     shifted = x - row_max
     times_multiplier(shifted, multiplier, out=shifted)
     return _bounded(shifted.sub_(log_sum))
@@ -222,10 +230,17 @@ def _series(x: Tensor) -> Tensor:
     return series.add_(0.5)
 
 
+def _expm1(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """exp(x) - 1 with all its digits."""
+    if torch.compiler.is_compiling():  # compiled for a CPU, expm1 is exp(x) - 1
+        return torch.where(x.abs() < _SMALL[x.dtype], x + _series(x) * x * x, x.exp() - 1.0)
+    return torch.expm1(x, out=out)
+
+
 def _exp_excess(x: Tensor) -> Tensor:
     """exp(x) - 1 - x with all its digits; new."""
     series = _series(x).mul_(x).mul_(x)
-    return torch.where(x.abs() < _SMALL[x.dtype], series, x.expm1().sub_(x))
+    return torch.where(x.abs() < _SMALL[x.dtype], series, _expm1(x).sub_(x))
 
 
 def _log1p_excess(x: Tensor) -> Tensor:
@@ -355,7 +370,7 @@ def _divergence(cross: Tensor, excess: Tensor, own: Tensor, log_ratio: Tensor) -
 def _log_over_mixture(logp: Tensor, logq: Tensor, beta: float | Tensor) -> Tensor:
     """log p - log(beta q + (1 - beta) p), exact where p and q are close."""
     gap = (logq - logp).clamp_(min=-_FAR, max=_FAR)
-    return gap.expm1_().mul_(beta).log1p_().neg_()
+    return _expm1(gap, out=gap).mul_(beta).log1p_().neg_()
 
 
 def pair_sums(
@@ -374,12 +389,12 @@ def pair_sums(
     if student.valid:
         for part in row_chunks(out.shape[1], chunk_size):
             both = partial(_both_log_probs, student, teacher, softmax, part)
-            out[:, part] = torch.stack(sums_of(both, spec.kind, spec.beta))
+            out[:, part] = torch.stack(sums_of(both, spec.kind, spec.weights))
     return out
 
 
 def sums_of(
-    sides: Callable[[], tuple[Tensor, Tensor]], kind: str, beta: float | Tensor
+    sides: Callable[[], tuple[Tensor, Tensor]], kind: str, weights: Weights
 ) -> tuple[Tensor, Tensor]:
     """`pair_sums` over the last dimension, `[...]` each.
 
@@ -387,13 +402,13 @@ def sums_of(
         sides: makes log-probabilities (log p, log q) `[..., v]`.
     """
     logp, logq = sides()
-    p, share, derivative = _shares(logp, logq, kind, beta)
+    p, share, derivative = _shares(logp, logq, kind, weights)
     del logp, logq  # `share` has what it needs of them
     return share().sum(-1), derivative.mul_(p).sum(-1)
 
 
 def _shares(
-    logp: Tensor, logq: Tensor, kind: str, beta: float | Tensor
+    logp: Tensor, logq: Tensor, kind: str, weights: Weights
 ) -> tuple[Tensor, Callable[[], Tensor], Tensor]:
     """(p; what makes each column's share of the divergence; the share's derivative by p up to a
     constant).
@@ -401,7 +416,7 @@ def _shares(
     The constant is such that the derivative is 0 where p and q are equal. The gradient has no use
     for the shares, which cost more than all else; they are made before the derivative changes.
     """
-    p, kept = logp.exp(), 1.0 - beta
+    p, (beta, kept) = logp.exp(), weights
     if kind == "total_variation":
         derivative = (p - logq.exp()).sign_().mul_(0.5)
         return p, lambda: derivative * (p - logq.exp()), derivative
@@ -412,10 +427,10 @@ def _shares(
             q = logq.exp()
             return _share(q, over, (p - q).mul_(kept))
 
-        return p, teacher_share, over.expm1().mul_(-kept)
+        return p, teacher_share, _expm1(over).mul_(-kept)
     over = _log_over_mixture(logp, logq, beta)
     if kind == "skewed_reverse":
-        derivative = over - over.expm1().mul_(kept)
+        derivative = over - _expm1(over).mul_(kept)
         return p, lambda: _share(p, over, logq.exp().sub_(p).mul_(beta)), derivative
     derivative = over.mul_(kept)
 
@@ -468,14 +483,14 @@ def pair_grad(
         return
     for part in row_chunks(out.shape[0], chunk_size):
         logp, logq = _both_log_probs(student, teacher, softmax, part)
-        ds = distribution_gradient(logp, logq, inner[part], spec.kind, spec.beta)
+        ds = distribution_gradient(logp, logq, inner[part], spec.kind, spec.weights)
         g = upstream[part].to(ds.dtype).unsqueeze(-1)
         student.rows(part).to_raw_gradient(ds.mul_(g))
         out[part, :valid] = ds.masked_fill_(g == 0, 0.0)
 
 
 def distribution_gradient(
-    logp: Tensor, logq: Tensor, inner: Tensor, kind: str, beta: float | Tensor
+    logp: Tensor, logq: Tensor, inner: Tensor, kind: str, weights: Weights
 ) -> Tensor:
     """ds `[n, v]` for g = 1; overwrites log-probabilities."""
     if kind in ("forward", "cross_entropy"):
@@ -484,5 +499,5 @@ def distribution_gradient(
         p = logp.exp()
         derivative = logp.sub_(logq)
     else:
-        p, _, derivative = _shares(logp, logq, kind, beta)
+        p, _, derivative = _shares(logp, logq, kind, weights)
     return derivative.sub_(inner.unsqueeze(-1)).mul_(p)

@@ -56,8 +56,8 @@ def seen(monkeypatch) -> list[str]:
 def expected_kernels(kind: str, *, in_place: bool = False) -> list[str]:
     if common.vector_bits() == 0:  # the reference's then
         return []
-    sums = ["sums_kernel"] if PairSpec(kind).two_pass else []
-    return ["stats_kernel", *sums, "grad_inplace_kernel" if in_place else "grad_kernel"]
+    sums = ["pair_sums_kernel"] if PairSpec(kind).two_pass else []
+    return ["pair_stats_kernel", *sums, f"pair_grad_{'in_place_' if in_place else ''}kernel"]
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -114,23 +114,66 @@ def test_settings(setting, seen):
     run_setting(setting, seen)
 
 
-@pytest.mark.parametrize("kind", ["forward", "skewed_forward"])
-def test_close_distributions_keep_their_digits_and_equal_ones_differ_by_nothing(kind, seen):
+@pytest.mark.parametrize(
+    ("kind", "beta"),
+    [
+        ("forward", 0.3),
+        ("jsd", 0.5),
+        ("skewed_forward", 0.99999),
+        pytest.param("reverse", 0.3, marks=pytest.mark.night),
+        pytest.param("jsd", 0.01, marks=pytest.mark.night),
+        pytest.param("skewed_forward", 0.1, marks=pytest.mark.night),
+        pytest.param("skewed_reverse", 0.1, marks=pytest.mark.night),
+        pytest.param("skewed_reverse", 0.99999, marks=pytest.mark.night),
+        pytest.param("total_variation", 0.3, marks=pytest.mark.night),
+    ],
+)
+@pytest.mark.parametrize("apart", [1e-4, 1e-2, 2.0])
+def test_close_distributions_keep_their_digits(kind, beta, apart, seen):
     logits = 2.0 * torch.randn(3, WIDTH)
-    near = logits + 1e-4 * torch.randn(3, WIDTH)
-    logits[1] += torch.linspace(0, 20, WIDTH)  # blocks whose maxima differ
-    near[1] += torch.linspace(0, 20, WIDTH)
+    near = logits + apart * torch.randn(3, WIDTH)
+    slope = torch.linspace(0, 20, WIDTH)  # blocks whose maxima differ
+    near[1], logits[1] = near[1] + slope, logits[1] + slope
     near[2, ::3] = logits[2, ::3] = -torch.inf
-    how = {"rows": True, "logit_scale": 0.5}
-    both, ones = [make_chunk(x, VALID, **how) for x in (near, logits)], torch.ones(3)
-    exact = divergence_of(pairs, *map(doubled, both), kind)
-    got = divergence_of(inductor, *both, kind)
-    torch.testing.assert_close(got.double(), exact, rtol=2e-3, atol=0.0)
-    same = both[1], make_chunk(logits.clone(), VALID, **how)
-    value, _, grad = run_pair(inductor, *same, kind, ones, torch.empty_like(near))
+    both = [make_chunk(x, VALID, rows=True, logit_scale=0.5) for x in (near, logits)]
+    ones = torch.ones(3)
+
+    def run(kernels: Any, sides: list[Chunk], upstream: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.zeros_like(sides[0].logits)
+        _, _, grad = run_pair(kernels, *sides, kind, upstream, out, beta)
+        return divergence_of(kernels, *sides, kind, beta).double(), grad.double()
+
+    exact = run(pairs, [doubled(side) for side in both], ones.double())
+    plain, got = run(pairs, both, ones), run(inductor, both, ones)
+    torch.testing.assert_close(got[0], exact[0], rtol=2e-3, atol=0.0)
+
+    def error(found: tuple[Tensor, Tensor]) -> Tensor:
+        return (found[1] - exact[1]).abs().sum(1) / exact[1].abs().sum(1)
+
+    assert (error(got) <= 2.0 * error(plain) + 1e-6).all()
+    assert set(seen) == set(expected_kernels(kind))
+
+
+@pytest.mark.parametrize("kind", ["forward", "skewed_forward"])
+def test_equal_distributions_differ_by_nothing(kind, seen):
+    logits = 2.0 * torch.randn(3, WIDTH)
+    both = [make_chunk(x, VALID, rows=True) for x in (logits, logits.clone())]
+    value, _, grad = run_pair(inductor, *both, kind, torch.ones(3), torch.empty_like(logits))
     assert (value == 0).all()
     assert (grad == 0).all()
-    assert seen == expected_kernels(kind)[:-1] + expected_kernels(kind)
+    assert seen == expected_kernels(kind)
+
+
+def test_a_gradient_over_the_teacher_s_logits_is_the_references(seen):
+    """And the kernel serves later calls."""
+    for aliased in ("teacher", "both"):
+        sides = torch.randn(2, 3, WIDTH)
+        given = [Chunk(sides[1].clone(), VALID), Chunk(sides[1].clone(), VALID)]
+        want = run_pair(pairs, *given, "forward", torch.ones(3), torch.empty_like(sides[0]))[2]
+        teacher = given[0] if aliased == "both" else given[1]
+        got = run_pair(inductor, given[0], teacher, "forward", torch.ones(3), teacher.logits)[2]
+        torch.testing.assert_close(got, want)
+    assert seen == 2 * expected_kernels("forward")[:-1]
 
 
 @pytest.mark.parametrize("kind", ["forward", "skewed_forward"])
@@ -174,7 +217,7 @@ def test_columns_that_one_side_lacks_cost_much_and_stay_finite(lacks):
 def test_nothing_of_the_logits_size_is_made():
     if not expected_kernels("forward"):
         pytest.skip("a CPU without vectors: eager torch, which makes copies")
-    sides = torch.randn(2, 64, 4 * BLOCK + 90)
+    sides = [torch.randn(64, 4 * BLOCK + 90) for _ in range(2)]
     student, teacher = (Chunk(side, 4 * BLOCK) for side in sides)
 
     def passes() -> None:

@@ -17,10 +17,16 @@ BETA = 0.3
 
 
 def run_pair(
-    kernels: Any, student: Chunk, teacher: Chunk, kind: str, upstream: Tensor, out: Tensor
-):
+    kernels: Any,
+    student: Chunk,
+    teacher: Chunk,
+    kind: str,
+    upstream: Tensor,
+    out: Tensor,
+    beta: float = BETA,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(value, KL from the mixture, gradient) of whole rows, by these kernels."""
-    spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
+    spec, size = PairSpec(kind, beta), {"chunk_size": 16}
     stats = kernels.pair_stats(student, teacher, spec, **size)
     multipliers = student.processing.multiplier, teacher.processing.multiplier
     done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)
@@ -28,7 +34,7 @@ def run_pair(
     norms = (done.softmax,)
     if spec.two_pass:
         from_teacher, inner = kernels.pair_sums(student, teacher, *norms, spec, **size)
-        value = BETA * from_teacher + (1.0 - BETA) * inner
+        value = beta * from_teacher + (1.0 - beta) * inner
     upstream = torch.where(done.usable, upstream, 0.0)
     upstream = torch.stack([upstream, upstream + 1.0], 1)[:, 0]  # strided
     kernels.pair_grad(student, teacher, *norms, inner, upstream, spec, out=out, **size)
@@ -59,9 +65,11 @@ def check_pair(
             assert torch.equal(side.logits.nan_to_num(7.0), copy.nan_to_num(7.0)), "modified"
 
 
-def divergence_of(kernels: Any, student: Chunk, teacher: Chunk, kind: str) -> Tensor:
+def divergence_of(
+    kernels: Any, student: Chunk, teacher: Chunk, kind: str, beta: float = BETA
+) -> Tensor:
     """The divergence of whole rows, by these kernels."""
-    spec, size = PairSpec(kind, BETA), {"chunk_size": 16}
+    spec, size = PairSpec(kind, beta), {"chunk_size": 16}
     stats = kernels.pair_stats(student, teacher, spec, **size)
     multipliers = student.processing.multiplier, teacher.processing.multiplier
     done = finalize_pair(merge_pairs(stats, spec, multipliers), spec)

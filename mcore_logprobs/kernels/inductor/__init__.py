@@ -1,9 +1,9 @@
 """The inductor backend: the reference's functions for a CPU, compiled.
 
-The logits are read from memory once, forward and backward; nothing of their size is made, so that
-`chunk_size` has no meaning here. Forward takes maximum and sums of one block of columns at a time,
-which stays in the first-level cache, and gives each block's statistics as a part: sums of 2048
-terms at a time also round less than the sum of a whole row.
+Each pass reads the logits from memory once, and makes nothing of their size. Forward takes maximum
+and sums of one block of columns at a time, which stays in the first-level cache, and gives each
+block's statistics as a part: sums of few terms also round less than the sum of a whole row.
+`chunk_size` matters where the reference takes over.
 
 Compiled are float32, bfloat16 and float16 logits. What is rare goes to the reference, and so does
 what does not compile.

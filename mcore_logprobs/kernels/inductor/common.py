@@ -200,15 +200,17 @@ def write_gradient(
 
     Args:
         call: `call_compiled`, or what stands for it.
-        values: elementwise in logits, which out may be.
+        values: named `..._values`; elementwise in logits, which out may be.
 
     Raises:
-        NotCompiled: out lies otherwise in the logits' own memory.
+        NotCompiled: out lies otherwise in the logits' own memory, or in a factor's.
     """
     kernel, in_place_kernel = _writers(values)
+    if any(isinstance(x, Tensor) and _share_memory(x, out) for x in factors):
+        raise NotCompiled("the gradient is written over what it is made of")
     if _same_memory(logits, out):
         call(in_place_kernel, out, *factors)
-    elif logits.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+    elif _share_memory(logits, out):
         raise NotCompiled("the gradient's layout differs from the logits' in the same memory")
     else:
         call(kernel, logits, out, *factors)
@@ -218,15 +220,21 @@ def write_gradient(
 def _writers(values: Callable[..., Tensor]) -> tuple[Callable[..., None], Callable[..., None]]:
     """(into out, over the logits)."""
 
-    def grad_kernel(logits: Tensor, out: Tensor, *factors: Any) -> None:
+    def kernel(logits: Tensor, out: Tensor, *factors: Any) -> None:
         assert_compiled()
         out.copy_(values(logits, *factors))
 
-    def grad_inplace_kernel(logits: Tensor, *factors: Any) -> None:
+    def in_place_kernel(logits: Tensor, *factors: Any) -> None:
         assert_compiled()
         logits.copy_(values(logits, *factors))
 
-    return grad_kernel, grad_inplace_kernel
+    name = values.__name__.strip("_").removesuffix("values")  # a failure is logged by it
+    kernel.__name__, in_place_kernel.__name__ = f"{name}kernel", f"{name}in_place_kernel"
+    return kernel, in_place_kernel
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -7,6 +7,9 @@ without vectors everything.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -24,6 +27,8 @@ from mcore_logprobs.kernels.inductor.common import (
 )
 from mcore_logprobs.kernels.pairs import PAIR_STATS, PairSpec
 
+logger = logging.getLogger("mcore_logprobs")
+
 # Columns per block. A vector has 8 or 16 running totals: sums of many columns in so few would round
 # more than eager torch's.
 _BLOCK = 512
@@ -38,7 +43,7 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
     alike = multipliers[0] == multipliers[1]
     kind = spec.kind if not spec.two_pass else ""
     try:
-        found = call_compiled(_stats_kernel, *heads, *multipliers, alike, kind)
+        found = call_compiled(_pair_stats_kernel, *heads, *multipliers, alike, kind)
     except NotCompiled:
         return reference.pair_stats(student, teacher, spec, chunk_size=chunk_size)
     blocks, rows = heads[0].shape[1] // _BLOCK, heads[0].shape[0]
@@ -60,10 +65,10 @@ def pair_sums(
     multipliers = row_multipliers(student), row_multipliers(teacher)
     # One for each block: a loop in which nothing tells the blocks of a row apart goes over all of
     # its columns, and is not fused with the sums of blocks.
-    of_blocks = softmax.unsqueeze(-1).expand(-1, -1, heads[0].shape[1] // _BLOCK).contiguous()
-    operands = (*multipliers, of_blocks, softmax.new_tensor(spec.beta), spec.kind)
+    of_blocks = softmax.unsqueeze(-1).expand(-1, -1, heads[0].shape[1] // _BLOCK)
+    operands = (*multipliers, *_normalizers(of_blocks), *_weights(softmax, spec))
     try:
-        sums = torch.stack(call_compiled(_sums_kernel, *heads, *operands)).sum(-1)
+        sums = torch.stack(call_compiled(_pair_sums_kernel, *heads, *operands, spec.kind)).sum(-1)
     except NotCompiled:
         return reference.pair_sums(student, teacher, softmax, spec, chunk_size=chunk_size)
     for tail in tails:
@@ -89,15 +94,14 @@ def pair_grad(
             teacher.logits[:, :valid],
             row_multipliers(student),
             row_multipliers(teacher),
-            softmax.contiguous(),
+            *_normalizers(softmax),
             inner.contiguous(),
             upstream.to(softmax.dtype).contiguous(),
-            softmax.new_tensor(spec.beta),
-            spec.kind,
+            *_weights(softmax, spec),
         )
         try:
             logits, written = student.logits[:, :valid], out[:, :valid]
-            write_gradient(call_compiled, _grad_values, logits, written, *factors)
+            write_gradient(call_compiled, _pair_grad_values, logits, written, *factors, spec.kind)
             out[:, valid:] = 0
             return
         except NotCompiled:
@@ -112,9 +116,33 @@ def _are_common(student: Chunk, teacher: Chunk) -> bool:
     return (
         student.logits.shape[0] > 1
         and student.valid >= MIN_BLOCKS * _BLOCK
-        and vector_bits() > 0
         and all(is_common(side) and side.logits.stride(-1) == 1 for side in (student, teacher))
+        and _has_vectors()
     )
+
+
+@cache
+def _has_vectors() -> bool:
+    """Whether kernels here have vectors: without them sums of a block round too much."""
+    try:
+        bits = vector_bits()
+    except Exception as error:  # as in `call_compiled`
+        logger.warning("inductor backend: divergences: %s; the torch backend takes over", error)
+        return False
+    if bits == 0:
+        logger.info("inductor backend: divergences: no vectors here; the torch backend takes over")
+    return bits > 0
+
+
+def _normalizers(softmax: Tensor) -> tuple[Tensor, ...]:
+    """The four of them apart: to the compiler a size of 4 is the number of rows where that is 4."""
+    return tuple(each.contiguous() for each in softmax)
+
+
+def _weights(softmax: Tensor, spec: PairSpec) -> tuple[Tensor, Tensor]:
+    """Those of the mixture: torch.compile would make a kernel for each float."""
+    of_teacher, of_student = spec.weights
+    return softmax.new_tensor(of_teacher), softmax.new_tensor(of_student)
 
 
 def _cut(student: Chunk, teacher: Chunk) -> tuple[tuple[Tensor, Tensor], list[tuple[Chunk, Chunk]]]:
@@ -134,7 +162,7 @@ def _in_blocks(x: Tensor) -> Tensor:
     return x.unflatten(1, (x.shape[1] // _BLOCK, _BLOCK)).float()
 
 
-def _stats_kernel(
+def _pair_stats_kernel(
     student: Tensor,
     teacher: Tensor,
     of_student: Tensor,
@@ -149,38 +177,47 @@ def _stats_kernel(
     return reference.statistics_of(lambda: sides, of_student, of_teacher, alike, kind)
 
 
-def _sums_kernel(
+def _pair_sums_kernel(
     student: Tensor,
     teacher: Tensor,
     of_student: Tensor,
     of_teacher: Tensor,
-    softmax: Tensor,  # [4, n, blocks]
-    beta: Tensor,
+    max_s: Tensor,  # [n, blocks], as the next three
+    log_s: Tensor,
+    max_t: Tensor,
+    log_t: Tensor,
+    teacher_weight: Tensor,
+    student_weight: Tensor,
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """`pair_sums` of each block, `[n, blocks]`."""
     assert_compiled()
     sides = (
-        reference.log_probs(_in_blocks(student), of_student, softmax[:2]),
-        reference.log_probs(_in_blocks(teacher), of_teacher, softmax[2:]),
+        reference.log_probs(_in_blocks(student), of_student, max_s, log_s),
+        reference.log_probs(_in_blocks(teacher), of_teacher, max_t, log_t),
     )
-    return reference.sums_of(lambda: sides, kind, beta)
+    return reference.sums_of(lambda: sides, kind, (teacher_weight, student_weight))
 
 
-def _grad_values(
+def _pair_grad_values(
     student: Tensor,
     teacher: Tensor,
     of_student: Tensor,
     of_teacher: Tensor,
-    softmax: Tensor,
+    max_s: Tensor,
+    log_s: Tensor,
+    max_t: Tensor,
+    log_t: Tensor,
     inner: Tensor,
     upstream: Tensor,
-    beta: Tensor,
+    teacher_weight: Tensor,
+    student_weight: Tensor,
     kind: str,
 ) -> Tensor:
     """The gradient of the student's raw logits, `[n, v]`."""
-    logp = reference.log_probs(student.float(), of_student, softmax[:2])
-    logq = reference.log_probs(teacher.float(), of_teacher, softmax[2:])
-    ds = reference.distribution_gradient(logp, logq, inner, kind, beta)
+    logp = reference.log_probs(student.float(), of_student, max_s, log_s)
+    logq = reference.log_probs(teacher.float(), of_teacher, max_t, log_t)
+    weights = teacher_weight, student_weight
+    ds = reference.distribution_gradient(logp, logq, inner, kind, weights)
     factor = (upstream * of_student).unsqueeze(1)
     return torch.where((upstream == 0).unsqueeze(1), 0.0, ds * factor)
