@@ -220,11 +220,11 @@ def write_gradient(
 def _writers(values: Callable[..., Tensor]) -> tuple[Callable[..., None], Callable[..., None]]:
     """(into out, over the logits)."""
 
-    def kernel(logits: Tensor, out: Tensor, *factors: Any) -> None:
+    def kernel(logits: Tensor, out: Tensor, *factors: object) -> None:
         assert_compiled()
         out.copy_(values(logits, *factors))
 
-    def in_place_kernel(logits: Tensor, *factors: Any) -> None:
+    def in_place_kernel(logits: Tensor, *factors: object) -> None:
         assert_compiled()
         logits.copy_(values(logits, *factors))
 
