@@ -157,7 +157,7 @@ another_cpu() (  # another_cpu CAPABILITY ISA: as ATEN_CPU_CAPABILITY and ONEDNN
     export TORCHINDUCTOR_CACHE_DIR="$VIRTUAL_ENV/inductor-$1"
     ATEN_CPU_CAPABILITY=$1 MKL_ENABLE_INSTRUCTIONS=${3:-$2} ONEDNN_MAX_CPU_ISA=$2 python -m pytest -q -m "not night" \
         tests/test_operations.py tests/test_soundness.py tests/test_large_logits.py tests/test_invariant_*.py \
-        tests/test_policy_loss.py tests/test_divergences.py
+        tests/test_policy_loss.py tests/test_divergences.py tests/kernels/test_inductor_pairs.py
 )
 # Tests of models, drop-ins and calls, all of them in many tiles and blocks (tests/helpers/sizes.py).
 many_blocks() (  # two processes: after the tests of models torch.compile does not know torch.full_like

@@ -102,15 +102,9 @@ def pair_dtype(student: torch.dtype, teacher: torch.dtype) -> torch.dtype:
     return torch.promote_types(acc_dtype(student), acc_dtype(teacher))
 
 
-def _both_log_probs(
-    student: Chunk, teacher: Chunk, softmax: Tensor, part: slice
-) -> tuple[Tensor, Tensor]:
-    """(log p, log q) of some rows, `[rows, valid]`, new, in the dtype of the normalizers."""
-    s, t = student.rows(part), teacher.rows(part)
-    return (
-        log_probs(s.unscaled(softmax.dtype), s.processing.multiplier, *softmax[:2, part]),
-        log_probs(t.unscaled(softmax.dtype), t.processing.multiplier, *softmax[2:, part]),
-    )
+def _log_probs(chunk: Chunk, norm: Tensor) -> Tensor:
+    """`[n, valid]`, new, in the dtype of the normalizer `[2, n]`."""
+    return log_probs(chunk.unscaled(norm.dtype), chunk.processing.multiplier, *norm)
 
 
 def log_probs(x: Tensor, multiplier: float | Tensor, row_max: Tensor, log_sum: Tensor) -> Tensor:
@@ -151,25 +145,24 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
         out[:, 0] = out[:, 2] = -torch.inf
         return out
     for part in row_chunks(rows, chunk_size):
-        _chunk_stats(student.rows(part), teacher.rows(part), spec, out[0, :, part])
+        s, t = student.rows(part), teacher.rows(part)
+        of_student, of_teacher = s.processing.multiplier, t.processing.multiplier
+        found = statistics_of(
+            partial(s.unscaled, dtype),
+            partial(t.unscaled, dtype),
+            of_student,
+            of_teacher,
+            of_student == of_teacher,
+            spec.kind,
+        )
+        for row, values in zip(out[0, :, part], found, strict=False):
+            row.copy_(values)
     return out
 
 
-def _chunk_stats(student: Chunk, teacher: Chunk, spec: PairSpec, out: Tensor) -> None:
-    of_student, of_teacher = student.processing.multiplier, teacher.processing.multiplier
-    found = statistics_of(
-        lambda: (student.unscaled(out.dtype), teacher.unscaled(out.dtype)),
-        of_student,
-        of_teacher,
-        of_student == of_teacher,
-        spec.kind,
-    )
-    for row, values in zip(out, found, strict=False):
-        row.copy_(values)
-
-
 def statistics_of(
-    sides: Callable[[], tuple[Tensor, Tensor]],
+    student: Callable[[], Tensor],
+    teacher: Callable[[], Tensor],
     of_student: float | Tensor,
     of_teacher: float | Tensor,
     alike: bool | Tensor,
@@ -178,12 +171,12 @@ def statistics_of(
     """Pair statistics over the last dimension, `[n, ...]` each; those that the kind has.
 
     Args:
-        sides: makes unscaled logits (s, t) `[n, ..., v]`, which are not modified. A caller that had
-            them would keep two copies too long.
+        student, teacher: make unscaled logits `[n, ..., v]`, which are not modified. A caller that
+            had them would keep two copies too long.
         of_student, of_teacher: multipliers, a number or `[n]`.
         alike: where these are equal; a bool, or `[n, ...]`.
     """
-    s, t = sides()
+    s, t = student(), teacher()
     max_s, max_t = s.amax(-1), t.amax(-1)
     if kind not in ("forward", "reverse"):
         s, t = _about(s, max_s, of_student), _about(t, max_t, of_teacher)
@@ -388,20 +381,21 @@ def pair_sums(
     out = torch.zeros_like(softmax[:2])
     if student.valid:
         for part in row_chunks(out.shape[1], chunk_size):
-            both = partial(_both_log_probs, student, teacher, softmax, part)
-            out[:, part] = torch.stack(sums_of(both, spec.kind, spec.weights))
+            logp = partial(_log_probs, student.rows(part), softmax[:2, part])
+            logq = partial(_log_probs, teacher.rows(part), softmax[2:, part])
+            out[:, part] = torch.stack(sums_of(logp, logq, spec.kind, spec.weights))
     return out
 
 
 def sums_of(
-    sides: Callable[[], tuple[Tensor, Tensor]], kind: str, weights: Weights
+    student: Callable[[], Tensor], teacher: Callable[[], Tensor], kind: str, weights: Weights
 ) -> tuple[Tensor, Tensor]:
     """`pair_sums` over the last dimension, `[...]` each.
 
     Args:
-        sides: makes log-probabilities (log p, log q) `[..., v]`.
+        student, teacher: make log-probabilities `[..., v]`.
     """
-    logp, logq = sides()
+    logp, logq = student(), teacher()
     p, share, derivative = _shares(logp, logq, kind, weights)
     del logp, logq  # `share` has what it needs of them
     return share().sum(-1), derivative.mul_(p).sum(-1)
@@ -482,10 +476,12 @@ def pair_grad(
     if valid == 0:
         return
     for part in row_chunks(out.shape[0], chunk_size):
-        logp, logq = _both_log_probs(student, teacher, softmax, part)
+        student_step = student.rows(part)
+        logp = _log_probs(student_step, softmax[:2, part])
+        logq = _log_probs(teacher.rows(part), softmax[2:, part])
         ds = distribution_gradient(logp, logq, inner[part], spec.kind, spec.weights)
         g = upstream[part].to(ds.dtype).unsqueeze(-1)
-        student.rows(part).to_raw_gradient(ds.mul_(g))
+        student_step.to_raw_gradient(ds.mul_(g))
         out[part, :valid] = ds.masked_fill_(g == 0, 0.0)
 
 

@@ -172,9 +172,8 @@ def _pair_stats_kernel(
 ) -> tuple[Tensor, ...]:
     """Pair statistics of each block, `[n, blocks]`."""
     assert_compiled()
-    sides = _in_blocks(student), _in_blocks(teacher)
-    alike = alike.unsqueeze(1)
-    return reference.statistics_of(lambda: sides, of_student, of_teacher, alike, kind)
+    s, t, alike = _in_blocks(student), _in_blocks(teacher), alike.unsqueeze(1)
+    return reference.statistics_of(lambda: s, lambda: t, of_student, of_teacher, alike, kind)
 
 
 def _pair_sums_kernel(
@@ -192,11 +191,10 @@ def _pair_sums_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`pair_sums` of each block, `[n, blocks]`."""
     assert_compiled()
-    sides = (
-        reference.log_probs(_in_blocks(student), of_student, max_s, log_s),
-        reference.log_probs(_in_blocks(teacher), of_teacher, max_t, log_t),
-    )
-    return reference.sums_of(lambda: sides, kind, (teacher_weight, student_weight))
+    logp = reference.log_probs(_in_blocks(student), of_student, max_s, log_s)
+    logq = reference.log_probs(_in_blocks(teacher), of_teacher, max_t, log_t)
+    weights = teacher_weight, student_weight
+    return reference.sums_of(lambda: logp, lambda: logq, kind, weights)
 
 
 def _pair_grad_values(
