@@ -111,6 +111,34 @@ def test_statistics_and_gradients_are_the_references(dtype, strided, spec):
             assert torch.equal(zero, torch.zeros_like(zero))
 
 
+@pytest.mark.parametrize("behind", [700, 512, 511])
+def test_columns_behind_the_last_block(behind, monkeypatch):
+    """Two blocks of a narrow kernel and what is left; two; and too few for one."""
+    valid, kernels = 2 * BLOCK + behind, []
+
+    def spy(function: Callable[..., Any], *args: Any) -> Any:
+        kernels.append(function)
+        return common.call_compiled(function, *args)
+
+    monkeypatch.setattr(statistics, "call_compiled", spy)
+    logits = 3.0 * torch.randn(ROWS, valid + 60)
+    logits[:, 2 * BLOCK + 300] = logits[2, 2 * BLOCK :] = -torch.inf
+    logits[:, valid:] = torch.nan  # masked
+    target = torch.tensor([0, -1, 9, *range(2 * BLOCK + 3, valid, 100)][:ROWS])
+    target[-1] = valid - 1
+    chunk, threshold = Chunk(logits, valid), thresholds(logits, target)
+    want, got = (
+        row_stats(module, chunk, target, FULL, threshold) for module in (reference, inductor)
+    )
+    for name, expected, actual in zip(FULL.fields, want, got, strict=True):
+        rtol = 0.0 if name in ("max", "target", "higher") else 2e-6
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=0.0)
+    narrow = statistics._NARROW_BLOCK
+    widths = [BLOCK, narrow] if behind >= 2 * narrow else [BLOCK]
+    of = (statistics._stats_kernel, statistics._count_kernel)
+    assert kernels == [kernel(width) for width in widths for kernel in of]
+
+
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_several_entries_of_a_row(dtype, count, monkeypatch):

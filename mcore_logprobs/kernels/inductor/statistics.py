@@ -1,8 +1,8 @@
 """Statistics of one source, compiled, and their gradient.
 
 Compiled are any temperature, scale, row stride, entropy and rank. What is rare (softcap, bias,
-label smoothing, many entries per row, one row, under two blocks of columns) and the columns past
-the last whole block go to the reference.
+label smoothing, many entries per row, one row, under two blocks of columns) goes to the reference,
+and so do a few columns past the last whole block.
 
 Where a row's bits must depend on its own numbers alone, a block's sums run over a static number of
 columns in one vectorised order, whatever the rows and however they are divided among threads; the
@@ -37,6 +37,9 @@ from mcore_logprobs.kernels.inductor.common import (
 from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.kernels.stats import LOG_ZERO, GradientTerms, StatsSpec, by_name
 
+# Of the columns past the last whole block: for 576 of them eager torch takes as long as a kernel
+# for 18432.
+_NARROW_BLOCK = 256
 _MIN_INVARIANT = 512  # columns per block for which a kernel is compiled
 _VECTOR = 64
 _MAX_COLUMNS = 8  # of a row's single entries: each is compared with the others
@@ -134,10 +137,8 @@ def _stats(
     head_target = torch.where(target < full_columns, target, -1)
     operands = _two_rows(head), _two_rows(multiplier)
     block_stats = call(_stats_kernel(block), *operands, spec.entropy, spec.sum_pi_squared)
-    parts = raw.new_zeros(
-        (count + (full_columns < chunk.valid), len(spec.fields), rows), dtype=torch.float32
-    )
-    part = by_name(spec.fields, parts[:count], dim=1)
+    parts = raw.new_zeros((count, len(spec.fields), rows), dtype=torch.float32)
+    part = by_name(spec.fields, parts, dim=1)
     for name, values in block_stats.items():
         part[name].copy_(values[:rows].t())
     part["target"][0] = gather_target(head, head_target, 0.0).float()
@@ -147,16 +148,22 @@ def _stats(
         higher = call(_count_kernel(block), operands[0], _two_rows(limit))
         part["higher"].copy_(higher[:rows].t())
         part["higher"][0] -= (gather_target(head, head_target, -torch.inf) > limit).float()
-    if full_columns < chunk.valid:
-        (parts[-1],) = reference.stats(
-            chunk.columns(slice(full_columns, chunk.valid)),
-            torch.where(target >= full_columns, target - full_columns, -1),
+    if full_columns == chunk.valid:
+        return parts
+    rest = chunk.columns(slice(full_columns, chunk.valid))
+    rest_target = torch.where(target >= full_columns, target - full_columns, -1)
+    if block == BLOCK and call is call_compiled and rest.valid >= MIN_BLOCKS * _NARROW_BLOCK:
+        last = _stats(rest, rest_target, spec, threshold, _NARROW_BLOCK, chunk_size, call)
+    else:
+        last = reference.stats(
+            rest,
+            rest_target,
             spec,
             threshold=threshold,
             block=block,
-            chunk_size=chunk_size,
+            chunk_size=chunk_size * chunk.valid // rest.valid,  # as many numbers at a time
         )
-    return parts
+    return torch.cat([parts, last])
 
 
 def _grad(chunk: Chunk, terms: GradientTerms, out: Tensor, call: Callable[..., object]) -> None:
