@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -72,9 +73,7 @@ def test_even_parts(total: int, most: int, step: int) -> None:
     assert 1 <= size <= max(1, most)
     if total > most:  # no half of the step is taken where two of the whole fit
         halves = [step >> k for k in range(step.bit_length())]
-        taken = [
-            half for half, larger in zip(halves[1:], halves, strict=False) if 2 * larger > most
-        ]
+        taken = [half for larger, half in pairwise(halves) if 2 * larger > most]
         assert any(size % half == 0 for half in (step, *taken))
     lengths = [part.stop - part.start for part in parts]
     assert not lengths or max(lengths) == lengths[0]

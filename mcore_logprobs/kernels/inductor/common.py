@@ -25,7 +25,6 @@ from mcore_logprobs.kernels.chunk import Chunk
 
 logger = logging.getLogger("mcore_logprobs")
 
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Columns per block: 8 KiB of float32, well within a first-level cache.

@@ -36,13 +36,11 @@ _BLOCK = 512
 
 def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: int) -> Tensor:
     """As `kernels.pairs.pair_stats`."""
-    if not _are_common(student, teacher):
-        return reference.pair_stats(student, teacher, spec, chunk_size=chunk_size)
-    heads, tails = _cut(student, teacher)
-    multipliers = row_multipliers(student), row_multipliers(teacher)
-    alike = multipliers[0] == multipliers[1]
-    kind = spec.kind if not spec.two_pass else ""
     try:
+        heads, tails = _cut(student, teacher)
+        multipliers = row_multipliers(student), row_multipliers(teacher)
+        alike = multipliers[0] == multipliers[1]
+        kind = spec.kind if not spec.two_pass else ""
         found = call_compiled(_pair_stats_kernel, *heads, *multipliers, alike, kind)
     except NotCompiled:
         return reference.pair_stats(student, teacher, spec, chunk_size=chunk_size)
@@ -51,7 +49,8 @@ def pair_stats(student: Chunk, teacher: Chunk, spec: PairSpec, *, chunk_size: in
     for number, values in enumerate(found):
         parts[:blocks, number] = values.t()
     for tail in tails:
-        (parts[-1],) = reference.pair_stats(*tail, spec, chunk_size=chunk_size)
+        size = _rows(tail, chunk_size, student)
+        (parts[-1],) = reference.pair_stats(*tail, spec, chunk_size=size)
     return parts
 
 
@@ -59,20 +58,19 @@ def pair_sums(
     student: Chunk, teacher: Chunk, softmax: Tensor, spec: PairSpec, *, chunk_size: int
 ) -> Tensor:
     """As `kernels.pairs.pair_sums`."""
-    if not _are_common(student, teacher):
-        return reference.pair_sums(student, teacher, softmax, spec, chunk_size=chunk_size)
-    heads, tails = _cut(student, teacher)
-    multipliers = row_multipliers(student), row_multipliers(teacher)
-    # One for each block: a loop in which nothing tells the blocks of a row apart goes over all of
-    # its columns, and is not fused with the sums of blocks.
-    of_blocks = softmax.unsqueeze(-1).expand(-1, -1, heads[0].shape[1] // _BLOCK)
-    operands = (*multipliers, *_normalizers(of_blocks), *_weights(softmax, spec))
     try:
+        heads, tails = _cut(student, teacher)
+        multipliers = row_multipliers(student), row_multipliers(teacher)
+        # One for each block: a loop in which nothing tells the blocks of a row apart goes over all
+        # of its columns, and is not fused with the sums of blocks.
+        of_blocks = softmax.unsqueeze(-1).expand(-1, -1, heads[0].shape[1] // _BLOCK)
+        operands = (*multipliers, *_normalizers(of_blocks), *_weights(softmax, spec))
         sums = torch.stack(call_compiled(_pair_sums_kernel, *heads, *operands, spec.kind)).sum(-1)
     except NotCompiled:
         return reference.pair_sums(student, teacher, softmax, spec, chunk_size=chunk_size)
     for tail in tails:
-        sums += reference.pair_sums(*tail, softmax, spec, chunk_size=chunk_size)
+        size = _rows(tail, chunk_size, student)
+        sums += reference.pair_sums(*tail, softmax, spec, chunk_size=size)
     return sums
 
 
@@ -146,12 +144,23 @@ def _weights(softmax: Tensor, spec: PairSpec) -> tuple[Tensor, Tensor]:
 
 
 def _cut(student: Chunk, teacher: Chunk) -> tuple[tuple[Tensor, Tensor], list[tuple[Chunk, Chunk]]]:
-    """(logits of both in whole blocks of columns, the chunks of what is left: one, or none)."""
+    """(logits of both in whole blocks of columns, the chunks of what is left: one, or none).
+
+    Raises:
+        NotCompiled: there is no kernel for both.
+    """
+    if not _are_common(student, teacher):
+        raise NotCompiled
     valid = student.valid
     whole = valid - valid % _BLOCK
     rest = slice(whole, valid)
     tails = [(student.columns(rest), teacher.columns(rest))] if whole < valid else []
     return (student.logits[:, :whole], teacher.logits[:, :whole]), tails
+
+
+def _rows(tail: tuple[Chunk, Chunk], chunk_size: int, whole: Chunk) -> int:
+    """Rows of a tail at a time, of which there are as many numbers as of whole rows."""
+    return chunk_size * whole.valid // tail[0].valid
 
 
 # ---- kernels: what torch.compile sees -----------------------------------------------------------
