@@ -22,7 +22,7 @@ from mcore_logprobs import (
 )
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import budgets
-from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.kernels.inductor import INVARIANT
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from tests.helpers import oracles
 from tests.helpers.heads import (
@@ -410,13 +410,13 @@ def test_adapters_in_one_batch_are_a_call_each_and_cost_what_one_call_does() -> 
     assert flops[0] == flops[1] > 3 * 2 * n * v * h
 
 
-def test_a_chunk_s_own_size_decides_what_computes_it() -> None:
-    """A short last tile must not be computed by what a large first one was, nor the reverse."""
-    sizes = dataclasses.replace(budgets.CPU, compiled_numel=64)
+def test_the_largest_chunk_decides_what_computes_a_call() -> None:
+    """A short last tile is computed by what the others are, and by no kernels of its own."""
+    sizes = dataclasses.replace(budgets.CPU, compiled_numel=80)
+    hidden, weight = torch.randn(5, 4), torch.randn(40, 4)
     with budgets.use(sizes):
-        head = head_logits(torch.randn(5, 4), torch.randn(40, 4))
         of_size = [backends.select("auto", torch.empty(rows, 40)) for rows in (1, 2)]
-        assert of_size[0] is not of_size[1]  # the compiled one from 64 logits on
-        for rows in (2, 1, 2):
-            chunk = Chunk(torch.empty(rows, 40), 40)
-            assert head.backend(chunk) is of_size[rows - 1]
+        assert of_size[0] is not of_size[1]  # the compiled one from 80 logits on
+        for rows in (1, 2):  # the last tile has one row
+            assert head_logits(hidden, weight, chunk_size=rows).backend is of_size[rows - 1]
+        assert head_logits(hidden, weight, invariant_segments=1).backend is INVARIANT

@@ -56,6 +56,7 @@ class ContrastLogits:
 
     recomputed, linear = True, False  # a product of two of its tensors is not linear
     order_may_change, may_keep, heads = False, False, ()
+    backend = reference
 
     def __init__(
         self,
@@ -86,9 +87,6 @@ class ContrastLogits:
         self, needs: Sequence[bool], *, sparse: bool = False, in_acc_dtype: bool = False
     ) -> ContrastGradient:
         return ContrastGradient(self, needs, in_acc_dtype)
-
-    def backend(self, chunk: Chunk) -> Any:
-        return reference
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         return TILE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,11 +166,11 @@ def _inductor_refusal(logits: Tensor, invariant: bool) -> str | None:
     return None
 
 
-def _inductor_passed_over(sides: Sequence[Tensor], invariant: bool) -> str | None:
-    if any(is_traced(side) for side in sides):  # nor can the search for a compiler be traced
+def _inductor_passed_over(logits: Tensor, numel: int, invariant: bool) -> str | None:
+    if is_traced(logits):  # nor can the search for a compiler be traced
         return "the caller is being compiled already"
-    least = budgets.of(sides[0].device.type).compiled_numel
-    if not invariant and sum(side.numel() for side in sides) < least:
+    least = budgets.of(logits.device.type).compiled_numel
+    if not invariant and numel < least:
         return f"fewer than {least} logits"
     return None
 
@@ -189,15 +189,15 @@ class _Candidate:
     Attributes:
         availability: device type -> Choice; may import what it needs.
         refusal: logits, invariant -> why it cannot serve this call, or None.
-        passed_over: likewise of one side's or both sides' logits, why `auto` leaves them to torch
-            all the same; asked first, as it is cheap.
+        passed_over: logits, how many at a time, invariant -> likewise why `auto` leaves them to
+            torch all the same; asked first, as it is cheap.
     """
 
     name: str
     device_type: str
     availability: Callable[[str], Choice]
     refusal: Callable[[Tensor, bool], str | None]
-    passed_over: Callable[[Sequence[Tensor], bool], str | None] = lambda sides, invariant: None
+    passed_over: Callable[[Tensor, int, bool], str | None] = lambda logits, numel, invariant: None
 
 
 # torch, which serves everything, comes after both.
@@ -212,11 +212,14 @@ def explain(device_type: str) -> tuple[Choice, ...]:
     return (*(candidate.availability(device_type) for candidate in _CANDIDATES), _TORCH)
 
 
-def select(backend: str, *logits: Tensor, invariant: bool = False) -> Backend:
-    """The backend that serves this call, for logits of this device, dtype, size and layout.
+def select(
+    backend: str, logits: Tensor, *, numel: int | None = None, invariant: bool = False
+) -> Backend:
+    """The backend that serves a call, for logits of this device, dtype, size and layout.
 
     Args:
-        logits: one side's, or student's and teacher's, which may differ in dtype.
+        logits: all of them, or an empty tensor of their device and dtype.
+        numel: how many exist at a time at most; None: as many as the tensor has.
         invariant: a row's bits must depend on its own numbers alone, so that size and layout may
             not decide: "auto" goes by device and dtype.
 
@@ -225,22 +228,21 @@ def select(backend: str, *logits: Tensor, invariant: bool = False) -> Backend:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
-    device_type = logits[0].device.type
+    device_type, numel = logits.device.type, logits.numel() if numel is None else numel
     for candidate in _CANDIDATES:
         by_name = backend == candidate.name
         by_default = backend == "auto" and device_type == candidate.device_type
         if not (by_name or by_default):
             continue
-        reason = candidate.passed_over(logits, invariant) if by_default else None
+        reason = candidate.passed_over(logits, numel, invariant) if by_default else None
         if reason is None:
             choice = candidate.availability(device_type)
-            reasons = [choice.reason]
+            reason = choice.reason
             if choice.available:
-                reasons = [r for r in (candidate.refusal(x, invariant) for x in logits) if r]
-            if not reasons:
+                reason = candidate.refusal(logits, invariant)
+            if reason is None:
                 _log_once(candidate.name, device_type, choice.reason)
                 return _load(candidate.name, invariant)
-            reason = reasons[0]
         if by_name:
             raise ValueError(f"backend={backend!r} is unavailable: {reason}")
         _log_once("not " + candidate.name, device_type, reason)

@@ -39,8 +39,7 @@ class Budgets:
         copy_bytes: of one float32 copy of a chunk within a kernel. On a CPU it should stay in the
             cache; on a GPU it must fill the chip. The torch backend holds at most two; of two
             sides of logits up to eight, of half the rows.
-        compiled_numel: logits, of both sides where there are two, from which on the compiled CPU
-            backend is taken.
+        compiled_numel: logits that exist at a time from which on the compiled CPU backend is taken.
     """
 
     tile_rows: int

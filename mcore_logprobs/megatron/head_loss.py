@@ -264,11 +264,10 @@ class _HeadRequest:
             softcap=teacher.softcap,
             temperature=temperature,
             vocab_size=config.vocab_size,
+            backend=config.backend,
             **self.call.vocab_bias,
         )
-        return kl_div(
-            source, other, kind=teacher.kind, beta=teacher.beta, mask=keep, backend=config.backend
-        )
+        return kl_div(source, other, kind=teacher.kind, beta=teacher.beta, mask=keep)
 
     def _drawn(self, source: AnySource, draw: SampleRequest) -> tuple[Tensor, Tensor]:
         tokens, seed = self.tokens, draw.seed

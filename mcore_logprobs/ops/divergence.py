@@ -76,7 +76,7 @@ class _DivergenceForward(Forward):
         spec, rows, (student, teacher) = self._spec, placed.rows, (placed.chunk, placed.other)
         assert teacher is not None
         size = self._source.rows_at_a_time(teacher.logits.shape[1])
-        kernels = self._source.backend(placed)
+        kernels = self._source.backend
         if self._done is None:
             self._blocks.append(kernels.pair_stats(student, teacher, spec, chunk_size=size))
         else:
@@ -125,7 +125,7 @@ class _DivergenceGradient(Backward):
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         rows, teacher = placed.rows, placed.other
         assert teacher is not None
-        self._source.backend(placed).pair_grad(
+        self._source.backend.pair_grad(
             placed.chunk,
             teacher,
             self._softmax[rows].t(),
@@ -144,7 +144,6 @@ def kl_div(
     kind: str = "forward",
     beta: float = 0.5,
     mask: Tensor | None = None,
-    backend: str = "auto",
 ) -> Tensor:
     """`vocab_parallel_kl_div` of two sources of the same tokens; kind may be "cross_entropy"."""
     if kind != "cross_entropy":
@@ -153,8 +152,7 @@ def kl_div(
     student = masked_source(student, mask)
     if mask is None:
         mask = torch.ones(student.batch_shape, dtype=torch.bool, device=student.device)
-    pair = beside(student, teacher, backend)
-    return apply(Divergence(PairSpec(kind, float(beta))), pair, mask)[0]
+    return apply(Divergence(PairSpec(kind, float(beta))), beside(student, teacher), mask)[0]
 
 
 def check_kind(kind: str, beta: float) -> None:
@@ -221,8 +219,7 @@ def vocab_parallel_kl_div(
     student, teacher = given_pair(
         student_logits, teacher_logits, teacher_temperature, teacher_softcap, shared
     )
-    backend = shared.get("backend", "auto")
-    return kl_div(student, teacher, kind=kind, beta=beta, mask=mask, backend=backend)
+    return kl_div(student, teacher, kind=kind, beta=beta, mask=mask)
 
 
 @shared_keywords(LogitsKeywords, given_logits)
@@ -249,8 +246,7 @@ def vocab_parallel_soft_cross_entropy(
     student, teacher = given_pair(
         student_logits, teacher_logits, teacher_temperature, teacher_softcap, shared
     )
-    backend = shared.get("backend", "auto")
-    return kl_div(student, teacher, kind="cross_entropy", mask=mask, backend=backend)
+    return kl_div(student, teacher, kind="cross_entropy", mask=mask)
 
 
 def given_pair(
@@ -281,7 +277,8 @@ def given_pair(
 
 def options_of_both(shared: Any) -> dict[str, Any]:
     """The shared keywords that a teacher's source takes too."""
-    return {name: shared.get(name) for name in ("vocab_size", "logit_bias", "disallowed_ids")}
+    names = "vocab_size", "backend", "logit_bias", "disallowed_ids"
+    return {name: shared.get(name) for name in names if name in shared}
 
 
 def given_teacher(
@@ -383,8 +380,7 @@ def linear_kl_div(
         temperature=teacher_temperature,
         **options_of_both(shared),
     )
-    backend = shared.get("backend", "auto")
-    return kl_div(student, teacher, kind=kind, beta=beta, mask=mask, backend=backend)
+    return kl_div(student, teacher, kind=kind, beta=beta, mask=mask)
 
 
 def any_teacher(

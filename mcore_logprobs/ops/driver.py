@@ -22,7 +22,6 @@ from torch.autograd.function import FunctionCtx
 
 from mcore_logprobs.checks import autocast_enabled
 from mcore_logprobs.kernels.backend import Backend
-from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.sources.kept import KeptPlan, Rereads, keep, plan_kept, restore
 from mcore_logprobs.sources.main_grad import MainGrad
 from mcore_logprobs.sources.source import (
@@ -293,9 +292,10 @@ class _Recompute(torch.autograd.Function):
                 saved = tuple(None if x is None else source.to_token_order(x) for x in saved)
             ignored_values = operation.ignored_values or (0.0,) * len(results)
             results = tuple(
-                None if x is None else _owned(source.to_token_order(x, fill))
+                None if x is None else source.to_token_order(x, fill)
                 for x, fill in zip(results, ignored_values, strict=True)
             )
+            results = tuple(None if x is None else _owned(x) for x in results)
         ctx.operation, ctx.options, ctx.plans = operation, options, plans
         ctx.counts = (*counts, len(tensors), len(tensors) + len(saved))
         ctx.linear = operation.linear and source.linear
@@ -421,7 +421,7 @@ class _EagerContext(FunctionCtx):
     gradients: tuple[tuple[Tensor | None, ...], Tensor | None] | None
     dtypes: list[torch.dtype | None]
     main_grad: MainGrad | None
-    kernels: Backend
+    backend: Backend
     needs_input_grad: tuple[bool, ...]
 
 
@@ -481,8 +481,7 @@ class _Eager(torch.autograd.Function):
             )
         ctx.save_for_backward(anchor)
         ctx.main_grad = getattr(options, "main_grad", None)
-        like = torch.empty(1, 1, dtype=source.acc_dtype, device=source.device)
-        ctx.kernels = source.backend(Chunk(like, 1))
+        ctx.backend = source.backend
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if x is not None))
@@ -505,12 +504,12 @@ class _Eager(torch.autograd.Function):
         gradients: list[Tensor | None] = []
         for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
             if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's
-                ctx.kernels.scale(grad, upstream, out=ctx.main_grad.buffer, add=True)
+                ctx.backend.scale(grad, upstream, out=ctx.main_grad.buffer, add=True)
                 grad = ctx.main_grad.dummy_wgrad()
             elif grad is not None:
                 # In place where it can be: it is ours alone, and may be of the weight's size.
                 out = grad if grad.dtype is dtype else torch.empty_like(grad, dtype=dtype)
-                ctx.kernels.scale(grad, upstream, out=out)
+                ctx.backend.scale(grad, upstream, out=out)
                 grad = out
             gradients.append(grad)
         rest = none - 5 - len(gradients)

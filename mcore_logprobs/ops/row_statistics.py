@@ -96,14 +96,13 @@ class RowStatistics(Forward):
         calls = ((0, placed),) if self._block is None else self._by_segment(placed, self._block)
         for segment, part in calls:
             chunk = part.chunk
-            kernels, size = source.backend(chunk), source.rows_at_a_time(chunk.logits.shape[1])
-            stats = kernels.stats(
+            stats = source.backend.stats(
                 chunk,
                 part.local(self._column[rows], source.shard.width),
                 self.spec,
                 threshold=threshold,
                 block=self._block,
-                chunk_size=size,
+                chunk_size=source.rows_at_a_time(chunk.logits.shape[1]),
             )
             by_segment = (stats,) if self._per_segment is None else stats.split(self._per_segment)
             for place, blocks in enumerate(by_segment, segment):
@@ -170,9 +169,9 @@ class LogitGradient(Backward):
 
     def write(self, placed: ChunkAt, out: Tensor) -> None:
         source, terms, chunk = self.source, self.terms.rows(placed.rows), placed.chunk
-        kernels, size = source.backend(chunk), source.rows_at_a_time(chunk.logits.shape[1])
+        size = source.rows_at_a_time(chunk.logits.shape[1])
         columns = placed.local(terms.columns, source.shard.width)
-        kernels.grad(chunk, terms._replace(columns=columns), out=out, chunk_size=size)
+        source.backend.grad(chunk, terms._replace(columns=columns), out=out, chunk_size=size)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class GivenLogits:
         temperature: Tensor | None = None,
     ) -> None:
         self.options, self.tensors = options, (logits, bias, temperature)
+        self.backend = options.backend
         self.shard, self.batch_shape = options.shard, options.batch_shape
         self.device, self.acc_dtype = logits.device, acc_dtype(logits.dtype)
         self.num_rows, self.linear = self.batch_shape.numel(), options.softcap is None
@@ -151,9 +152,6 @@ class GivenLogits:
         return self
 
     # ---- as a source and a tile ----
-
-    def backend(self, chunk: Chunk) -> backends.Backend:
-        return self.options.backend
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         sizes = budgets.of(self.device.type)

@@ -38,6 +38,7 @@ from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels.budgets import Tiling
 from mcore_logprobs.kernels.chunk import acc_dtype
+from mcore_logprobs.kernels.products import matmul_dtype
 from mcore_logprobs.sources.head_gradients import HeadGradient
 from mcore_logprobs.sources.head_operands import (
     HeadOperands,
@@ -207,12 +208,18 @@ def head_logits(
         lead = rows.shape
     temperature = check_temperature(temperature, lead, device, name=f"{prefix}temperature")
     accumulated = acc_dtype(compute_dtype)
+    if accumulated == torch.float64:
+        logits_dtype = torch.float64
     a, b = (None, None) if lora is None else lora[:2]
     per_token = temperature if isinstance(temperature, Tensor) else None
     added = None
     if logit_bias is not None or disallowed_ids is not None:
         added = vocab_bias(logit_bias, disallowed_ids, shard, device, accumulated)
         bias = added.values if bias is None else bias.to(accumulated) + added.values
+    low_precision = (
+        may_round and logits_dtype == compute_dtype and lora is None and segments is None
+    )
+    tiling = Tiling.of(math.prod(lead), shard.width, chunk_size, device)
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, a, b, per_token
     options = BoundOptions(
         shard=shard,
@@ -220,16 +227,20 @@ def head_logits(
         logit_scale=float(logit_scale),
         softcap=softcap,
         temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
-        logits_dtype=torch.float64 if accumulated == torch.float64 else logits_dtype,
+        logits_dtype=logits_dtype,
         compute_dtype=compute_dtype,
-        low_precision=may_round
-        and logits_dtype == compute_dtype
-        and lora is None
-        and segments is None,
-        backend=backend,
+        acc_dtype=accumulated,
+        matmul_dtype=matmul_dtype(compute_dtype, device, low_precision=low_precision),
+        low_precision=low_precision,
+        backend=backends.select(
+            backend,
+            weight.new_empty(0, 1, dtype=logits_dtype),
+            numel=tiling.rows * tiling.columns,
+            invariant=segments is not None,
+        ),
         sequence_parallel=sequence_parallel,
         chunk_size=chunk_size,
-        tiling=Tiling.of(math.prod(lead), shard.width, chunk_size, device),
+        tiling=tiling,
         selection=selection,
         compact=compact,
         segments=segments,
@@ -238,8 +249,6 @@ def head_logits(
         saved=SavedBytes(saved_bytes) if saved_bytes else None,
         disallowed=None if added is None else added.disallowed,
     )
-    if backend != "auto":  # one that is unavailable is refused here, before any collective
-        backends.select(backend, weight.new_empty(0, 1), invariant=segments is not None)
     return options.bind(*tensors)
 
 

@@ -17,18 +17,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from mcore_logprobs.collectives import all_gather_dim0_async
-from mcore_logprobs.groups import VocabShard, group_size
-from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import budgets
+from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.budgets import Tiling
 from mcore_logprobs.kernels.chunk import (
     Chunk,
     ChunkAt,
     Processing,
-    acc_dtype,
     prefer_huge_pages,
     row_chunks,
     row_stride,
@@ -36,7 +35,6 @@ from mcore_logprobs.kernels.chunk import (
 from mcore_logprobs.kernels.products import (
     aligned,
     batch_invariant_matmul,
-    matmul_dtype,
     product,
 )
 from mcore_logprobs.kernels.segments import Segments
@@ -50,30 +48,25 @@ class HiddenRows:
     """Hidden states `[n_local, h]` as tiles of the whole `[n, h]`.
 
     Attributes:
-        ranks: over which the rows are split.
+        group, ranks: over which the rows are split; None and 1: over none.
+        selection: which of them are computed; None: all.
         num_rows: rows over all ranks, n.
         local: each tile's rows of this rank, or places in its selection.
         is_one_walk: whether rows tile by tile are in the order of rows rank by rank.
 
     Args:
         hidden: this rank's.
-        group: over which the rows are split, or None.
-        tile_rows: rows per tile, over all ranks.
-        selection: which of them are computed; None: all.
+        options: the head's.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        group: ProcessGroup | None,
-        tile_rows: int,
-        selection: RowSelection | None,
-    ) -> None:
-        self.hidden, self.group, self.selection = hidden, group, selection
-        self.ranks = group_size(group)
-        local_rows = hidden.shape[0] if selection is None else selection.local.shape[0]
-        self.num_rows = local_rows * self.ranks
-        self.local = list(row_chunks(local_rows, max(1, tile_rows // self.ranks)))
+    def __init__(self, hidden: Tensor, options: HeadOptions) -> None:
+        self.hidden, self.selection = hidden, options.selection
+        self.group, self.ranks = None, 1
+        if options.sequence_parallel:
+            self.group, self.ranks = options.shard.group, options.shard.tp_size
+        rows = hidden if self.selection is None else self.selection.local
+        self.num_rows = rows.shape[0] * self.ranks
+        self.local = list(row_chunks(rows.shape[0], max(1, options.tiling.rows // self.ranks)))
         self.is_one_walk = self.ranks == 1 or len(self.local) < 2
 
     def start(self, number: int) -> tuple[Tensor, Work | None]:
@@ -140,6 +133,8 @@ class HeadOptions:
         temperature: a number, where tokens do not have their own.
         logits_dtype: what a chunk of logits is rounded to; float64 for float64 operands.
         compute_dtype: what the operands are rounded to: their own, or autocast's.
+        acc_dtype, matmul_dtype: what products are added in, and what operands are multiplied in: a
+            CPU may multiply low precision in float32.
         low_precision: GEMMs may be made in compute_dtype throughout: logits_dtype is that.
         chunk_size: as the caller gave it.
         segments: the segments that statistics are taken by, or None.
@@ -155,8 +150,10 @@ class HeadOptions:
     temperature: float
     logits_dtype: torch.dtype
     compute_dtype: torch.dtype
+    acc_dtype: torch.dtype
+    matmul_dtype: torch.dtype
     low_precision: bool
-    backend: str
+    backend: Backend
     sequence_parallel: bool
     chunk_size: int | None
     tiling: Tiling
@@ -183,15 +180,9 @@ class HeadOperands:
     def __init__(self, options: HeadOptions, tensors: HeadTensors) -> None:
         self.options, self.tensors, self.shard = options, tensors, options.shard
         self.weight = tensors.weight.detach()
-        self.device, self.acc_dtype = self.weight.device, acc_dtype(options.compute_dtype)
-        group = self.shard.group if options.sequence_parallel else None
-        self.hidden = HiddenRows(
-            tensors.hidden.detach(), group, options.tiling.rows, options.selection
-        )
-        # What operands are multiplied in: a CPU may multiply low precision in float32.
-        self.matmul_dtype = matmul_dtype(
-            options.compute_dtype, self.device, low_precision=options.low_precision
-        )
+        self.device, self.acc_dtype = self.weight.device, options.acc_dtype
+        self.backend, self.matmul_dtype = options.backend, options.matmul_dtype
+        self.hidden = HiddenRows(tensors.hidden.detach(), options)
         # No method: what holds it would hold the head, in a cycle that outlives the call.
         self.matmul_input = partial(_matmul_input, options.compute_dtype, self.matmul_dtype)
         self.low_rank: LowRank | None = None
@@ -235,10 +226,6 @@ class HeadOperands:
         return per_row.reshape((*self.batch_shape, *per_row.shape[1:]))
 
     # ---- products and their memory ----
-
-    def backend(self, chunk: Chunk) -> backends.Backend:
-        invariant = self.options.segments is not None
-        return backends.select(self.options.backend, chunk.logits, invariant=invariant)
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         return budgets.of(self.device.type).copied_rows(copies * width)

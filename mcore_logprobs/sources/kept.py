@@ -197,17 +197,15 @@ class KeptLogits:
             codes, scale = self.tensors[at : at + 2]
             assert codes is not None
             assert scale is not None
-            kernels = head.backend(head.processing.chunk(logits, tile.rows, columns))
             scale = scale.view(2, -1)
-            kernels.decode(_as_chunk(codes, shape), scale, out=logits, chunk_size=size)
+            head.backend.decode(_as_chunk(codes, shape), scale, out=logits, chunk_size=size)
             return logits
         chunk = head.processing.chunk(
             head.product(tile.hidden, columns, logits), tile.rows, columns
         )
         if self.tensors[at] is None:
             codes = self._new(head, shape, torch.int16)
-            kernels = head.backend(chunk)
-            scale = kernels.encode(chunk, out=_as_chunk(codes, shape), chunk_size=size)
+            scale = head.backend.encode(chunk, out=_as_chunk(codes, shape), chunk_size=size)
             self.tensors[at], self.tensors[at + 1] = codes, scale.flatten()
         return chunk.logits
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels import reference
+from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, row_chunks
 from mcore_logprobs.sources.given import GivenLogits
 from mcore_logprobs.sources.head import HeadLogits
@@ -28,16 +29,11 @@ AnySource = GivenLogits | HeadLogits
 
 @dataclass(frozen=True)
 class PairOptions:
-    """Both sides' options, and how many of the tensors are the student's.
-
-    Attributes:
-        backend: as the caller named it.
-    """
+    """Both sides' options, and how many of the tensors are the student's."""
 
     student: Options
     teacher: Options
     count: int
-    backend: str
     segments: None = None
 
     def bind(self, *tensors: Tensor | None) -> PairSource:
@@ -72,11 +68,9 @@ class PairSource:
         self.to_row_order, self.to_token_order = student.to_row_order, student.to_token_order
         self.order_may_change = student.order_may_change
         self.rows_at_a_time = partial(student.rows_at_a_time, copies=2)  # of either side
-
-    def backend(self, placed: ChunkAt) -> backends.Backend:
-        """What computes a chunk of both sides."""
-        assert placed.other is not None
-        return backends.select(self.options.backend, placed.chunk.logits, placed.other.logits)
+        # One that serves either side alone does not serve both.
+        alike = student.backend is teacher.backend
+        self.backend: Backend = student.backend if alike else reference
 
     def tiles(self) -> Iterator[PairTile]:
         student, teacher, width = self.student, self.teacher, self.shard.width
@@ -157,17 +151,6 @@ def _check_alike(student: Source, teacher: Source) -> None:
         raise ValueError("teacher: expected rows in the order of the student's, got another order")
 
 
-def _like(source: Source) -> Tensor:
-    """Logits, as a backend is chosen by them, or none with the dtype and device of some."""
-    if isinstance(source, GivenLogits):
-        return source.logits
-    if isinstance(source, HeadLogits):
-        return source.weight[:0, :1]
-    tensor = source.tensors[0]
-    assert tensor is not None
-    return tensor.new_empty(0, 1)
-
-
 def alongside(student: AnySource, teacher_logits: Tensor) -> Tensor:
     """A teacher's logits, lazy ones real where their rows cannot be walked with the student's."""
     if not isinstance(teacher_logits, LazyLogits):
@@ -175,12 +158,11 @@ def alongside(student: AnySource, teacher_logits: Tensor) -> Tensor:
     return teacher_logits.beside(student if isinstance(student, HeadLogits) else None)
 
 
-def beside(student: Source, teacher: Source, backend: str) -> PairSource:
+def beside(student: Source, teacher: Source) -> PairSource:
     """The pair, both sides' rows in one order.
 
     Raises:
-        ValueError: a backend asked for by name that cannot serve both sides; sources whose rows are
-            not walked alike.
+        ValueError: sources whose rows are not walked alike.
     """
     index: Tensor | None = None
     for name, side in (("student", student), ("teacher", teacher)):
@@ -205,8 +187,10 @@ def beside(student: Source, teacher: Source, backend: str) -> PairSource:
             index = _tokens(student)
     elif isinstance(student, HeadLogits) and isinstance(teacher, HeadLogits):
         tiling, selection = student.options.tiling, student.options.selection
-        own_options = replace(teacher.options, tiling=tiling, selection=selection)
-        teacher = own_options.bind(*teacher.tensors)
+        options_of_teacher = teacher.options
+        if options_of_teacher.tiling != tiling or options_of_teacher.selection is not selection:
+            as_students = replace(options_of_teacher, tiling=tiling, selection=selection)
+            teacher = as_students.bind(*teacher.tensors)
     else:
         if (ends := teacher.tile_ends()) != student.tile_ends():
             raise ValueError(
@@ -214,6 +198,5 @@ def beside(student: Source, teacher: Source, backend: str) -> PairSource:
                 f"student's, got {ends}"
             )
         _check_alike(student, teacher)
-    backends.select(backend, _like(student), _like(teacher))
-    pair = PairOptions(student.options, teacher.options, len(student.tensors), backend)
+    pair = PairOptions(student.options, teacher.options, len(student.tensors))
     return PairSource(pair, student, teacher, index)

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from mcore_logprobs.checks import check_optional_count
 from mcore_logprobs.groups import VocabShard
-from mcore_logprobs.kernels import backend as backends
+from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing, per_row, softcap_slope
 from mcore_logprobs.kernels.segments import Segments
 
@@ -171,6 +171,7 @@ class Source(Walked, Protocol):
 
     Attributes:
         processing: of all rows as they are walked, and of this rank's columns.
+        backend: what computes its chunks.
         recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
         shard: this rank's columns of the vocabulary.
         batch_shape: the shape of the tokens: of targets, masks and results.
@@ -179,6 +180,7 @@ class Source(Walked, Protocol):
     shard: VocabShard
     batch_shape: torch.Size
     processing: Processing
+    backend: Backend
     recomputed: bool
 
     def tiles(self) -> Iterator[Tile]: ...
@@ -194,9 +196,6 @@ class Source(Walked, Protocol):
 
     def tile_ends(self) -> list[int]:
         """The row behind each tile's last."""
-
-    def backend(self, chunk: Chunk) -> backends.Backend:
-        """The backend that computes this chunk."""
 
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         """Rows of which so many float32 copies of `width` columns are made at a time."""

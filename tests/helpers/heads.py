@@ -22,7 +22,7 @@ def products_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def their_own(dtype: torch.dtype, device: torch.device, **options: bool) -> torch.dtype:
         return dtype
 
-    monkeypatch.setattr("mcore_logprobs.sources.head_operands.matmul_dtype", their_own)
+    monkeypatch.setattr("mcore_logprobs.sources.head.matmul_dtype", their_own)
 
 
 @dataclass

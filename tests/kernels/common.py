@@ -144,7 +144,7 @@ def segment_stats(
         processing=chunk.processing,
         num_rows=rows,
         shard=SimpleNamespace(group=None, width=width, valid_width=chunk.valid),
-        backend=lambda _: backend,
+        backend=backend,
         rows_at_a_time=lambda _: chunk_size,
     )
     tile: Any = SimpleNamespace(rows=slice(0, rows), target_logits=lambda _: threshold)

@@ -105,13 +105,11 @@ with FakeTensorMode():
 backends._logged.clear()
 for _ in range(2):
     assert backends.select("auto", logits) is backends.reference
-    assert backends.select("auto", logits, logits) is backends.reference
 reason = f"Triton {triton.__version__} has no tuples in kernels: 3.3 or later is needed"
 assert records[0] == f"backend for cuda tensors: not triton ({reason})", records
 assert len(records) == 2, records
-for sides in ((logits,), (logits, logits)):
-    message = refusal(lambda: backends.select("triton", *sides))
-    assert message == f"backend='triton' is unavailable: {reason}", message
+message = refusal(lambda: backends.select("triton", logits))
+assert message == f"backend='triton' is unavailable: {reason}", message
 triton.language.tuple = tuples
 backends._triton_failure.clear()
 

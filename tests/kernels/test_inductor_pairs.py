@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from mcore_logprobs import linear_kl_div, vocab_parallel_kl_div
-from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels import budgets, inductor, pairs
+from mcore_logprobs.kernels import budgets, inductor, pairs, reference
 from mcore_logprobs.kernels.chunk import Chunk
 from mcore_logprobs.kernels.inductor import common
 from mcore_logprobs.kernels.inductor import pairs as compiled
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec
+from mcore_logprobs.sources.given import given_logits
+from mcore_logprobs.sources.pair_source import beside
 from tests.helpers.covering import covering
 from tests.kernels.common import TRANSFORMS, doubled, lay_out, make_chunk, make_logits, setting_id
 from tests.kernels.two_sides import check_pair, divergence_of, run_pair
@@ -264,10 +265,14 @@ def test_auto_takes_it_for_large_logits_and_a_divergence_is_torchs(seen):
     columns = 8 * BLOCK
     rows = budgets.CPU.compiled_numel // columns
     large = torch.zeros(rows, columns)
-    assert backends.select("auto", large, large.bfloat16()) is inductor
-    assert backends.select("auto", large[: rows // 2 - 1], large[: rows // 2]) is not inductor
-    assert backends.select("auto", large, large.double()) is not inductor
-    assert backends.select("inductor", large[:2], large[:2]) is inductor
+
+    def of_a_pair(student: Tensor, teacher: Tensor, **options: Any) -> object:
+        return beside(given_logits(student, **options), given_logits(teacher, **options)).backend
+
+    assert of_a_pair(large, large.bfloat16()) is inductor
+    assert of_a_pair(large[1:], large[1:]) is reference
+    assert of_a_pair(large, large.double()) is of_a_pair(large.double(), large) is reference
+    assert of_a_pair(large[:2], large[:2], backend="inductor") is inductor
 
     torch.manual_seed(1)
     logits, teacher = torch.randn(2, 2, rows // 2 + 1, columns)

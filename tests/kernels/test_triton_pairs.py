@@ -14,13 +14,14 @@ import triton.language as tl
 from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_logprobs import linear_kl_div, vocab_parallel_kl_div
-from mcore_logprobs.kernels import backend as backends
 from mcore_logprobs.kernels import pairs, reference
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.pairs import KINDS, PairSpec, finalize_pair, merge_pairs
 from mcore_logprobs.kernels.triton import common, pair_statistics, sides
 from mcore_logprobs.kernels.triton.common import Plan
+from mcore_logprobs.sources.given import given_logits
+from mcore_logprobs.sources.pair_source import beside
 from tests.helpers.covering import covering
 from tests.kernels.common import (
     DEVICE,
@@ -278,14 +279,19 @@ def test_logarithms_over_the_mixture_are_right_where_the_two_are_close_and_far(b
 @interpreted
 def test_triton_serves_a_pair_only_if_it_serves_both():
     logits = make_logits(3, 8, BF16)
-    assert backends.select("triton", logits, logits.float()) is triton_backend
+
+    def of_a_pair(student: torch.Tensor, teacher: torch.Tensor, backend: str) -> object:
+        sides = (given_logits(side, backend=backend) for side in (student, teacher))
+        return beside(*sides).backend
+
+    assert of_a_pair(logits, logits.float(), "triton") is triton_backend
     default = triton_backend if DEVICE == "cuda" else reference
-    assert backends.select("auto", logits, logits) is default
-    assert backends.select("torch", logits, logits) is reference
+    assert of_a_pair(logits, logits, "auto") is default
+    assert of_a_pair(logits, logits, "torch") is reference
     square = torch.randn(3, 3, device=DEVICE)
     hidden, weight = torch.randn(2, 3, 4, device=DEVICE)
     for refused, reason in ((square.double(), "float64"), (square.t(), "last stride is 1")):
-        assert backends.select("auto", square, refused) is reference
+        assert of_a_pair(square, refused, "auto") is reference
         for pair in ((square, refused), (refused, square)):
             with pytest.raises(ValueError, match=reason):
                 vocab_parallel_kl_div(*pair, backend="triton")
