@@ -18,8 +18,9 @@ import mcore_logprobs as ml
 from mcore_logprobs.bench.counting import CollectivesMade
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.kernels import budgets
-from mcore_logprobs.sources.head import HeadTile, head_logits
+from mcore_logprobs.sources.head import head_logits
 from mcore_logprobs.sources.head_gradients import WeightGradient
+from mcore_logprobs.sources.head_operands import HeadTile
 from tests.helpers.heads import Problem, make_problem, plain_loss, shard_problem
 from tests.helpers.memory import Made, TensorsMade
 from tests.helpers.shards import on_ranks, world_group, world_size

@@ -13,7 +13,7 @@ gradient is reduce-scattered the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,6 @@ from mcore_logprobs.checks import (
     check_scale,
     check_temperature,
 )
-from mcore_logprobs.collectives import wait_for
 from mcore_logprobs.consistency import check_call
 from mcore_logprobs.groups import VocabShard, group_size, resolve_tp_group
 from mcore_logprobs.kernels import backend as backends
@@ -44,7 +43,6 @@ from mcore_logprobs.sources.head_operands import (
     HeadOperands,
     HeadOptions,
     HeadTensors,
-    HeadTile,
     SavedBytes,
 )
 from mcore_logprobs.sources.latest_pass import LatestPass
@@ -112,21 +110,6 @@ class HeadLogits(HeadOperands):
             adds_per_tile=adds_per_tile,
         )
         return replace(options, tiling=tiling).bind(*self.tensors)
-
-    def tiles(self) -> Iterator[HeadTile]:
-        """Tile by tile; the next one's hidden states are on their way while one is worked on."""
-        hidden, count = self.hidden, len(self.hidden.local)
-        coming = hidden.start(0) if count else None
-        for number, part in enumerate(hidden.local):
-            assert coming is not None
-            tile, work = coming
-            wait_for(work, hidden.group)
-            coming = hidden.start(number + 1) if number + 1 < count else None
-            rows = slice(part.start * hidden.ranks, part.stop * hidden.ranks)
-            yield HeadTile(self, number, rows, self.matmul_input(tile).contiguous())
-
-    def tile_ends(self) -> list[int]:
-        return [part.stop * self.hidden.ranks for part in self.hidden.local]
 
     def gradient(
         self, needs: Sequence[bool], *, sparse: bool = False, in_acc_dtype: bool = False

@@ -91,7 +91,7 @@ class HeadGradient:
     def collect(self, tile: HeadTile, placed: ChunkAt, write: Write) -> None:
         """Take dLogits of a chunk, over the logits where they fit there; up to three GEMMs."""
         head, columns, chunk, bias = self._head, placed.columns, placed.chunk, self._bias
-        raw, dtype = chunk.logits, head.matmul_dtype
+        hidden, raw, dtype = tile.hidden, chunk.logits, head.matmul_dtype
         # 1. dLogits `[rows, columns]` as they are multiplied, and dBias.
         if bias is not None and chunk.processing.softcap is not None:
             dlogits = self._through_softcap_and_bias(placed, write, bias)
@@ -107,13 +107,13 @@ class HeadGradient:
         # 2. dTile += dLogits @ weight[block].
         if self._lora is not None:
             assert head.low_rank is not None
-            self._lora.add_chunk(columns, dlogits, head.low_rank.inner(tile.hidden))
+            self._lora.add_chunk(columns, dlogits, head.low_rank.inner(hidden))
         if self.hidden is not None and head.options.segments is not None:
-            self._add_segment(columns, dlogits, tile)
+            self._add_segment(columns, dlogits, hidden)
         elif self.hidden is not None:
             block, low_precision = head.weight_block(columns), head.options.low_precision
             if self._tile is None:
-                self._tile = torch.empty_like(tile.hidden, dtype=head.acc_dtype)
+                self._tile = torch.empty_like(hidden, dtype=head.acc_dtype)
                 product(dlogits, block, self._tile, low_precision=low_precision)
             else:
                 add_product(dlogits, block, self._tile, low_precision=low_precision)
@@ -122,7 +122,7 @@ class HeadGradient:
             self.end_tile(tile)
         # 4. dWeight[block] += dLogits^T @ tile.
         if self.weight is not None:
-            self.weight.add(tile.number == 0, columns, dlogits, tile.hidden)
+            self.weight.add(tile.number == 0, columns, dlogits, hidden)
 
     def _through_softcap_and_bias(self, placed: ChunkAt, write: Write, bias: Tensor) -> Tensor:
         """dLogits of a chunk with both, in two steps; and dBias.
@@ -141,14 +141,12 @@ class HeadGradient:
         bias[placed.columns] += dz.sum(0, dtype=bias.dtype)
         return (dz * slope.masked_fill_(dz == 0, 0.0)).to(dtype)
 
-    def _add_segment(self, columns: slice, dlogits: Tensor, tile: HeadTile) -> None:
+    def _add_segment(self, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
         """Add a chunk's part of dTile to its segment's sum."""
         head = self._head
         segments = head.options.segments
         assert segments is not None
-        part = torch.empty_like(
-            tile.hidden, dtype=head.acc_dtype, memory_format=torch.contiguous_format
-        )
+        part = torch.empty_like(hidden, dtype=head.acc_dtype, memory_format=torch.contiguous_format)
         batch_invariant_matmul(dlogits, head.weight_block(columns), part)
         self._parts = self._parts or [None] * segments.local
         number = columns.start // segments.width
@@ -185,25 +183,23 @@ class HeadGradient:
 
     def end_tile(self, tile: HeadTile) -> None:
         """The tile's dHidden is complete: start its sum over TP, where `collect` has not yet."""
-        if self._ended == tile.number:
+        number, hidden = tile.number, tile.hidden
+        if self._ended == number:
             return
-        self._ended = tile.number
+        self._ended = number
         if self._lora is not None:
-            self._lora.end_tile(tile.hidden, self._tile)
+            self._lora.end_tile(hidden, self._tile)
         if self.hidden is None:
             return
         segments = self._head.options.segments
-        zeros = partial(torch.zeros_like, tile.hidden, dtype=self._head.acc_dtype)
+        zeros = partial(torch.zeros_like, hidden, dtype=self._head.acc_dtype)
         if segments is not None:
             parts, self._parts = self._parts or [None] * segments.local, []
-            self.hidden.put_segments(
-                tile.number,
-                [zeros() if part is None else part for part in parts],
-            )
+            self.hidden.put_segments(number, [zeros() if part is None else part for part in parts])
             return
         if self._tile is None:  # no true vocabulary on this rank
             self._tile = zeros()
-        self.hidden.put(tile.number, self._tile)
+        self.hidden.put(number, self._tile)
         self._tile = None
 
     def finish(self) -> tuple[Tensor | None, ...]:

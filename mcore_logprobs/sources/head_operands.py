@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from mcore_logprobs.collectives import all_gather_dim0_async
+from mcore_logprobs.collectives import all_gather_dim0_async, wait_for
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels import budgets
 from mcore_logprobs.kernels.backend import Backend
@@ -209,7 +209,7 @@ class HeadOperands:
             most = budgets.of(self.device.type).fixed_columns // block * block
             self.blocks = list(segments.columns(valid_width, max(block, most)))
 
-    # ---- the order of rows ----
+    # ---- rows: their order, and tile by tile ----
 
     def to_row_order(self, per_token: Tensor, fill: float | None = None) -> Tensor:
         shape = self.batch_shape
@@ -224,6 +224,21 @@ class HeadOperands:
         if self.options.selection is not None:
             per_row = self.options.selection.unselect(per_row, fill)
         return per_row.reshape((*self.batch_shape, *per_row.shape[1:]))
+
+    def tiles(self) -> Iterator[HeadTile]:
+        """Tile by tile; the next one's hidden states are on their way while one is worked on."""
+        hidden, count = self.hidden, len(self.hidden.local)
+        coming = hidden.start(0) if count else None
+        for number, part in enumerate(hidden.local):
+            assert coming is not None
+            tile, work = coming
+            wait_for(work, hidden.group)
+            coming = hidden.start(number + 1) if number + 1 < count else None
+            rows = slice(part.start * hidden.ranks, part.stop * hidden.ranks)
+            yield HeadTile(self, number, rows, self.matmul_input(tile).contiguous())
+
+    def tile_ends(self) -> list[int]:
+        return [part.stop * self.hidden.ranks for part in self.hidden.local]
 
     # ---- products and their memory ----
 
