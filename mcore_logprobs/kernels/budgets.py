@@ -98,7 +98,7 @@ CPU = Budgets(
     segment_block=2048,
     min_segment_block=512,
     copy_bytes=2 << 20,
-    compiled_numel=1 << 21,
+    compiled_numel=1 << 20,
 )
 # 2.5 GiB for 4096 rows of a policy loss: their three GEMMs take 20 times as long as reading and
 # writing dWeight in float32. The same on every rank, whatever memory is free there.
@@ -118,7 +118,7 @@ GPU = Budgets(
     segment_block=2048,
     min_segment_block=2048,  # kernels read whole powers of two: no search for a divisor
     copy_bytes=64 << 20,
-    compiled_numel=1 << 21,
+    compiled_numel=1 << 20,
 )
 
 _in_force: list[Budgets] = []  # a list, for backward runs in threads of autograd's own
