@@ -182,8 +182,8 @@ def linear_policy_loss(
         hidden, weight, target: as in `linear_token_stats`.
         per_token_tensors: `[s, b, ...]` or `[n, ...]`, target's shape in front; no gradient flows
             to them. The whole sequence on every TP rank, also under sequence parallelism.
-        Returns (loss, stats): a float32 scalar, the same on every TP rank, and a TokenStats of
-            `[s, b]` or `[n]` tensors without gradient, for logging.
+        Returns (loss, stats): a float32 scalar (float64 for float64 operands), the same on every TP
+            rank, and a TokenStats of `[s, b]` or `[n]` tensors without gradient, for logging.
 
     Args:
         denominator: what the sum is divided by (in float64), known beforehand: a number, or a
