@@ -43,7 +43,7 @@ WEIGHT = torch.tensor(0.3, dtype=torch.float64)
 class ContrastOptions:
     shard: VocabShard
     temperature: float = 1.0
-    segments: None = None
+    segments, selection, disallowed, main_grad = None, None, None, None
 
     def bind(
         self, first: Tensor, second: Tensor, weight: Tensor, temperature: Tensor | None = None
@@ -56,7 +56,7 @@ class ContrastLogits:
 
     recomputed, linear = True, False  # a product of two of its tensors is not linear
     order_may_change, may_keep, heads = False, False, ()
-    backend = reference
+    backend, latest_pass = reference, None
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ContrastLogits:
     def to_token_order(self, per_row: Tensor, fill: float = 0) -> Tensor:
         return per_row
 
-    def compacted(self, valid_mask: Tensor) -> ContrastLogits:
+    def compacted(self, valid_mask: Tensor | None) -> ContrastLogits:
         return self
 
     def in_whole_rows(self, **_: Any) -> ContrastLogits:

@@ -34,7 +34,7 @@ from mcore_logprobs.sources.head import HeadLogits, head_logits
 from mcore_logprobs.sources.lazy import uncut
 from mcore_logprobs.sources.lora import LoRAInput
 from mcore_logprobs.sources.pair_source import AnySource, PairSource, alongside, beside
-from mcore_logprobs.sources.source import Source, Tile, masked_source, token_temperature
+from mcore_logprobs.sources.source import Source, Tile, token_temperature
 
 KL_KINDS = ("forward", "reverse", *TWO_PASS)
 
@@ -149,7 +149,7 @@ def kl_div(
     if kind != "cross_entropy":
         check_kind(kind, beta)
     mask = check_mask(mask, student.batch_shape, student.device)
-    student = masked_source(student, mask)
+    student = student.compacted(mask)
     if mask is None:
         mask = torch.ones(student.batch_shape, dtype=torch.bool, device=student.device)
     return apply(Divergence(PairSpec(kind, float(beta))), beside(student, teacher), mask)[0]
@@ -413,8 +413,8 @@ def any_teacher(
             raise ValueError("teacher_lora: expected None with teacher_logits")
         return given_teacher(student, logits, temperature=temperature, **options)
     if sequence_parallel is None:
-        sequence_parallel = getattr(student.options, "sequence_parallel", False)
-    logits_dtype = getattr(student.options, "logits_dtype", torch.float32)
+        sequence_parallel = student.options.sequence_parallel
+    logits_dtype = student.options.logits_dtype
     open_head: Any = partial(
         head_logits,
         weight=weight,  # type: ignore[arg-type]

@@ -480,7 +480,7 @@ class _Eager(torch.autograd.Function):
                 for x, fill in zip(joined, ignored_values, strict=True)
             )
         ctx.save_for_backward(anchor)
-        ctx.main_grad = getattr(options, "main_grad", None)
+        ctx.main_grad = source.options.main_grad
         ctx.backend = source.backend
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.set_materialize_grads(False)

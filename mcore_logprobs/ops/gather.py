@@ -41,7 +41,7 @@ from mcore_logprobs.ops.row_statistics import (
 )
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Source, Tile, masked_source, token_temperature
+from mcore_logprobs.sources.source import Source, Tile, token_temperature
 
 NORMALIZATIONS = ("vocab", "topk")
 
@@ -192,7 +192,7 @@ def topk_distill(
     ids = check_target(teacher_topk_ids, shape, device, name="teacher_topk_ids")
     local_ids, _ = global_to_local(ids, source.shard, None, name="teacher_topk_ids")
     mask = check_mask(mask, lead, device)
-    source = masked_source(source, mask)
+    source = source.compacted(mask)
     valid_mask = torch.ones(lead, dtype=torch.bool, device=device) if mask is None else mask
     valid_mask = valid_mask.unsqueeze(-1).expand(shape)
     student, of_student = _entries(

@@ -24,7 +24,7 @@ from mcore_logprobs.ops.driver import Backward, Forward, Operation, Results, Sav
 from mcore_logprobs.ops.keywords import LayerKeywords, shared_keywords
 from mcore_logprobs.ops.user_function import name_of, walk_graph
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import RecomputedTile, Source, masked_source
+from mcore_logprobs.sources.source import RecomputedTile, Source
 
 MapFn = Callable[..., Any]
 
@@ -243,7 +243,7 @@ def map_logits(
         raise ValueError(f"temperature: expected 1.0 of a source for fn, got {temperature}")
     tensors = [check_per_token(i, t, lead, device) for i, t in enumerate(per_token_tensors)]
     mask = check_mask(mask, lead, device)
-    source = masked_source(source, mask)
+    source = source.compacted(mask)
     check_called("fn", fn, ("logits",), len(tensors))
     if not source.recomputed:
         scale, softcap = source.options.logit_scale, source.options.softcap

@@ -66,7 +66,7 @@ class Record(NamedTuple):
         is_row = source.to_row_order(torch.ones_like(places), fill=0)  # 0: padding
         lengths = offsets.diff()[row_of_record] * is_row
         ends = lengths.cumsum(0)
-        if getattr(source.options, "selection", None) is not None:
+        if source.options.selection is not None:
             count = int(lengths.sum())  # a host sync
         tile_ends, bounds = source.tile_ends(), (0, count)
         if len(tile_ends) != 1:

@@ -409,8 +409,7 @@ def replay(
         places = torch.arange(target.numel(), device=source.device).view(source.batch_shape)
     ids, offsets = check_kept_ids(kept.ids, target.numel(), source.shard, source.device)
     recorded = has_record(offsets, places)
-    # A source of a kind of one's own need not know of forbidden ids.
-    check_possible(ids, offsets, getattr(source.options, "disallowed", None))
+    check_possible(ids, offsets, source.options.disallowed)
     if kept.missing == "error":
         check_recorded(recorded, valid_mask, places)
     local_ids, _ = global_to_local(ids, source.shard, None, name="kept_ids[0]")

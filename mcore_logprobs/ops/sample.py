@@ -27,7 +27,7 @@ from mcore_logprobs.ops.sampling_cut import Cut, find_cut, kept_columns
 from mcore_logprobs.ops.sampling_search import FilterOptions
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Source, Tile, masked_source
+from mcore_logprobs.sources.source import Source, Tile
 
 # SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), as the
 # signed integers of torch, which wrap.
@@ -218,7 +218,7 @@ def sample(
     taken = torch.zeros(lead, dtype=torch.bool, device=device)
     if greedy is not None:
         taken |= greedy
-    source = masked_source(source, mask)
+    source = source.compacted(mask)
     if mask is None:
         mask = torch.ones(lead, dtype=torch.bool, device=device)
     if not filters.off:

@@ -38,7 +38,7 @@ def token_stats(
         spec, smoothing = operation.spec, operation.label_smoothing
         return answers(source, local_target, valid_mask, spec, smoothing, also, ignore_index)
     source = source.compacted(valid_mask)
-    latest = getattr(source, "latest_pass", None)
+    latest = source.latest_pass
     if latest is None or operation.label_smoothing > 0.0:
         results = RowResults(*apply(operation, source, local_target, valid_mask))
     else:
@@ -148,7 +148,7 @@ def vocab_parallel_entropy(
     Keywords, memory and errors are those of `vocab_parallel_token_stats`.
     """
     source = given_logits(vocab_parallel_logits, **shared)
-    operation, latest = Statistics(StatsSpec(entropy=True)), getattr(source, "latest_pass", None)
+    operation, latest = Statistics(StatsSpec(entropy=True)), source.latest_pass
     if latest is not None:
         results = joint_statistics(latest, operation.spec, source, None)
     else:

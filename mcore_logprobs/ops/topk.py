@@ -19,7 +19,7 @@ from mcore_logprobs.ops.keywords import HeadKeywords, LogitsKeywords, shared_key
 from mcore_logprobs.ops.row_statistics import EntryGradient
 from mcore_logprobs.sources.given import given_logits
 from mcore_logprobs.sources.head import head_logits
-from mcore_logprobs.sources.source import Source, masked_source
+from mcore_logprobs.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def topk(source: Source, k: int, *, mask: Tensor | None = None) -> tuple[Tensor,
     """`vocab_parallel_topk` of any source."""
     check_k(k, source.shard)
     mask = check_mask(mask, source.batch_shape, source.device)
-    values, ids = apply(TopK(k), masked_source(source, mask).in_whole_rows())
+    values, ids = apply(TopK(k), source.compacted(mask).in_whole_rows())
     if mask is not None:
         values = torch.where(mask.unsqueeze(-1), values, 0.0)
         ids = torch.where(mask.unsqueeze(-1), ids, 0)

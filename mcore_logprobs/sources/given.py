@@ -70,6 +70,8 @@ class GivenOptions:
     segments: Segments | None
     inplace_backward: bool
     disallowed: Tensor | None = None
+    selection, main_grad = None, None  # which only heads have
+    sequence_parallel, logits_dtype = False, torch.float32  # of a teacher's head beside them
 
     def bind(
         self, logits: Tensor, bias: Tensor | None = None, temperature: Tensor | None = None
@@ -90,7 +92,7 @@ class GivenLogits:
     """
 
     recomputed, order_may_change = False, True
-    may_keep, heads = False, ()
+    may_keep, heads, latest_pass = False, (), None
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class GivenLogits:
         order = tuple(range(len(self.batch_shape)))
         return replace(self.options, order=order).bind(*self.tensors)
 
-    def compacted(self, valid_mask: Tensor) -> GivenLogits:
+    def compacted(self, valid_mask: Tensor | None) -> GivenLogits:
         return self
 
     def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> GivenLogits:

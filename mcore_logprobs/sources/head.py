@@ -62,11 +62,7 @@ class BoundOptions(HeadOptions):
 
 
 class HeadLogits(HeadOperands):
-    """Hidden states and an LM head as a `Source`.
-
-    Attributes:
-        latest_pass: of lazy logits that several consumers may ask for; None: one alone.
-    """
+    """Hidden states and an LM head as a `Source`."""
 
     recomputed, linear, order_may_change = True, False, False
     options: BoundOptions
@@ -77,10 +73,12 @@ class HeadLogits(HeadOperands):
         """Those whose chunks may be kept (`sources.kept`)."""
         return (self,)
 
-    def compacted(self, valid_mask: Tensor) -> HeadLogits:
+    def compacted(self, valid_mask: Tensor | None) -> HeadLogits:
         options = self.options
         if not options.compact:
             return self
+        if valid_mask is None:
+            raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
         rows = valid_mask.reshape(-1).cpu().nonzero().squeeze(1)  # the host sync
         count = self.batch_shape.numel()
         selection = RowSelection(rows, count, self.hidden.group, self.device, tokens=True)

@@ -10,7 +10,7 @@ A *row* is a token, a *tile* some rows, a *block* some columns, a *chunk* a tile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.backend import Backend
 from mcore_logprobs.kernels.chunk import Chunk, ChunkAt, Processing, per_row, softcap_slope
 from mcore_logprobs.kernels.segments import Segments
+from mcore_logprobs.sources.latest_pass import LatestPass
+from mcore_logprobs.sources.main_grad import MainGrad
+from mcore_logprobs.sources.rows import RowSelection
 
 # Writes the gradient of a chunk's raw logits into a tensor.
 Write = Callable[[ChunkAt, Tensor], None]
@@ -112,6 +115,25 @@ class Options(Protocol):
         """Makes the source again, of its tensors."""
 
 
+class SourceOptions(Options, Protocol):
+    """Those of one source.
+
+    Attributes:
+        selection: the rows that are walked, where they are not all tokens in order; None: they are.
+        disallowed: forbidden global ids, or None.
+        main_grad: where the gradient of a head's weight goes, or None.
+    """
+
+    @property
+    def selection(self) -> RowSelection | None: ...
+
+    @property
+    def disallowed(self) -> Tensor | None: ...
+
+    @property
+    def main_grad(self) -> MainGrad | None: ...
+
+
 class Walked(Protocol):
     """What the driver asks of a source, or of two side by side.
 
@@ -175,6 +197,7 @@ class Source(Walked, Protocol):
         recomputed: whether a chunk costs a GEMM; then single entries cost less than a chunk.
         shard: this rank's columns of the vocabulary.
         batch_shape: the shape of the tokens: of targets, masks and results.
+        latest_pass: of lazy logits that several consumers may ask for; None: one alone.
     """
 
     shard: VocabShard
@@ -182,6 +205,12 @@ class Source(Walked, Protocol):
     processing: Processing
     backend: Backend
     recomputed: bool
+
+    @property
+    def latest_pass(self) -> LatestPass | None: ...
+
+    @property
+    def options(self) -> SourceOptions: ...
 
     def tiles(self) -> Iterator[Tile]: ...
 
@@ -200,11 +229,14 @@ class Source(Walked, Protocol):
     def rows_at_a_time(self, width: int, copies: int = 1) -> int:
         """Rows of which so many float32 copies of `width` columns are made at a time."""
 
-    def compacted(self, valid_mask: Tensor) -> Self:
+    def compacted(self, valid_mask: Tensor | None) -> Self:
         """The source of the tokens that count alone, if it was asked to be compact.
 
         Args:
-            valid_mask: bool `[*batch_shape]`.
+            valid_mask: bool `[*batch_shape]`; None: nothing says which count.
+
+        Raises:
+            ValueError: compact without a mask.
         """
 
     def in_whole_rows(self, *, adds_per_tile: bool = False, any_tp: bool = False) -> Self:
@@ -217,22 +249,6 @@ class Source(Walked, Protocol):
 
     def in_token_order(self) -> Self:
         """The source with rows in the order of the tokens, where it can choose their order."""
-
-
-_Source = TypeVar("_Source", bound=Source)
-
-
-def masked_source(source: _Source, mask: Tensor | None) -> _Source:
-    """The source of the tokens that a mask keeps, if it was asked to be compact.
-
-    Raises:
-        ValueError: compact without a mask.
-    """
-    if mask is None:
-        if getattr(source.options, "compact", False):
-            raise ValueError("compact=True: expected a mask that says which rows to keep, got None")
-        return source
-    return source.compacted(mask)
 
 
 def token_temperature(source: Any) -> float | Tensor:
