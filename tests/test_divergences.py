@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from mcore_logprobs import (
     vocab_parallel_topk_distill,
     vocab_parallel_topk_kl_div,
 )
-from mcore_logprobs.kernels import pairs
+from mcore_logprobs.kernels import budgets, pairs
 from mcore_logprobs.kernels.chunk import Chunk
+from mcore_logprobs.sources.head_operands import HeadOperands
 from tests.helpers.memory import TensorsMade
 from tests.helpers.oracles import assert_no_worse
 from tests.helpers.shards import on_ranks, shard, world_group
@@ -257,6 +259,43 @@ def test_the_layout_of_the_teachers_logits() -> None:
     for logits in (other, lying):
         kept = linear_kl_div(hidden, weight, logits, mask=mask, compact=True, chunk_size=4)
         torch.testing.assert_close(kept, want * mask)
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [({}, 4), ({"chunk_size": 2}, 5), ({"rows": [4, 0, 3, 4, 1]}, 5), ({"compact": True}, 6)],
+    ids=["alike", "tiles", "rows", "compact"],
+)
+def test_a_teacher_s_head_is_cut_as_the_student_s(options, bound, monkeypatch) -> None:
+    """And bound once more only where it was not, beside one of each side forward and backward."""
+    made: list[HeadOperands] = []
+    bind = HeadOperands.__init__
+
+    def counted(head: HeadOperands, *arguments: Any) -> None:
+        made.append(head)
+        bind(head, *arguments)
+
+    monkeypatch.setattr(HeadOperands, "__init__", counted)
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((7, 3), (19, 3), (7, 4), (19, 4))
+    hidden, weight, *teacher = (torch.randn(shape, generator=generator) for shape in shapes)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    mask = torch.tensor([True, False, True, True, False, True, True])
+    if "rows" in options:
+        options = {"rows": torch.tensor(options["rows"])}
+        mask = mask[: options["rows"].numel()]
+    side = {"teacher_hidden": teacher[0], "teacher_weight": teacher[1]}
+    with budgets.use(replace(budgets.CPU, chunk_bytes=1, min_block=7, block_step=1)):
+        value = linear_kl_div(hidden, weight, **side, mask=mask, **options)
+        upstream = torch.linspace(-1.0, 2.0, value.numel())
+        gradients = torch.autograd.grad(value @ upstream, leaves)
+    assert len(made) == bound
+    chosen = options.get("rows", torch.arange(7))
+    logits = (hidden.double() @ weight.double().t())[chosen]
+    of_teacher = (teacher[0].double() @ teacher[1].double().t())[chosen].log_softmax(-1)
+    exact = (of_teacher.exp() * (of_teacher - logits.log_softmax(-1))).sum(-1) * mask
+    torch.testing.assert_close(value, exact.float())
+    torch.testing.assert_close(gradients, torch.autograd.grad(exact @ upstream.double(), leaves))
 
 
 def test_a_teacher_that_is_not_one() -> None:
