@@ -69,7 +69,7 @@ class PairSource:
         self.order_may_change = student.order_may_change
         self.rows_at_a_time = partial(student.rows_at_a_time, copies=2)  # of either side
         # One that serves either side alone does not serve both.
-        alike = student.backend is teacher.backend
+        alike = student.backend.pair_stats is teacher.backend.pair_stats
         self.backend: Backend = student.backend if alike else reference
 
     def tiles(self) -> Iterator[PairTile]:

@@ -267,12 +267,17 @@ def test_auto_takes_it_for_large_logits_and_a_divergence_is_torchs(seen):
     large = torch.zeros(rows, columns)
 
     def of_a_pair(student: Tensor, teacher: Tensor, **options: Any) -> object:
-        return beside(given_logits(student, **options), given_logits(teacher, **options)).backend
+        by_name = {"backend": options["backend"]} if "backend" in options else {}
+        return beside(given_logits(student, **options), given_logits(teacher, **by_name)).backend
 
     assert of_a_pair(large, large.bfloat16()) is inductor
     assert of_a_pair(large[1:], large[1:]) is reference
     assert of_a_pair(large, large.double()) is of_a_pair(large.double(), large) is reference
     assert of_a_pair(large[:2], large[:2], backend="inductor") is inductor
+    # As in a patched model, where they are the student's.
+    invariant: Any = of_a_pair(large[:2], large[:2], backend="inductor", invariant_segments=8)
+    assert invariant is inductor.INVARIANT
+    assert of_a_pair(large[1:], large[1:], invariant_segments=8) is reference
 
     torch.manual_seed(1)
     logits, teacher = torch.randn(2, 2, rows // 2 + 1, columns)

@@ -9,8 +9,8 @@ Compiled are float32, bfloat16 and float16 logits. What is rare goes to the refe
 what does not compile.
 
 `INVARIANT` has the same functions where a row's bits must depend on its own numbers alone
-(`statistics`). Nothing falls back there where a kernel fails, for results of two calls would not
-have the same bits.
+(`statistics`; of two sides nothing of the kind is promised). No statistics fall back there where a
+kernel fails, for results of two calls would not have the same bits.
 """
 
 from types import SimpleNamespace
@@ -36,5 +36,12 @@ __all__ = [
 ]
 
 INVARIANT = SimpleNamespace(
-    stats=stats, grad=invariant_grad, encode=encode, decode=decode, scale=scale
+    stats=stats,
+    grad=invariant_grad,
+    encode=encode,
+    decode=decode,
+    scale=scale,
+    pair_stats=pair_stats,
+    pair_sums=pair_sums,
+    pair_grad=pair_grad,
 )
