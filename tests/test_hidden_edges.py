@@ -14,14 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_logprobs import (
     linear_gather,
+    linear_kl_div,
     linear_map,
+    linear_policy_loss,
     linear_token_stats,
     linear_topk,
     vocab_parallel_token_stats,
     vocab_parallel_topk,
 )
 from mcore_logprobs.kernels import backend as backends
-from mcore_logprobs.kernels import budgets
+from mcore_logprobs.kernels import budgets, inductor
 from mcore_logprobs.kernels.inductor import INVARIANT
 from mcore_logprobs.sources.head import HeadLogits, head_logits
 from tests.helpers import oracles
@@ -420,3 +422,39 @@ def test_the_largest_chunk_decides_what_computes_a_call() -> None:
         for rows in (1, 2):  # the last tile has one row
             assert head_logits(hidden, weight, chunk_size=rows).backend is of_size[rows - 1]
         assert head_logits(hidden, weight, invariant_segments=1).backend is INVARIANT
+
+
+def test_compiled_kernels_compute_short_tiles_and_narrow_blocks_too() -> None:
+    """Tiles of 4, 4 and 1 rows, blocks of 2048, 2048 and 300 columns, all by one backend."""
+    n, v, h = 9, 2 * 2048 + 300, 6
+    generator = torch.Generator().manual_seed(7)
+    hidden, weight, of_teacher, head_of_teacher = (
+        torch.randn(shape, generator=generator) for shape in ((n, h), (v, h), (n, h), (v, h))
+    )
+    target = torch.randint(0, v, (n,), generator=generator)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    upstream = torch.linspace(-1.0, 2.0, n)
+    small = dataclasses.replace(
+        budgets.CPU, tile_rows=4, chunk_bytes=1, min_block=2048, held_rows=4, compiled_numel=1
+    )
+    kind = {"teacher_hidden": of_teacher, "teacher_weight": head_of_teacher}
+    with budgets.use(small):
+        source = head_logits(hidden, weight)
+        assert source.backend is inductor
+        assert source.tile_ends() == [4, 8, 9]
+        assert [part.stop - part.start for part in source.blocks] == [2048, 2048, 300]
+        stats = linear_token_stats(hidden, weight, target, entropy=True)
+        found = [stats.logprobs, stats.entropy, linear_kl_div(hidden, weight, **kind)]
+        losses, _ = linear_policy_loss(hidden, weight, target, lambda x, _: -x * x)
+        loss = sum(x @ upstream for x in found) + losses
+        gradients = torch.autograd.grad(loss, leaves)
+    logp = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    logq = (of_teacher.double() @ head_of_teacher.double().t()).log_softmax(-1)
+    own = logp.gather(1, target.unsqueeze(1)).squeeze(1)
+    exact = [own, -(logp.exp() * logp).sum(-1), (logq.exp() * (logq - logp)).sum(-1)]
+    exact_loss = sum(x @ upstream.double() for x in exact) - own.square().sum()
+    for got, want in zip(found, exact, strict=True):
+        torch.testing.assert_close(got, want.float(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(loss.double(), exact_loss, rtol=2e-6, atol=0.0)
+    for got, want in zip(gradients, torch.autograd.grad(exact_loss, leaves), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))

@@ -68,7 +68,8 @@ class PairSource:
         self.to_row_order, self.to_token_order = student.to_row_order, student.to_token_order
         self.order_may_change = student.order_may_change
         self.rows_at_a_time = partial(student.rows_at_a_time, copies=2)  # of either side
-        # One that serves either side alone does not serve both.
+        # A side may be refused what serves the other. invariant_segments change one side's kernels,
+        # not those of two.
         alike = student.backend.pair_stats is teacher.backend.pair_stats
         self.backend: Backend = student.backend if alike else reference
 
