@@ -141,14 +141,15 @@ class HeadPatch(DeferringHead):
         if self.installed:
             return
         model = self.model
+        name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
+        with_labels = _WithLabels(self, name)  # first: a model without it is left as it is
         self._replace("compute_language_model_loss", self.compute_language_model_loss)
         self.reason = kind_reason(self.layer)
         if not self.reason:
             self._replace("forward", self.forward, of_model=False)
         if hasattr(model, "_scale_logits") and not scale_reason(model._scale_logits):
             self._replace("_scale_logits", self.scale_logits)
-        name = "_postprocess" if hasattr(model, "_postprocess") else "forward"
-        self._replace(name, _WithLabels(self, name))
+        self._replace(name, with_labels)
         if vars(model).get(_OWN_HEAD_LOSS) and not self.own_loss:
             # The output layer would be asked for its own loss, and the model's not be called.
             self._replace(_OWN_HEAD_LOSS, False)

@@ -44,7 +44,7 @@ def find_language_models(model: object) -> list[nn.Module]:
     """The Megatron language models inside `model`, one for each virtual pipeline chunk.
 
     Looks through lists of chunks and through any wrapper's submodules (DDP, Float16Module, FSDP,
-    vision-language models), and not inside a language model once found.
+    `torch.compile`, PEFT, vision-language models), and not inside a language model once found.
 
     Raises:
         ValueError: a chunk with no language model, or with several side by side (a policy next to
@@ -70,9 +70,16 @@ def find_language_models(model: object) -> list[nn.Module]:
 
 
 def _outermost(module: nn.Module) -> list[nn.Module]:
-    if callable(getattr(module, "compute_language_model_loss", None)):
+    # What its class or itself has: `torch.compile` and PEFT wrap a model in a module that hands the
+    # model's attributes on.
+    brings_loss = "compute_language_model_loss" in vars(module) or callable(
+        getattr(type(module), "compute_language_model_loss", None)
+    )
+    if brings_loss and ("output_layer" in module._modules or "post_process" in vars(module)):
         return [module]
-    return [inner for child in module.children() for inner in _outermost(child)]
+    # A wrapper may have a method of its own, which calls that of the model within.
+    inside = [inner for child in module.children() for inner in _outermost(child)]
+    return inside or [module] * brings_loss
 
 
 def has_head(language_model: object) -> bool:

@@ -52,7 +52,7 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
 
     Args:
         model: a GPTModel, HybridModel or MambaModel, any wrapper around one (DDP, Float16Module,
-            FSDP, a vision-language model), or a list of virtual pipeline chunks. Stages without an
+            FSDP, `torch.compile`, PEFT, a vision-language model), or a list of virtual pipeline chunks. Stages without an
             output layer are left as they are. It may also be wrapped later.
         config: None reads `model.config` (`LogprobConfig.from_transformer_config`).
 
