@@ -248,6 +248,11 @@ class Teacher:
             )
 
 
+# Settings that a loss of the model's own need not know: they do not change what a loss is, or are
+# heeded before it.
+_NOT_OF_THE_LOSS = (
+    "fused mtp chunk_size backend logits_dtype saved_bytes compact logits check_labels".split()
+)
 # Settings that a sampler's record replaces.
 _REPLACED_BY_RECORD = ("top_k", "top_p", "min_p", "label_smoothing", "invariant_segments")
 
@@ -340,6 +345,17 @@ class Call:
         if self.also is not None:
             return False
         return self.config.output == "loss" and all(x is None for x in asked)
+
+    @property
+    def unseen(self) -> str:
+        """The settings that a loss of the model's own would not see, as text; "" for none."""
+        got, plain = self.config.as_dict(), LogprobConfig(output="loss").as_dict()
+        unseen = {k: got[k] for k in got if got[k] != plain[k] and k not in _NOT_OF_THE_LOSS}
+        for name in ("temperature", "logit_bias"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                unseen[name] = f"a tensor of shape {tuple(tensor.shape)}"
+        return ", ".join(f"{name}={value!r}" for name, value in unseen.items())
 
     @property
     def needs_labels(self) -> str:

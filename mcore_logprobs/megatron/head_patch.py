@@ -34,6 +34,7 @@ from mcore_logprobs.megatron.heads import (
     say_unfused,
     scale_reason,
     softcap_reason,
+    unseen_reason,
 )
 from mcore_logprobs.megatron.lazy import lazy_logits, lazy_reason
 from mcore_logprobs.megatron.schedule_plan import carry_stats
@@ -256,7 +257,8 @@ class HeadPatch(DeferringHead):
         """After a forward with labels, which ends in the patched loss.
 
         Raises:
-            RuntimeError: it did not, and more was asked for than Megatron's loss.
+            RuntimeError: it did not, and more was asked for than Megatron's loss: another result,
+                or settings that it does not see.
             ValueError: the same under fused="require".
         """
         if running.reached:
@@ -265,8 +267,11 @@ class HeadPatch(DeferringHead):
             f"{type(self.model).__name__} computed its loss without calling the patched "
             "compute_language_model_loss, which something has replaced since or goes around"
         )
-        if not call.wants_only_loss:
-            raise RuntimeError(f"{reason}: expected output='loss', or a patch put on after that")
+        if not call.wants_only_loss or call.unseen:
+            raise RuntimeError(
+                f"{reason}: expected output='loss' and no setting that Megatron's loss does not "
+                "see, or a patch put on after that"
+            )
         require_fused(call.config, reason, head_tp_group(self.layer))
 
     def _reason_against(self, weight: Tensor, gather: bool | None, other: dict[str, object]) -> str:
@@ -309,6 +314,8 @@ class HeadPatch(DeferringHead):
         running.reached |= main
         if main and not (self.own_loss and call.wants_only_loss):
             return head_output(labels, logits, call, head=self, tp_group=tp_group)
+        if main and call.unseen:  # a tensor of PatchHandle.options, which no other block took
+            raise ValueError(unseen_reason(self.model, call.unseen))
         if isinstance(logits, LazyLogits) and not self.own_loss:
             return lazy_mtp_loss(
                 labels, logits, call.config, tp_group=tp_group, loss_mask=running.loss_mask

@@ -248,6 +248,16 @@ def loss_reason(language_model: object) -> str:
     return f"{kind} has a compute_language_model_loss of its own, which takes logits"
 
 
+def unseen_reason(language_model: object, unseen: str) -> str:
+    """Why settings that such a loss does not see (`Call.unseen`) are refused."""
+    return (
+        f"{loss_reason(language_model)}: expected output='loss', which calls it, and no "
+        f"setting that it does not see, got {unseen}. To leave it out, put Megatron's own on the "
+        "model: model.compute_language_model_loss = "
+        "types.MethodType(LanguageModule.compute_language_model_loss, model)"
+    )
+
+
 def reshards_after_forward(layer: nn.Module) -> bool:
     """Whether FSDP takes the layer's weight away as soon as the layer's own forward is over."""
     return any(_names(hook)[1] == "_post_forward" for hook in layer._forward_hooks.values())

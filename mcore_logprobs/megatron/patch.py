@@ -38,6 +38,7 @@ from mcore_logprobs.megatron.heads import (
     own_loss,
     say_left_out,
     say_padding,
+    unseen_reason,
 )
 from mcore_logprobs.ops.answers import Also
 from mcore_logprobs.ops.record import Kept
@@ -545,17 +546,8 @@ def _check_own_loss(language_model: object, config: LogprobConfig) -> None:
     if whose == "instance" and config.output == "stats":
         say_left_out(loss_reason(language_model))
         return
-    got, plain = config.as_dict(), LogprobConfig(output="loss").as_dict()
-    about_speed = ("fused", "mtp", "chunk_size", "backend", "logits_dtype", "compact", "logits")
-    unseen = [k for k in got if got[k] != plain[k] and k not in about_speed]
-    if unseen:
-        raise ValueError(
-            f"{loss_reason(language_model)}: expected output='loss', which calls it, and no "
-            "setting that it does not see, got "
-            + ", ".join(f"{k}={got[k]!r}" for k in unseen)
-            + ". To leave it out, put Megatron's own on the model: model.compute_language_model_"
-            "loss = types.MethodType(LanguageModule.compute_language_model_loss, model)"
-        )
+    if unseen := Call(config).unseen:
+        raise ValueError(unseen_reason(language_model, unseen))
 
 
 def _of_all_stages(model: object, reason: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -97,3 +98,64 @@ def test_a_model_that_cannot_be_patched_is_left_as_it_is() -> None:
             with pytest.raises(AttributeError, match="_postprocess"):
                 patch_model(model, LogprobConfig())
             assert (dict(vars(model)), dict(vars(model.output_layer))) == before
+
+
+def megatrons_loss(model: Any) -> Callable[..., Tensor]:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    return types.MethodType(LanguageModule.compute_language_model_loss, model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"temperature": 0.5}, {}),
+        ({"vocab_size": 50}, {}),
+        ({}, {"label_smoothing": 0.3}),
+        ({}, {"temperature": torch.full((1, 1), 0.5)}),
+        ({}, {"logit_bias": {3: 1.0}}),
+    ],
+    ids=str,
+)
+def test_settings_that_a_later_loss_does_not_see_raise(
+    settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    with megatron() as parallel_state, torch.no_grad():
+        model, batch = gpt(), make_batch(parallel_state)
+        labels = batch["labels"] % 50
+        plain = model(**batch["inputs"], labels=labels)
+        handle = patch_model(model, LogprobConfig(output="loss", saved_bytes=1000, **settings))
+        ours = vars(model)["compute_language_model_loss"]
+        model.compute_language_model_loss = megatrons_loss(model)
+        with pytest.raises(RuntimeError, match="does not see"), handle.options(**options):
+            model(**batch["inputs"], labels=labels)
+        if not settings:  # a log line for what is the same loss
+            assert torch.equal(model(**batch["inputs"], labels=labels), plain)
+        model.compute_language_model_loss = ours
+        handle.remove()
+
+
+def test_settings_that_the_model_s_own_loss_does_not_see_raise() -> None:
+    with megatron() as parallel_state:
+        model, batch = gpt(), make_batch(parallel_state)
+
+        class Doubled(type(model)):  # type: ignore[misc]
+            def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+                return 2 * super().compute_language_model_loss(labels, logits)
+
+        call = {**batch["inputs"], "labels": batch["labels"]}
+        plain = model(**call)
+        model.__class__ = Doubled
+        with pytest.raises(ValueError, match="does not see, got temperature=0.5"):
+            patch_model(model, LogprobConfig(output="loss", temperature=0.5))
+        with patch_model(model, LogprobConfig(output="loss", saved_bytes=1000)) as handle:
+            torch.testing.assert_close(model(**call), 2 * plain)
+            temperature = torch.full((1, 1), 0.5)
+            with pytest.raises(ValueError, match=r"temperature='a tensor"):
+                with handle.options(temperature=temperature):
+                    model(**call)
+            with handle.options(temperature=temperature), handle.also(topk=2):
+                stats = model(**call)  # not that loss's affair
+        model.__class__ = Doubled.__base__
+        with patch_model(model, LogprobConfig(temperature=0.5)):
+            torch.testing.assert_close(stats.logprobs, model(**call).logprobs)
