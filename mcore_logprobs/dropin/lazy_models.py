@@ -7,6 +7,7 @@ with labels give Megatron's loss; those without a `LazyLogits`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -88,8 +89,14 @@ def before_call(model: Any, args: object) -> None:
     present = patch_of(model)
     if not _settings:
         if present is not None and present.automatic:
-            present.remove()
+            present.retire()
         return
+    if present is not None and present.can_lend and not present.has_its_layer:
+        # An adapter was put around the layer since, or another layer in its place.
+        with contextlib.suppress(ValueError):  # that somebody else has patched too
+            present.check_removable()
+            present.retire()
+            present = None
     if present is not None or not hasattr(model.output_layer, "output_size_per_partition"):
         return  # a patch of somebody's own; a critic's head, which has no vocabulary
     if _settings[-1] != "require" and not head_report(model).fusable:

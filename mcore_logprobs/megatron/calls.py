@@ -417,7 +417,8 @@ class ForwardState:
     Attributes:
         labels: what it was given, or NOT_PASSED where the model's method does not say.
         loss_mask: the same.
-        reached: whether the patched loss was called with these labels.
+        reached: whether the patched loss was called with these labels; without labels, whether the
+            patched output layer was called.
         samples: whether a sampler makes the call, with its cache.
     """
 

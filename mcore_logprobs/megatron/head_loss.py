@@ -72,7 +72,8 @@ def head_output(
             source = partial(logits.source, **request.head_options(logits.head))
             output = logits.head.run(lambda: request.compute(source()))
         else:
-            require_fused(call.config, reason, tp_group)
+            if not isinstance(known, LazyLogits):  # which are a source, and are not materialized
+                require_fused(call.config, reason, tp_group)
             known = _own_columns(known, tp_group, getattr(head.base, "output_size", None))
             rows = request.tokens.head_rows
             if rows is not None:

@@ -124,6 +124,22 @@ class HeadPatch(DeferringHead):
         self._lent = self.config
         self._settle(config)
 
+    def serves(self, blocks: OpenBlocks) -> bool:
+        """Whether this patch is on, with the settings that came with these blocks."""
+        return self.installed and self.blocks is blocks
+
+    def retire(self) -> None:
+        """End an automatic patch. Another's settings that stand in its place stay until `remove`."""
+        self.automatic = False
+        if self._lent is None:
+            self.remove()
+        self._lent = None
+
+    @property
+    def has_its_layer(self) -> bool:
+        """Whether the model still has the output layer that was patched."""
+        return self.model.output_layer is self._layer()
+
     def _settle(self, config: LogprobConfig) -> None:
         self.config, self.report = config, self._report_for(config)
         self.blocks = OpenBlocks(config)
@@ -221,6 +237,8 @@ class HeadPatch(DeferringHead):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[object, Tensor | None]:
         """In place of the output layer's."""
+        if self._without_labels:
+            self._running[-1].reached = True
         output = super().forward(*args, **kwargs)
         if self.reason and self._without_labels and self._wants_lazy and self.model is not None:
             require_fused(self.call.config, self.reason, head_tp_group(self.layer))
@@ -252,6 +270,15 @@ class HeadPatch(DeferringHead):
         finally:
             self._running.pop()
             self.latest = None  # hidden states are large
+
+    def check_lazy(self, call: Call, running: ForwardState) -> None:
+        """After a forward without labels, which ends in the patched output layer.
+
+        Raises:
+            ValueError: it did not, although lazy logits were asked for under fused="require".
+        """
+        if call.config.logits == "lazy" and not running.samples and not running.reached:
+            require_fused(call.config, self.why_real(), head_tp_group(self.layer))
 
     def check_reached(self, call: Call, running: ForwardState) -> None:
         """After a forward with labels, which ends in the patched loss.
@@ -296,7 +323,7 @@ class HeadPatch(DeferringHead):
         )
 
     def why_real(self) -> str:
-        if self.model is not None and self.model.output_layer is not self._layer():
+        if self.model is not None and not self.has_its_layer:
             return (
                 "the model's output layer is not the one that was patched (it has an adapter, or "
                 "is another layer): patch the model again"
@@ -393,7 +420,10 @@ class _WithLabels:
             else:
                 with _without_mtp(patch.model, arguments):
                     output = wrapped(*arguments.args, **arguments.kwargs)
-        if labels is None or callable(arguments["output_processor"]):
+        if callable(arguments["output_processor"]):
+            return output
+        if labels is None:
+            patch.check_lazy(call, running)
             return output
         if labels is not NOT_PASSED:
             patch.check_reached(call, running)

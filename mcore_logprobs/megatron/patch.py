@@ -10,7 +10,7 @@ the module runs its hooks, which drive the distributed optimizer's parameter gat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -191,9 +191,9 @@ class PatchHandle:
     ) -> None:
         self._model = model
         self._owned = [head for head, is_new in heads if is_new]
-        self._heads = [head for head, _ in heads]
+        self._heads = {head: head.blocks for head, _ in heads}
         # A stage without a head has blocks of its own, to check arguments against.
-        self._blocks = [head.blocks for head in self._heads] or [OpenBlocks(config)]
+        self._blocks = list(self._heads.values()) or [OpenBlocks(config)]
 
     @property
     def reports(self) -> list[HeadReport]:
@@ -202,18 +202,25 @@ class PatchHandle:
     @property
     def active(self) -> bool:
         """Whether a head of this rank is patched by this patch now."""
-        return any(head.installed for head in self._heads)
+        return any(head.serves(blocks) for head, blocks in self._heads.items())
 
     def remove(self) -> None:
         """Undo the patch, whoever made it; a second call does nothing."""
-        _remove(self._heads)
+        self._remove(self._heads)
 
     def __enter__(self) -> PatchHandle:
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Undo what this handle's own call patched."""
-        _remove(self._owned)
+        self._remove(self._owned)
+
+    def _remove(self, heads: Iterable[HeadPatch]) -> None:
+        present = [head for head in heads if head.serves(self._heads[head])]
+        for head in present:
+            head.check_removable()
+        for head in present:
+            head.remove()
 
     @block
     def options(self, **fields: object) -> Iterator[None]:
@@ -519,7 +526,7 @@ class PatchHandle:
 
     @contextlib.contextmanager
     def _during(self, change: Callable[[Call], Call]) -> Iterator[None]:
-        if any(not head.installed for head in self._heads):
+        if any(not head.serves(blocks) for head, blocks in self._heads.items()):
             raise ValueError("the model is not patched any more: patch it again")
         call = change(self._blocks[0].call)  # raises on every stage for what does not go together
         if call.config.output == "loss" and (call.rows is not None or call.kept is not None):
@@ -563,10 +570,3 @@ def _of_all_stages(model: object, reason: str) -> list[str]:
     dist.all_gather_object(reasons, reason, group=group)
     return reasons
 
-
-def _remove(heads: list[HeadPatch]) -> None:
-    heads = [head for head in heads if head.installed]
-    for head in heads:
-        head.check_removable()
-    for head in heads:
-        head.remove()

@@ -73,6 +73,94 @@ def test_models_made_while_it_is_on(ranks: Any, fused: str) -> None:
     ranks(1).run(while_it_is_on, fused)
 
 
+def a_handle_s_end() -> None:
+    """A patch that stood in the automatic one's place ends once, and its handle with it."""
+    with megatron() as parallel_state:
+        batch = make_batch(parallel_state)
+        call = {**batch["inputs"], "labels": batch["labels"]}
+        off = lazy_models.lazy_models("auto")
+        try:
+            model = built()
+            model(**batch["inputs"])
+            with ours.patch_model(model, ours.LogprobConfig(entropy=True)) as handle:
+                assert model(**call).entropy is not None
+                handle.remove()
+                assert not handle.active
+                for block in (
+                    handle.options(temperature=0.1),
+                    handle.policy_loss(lambda logprobs, entropy: logprobs),
+                ):
+                    with pytest.raises(ValueError, match="not patched any more"), block:
+                        pass
+                handle.remove()
+            assert isinstance(model(**batch["inputs"]), LazyLogits)
+            # Nor is it on again with a later one.
+            with ours.patch_model(model, ours.LogprobConfig(target_rank=True)) as later:
+                assert later.active
+                assert not handle.active
+                handle.remove()
+                assert model(**call).target_rank is not None
+            handle = ours.patch_model(model, ours.LogprobConfig(entropy=True))
+        finally:
+            off()
+        for _ in range(2):  # switched off meanwhile
+            assert model(**call).entropy is not None
+        assert handle.active
+        handle.remove()
+        assert patch_of(model) is None
+        assert type(model(**batch["inputs"])) is Tensor
+
+
+def test_the_end_of_a_patch_in_its_place(ranks: Any) -> None:
+    ranks(1).run(a_handle_s_end)
+
+
+def another_layer(model: Any) -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    old = model.output_layer
+    model.output_layer = ColumnParallelLinear(
+        old.input_size,
+        old.output_size,
+        config=old.config,
+        init_method=torch.nn.init.normal_,
+        bias=False,
+        gather_output=False,
+    )
+
+
+def a_head_that_changes() -> list[str]:
+    with megatron() as parallel_state:
+        inputs = make_batch(parallel_state)["inputs"]
+        off = lazy_models.lazy_models("require")
+        try:
+            model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+            for change in (lambda model: None, another_layer):
+                change(model)
+                logits = model(**inputs)
+                assert isinstance(logits, LazyLogits)
+                assert ours.vocab_parallel_entropy(logits).isfinite().all()
+        finally:
+            off()
+        found = []
+        for fused in ("require", True):
+            model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
+            with ours.patch_model(model, ours.LogprobConfig(logits="lazy", fused=fused)):
+                assert isinstance(model(**inputs), LazyLogits)
+                another_layer(model)
+                try:
+                    found.append(type(model(**inputs)).__name__)
+                except ValueError as error:
+                    found.append(str(error))
+        return found
+
+
+def test_another_layer_after_the_first_call(ranks: Any) -> None:
+    required, otherwise = ranks(1).run(a_head_that_changes)[0]
+    assert "fused='require', but the model's output layer is not the one that" in required
+    assert otherwise == "Tensor"
+
+
 def a_drop_in_that_patches(fused: str) -> None:
     """Megatron's RL patches the head itself, which here cannot be fused."""
     with megatron() as parallel_state:

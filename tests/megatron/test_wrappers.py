@@ -159,3 +159,15 @@ def test_settings_that_the_model_s_own_loss_does_not_see_raise() -> None:
         model.__class__ = Doubled.__base__
         with patch_model(model, LogprobConfig(temperature=0.5)):
             torch.testing.assert_close(stats.logprobs, model(**call).logprobs)
+
+
+def test_lazy_logits_given_to_the_model_s_loss_are_no_real_ones() -> None:
+    with megatron() as parallel_state:
+        model, batch = gpt(), make_batch(parallel_state)
+        expected = model(**batch["inputs"], labels=batch["labels"])
+        for output in ("loss", "stats"):
+            config = LogprobConfig(logits="lazy", fused="require", output=output)
+            with patch_model(model, config):
+                logits = model(**batch["inputs"]).transpose(0, 1)
+                got = model.compute_language_model_loss(batch["labels"], logits)
+            torch.testing.assert_close(got if output == "loss" else -got.logprobs, expected)
