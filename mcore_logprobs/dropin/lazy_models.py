@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from mcore_logprobs.config import LogprobConfig
+from mcore_logprobs.megatron.adapters import is_adapter
 from mcore_logprobs.megatron.head_patch import patch_of
-from mcore_logprobs.megatron.heads import has_head, head_report
+from mcore_logprobs.megatron.heads import has_head, head_report, head_tp_group, say_unfused
 from mcore_logprobs.megatron.imports import after_import
 from mcore_logprobs.megatron.patch import patch_own_stage
 
@@ -97,9 +98,13 @@ def before_call(model: Any, args: object) -> None:
             present.check_removable()
             present.retire()
             present = None
-    if present is not None or not hasattr(model.output_layer, "output_size_per_partition"):
-        return  # a patch of somebody's own; a critic's head, which has no vocabulary
-    if _settings[-1] != "require" and not head_report(model).fusable:
+    layer = model.output_layer
+    has_vocabulary = is_adapter(layer) or hasattr(layer, "output_size_per_partition")
+    if present is not None or not has_vocabulary:
+        return  # a patch of somebody's own; a critic's head
+    report = head_report(model)
+    if _settings[-1] != "require" and not report.fusable:
+        say_unfused(report.reason, head_tp_group(layer))
         return
     settings = LogprobConfig.from_transformer_config(model.config)
     config = LogprobConfig(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mcore_logprobs.checks import (
     check_min_p,
@@ -251,7 +253,8 @@ class Teacher:
 # Settings that a loss of the model's own need not know: they do not change what a loss is, or are
 # heeded before it.
 _NOT_OF_THE_LOSS = (
-    "fused mtp chunk_size backend logits_dtype saved_bytes compact logits check_labels".split()
+    *("fused", "mtp", "chunk_size", "backend", "logits_dtype", "saved_bytes"),
+    *("compact", "logits", "check_labels"),
 )
 # Settings that a sampler's record replaces.
 _REPLACED_BY_RECORD = ("top_k", "top_p", "min_p", "label_smoothing", "invariant_segments")
@@ -384,7 +387,10 @@ class OpenBlocks:
 
     def __init__(self, config: LogprobConfig) -> None:
         self._config = config
-        self._changes: list[Callable[[Call], Call]] = []
+        self._changes: dict[int, Callable[[Call], Call]] = {}  # by a number that no other had
+        self._numbers = itertools.count()
+        # The numbers of the blocks that were open in the latest call with these labels.
+        self._open_with: MutableMapping[Tensor, tuple[int, ...]] = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[object, ...]:
         return OpenBlocks, (self._config,)
@@ -397,17 +403,39 @@ class OpenBlocks:
             ValueError: changes that do not go together once a block between them has ended.
         """
         call = Call(self._config)
-        for change in self._changes:
+        for change in self._changes.values():
             call = change(call)
         return call
 
+    def check_recomputed(self, labels: object) -> None:
+        """For each call: one that an activation checkpoint makes again has the blocks of the first.
+
+        Seen where the checkpoint hands the same tensor of labels on (`use_reentrant=False`).
+
+        Raises:
+            RuntimeError: it has others, and would compute something else.
+        """
+        if not isinstance(labels, Tensor) or torch.compiler.is_compiling():
+            return
+        present = tuple(self._changes)
+        if torch._C._current_graph_task_id() == -1:  # not within a backward
+            if torch.is_grad_enabled():
+                self._open_with[labels] = present
+        elif self._open_with.get(labels, present) != present:
+            raise RuntimeError(
+                "an activation checkpoint calls the patched model again in the backward, with "
+                "other PatchHandle blocks open than in the forward: run the backward inside the "
+                "same ones"
+            )
+
     @contextlib.contextmanager
     def open(self, change: Callable[[Call], Call]) -> Iterator[None]:
-        self._changes.append(change)
+        number = next(self._numbers)
+        self._changes[number] = change
         try:
             yield
         finally:
-            self._changes.remove(change)
+            del self._changes[number]
 
 
 @dataclass

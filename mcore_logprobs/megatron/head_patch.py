@@ -129,7 +129,7 @@ class HeadPatch(DeferringHead):
         return self.installed and self.blocks is blocks
 
     def retire(self) -> None:
-        """End an automatic patch. Another's settings that stand in its place stay until `remove`."""
+        """End an automatic patch; settings that stand in its place stay until `remove`."""
         self.automatic = False
         if self._lent is None:
             self.remove()
@@ -392,6 +392,7 @@ class _WithLabels:
         patch = self.__self__
         call, wrapped = patch.call, patch.original(self._name)
         labels, mtp = arguments["labels"], call.config.mtp
+        patch.blocks.check_recomputed(labels)
         block_labels = _DRAWN if call.draw is not None else call.target
         if block_labels is not None:
             if labels is not None:

@@ -71,14 +71,15 @@ def find_language_models(model: object) -> list[nn.Module]:
 
 def _outermost(module: nn.Module) -> list[nn.Module]:
     # What its class or itself has: `torch.compile` and PEFT wrap a model in a module that hands the
-    # model's attributes on.
-    brings_loss = "compute_language_model_loss" in vars(module) or callable(
+    # model's attributes on. A mock may never have called Module's constructor.
+    own, children = vars(module), vars(module).get("_modules", {})
+    brings_loss = "compute_language_model_loss" in own or callable(
         getattr(type(module), "compute_language_model_loss", None)
     )
-    if brings_loss and ("output_layer" in module._modules or "post_process" in vars(module)):
+    if brings_loss and ("output_layer" in children or "post_process" in own):
         return [module]
     # A wrapper may have a method of its own, which calls that of the model within.
-    inside = [inner for child in module.children() for inner in _outermost(child)]
+    inside = [one for child in children.values() if child is not None for one in _outermost(child)]
     return inside or [module] * brings_loss
 
 

@@ -53,8 +53,9 @@ def patch_model(model: object, config: LogprobConfig | None = None) -> PatchHand
 
     Args:
         model: a GPTModel, HybridModel or MambaModel, any wrapper around one (DDP, Float16Module,
-            FSDP, `torch.compile`, PEFT, a vision-language model), or a list of virtual pipeline chunks. Stages without an
-            output layer are left as they are. It may also be wrapped later.
+            FSDP, `torch.compile`, PEFT, a vision-language model), or a list of virtual pipeline
+            chunks. Stages without an output layer are left as they are. It may also be wrapped
+            later.
         config: None reads `model.config` (`LogprobConfig.from_transformer_config`).
 
     Returns: a `PatchHandle`; call its `.remove()`, or use it as a context manager.
@@ -179,7 +180,8 @@ class PatchHandle:
 
     A patched model is called by one thread at a time: several take turns, by a lock around the
     call, as a block changes the model for all of them. If an activation checkpoint wraps the
-    *whole* model, run the backward inside the block too, because it calls the model again.
+    *whole* model, run the backward inside the block too, because it calls the model again. With
+    `use_reentrant=False` a backward outside it raises.
 
     Attributes:
         reports: a `HeadReport` for each head of this rank (none on stages without one), as of
@@ -261,10 +263,11 @@ class PatchHandle:
         """For calls in this block: form a policy loss in the head, as `linear_policy_loss` does.
 
         The model returns a TokenStats whose `policy_loss`, a scalar, is the sum over this rank's
-        tokens of `loss_fn(logprobs, entropy or None, *the tensors' rows)` over the denominator. It
-        is the only differentiable result. Entropy, rank, temperature, masks and the head's own
-        scale, bias and softcap follow the settings. So does `compact`, which leaves out rows whose
-        label is ignore_index. A head that cannot be fused computes the same from real logits.
+        tokens of `loss_fn(logprobs, entropy or None, *the tensors' rows)` over the denominator. The
+        statistics beside it have no gradient; `divergence`, `candidates` and the top k's values
+        have one. Entropy, rank, temperature, masks and the head's own scale, bias and softcap
+        follow the settings. So does `compact`, which leaves out rows whose label is ignore_index. A
+        head that cannot be fused computes the same from real logits.
 
         Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
             without gradient.
@@ -569,4 +572,3 @@ def _of_all_stages(model: object, reason: str) -> list[str]:
     reasons: list[str] = [""] * group_size(group)
     dist.all_gather_object(reasons, reason, group=group)
     return reasons
-

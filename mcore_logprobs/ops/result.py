@@ -36,8 +36,8 @@ class TokenStats:
             -inf (logprobs is -inf there, and gradients are finite). Differentiable, so that a
             z-loss costs no second pass. None if the call only replays a sampler's masks.
         sum_pi_squared: float32, sum p^2. Differentiable. By sum_pi_squared=True.
-        policy_loss: scalar, the loss of `PatchHandle.policy_loss`. With it, only it and the
-            divergence are differentiable.
+        policy_loss: scalar, the loss of `PatchHandle.policy_loss`. Differentiable; of the fields
+            beside it only divergence, candidates and topk's values are.
         divergence: float32, from a teacher, in nats; 0 where ignored. Differentiable. By
             `PatchHandle.divergence`.
         full_logprobs: float32, log p[target] of the full distribution, next to `logprobs` over the

@@ -15,6 +15,7 @@ from mcore_logprobs.dropin import lazy_models, megatron_rl, switch
 from mcore_logprobs.megatron.head_patch import patch_of
 from mcore_logprobs.sources.lazy import LazyLogits
 from tests.megatron.common import VOCAB, make_batch, megatron, relative, step, tiny_config, worst
+from tests.megatron.test_peft import LoraParallelLinear
 from tests.megatron.test_pipeline import train_step, wrapped_chunks
 
 
@@ -129,13 +130,17 @@ def another_layer(model: Any) -> None:
     )
 
 
+def with_a_lora(model: Any) -> None:
+    model.output_layer = LoraParallelLinear(model.output_layer)
+
+
 def a_head_that_changes() -> list[str]:
     with megatron() as parallel_state:
         inputs = make_batch(parallel_state)["inputs"]
         off = lazy_models.lazy_models("require")
         try:
             model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB, tied=False)
-            for change in (lambda model: None, another_layer):
+            for change in (lambda model: None, another_layer, with_a_lora):
                 change(model)
                 logits = model(**inputs)
                 assert isinstance(logits, LazyLogits)

@@ -65,6 +65,10 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.errors = errors
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """From a worker process; the ranks' own exceptions may not be pickled."""
+        return type(self), (str(self), [None] * len(self.errors))
+
 
 class RankTimeout(RankError):
     """One or more ranks gave no answer in time; the message has each one's Python stack."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -97,6 +98,8 @@ def test_an_error_carries_every_traceback_and_the_pool_recovers(ranks):
     assert "_fail_on" in str(caught.value)
     assert caught.value.errors[0] is None
     assert isinstance(caught.value.errors[1], ValueError)
+    sent = pickle.loads(pickle.dumps(caught.value))  # as a worker process gives it back
+    assert str(sent) == str(caught.value)
     assert ranks(2).run(_fail_on, ()) == [0, 1]
 
 

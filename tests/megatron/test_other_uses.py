@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -141,6 +142,48 @@ def test_a_second_use_within_a_forward_that_loses_its_gradient_raises() -> None:
             checkpoint(forward, use_reentrant=False).loss.sum().backward()
             anchor = torch.ones((), requires_grad=True)
             checkpoint(lambda x: forward().loss * x, anchor, use_reentrant=True).sum().backward()
+
+
+@pytest.mark.parametrize("policy", [False, True], ids=["statistics", "policy loss"])
+def test_a_checkpoint_around_the_model_needs_the_same_blocks(policy: bool) -> None:
+    with megatron() as parallel_state:
+        model, batch = gpt(), make_batch(parallel_state)
+        call = {**batch["inputs"], "labels": batch["labels"]}
+
+        def loss() -> Tensor:
+            stats = model(**call)
+            if policy:
+                return stats.policy_loss
+            return (stats.logprobs * batch["weights"]).sum()
+
+        def blocks(handle: Any) -> contextlib.ExitStack:
+            stack = contextlib.ExitStack()
+            stack.enter_context(handle.options(temperature=0.5))
+            if policy:
+                loss_fn = lambda logprobs, entropy, weights: logprobs * weights  # noqa: E731
+                stack.enter_context(handle.policy_loss(loss_fn, batch["weights"]))
+            return stack
+
+        with patch_model(model, LogprobConfig()) as handle:
+            with blocks(handle):
+                expected = gradients(model, loss())
+                with torch.no_grad():  # has no backward
+                    loss()
+                got = gradients(model, checkpoint(loss, use_reentrant=False))
+            assert worst(got, expected) < 1e-6
+            with blocks(handle):
+                outside = checkpoint(loss, use_reentrant=False)
+            with pytest.raises(RuntimeError, match="PatchHandle blocks open than in the forward"):
+                outside.backward()
+            if not policy:
+                before = checkpoint(loss, use_reentrant=False)
+                with (
+                    blocks(handle),
+                    pytest.raises(RuntimeError, match="PatchHandle blocks open"),
+                ):
+                    before.backward()
+                plain = gradients(model, checkpoint(loss, use_reentrant=False))
+                assert worst(plain, gradients(model, loss())) < 1e-6
 
 
 def test_a_block_is_entered_once() -> None:

@@ -81,7 +81,7 @@ def test_the_model_within_is_patched(name: str, build: Callable[[], Any]) -> Non
 
 
 class Unknown(nn.Module):
-    """A model of another kind: its class has no method that the patch could follow labels through."""
+    """A model of another kind, whose class has no method to follow labels through."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -146,14 +146,16 @@ def test_settings_that_the_model_s_own_loss_does_not_see_raise() -> None:
         call = {**batch["inputs"], "labels": batch["labels"]}
         plain = model(**call)
         model.__class__ = Doubled
-        with pytest.raises(ValueError, match="does not see, got temperature=0.5"):
+        with pytest.raises(ValueError, match=r"does not see, got temperature=0\.5"):
             patch_model(model, LogprobConfig(output="loss", temperature=0.5))
         with patch_model(model, LogprobConfig(output="loss", saved_bytes=1000)) as handle:
             torch.testing.assert_close(model(**call), 2 * plain)
             temperature = torch.full((1, 1), 0.5)
-            with pytest.raises(ValueError, match=r"temperature='a tensor"):
-                with handle.options(temperature=temperature):
-                    model(**call)
+            with (
+                pytest.raises(ValueError, match="temperature='a tensor"),
+                handle.options(temperature=temperature),
+            ):
+                model(**call)
             with handle.options(temperature=temperature), handle.also(topk=2):
                 stats = model(**call)  # not that loss's affair
         model.__class__ = Doubled.__base__
