@@ -18,7 +18,7 @@ from mcore_logprobs.kernels.stats import merge
 from mcore_logprobs.ops import row_statistics
 from mcore_logprobs.sources import head_operands as fused_head
 from mcore_logprobs.sources.head_gradients import HeadGradient
-from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
+from tests.helpers.invariance import ASKED, FIELDS, assert_same_bits, same_bits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
 SEGMENTS = 4
@@ -36,7 +36,7 @@ def inputs(rows: int, sizes: dict[str, int], dtype: torch.dtype) -> dict[str, Te
         "bias": torch.randn(sizes["vocab"]).to(dtype),
         "target": target,
         "temperature": 0.5 + torch.rand(rows),
-        "upstream": torch.randn(4, rows),
+        "upstream": torch.randn(len(FIELDS) - 1, rows),
     }
 
 
@@ -57,7 +57,7 @@ def stats_and_gradients(
         for x in (hidden, given["weight"][own], given["bias"][own])
     ]
     options |= {"temperature": given["temperature"], "bias": leaves[2], "tp_group": world_group()}
-    options |= {"entropy": True, "target_rank": True, "sum_pi_squared": True}
+    options |= ASKED
     if policy:
         loss, stats = linear_policy_loss(
             *leaves[:2], given["target"], lambda logp, h, g: logp * g + h, given["upstream"][0],
@@ -150,10 +150,9 @@ def test_compiled_kernels_give_the_same_bits_for_any_chunk_and_rows() -> None:
 
     def found(rows: Tensor, chunk_size: int | None = None) -> dict[str, Tensor]:
         stats = linear_token_stats(
-            given["hidden"][rows], given["weight"], given["target"][rows], entropy=True,
-            target_rank=True, sum_pi_squared=True, temperature=given["temperature"][rows],
-            vocab_size=3900, invariant_segments=SEGMENTS, chunk_size=chunk_size,
-            backend="inductor",
+            given["hidden"][rows], given["weight"], given["target"][rows],
+            temperature=given["temperature"][rows], vocab_size=3900, backend="inductor",
+            invariant_segments=SEGMENTS, chunk_size=chunk_size, **ASKED,
         )  # fmt: skip
         return {name: getattr(stats, name) for name in FIELDS}
 

@@ -15,7 +15,7 @@ from mcore_logprobs import (
     vocab_parallel_token_stats,
 )
 from mcore_logprobs.bench.counting import CollectivesMade
-from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
+from tests.helpers.invariance import ASKED, FIELDS, assert_same_bits, same_bits
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
 
 SEGMENTS = 8
@@ -47,11 +47,9 @@ def stats_and_gradient(given: dict[str, Tensor], **options: Any) -> dict[str, Te
     stats = vocab_parallel_token_stats(
         logits,
         given["target"],
-        entropy=True,
-        target_rank=True,
-        sum_pi_squared=True,
         temperature=given["temperature"],
         tp_group=world_group(),
+        **ASKED,
         **options,
     )
     found = {name: getattr(stats, name) for name in FIELDS}

@@ -25,6 +25,8 @@ from mcore_logprobs.ops.divergence import kl_div
 from mcore_logprobs.ops.gather import gather, topk_distill
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import policy_loss
+from mcore_logprobs.ops.record import Kept
+from mcore_logprobs.ops.replay import replay
 from mcore_logprobs.ops.row_statistics import Statistics
 from mcore_logprobs.ops.sampling import sampling_logprobs
 from mcore_logprobs.ops.token_stats import token_stats
@@ -138,7 +140,7 @@ class ContrastTile:
             yield ChunkAt(self.rows, columns, chunk)
 
     def target_logits(self, local_target: Tensor) -> Tensor:
-        rows = torch.arange(self.rows.start, self.rows.stop)
+        rows = torch.arange(self.rows.start, self.rows.stop, device=local_target.device)
         raw = self.raw_at(LogitIndices(rows, local_target))
         return torch.where(local_target >= 0, raw, 0.0)
 
@@ -153,10 +155,9 @@ class ContrastTile:
 class ContrastGradient:
     def __init__(self, source: ContrastLogits, needs: Sequence[bool], in_acc_dtype: bool) -> None:
         self._source, self._in_acc_dtype = source, in_acc_dtype
-        shapes = (x.shape for x in source.tensors[:3] if x is not None)
         self._grads = [
-            torch.zeros(shape, dtype=source.acc_dtype) if needed else None
-            for shape, needed in zip(shapes, needs, strict=False)
+            torch.zeros_like(x, dtype=source.acc_dtype) if needed and x is not None else None
+            for x, needed in zip(source.tensors[:3], needs, strict=False)
         ]
 
     def collect(self, tile: ContrastTile, placed: ChunkAt, write: Write) -> None:
@@ -186,10 +187,9 @@ class ContrastGradient:
         first, second, weight = self._grads
         if weight is not None:
             weight = all_reduce_sum(weight, self._source.shard.group)
-        tensors = self._source.tensors
         return tuple(
-            x if x is None or self._in_acc_dtype else x.to(tensor.dtype)
-            for x, tensor in zip((first, second, weight), tensors, strict=False)
+            x if x is None or tensor is None or self._in_acc_dtype else x.to(tensor.dtype)
+            for x, tensor in zip((first, second, weight), self._source.tensors, strict=False)
         )
 
 
@@ -215,6 +215,9 @@ def operations(source: Source, target: Tensor, ids: Tensor) -> dict[str, Tensor]
     kept = torch.cat([target.unsqueeze(1), (target.unsqueeze(1) + 1) % VOCAB], 1)
     record = kept.flatten(), torch.arange(ROWS + 1) * 2
     found["replay"] = sampling_logprobs(source, target, kept_ids=record)
+    both = replay(source, target, Kept(record, "error", False, True), full_spec=wanted.spec)
+    for name in ("logprobs", "full_logprobs", "entropy", "sum_pi_squared"):
+        found[f"replay and full: {name}"] = getattr(both, name)
     found["policy loss"], _ = policy_loss(
         source, target, wanted, by_token, ids[:, 0], denominator=3.0, ignore_index=-100
     )
@@ -237,6 +240,7 @@ def expected(
     divisor = 1.0 if temperature is None else temperature.unsqueeze(1)
     at = logits.gather(1, target.unsqueeze(1))
     top, entropy = logits.topk(3), -(log_p.exp() * log_p).sum(-1)
+    replayed = torch.cat([at, logits.gather(1, (target.unsqueeze(1) + 1) % VOCAB)], 1)
     return {
         "logprobs": log_p.gather(1, target.unsqueeze(1)).squeeze(1),
         "entropy": entropy,
@@ -251,9 +255,11 @@ def expected(
         "teacher": (ids.double() / divisor).log_softmax(-1),
         "top-k": kept_alone(logits, logits >= logits.topk(4).values[:, -1:], target),
         "top-p": kept_alone(logits, within(log_p.exp(), 0.9), target),
-        "replay": torch.cat(
-            [at, logits.gather(1, (target.unsqueeze(1) + 1) % VOCAB)], 1
-        ).log_softmax(-1)[:, 0],
+        "replay": replayed.log_softmax(-1)[:, 0],
+        "replay and full: logprobs": replayed.log_softmax(-1)[:, 0],
+        "replay and full: full_logprobs": log_p.gather(1, target.unsqueeze(1)).squeeze(1),
+        "replay and full: entropy": entropy,
+        "replay and full: sum_pi_squared": (2 * log_p).exp().sum(-1),
         "policy loss": by_token(log_p.gather(1, target.unsqueeze(1)).squeeze(1), entropy, ids[:, 0])
         .sum()
         .div(3.0),
@@ -369,6 +375,34 @@ def test_a_new_source_in_lower_precision(dtype: torch.dtype) -> None:
         assert x.dtype == dtype
         torch.testing.assert_close(x, y, rtol=4 * torch.finfo(dtype).eps, atol=2e-6)
     torch.testing.assert_close(found, wanted)
+
+
+def test_a_row_of_nan_of_which_nothing_is_asked_leaves_the_others_alone() -> None:
+    first, second = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+    spoilt, asked = second.clone(), torch.ones(ROWS)
+    spoilt[2], asked[2] = torch.nan, 0.0
+    target, ids = torch.arange(ROWS), torch.arange(2 * ROWS).view(ROWS, 2) % VOCAB
+
+    def gradients(of_second: Tensor) -> list[tuple[Tensor, ...]]:
+        inputs = [x.clone().requires_grad_() for x in (first, of_second, WEIGHT)]
+        source = ContrastOptions(VocabShard.of(WIDTH, None, VOCAB)).bind(*inputs)
+        results = (
+            token_stats(source, target, Statistics.of(), None).logprobs.unsqueeze(1),  # by chunks
+            gather(source, ids),  # by single logits
+        )
+        return [torch.autograd.grad((x * asked.unsqueeze(1)).sum(), inputs) for x in results]
+
+    torch.testing.assert_close(gradients(spoilt), gradients(second), rtol=0, atol=0)
+
+
+def test_a_source_that_is_not_linear_has_no_second_derivative_in_silence() -> None:
+    inputs = [torch.randn(ROWS, WIDTH, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    inputs.append(WEIGHT.clone().requires_grad_())
+    source = ContrastOptions(VocabShard.of(WIDTH, None, VOCAB)).bind(*inputs)
+    entries = gather(source, torch.zeros(ROWS, 1, dtype=torch.int64))
+    (of_second,) = torch.autograd.grad(entries.sum(), inputs[1:2], create_graph=True)
+    with pytest.raises(RuntimeError, match="no double backward"):
+        of_second.sum().backward()  # minus the weight, once for each row
 
 
 def test_a_function_of_logits_takes_a_new_source() -> None:

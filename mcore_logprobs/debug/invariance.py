@@ -17,7 +17,13 @@ from torch import Tensor
 
 from mcore_logprobs.collectives import ordered_sum_dim0
 from mcore_logprobs.kernels.segments import Segments
-from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, merge
+from mcore_logprobs.kernels.stats import (
+    GradientTerms,
+    RowResults,
+    SoftmaxStats,
+    StatsSpec,
+    merge,
+)
 from mcore_logprobs.ops.driver import form_gradient, show
 from mcore_logprobs.ops.result import TokenStats
 from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics, Statistics
@@ -33,7 +39,9 @@ from mcore_logprobs.sources.source import Source
 # Few calls and few kinds of kernel: what a compiled backend has not seen yet takes a second each.
 _SEGMENTS, _SIZES = 8, (2, 4)
 _VOCAB = _SEGMENTS * 2048
-_ASKED: dict[str, Any] = {"entropy": True, "sum_pi_squared": True, "invariant_segments": _SEGMENTS}
+_FLAGS = {"entropy": True, "sum_pi_squared": True}
+_SPEC = StatsSpec(**_FLAGS)
+_ASKED: dict[str, Any] = {**_FLAGS, "invariant_segments": _SEGMENTS}
 # A block of all rows is under 32768 numbers, from which on torch wakes its threads for every step:
 # on a busy machine that costs milliseconds each time.
 _ROWS, _HIDDEN = 15, 40
@@ -95,7 +103,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]:
-    spec = StatsSpec(entropy=True, sum_pi_squared=True)
+    spec = _SPEC
     top = logits.amax(-1).float()
     coef = torch.linspace(-1, 1, len(spec.coefficients) * _ROWS, device=logits.device)
     coef = coef.view(len(spec.coefficients), _ROWS)
@@ -132,7 +140,7 @@ def _logits_checks(logits: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]
 
 
 def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[tuple[str, bool]]:
-    operation = Statistics(StatsSpec(entropy=True, sum_pi_squared=True))
+    operation = Statistics(_SPEC)
     probability = torch.full((_ROWS,), 1e-3, device=hidden.device)
     mask = torch.ones_like(target, dtype=torch.bool)
 
@@ -151,8 +159,11 @@ def _hidden_checks(hidden: Tensor, weight: Tensor, target: Tensor) -> Iterator[t
     def backward(tp: int) -> tuple[Tensor, Tensor]:
         weights: list[Tensor] = []
         parts: list[Tensor] = []
-        softmax = (torch.zeros_like(probability), torch.zeros_like(probability), *[probability] * 3)
-        upstream = (probability, probability, None, None, probability)
+        # Such as a row of logits near 0 has; of every statistic that SoftmaxStats has.
+        softmax = SoftmaxStats(*[probability] * len(SoftmaxStats._fields))
+        zeros = torch.zeros_like(probability)
+        softmax = softmax._replace(row_max=zeros, log_sum=zeros)
+        upstream = RowResults(probability, probability, sum_pi_squared=probability)
         for source, column in heads(tp):
             gradient = source.gradient((True, True, False, False, False))
             gradient.hidden = collected = _Segments(source, in_acc_dtype=False)
@@ -214,5 +225,5 @@ def _across_calls(
 
 
 def _equal(a: TokenStats, b: TokenStats) -> bool:
-    names = ("logprobs", "entropy", "lse", "sum_pi_squared")
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+    pairs = [(getattr(a, name), getattr(b, name)) for name in RowResults._fields]
+    return all(torch.equal(x, y) for x, y in pairs if x is not None)

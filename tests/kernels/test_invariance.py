@@ -15,7 +15,7 @@ from mcore_logprobs.kernels import inductor, reference
 from mcore_logprobs.kernels.chunk import Chunk, Processing
 from mcore_logprobs.kernels.segments import Segments
 from mcore_logprobs.kernels.stats import GradientTerms, StatsSpec, by_name, merge
-from tests.helpers.invariance import FIELDS, assert_same_bits, same_bits
+from tests.helpers.invariance import ASKED, FIELDS, assert_same_bits, same_bits
 from tests.helpers.memory import TensorsMade
 from tests.kernels.common import (
     DEVICE,
@@ -104,8 +104,8 @@ def test_triton_by_name_through_the_public_operation():
 
     def found(rows: slice, backend: str = "triton", segments: int | None = 4) -> dict[str, Tensor]:
         stats = vocab_parallel_token_stats(
-            logits[rows], target[rows], entropy=True, target_rank=True, sum_pi_squared=True,
-            backend=backend, invariant_segments=segments, vocab_size=300,
+            logits[rows], target[rows], backend=backend, invariant_segments=segments,
+            vocab_size=300, **ASKED,
         )  # fmt: skip
         return {name: getattr(stats, name) for name in FIELDS}
 

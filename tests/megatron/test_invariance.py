@@ -11,7 +11,7 @@ import pytest
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.cpu_megatron import models as mm
 from mcore_logprobs.megatron import patch_gpt_model
-from tests.helpers.invariance import FIELDS, assert_same_bits
+from tests.helpers.invariance import ASKED, FIELDS, assert_same_bits
 from tests.megatron.common import VOCAB, make_batch, megatron, tiny_config
 from tests.megatron.test_mtp import logged_metrics
 
@@ -30,8 +30,7 @@ def bits_of_a_model(tp: int, fused: bool, mtp: bool) -> dict[str, Any]:
 
         for chunk_size in (None, 1, 7):
             config = LogprobConfig(
-                fused=fused, entropy=True, target_rank=True, sum_pi_squared=True,
-                invariant_segments=2, chunk_size=chunk_size,
+                fused=fused, **ASKED, invariant_segments=2, chunk_size=chunk_size,
                 label_smoothing=0.1 if mtp else 0.0, softcap=4.0 if mtp else None,
             )  # fmt: skip
             with patch_gpt_model(model, config):
