@@ -72,14 +72,15 @@ def find_language_models(model: object) -> list[nn.Module]:
 def _outermost(module: nn.Module) -> list[nn.Module]:
     # What its class or itself has: `torch.compile` and PEFT wrap a model in a module that hands the
     # model's attributes on. A mock may never have called Module's constructor.
-    own, children = vars(module), vars(module).get("_modules", {})
+    own = vars(module)
+    children = dict.fromkeys(own.get("_modules", {}).values())  # one may have several names
     brings_loss = "compute_language_model_loss" in own or callable(
         getattr(type(module), "compute_language_model_loss", None)
     )
-    if brings_loss and ("output_layer" in children or "post_process" in own):
+    if brings_loss and ("post_process" in own or "output_layer" in own.get("_modules", {})):
         return [module]
     # A wrapper may have a method of its own, which calls that of the model within.
-    inside = [one for child in children.values() if child is not None for one in _outermost(child)]
+    inside = [one for child in children if child is not None for one in _outermost(child)]
     return inside or [module] * brings_loss
 
 

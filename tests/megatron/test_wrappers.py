@@ -41,7 +41,7 @@ class WithLossMethod(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.language_model = model
+        self.language_model = self.module = model
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         return self.language_model.compute_language_model_loss(labels, logits)
