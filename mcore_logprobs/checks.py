@@ -195,6 +195,7 @@ check_optional_scale = check_scale.optional
 check_scale_or_zero = Check(
     f"0 or {check_scale.expected}", lambda v: v == 0 or check_scale.accepts(v), Real
 )
+check_number = Check("a number", lambda v: not math.isnan(v), Real)
 check_not_negative = Check("a finite number >= 0", lambda v: 0.0 <= v <= _LARGEST, Real)
 check_above_minus_one = Check("a finite number > -1", lambda v: -1.0 < v <= _LARGEST, Real)
 check_optional_above_one = Check("a number > 1", lambda v: v > 1.0, Real).optional

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -440,6 +441,10 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> N
         ({"train": {"colour": 1}}, "train: unknown setting 'colour'"),
         ({"rollout": {"alignment": "up"}}, "rollout: alignment: expected one of"),
         ({"temperature": 0.0}, "temperature"),
+        ({"rollout_hidden": torch.zeros(2, 3, 4)}, "rollout_hidden: expected weight with it"),
+        ({"stale_hidden": torch.zeros(2, 3, 4)}, "stale_hidden: expected stale_weight with it"),
+        ({"search_tokens": 0}, "search_tokens: expected an int >= 1, got 0"),
+        ({"threshold": math.nan}, "threshold: expected a finite number >= 0, got nan"),
     ],
 )
 def test_mistakes(change: dict, message: str) -> None:

@@ -274,6 +274,12 @@ def test_an_ellipsis_stands_for_the_dimensions_of_tokens() -> None:
     assert stats[..., None].topk[0].shape == (2, 6, 1, 4)
 
 
+def test_fields_are_not_unpacked() -> None:
+    """Two sequences would pass for log-probabilities and entropy."""
+    with pytest.raises(TypeError, match="expected its fields by name"):
+        _logprobs, _entropy = with_several()
+
+
 def test_a_negative_dimension_is_one_of_tokens() -> None:
     stats = with_several()
     bounds = [0, 2, 6]

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_count, check_not_negative
 from mcore_logprobs.debug.dump_file import number_of, read_dump
 from mcore_logprobs.debug.mismatch_result import (
     CAUSES,
@@ -114,6 +115,8 @@ def explain_mismatch(
         ValueError: shapes, dtypes or settings that do not fit; no token that counts.
     """
     arguments = dict(locals())  # the arguments by name
+    check_count("search_tokens", search_tokens)
+    check_not_negative("threshold", threshold)
     batch = Batch.of(train_logprobs, rollout_logprobs, target, mask, ignore_index)
     known = {
         side: check_known(side, fields) for side, fields in (("train", train), ("rollout", rollout))

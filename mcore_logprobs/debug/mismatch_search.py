@@ -116,7 +116,8 @@ class Source:
             return cls(flat, None)
         own_weight = weight if own_weight is None else own_weight
         if own_weight is None:
-            raise ValueError(f"{name}: expected {prefix}weight with it")
+            whose = f"{prefix}weight" if f"{prefix}weight" in given else "weight"
+            raise ValueError(f"{name}: expected {whose} with it")
         own_weight = torch.as_tensor(own_weight).detach()
         if own_weight.dim() != 2 or own_weight.shape[1] != flat.shape[1]:
             raise ValueError(

@@ -7,6 +7,7 @@ what it imports itself.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import sys
@@ -252,7 +253,8 @@ def _parse(text: str) -> inspect.Signature:
 def _constant(node: ast.expr) -> ast.expr:
     try:
         value = ast.literal_eval(node)
-    except ValueError:
+        hash(value)
+    except (ValueError, TypeError):  # no literal; or a list, which is no constant of the compiler's
         value = ast.unparse(node)
     return ast.copy_location(ast.Constant(value), node)
 
@@ -309,7 +311,10 @@ def check_fits(
     Raises:
         ValueError: the first whose calls the drop-in does not take.
     """
-    theirs = signatures(source, names)
+    try:
+        theirs = signatures(source, names)
+    except SyntaxError as error:
+        raise ValueError(f"{module}: expected a file that this Python parses: {error}") from error
     for name, text in theirs.items():
         if why := signature_mismatch(carried(framework.module, name), text):
             raise ValueError(
@@ -371,8 +376,9 @@ def _places(framework: Framework, names: list[str], roots: list[Path]) -> dict[s
             for path in sorted((root / package).rglob("*.py")):
                 text = path.read_text(encoding="utf-8", errors="replace")
                 likely = [n for n in names if n not in places and n.partition(".")[0] in text]
-                for name in signatures(text, likely) if likely else ():
-                    places[name] = str(path.relative_to(root))
+                with contextlib.suppress(SyntaxError):  # a template, which is no Python
+                    for name in signatures(text, likely) if likely else ():
+                        places[name] = str(path.relative_to(root))
     return places
 
 

@@ -30,7 +30,7 @@ _CLASSES = {
 }
 _MARK = "_mcore_logprobs_lazy"
 _said: list[str] = []
-_settings: list[str] = []  # of those that are on, the latest last
+_settings: dict[object, str] = {}  # of those that are on, the latest last
 
 
 def check_fused(fused: object) -> None:
@@ -51,10 +51,11 @@ def lazy_models(fused: str) -> Callable[[], None]:
     undo = [
         after_import(module, functools.partial(_watch, name)) for module, name in _CLASSES.items()
     ]
-    _settings.append(fused)
+    mine = object()
+    _settings[mine] = fused
 
     def off() -> None:
-        _settings.remove(fused)
+        _settings.pop(mine, None)
         for each in undo:
             each()
 
@@ -63,7 +64,7 @@ def lazy_models(fused: str) -> Callable[[], None]:
 
 def fused_setting() -> bool | Literal["require"]:
     """`LogprobConfig.fused` for a drop-in that patches a model itself."""
-    return "require" if _settings[-1:] == ["require"] else True
+    return "require" if list(_settings.values())[-1:] == ["require"] else True
 
 
 def _watch(name: str, module: object) -> None:
@@ -92,8 +93,12 @@ def before_call(model: Any, args: object) -> None:
         if present is not None and present.automatic:
             present.retire()
         return
-    if present is not None and present.can_lend and not present.has_its_layer:
-        # An adapter was put around the layer since, or another layer in its place.
+    fused = fused_setting()
+    is_stale = present is not None and (
+        not present.has_its_layer  # an adapter was put around it since, or another in its place
+        or present.automatic != fused  # switched on again since, with another setting
+    )
+    if present is not None and present.can_lend and is_stale:
         with contextlib.suppress(ValueError):  # that somebody else has patched too
             present.check_removable()
             present.retire()
@@ -102,15 +107,18 @@ def before_call(model: Any, args: object) -> None:
     has_vocabulary = is_adapter(layer) or hasattr(layer, "output_size_per_partition")
     if present is not None or not has_vocabulary:
         return  # a patch of somebody's own; a critic's head
+    settings = LogprobConfig.from_transformer_config(model.config)
+    if settings.fused is False:
+        return  # the model's own setting
     report = head_report(model)
-    if _settings[-1] != "require" and not report.fusable:
+    is_required = "require" in (fused, settings.fused)
+    if not is_required and not report.fusable:
         say_unfused(report.reason, head_tp_group(layer))
         return
-    settings = LogprobConfig.from_transformer_config(model.config)
     config = LogprobConfig(
         output="loss",
         logits="lazy",
-        fused=fused_setting(),
+        fused="require" if is_required else True,
         chunk_size=settings.chunk_size,
         backend=settings.backend,
         logits_dtype=settings.logits_dtype,
@@ -119,7 +127,7 @@ def before_call(model: Any, args: object) -> None:
     patch_own_stage(model, config)
     patch = patch_of(model)
     assert patch is not None
-    patch.automatic = True
+    patch.automatic = fused
     if not _said:
         _said.append(type(model).__name__)
         if os.environ.get("RANK", "0") == "0":

@@ -347,13 +347,13 @@ def hidden_logprobs(
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(
-    *, chunk_size: int, temperature: float = 1.0, sampling_params: object | None = None
+    *, chunk_size: int, temperature: float | None = None, sampling_params: object | None = None
 ) -> None:
     """Let every GPTModel's forward take `return_logprobs_for_linear_ce_fusion=True`.
 
     With it and `labels` (the unshifted input ids) the last pipeline stage returns log-probabilities
     of the next tokens, float32 `[b, s - 1]`, made without holding the logits. Without it the model
-    behaves as before. A second call changes the chunk size. Undone by
+    behaves as before. A second call changes the chunk size, and what else it gives. Undone by
     `unpatch_gpt_model_forward_for_linear_ce_fusion`.
 
     Context parallelism: labels are this rank's zigzag part `[b, s/CP]`, as the input ids are (or
@@ -368,7 +368,8 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     Args:
         chunk_size: positions of the sequence at a time.
         temperature, sampling_params: for calls that bring none; forward takes both as keywords.
-            sampling_params (attributes temperature, top_k, top_p) goes before temperature.
+            None of both: those of the call before, else a temperature of 1. sampling_params
+            (attributes temperature, top_k, top_p) goes before temperature.
 
     Raises:
         ValueError: chunk_size is not an int of at least 1.
@@ -377,7 +378,10 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
         raise ValueError(f"chunk_size: expected an int >= 1, got {chunk_size!r}")
     model_class = _gpt_model_class()
     model_class._linear_ce_fusion_chunk_size = chunk_size
-    model_class._linear_ce_fusion_sampling = _sampling(temperature, sampling_params)
+    is_given = temperature is not None or sampling_params is not None
+    if is_given or "_linear_ce_fusion_sampling" not in vars(model_class):
+        number = 1.0 if temperature is None else temperature
+        model_class._linear_ce_fusion_sampling = _sampling(number, sampling_params)
     if "_original_forward_for_linear_ce_fusion" in vars(model_class):
         return
     original = model_class.forward

@@ -42,7 +42,7 @@ def switch_on(framework: str, fused: str | bool | None = None) -> None:
     that are imported later. Models that the framework builds from now on return lazy logits
     (docs/lazy.md), so that its own code computes from hidden states. Rank 0 logs one line per file,
     and one if the installed version is not the one that the drop-in was compared with. A second
-    call does nothing.
+    call does nothing, and may not ask for another `fused`.
 
     Args:
         fused: what code gets that reads logits outside this library's functions. "auto": real
@@ -51,20 +51,26 @@ def switch_on(framework: str, fused: str | bool | None = None) -> None:
             or false), else "auto".
 
     Raises:
-        ValueError: an unknown framework or fused; a function whose calls the drop-in does not
+        ValueError: an unknown framework or fused; another fused than the one that is on; a function
+            whose calls the drop-in does not
             accept. Files on `sys.path` are checked before any function is replaced, others when
             they are imported.
     """
     _check(framework)
-    fused = _fused_setting() if fused is None else fused
-    check_fused(fused)
+    asked = _fused_setting() if fused is None else fused
+    check_fused(asked)
     if framework not in _on:
-        _on[framework] = _Switch(framework, fused)
+        _on[framework] = _Switch(framework, asked)
         try:
             _on[framework].watch()
-        except ValueError:
+        except BaseException:  # a file of theirs that does not parse, for one: nothing is half on
             switch_off(framework)
             raise
+    elif fused is not None and fused != _on[framework].fused:
+        raise ValueError(
+            f"fused: expected {_on[framework].fused!r}, with which {framework} is switched on, got "
+            f"{fused!r}; call switch_off first"
+        )
 
 
 def _fused_setting() -> str | bool:
@@ -90,7 +96,7 @@ def switch_off(framework: str) -> None:
 
 class _Switch:
     def __init__(self, framework: str, fused: str | bool) -> None:
-        self.undo, self._fused = contextlib.ExitStack(), fused
+        self.undo, self.fused = contextlib.ExitStack(), fused
         self._framework = FRAMEWORKS[framework]
         self._missing = set(self._framework.names()) - set(self._framework.left_alone)
         self._to_come = set(self._framework.files)
@@ -98,8 +104,8 @@ class _Switch:
     def watch(self) -> None:
         if line := check_installed(self._framework):
             _say(line)
-        if self._fused:
-            self.undo.callback(lazy_models(str(self._fused)))
+        if self.fused:
+            self.undo.callback(lazy_models(str(self.fused)))
         for file in self._framework.files:
             name = self._framework.module_name(file)
             self.undo.callback(after_import(name, functools.partial(self._replace, file)))
@@ -135,7 +141,7 @@ class _Switch:
         packages = {self._framework.installed_path(f).split("/")[0] for f in self._framework.files}
         for name, module in list(sys.modules.items()):
             if name == "__main__" or name.partition(".")[0] in packages:
-                for attribute, value in list(vars(module).items()):
+                for attribute, value in list(getattr(module, "__dict__", {}).items()):
                     if value is in_place_of:
                         setattr(module, attribute, new)
 

@@ -265,16 +265,26 @@ def patch_fused_forward(model: Any) -> None:
             return _fused_forward(_model, _original, args, kwargs, temperature)
 
         functools.update_wrapper(forward, original)
-        vars(language_model)[_OWN_FORWARD] = original if had_own else None
+        vars(language_model)[_OWN_FORWARD] = forward, original if had_own else None
         vars(language_model)["forward"] = forward
 
 
 def unpatch_fused_forward(model: object) -> None:
-    """Undo `patch_fused_forward`; a model that is not patched is not changed."""
+    """Undo `patch_fused_forward`; a model that is not patched is not changed.
+
+    Raises:
+        ValueError: something else has replaced the model's forward since; undo that first.
+    """
     for language_model in _language_models(model):
         if _OWN_FORWARD not in vars(language_model):
             continue
-        before = vars(language_model).pop(_OWN_FORWARD)
+        ours, before = vars(language_model)[_OWN_FORWARD]
+        if vars(language_model).get("forward") is not ours:
+            raise ValueError(
+                f"{type(language_model).__name__}.forward was replaced by something else after the "
+                "patch; undo that first"
+            )
+        del vars(language_model)[_OWN_FORWARD]
         del vars(language_model)["forward"]
         if before is not None:
             vars(language_model)["forward"] = before

@@ -16,6 +16,7 @@ from mcore_logprobs.checks import (
     check_count,
     check_floating,
     check_not_negative,
+    check_number,
     check_optional_count,
     check_positive,
     check_top_p,
@@ -110,6 +111,7 @@ class AdaptiveEntropy(SuggestsFields):
         check_positive("step", self.step)
         for name in ("target", "low", "high", "value"):
             check_not_negative(name, getattr(self, name))
+        check_number.optional("entropy", self.entropy)
         if not self.low <= self.value <= self.high:
             bounds = f"at least low {self.low!r}, at most high {self.high!r}"
             raise ValueError(f"value: expected a number {bounds}, got {self.value!r}")
@@ -205,7 +207,8 @@ def aggregation(
         answers: of "prompt": answers to a prompt, one after the other.
         group: the data-parallel ranks, without context parallelism; None: this process alone.
         dtype: of denominator and weights. That of the loss, so that a division keeps the loss's
-            dtype. Counts are exact in float64 before they are rounded to it.
+            dtype; not float16, in which more than 65504 tokens are inf. Counts are exact in float64
+            before they are rounded to it.
 
     Collectives: one all-reduce of one number over the group. No host sync.
     """
@@ -218,6 +221,11 @@ def aggregation(
     check_count("averaged_ranks", averaged_ranks)
     check_count("micro_batches", micro_batches)
     check_floating("dtype", dtype)
+    if dtype == torch.float16:
+        raise ValueError(
+            "dtype: expected one in which a count of tokens is finite, got torch.float16, whose "
+            "largest number is 65504"
+        )
     valid_mask = counted(mask, mask, seq_dim)
     tokens = valid_mask.sum(seq_dim, keepdim=True)
     if mode == "prompt":

@@ -27,6 +27,7 @@ from mcore_logprobs.checks import (
     check_fraction,
     check_integer,
     check_not_negative,
+    check_number,
     check_optional_above_one,
     check_optional_positive,
     check_positive,
@@ -411,7 +412,11 @@ class ClipCovLoss(_OfBatch, ClippedLoss):
     low: float = 1.0
     high: float = 5.0
     seed: int = 0
-    _checks = (*ClippedLoss._checks, ("share", check_top_p), ("seed", check_integer))
+    _checks = (
+        *ClippedLoss._checks,
+        *(("share", check_top_p), ("seed", check_integer)),
+        *(("low", check_number), ("high", check_number)),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

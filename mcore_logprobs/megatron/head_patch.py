@@ -77,8 +77,8 @@ class HeadPatch(DeferringHead):
     """One patched head.
 
     Attributes:
-        automatic: not requested by the user (`dropin.lazy_models`), so that another patch may
-            take its place for as long as that one is on.
+        automatic: the `fused` of a switched framework that put it on (`dropin.lazy_models`), so
+            that a patch of the user's may take its place for as long as that one is on; else False.
 
     Bound methods of this object take the place of the model's and its output
     layer's, so that a deep copy of the model gets a patch of its own. It does not hold the model,
@@ -90,7 +90,7 @@ class HeadPatch(DeferringHead):
         self.own_loss = own_loss(model)
         self.config, self.report = config, self._report_for(config)
         self.installed = False
-        self.automatic = False
+        self.automatic: bool | str = False
         self._lent: LogprobConfig | None = None
         self._replaced: list[tuple[bool, str]] = []  # whether of the model or the layer, and name
         self._before: dict[tuple[bool, str], Any] = {}  # instance attributes that were there
@@ -117,7 +117,7 @@ class HeadPatch(DeferringHead):
     @property
     def can_lend(self) -> bool:
         """Whether this patch may serve other settings."""
-        return self.automatic and self._lent is None
+        return bool(self.automatic) and self._lent is None
 
     def lend(self, config: LogprobConfig) -> None:
         """Serve other settings until the next `remove`."""

@@ -33,28 +33,35 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> Callable[[], N
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: has the module's own loader tell when it has run the module."""
+    """Finds nothing itself: has the module's own loader tell when it has run the module.
+
+    It stays until that and `act` have gone through: a search may be followed by no import, and an
+    import that fails by another.
+    """
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        self.name, self.act = name, act
+        self.name, self.act, self._searching = name, act, False
 
     def stop(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or self._searching:
             return None
-        self.stop()  # or the search below would come back here
-        spec = importlib.util.find_spec(name)
+        self._searching = True  # or the search below would come back here
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
         if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
             return spec
         run = spec.loader.exec_module
 
         def run_and_tell(module: ModuleType) -> None:
             run(module)
             self.act(module)
+            self.stop()
 
         spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
         return spec

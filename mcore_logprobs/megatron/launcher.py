@@ -60,6 +60,10 @@ class Launcher:
         self._add_flags(parser)
         self._settings, rest = parser.parse_known_args(list(arguments))
         self.given = [a for a in arguments if a.startswith(FLAG)]
+        for action in parser._actions:
+            action.default = argparse.SUPPRESS
+        parser._defaults.clear()
+        self._of_flags = parser.parse_known_args(list(arguments))[0]  # those alone
         if unknown := [a for a in rest if a.startswith(FLAG)]:
             flags = [flag for flag in parser._option_string_actions if flag.startswith(FLAG)]
             hint = nearest(unknown[0].partition("=")[0], flags)
@@ -188,9 +192,11 @@ class Launcher:
         self.patched += len(language_models)
 
     def config(self) -> LogprobConfig:
-        """The flags' settings, and the true vocabulary size by Megatron's own arguments."""
+        """The flags' settings, else the script's, and the vocabulary's size by Megatron's own."""
         from megatron.training import get_args
 
-        return LogprobConfig.from_args(
-            argparse.Namespace(**{**vars(get_args()), **vars(self._settings)})
-        )
+        return self._config_of(get_args())
+
+    def _config_of(self, args: argparse.Namespace) -> LogprobConfig:
+        settings = vars(self._settings) | vars(args) | vars(self._of_flags)
+        return LogprobConfig.from_args(argparse.Namespace(**settings))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -103,6 +103,12 @@ class TokenStats:
         k = (slice(None),) if any(part is Ellipsis for part in index) else ()
         dims = len(self.shape)
         return self._per_token_only(lambda x: x[index if x.dim() == dims else (*index, *k)])
+
+    def __iter__(self) -> Iterator[Any]:
+        # Python would take stats[0], stats[1], ...: rows, where fields were meant.
+        raise TypeError(
+            "TokenStats is not iterable: expected its fields by name, such as .logprobs"
+        )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TokenStats:
         """`fn` of every per-token tensor there is; policy_loss stays as it is."""

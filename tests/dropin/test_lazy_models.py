@@ -116,6 +116,47 @@ def test_the_end_of_a_patch_in_its_place(ranks: Any) -> None:
     ranks(1).run(a_handle_s_end)
 
 
+def settings_that_change() -> None:
+    with megatron() as parallel_state:
+        inputs = make_batch(parallel_state)["inputs"]
+        model = built()
+
+        def reads() -> str:
+            logits = model(**inputs)
+            try:
+                return type(logits.softmax(-1)).__name__
+            except ValueError:
+                return "refused"
+
+        first = lazy_models.lazy_models("require")
+        model = built()
+        assert reads() == "refused"
+        second = lazy_models.lazy_models("auto")
+        assert reads() == "Tensor"
+        third = lazy_models.lazy_models("require")
+        assert reads() == "refused"
+        third()
+        third()  # once is enough
+        assert reads() == "Tensor"
+        second()
+        assert reads() == "refused"
+        first()
+        assert type(model(**inputs)) is Tensor
+        off = lazy_models.lazy_models("auto")
+        try:
+            for own, found in (("require", "refused"), (False, "Tensor")):
+                model = built()
+                model.config.logprob_fused = own
+                assert reads() == found
+            assert patch_of(model) is None
+        finally:
+            off()
+
+
+def test_the_setting_that_is_on_last_holds(ranks: Any) -> None:
+    ranks(1).run(settings_that_change)
+
+
 def another_layer(model: Any) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 

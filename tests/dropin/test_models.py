@@ -93,6 +93,11 @@ def run_verl(
         assert output.log_probs.shape == (labels.numel(),)
         fused = finish(output.log_probs, output.entropy)
         assert not isinstance(model(**inputs), verl.FusedOutput)  # no labels: logits as before
+        ours = model.forward
+        model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+        with pytest.raises(ValueError, match="forward was replaced by something else"):
+            verl.unpatch_fused_forward(model)
+        model.forward = ours
         verl.unpatch_fused_forward(model)
         assert "forward" not in vars(model)
 

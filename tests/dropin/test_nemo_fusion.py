@@ -135,9 +135,13 @@ def class_patch() -> None:
         model = mm.build_gpt_model(tiny_config(), vocab_size=VOCAB)
         before, names = GPTModel.forward, set(vars(GPTModel))
         nemo_rl.unpatch_gpt_model_forward_for_linear_ce_fusion()  # nothing to undo
-        for chunk_size in (4, 7):  # the second call only changes the chunk size
-            nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=chunk_size)
-            assert GPTModel._linear_ce_fusion_chunk_size == chunk_size
+        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4, temperature=0.5)
+        asked = GPTModel._linear_ce_fusion_sampling
+        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
+        assert GPTModel._linear_ce_fusion_sampling == asked  # only the chunk size is another
+        nemo_rl.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=7, temperature=1.0)
+        assert GPTModel._linear_ce_fusion_sampling != asked
+        assert GPTModel._linear_ce_fusion_chunk_size == 7
         parameters = inspect.signature(GPTModel.forward).parameters
         assert set(parameters) == set(inspect.signature(before).parameters) | {
             *FLAG,

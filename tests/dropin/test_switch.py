@@ -20,7 +20,7 @@ from tests.dropin.test_upstream import RECORDED
 from tests.helpers.fresh import fresh as run_fresh
 
 HELPERS = """
-import ast, importlib, sys, types
+import ast, importlib.util, sys, types
 
 def package(name, folder=None):
     '''A package whose own __init__ is not run; its modules are the real ones of a folder.'''
@@ -168,6 +168,83 @@ def test_a_release_that_does_not_fit(tmp_path: Path) -> None:
     printed = fresh(script, root)
     assert "areal-project/AReaL: found nowhere, and left as it is: gather_logprobs\n" in printed
     assert "framework: expected one of nemo_rl, roll, " in printed
+
+
+def test_what_goes_wrong_leaves_nothing_half_on(tmp_path: Path) -> None:
+    root = written("areal", tmp_path)
+    module = "areal.utils.functional.vocab_parallel"
+    file = root / FRAMEWORKS["areal"].files[0]
+    before = file.read_text()
+    again = """
+    from mcore_logprobs.dropin.switch import main, switch_on
+    for _ in range(2):
+        try:
+            switch_on("areal")
+        except ValueError as error:
+            print("refused:", error)
+    print("status", main(["areal", "-m", "this"]))
+    import areal.engine.megatron_utils.packed_context_parallel as other
+    own = [x for x in vars(other).values() if inspect.isfunction(x)]
+    assert own and all(x.__module__ == other.__name__ for x in own)
+    """
+    for text, said in (
+        ("def broken(:\n", f"refused: {module}: expected a file that this Python parses"),
+        (before.replace("temperature=1.0", "temperature=[]", 1), "expected the default '[]'"),
+    ):
+        file.write_text(text)
+        printed = fresh("import inspect\n" + textwrap.dedent(again), root)
+        assert printed.count(said) >= 2
+        assert "status 2" in printed
+    file.write_text(before)
+    script = f"""
+    import sys
+    from mcore_logprobs.dropin.switch import switch_off, switch_on
+    sys.modules["areal.optional"] = None  # a package that says it is not there
+    switch_on("areal", fused="auto")
+    assert importlib.util.find_spec({module!r}) is not None  # asked, and imported later
+    switch_on("areal")
+    for fused in ("require", False):
+        try:
+            switch_on("areal", fused=fused)
+        except ValueError as error:
+            print(error)
+    import {module} as theirs
+    from mcore_logprobs.dropin import areal as ours
+    assert theirs.gather_logprobs is ours.gather_logprobs
+    switch_off("areal")
+    assert theirs.gather_logprobs.__module__ == {module!r}
+    """
+    printed = fresh(script, root)
+    assert printed.count("fused: expected 'auto', with which areal is switched on, got") == 2
+    file.write_text(before.replace("temperature=1.0", "scale", 1))
+    script = f"""
+    from mcore_logprobs.dropin.switch import switch_on
+    packages({str(root)!r}, "areal", "areal.utils", "areal.utils.functional")
+    switch_on("areal")
+    for _ in range(2):
+        try:
+            import {module}
+        except ValueError as error:
+            print(error)
+    """
+    assert fresh(script).count("expected 'scale' at position 2") == 2
+
+
+def test_a_mistake_in_the_environment_is_said_at_every_import(tmp_path: Path) -> None:
+    root = written("areal", tmp_path)
+    at_start = Path(switch.__file__).with_name("at_start") / "sitecustomize.py"
+    script = f"""
+    import runpy
+    runpy.run_path({str(at_start)!r})  # as Python does when it starts
+    for _ in range(2):
+        try:
+            import areal.utils.functional.vocab_parallel
+        except ValueError as error:
+            print(error)
+    """
+    variables = {"MCORE_LOGPROBS_DROPIN": "areal", "MCORE_LOGPROBS_FUSED": "yes"}
+    printed = fresh(script, root, **variables)
+    assert printed.count("MCORE_LOGPROBS_FUSED: expected auto, require or false, got 'yes'") == 2
 
 
 # ---- the frameworks' own loaders -----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from argparse import Namespace
 
@@ -122,6 +123,35 @@ def test_after_import_can_be_taken_back(package):
     assert entry_probe.double(3) == 6
 
 
+def test_after_import_outlives_a_search_and_imports_that_fail(tmp_path, monkeypatch):
+    finders, seen = list(sys.meta_path), []
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "entry_single.py"
+    file.write_text("import entry_not_there\n")
+
+    def act(module):
+        seen.append(module.__name__)
+        if len(seen) < 3:
+            raise ValueError("not yet")
+
+    after_import("entry_single", act)
+    try:
+        assert importlib.util.find_spec("entry_single") is not None  # and nobody imports it
+        with pytest.raises(ImportError):
+            importlib.import_module("entry_single")
+        assert not seen
+        file.write_text("value = 1\n")
+        importlib.invalidate_caches()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not yet"):
+                importlib.import_module("entry_single")
+        assert importlib.import_module("entry_single").value == 1
+        assert seen == ["entry_single"] * 3
+        assert sys.meta_path == finders
+    finally:
+        sys.modules.pop("entry_single", None)
+
+
 def test_replaced_function_is_put_back(package):
     import entry_probe.work as work
 
@@ -233,6 +263,15 @@ def test_run_takes_a_module(tmp_path, monkeypatch, capsys):
 def test_default_output_under_run_is_the_loss():
     assert Launcher([])._settings.logprob_output == "loss"
     assert Launcher(["--logprob-output", "stats"])._settings.logprob_output == "stats"
+
+
+def test_what_the_script_sets_holds_where_no_flag_says_otherwise():
+    launcher = Launcher(["--logprob-temperature", "0.5", "--logprob-top-k", "3"])
+    args = Namespace(logprob_temperature=0.7, logprob_chunk_size=64, logprob_output="stats")
+    config = launcher._config_of(args)
+    assert (config.temperature, config.chunk_size, config.output) == (0.5, 64, "stats")
+    assert config.top_k == 3
+    assert launcher._config_of(Namespace()).output == "loss"
 
 
 def test_a_model_without_the_parser_raises_when_it_is_built():

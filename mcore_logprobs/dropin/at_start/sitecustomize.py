@@ -34,10 +34,11 @@ class _FirstImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name not in self._modules:
             return None
-        sys.meta_path.remove(self)
         from mcore_logprobs.dropin.switch import switch_on
 
-        switch_on(self._framework)
+        switch_on(self._framework)  # where it raises, so does the next import
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         return importlib.util.find_spec(name)
 
 
