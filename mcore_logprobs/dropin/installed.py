@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -224,7 +224,7 @@ def signature_mismatch(ours: Callable[..., object], theirs: str) -> str:
             if all(p.kind is not kinds.VAR_KEYWORD for p in here.values()):
                 return "upstream takes any keyword"
             continue
-        if parameter.kind is kinds.POSITIONAL_OR_KEYWORD:
+        if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
             if by_place[place : place + 1] != [name]:
                 return f"expected {name!r} at position {place}, got {by_place[place:][:1]}"
             place += 1
@@ -292,15 +292,23 @@ def check_installed(framework: Framework) -> str:
     """
     roots = _roots()
     texts = _texts(framework, roots)
+    theirs: dict[str, str] = {}
     for file, text in texts.items():
-        check_fits(framework, framework.module_name(file), text, framework.names())
+        theirs |= check_fits(framework, framework.module_name(file), text, framework.names())
     version = _version(framework, roots) if texts else _UNKNOWN
     if version in (_UNKNOWN, framework.compared) or not framework.compared:
         return ""
     return (
         f"{framework.repository}: version {version} is installed, mcore_logprobs.dropin."
-        f"{framework.module} was compared with {framework.compared}; every call fits"
+        f"{framework.module} was compared with {framework.compared}; {_found(framework, theirs)}"
     )
+
+
+def _found(framework: Framework, theirs: Mapping[str, str]) -> str:
+    gone = [n for n in framework.names() if n not in theirs and n not in framework.left_alone]
+    if gone:
+        return f"not in its files: {', '.join(gone)}; every other call fits"
+    return "every call fits"
 
 
 def check_fits(

@@ -99,6 +99,7 @@ class _Switch:
         self.undo, self.fused = contextlib.ExitStack(), fused
         self._framework = FRAMEWORKS[framework]
         self._missing = set(self._framework.names()) - set(self._framework.left_alone)
+        self._given: list[object] = []
         self._to_come = set(self._framework.files)
 
     def watch(self) -> None:
@@ -120,8 +121,8 @@ class _Switch:
                 self._put_method(name, module, dropin)
                 continue
             own, ours = getattr(module, name), getattr(dropin, name)
-            self._put(ours, in_place_of=own)
-            self.undo.callback(self._put, own, in_place_of=ours)
+            self._given.append(ours)
+            self.undo.callback(self._take_back, own, ours, self._put(ours, in_place_of=own))
         if names:
             _say(f"{module.__name__}: {', '.join(names)}: now those of {dropin.__name__}")
         self._missing -= theirs.keys()
@@ -136,14 +137,32 @@ class _Switch:
         self.undo.callback(setattr, theirs, method, vars(theirs)[method])
         setattr(theirs, method, vars(getattr(dropin, owner))[method])
 
-    def _put(self, new: object, *, in_place_of: object) -> None:
-        """In the framework's modules and the script, whichever imported it."""
+    def _take_back(self, own: object, ours: object, places: list[tuple[Any, str]]) -> None:
+        for module, attribute in places:
+            if vars(module).get(attribute) is ours:
+                setattr(module, attribute, own)
+        # And where it was imported since. Frameworks share functions of ours: the script's may be
+        # another one's, which is on.
+        shared = any(given is ours for other in _on.values() for given in other._given)
+        self._put(own, in_place_of=ours, in_script=not shared)
+
+    def _put(
+        self, new: object, *, in_place_of: object, in_script: bool = True
+    ) -> list[tuple[Any, str]]:
+        """In the framework's modules and the script, whichever imported it.
+
+        Returns: where: modules and attributes.
+        """
+        places = []
         packages = {self._framework.installed_path(f).split("/")[0] for f in self._framework.files}
         for name, module in list(sys.modules.items()):
-            if name == "__main__" or name.partition(".")[0] in packages:
+            is_script = in_script and name == "__main__"
+            if is_script or name.partition(".")[0] in packages:
                 for attribute, value in list(getattr(module, "__dict__", {}).items()):
                     if value is in_place_of:
                         setattr(module, attribute, new)
+                        places.append((module, attribute))
+        return places
 
 
 def _say(line: str) -> None:

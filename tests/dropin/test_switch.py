@@ -230,6 +230,32 @@ def test_what_goes_wrong_leaves_nothing_half_on(tmp_path: Path) -> None:
     assert fresh(script).count("expected 'scale' at position 2") == 2
 
 
+def test_two_frameworks_that_share_a_function(tmp_path: Path) -> None:
+    files = {}
+    for name in ("nemo_rl", "skyrl"):
+        described = FRAMEWORKS[name]
+        written(name, tmp_path)
+        paths = [described.installed_path(f).removesuffix(".py") for f in described.files]
+        files[name] = [path.replace("/", ".") for path in paths]
+    script = f"""
+    from mcore_logprobs.dropin import skyrl
+    from mcore_logprobs.dropin.switch import switch_off, switch_on
+    own = {{}}
+    for framework, modules in {files!r}.items():
+        for module in map(importlib.import_module, modules):
+            own[framework] = vars(module).get("AllGatherCPTensor", own.get(framework))
+    AllGatherCPTensor = own["skyrl"]  # the script has imported it
+    switch_on("nemo_rl")
+    switch_on("skyrl")
+    assert AllGatherCPTensor is skyrl.AllGatherCPTensor
+    switch_off("nemo_rl")
+    assert AllGatherCPTensor is skyrl.AllGatherCPTensor
+    switch_off("skyrl")
+    assert AllGatherCPTensor is own["skyrl"] is not own["nemo_rl"]
+    """
+    fresh(script, tmp_path)
+
+
 def test_a_mistake_in_the_environment_is_said_at_every_import(tmp_path: Path) -> None:
     root = written("areal", tmp_path)
     at_start = Path(switch.__file__).with_name("at_start") / "sitecustomize.py"
@@ -389,9 +415,9 @@ def test_inherited_by_child_processes(tmp_path: Path) -> None:
     root = written("areal", tmp_path / "root")
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text("import builtins\nbuiltins.was_hidden = True\n")
+    (hidden / "sitecustomize.py").write_text("was_hidden = True\n")
     child = (
-        "import sys; assert was_hidden and 'torch' not in sys.modules; "
+        "import sys; from sitecustomize import was_hidden; assert 'torch' not in sys.modules; "
         "from areal.engine.megatron_utils import packed_context_parallel as theirs; "
         "from areal.utils.functional.vocab_parallel import gather_logprobs as own; "
         "print(theirs.gather_logprobs_entropy.__module__, own.__module__)"
@@ -456,6 +482,9 @@ def test_another_version(tmp_path: Path) -> None:
     printed = fresh(script, root)
     assert "areal-project/AReaL: version 9.9 is installed, mcore_logprobs.dropin.areal" in printed
     assert "compared with 1.0.4; every call fits" in printed
+    file = root / FRAMEWORKS["areal"].files[0]
+    file.write_text(file.read_text().replace("def gather_logprobs(", "def renamed("))
+    assert "not in its files: gather_logprobs; every other call fits" in fresh(script, root)
 
 
 @pytest.mark.parametrize("framework", ["roll", "nemo_rl"])

@@ -57,7 +57,10 @@ def _run_the_hidden_one() -> None:
     others = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        module = importlib.util.module_from_spec(spec)
+        if __name__ == "sitecustomize":  # what an import of it finds from now on
+            sys.modules[__name__] = module
+        spec.loader.exec_module(module)
 
 
 if os.environ.get(VARIABLE):
