@@ -42,8 +42,15 @@ def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
         fields: `LogprobConfig` fields, which go before the nodes'.
 
     Raises:
-        ValueError: a value that its field does not take, or one for a field that is not there.
+        ValueError: a value that its field does not take, or one for a field that is not there; a
+            node that is text or a sequence.
     """
+    for node in nodes:
+        if isinstance(node, (str, bytes, list, tuple)):
+            raise ValueError(
+                "logprob_config: expected configuration nodes with names, got "
+                f"{type(node).__name__} {node!r}"
+            )
     known = {f.name: f for f in dataclasses.fields(LogprobConfig)}
     found = dict(fields)
     for node in nodes:

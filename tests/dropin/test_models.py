@@ -375,6 +375,10 @@ def test_settings_of_the_frameworks() -> None:
     assert logprob_config({"fused_lm_head_logprob": True, "top_k": -1, "top_p": 1.0}).fused is True
     with pytest.raises(ValueError, match="temperature"):
         logprob_config({"temperature": -1.0})
+    with pytest.raises(ValueError, match=r"top_k: .*got '50'"):
+        logprob_config({"top_k": "50"})
+    with pytest.raises(ValueError, match="nodes with names, got str 'actor'"):
+        logprob_config("actor")
     # Mappings that are no dicts, as OmegaConf's are, which this environment does not have.
     node = UserDict(log_probs_chunk_size=8, temperature=0.6)
     config = logprob_config(UserDict(use_fused_kernels=True), node)
