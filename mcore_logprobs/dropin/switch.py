@@ -19,6 +19,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
@@ -137,7 +138,7 @@ class _Switch:
         self.undo.callback(setattr, theirs, method, vars(theirs)[method])
         setattr(theirs, method, vars(getattr(dropin, owner))[method])
 
-    def _take_back(self, own: object, ours: object, places: list[tuple[Any, str]]) -> None:
+    def _take_back(self, own: object, ours: object, places: list[tuple[ModuleType, str]]) -> None:
         for module, attribute in places:
             if vars(module).get(attribute) is ours:
                 setattr(module, attribute, own)
@@ -148,7 +149,7 @@ class _Switch:
 
     def _put(
         self, new: object, *, in_place_of: object, in_script: bool = True
-    ) -> list[tuple[Any, str]]:
+    ) -> list[tuple[ModuleType, str]]:
         """In the framework's modules and the script, whichever imported it.
 
         Returns: where: modules and attributes.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class TokenStats:
         dims = len(self.shape)
         return self._per_token_only(lambda x: x[index if x.dim() == dims else (*index, *k)])
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> NoReturn:
         # Python would take stats[0], stats[1], ...: rows, where fields were meant.
         raise TypeError(
             "TokenStats is not iterable: expected its fields by name, such as .logprobs"
