@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,9 +99,9 @@ def setting(node: object, name: str, default: object = None) -> Any:
     return getattr(node, name, default)
 
 
-def size_or_none(size: Any) -> Any:
-    """None, 0 and -1 are ways to say off; what is no number is left to who checks it."""
-    return None if size is None or (isinstance(size, Real) and size <= 0) else size
+def size_or_none(size: int | None) -> int | None:
+    """None, 0 and -1 are ways to say off."""
+    return None if size is None or size <= 0 else size
 
 
 def rows_a_chunk(chunk_size: int | None, batch: int) -> int | None:

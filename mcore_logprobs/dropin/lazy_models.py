@@ -7,7 +7,6 @@ with labels give Megatron's loss; those without a `LazyLogits`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -99,10 +98,13 @@ def before_call(model: Any, args: object) -> None:
         or present.automatic != fused  # switched on again since, with another setting
     )
     if present is not None and present.can_lend and is_stale:
-        with contextlib.suppress(ValueError):  # that somebody else has patched too
+        try:
             present.check_removable()
-            present.retire()
-            present = None
+        except ValueError as error:  # somebody else has patched it too
+            _say_once(f"{type(model).__name__}: its lazy logits stay as they were: {error}")
+            return
+        present.retire()
+        present = None
     layer = model.output_layer
     has_vocabulary = is_adapter(layer) or hasattr(layer, "output_size_per_partition")
     if present is not None or not has_vocabulary:
@@ -129,6 +131,11 @@ def before_call(model: Any, args: object) -> None:
     assert patch is not None
     patch.automatic = fused
     if not _said:
-        _said.append(type(model).__name__)
+        _say_once(f"{type(model).__name__}: gives lazy logits from now on")
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.append(line)
         if os.environ.get("RANK", "0") == "0":
-            logger.warning("%s: gives lazy logits from now on", type(model).__name__)
+            logger.warning(line)

@@ -56,7 +56,7 @@ def logprob_config(*nodes: object, **fields: Any) -> LogprobConfig:
     for node in nodes:
         for theirs, (field, _) in SETTINGS.items():
             value = setting(node, theirs)
-            if field in ("chunk_size", "top_k"):
+            if field in ("chunk_size", "top_k") and isinstance(value, int):
                 value = size_or_none(value)
             if value is None:
                 continue

@@ -53,9 +53,8 @@ def switch_on(framework: str, fused: str | bool | None = None) -> None:
 
     Raises:
         ValueError: an unknown framework or fused; another fused than the one that is on; a function
-            whose calls the drop-in does not
-            accept. Files on `sys.path` are checked before any function is replaced, others when
-            they are imported.
+            whose calls the drop-in does not accept. Files on `sys.path` are checked before any
+            function is replaced, others when they are imported.
     """
     _check(framework)
     asked = _fused_setting() if fused is None else fused

@@ -4,10 +4,10 @@ Importing it does not import Megatron; the first patch does.
 """
 
 from mcore_logprobs.megatron.entry import logprob_model_hook, patched_model_provider
+from mcore_logprobs.megatron.handle import PatchHandle
 from mcore_logprobs.megatron.heads import HeadReport, find_language_models, head_report
 from mcore_logprobs.megatron.output_processor import logprob_output_processor
 from mcore_logprobs.megatron.patch import (
-    PatchHandle,
     patch_gpt_model,
     patch_model,
     unpatch_gpt_model,

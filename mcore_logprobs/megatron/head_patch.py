@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 # Of Megatron's dev branch: whether the output layer is asked for its own loss.
 _OWN_HEAD_LOSS = "fuse_linear_cross_entropy"
+# Attributes of a model that a patch takes the place of, of which there is always one.
+_REPLACED = ("compute_language_model_loss", "_postprocess", "forward")
 
 
 Logits = DeferredLogits | LazyLogits | Tensor
@@ -58,7 +60,10 @@ def patch_of(language_model: object) -> HeadPatch | None:
     Raises:
         ValueError: the model is a shallow copy, which shares the patch of another one.
     """
-    patch = _patch_behind(vars(language_model).get("compute_language_model_loss"))
+    own = vars(language_model)
+    # By any of them: somebody may have put a loss of theirs over ours.
+    found = map(_patch_behind, map(own.get, _REPLACED))
+    patch = next((each for each in found if each is not None), None)
     if patch is not None and patch.model not in (None, language_model):
         raise ValueError(
             f"{type(language_model).__name__}: expected the patched model or a deep copy, got a "

@@ -60,10 +60,11 @@ class Launcher:
         self._add_flags(parser)
         self._settings, rest = parser.parse_known_args(list(arguments))
         self.given = [a for a in arguments if a.startswith(FLAG)]
-        for action in parser._actions:
-            action.default = argparse.SUPPRESS
-        parser._defaults.clear()
-        self._of_flags = parser.parse_known_args(list(arguments))[0]  # those alone
+        # Those that are given alone: a parser leaves what is there where no flag says otherwise.
+        unset = object()
+        told = argparse.Namespace(**dict.fromkeys(vars(self._settings), unset))
+        parser.parse_known_args(list(arguments), told)
+        self._of_flags = {name: x for name, x in vars(told).items() if x is not unset}
         if unknown := [a for a in rest if a.startswith(FLAG)]:
             flags = [flag for flag in parser._option_string_actions if flag.startswith(FLAG)]
             hint = nearest(unknown[0].partition("=")[0], flags)
@@ -198,5 +199,5 @@ class Launcher:
         return self._config_of(get_args())
 
     def _config_of(self, args: argparse.Namespace) -> LogprobConfig:
-        settings = vars(self._settings) | vars(args) | vars(self._of_flags)
+        settings = vars(self._settings) | vars(args) | self._of_flags
         return LogprobConfig.from_args(argparse.Namespace(**settings))

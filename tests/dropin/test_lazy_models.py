@@ -151,6 +151,20 @@ def settings_that_change() -> None:
             assert patch_of(model) is None
         finally:
             off()
+        # Somebody else has patched the model too, and the patch cannot be taken back.
+        off = lazy_models.lazy_models("require")
+        try:
+            model = built()
+            assert reads() == "refused"
+            ours_was = model.compute_language_model_loss
+            model.compute_language_model_loss = lambda *args: ours_was(*args)
+            later = lazy_models.lazy_models("auto")
+            assert reads() == "refused"
+            assert "GPTModel: its lazy logits stay as they were" in lazy_models._said[-1]
+            later()
+            model.compute_language_model_loss = ours_was
+        finally:
+            off()
 
 
 def test_the_setting_that_is_on_last_holds(ranks: Any) -> None:
