@@ -100,6 +100,8 @@ def test_every_kind_is_exact_for_itself() -> None:
         ({"fn": lambda x: x}, "at the top of an importable module"),
         ({"fn": "tests.dropin.audited:nothing"}, "has no 'nothing'"),
         ({"fn": "nowhere.py:f"}, "no file nowhere.py"),
+        ({"fn": audited.right, "bound": float("nan")}, "bound: expected a finite number > 0"),
+        ({"fn": audited.right, "timeout": 0.0}, "timeout: expected a finite number > 0, got 0"),
         (
             {"fn": audited.right, "call": {"lables": 1}},
             "call: expected one of logits, labels, tp_group, got 'lables'; did you mean labels?",
@@ -138,3 +140,15 @@ def test_the_command_s_mistakes(arguments, message: str, capsys) -> None:
         main(["audit", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_raises_is_one_line(tmp_path, capsys) -> None:
+    """At each call: a module that was not executed to its end is not kept."""
+    file = tmp_path / "broken.py"
+    file.write_text("def f(logits): ...\n1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stopped:
+            main(["audit", f"{file}:f"])
+        assert stopped.value.code == 2
+        said = f"error: {file} raises when imported: ZeroDivisionError('division by zero')\n"
+        assert capsys.readouterr().err.endswith(said)

@@ -234,6 +234,7 @@ X = torch.zeros(2, 3)
         ((X, X), {"target_rank": X[0].long()}, r"target_rank: expected shape \[2, 3\], got \[3\]"),
         ((X, X), {"percentiles": (101,)}, "percentiles: expected values from 0 to 100, got 101"),
         ((X, X), {"seq_dim": 2}, "seq_dim"),
+        ((X, X), {"seq_dim": True}, "seq_dim: expected an int, got True"),
         ((X, X), {"cu_seqlens": torch.tensor([0, 2])}, "expected to rise from 0 to 3"),
         ((X, X), {"cu_seqlens": torch.tensor([0.0, 3.0])}, "expected integers"),
     ],

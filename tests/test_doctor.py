@@ -70,6 +70,11 @@ NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
         ),
         (NEXT, 20, "MISTAKE labels: expected ids in [0, 20) or ignore_index, got [20, 21, 22, 23]"),
         (
+            NEXT.clamp(max=19),
+            20,
+            "MISTAKE input_ids: expected ids in [0, 20), got [20, 21, 22, 23]",
+        ),
+        (
             NEXT * 0 - 100,
             24,
             "MISTAKE labels: expected some that count, got ignore_index (-100) at",
@@ -77,7 +82,7 @@ NEXT = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
     ],
     ids=[
         *("right", "size not known", "masked", "not shifted", "shifted twice", "shifted back"),
-        *("outside", "none counts"),
+        *("outside", "inputs outside", "none counts"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["pt", "npz"])
@@ -202,8 +207,12 @@ def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
             {"input_ids": IDS, "labels": NEXT, "ignore_index": float("nan")},
             "ignore_index: expected a whole number, got nan",
         ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "loss_mask": torch.full((2, 12), float("nan"))},
+            "loss_mask: expected finite numbers, got 24 that are not",
+        ),
     ],
-    ids=["no labels", "no integers", "shapes", "a list", "a word", "not a number"],
+    ids=["no labels", "no integers", "shapes", "a list", "a word", "not a number", "a NaN mask"],
 )
 def test_a_file_that_is_no_batch(batch, said, tmp_path, capsys) -> None:
     file = tmp_path / "batch.pt"

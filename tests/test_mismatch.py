@@ -312,7 +312,10 @@ def test_without_logits_a_shift_of_values_is_found(data: dict[str, Tensor]) -> N
         assert found.remainder.max_abs < 1e-6
     found = explain_mismatch(right, right, data["target"], mask=data["mask"])
     assert found.causes == ()
-    assert "no logits" in found.notes[0]
+    assert found.notes[0].endswith("can be found")
+    known = {"train": {"temperature_applied": True}, "top_p": 0.9}
+    found = explain_mismatch(right, right, data["target"], mask=data["mask"], **known)
+    assert found.notes[0].endswith("can be found; not looked at: top_p, train")
 
 
 def test_sharded_logits(data: dict[str, Tensor]) -> None:
@@ -438,6 +441,11 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> N
         ({"hidden": torch.zeros(2, 3, 4)}, "expected one of logits and hidden"),
         ({"logits": None, "hidden": torch.zeros(2, 3, 4)}, "expected weight with it"),
         ({"stale_weight": torch.zeros(8, 4)}, "expected stale_hidden with it"),
+        ({"logits": None, "weight": torch.zeros(8, 4)}, "weight: expected hidden with it"),
+        (
+            {"logits": None, "float32_logits": torch.zeros(2, 3, 8)},
+            "float32_logits: expected logits or hidden with it",
+        ),
         ({"train": {"colour": 1}}, "train: unknown setting 'colour'"),
         ({"rollout": {"alignment": "up"}}, "rollout: alignment: expected one of"),
         ({"temperature": 0.0}, "temperature"),

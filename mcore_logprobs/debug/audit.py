@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_logprobs.checks import check_positive
 from mcore_logprobs.debug.audit_rank import Job, check_call, find, run_rank
 from mcore_logprobs.debug.oracle import BOUND, KINDS
 
@@ -99,10 +100,13 @@ def audit(
 
     Raises:
         ValueError: an unknown kind, a TP that does not divide the vocabulary, a function that
-            cannot be found or imported by another process, a name in `call` that it does not take.
+            cannot be found or imported by another process, a name in `call` that it does not take,
+            a bound or timeout that is no finite number above 0.
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    check_positive("bound", bound)
+    check_positive("timeout", timeout)
     sizes = tuple(tp)
     if not sizes or any(size < 1 or vocab % size for size in sizes):
         raise ValueError(f"tp: expected divisors of {vocab}, got {list(sizes)}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,25 +55,20 @@ class Job:
 
 
 def find(spec: str) -> Callable[..., Any]:
-    """The callable that "module:function" or "file.py:function" names."""
+    """The callable that "module:function" or "file.py:function" names.
+
+    Raises:
+        ValueError: no such module, file or function, or one that raises when it is imported.
+    """
     module_name, _, name = spec.rpartition(":")
     if not module_name:
         raise ValueError(f"expected MODULE:FUNCTION, got {spec!r}")
-    target: Any
-    if module_name.endswith(".py"):
-        path = Path(module_name)
-        if not path.is_file():
-            raise ValueError(f"no file {module_name}")
-        key = f"_audited_{path.stem}_{abs(hash(str(path.resolve()))):x}"
-        if key not in sys.modules:
-            module_spec = importlib.util.spec_from_file_location(key, path)
-            assert module_spec is not None
-            assert module_spec.loader is not None
-            sys.modules[key] = importlib.util.module_from_spec(module_spec)
-            module_spec.loader.exec_module(sys.modules[key])
-        target = sys.modules[key]
-    else:
-        target = importlib.import_module(module_name)
+    try:
+        target: Any = _imported(module_name)
+    except (ValueError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{module_name} raises when imported: {error!r}") from error
     for part in name.split("."):
         if not hasattr(target, part):
             raise ValueError(f"{module_name} has no {part!r}")
@@ -81,6 +77,27 @@ def find(spec: str) -> Callable[..., Any]:
     if inspect.isclass(owner) and name.endswith(".apply"):
         return owner  # only its forward has parameters with names
     return target
+
+
+def _imported(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"no file {name}")
+    key = f"_audited_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    if key not in sys.modules:
+        module_spec = importlib.util.spec_from_file_location(key, path)
+        assert module_spec is not None
+        assert module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[key] = module
+        try:
+            module_spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[key]
+            raise
+    return sys.modules[key]
 
 
 def parameters(fn: Callable[..., object]) -> list[inspect.Parameter]:

@@ -51,6 +51,10 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
             raise ValueError(
                 f"{path}: {name}: expected input_ids' shape {tuple(input_ids.shape)}, got {got}"
             )
+    if not_finite := int((~mask.isfinite()).sum()):
+        raise ValueError(
+            f"{path}: loss_mask: expected finite numbers, got {not_finite} that are not"
+        )
     if not labels.numel():
         got = tuple(input_ids.shape)
         return BatchReport([], [f"input_ids: expected at least one token, got shape {got}"])
@@ -67,7 +71,7 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     ]
     problems = _of_counts(given, counted, ignore_index)
     problems += _of_shift(input_ids, labels, counted, ignore_index)
-    problems += _of_ids(labels[given], vocab_size, facts)
+    problems += _of_ids(input_ids, labels[given], vocab_size, facts)
     return BatchReport(facts, problems)
 
 
@@ -118,19 +122,21 @@ def _share(input_ids: Tensor, labels: Tensor, counted: Tensor, ahead: int) -> fl
     return int(same.sum()) / max(1, int(inside.sum()))
 
 
-def _of_ids(ids: Tensor, vocab_size: int | None, facts: list[str]) -> list[str]:
-    """Problems of labels' ids; what is known of their range is added to the facts."""
-    largest = int(ids.max()) if ids.numel() else -1
+def _of_ids(
+    input_ids: Tensor, labels: Tensor, vocab_size: int | None, facts: list[str]
+) -> list[str]:
+    """Problems of ids, of labels that are given; what is known of their range goes to the facts."""
+    largest = int(labels.max()) if labels.numel() else -1
     if vocab_size is None:
         facts.append(
             f"the largest label is {largest}; add the tokenizer's size as vocab_size, and pass it "
             "to LogprobConfig, or the columns that pad the vocabulary have probability"
         )
         vocab_size = torch.iinfo(torch.int64).max
-    outside = (ids < 0) | (ids >= vocab_size)
-    if not bool(outside.any()):
-        return []
-    return [
-        f"labels: expected ids in [0, {vocab_size}) or ignore_index, got "
-        f"{ids[outside][:8].tolist()}"
-    ]
+    problems = []
+    for name, ids, more in (("input_ids", input_ids, ""), ("labels", labels, " or ignore_index")):
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if outside.numel():
+            got = outside[:8].tolist()
+            problems.append(f"{name}: expected ids in [0, {vocab_size}){more}, got {got}")
+    return problems

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import check_integer
 from mcore_logprobs.collectives import all_gather_dim0
 
 PERCENTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
@@ -218,6 +219,7 @@ def _check(
         raise ValueError(
             f"log-probabilities: expected floating dtypes, got {train.dtype} and {rollout.dtype}"
         )
+    check_integer("seq_dim", seq_dim)
     if not -train.dim() <= seq_dim < train.dim():
         raise ValueError(f"seq_dim: expected a dimension of shape {shape}, got {seq_dim}")
     for name, x in (("rollout_logprobs", rollout), ("mask", keep), ("target_rank", ranks)):

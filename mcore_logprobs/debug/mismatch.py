@@ -83,7 +83,8 @@ def explain_mismatch(
 ) -> MismatchExplanation:
     """Split `train_logprobs - rollout_logprobs` of a batch into its causes.
 
-    Without logits and hidden states only values that stand one position off can be found.
+    Without logits and hidden states only values that stand one position off can be found; the notes
+    say which settings were not looked at.
 
     Shape:
         train_logprobs, rollout_logprobs, target, mask: `[b, s]`, or `[s]` for one sequence.
@@ -112,7 +113,8 @@ def explain_mismatch(
     some 50 calls a side. For a look at a run, not for a hot path; the host reads values back.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit; no token that counts.
+        ValueError: shapes, dtypes or settings that do not fit; no token that counts; stale_*,
+            float32_* or rollout_* without logits or hidden.
     """
     arguments = dict(locals())  # the arguments by name
     check_count("search_tokens", search_tokens)
@@ -121,10 +123,9 @@ def explain_mismatch(
     known = {
         side: check_known(side, fields) for side, fields in (("train", train), ("rollout", rollout))
     }
-    if logits is None and hidden is None:
-        return _without_logits(batch, threshold)
     fresh = Source.of("", arguments, batch.shape)
-    assert fresh is not None
+    if fresh is None:
+        return _without_logits(batch, threshold, arguments)
     rows = Rows(
         batch,
         fresh=fresh,
@@ -222,6 +223,12 @@ def _steps(ours: Settings, theirs: Settings) -> list[tuple[str, Settings, Settin
     return steps
 
 
+# Arguments that say nothing without logits or hidden states: tensors, and settings.
+_OF_LOGITS = (
+    *("stale_logits", "stale_hidden", "stale_weight", "float32_logits", "float32_hidden"),
+    *("rollout_logits", "rollout_hidden"),
+)
+_UNREAD = ("temperature", "top_k", "top_p", "min_p", "vocab_size", "train", "rollout")
 _DUMP_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "vocab_size", "ignore_index")
 # Of a dump: the arguments that describe the run, not the search.
 _DUMP_KEYS = list(takewhile(lambda name: name != "train", signature(explain_mismatch).parameters))
@@ -257,8 +264,19 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
     return dump
 
 
-def _without_logits(batch: Batch, threshold: float) -> MismatchExplanation:
-    """From the two reports alone: whether one stands a position off."""
+def _without_logits(
+    batch: Batch, threshold: float, arguments: Mapping[str, object]
+) -> MismatchExplanation:
+    """From the two reports alone: whether one stands a position off.
+
+    Args:
+        arguments: those of `explain_mismatch`; what asks for logits is told, or refused.
+    """
+    for name in _OF_LOGITS:
+        if arguments[name] is not None:
+            raise ValueError(f"{name}: expected logits or hidden with it")
+    defaults = signature(explain_mismatch).parameters
+    unread = [name for name in _UNREAD if arguments[name] != defaults[name].default]
     train, rollout = batch.train[batch.positions], batch.rollout[batch.positions]
     counted = torch.zeros_like(batch.train, dtype=torch.bool)
     counted[batch.positions] = True
@@ -275,4 +293,6 @@ def _without_logits(batch: Batch, threshold: float) -> MismatchExplanation:
             aligned, moved = torch.where(inside, batch.train[other], torch.nan), error
     parts = [] if ours == RIGHT else [("alignment", ours, RIGHT, train - aligned)]
     note = "no logits or hidden: only values one position off can be found"
+    if unread:
+        note += f"; not looked at: {', '.join(unread)}"
     return _explained(batch, parts, [aligned], ours, RIGHT, threshold, [note])

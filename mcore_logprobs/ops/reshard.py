@@ -34,7 +34,7 @@ def reshard_vocabulary(
 
     Shape:
         shard: `[V/source TP, h]` with dim=0 (a head's weight, once), or `[..., V/source TP]` with
-            dim=-1 (logits); any dtype.
+            dim=-1 (logits); float16, bfloat16, float32 or float64.
         ids: `[m]` integers, global ids of the source, the same on every rank; None: all V in order.
         Returns the same with m/TP (V/TP) in place of V/source TP.
 
