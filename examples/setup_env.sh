@@ -101,14 +101,20 @@ _add_vllm() {
 
 _make_env() {
     local root=$1 venv=$2 python=$3 torch=$4 system="" begun=$SECONDS
+    local stamp=$venv/.mcore_logprobs_stamp
+    # Somebody's own environment is not cleared. The stamp, empty until all is there, says whose it is.
+    if [ -e "$venv" ] && [ ! -f "$stamp" ]; then
+        echo "setup_env: $venv was not made by this script, or not to its end: move or remove it" >&2
+        return 1
+    fi
     echo "setup_env: making $venv, once; about 1.5 GB. Later runs start in seconds." >&2
-    rm -f "$venv/.mcore_logprobs_stamp"
+    [ ! -e "$stamp" ] || : >"$stamp"
     # On a machine with a GPU, a torch that sees it is kept: nothing here could choose a better one.
     if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then
         system=--system-site-packages
     fi
     # shellcheck disable=SC2086
-    "$python" -m venv --clear $system "$venv" || return 1
+    "$python" -m venv --clear $system "$venv" && : >"$stamp" || return 1
     # shellcheck disable=SC1091
     source "$venv/bin/activate"
     # torch first and by itself, then held where it is: whatever else asks for a torch must not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 
@@ -90,3 +91,26 @@ def test_the_tests_own_help_makes_no_environment(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "--coverage" in done.stdout
     assert "--matrix" in done.stdout
+
+
+def test_somebody_s_own_environment_is_not_cleared(tmp_path) -> None:
+    """In a copy of what makes one, by an interpreter that makes none."""
+    (tmp_path / "examples").mkdir()
+    for name in ("pyproject.toml", "examples/setup_env.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    own = tmp_path / ".venv" / "mine.txt"
+    own.parent.mkdir()
+    own.write_text("kept")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -m ] && exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", "source examples/setup_env.sh"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(python)},
+    )
+    assert done.returncode == 1
+    assert f"{own.parent} was not made by this script" in done.stderr
+    assert own.read_text() == "kept"
