@@ -33,7 +33,9 @@ def main(steps: int = 8) -> list[float]:
 
 
 def head(model) -> torch.Tensor:
-    return model.shared_embedding_or_output_weight()  # [V/TP, h], tied or not
+    """`[V/TP, h]`. Of an untied model Megatron's own method would give the embedding's weight."""
+    weight = model.output_layer.weight
+    return model.shared_embedding_or_output_weight() if weight is None else weight  # None: tied
 
 
 def hidden_states(model, ids, positions) -> torch.Tensor:

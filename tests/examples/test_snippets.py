@@ -10,7 +10,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from mcore_logprobs.cpu_megatron import models
 from tests.helpers.distributed import get_pool
 from tests.helpers.documents import ROOT
 
@@ -50,6 +52,25 @@ def test_dpo() -> None:
 def test_distill() -> None:
     losses = _run("distill")
     assert 0 < losses[-1] < 0.9 * losses[0]
+
+
+def _distance_of_heads() -> list[float]:
+    """max |hidden @ head(model)^T - logits|, of a tied and an untied model."""
+    sys.path.insert(0, str(SNIPPETS))
+    distill, tiny = (importlib.import_module(name) for name in ("distill", "tiny"))
+    far = []
+    with tiny.megatron(), torch.no_grad():
+        config = models.transformer_config(hidden_size=32, num_attention_heads=4)
+        ids, positions, _ = tiny.batch()
+        for tied in (True, False):
+            model = models.build_gpt_model(config, vocab_size=96, tied=tied)
+            logits = distill.hidden_states(model, ids, positions) @ distill.head(model).t()
+            far.append((logits.transpose(0, 1) - model(ids, positions, None)).abs().max().item())
+    return far
+
+
+def test_distill_s_head_is_what_a_model_multiplies_by() -> None:
+    assert max(get_pool(1).run(_distance_of_heads, timeout=200)[0]) < 1e-5
 
 
 def test_top_p() -> None:
