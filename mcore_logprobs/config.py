@@ -122,8 +122,9 @@ class LogprobConfig(SuggestsFields):
     mtp: Literal["keep", "off"] = fields.choice(
         "keep",
         ("keep", "off"),
-        "'keep': multi-token prediction has its own losses, as without the patch; 'off': calls "
-        "with labels leave it out, so that reading log-probabilities does not train it.",
+        "'keep': multi-token prediction has its own losses, as without the patch: they count every "
+        "token, also of label -100, unless the model is given a loss_mask; 'off': calls with "
+        "labels leave it out, so that reading log-probabilities does not train it.",
     )
     invariant_segments: int | None = fields.integer(
         None,

@@ -391,6 +391,10 @@ OPERATIONS = {
                 ({"tail": "bin", "generalized": True}, "generalized=True: expected tail"),
                 ({"generalized": 1}, "generalized: expected True or False"),
                 ({"teacher_lse": torch.zeros(5)}, "teacher_lse: expected shape (6, 2)"),
+                (
+                    {"teacher_logprobs": lambda x: x * 0 + 1},
+                    "teacher_logprobs: expected log-probabilities, got [1.0, 1.0, 1.0, 1.0]; of",
+                ),
             ],
         ),
         Subject(

@@ -7,6 +7,7 @@ import sys
 from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental import proxy_tensor
@@ -22,8 +23,11 @@ VALUES: dict[str, tuple[list, list]] = {
     "check_count": ([1, 7], [0, -1, True, 1.0, None, "1"]),
     "check_optional_count": ([None, 1], [0, False, 2.0]),
     "check_positive": (
-        [1, 0.5, Fraction(1, 3)],
-        [0, 0.0, -1.0, math.inf, math.nan, 10**400, True, None, "1.0", torch.ones(1)],
+        [1, 0.5, Fraction(1, 3), np.float32(0.2), np.float16(0.2), np.int64(3)],
+        [
+            *(0, 0.0, -1.0, math.inf, math.nan, 10**400, True, None, "1.0", torch.ones(1)),
+            *(np.float32("inf"), np.float16("nan")),
+        ],
     ),
     "check_optional_positive": ([None, 30.0], [0.0, -math.inf, "30"]),
     "check_scale": (

@@ -239,20 +239,30 @@ def test_hidden_states_may_differ_by_rounding(ranks):
     assert ranks(2).run(first_calls, "linear_token_stats", nan) == ["", ""]
 
 
-def patched_models_with_other_labels() -> str:
+def patched_models_with_other_labels() -> list[str]:
+    """What a first call says, and then of each block its own first call."""
     from mcore_logprobs.megatron import patch_gpt_model
     from tests.megatron.common import VOCAB, make_batch, megatron, mm, tiny_config
 
     with megatron(tp=2) as parallel_state:
         model = mm.build_gpt_model(tiny_config(2, sequence_parallel=True), vocab_size=VOCAB)
         batch = make_batch(parallel_state)
-        with patch_gpt_model(model):
-            return refusal(model, **batch["inputs"], labels=batch["labels"] + dist.get_rank())
+        with patch_gpt_model(model) as handle:
+            inputs, labels = batch["inputs"], batch["labels"]
+            others = labels + dist.get_rank()
+            found = [refusal(model, **inputs, labels=others)]
+            model(**inputs, labels=labels)
+            for block in (handle.policy_loss(lambda p, e: -p), handle.also(topk=2)):
+                with block:
+                    found.append(refusal(model, **inputs, labels=others))
+            return found
 
 
 def test_a_patched_model_s_labels_are_compared(ranks):
+    expected = "labels: expected the same on every rank of the TP group, got (2,"
     for found in ranks(2).run(patched_models_with_other_labels, timeout=120):
-        assert found.startswith("labels: expected the same on every rank of the TP group, got (2,")
+        assert len(found) == 3
+        assert all(said.startswith(expected) for said in found), found
 
 
 # ---- MCORE_LOGPROBS_CHECK ----------------------------------------------------------------------

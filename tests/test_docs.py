@@ -65,6 +65,11 @@ SEVERAL_RANKS = {"mcore_logprobs/cpu_megatron/runtime.py": 4}
 STARTS_PROCESSES = ["docs/audit.md"]
 
 
+def packed_stats() -> mcore_logprobs.TokenStats:
+    target = torch.randint(16, (1, 8))
+    return mcore_logprobs.vocab_parallel_token_stats(torch.randn(1, 8, 16), target)
+
+
 def own_names() -> dict[str, dict[str, Any]]:
     """What stands for a reader's names where `reader_names` has another meaning for them."""
     from mcore_logprobs.bench.counting import CollectivesMade
@@ -84,6 +89,11 @@ def own_names() -> dict[str, dict[str, Any]]:
             "teacher_hidden": torch.randn(4, 4, 16),
             "adapters": [(torch.randn(8, 16), torch.randn(64, 8), 0.5) for _ in range(2)],
             "rows_of_adapter": torch.arange(16).chunk(2),
+        },
+        "docs/objectives.md": {
+            "packed_stats": packed_stats(),
+            "ref_stats": packed_stats(),
+            "packed_mask": torch.ones(1, 8, dtype=torch.bool),
         },
         "docs/mismatch.md": {"logits": torch.randn(4, 4, 49152)},
         "mcore_logprobs/debug/compare.py": {

@@ -70,6 +70,20 @@ def test_mistakes(ids, dim, message):
         reshard_vocabulary(torch.randn(24, 2), ids, dim=dim)
 
 
+def _other_dims() -> str:
+    try:
+        group = world_group()
+        reshard_vocabulary(torch.zeros(7, 7), dim=-world_rank(), source_group=group, tp_group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_another_dim_on_a_rank_raises_on_every_rank(ranks):
+    said = "dim: expected the same on every rank of the TP group, got 0 on rank 0, -1 on rank 1"
+    assert ranks(2).run(_other_dims) == [said] * 2
+
+
 def _integers(rows: int) -> None:
     n = world_size()
     whole = torch.arange(rows * n * 24).view(rows * n, 24)

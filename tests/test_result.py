@@ -265,6 +265,20 @@ def assert_same(found: TokenStats, expected: TokenStats) -> None:
     assert all(compared)
 
 
+@pytest.mark.parametrize("ignored", [2, -100, None])
+def test_a_candidate_is_left_out_by_an_id_that_is_none(ignored: int | None) -> None:
+    """A padding token's id says which targets count; among the candidates it is like any other."""
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    target = torch.tensor([5, 5 if ignored is None else ignored, 7])
+    asked = torch.tensor([2, 3] if ignored is None else [2, 3, -100])
+    found = vocab_parallel_token_stats(logits, target, candidate_ids=asked, ignore_index=ignored)
+    expected = logits.log_softmax(-1)[:, [2, 3]]
+    expected = torch.nn.functional.pad(expected, (0, len(asked) - 2))
+    if ignored is not None:
+        expected[1] = 0.0
+    torch.testing.assert_close(found.candidates, expected)
+
+
 def test_an_ellipsis_stands_for_the_dimensions_of_tokens() -> None:
     stats = with_several()
     assert_same(stats[..., 1:], stats[:, 1:])

@@ -140,6 +140,17 @@ def test_torch_compile_without_a_break(function: Callable[..., Tensor]) -> None:
             assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_torch_func_are_refused(
+    transform: Callable[..., Callable[..., Tensor]],
+) -> None:
+    def transformed(logits: Tensor, target: Tensor) -> Tensor:
+        return ours.vocab_parallel_logprobs(logits, target).sum()
+
+    with pytest.raises(RuntimeError, match=r"vocab_parallel_logprobs: expected torch\.autograd"):
+        transform(transformed)(torch.randn(3, 8), torch.arange(3))
+
+
 @pytest.mark.parametrize("function", [on_logits, on_hidden])
 def test_export(function: Callable[..., Tensor]) -> None:
     class Module(torch.nn.Module):

@@ -141,7 +141,8 @@ def context_parallel_gather(
         the same, with calculate_per_token_loss,    "sum"     CP times too small
           num_tokens of the whole sequence
 
-    A loss that each rank computes from only its own tokens needs no gather.
+    In a loop of your own "slice" where gradients are added up over CP, "sum" where they are
+    averaged. A loss that each rank computes from only its own tokens needs no gather.
 
     Args:
         x: `[..., S/CP, ...]`, any dtype, the same shape on every rank.

@@ -223,11 +223,18 @@ class Teacher:
             if not isinstance(self.topk, tuple | list) or len(self.topk) != 2:
                 got = type(self.topk).__name__
                 raise ValueError(f"teacher_topk: expected (log-probabilities, ids), got {got}")
+            shapes = [tuple(x.shape) for x in self.topk if isinstance(x, Tensor)]
+            if len(set(shapes)) > 1:
+                raise ValueError(f"teacher_topk[1]: expected shape {shapes[0]}, got {shapes[1]}")
+            if self.temperature is not None:
+                raise ValueError(
+                    "teacher_temperature: expected None with teacher_topk, whose log-probabilities "
+                    f"must be at the student's temperature already, got {self.temperature!r}"
+                )
             unused = {
                 "teacher_bias": self.bias,
                 "teacher_lora": self.lora,
                 "teacher_softcap": self.softcap,
-                "teacher_temperature": self.temperature,
                 "teacher_logit_scale": None if self.logit_scale == 1.0 else self.logit_scale,
             }
             whose = "with teacher_topk"
@@ -316,23 +323,27 @@ class Call:
                     "PatchHandle.replay: expected settings without filters, label smoothing and "
                     f"invariant segments, which the sampler's record replaces, got {got}"
                 )
-        inside = {
+        blocks = self.blocks
+        for block, unfit in (("sample", set(blocks)), ("map", {"replay", "divergence", "also"})):
+            for name in blocks:
+                if block in blocks and name in unfit and name != block:
+                    raise ValueError(
+                        f"PatchHandle.{block}: cannot be combined with PatchHandle.{name}"
+                    )
+
+    @property
+    def blocks(self) -> list[str]:
+        """The open blocks that ask for something, by name."""
+        asked = {
             "policy_loss": self.policy,
             "map": self.mapped,
             "targets": self.target,
             "replay": self.kept,
             "also": self.also,
             "divergence": self.teacher,
+            "sample": self.draw,
         }
-        for block, unfit in (
-            ("sample", set(inside) if self.draw is not None else set()),
-            ("map", {"replay", "divergence", "also"} if self.mapped is not None else set()),
-        ):
-            for name in unfit:
-                if inside[name] is not None:
-                    raise ValueError(
-                        f"PatchHandle.{block}: cannot be combined with PatchHandle.{name}"
-                    )
+        return [name for name, given in asked.items() if given is not None]
 
     @property
     def vocab_bias(self) -> dict[str, Any]:
@@ -340,6 +351,12 @@ class Call:
         config = self.config
         bias = config.logit_bias if self.logit_bias is None else self.logit_bias
         return {"logit_bias": bias, "disallowed_ids": config.disallowed_ids}
+
+    @property
+    def operation(self) -> str:
+        """What ranks compare at its first call: each combination of blocks is one."""
+        filters = ["filters"] if self.filtered else []
+        return " with ".join(["a patched model", *self.blocks, *filters])
 
     @property
     def wants_only_loss(self) -> bool:
@@ -363,14 +380,7 @@ class Call:
     @property
     def needs_labels(self) -> str:
         """The open block that has no meaning without labels, or ""."""
-        asked = {
-            "policy_loss": self.policy,
-            "map": self.mapped,
-            "replay": self.kept,
-            "also": self.also,
-            "divergence": self.teacher,
-        }
-        return next((name for name, given in asked.items() if given is not None), "")
+        return next((name for name in self.blocks if name not in ("targets", "sample")), "")
 
     @property
     def filtered(self) -> bool:

@@ -136,7 +136,8 @@ class PatchHandle:
         statistics beside it have no gradient; `divergence`, `candidates` and the top k's values
         have one. Entropy, rank, temperature, masks and the head's own scale, bias and softcap
         follow the settings. So does `compact`, which leaves out rows whose label is ignore_index. A
-        head that cannot be fused computes the same from real logits.
+        head that cannot be fused computes the same from real logits. It takes the place of an outer
+        `map`.
 
         Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
             without gradient.
@@ -157,7 +158,8 @@ class PatchHandle:
         scale, softcap and bias. Pass temperature and vocab_size to the functions that fn calls;
         logit_bias and disallowed_ids are not in them.
         Tokens whose label is ignore_index give 0 and no gradient, and with `compact` cost nothing.
-        With a head that cannot be fused, fn is called once, with the real logits of all tokens.
+        With a head that cannot be fused, fn is called once, with the real logits of all tokens. It
+        takes the place of an outer `policy_loss`.
 
         Shape: per-token tensors `[b, s, ...]` like labels (`[b, s/CP]` under context parallelism),
             without gradient; fn's results `[rows, ...]` come back as `[b, s, ...]`.
@@ -258,8 +260,9 @@ class PatchHandle:
 
         They come from the pass that computes the statistics, and cost no GEMM of their own. With a
         policy loss, filters or a replay they take a pass of their own, which has a backward only if
-        a gradient flows to them. Tokens whose label is ignore_index give 0. The model returns a
-        TokenStats with any `output`.
+        a gradient flows to them. Tokens whose label is ignore_index give 0. So does an id that is
+        ignore_index, or -100 where ignore_index is a true id. The model returns a TokenStats with
+        any `output`.
 
         Shape:
             ids: integers, global ids: `[k]`, the same for every token, or `[b, s, k]` like labels
@@ -317,9 +320,10 @@ class PatchHandle:
             teacher_logits: `[b, s, V/TP]` like labels (`[b, s/CP, V/TP]`; `[m, V/TP]` with rows).
             teacher_hidden, teacher_weight: `[s, b, h]` as Megatron has hidden states (`[s/TP, b,
                 h]` under sequence parallelism; whole with rows too), and `[V/TP, h]`; any h.
+                `examples/snippets/distill.py` takes both from a model.
             teacher_topk: (log-probabilities, ids), `[b, s, k]` each (`[m, k]` with rows), as in
-                `linear_topk_kl_div`; an id of -100 is left out. With teacher_lse `[b, s]`, logits
-                instead of log-probabilities.
+                `linear_topk_kl_div`, at the student's temperature; an id of -100 is left out. With
+                teacher_lse `[b, s]`, logits over that temperature instead of log-probabilities.
 
         Args:
             kind, beta: as in `vocab_parallel_kl_div`.

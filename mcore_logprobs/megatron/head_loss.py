@@ -20,7 +20,7 @@ from mcore_logprobs.kernels.stats import StatsSpec
 from mcore_logprobs.megatron.calls import Call, SampleRequest, Teacher, TokenOrder
 from mcore_logprobs.megatron.deferred import DeferredLogits, DeferringHead
 from mcore_logprobs.megatron.heads import require_fused
-from mcore_logprobs.ops.answers import Also
+from mcore_logprobs.ops.answers import NO_ID, Also
 from mcore_logprobs.ops.divergence import any_teacher, kl_div
 from mcore_logprobs.ops.linear_map import map_logits
 from mcore_logprobs.ops.policy_loss import loss_of_stats, policy_loss
@@ -37,7 +37,6 @@ from mcore_logprobs.sources.lazy import LazyLogits
 from mcore_logprobs.sources.lazy_head import LazyHead
 from mcore_logprobs.sources.pair_source import AnySource
 
-NO_ID = -100  # in a teacher's ids: no id is there
 _TOUCHED = "something computed the logits before the loss did (a logger, an in-place operation)"
 
 
@@ -66,7 +65,7 @@ def head_output(
     known, reason = _real_logits(logits, call, head, reason)
     parallel = request.sequence_parallel
     arguments = {"labels": labels, "sequence_parallel": parallel, **vars(call)}
-    with comparing("a patched model", lambda: arguments):
+    with comparing(call.operation, lambda: arguments):
         if known is None:
             assert isinstance(logits, DeferredLogits)
             source = partial(logits.source, **request.head_options(logits.head))

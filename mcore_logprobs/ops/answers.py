@@ -29,6 +29,8 @@ from mcore_logprobs.ops.row_statistics import LogitGradient, RowStatistics
 from mcore_logprobs.ops.topk import TopK, check_k
 from mcore_logprobs.sources.source import Source
 
+NO_ID = -100  # among ids that are asked about: none is there, whatever ignore_index is
+
 
 class Also(NamedTuple):
     """What is asked for beside statistics: ids, a top k, or both.
@@ -189,7 +191,10 @@ def answers(
         if isinstance(ids, Tensor) and ids.dim() == 1 and len(source.batch_shape) > 0:
             ids = ids.expand(*source.batch_shape, ids.shape[0])
         ids = check_ids(ids, source.batch_shape, source.device, name=also.name)
-        local_ids, counted = global_to_local(ids, source.shard, ignore_index, name=also.name)
+        # A padding token's id says which targets are left out; as a candidate it is like any other.
+        is_true_id = ignore_index is not None and 0 <= ignore_index < source.shard.vocab_size
+        no_id = NO_ID if is_true_id else ignore_index
+        local_ids, counted = global_to_local(ids, source.shard, no_id, name=also.name)
         counted = counted & valid_mask.unsqueeze(-1)
         per_token += [torch.where(counted, local_ids, -1), counted]
     if also.topk is not None:

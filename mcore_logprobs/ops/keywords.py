@@ -155,6 +155,11 @@ def shared_keywords(
                 check_keywords(function.__name__, kwargs, known)
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(
+                    f"{function.__name__}: expected torch.autograd or backward(), got a transform "
+                    "of torch.func (grad, vmap, jvp, ...)"
+                )
             if not (dist.is_available() and dist.is_initialized()):  # no rank to compare with
                 return function(*args, **kwargs)
             with comparing(function.__name__, lambda: _bound(signature, args, kwargs)):

@@ -48,14 +48,16 @@ def reshard_vocabulary(
 
     Raises:
         ValueError: before any collective, m (V) that tp_group does not divide, ids out of range;
-            on every rank, shards of other widths at a first call.
+            on every rank at a first call, shards of other sizes or dtypes and another dim.
     """
     check_float_tensor("shard", shard, min_dim=1)
     if dim not in (-1, 0):
         raise ValueError(f"dim: expected 0 or -1, got {dim!r}")
     source, wanted_by = resolve_tp_group(source_group), resolve_tp_group(tp_group)
     if source is not None:
-        with comparing("reshard_vocabulary", lambda: {"logits": shard, "ids": ids}):
+        others = [size for place, size in enumerate(shard.shape) if place != dim % shard.dim()]
+        described = {"logits": shard, "ids": ids, "dim": dim, "dtype": shard.dtype, "sizes": others}
+        with comparing("reshard_vocabulary", lambda: described):
             check_call(shard.shape[dim], source, shard.device)
     vocab = VocabShard.of(shard.shape[dim], source, None)
     if ids is None:

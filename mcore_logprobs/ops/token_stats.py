@@ -81,7 +81,8 @@ def vocab_parallel_token_stats(
             vocabulary).
         candidate_ids: also `candidates` `[..., k]`, differentiable: the values at ids `[k]`, which
             are the same for every token, or at `[..., k]`. They cost no further pass and no further
-            collective. 0 where an id or the target is ignore_index.
+            collective. 0 where an id or the target is ignore_index. Where that is a true id, an id
+            of -100 is left out instead.
         topk: also `topk`, (values, ids) `[..., topk]` each, as `vocab_parallel_topk` orders them;
             values are differentiable. One more all-gather, of min(topk, V/TP) pairs per row.
         log_softmax: candidates and the top values are log-probabilities; False: logits over the

@@ -14,6 +14,7 @@ from mcore_logprobs.checks import (
     check_float_tensor,
     check_shape,
     check_target,
+    check_values,
     unwrap_rows,
 )
 from mcore_logprobs.kernels.chunk import acc_dtype
@@ -30,6 +31,7 @@ TAILS = ("renormalize", "bin", "ignore")
 # The least probability of all other ids together: below it, float32's rounding of the k ids' sum is
 # all that is left.
 _REST = 1e-6
+_ROUNDING = 1e-2  # nats, of a log-probability
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,11 @@ def topk_kl_div(
         check_shape("teacher_lse", lse, source.batch_shape, source.device)
         teacher = teacher - lse.detach().to(teacher.dtype).unsqueeze(-1)
     ids = check_target(ids, shape, source.device, name="ids")
+    valid_mask = (
+        torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
+    )
+    if teacher_lse is None:
+        _check_logprobs(teacher, valid_mask)
     student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)
 
     def value(student: Tensor, teacher: Tensor) -> Tensor:
@@ -131,10 +138,22 @@ def topk_kl_div(
 
     if ignore_index is None:
         return of_rows(value, student, teacher).squeeze(-1)
-    valid_mask = ids != ignore_index
     # An ignored id has probability 0 on both sides.
     student, teacher = (torch.where(valid_mask, x, LOG_ZERO) for x in (student, teacher))
     return torch.where(valid_mask.any(-1), of_rows(value, student, teacher).squeeze(-1), 0.0)
+
+
+def _check_logprobs(teacher: Tensor, valid_mask: Tensor) -> None:
+    """No probability above 1 by more than rounding: logits are often taken for these."""
+    above = (teacher > _ROUNDING) & valid_mask
+    check_values(
+        ~above,
+        "teacher_logprobs: a log-probability above 0",
+        lambda: ValueError(
+            f"teacher_logprobs: expected log-probabilities, got {teacher[above][:4].tolist()}; of "
+            "logits pass their log-sum-exp too, as teacher_lse"
+        ),
+    )
 
 
 @shared_keywords(LogitsKeywords, given_logits)
@@ -161,7 +180,9 @@ def vocab_parallel_topk_kl_div(
 
     Shape:
         student_logits: `[..., V/TP]`, or a DTensor sharded on its last dimension.
-        teacher_logprobs: `[..., k]`, any float dtype, the same on every TP rank; no gradient.
+        teacher_logprobs: `[..., k]`, any float dtype, the same on every TP rank; no gradient. At
+            the student's temperature: those at another are other numbers, which only logits with
+            teacher_lse can give.
         ids: `[..., k]` integers, global ids, each at most once per row; the same on every TP rank.
             A row of only ignore_index gives 0 and no gradient.
         Returns float32 `[...]` (float64 for float64 logits), the same on every TP rank.
@@ -186,7 +207,8 @@ def vocab_parallel_topk_kl_div(
     Collectives: those of `vocab_parallel_gather` with log_softmax.
 
     Raises:
-        ValueError: before any collective; see `vocab_parallel_gather`.
+        ValueError: before any collective; see `vocab_parallel_gather`. On CPU (on CUDA a
+            device-side assert) a log-probability above 0.
     """
     source = given_logits(student_logits, name="student_logits", **shared)
     divergence = TopKDivergence.of(kind, beta, tail, generalized)
