@@ -18,6 +18,7 @@ from mcore_logprobs.checks import (
     check_choice,
     check_flag,
     check_not_negative,
+    check_number,
     check_optional_positive,
     check_positive,
 )
@@ -230,8 +231,10 @@ def rejection_mask(
     """
     check_choice("estimator", estimator, (*KL, "binary"))
     check_choice("level", level, ("token", "sum", "mean", "max"))
-    if not (isinstance(high, (int, float)) and isinstance(low, (int, float)) and low <= high):
-        raise ValueError(f"low, high: expected numbers, low <= high, got {low!r}, {high!r}")
+    for name, bound in (("low", low), ("high", high)):
+        check_number(name, bound)
+    if not low <= high:
+        raise ValueError(f"low, high: expected low <= high, got {low!r}, {high!r}")
     valid_mask = counted(mask, log_ratio_of(train_logprobs, rollout_logprobs), seq_dim)
     p, q = rollout_logprobs.detach(), train_logprobs.detach()
     if estimator == "binary":
