@@ -267,8 +267,9 @@ class LogprobConfig(SuggestsFields):
         is the tokenizer's true size, so that padding is masked; give the padded size to count it.
 
         Raises:
-            ValueError: a misspelled attribute, a value that its field does not accept, or a padded
-                vocabulary whose true size is not known.
+            ValueError: a dictionary, list or text instead of a namespace, a misspelled attribute, a
+                value that its field does not accept, or a padded vocabulary whose true size is not
+                known.
         """
         config = cls._from_attributes(args)
         if config.vocab_size is None and (size := true_vocab_size(args)) is not None:
@@ -289,15 +290,22 @@ class LogprobConfig(SuggestsFields):
         `mup_output_mult`.
 
         Raises:
-            ValueError: a misspelled attribute, or a value that its field does not accept.
+            ValueError: a dictionary, list or text instead of a config, a misspelled attribute, or a
+                value that its field does not accept.
         """
         return cls._from_attributes(config)
 
     @classmethod
     def _from_attributes(cls, source: object) -> LogprobConfig:
+        if type(source).__module__ == "builtins":  # a dictionary's keys are no attributes
+            raise ValueError(
+                "LogprobConfig: expected an object with logprob_* attributes, got "
+                f"{type(source).__name__}; LogprobConfig.from_dict reads a mapping"
+            )
         known = fields.settings_of(cls)
         settings = {}
-        names = set(getattr(source, "__dict__", ())) | {ARG_PREFIX + k for k in known}
+        names = {ARG_PREFIX + k for k in known}.union(getattr(source, "__dict__", ()))
+        names.update(*map(vars, type(source).__mro__))  # of its classes, with their __slots__
         for name in sorted(n for n in names if n.startswith(ARG_PREFIX)):
             key = name.removeprefix(ARG_PREFIX)
             if key in known:

@@ -357,6 +357,47 @@ def test_a_shortened_flag_s_name_raises(read, name, meant) -> None:
         read(argparse.Namespace(**{name: True}))
 
 
+class _Subclass:
+    logprob_temprature = 0.5
+
+
+class _Slots:
+    __slots__ = ("logprob_temprature",)
+
+
+class _Derived(_Subclass):
+    """Misspelled in a base."""
+
+
+@pytest.mark.parametrize("config", [_Subclass(), _Derived(), _Slots()], ids=repr)
+def test_a_near_miss_of_a_class_raises(config) -> None:
+    with pytest.raises(ValueError, match="'logprob_temprature'; did you mean 'logprob_temperatu"):
+        LogprobConfig.from_transformer_config(config)
+
+
+def test_settings_of_a_class_are_read() -> None:
+    class Config:
+        __slots__ = ("logprob_entropy", "logprob_target_rank")
+        logprob_temperature, logprob_batch_size = 0.5, 4
+
+    config = Config()
+    config.logprob_entropy = True
+    expected = LogprobConfig(temperature=0.5, entropy=True)
+    assert LogprobConfig.from_transformer_config(config) == expected
+
+
+@pytest.mark.parametrize("read", [LogprobConfig.from_args, LogprobConfig.from_transformer_config])
+@pytest.mark.parametrize(
+    "given",
+    [{"logprob_temperature": 0.5}, ["--logprob-temperature", "0.5"], "0.2", None],
+    ids=["dict", "list", "str", "NoneType"],
+)
+def test_what_has_no_attributes_is_refused(read, given) -> None:
+    expected = f"expected an object with logprob_\\* attributes, got {type(given).__name__}"
+    with pytest.raises(ValueError, match=expected):
+        read(given)
+
+
 def test_what_is_no_shortened_name() -> None:
     foreign = ("logprob_", "logprob_no_", "logprob_no_grad", "logprob_k", "logprob_token_ids")
     names = argparse.Namespace(**dict.fromkeys(foreign, 3))
