@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from types import ModuleType
@@ -240,6 +241,12 @@ class LogprobConfig(SuggestsFields):
                 document = yaml.safe_load(file)
             if isinstance(document, Mapping) and YAML_SECTION in document:
                 document = document[YAML_SECTION]
+            elif isinstance(document, Mapping):
+                others = [str(key) for key in document if key not in fields.settings_of(cls)]
+                if near := difflib.get_close_matches(YAML_SECTION, others, n=1, cutoff=0.8):
+                    raise ValueError(
+                        f"LogprobConfig: unknown key {near[0]!r} (did you mean {YAML_SECTION!r}?)"
+                    )
             return cls.from_dict({} if document is None else document)
         except (ValueError, yaml.YAMLError) as error:
             raise ValueError(f"{path}: {error}") from None
@@ -268,8 +275,9 @@ class LogprobConfig(SuggestsFields):
         is the tokenizer's true size, so that padding is masked; give the padded size to count it.
 
         Raises:
-            ValueError: a misspelled attribute, a value that its field does not accept, or a padded
-                vocabulary whose true size is not known.
+            ValueError: a dictionary, list or text instead of a namespace, a misspelled attribute, a
+                value that its field does not accept, or a padded vocabulary whose true size is not
+                known.
         """
         config = cls._from_attributes(args)
         if config.vocab_size is None and (size := true_vocab_size(args)) is not None:
@@ -290,15 +298,22 @@ class LogprobConfig(SuggestsFields):
         `mup_output_mult`.
 
         Raises:
-            ValueError: a misspelled attribute, or a value that its field does not accept.
+            ValueError: a dictionary, list or text instead of a config, a misspelled attribute, or a
+                value that its field does not accept.
         """
         return cls._from_attributes(config)
 
     @classmethod
     def _from_attributes(cls, source: object) -> LogprobConfig:
+        if type(source).__module__ == "builtins":  # a dictionary's keys are no attributes
+            raise ValueError(
+                "LogprobConfig: expected an object with logprob_* attributes, got "
+                f"{type(source).__name__}; LogprobConfig.from_dict reads a mapping"
+            )
         known = fields.settings_of(cls)
         settings = {}
-        names = set(getattr(source, "__dict__", ())) | {ARG_PREFIX + k for k in known}
+        names = {ARG_PREFIX + k for k in known}.union(getattr(source, "__dict__", ()))
+        names.update(*map(vars, type(source).__mro__))  # of its classes, with their __slots__
         for name in sorted(n for n in names if n.startswith(ARG_PREFIX)):
             key = name.removeprefix(ARG_PREFIX)
             if key in known:
@@ -338,8 +353,9 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 
     Pass it to Megatron-LM as `extra_args_provider`, and its namespace to
     `LogprobConfig.from_args`. Switches take an optional value and have a negative form:
-    `--logprob-entropy`, `--logprob-fused require`, `--logprob-no-fused`. A bad value ends the
-    program with argparse's usage message. A parser that has the flags already is left alone.
+    `--logprob-entropy`, `--logprob-fused require`, `--logprob-no-fused`. A bad value, or a switch
+    that contradicts its negative form, ends the program with argparse's usage message. A parser
+    that has the flags already is left alone.
 
     Returns: the same parser.
     """
@@ -352,11 +368,14 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         options: dict[str, Any] = {"default": default, "type": _argument_type(setting)}
         if setting.words:
             options |= {"nargs": "?", "const": True, "metavar": "{" + ",".join(setting.words) + "}"}
+            stored: list[tuple[Any, str, object]] = []
+            options |= {"action": _Switch, "stored": stored}
             group.add_argument(
                 "--" + flag.replace("logprob-", "logprob-no-"),
                 dest=ARG_PREFIX + name,
-                action="store_const",
-                const=False,
+                action=_Switch,
+                nargs=0,
+                stored=stored,
                 default=default,
                 help=f"same as --{flag} false",
             )
@@ -365,6 +384,35 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         text = f"{setting.help} Expected: {setting.check.expected}. Default: {default}."
         group.add_argument("--" + flag, dest=ARG_PREFIX + name, help=text, **options)
     return parser
+
+
+class _Switch(argparse.Action):
+    """Stores a switch; an error where the same command line stored another value by another flag.
+
+    argparse's exclusive groups overlook a flag that stores the default.
+
+    Args:
+        stored: shared by a switch's flags: of each that was read, (namespace, flag, value).
+    """
+
+    def __init__(self, *, stored: list[tuple[Any, str, object]], **options: Any) -> None:
+        super().__init__(**options)
+        self._stored = stored
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        flag, value = self.option_strings[0], False if self.nargs == 0 else values
+        self._stored[:] = [entry for entry in self._stored if entry[0]() is namespace]
+        for _, other, before in self._stored:
+            if other != flag and before != value:
+                raise argparse.ArgumentError(self, f"contradicts {other}")
+        self._stored.append((weakref.ref(namespace), flag, value))
+        setattr(namespace, self.dest, value)
 
 
 def _argument_type(setting: fields.Setting) -> Callable[[str], object]:

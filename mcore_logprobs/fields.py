@@ -99,6 +99,12 @@ def real(default: float | None, check: Check, help: str) -> Any:
 def ids(default: None, check: Check, help: str) -> Any:
     """A tuple of ints, ascending, or None; one id too. In a text they stand between commas."""
 
+    def parse_within(value: object) -> object:
+        try:
+            return [_parsed(int, x) for x in value] if isinstance(value, list | tuple) else value
+        except ValueError:
+            return value
+
     def parse(text: str) -> object:
         if text.lower() in ("none", "null", ""):
             return None
@@ -109,11 +115,17 @@ def ids(default: None, check: Check, help: str) -> Any:
         ids = value.tolist() if hasattr(value, "tolist") else value  # of torch and of NumPy
         if checks.index_of(ids) is not None:
             ids = (ids,)
-        if isinstance(ids, Sequence) and not isinstance(ids, str) and ids and checks.all_ids(ids):
+        if (
+            isinstance(ids, Sequence)
+            and not isinstance(ids, str | bytes)
+            and ids
+            and checks.all_ids(ids)
+        ):
             return tuple(sorted({operator.index(x) for x in ids}))
         return value
 
-    return _field(default, Setting(help, check, parse=parse, normal=normal))
+    setting = Setting(help, check, parse=parse, normal=normal, parse_within=parse_within)
+    return _field(default, setting)
 
 
 def pairs(default: None, check: Check, help: str) -> Any:

@@ -160,6 +160,33 @@ def test_switches_have_bare_and_negative_forms() -> None:
     assert config.fused is False
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("--logprob-fused require", "--logprob-no-fused"),
+        ("--logprob-fused", "--logprob-no-fused"),
+        ("--logprob-entropy true", "--logprob-no-entropy"),
+    ],
+)
+def test_a_switch_and_its_negative_form_contradict_each_other(first, second, capsys) -> None:
+    for one, other in ((first, second), (second, first)):
+        with pytest.raises(SystemExit):
+            parser().parse_args([*one.split(), *other.split()])
+        said = f"error: argument {other.split()[0]}: contradicts {one.split()[0]}\n"
+        assert capsys.readouterr().err.endswith(said)
+
+
+def test_switches_that_do_not_contradict_each_other() -> None:
+    """That agree, that are given twice, or that two command lines of one parser give."""
+    flags = parser()
+    assert (
+        flags.parse_args(["--logprob-fused", "false", "--logprob-no-fused"]).logprob_fused is False
+    )
+    assert flags.parse_args(["--logprob-fused", "require"]).logprob_fused == "require"
+    twice = ["--logprob-fused", "require", "--logprob-fused", "false"]
+    assert flags.parse_args(twice).logprob_fused is False
+
+
 def test_namespace_is_plain_data() -> None:
     args = parser().parse_args(["--logprob-logits-dtype", "torch.bfloat16"])
     assert json.loads(json.dumps(vars(args)))["logprob_logits_dtype"] == "bfloat16"
@@ -332,6 +359,27 @@ def test_unknown_key_lists_known_ones_and_suggests(tmp_path) -> None:
         LogprobConfig.from_yaml(path)
 
 
+@pytest.mark.parametrize(
+    "text", ["mcore_logprob:\n  temperature: 0.7\n", "a: 1\nmcore-logprobs:\n"]
+)
+def test_a_misspelled_section_is_told_its_name(text: str, tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="did you mean 'mcore_logprobs'"):
+        LogprobConfig.from_yaml(path)
+
+
+def test_ids_within_a_list_may_be_text(tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("disallowed_ids: ['3', '1', 7]\n")
+    assert LogprobConfig.from_yaml(path).disallowed_ids == (1, 3, 7)
+    path.write_text("disallowed_ids: ['3', 'x']\n")
+    with pytest.raises(ValueError, match="disallowed_ids: expected None or ints >= 0, got"):
+        LogprobConfig.from_yaml(path)
+    with pytest.raises(ValueError, match="disallowed_ids: expected None or ints >= 0, got b'k3'"):
+        LogprobConfig(disallowed_ids=b"k3")
+
+
 @pytest.mark.parametrize("read", [LogprobConfig.from_args, LogprobConfig.from_transformer_config])
 def test_near_miss_attribute_raises_and_foreign_one_does_not(read) -> None:
     with pytest.raises(ValueError, match="logprob_temperature"):
@@ -355,6 +403,47 @@ def test_a_shortened_flag_s_name_raises(read, name, meant) -> None:
     """As a flag it is understood (`--logprob-temp`); a namespace needs the whole name."""
     with pytest.raises(ValueError, match=f"unknown attribute {name!r}; did you mean {meant}\\?"):
         read(argparse.Namespace(**{name: True}))
+
+
+class _Subclass:
+    logprob_temprature = 0.5
+
+
+class _Slots:
+    __slots__ = ("logprob_temprature",)
+
+
+class _Derived(_Subclass):
+    """Misspelled in a base."""
+
+
+@pytest.mark.parametrize("config", [_Subclass(), _Derived(), _Slots()], ids=repr)
+def test_a_near_miss_of_a_class_raises(config) -> None:
+    with pytest.raises(ValueError, match="'logprob_temprature'; did you mean 'logprob_temperatu"):
+        LogprobConfig.from_transformer_config(config)
+
+
+def test_settings_of_a_class_are_read() -> None:
+    class Config:
+        __slots__ = ("logprob_entropy", "logprob_target_rank")
+        logprob_temperature, logprob_batch_size = 0.5, 4
+
+    config = Config()
+    config.logprob_entropy = True
+    expected = LogprobConfig(temperature=0.5, entropy=True)
+    assert LogprobConfig.from_transformer_config(config) == expected
+
+
+@pytest.mark.parametrize("read", [LogprobConfig.from_args, LogprobConfig.from_transformer_config])
+@pytest.mark.parametrize(
+    "given",
+    [{"logprob_temperature": 0.5}, ["--logprob-temperature", "0.5"], "0.2", None],
+    ids=["dict", "list", "str", "NoneType"],
+)
+def test_what_has_no_attributes_is_refused(read, given) -> None:
+    expected = f"expected an object with logprob_\\* attributes, got {type(given).__name__}"
+    with pytest.raises(ValueError, match=expected):
+        read(given)
 
 
 def test_what_is_no_shortened_name() -> None:

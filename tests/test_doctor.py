@@ -192,7 +192,7 @@ def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
         ({"input_ids": IDS}, "labels: expected integers [b, s], got NoneType"),
         (
             {"input_ids": IDS, "labels": NEXT.float()},
-            "labels: expected integers [b, s], got (2, 12)",
+            "labels: expected integers [b, s], got (2, 12) of torch.float32",
         ),
         (
             {"input_ids": IDS, "labels": NEXT[:, 1:]},
@@ -211,8 +211,39 @@ def test_labels_shifted_back_in_repetitive_text(tmp_path, sequence) -> None:
             {"input_ids": IDS, "labels": NEXT, "loss_mask": torch.full((2, 12), float("nan"))},
             "loss_mask: expected finite numbers, got 24 that are not",
         ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "vocab_size": 10**30},
+            f"vocab_size: expected a whole number of 64 bits, got {10**30}",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "ignore_index": -1e30},
+            "ignore_index: expected a whole number of 64 bits, got -1e+30",
+        ),
+        (
+            {"input_ids": IDS > 3, "labels": NEXT},
+            "input_ids: expected integers [b, s], got (2, 12) of torch.bool",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT.cfloat()},
+            "labels: expected integers [b, s], got (2, 12) of torch.complex64",
+        ),
+        (
+            {"input_ids": IDS.to_sparse(), "labels": NEXT},
+            "input_ids: expected a dense tensor with values, got a torch.sparse_coo one",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT.to_sparse()},
+            "labels: expected a dense tensor with values, got a torch.sparse_coo one",
+        ),
+        (
+            {"input_ids": IDS, "labels": NEXT, "loss_mask": torch.ones(2, 12, device="meta")},
+            "loss_mask: expected a dense tensor with values, got a meta one",
+        ),
     ],
-    ids=["no labels", "no integers", "shapes", "a list", "a word", "not a number", "a NaN mask"],
+    ids=[
+        *("no labels", "no integers", "shapes", "a list", "a word", "not a number", "a NaN mask"),
+        *("a huge size", "a huge index", "bools", "complex", "sparse ids", "sparse labels", "meta"),
+    ],
 )
 def test_a_file_that_is_no_batch(batch, said, tmp_path, capsys) -> None:
     file = tmp_path / "batch.pt"

@@ -386,6 +386,8 @@ SMALL = {
         ({"mask": "all"}, "mask: expected a tensor, got str"),
         ({"temperature": "hot"}, "temperature: expected a number, got str"),
         ({"top_p": torch.ones(2)}, "top_p: expected a number, got shape (2,)"),
+        ({"ignore_index": 0.5}, "ignore_index: expected a whole number, got 0.5"),
+        ({"vocab_size": torch.tensor(math.nan)}, "vocab_size: expected a whole number, got nan"),
         ({3: 1, "logit": 1}, "unknown key 3, logit; known: train_logprobs, "),
         (
             {"target": None},
@@ -453,6 +455,35 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> N
         ({"stale_hidden": torch.zeros(2, 3, 4)}, "stale_hidden: expected stale_weight with it"),
         ({"search_tokens": 0}, "search_tokens: expected an int >= 1, got 0"),
         ({"threshold": math.nan}, "threshold: expected a finite number >= 0, got nan"),
+        *(
+            ({"top_p": p}, rf"top_p: expected a number in \(0, 1\], got {p}")
+            for p in (90, math.nan, True, None)
+        ),
+        *(
+            ({"min_p": p}, rf"min_p: expected a number in \[0, 1\], got {p}")
+            for p in (-0.05, math.nan)
+        ),
+        ({"top_k": 2.5}, "top_k: expected None or an int >= -1, got 2.5"),
+        ({"logits": None, "temperature": math.nan}, "temperature: expected a finite number > 0"),
+        ({"vocab_size": 10**30}, "vocab_size: expected None or an int from 1 to"),
+        *(
+            ({"ignore_index": i}, f"ignore_index: expected an int of 64 bits, got {i}")
+            for i in (math.nan, 0.5, True, 10**30)
+        ),
+        (
+            {"target": torch.tensor([[1, 2, -1], [3, 4, -100]])},
+            r"target: expected ids in \[0, 8\) or ignore_index -100 where a token counts, got "
+            r"\[-1\]",
+        ),
+        ({"target": torch.full((2, 3), 8)}, r"target: expected ids in \[0, 8\)"),
+        ({"target": torch.full((2, 3), 7), "vocab_size": 7}, r"expected ids in \[0, 7\)"),
+        ({"target": torch.full((2, 3), -1), "logits": None}, "target: expected ids >= 0 or"),
+        ({"target": torch.zeros(2, 3).cfloat()}, "target: expected an integer dtype, got"),
+        ({"train_logprobs": "none"}, "train_logprobs: expected a tensor, got str"),
+        ({"train": 3}, "train: expected None or a mapping of settings, got int"),
+        ({"rollout": {"filter_applied": torch.ones(2)}}, "rollout: filter_applied: expected one"),
+        ({"logits": torch.zeros(2, 3, 8).to_sparse()}, "logits: expected a dense tensor with val"),
+        ({"mask": torch.ones(2, 3, device="meta")}, "mask: expected a dense tensor with values"),
     ],
 )
 def test_mistakes(change: dict, message: str) -> None:
@@ -465,6 +496,20 @@ def test_mistakes(change: dict, message: str) -> None:
     explain_mismatch(**good)
     with pytest.raises(ValueError, match=message):
         explain_mismatch(**{**good, **change})
+
+
+@pytest.mark.parametrize("ignored", [-100, -7, 99])
+def test_a_token_that_does_not_count_may_have_any_id(ignored: int) -> None:
+    """The value of its neighbor, had the labels been shifted, is not known."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 64, 8, generator=generator)
+    target = torch.randint(8, (1, 64), generator=generator)
+    right = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    mask = torch.arange(64)[None] % 8 != 0
+    target = target.where(mask, ignored).to(torch.int16)
+    found = explain_mismatch(right, right, target, mask=mask, logits=logits)
+    assert (found.train, found.rollout) == (Settings(), Settings())
+    assert found.tokens == 56
 
 
 def test_unknown_dump_keys(tmp_path: Path) -> None:

@@ -35,29 +35,34 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     `vocab_size` (the tokenizer's) and `ignore_index` (default -100). Other keys are left alone.
 
     Raises:
-        ValueError: the file has no such tensors, or they have different shapes.
+        ValueError: the file has no such tensors, they have different shapes or hold no values, or
+            a number is not whole or needs more than 64 bits.
     """
     dump = read_dump(path)
     for name in ("input_ids", "labels"):
         tensor = dump.get(name)
-        if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.is_floating_point():
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not isinstance(tensor, Tensor) or tensor.dim() != 2 or not _holds_integers(tensor):
+            got = type(tensor).__name__
+            if isinstance(tensor, Tensor):
+                got = f"{tuple(tensor.shape)} of {tensor.dtype}"
             raise ValueError(f"{path}: {name}: expected integers [b, s], got {got}")
+        _check_dense(path, name, tensor)
     input_ids, labels = dump["input_ids"].long(), dump["labels"].long()
     mask = dump.get("loss_mask", torch.ones_like(labels))
     for name, tensor in (("labels", labels), ("loss_mask", mask)):
         if not isinstance(tensor, Tensor) or tensor.shape != input_ids.shape:
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(
-                f"{path}: {name}: expected input_ids' shape {tuple(input_ids.shape)}, got {got}"
+                f"{path}: {name}: expected input_ids' shape {tuple(input_ids.shape)}, got {found}"
             )
+    _check_dense(path, "loss_mask", mask)
     if not_finite := int((~mask.isfinite()).sum()):
         raise ValueError(
             f"{path}: loss_mask: expected finite numbers, got {not_finite} that are not"
         )
     if not labels.numel():
-        got = tuple(input_ids.shape)
-        return BatchReport([], [f"input_ids: expected at least one token, got shape {got}"])
+        shape = tuple(input_ids.shape)
+        return BatchReport([], [f"input_ids: expected at least one token, got shape {shape}"])
     ignore_index = whole_number_of(path, dump, "ignore_index", -100)
     vocab_size = whole_number_of(path, dump, "vocab_size")
     assert ignore_index is not None
@@ -73,6 +78,17 @@ def check_batch(path: str | PathLike[str]) -> BatchReport:
     problems += _of_shift(input_ids, labels, counted, ignore_index)
     problems += _of_ids(input_ids, labels[given], vocab_size, facts)
     return BatchReport(facts, problems)
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    other = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
+    return not other
+
+
+def _check_dense(path: str | PathLike[str], name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else tensor.layout
+        raise ValueError(f"{path}: {name}: expected a dense tensor with values, got a {kind} one")
 
 
 def _of_counts(given: Tensor, counted: Tensor, ignore_index: int) -> list[str]:

@@ -80,13 +80,15 @@ def whole_number_of(
     """`number_of` as an int, or the default.
 
     Raises:
-        ValueError: it is not a whole number.
+        ValueError: it is not a whole number of 64 bits.
     """
     expected = "a whole number"
     value = number_of(path, dump, name, expected=expected)
     if value is None:
         return default
     if isinstance(value, int) or value.is_integer():
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{path}: {name}: expected {expected} of 64 bits, got {value}")
         return int(value)
     raise ValueError(f"{path}: {name}: expected {expected}, got {_described(value)}")
 

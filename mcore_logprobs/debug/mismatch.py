@@ -32,8 +32,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_logprobs.checks import check_count, check_not_negative
-from mcore_logprobs.debug.dump_file import number_of, read_dump
+from mcore_logprobs.checks import (
+    check_count,
+    check_min_p,
+    check_not_negative,
+    check_scale,
+    check_top_k,
+    check_top_p,
+)
+from mcore_logprobs.debug.dump_file import number_of, read_dump, whole_number_of
 from mcore_logprobs.debug.mismatch_result import (
     CAUSES,
     RIGHT,
@@ -49,6 +56,7 @@ from mcore_logprobs.debug.mismatch_search import (
     Rows,
     Source,
     check_known,
+    check_vocab_size,
     distance,
 )
 
@@ -113,18 +121,25 @@ def explain_mismatch(
     some 50 calls a side. For a look at a run, not for a hot path; the host reads values back.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit; no token that counts; stale_*,
-            float32_* or rollout_* without logits or hidden.
+        ValueError: shapes, dtypes or settings that do not fit; no token that counts, or one whose
+            target is outside the vocabulary; stale_*, float32_* or rollout_* without logits or
+            hidden.
     """
     arguments = dict(locals())  # the arguments by name
     check_count("search_tokens", search_tokens)
     check_not_negative("threshold", threshold)
+    check_scale("temperature", temperature)
+    check_top_k("top_k", top_k)
+    check_top_p("top_p", top_p)
+    check_min_p("min_p", min_p)
+    check_vocab_size("vocab_size", vocab_size)
     batch = Batch.of(train_logprobs, rollout_logprobs, target, mask, ignore_index)
     known = {
         side: check_known(side, fields) for side, fields in (("train", train), ("rollout", rollout))
     }
     fresh = Source.of("", arguments, batch.shape)
     if fresh is None:
+        batch.check_ids(vocab_size)
         return _without_logits(batch, threshold, arguments)
     rows = Rows(
         batch,
@@ -139,6 +154,7 @@ def explain_mismatch(
         vocab_size=vocab_size,
         tp_group=tp_group,
     )
+    batch.check_ids(rows.ids)
     notes = rows.unchecked()
     spread = batch.positions[:: max(1, -(-len(batch.positions) // search_tokens))]
     ours = rows.search(batch.train, spread, known["train"])
@@ -229,7 +245,8 @@ _OF_LOGITS = (
     *("rollout_logits", "rollout_hidden"),
 )
 _UNREAD = ("temperature", "top_k", "top_p", "min_p", "vocab_size", "train", "rollout")
-_DUMP_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "vocab_size", "ignore_index")
+_DUMP_NUMBERS = ("temperature", "top_p", "min_p")
+_DUMP_WHOLE_NUMBERS = ("top_k", "vocab_size", "ignore_index")
 # Of a dump: the arguments that describe the run, not the search.
 _DUMP_KEYS = list(takewhile(lambda name: name != "train", signature(explain_mismatch).parameters))
 
@@ -259,6 +276,8 @@ def load_mismatch_dump(path: str | PathLike[str]) -> dict[str, Any]:
     for key, value in dump.items():
         if key in _DUMP_NUMBERS:
             dump[key] = number_of(path, dump, key)
+        elif key in _DUMP_WHOLE_NUMBERS:
+            dump[key] = whole_number_of(path, dump, key)
         elif not isinstance(value, Tensor | list | tuple):
             raise ValueError(f"{path}: {key}: expected a tensor, got {type(value).__name__}")
     return dump

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_logprobs.checks import Check, check_float_tensor
 from mcore_logprobs.debug.compare import check_zero_or_one
 from mcore_logprobs.debug.mismatch_result import RIGHT, SETTINGS, Alignment, Settings
 from mcore_logprobs.ops.gather import vocab_parallel_gather
@@ -29,6 +30,20 @@ CAP = 10.0  # nats: a token that is further off says no more than that a hypothe
 _CLOSE = 1.5  # a simpler hypothesis is preferred while its error is under this multiple of the best
 _FLOOR = 2e-5  # nats: float32 log-probabilities of two implementations agree no better
 _TILE = 256  # rows of logits at a time
+_check_id = Check("an int of 64 bits", lambda v: -(2**63) <= v < 2**63, int)
+check_vocab_size = Check("an int from 1 to 2**63 - 1", lambda v: 1 <= v < 2**63, int).optional
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    """What can be read as a dense tensor, detached, or a ValueError."""
+    try:
+        x = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}") from error
+    if x.is_nested or x.layout is not torch.strided or x.is_meta:
+        kind = "nested" if x.is_nested else "meta" if x.is_meta else x.layout
+        raise ValueError(f"{name}: expected a dense tensor with values, got a {kind} one")
+    return x
 
 
 @dataclass(frozen=True)
@@ -46,19 +61,21 @@ class Batch:
     def of(
         cls, train: object, rollout: object, target: object, mask: object, ignore_index: int
     ) -> Batch:
-        train, rollout = torch.as_tensor(train), torch.as_tensor(rollout)
-        target = torch.as_tensor(target)
+        _check_id("ignore_index", ignore_index)
+        train, rollout = _tensor("train_logprobs", train), _tensor("rollout_logprobs", rollout)
+        target = _tensor("target", target)
         if train.dim() not in (1, 2):
             raise ValueError(f"train_logprobs: expected [b, s] or [s], got {list(train.shape)}")
         if not train.is_floating_point() or not rollout.is_floating_point():
             raise ValueError(
                 f"log-probabilities: expected floating dtypes, got {train.dtype}, {rollout.dtype}"
             )
-        if target.is_floating_point() or target.dtype is torch.bool:
+        if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
             raise ValueError(f"target: expected an integer dtype, got {target.dtype}")
+        target = target.long()
         keep = target != ignore_index
         if mask is not None:
-            mask = torch.as_tensor(mask)
+            mask = _tensor("mask", mask)
             check_zero_or_one(mask)
             mask = mask.bool()
         for name, x in (("rollout_logprobs", rollout), ("target", target), ("mask", mask)):
@@ -70,11 +87,22 @@ class Batch:
         if not len(positions):
             raise ValueError("expected at least one token that counts, got none")
         b, s = train.shape if train.dim() == 2 else (1, train.shape[0])
-        train, rollout = (x.detach().double().cpu().flatten() for x in (train, rollout))
+        train, rollout = (x.double().cpu().flatten() for x in (train, rollout))
         bad = int((train[positions].isnan() | rollout[positions].isnan()).sum())
         if bad:
             raise ValueError(f"expected no NaN where a token counts, got {bad} tokens")
         return cls((b, s), train, rollout, target.cpu().flatten(), ignore_index, positions)
+
+    def check_ids(self, vocab_size: int | None) -> None:
+        """A ValueError where the id of a token that counts is outside [0, vocab_size)."""
+        ids = self.target[self.positions]
+        outside = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            most = "ids >= 0" if vocab_size is None else f"ids in [0, {vocab_size})"
+            raise ValueError(
+                f"target: expected {most} or ignore_index {self.ignore_index} where a token "
+                f"counts, got {ids[outside][:8].tolist()}"
+            )
 
     def neighbor(self, positions: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """(flat index, whether it lies in the same sequence) of positions + offset."""
@@ -108,7 +136,8 @@ class Source:
         if (logits is None) == (hidden is None):
             raise ValueError(f"expected one of {prefix}logits and {prefix}hidden")
         name, x = (f"{prefix}logits", logits) if hidden is None else (f"{prefix}hidden", hidden)
-        x = torch.as_tensor(x).detach()
+        x = _tensor(name, x)
+        check_float_tensor(name, x, min_dim=0)
         flat = x.reshape(-1, x.shape[-1]) if x.dim() in (2, 3) else x
         if x.dim() not in (2, 3) or flat.shape[0] != shape[0] * shape[1]:
             raise ValueError(f"{name}: expected [{shape[0]}, {shape[1]}, n], got {list(x.shape)}")
@@ -118,12 +147,18 @@ class Source:
         if own_weight is None:
             whose = f"{prefix}weight" if f"{prefix}weight" in given else "weight"
             raise ValueError(f"{name}: expected {whose} with it")
-        own_weight = torch.as_tensor(own_weight).detach()
+        own_weight = _tensor(f"{prefix}weight", own_weight)
+        check_float_tensor(f"{prefix}weight", own_weight, min_dim=0)
         if own_weight.dim() != 2 or own_weight.shape[1] != flat.shape[1]:
             raise ValueError(
                 f"{prefix}weight: expected [V/TP, {flat.shape[1]}], got {list(own_weight.shape)}"
             )
         return cls(flat, own_weight)
+
+    @property
+    def width(self) -> int:
+        """V/TP."""
+        return self.flat.shape[1] if self.weight is None else self.weight.shape[0]
 
     def rows(self, index: Tensor) -> Tensor:
         """[rows, V/TP] float32."""
@@ -132,11 +167,15 @@ class Source:
 
 
 def check_known(side: str, given: Mapping[str, object] | None) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(
+            f"{side}: expected None or a mapping of settings, got {type(given).__name__}"
+        )
     for name, value in (given or {}).items():
         if name not in SETTINGS:
             raise ValueError(f"{side}: unknown setting {name!r}; known: {', '.join(SETTINGS)}")
         choices = get_args(Alignment) if name == "alignment" else (False, True)
-        if value not in choices:
+        if not isinstance(value, str | bool) or value not in choices:
             raise ValueError(f"{side}: {name}: expected one of {choices}, got {value!r}")
     return dict(given or {})
 
@@ -156,6 +195,12 @@ class Rows:
     min_p: float
     vocab_size: int | None
     tp_group: ProcessGroup | None
+
+    @property
+    def ids(self) -> int:
+        """How many ids there are: vocab_size, or every column."""
+        ranks = 1 if self.tp_group is None else self.tp_group.size()
+        return self.vocab_size or self.fresh.width * ranks
 
     def choices(self, name: str) -> tuple[Any, ...]:
         """The values of a setting that give different figures here, the right one first."""
@@ -223,12 +268,14 @@ class Rows:
         label, label_inside = self.batch.neighbor(positions, label_offset)
         target = self.batch.target[label]
         known = row_inside & label_inside & (target != self.batch.ignore_index)
+        known &= (target >= 0) & (target < self.ids)  # a neighbor that does not count may be any
+        target = torch.where(known, target, 0)
         source = self._source(settings)
         parts = []
         for start in range(0, len(positions), _TILE):
             tile = slice(start, start + _TILE)
             z = source.rows(row[tile])
-            parts.append(self._figures(z, target[tile].clamp(min=0).to(z.device), settings))
+            parts.append(self._figures(z, target[tile].to(z.device), settings))
         values = torch.cat(parts).double().cpu()
         return torch.where(known, values, torch.nan)
 
