@@ -100,9 +100,9 @@ class Check:
         is_kind = isinstance(value, self.kind)
         if isinstance(value, bool) and self.kind in (int, Real):
             is_kind = False
-        number: Any = value
-        if is_kind and self.kind is Real and hasattr(value, "dtype"):
-            number = float(number)  # NumPy compares in its own dtype, in which _LARGEST is inf
+        number = value
+        if self.kind is Real and isinstance(value, Real) and hasattr(value, "dtype"):
+            number = float(value)  # NumPy compares in its own dtype, in which _LARGEST is inf
         if not (is_kind and self.accepts(number)) and not (self.or_none and value is None):
             raise ValueError(f"{name}: expected {self.expected}, got {value!r}{self.hint(value)}")
 
@@ -140,8 +140,9 @@ def is_bias(value: object) -> bool:
     """Whether it may be added to a logit: a number that is finite in float32, or -inf."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
-    number: Any = float(value) if hasattr(value, "dtype") else value  # NumPy's, in their dtype
-    return -_LARGEST_FLOAT32 <= number <= _LARGEST_FLOAT32 or number == -math.inf
+    number = float(value) if hasattr(value, "dtype") else value  # NumPy's, in their dtype
+    fits = -_LARGEST_FLOAT32 <= number <= _LARGEST_FLOAT32  # type: ignore[operator]
+    return fits or number == -math.inf
 
 
 def all_ids(values: Iterable[object]) -> bool:

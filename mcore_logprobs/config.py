@@ -368,7 +368,7 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         options: dict[str, Any] = {"default": default, "type": _argument_type(setting)}
         if setting.words:
             options |= {"nargs": "?", "const": True, "metavar": "{" + ",".join(setting.words) + "}"}
-            stored: list[tuple[Any, str, object]] = []
+            stored: list[_Stored] = []
             options |= {"action": _Switch, "stored": stored}
             group.add_argument(
                 "--" + flag.replace("logprob-", "logprob-no-"),
@@ -386,6 +386,9 @@ def add_logprob_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     return parser
 
 
+_Stored = tuple["weakref.ref[argparse.Namespace]", str, object]
+
+
 class _Switch(argparse.Action):
     """Stores a switch; an error where the same command line stored another value by another flag.
 
@@ -395,7 +398,7 @@ class _Switch(argparse.Action):
         stored: shared by a switch's flags: of each that was read, (namespace, flag, value).
     """
 
-    def __init__(self, *, stored: list[tuple[Any, str, object]], **options: Any) -> None:
+    def __init__(self, *, stored: list[_Stored], **options: Any) -> None:
         super().__init__(**options)
         self._stored = stored
 
