@@ -111,6 +111,28 @@ def test_a_picture_of_an_unknown_format_is_refused_before_the_measurements(tmp_p
     assert " pdf," in said
 
 
+def test_a_reader_that_stops_reading_and_ctrl_c_give_no_traceback(monkeypatch) -> None:
+    script = """
+import sys
+from mcore_logprobs import __main__ as m
+m.resolve_name = lambda name: lambda arguments: print("x" * 10**6) or 0
+sys.exit(m.main(["doctor"]))
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mcore_logprobs.__main__.resolve_name", lambda name: interrupted)
+    assert main(["bench"]) == 130
+    with pytest.raises(KeyboardInterrupt):
+        main(["run", "script.py"])
+
+
 def test_the_tests_own_help_makes_no_environment(tmp_path) -> None:
     script = ROOT / "tests" / "run.sh"
     path = {"PATH": "/usr/bin:/bin", "PYTHON": "false"}
