@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
@@ -27,7 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=list(COMMANDS), help=told)
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse(arguments[:1]).command
-    return int(resolve_name(f"mcore_logprobs.{COMMANDS[command][1]}")(arguments[1:]))
+    function = resolve_name(f"mcore_logprobs.{COMMANDS[command][1]}")
+    if command == "run":  # the script's own exceptions pass through
+        return int(function(arguments[1:]))
+    try:
+        status = int(function(arguments[1:]))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as a shell reports it
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT
+    return status
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -69,6 +70,17 @@ def positive(text: str) -> int:
     return value
 
 
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number > 0, got {text!r}")
+    return value
+
+
 def dtype_name(text: str) -> str:
     """torch's name of a dtype, for any that `DTYPES` has."""
     if text not in DTYPES:
@@ -78,15 +90,31 @@ def dtype_name(text: str) -> str:
 
 def why_not_written(file: str) -> str:
     """What will stop a file from being written after the work; "" where nothing is known to."""
-    if Path(file).absolute().parent.is_dir():
-        return ""
-    return f"expected a file in a folder that exists, got {file}"
+    path = Path(file)
+    if not path.absolute().parent.is_dir():
+        return f"expected a file in a folder that exists, got {file}"
+    if not file or path.is_dir():
+        return f"expected a file, got the folder {file!r}" if file else "expected a file, got ''"
+    is_new = not path.exists()
+    if is_new or path.is_file():  # opening a pipe would wait for its reader
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            return f"expected a file that can be written, got {file} ({error.strerror})"
+    if is_new:
+        path.unlink(missing_ok=True)  # another rank's, too
+    return ""
 
 
 def why_not_drawn(file: str) -> str:
     """Likewise of a figure."""
     if importlib.util.find_spec("matplotlib") is None:
         return "expected matplotlib to be installed: pip install matplotlib"
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known, suffix = FigureCanvasBase.get_supported_filetypes(), Path(file).suffix[1:]
+    if suffix and suffix.lower() not in known:
+        return f"expected a suffix of {', '.join(sorted(known))}, got {file}"
     return why_not_written(file)
 
 

@@ -60,7 +60,7 @@ class PrefixTree:
             multiple: n is padded to a multiple of it, as sequence parallelism wants.
 
         Raises:
-            ValueError: no branch, one without ids, one that is not one-dimensional.
+            ValueError: no branch, one without integer ids, one that is not one-dimensional.
         """
         if len(branches) == 0:  # a tensor [b, length] is as good as a list of its rows
             raise ValueError("branches: expected at least one sequence, got none")
@@ -69,8 +69,16 @@ class PrefixTree:
         children: dict[tuple[int, int], int] = {}
         ends = []
         for number, branch in enumerate(branches):
-            ids = branch if isinstance(branch, Tensor) else torch.as_tensor(branch, device="cpu")
-            if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
+            try:
+                ids = (
+                    branch if isinstance(branch, Tensor) else torch.as_tensor(branch, device="cpu")
+                )
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"branches[{number}]: expected integer ids, [length], got {branch!r}"
+                ) from error
+            no_ids = ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool
+            if ids.dim() != 1 or ids.numel() == 0 or no_ids:
                 raise ValueError(
                     f"branches[{number}]: expected at least one id, [length], got shape "
                     f"{tuple(ids.shape)} of {ids.dtype}"
@@ -160,7 +168,13 @@ class PrefixTree:
         )
 
     def branches(self, per_row: Tensor) -> list[Tensor]:
-        """`[m, ...]` -> of each branch `[its length - 1, ...]`, in the order of its tokens."""
+        """`[m, ...]` -> of each branch `[its length - 1, ...]`, in the order of its tokens.
+
+        Raises:
+            ValueError: no tensor, or another m.
+        """
+        if not isinstance(per_row, Tensor):
+            raise ValueError(f"per_row: expected a torch.Tensor, got {type(per_row).__name__}")
         if per_row.shape[:1] != self.rows.shape:
             raise ValueError(
                 f"per_row: expected [m, ...] with m = {self.rows.numel()}, got "
@@ -172,7 +186,10 @@ class PrefixTree:
         """A tensor `[length - 1]` a branch -> `[m]`: each token's sum over the branches with it.
 
         A loss that is a sum over branches of weight times a function of the log-probability is one
-        over rows with these weights.
+        over rows with these weights. Integers and bools give int64, others their own dtype.
+
+        Raises:
+            ValueError: another number of tensors, other lengths, or more than one dtype or device.
         """
         for number, x in enumerate(values):
             like = values[0]
@@ -187,13 +204,15 @@ class PrefixTree:
                 f"values: expected lengths {[path.numel() for path in self.paths]}, got shapes "
                 f"{[tuple(x.shape) for x in values]}"
             )
-        dtype = values[0].dtype
+        dtype = given = values[0].dtype
         if dtype.is_floating_point:
             dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 cannot count to 300
+        elif not dtype.is_complex:
+            dtype = given = torch.int64  # uint8 cannot either
         total = values[0].new_zeros(self.rows.numel(), dtype=dtype)
         for path, x in zip(self.paths, values, strict=True):
             total = total.index_add(0, path.to(x.device), x.to(dtype))
-        return total.to(values[0].dtype)
+        return total.to(given)
 
     def attention_mask(self) -> Tensor:
         """bool `[1, 1, n, n]`, True where a token does not attend, as Megatron has it.

@@ -11,6 +11,7 @@ import pytest
 
 import mcore_logprobs
 from mcore_logprobs.__main__ import COMMANDS, main
+from mcore_logprobs.commands import why_not_written
 from tests.helpers.documents import ROOT
 
 HELP = [["--help"], ["--version"], ["bench", "--version"], ["doctor", "mismatch", "--help"]]
@@ -82,6 +83,54 @@ def test_a_file_in_no_folder_is_refused_before_the_measurements(flag: str, tmp_p
         main(["bench", "logits", flag, file])
     message = f"{flag}: expected a file in a folder that exists, got {file}"
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurements(flag, tmp_path, capsys):
+    folder, kept = tmp_path / "costs.png", tmp_path / "kept.png"
+    folder.mkdir()
+    kept.write_text("kept")
+    for file, message in (
+        (str(folder), f"expected a file, got the folder {str(folder)!r}"),
+        ("/proc/costs.png", "expected a file that can be written, got /proc/costs.png ("),
+        ("", "expected a file, got ''"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["bench", "logits", flag, file])
+        assert f"{flag}: {message}" in capsys.readouterr().err
+    assert why_not_written(str(kept)) == why_not_written(str(tmp_path / "new.png")) == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["costs.png", "kept.png"]
+    assert kept.read_text() == "kept"
+
+
+def test_a_picture_of_an_unknown_format_is_refused_before_the_measurements(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "logits", "--plot", str(tmp_path / "x.foo")])
+    said = capsys.readouterr().err
+    assert "--plot: expected a suffix of " in said
+    assert " pdf," in said
+
+
+def test_a_reader_that_stops_reading_and_ctrl_c_give_no_traceback(monkeypatch) -> None:
+    script = """
+import sys
+from mcore_logprobs import __main__ as m
+m.resolve_name = lambda name: lambda arguments: print("x" * 10**6) or 0
+sys.exit(m.main(["doctor"]))
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mcore_logprobs.__main__.resolve_name", lambda name: interrupted)
+    assert main(["bench"]) == 130
+    with pytest.raises(KeyboardInterrupt):
+        main(["run", "script.py"])
 
 
 def test_the_tests_own_help_makes_no_environment(tmp_path) -> None:

@@ -407,7 +407,7 @@ def test_a_dump_of_something_else(change, message: str, tmp_path: Path, capsys) 
 
 
 def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> None:
-    """Of a folder that is missing it is told before the work, of a format after the report."""
+    """The refusal comes before the work."""
     dump = tmp_path / "dump.pt"
     torch.save(SMALL, dump)
     unknown, missing, folder = (
@@ -416,17 +416,18 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> N
         tmp_path / "a.png",
     )
     folder.mkdir()
-    for plot, said, reported in (
-        (missing, "expected a file in a folder that exists, got", False),
-        (unknown, "Format 'picture' is not supported", True),
-        (folder, "Is a directory", True),
+    for plot, said in (
+        (missing, "expected a file in a folder that exists, got"),
+        (unknown, "expected a suffix of "),
+        (folder, "expected a file, got the folder"),
+        ("", "expected a file, got ''"),
     ):
         assert main(["doctor", "mismatch", str(dump), "--plot", str(plot)]) == 2
         printed = capsys.readouterr()
         assert printed.err.startswith("doctor mismatch: error: --plot: ")
         assert said in printed.err
         assert printed.err.count("\n") == 1
-        assert bool(printed.out) == reported
+        assert printed.out == ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["doctor", "mismatch", str(dump), "--plot", str(tmp_path / "x.png")]) == 2
     assert "--plot: expected matplotlib to be installed: pip install" in capsys.readouterr().err

@@ -85,6 +85,12 @@ def test_mistakes() -> None:
         ("tokens' shape", lambda: PrefixTree.from_parents(ids, torch.tensor([-1]))),
         ("integers", lambda: PrefixTree.from_parents(ids.float(), ids)),
         ("per_row", lambda: PrefixTree.from_branches([[1, 2]]).branches(torch.ones(3))),
+        ("per_row: .* got list", lambda: PrefixTree.from_branches([[1, 2]]).branches([1.0])),
+        (
+            r"branches\[0\]: expected integer ids.* got 'ab'",
+            lambda: PrefixTree.from_branches(["ab"]),
+        ),
+        (r"branches\[0\]: .* torch.bool", lambda: PrefixTree.from_branches([[True, False]])),
         (
             "values\\[0\\]: .* got list",
             lambda: PrefixTree.from_branches([[1, 2]]).sum_of_branches([[1.0]]),
@@ -107,3 +113,6 @@ def test_many_branches_are_summed_in_float32() -> None:
         total = tree.sum_of_branches([torch.ones(1, dtype=dtype)] * 1000)
         assert total.dtype is dtype
         assert total.tolist() == [1000]
+    for dtype in (torch.uint8, torch.int32, torch.bool):
+        total = tree.sum_of_branches([torch.ones(1, dtype=dtype)] * 1000)
+        assert (total.dtype, total.tolist()) == (torch.int64, [1000])

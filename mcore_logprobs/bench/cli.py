@@ -14,6 +14,7 @@ from mcore_logprobs.commands import (
     comma_separated,
     dtype_name,
     positive,
+    positive_number,
     why_not_drawn,
     why_not_written,
 )
@@ -86,7 +87,7 @@ def _parser(sizes: Sizes, default: Sequence[str], command: str, **options: objec
         help="bf16, fp16, fp32, or torch's names of them; one or more",
     )
     add("--sweep", choices=sorted(_SWEEP), help="how cost grows")
-    add("--memory-gib", type=float, help="leave out shapes whose logits are larger")
+    add("--memory-gib", type=positive_number, help="leave out shapes whose logits are larger")
     add("--rounds", type=positive, default=5, help="timed calls of each contender, in turns")
     add("--warmup", type=positive, default=2, help="calls beforehand, in turns")
     add("--threads", type=positive, help="CPU threads per rank")
@@ -122,7 +123,7 @@ def main(
         ("--json", args.json, why_not_written),
         ("--plot", args.plot, why_not_drawn),
     ):
-        if file and (why := why_not(file)):
+        if file is not None and (why := why_not(file)):
             parser.error(f"{flag}: {why}")  # now, not after the measurements
     import torch
     import torch.distributed as dist

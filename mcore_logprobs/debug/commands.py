@@ -64,7 +64,7 @@ def _mismatch(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--plot", metavar="FILE", help="write a figure too (needs matplotlib)")
     args = parser.parse(argv)
-    if args.plot and (why := why_not_drawn(args.plot)):
+    if args.plot is not None and (why := why_not_drawn(args.plot)):
         return _refused("doctor mismatch", f"--plot: {why}")
     from mcore_logprobs.debug.mismatch import explain_mismatch, load_mismatch_dump
 

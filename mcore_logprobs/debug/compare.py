@@ -17,8 +17,9 @@ For logging and plots, not for a hot path: the host reads values back. Sums are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from os import PathLike
 from typing import Any
 
@@ -141,9 +142,12 @@ def compare_logprobs(
         ValueError: shapes, dtypes or options that do not fit; a mask that is neither 0 nor 1, or
             that leaves no token; NaN at a token that counts (-inf in both is one).
     """
+    if not isinstance(percentiles, Iterable):
+        raise ValueError(f"percentiles: expected a sequence of numbers, got {percentiles!r}")
+    percentiles = tuple(percentiles)
     for p in percentiles:
-        if not 0 <= p <= 100:
-            raise ValueError(f"percentiles: expected values from 0 to 100, got {p}")
+        if not isinstance(p, Real) or isinstance(p, bool) or not 0 <= p <= 100:
+            raise ValueError(f"percentiles: expected values from 0 to 100, got {p!r}")
     train, rollout = torch.as_tensor(train_logprobs), torch.as_tensor(rollout_logprobs)
     keep = torch.ones_like(train) if mask is None else torch.as_tensor(mask)
     ranks = None if target_rank is None else torch.as_tensor(target_rank)

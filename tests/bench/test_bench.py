@@ -64,6 +64,7 @@ def test_json_and_plot(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
         ["topk"],
         ["rows", "--device", "cuda"],
         ["rows", "--json", "nowhere/results.json"],
+        *(["rows", "--memory-gib", size] for size in ("nan", "0", "-1", "inf", "much")),
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
