@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from mcore_logprobs.__main__ import main
@@ -45,13 +51,17 @@ def test_ms_swift_up_to_4_5_2_is_wrong() -> None:
 
 
 def test_nemo_rl_passes() -> None:
-    report = audit("tests.dropin.audited:NemoDistributedLogprob", tp=(1, 2))
+    report = audit(audited.nemo_of_contiguous, tp=(1, 2))
     assert report.ok, str(report)
 
 
-def test_an_autograd_function_by_its_apply() -> None:
-    report = audit("tests.dropin.audited:NemoDistributedLogprob.apply", tp=(1,))
-    assert report.ok, str(report)
+@pytest.mark.parametrize("name", ["NemoDistributedLogprob", "NemoDistributedLogprob.apply"])
+def test_an_autograd_function(name: str) -> None:
+    """Its forward takes strided logits, its backward views their gradient and raises."""
+    report = audit(f"tests.dropin.audited:{name}", tp=(1,))
+    (row,) = report.rows
+    assert (row.verdict, row.where) == ("raises", "rank 0, [b, s, V/TP] of [s, b], plain")
+    assert "view size is not compatible" in row.note
 
 
 def test_what_an_error_looks_like() -> None:
@@ -72,6 +82,92 @@ def test_an_argument_that_has_no_meaning() -> None:
 def test_a_function_of_any_keyword_gets_those_of_the_call() -> None:
     assert audit(audited.half_by_keyword, tp=(1,), call={"scale": 2.0}).ok
     assert not audit(audited.half_by_keyword, tp=(1,)).ok
+
+
+def test_a_layout_that_every_rank_refuses_is_no_error() -> None:
+    report = audit(audited.only_tokens, tp=(1, 2))
+    assert report.ok, str(report)
+    assert report.remarks == (
+        "does not take [b, s, V/TP]: NotImplementedError: expected [n, V/TP]",
+        "does not take [b, s, V/TP] of [s, b]: NotImplementedError: expected [n, V/TP]",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fn", "where", "note"),
+    [
+        (audited.small_logits, "[b, s, V/TP], offset 200", "OverflowError: "),
+        (audited.refuses_on_rank_1, "rank 1, [n, V/TP], plain", "RuntimeError: only on rank 1"),
+        (audited.raises_in_backward, "[b, s, V/TP], plain", "RuntimeError: backward is broken"),
+        (
+            audited.raises_in_backward_on_rank_1,
+            "rank 1, [b, s, V/TP], peaked",
+            "RuntimeError: backward is broken",
+        ),
+    ],
+)
+def test_an_exception_that_is_no_refusal_of_a_layout(fn, where: str, note: str) -> None:
+    report = audit(fn, tp=(2,), timeout=30.0)
+    assert not report.ok
+    (row,) = report.rows
+    assert (row.tensor, row.verdict, row.note) == ("all", "raises", note)
+    assert row.where.endswith(where)
+    assert "as logprobs: raises" in str(report)
+
+
+def test_a_size_runs_once_and_one_that_fails_spoils_no_other() -> None:
+    started = time.monotonic()
+    report = audit(audited.rank_1_of_2_dies, tp=(2, 2, 1), timeout=200.0)
+    assert time.monotonic() - started < 60
+    assert [(row.tp, row.verdict) for row in report.rows] == [(2, "raises"), (1, "ok"), (1, "ok")]
+    assert report.rows[0].note == "rank 1 exited with 3 before its answer"
+
+
+def test_a_size_that_hangs_leaves_time_to_the_others() -> None:
+    report = audit(audited.never_ends, tp=(2, 1), timeout=24.0)
+    assert [(row.tp, row.verdict) for row in report.rows] == [(2, "raises"), (1, "ok"), (1, "ok")]
+    assert report.rows[0].note == "ranks 0, 1 gave no answer within 16 s"
+
+
+def test_a_report_is_strict_json(capsys) -> None:
+    assert main(["audit", "tests.dropin.audited:needs_more", "--tp", "1", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert report["rows"][0]["error"] is None
+    assert not report["ok"]
+
+
+def test_a_script_without_a_guard(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from mcore_logprobs.audit import audit\n"
+        "print(audit('mcore_logprobs:vocab_parallel_logprobs', tp=(1, 2)))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert "as logprobs: raises" in done.stdout
+    assert done.stdout.count('call audit under if __name__ == "__main__"') == 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_a_signal_ends_the_ranks_too(number: int, status: int) -> None:
+    code = (
+        "import signal, sys; from mcore_logprobs.__main__ import main;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "sys.exit(main(['audit', 'tests.dropin.audited:never_ends', '--tp', '2']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while "a rank waits" not in (line := process.stdout.readline()):
+            assert line, "ended before the call"
+        process.send_signal(number)
+        # The ranks write to this pipe: it ends once all of them are gone.
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert "Traceback" not in rest
 
 
 def test_every_kind_is_exact_for_itself() -> None:
@@ -101,7 +197,13 @@ def test_every_kind_is_exact_for_itself() -> None:
         ({"fn": "tests.dropin.audited:nothing"}, "has no 'nothing'"),
         ({"fn": "nowhere.py:f"}, "no file nowhere.py"),
         ({"fn": audited.right, "bound": float("nan")}, "bound: expected a finite number > 0"),
-        ({"fn": audited.right, "timeout": 0.0}, "timeout: expected a finite number > 0, got 0"),
+        ({"fn": audited.right, "bound": float("inf")}, "bound: expected a finite number > 0"),
+        ({"fn": audited.right, "timeout": 0.0}, "timeout: expected a number of seconds > 0"),
+        ({"fn": audited.right, "timeout": float("inf")}, "a day at most, got inf"),
+        ({"fn": audited.right, "timeout": 1e12}, "a day at most, got 1000000000000.0"),
+        ({"fn": audited.right, "vocab": 1, "tp": (1,)}, "vocab: expected an int >= 2, got 1"),
+        ({"fn": "../fns:good"}, "with a module's full name, or FILE.py:FUNCTION, got '../fns:good"),
+        ({"fn": ".fns:good"}, "with a module's full name, or FILE.py:FUNCTION, got '.fns:good'"),
         (
             {"fn": audited.right, "call": {"lables": 1}},
             "call: expected one of logits, labels, tp_group, got 'lables'; did you mean labels?",

@@ -134,7 +134,9 @@ def test_blocks_that_start_processes_run(where) -> None:
 
     (source,) = [s for s in sources() if s.where == where]
     for block in source.blocks:
-        exec(compile(block, where, "exec"), {"my_function": calculate_log_probs_and_entropy})
+        names = {"my_function": calculate_log_probs_and_entropy, "__name__": "__main__"}
+        exec(compile(block, where, "exec"), names)
+        assert names["report"].ok
 
 
 @pytest.mark.parametrize("where", SEVERAL_RANKS)

@@ -7,13 +7,18 @@ import importlib
 import importlib.util
 import inspect
 import json
+import multiprocessing
 import os
+import signal
 import sys
-import traceback
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
+from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,12 +51,37 @@ _MEANING_OF = {name: what for what, names in _MEANINGS.items() for name in names
 
 @dataclass(frozen=True)
 class Job:
+    """What the ranks of one size do, the seconds that they have, and where their answers go."""
+
     spec: str
     kind: str
-    sizes: tuple[int, ...]
     call: tuple[tuple[str, Any], ...]
     vocab: int
-    timeout: float
+    size: int = 1
+    seconds: float = 0.0
+    folder: str = ""
+
+    @property
+    def grace(self) -> float:
+        """Seconds that the other ranks have to end likewise, once one has failed."""
+        return min(10.0, self.seconds / 4)
+
+
+class Order(IntEnum):
+    """Which of several failures is told: the cause before what follows from it."""
+
+    DIED = 0
+    RAISED = 1
+    HUNG = 2
+    LEFT_ALONE = 3  # a collective whose other ranks did not come
+
+
+class _Refusal(Exception):
+    """The call itself raised `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def find(spec: str) -> Callable[..., Any]:
@@ -63,6 +93,10 @@ def find(spec: str) -> Callable[..., Any]:
     module_name, _, name = spec.rpartition(":")
     if not module_name:
         raise ValueError(f"expected MODULE:FUNCTION, got {spec!r}")
+    if module_name.startswith(".") and not module_name.endswith(".py"):
+        raise ValueError(
+            f"expected MODULE:FUNCTION with a module's full name, or FILE.py:FUNCTION, got {spec!r}"
+        )
     try:
         target: Any = _imported(module_name)
     except (ValueError, ModuleNotFoundError):
@@ -131,36 +165,51 @@ def check_call(spec: str, call: Mapping[str, object]) -> None:
             )
 
 
-def run_rank(rank: int, job: Job, folder: str, path: list[str]) -> None:
+def run_rank(job: Job, rank: int, path: list[str]) -> None:
+    """One rank of one world, in a process of its own: leaves its findings in the folder."""
+    Path(job.folder, f"started{rank}").touch()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:] = path
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     findings: list[dict[str, object]] = []
-    for size in job.sizes:
-        if rank < size:
-            try:
-                with _world(rank, size, f"{folder}/store{size}", job.timeout) as group:
-                    findings += _cases(job, rank, size, group)
-            except Exception:
-                reason = traceback.format_exc(limit=-2).strip()
-                findings.append({"tp": size, "rank": rank, "raised": reason})
-    staged = Path(folder, f"rank{rank}.part")
+    try:
+        with _world(job, rank) as group:
+            findings += _cases(job, rank, group)
+    except Exception as error:
+        findings.append({"tp": job.size, "rank": rank, **_failure(error)})
+    staged = Path(job.folder, f"rank{rank}.part")
     staged.write_text(json.dumps(findings))
-    staged.rename(Path(folder, f"rank{rank}.json"))
+    staged.rename(Path(job.folder, f"rank{rank}.json"))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    lines = str(error).splitlines() or [""]
+    order = Order.LEFT_ALONE if "gloo/transport/" in str(error) else Order.RAISED
+    reason = f"{type(error).__name__}: {lines[0][:120]}"
+    return {"raised": reason, "order": [order, time.time()]}
 
 
 @contextlib.contextmanager
-def _world(rank: int, size: int, store: str, timeout: float) -> Iterator[object]:
-    """torch.distributed of exactly `size` ranks, and Megatron's state where it imports."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+def _world(job: Job, rank: int) -> Iterator[object]:
+    """torch.distributed of exactly the job's ranks, and Megatron's state where it imports."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.size), LOCAL_RANK=str(rank))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file://{job.folder}/store",
         rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=max(10.0, timeout / 2)),
+        world_size=job.size,
+        timeout=timedelta(seconds=max(10.0, job.seconds / 2)),
     )
     try:
         with contextlib.ExitStack() as stack:
@@ -174,7 +223,7 @@ def _world(rank: int, size: int, store: str, timeout: float) -> Iterator[object]
                 from mcore_logprobs.cpu_megatron.runtime import cpu_runtime
 
                 stack.enter_context(cpu_runtime())
-                models.init_model_parallel(tp=size)
+                models.init_model_parallel(tp=job.size)
                 stack.callback(models.destroy_model_parallel)
                 from megatron.core import parallel_state
 
@@ -184,18 +233,63 @@ def _world(rank: int, size: int, store: str, timeout: float) -> Iterator[object]
         dist.destroy_process_group()
 
 
-def _cases(job: Job, rank: int, size: int, group: object) -> Iterator[dict[str, object]]:
+def _cases(job: Job, rank: int, group: object) -> Iterator[dict[str, object]]:
+    """Rows of every layout and spread, up to the first failure that is no refusal.
+
+    After each case every rank learns how it ended on the others. Once one has failed alone, their
+    collectives no longer match, so all of them stop.
+    """
     fn, kind = find(job.spec), KINDS[job.kind]
     for layout in _LAYOUTS:
+        refusals: list[dict[str, Any]] = []
+        accepted = False
         for spread, (scale, offset) in _SPREADS.items():
-            case = {"tp": size, "rank": rank, "layout": layout, "spread": spread}
+            case = {"tp": job.size, "rank": rank, "layout": layout, "spread": spread}
             inputs = _inputs(job.vocab, layout, scale, offset)
+            mine, failure = "ok", dict[str, Any]()
             try:
-                yield from (case | row for row in _one(fn, kind, inputs, job, rank, size, group))
+                rows = _one(fn, kind, inputs, job, rank, group)
+            except _Refusal as refusal:
+                mine, failure = "refused", _failure(refusal.error)
             except Exception as error:
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-                yield case | {"refused": reason}
-                break  # the layout as such
+                mine, failure = "raised", _failure(error)
+            everyone = set[str]()
+            if not failure or failure["order"][0] != Order.LEFT_ALONE:
+                everyone = _endings(job, f"{layout} {spread}", rank, mine)
+            if everyone == {"ok"}:
+                accepted = True
+                yield from (case | row for row in rows)
+            elif everyone == {"refused"}:
+                refusals.append(case | failure)
+            else:
+                if failure:
+                    yield case | failure
+                return
+        if refusals and accepted:  # of some logits only
+            yield refusals[0]
+            return
+        if refusals:
+            yield case | {"refused": refusals[0]["raised"]}
+
+
+def _endings(job: Job, case: str, rank: int, mine: str) -> set[str]:
+    """How a case ended on every rank: ok, refused, raised, or missing if a rank does not come.
+
+    Not by a collective: those of a rank that has failed no longer match the others'.
+    """
+    place = Path(job.folder, "endings", case.replace("/", " "))
+    place.mkdir(parents=True, exist_ok=True)
+    Path(place, f"{rank}.{mine}").touch()
+    failed_at = None
+    while True:
+        found = [path.suffix[1:] for path in place.iterdir()]
+        if len(found) == job.size:
+            return set(found)
+        if set(found) - {"ok"}:
+            failed_at = failed_at or time.monotonic()
+            if time.monotonic() > failed_at + job.grace:
+                return {*found, "missing"}
+        time.sleep(0.002)
 
 
 def _inputs(vocab: int, layout: str, scale: float, offset: float) -> dict[str, Tensor]:
@@ -217,9 +311,9 @@ def _inputs(vocab: int, layout: str, scale: float, offset: float) -> dict[str, T
 
 
 def _one(
-    fn: object, kind: Kind, inputs: dict[str, Tensor], job: Job, rank: int, size: int, group: object
+    fn: object, kind: Kind, inputs: dict[str, Tensor], job: Job, rank: int, group: object
 ) -> list[dict[str, object]]:
-    width = job.vocab // size
+    width = job.vocab // job.size
     mine = slice(rank * width, (rank + 1) * width)
     exact_leaf = inputs["logits"].double().requires_grad_()
     exact = kind.exact(exact_leaf, inputs | {"teacher": inputs["teacher"].double()})
@@ -237,10 +331,16 @@ def _one(
         "start": mine.start,
         "end": mine.stop,
         "rank": rank,
-        "size": size,
+        "size": job.size,
         "chunk": 3,
     }
-    results = _call(fn, kind, by_parameter, dict(job.call))
+    try:
+        result = _call(fn, kind, by_parameter, dict(job.call))
+    except Exception as error:
+        raise _Refusal(error) from error
+    results = tuple(result) if isinstance(result, tuple | list) else (result,)
+    if len(results) < len(kind.parts) or not isinstance(results[0], Tensor):
+        raise TypeError(f"expected {len(kind.parts)} tensors, got {type(result).__name__}")
     rows = []
     loss: Any = 0.0
     exact_loss: Any = 0.0
@@ -273,9 +373,7 @@ def _one(
     return [*rows, row | {"modified": modified}]
 
 
-def _call(
-    fn: Any, kind: Kind, given: dict[str, object], call: dict[str, object]
-) -> tuple[Tensor, ...]:
+def _call(fn: Any, kind: Kind, given: dict[str, object], call: dict[str, object]) -> object:
     """Call by the parameters' names; an autograd function takes everything by position."""
     takes = parameters(fn)
     if inspect.isclass(fn) and hasattr(fn, "apply"):
@@ -306,11 +404,7 @@ def _call(
             keywords[name] = value
         else:
             args.append(value)
-    result = fn(*args, **keywords)
-    found = tuple(result) if isinstance(result, tuple | list) else (result,)
-    if len(found) < len(kind.parts) or not all(isinstance(x, Tensor) for x in found[:2][:1]):
-        raise TypeError(f"expected {len(kind.parts)} tensors, got {type(result).__name__}")
-    return found
+    return fn(*args, **keywords)
 
 
 def _difference(got: Tensor, want: Tensor) -> dict[str, object]:

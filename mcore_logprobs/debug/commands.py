@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -90,7 +91,7 @@ def _refused(command: str, why: Exception | str) -> int:
 
 
 def audit(argv: Sequence[str] | None = None) -> int:
-    """Print the report; 0 if every tensor is right, 1 if one is not."""
+    """Print the report; 0 if every tensor is right, 1 if one is not, 130 after Ctrl-C."""
     parser = Parser(
         "audit",
         description="Compare a vocab-parallel function with float64: values and gradients, on "
@@ -117,13 +118,21 @@ def audit(argv: Sequence[str] | None = None) -> int:
     as_json, function, call = (options.pop(name) for name in ("json", "function", "call"))
     if function is None:
         parser.error(f"expected MODULE:FUNCTION or FILE.py:FUNCTION, for example:\n  {EXAMPLE}")
-    from mcore_logprobs.debug.audit import audit
-
     try:
+        from mcore_logprobs.debug.audit import audit
+
         report = audit(function, call=dict(call), **options)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
-    print(json.dumps(asdict(report) | {"ok": report.ok}, indent=2) if as_json else report)
+    except KeyboardInterrupt:
+        return 130
+    if as_json:
+        found = asdict(report) | {"ok": report.ok}
+        for row in found["rows"]:  # JSON has no infinity
+            row["error"] = row["error"] if math.isfinite(row["error"]) else None
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        print(report)
     return 0 if report.ok else 1
 
 

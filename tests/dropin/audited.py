@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -49,6 +53,67 @@ def half_by_keyword(logits: Tensor, labels: Tensor, **options: float) -> Tensor:
     return 0.5 * options.get("scale", 1.0) * mcore_logprobs.vocab_parallel_logprobs(logits, labels)
 
 
+def only_tokens(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if logits.dim() != 2:
+        raise NotImplementedError("expected [n, V/TP]")
+    return right(logits, labels, group)
+
+
+def small_logits(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Refuses one spread of logits, of every layout."""
+    if logits.max() > 100:
+        raise OverflowError
+    return right(logits, labels, group)
+
+
+def refuses_on_rank_1(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Before its collectives, so that the others wait for it."""
+    if logits.dim() == 2 and dist.get_rank() == 1:
+        raise RuntimeError("only on rank 1")
+    return right(logits, labels, group)
+
+
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, when: bool) -> Tensor:
+        ctx.when = when
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if ctx.when:
+            raise RuntimeError("backward is broken")
+        return grad, None
+
+
+def raises_in_backward(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of one layout only."""
+    return right(_RaisesInBackward.apply(logits, logits.dim() == 3), labels, group)
+
+
+def raises_in_backward_on_rank_1(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """For peaked logits only."""
+    value = right(logits, labels, group)
+    small = bool((value < -25).any())
+    return _RaisesInBackward.apply(value, small and dist.get_rank() == 1)
+
+
+def rank_1_of_2_dies(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if dist.get_world_size() == 2 and dist.get_rank() == 1:
+        os._exit(3)
+    return right(logits, labels, group)
+
+
+def never_ends(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Under TP 2."""
+    if dist.get_world_size() == 2:
+        print("a rank waits", flush=True)
+        time.sleep(600)
+    return right(logits, labels, group)
+
+
 packed_tensor = load("skyrl", "skyrl/backends/skyrl_train/utils/packed_tensor.py")
 skyrl = load(
     "skyrl",
@@ -59,3 +124,15 @@ skyrl = load(
 )
 # NeMo-RL's autograd function, as SkyRL ships it on PyPI.
 NemoDistributedLogprob = skyrl.DistributedLogprob
+
+
+def nemo_of_contiguous(
+    logits: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    return NemoDistributedLogprob.apply(
+        logits.contiguous(), target, vocab_start_index, vocab_end_index, group, False
+    )
