@@ -123,6 +123,7 @@ def test_a_size_runs_once_and_one_that_fails_spoils_no_other() -> None:
     assert report.rows[0].note == "rank 1 exited with 3 before its answer"
 
 
+@pytest.mark.night  # it waits
 def test_a_size_that_hangs_leaves_time_to_the_others() -> None:
     report = audit(audited.never_ends, tp=(2, 1), timeout=24.0)
     assert [(row.tp, row.verdict) for row in report.rows] == [(2, "raises"), (1, "ok"), (1, "ok")]
@@ -147,6 +148,7 @@ def test_a_script_without_a_guard(tmp_path) -> None:
     assert done.stdout.count('call audit under if __name__ == "__main__"') == 2
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_a_signal_ends_the_ranks_too(number: int, status: int) -> None:
     code = (

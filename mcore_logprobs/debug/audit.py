@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from mcore_logprobs.checks import Check, check_positive
-from mcore_logprobs.debug.audit_rank import Job, Order, check_call, find, run_rank
+from mcore_logprobs.debug.audit_rank import Finding, Job, Order, check_call, find, run_rank
 from mcore_logprobs.debug.oracle import BOUND, KINDS
 
 _check_vocab = Check("an int >= 2", lambda v: v >= 2, int)
@@ -148,7 +149,7 @@ def _has_megatron() -> bool:
         return False
 
 
-def _launch(job: Job, sizes: Sequence[int], timeout: float) -> list[dict[str, Any]]:
+def _launch(job: Job, sizes: Sequence[int], timeout: float) -> list[Finding]:
     """Every rank's findings at every size; a rank that died or hung is a finding too."""
     from torch import multiprocessing
 
@@ -158,7 +159,7 @@ def _launch(job: Job, sizes: Sequence[int], timeout: float) -> list[dict[str, An
         heavy = ["torch.distributed", "mcore_logprobs.debug.audit_rank"]
         context.set_forkserver_preload([*heavy, *(["megatron.core"] if _has_megatron() else [])])
     deadline = time.monotonic() + timeout
-    findings: list[dict[str, Any]] = []
+    findings: list[Finding] = []
     for size in sizes:
         left = max(1.0, deadline - time.monotonic())
         seconds = left if size == sizes[-1] else left * 2 / 3
@@ -176,9 +177,9 @@ def _launch(job: Job, sizes: Sequence[int], timeout: float) -> list[dict[str, An
     return findings
 
 
-def _run_size(context: Any, job: Job) -> list[dict[str, Any]]:
+def _run_size(context: Any, job: Job) -> list[Finding]:
     """The findings of one world, whose ranks are gone when this returns or raises."""
-    ranks: list[Any] = []
+    ranks: list[BaseProcess] = []
     deadline = time.monotonic() + job.seconds
     waits = True
     try:
@@ -196,7 +197,7 @@ def _run_size(context: Any, job: Job) -> list[dict[str, Any]]:
         for process in ranks:
             process.kill()
             process.join()
-    findings: list[dict[str, Any]] = []
+    findings: list[Finding] = []
     hung = []
     for rank, status in enumerate(exits):
         answer = Path(job.folder, f"rank{rank}.json")
@@ -217,7 +218,7 @@ def _run_size(context: Any, job: Job) -> list[dict[str, Any]]:
 
 
 def _judge(
-    spec: str, kind: str, found: list[dict[str, Any]], bound: float, sizes: Sequence[int]
+    spec: str, kind: str, found: list[Finding], bound: float, sizes: Sequence[int]
 ) -> AuditReport:
     rows = []
     names = [*KINDS[kind].parts, *(["d logits"] if KINDS[kind].differentiable else [])]
@@ -244,7 +245,7 @@ def _judge(
     return AuditReport(spec, kind, tuple(rows), tuple(remarks))
 
 
-def _where(found: Mapping[str, Any]) -> str:
+def _where(found: Finding) -> str:
     if "layout" not in found:
         return ""
     return f"rank {found['rank']}, {found['layout']}, {found['spread']}"

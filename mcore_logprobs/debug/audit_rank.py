@@ -49,13 +49,16 @@ _MEANINGS = {
 _MEANING_OF = {name: what for what, names in _MEANINGS.items() for name in names.split()}
 
 
+Finding = dict[str, Any]  # what a rank says of a case, by name; goes through JSON
+
+
 @dataclass(frozen=True)
 class Job:
     """What the ranks of one size do, the seconds that they have, and where their answers go."""
 
     spec: str
     kind: str
-    call: tuple[tuple[str, Any], ...]
+    call: tuple[tuple[str, object], ...]
     vocab: int
     size: int = 1
     seconds: float = 0.0
@@ -191,7 +194,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def _failure(error: Exception) -> Finding:
     lines = str(error).splitlines() or [""]
     order = Order.LEFT_ALONE if "gloo/transport/" in str(error) else Order.RAISED
     reason = f"{type(error).__name__}: {lines[0][:120]}"
@@ -241,12 +244,12 @@ def _cases(job: Job, rank: int, group: object) -> Iterator[dict[str, object]]:
     """
     fn, kind = find(job.spec), KINDS[job.kind]
     for layout in _LAYOUTS:
-        refusals: list[dict[str, Any]] = []
+        refusals: list[Finding] = []
         accepted = False
         for spread, (scale, offset) in _SPREADS.items():
             case = {"tp": job.size, "rank": rank, "layout": layout, "spread": spread}
             inputs = _inputs(job.vocab, layout, scale, offset)
-            mine, failure = "ok", dict[str, Any]()
+            mine, failure = "ok", Finding()
             try:
                 rows = _one(fn, kind, inputs, job, rank, group)
             except _Refusal as refusal:
@@ -342,8 +345,7 @@ def _one(
     if len(results) < len(kind.parts) or not isinstance(results[0], Tensor):
         raise TypeError(f"expected {len(kind.parts)} tensors, got {type(result).__name__}")
     rows = []
-    loss: Any = 0.0
-    exact_loss: Any = 0.0
+    loss, exact_loss = torch.zeros(()), torch.zeros((), dtype=torch.float64)
     for i, (part, want) in enumerate(zip(kind.parts, exact, strict=True)):
         got = results[i].reshape(results[i].shape)
         sharded = want.shape[-1:] == (job.vocab,) and want.dim() == exact_leaf.dim()
