@@ -451,6 +451,11 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch, capsys) -> N
         ),
         ({"train": {"colour": 1}}, "train: unknown setting 'colour'"),
         ({"rollout": {"alignment": "up"}}, "rollout: alignment: expected one of"),
+        (
+            {"train": {"stale_weights": True}},
+            "train: stale_weights: expected stale_logits or stale_hidden too",
+        ),
+        ({"rollout": {"engine_layers": True}}, "engine_layers: expected rollout_logits or"),
         ({"temperature": 0.0}, "temperature"),
         ({"rollout_hidden": torch.zeros(2, 3, 4)}, "rollout_hidden: expected weight with it"),
         ({"stale_hidden": torch.zeros(2, 3, 4)}, "stale_hidden: expected stale_weight with it"),

@@ -155,6 +155,13 @@ def explain_mismatch(
         tp_group=tp_group,
     )
     batch.check_ids(rows.ids)
+    for side, settings in known.items():
+        for name, source, prefix in (
+            ("stale_weights", rows.stale, "stale"),
+            ("engine_layers", rows.engine, "rollout"),
+        ):
+            if settings.get(name) and source is None:
+                raise ValueError(f"{side}: {name}: expected {prefix}_logits or {prefix}_hidden too")
     notes = rows.unchecked()
     spread = batch.positions[:: max(1, -(-len(batch.positions) // search_tokens))]
     ours = rows.search(batch.train, spread, known["train"])
