@@ -97,7 +97,12 @@ def test_a_layout_that_every_rank_refuses_is_no_error() -> None:
     ("fn", "where", "note"),
     [
         (audited.small_logits, "[b, s, V/TP], offset 200", "OverflowError: "),
-        (audited.refuses_on_rank_1, "rank 1, [n, V/TP], plain", "RuntimeError: only on rank 1"),
+        pytest.param(
+            audited.refuses_on_rank_1,
+            "rank 1, [n, V/TP], plain",
+            "RuntimeError: only on rank 1",
+            marks=pytest.mark.night,  # it waits
+        ),
         (audited.raises_in_backward, "[b, s, V/TP], plain", "RuntimeError: backward is broken"),
         (
             audited.raises_in_backward_on_rank_1,
@@ -115,6 +120,7 @@ def test_an_exception_that_is_no_refusal_of_a_layout(fn, where: str, note: str) 
     assert "as logprobs: raises" in str(report)
 
 
+@pytest.mark.night
 def test_a_size_runs_once_and_one_that_fails_spoils_no_other() -> None:
     started = time.monotonic()
     report = audit(audited.rank_1_of_2_dies, tp=(2, 2, 1), timeout=200.0)
