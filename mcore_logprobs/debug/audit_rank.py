@@ -123,18 +123,21 @@ def _imported(name: str) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"no file {name}")
     key = f"_audited_{path.stem}_{abs(hash(str(path.resolve()))):x}"
-    if key not in sys.modules:
-        module_spec = importlib.util.spec_from_file_location(key, path)
-        assert module_spec is not None
-        assert module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[key] = module
-        try:
-            module_spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[key]
-            raise
-    return sys.modules[key]
+    return sys.modules.get(key) or module_of_file(key, path)
+
+
+def module_of_file(name: str, path: Path) -> ModuleType:
+    """Import a file under this name; one that raises leaves no module."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def parameters(fn: Callable[..., object]) -> list[inspect.Parameter]:

@@ -8,7 +8,6 @@ with a published release is then compared with its main branch too.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mcore_logprobs.debug.audit_rank import module_of_file
 from mcore_logprobs.dropin.installed import FRAMEWORKS
 
 _PINS = [
@@ -86,12 +86,7 @@ def load(
     own = re.sub(r"\W", "_", f"_framework_{distribution}_{version}_{path.stem}")
     name = name or own
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
+        module = module_of_file(name, path)
         if "torch" in vars(module):
             vars(module)["torch"] = _Eager()
     return sys.modules[name]

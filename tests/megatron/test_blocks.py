@@ -391,17 +391,6 @@ def mistakes() -> None:
                 lambda: handle.replay((ids, offsets)),
                 lambda: handle.options(top_p=0.9),
             )
-            known = torch.full((*labels.shape, 3), -2.0), torch.zeros(*labels.shape, 4).long()
-            refused(
-                f"teacher_topk[1]: expected shape {tuple(known[0].shape)}, got",
-                lambda: handle.divergence(teacher_topk=known),
-            )
-            refused(
-                "teacher_temperature: expected None with teacher_topk",
-                lambda: handle.divergence(
-                    teacher_topk=(known[0], known[1][..., 1:]), teacher_temperature=2.0
-                ),
-            )
             refused(
                 "PatchHandle.map: cannot be combined with PatchHandle.replay",
                 lambda: handle.replay((ids, offsets)),

@@ -49,6 +49,17 @@ def mistakes() -> None:
             model(**inputs)
         with pytest.raises(TypeError, match="'denominater'; did you mean denominator"):
             handle.policy_loss(*policy, denominater=2.0)  # type: ignore[call-arg]
+        logprobs, ids = torch.full((2, 5, 3), -2.0), torch.zeros(2, 5, 4, dtype=torch.int64)
+        with (
+            pytest.raises(ValueError, match=r"teacher_topk\[1\]: expected shape \(2, 5, 3\), got"),
+            handle.divergence(teacher_topk=(logprobs, ids)),
+        ):
+            pass
+        with (
+            pytest.raises(ValueError, match="teacher_temperature: expected None with teacher_topk"),
+            handle.divergence(teacher_topk=(logprobs, ids[..., 1:]), teacher_temperature=2.0),
+        ):
+            pass
         handle.remove()
 
 
