@@ -12,6 +12,7 @@ never saw the flags; before training starts wherever Megatron's own set-up is us
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -36,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{USAGE}\nexpected a script, got {arguments[:1]}", file=sys.stderr)
         return 2
     script = arguments[0]
-    if not as_module and not os.path.isfile(script):
-        print(f"{USAGE}\nno such file: {script}", file=sys.stderr)
+    try:
+        check_script(script, as_module)
+    except ValueError as error:
+        print(f"{USAGE}\n{error}", file=sys.stderr)
         return 2
     from mcore_logprobs.megatron.launcher import Launcher, LaunchError  # with torch
 
@@ -55,6 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not launcher.patched:
         print("mcore_logprobs run: no flag was given and no model was patched", file=sys.stderr)
     return 0
+
+
+def check_script(script: str, as_module: bool) -> None:
+    """Check that a script, or (`-m`) the package of a module, is there.
+
+    Nothing is imported: of a module in a package only the outermost one is looked up.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if as_module:
+        if importlib.util.find_spec(script.partition(".")[0]) is None:
+            raise ValueError(f"expected a module, got {script}: not found on sys.path")
+    elif not (os.path.isfile(script) or os.path.isfile(os.path.join(script, "__main__.py"))):
+        raise ValueError(f"expected a script, got {script}: no such file")
 
 
 def _run(script: str, arguments: list[str], as_module: bool) -> None:

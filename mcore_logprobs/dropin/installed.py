@@ -283,15 +283,21 @@ def installed(path: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
 
 
 def check_installed(framework: Framework) -> str:
-    """Hold all files of a framework on `sys.path` to the drop-in, before the first is replaced.
+    """Check all files of a framework on `sys.path` before the first function is replaced.
 
-    Returns: what to log about its version; "" where it is the one compared with, or not known.
+    Returns: what to log: that there are none, or another version than the one compared with; else
+        "".
 
     Raises:
         ValueError: the first name whose calls the drop-in does not take.
     """
     roots = _roots()
     texts = _texts(framework, roots)
+    if not texts and not any(framework.module_name(f) in sys.modules for f in framework.files):
+        return (
+            f"{framework.repository}: expected its files on sys.path, found none; a file that is "
+            "imported from elsewhere is replaced then"
+        )
     theirs: dict[str, str] = {}
     for file, text in texts.items():
         theirs |= check_fits(framework, framework.module_name(file), text, framework.names())

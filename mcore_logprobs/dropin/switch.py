@@ -25,11 +25,15 @@ from typing import Any
 from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
 from mcore_logprobs.dropin.lazy_models import check_fused, lazy_models
 from mcore_logprobs.megatron.imports import after_import
+from mcore_logprobs.run import check_script
 from mcore_logprobs.spelling import nearest
 
 __all__ = ["environment", "main", "miles", "slime", "switch_off", "switch_on"]
 
 logger = logging.getLogger("mcore_logprobs")
+
+USAGE = """usage: python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...
+       python -m mcore_logprobs.dropin FRAMEWORK --env"""
 
 FUSED_VARIABLE = "MCORE_LOGPROBS_FUSED"
 
@@ -42,8 +46,9 @@ def switch_on(framework: str, fused: str | bool | None = None) -> None:
     This holds in this process, for files of the framework that are imported already and for those
     that are imported later. Models that the framework builds from now on return lazy logits
     (docs/lazy.md), so that its own code computes from hidden states. Rank 0 logs one line per file,
-    and one if the installed version is not the one that the drop-in was compared with. A second
-    call does nothing, and may not ask for another `fused`.
+    and one if the installed version is not the one that the drop-in was compared with, or if no
+    file of the framework is on `sys.path`. A second call does nothing, and may not ask for another
+    `fused`.
 
     Args:
         fused: what code gets that reads logits outside this library's functions. "auto": real
@@ -206,19 +211,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     fit. What the script raises passes.
     """
     framework, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    asked_for_help = framework in ("-h", "--help") or arguments in (["-h"], ["--help"])
     only_print, as_module = arguments == ["--env"], arguments[:1] == ["-m"]
     arguments = arguments[1:] if as_module else arguments
-    if not arguments:
-        print("usage: python -m mcore_logprobs.dropin FRAMEWORK [-m] SCRIPT ARGS...")
-        print("       python -m mcore_logprobs.dropin FRAMEWORK --env")
-        return 2
+    if asked_for_help or not arguments:
+        print(USAGE, file=sys.stdout if asked_for_help else sys.stderr)
+        return 0 if asked_for_help else 2
+    path_before = list(sys.path)
     try:
         variables = environment(framework)
         if not only_print:
-            if not as_module and not Path(arguments[0]).exists():
-                raise ValueError(f"expected a script, got {arguments[0]}: no such file")
+            check_script(arguments[0], as_module)
+            if not as_module:  # as Python does, and before the framework's files are looked up
+                sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
             switch_on(framework)
     except ValueError as error:
+        sys.path[:] = path_before
         print(f"python -m mcore_logprobs.dropin: error: {error}", file=sys.stderr)
         return 2
     if only_print:
@@ -230,6 +238,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if as_module:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
     return 0

@@ -458,6 +458,7 @@ def test_the_variables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["slimy", "--env"], ", got 'slimy'; did you mean slime?"),
         (["vllm", "train.py"], ", got 'vllm'\n"),
         (["slime", "nowhere.py"], "expected a script, got nowhere.py: no such file\n"),
+        (["slime", "-m", "no.where"], "expected a module, got no.where: not found on sys.path\n"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, said: str, capsys) -> None:
@@ -467,6 +468,38 @@ def test_mistakes_on_the_command_line_are_one_line(arguments, said: str, capsys)
     assert said in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert not switch._on
+
+
+def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["-h"], ["slime", "--help"]):
+        assert switch.main(arguments) == 0
+        assert capsys.readouterr().out.startswith("usage: python -m mcore_logprobs.dropin FRAMEW")
+    assert switch.main(["slime"]) == 2
+    assert capsys.readouterr().err.startswith("usage: ")
+    assert not switch._on
+
+
+def test_a_framework_that_is_not_there(tmp_path: Path) -> None:
+    """Its name may be another's, or its environment the wrong one."""
+    (tmp_path / "own.py").write_text("import sys; print('ran', sys.argv)\n")
+    script = f"""
+    from mcore_logprobs.dropin.switch import main
+    print(main(["areal", {str(tmp_path / "own.py")!r}]))
+    """
+    said = "areal-project/AReaL: expected its files on sys.path, found none;"
+    printed = fresh(script)
+    assert said in printed
+    assert "ran [" in printed
+    root = written("areal", tmp_path)
+    assert said not in fresh(script, root)
+    # A checkout in which the script stands is found, as Python finds it.
+    (root / "own.py").write_text("import areal.utils.data\n")
+    printed = fresh(f"""
+    from mcore_logprobs.dropin.switch import main
+    main(["areal", {str(root / "own.py")!r}])
+    """)
+    assert said not in printed
+    assert "areal.utils.data: " in printed
 
 
 def test_another_version(tmp_path: Path) -> None:

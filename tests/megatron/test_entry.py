@@ -247,7 +247,9 @@ def test_run_takes_flags_of_which_each_allows_the_others(tmp_path):
         run.main([script(tmp_path, "1 / 0"), *flags.split()])
 
 
-@pytest.mark.parametrize("arguments", [[], ["--logprob-output"], ["no-such-file.py"], ["-m"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--logprob-output"], ["no-such-file.py"], ["-m"], ["-m", "no.such"]]
+)
 def test_run_without_a_script_says_how(capsys, arguments):
     assert run.main(arguments) == 2
     assert "usage: python -m mcore_logprobs run" in capsys.readouterr().err
