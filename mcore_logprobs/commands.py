@@ -118,6 +118,21 @@ def why_not_drawn(file: str) -> str:
     return why_not_written(file)
 
 
+def check_script(script: str, as_module: bool) -> None:
+    """Check that a script, or (`-m`) the package of a module, is there.
+
+    Nothing is imported: of a module in a package only the outermost one is looked up.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if as_module:
+        if importlib.util.find_spec(script.partition(".")[0]) is None:
+            raise ValueError(f"expected a module, got {script}: not found on sys.path")
+    elif not (Path(script).is_file() or Path(script, "__main__.py").is_file()):
+        raise ValueError(f"expected a script, got {script}: no such file")
+
+
 def comma_separated(one: Callable[[str], object]) -> Callable[[str], list[Any]]:
     """A parser of one or more, separated by commas."""
     return lambda text: [one(part) for part in text.split(",")]

@@ -12,11 +12,12 @@ never saw the flags; before training starts wherever Megatron's own set-up is us
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+
+from mcore_logprobs.commands import check_script
 
 USAGE = "usage: python -m mcore_logprobs run [-m] SCRIPT ARGS..."
 
@@ -58,21 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not launcher.patched:
         print("mcore_logprobs run: no flag was given and no model was patched", file=sys.stderr)
     return 0
-
-
-def check_script(script: str, as_module: bool) -> None:
-    """Check that a script, or (`-m`) the package of a module, is there.
-
-    Nothing is imported: of a module in a package only the outermost one is looked up.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    if as_module:
-        if importlib.util.find_spec(script.partition(".")[0]) is None:
-            raise ValueError(f"expected a module, got {script}: not found on sys.path")
-    elif not (os.path.isfile(script) or os.path.isfile(os.path.join(script, "__main__.py"))):
-        raise ValueError(f"expected a script, got {script}: no such file")
 
 
 def _run(script: str, arguments: list[str], as_module: bool) -> None:

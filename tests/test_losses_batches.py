@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_logprobs import context_parallel_gather, context_parallel_shard, losses
 from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
@@ -279,6 +280,52 @@ def test_a_batch_without_a_token_and_one_with_a_nan():
         never = torch.where(spoilt.isnan(), -torch.inf, x["new"])
         found = loss.second_pass(never, x["old"], x["a"], x["mask"])
         assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+class _Varying(TorchDispatchMode):
+    """Refuses what raises on a GPU under torch.use_deterministic_algorithms(True)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        assert not (name.startswith("aten.cumsum") and args[0].is_floating_point()), name
+        assert not any(word in name for word in ("kthvalue", "median", "histc", "aten.put_")), name
+        return func(*args, **(kwargs or {}))
+
+
+TWO_PASSES = [x for x in vars(losses).values() if getattr(x, "_passes", 1) == 2]
+
+
+@pytest.mark.parametrize("loss", TWO_PASSES, ids=lambda loss: loss.__name__)
+def test_a_first_pass_is_deterministic(loss):
+    x = _batch(rows=6, length=300)
+    for spoilt in (x["new"], torch.where(x["new"] < -2.0, -torch.inf, x["new"])):
+        with _Varying():
+            found = loss().second_pass(spoilt, x["old"], x["a"], x["mask"])
+        assert found
+    with pytest.raises(AssertionError, match=r"aten\.cumsum"), _Varying():
+        x["new"].cumsum(0)
+
+
+def test_a_choice_has_one_host_sync(monkeypatch):
+    """And none to find the counted tokens."""
+    x = _batch()
+    monkeypatch.setattr(Tensor, "nonzero", None)
+    lists = []
+    original = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: lists.append(x) or original(x))
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if str(func).startswith("aten.index"):
+                seen.extend(i.dtype for i in args[1] if i is not None)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        found = losses.top_entropy_mask(x["entropy"], x["mask"])
+    assert found.sum() > 0
+    assert len(lists) == 1
+    assert set(seen) == {torch.int64}
 
 
 def _of_all_ranks(x: dict[str, Tensor]) -> tuple[float, ...]:

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mcore_logprobs.commands import check_script
 from mcore_logprobs.dropin.installed import FRAMEWORKS, check_fits, check_installed
 from mcore_logprobs.dropin.lazy_models import check_fused, lazy_models
 from mcore_logprobs.megatron.imports import after_import
-from mcore_logprobs.run import check_script
 from mcore_logprobs.spelling import nearest
 
 __all__ = ["environment", "main", "miles", "slime", "switch_off", "switch_on"]

@@ -156,7 +156,7 @@ def _per_token(temperature: object, labels: Tensor) -> Any:
         return 1.0
     if isinstance(temperature, Tensor):
         if temperature.numel() == 1:
-            return float(temperature)
+            return temperature.reshape(())  # a CPU's is a number; a GPU's is not waited for
         if temperature.numel() == labels.numel():
             return temperature.reshape(labels.shape)
     return temperature

@@ -63,23 +63,25 @@ def choose_in_batch(
     """`choose` for the counted tokens of all ranks: this rank's part, 1.0 or 0.0; 0.0 elsewhere.
 
     It is called with one tensor `[n]` for each of the values, the same on every rank, and gives a
-    bool `[n]`. NaN among the values gives NaN everywhere.
+    bool `[n]`. NaN among the values gives NaN everywhere. One host sync.
     """
     for value in values:
         check_shape("mask", mask, value)
-    valid_mask = counted(mask, values[0], 0)
-    mine = torch.stack([value.detach()[valid_mask] for value in values])
-    count = torch.tensor([mine.shape[1]], device=mine.device)
-    counts = all_gather_stack(count, group).flatten().tolist()
-    padded = F.pad(mine, (0, max(counts) - mine.shape[1]))
+    valid_mask = counted(mask, values[0], 0).flatten()
+    counts = all_gather_stack(valid_mask.sum(), group).flatten().tolist()  # the host sync
+    rank = group_rank(group)
+    # The counted tokens in order, without asking where they are.
+    index = valid_mask.byte().sort(descending=True, stable=True).indices[: counts[rank]]
+    mine = torch.stack([value.detach().flatten()[index] for value in values])
+    padded = F.pad(mine, (0, max(counts) - counts[rank]))
     parts = all_gather_dim0(padded.unsqueeze(0), group)
     everyone = torch.cat([part[:, :n] for part, n in zip(parts, counts, strict=True)], 1)
-    result = torch.zeros(mask.shape, dtype=values[0].dtype, device=mine.device)
+    result = torch.zeros(mask.numel(), dtype=values[0].dtype, device=mine.device)
     if everyone.shape[1]:
-        start = sum(counts[: group_rank(group)])
-        chosen = choose(*everyone)[start : start + mine.shape[1]]
-        result[valid_mask] = torch.where(everyone.isnan().any(), torch.nan, chosen.to(result.dtype))
-    return result
+        start = sum(counts[:rank])
+        chosen = choose(*everyone)[start : start + counts[rank]]
+        result[index] = torch.where(everyone.isnan().any(), torch.nan, chosen.to(result.dtype))
+    return result.view(mask.shape)
 
 
 @dataclass(frozen=True)

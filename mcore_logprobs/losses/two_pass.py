@@ -34,6 +34,7 @@ from mcore_logprobs.checks import (
     check_top_p,
     one_of,
 )
+from mcore_logprobs.kernels.scan import running_sum
 from mcore_logprobs.losses.base import (
     CLIP,
     Checks,
@@ -327,9 +328,15 @@ def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
     length = values.shape[-1]
     if length == 0:
         return values
-    finite = values.isfinite()  # in a product the others would be 0 * inf at tokens behind them
-    infinite = values.masked_fill(finite, 0.0).flip(-1).cumsum(-1).flip(-1)
-    values = values.masked_fill(~finite, 0.0)
+    # In a product the others would be 0 * inf at tokens behind them.
+    not_finite = torch.zeros_like(values)
+    for is_there, value in (
+        (values.isnan(), torch.nan),
+        (values == torch.inf, torch.inf),
+        (values == -torch.inf, -torch.inf),
+    ):
+        not_finite += torch.where(is_there.flip(-1).cumsum(-1).flip(-1) > 0, value, 0.0)
+    values = values.masked_fill(~values.isfinite(), 0.0)
     blocks = F.pad(values, (0, -length % block)).unflatten(-1, (-1, block))
     place = torch.arange(block, device=values.device, dtype=values.dtype)
     power = (place.unsqueeze(1) - place).clamp(min=0.0)  # k - t
@@ -338,7 +345,7 @@ def _discounted_ahead(values: Tensor, gamma: float, block: int = 128) -> Tensor:
     ahead = [torch.zeros_like(blocks[..., 0, :])]
     for part in reversed(within.unbind(-2)):
         ahead.append(part + tail * ahead[-1][..., :1])
-    return torch.cat(ahead[:0:-1], -1)[..., :length] + infinite
+    return torch.cat(ahead[:0:-1], -1)[..., :length] + not_finite
 
 
 class _OfBatch(TokenLoss):
@@ -356,6 +363,10 @@ class _OfBatch(TokenLoss):
         values = (given["logprobs"], given["old_logprobs"], given["advantages"])
         chosen = choose_in_batch(self.choose, given["mask"], given["group"], *values)
         return {"chosen": chosen, "advantages": times(chosen, given["advantages"])}
+
+
+# Stands for an infinite (log r)^2, which `running_sum` does not take: no mean with it is kept.
+_LARGEST_SQUARE = 1e200
 
 
 @dataclass(frozen=True)
@@ -376,7 +387,8 @@ class M2POLoss(_OfBatch, ImportanceLoss):
 
     def choose(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
         ordered, order = (logprobs - old_logprobs).double().square().sort(stable=True)
-        means = ordered.cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
+        total = running_sum(ordered.clamp(max=_LARGEST_SQUARE))
+        means = total / torch.arange(1, len(order) + 1, device=order.device)
         # The means rise: those below are a beginning.
         kept = means < self.threshold
         kept[0] = True
@@ -432,7 +444,7 @@ class ClipCovLoss(_OfBatch, ClippedLoss):
         generator = torch.Generator("cpu").manual_seed(self.seed)
         draw = torch.rand(len(may), generator=generator, device="cpu")
         draw = draw.to(may.device).masked_fill(~may, 2.0)
-        last = draw.kthvalue(max(int(self.share * len(may)), 1)).values
+        last = draw.sort().values[max(int(self.share * len(may)), 1) - 1]  # kthvalue may vary
         return ~(may & (draw <= last))
 
 

@@ -69,8 +69,9 @@ class Record(NamedTuple):
         if source.options.selection is not None:
             count = int(lengths.sum())  # a host sync
         tile_ends, bounds = source.tile_ends(), (0, count)
-        if len(tile_ends) != 1:
-            bounds = (0, *ends[[end - 1 for end in tile_ends]].tolist())  # a host sync
+        if len(tile_ends) > 1:
+            last = torch.stack([ends[end - 1] for end in tile_ends])
+            bounds = (0, *last.tolist())  # a host sync
         row = torch.arange(source.num_rows, device=device)
         row = row.repeat_interleave(lengths, output_size=count)
         nth_of_row = torch.arange(count, device=device) - (ends - lengths)[row]
@@ -87,7 +88,9 @@ def check_possible(ids: Tensor, offsets: Tensor, disallowed: Tensor | None) -> N
     """No disallowed id in a record, or a ValueError; on CUDA a device-side assert."""
     if disallowed is None or disallowed.numel() == 0:
         return
-    bad = torch.isin(ids, disallowed)
+    ordered = disallowed.sort().values  # torch.isin may wait for the device
+    place = torch.searchsorted(ordered, ids).clamp(max=ordered.numel() - 1)
+    bad = ordered[place] == ids
 
     def error() -> ValueError:
         entry = int(bad.nonzero()[0])

@@ -367,7 +367,8 @@ def vocab_parallel_sampling_logprobs(
       rows of `vocab_parallel_token_stats` to it.
     - Filters off: as `vocab_parallel_logprobs`.
 
-    Host syncs: one per call, which asks whether any row needs the search. None in replay.
+    Host syncs: one per call, which asks whether any row needs the search. A search makes another if
+    the logits' rows have no common stride, as those of `logits[:, :-1]`. None in replay.
 
     Memory: backward keeps the logits and six numbers per row. The gradient, in the logits' dtype,
     is the only `[..., V/TP]` tensor made.

@@ -29,10 +29,10 @@ from mcore_logprobs.kernels.reference import gather_target
 from mcore_logprobs.ops.sampling_search import (
     FilterOptions,
     HardRows,
+    cumulative,
     descending,
     kept_on_rank,
     multiplier_column,
-    running_sum,
     search_cut,
 )
 from mcore_logprobs.sources.held import HeldLogits
@@ -99,7 +99,8 @@ def find_cut(
     """Both filters for every row of a tile's chunks, which have all columns of theirs.
 
     Collectives: one all-gather of `[2 + candidates, n]`; with top-p an all-reduce of `[n]`; more
-    only for rows that need a search. One host sync: whether any row does.
+    only for rows that need a search. One host sync, which asks whether any row does; a search makes
+    another one if the tile has several chunks.
 
     Args:
         local_sum: `[n]`, this rank's sum of exp(z - max z) about its own maximum; with top-k or
@@ -238,7 +239,7 @@ class _Survey:
         if opts.min_p is not None:
             kept = listed >= self.floor.unsqueeze(-1)
             weight = weight * kept
-        before = running_sum(weight) - weight
+        before = cumulative(weight) - weight
         hard = torch.zeros(n, dtype=torch.bool, device=listed.device)
         total = self.total
         if opts.top_k is not None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from mcore_logprobs.collectives import all_gather_stack, all_reduce_sum
 from mcore_logprobs.groups import VocabShard
 from mcore_logprobs.kernels.largest import largest_columns
+from mcore_logprobs.kernels.scan import running_sum
 from mcore_logprobs.sources.held import HeldLogits, Look
 
 _WAYS = 8
@@ -95,7 +96,7 @@ class HardRows:
         if isinstance(self.multiplier, Tensor):
             self.multiplier = self.multiplier[index]
         self.floor = opts.floor(row_max, self.multiplier)
-        self._logits, self._index = logits, index
+        self._logits, self._rows = logits, logits.rows_by_chunk(index)
 
     def _look(self, look: Look, *, below_floor: bool = False) -> Tensor:
         """What `look` gives of the rows, joined along them.
@@ -109,7 +110,7 @@ class HardRows:
                 x.masked_fill_(x < self.floor[part].unsqueeze(-1), -torch.inf)
             return look(part, x)
 
-        return self._logits.look_at(self._index, of_part)
+        return self._logits.look_at(self._rows, of_part)
 
     def total(self) -> Tensor:
         """The mass of what min_p keeps, `[r]` float64. One all-reduce."""
@@ -329,7 +330,7 @@ class _Search:
         weight = torch.ones_like(listed, dtype=torch.float64)
         if not self.count:
             weight = self.rows.weight_of(listed.t()).t()
-        before = interval.above_high.unsqueeze(-1) + running_sum(weight) - weight
+        before = interval.above_high.unsqueeze(-1) + cumulative(weight) - weight
         kept = (before < self.limit.unsqueeze(-1)).sum(-1, keepdim=True).clamp(min=1)
         cut = listed.gather(-1, kept - 1).squeeze(-1)
         shown = (cut > edge) & cut.isfinite()
@@ -338,16 +339,11 @@ class _Search:
         return _Interval(low, high, interval.above_high)
 
 
-def running_sum(weight: Tensor) -> Tensor:
-    """`cumsum` of float64 `[n, c]` along c; by a GEMM where only what is deterministic may run."""
+def cumulative(weight: Tensor) -> Tensor:
+    """`cumsum` of float64 `[n, c]` along c; by GEMMs where only what is deterministic may run."""
     if weight.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
-        return by_product(weight)  # pragma: no cover (CUDA)
+        return running_sum(weight)  # pragma: no cover (CUDA)
     return weight.cumsum(-1)
-
-
-def by_product(weight: Tensor) -> Tensor:
-    """`[n, c]` times a triangle of ones, `[c, c]`; c is some hundreds."""
-    return weight @ weight.new_ones(weight.shape[-1], weight.shape[-1]).triu()
 
 
 class _Keys:

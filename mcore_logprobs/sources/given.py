@@ -51,6 +51,8 @@ class GivenOptions:
     Attributes:
         order: the leading dimensions as they lie in memory, outermost first: the order of rows.
             A saved-tensor hook may give the logits back with other strides.
+        unjoined: `_unjoined_dims` of the logits in this order, for torch.compile, which knows no
+            strides in a backward.
         logit_scale, softcap: how logits are processed.
         temperature: a number, where tokens do not have their own.
         chunk_size: rows at a time where a backend makes float32 copies; None: from a budget.
@@ -62,6 +64,7 @@ class GivenOptions:
     shard: VocabShard
     batch_shape: torch.Size
     order: tuple[int, ...]
+    unjoined: int
     logit_scale: float
     softcap: float | None
     temperature: float
@@ -112,12 +115,17 @@ class GivenLogits:
         self.processing = Processing.of(
             options.logit_scale, options.softcap, of_rows, bias, self.shard.valid_width
         )
-        # In this order: a stride in a backward is nothing that torch.compile can follow.
+        # In this order: torch.compile knows no strides in a backward.
         if options.backend is not reference and logits.stride(-1) != 1:
             logits = logits.contiguous()  # as a saved-tensor hook gave it back
         self.logits = logits
         # 2-D views that cover the rows as they are walked.
-        self._views = [logits] if len(self.batch_shape) == 1 else _collapse(self._ordered(logits))
+        self._views = [logits]
+        if len(self.batch_shape) != 1:
+            ordered, unjoined = self._ordered(logits), options.unjoined
+            if not torch.compiler.is_compiling():  # strides may be others than the forward's
+                unjoined = _unjoined_dims(ordered)
+            self._views = _collapse(ordered, unjoined)
 
     # ---- the order of rows ----
 
@@ -145,7 +153,8 @@ class GivenLogits:
     def in_token_order(self) -> GivenLogits:
         """These logits with rows in the order of the tokens, not of the memory."""
         order = tuple(range(len(self.batch_shape)))
-        return replace(self.options, order=order).bind(*self.tensors)
+        unjoined = _unjoined_dims(self.tensors[0])
+        return replace(self.options, order=order, unjoined=unjoined).bind(*self.tensors)
 
     def compacted(self, valid_mask: Tensor | None) -> GivenLogits:
         return self
@@ -192,9 +201,7 @@ class GivenLogits:
             return processing.chunk(self._views[0][rows, columns], rows, columns)
         row = torch.arange(rows.start, rows.stop, device=self.device)
         base = self.logits if self.batch_shape else self.logits.unsqueeze(0)
-        at = torch.unravel_index(
-            self._token(row) if index is None else index[rows], base.shape[:-1]
-        )
+        at = _coordinates(self._token(row) if index is None else index[rows], base.shape[:-1])
         where: Any = (*at, columns)
         copy = base[where]
         if index is not None:
@@ -215,11 +222,7 @@ class GivenLogits:
 
     def _raw_logits(self, entries: LogitIndices) -> Tensor:
         """`[e]` in the accumulation dtype; any value where the column is -1."""
-        at = (
-            torch.unravel_index(self._token(entries.row), self.batch_shape)
-            if self.batch_shape
-            else ()
-        )
+        at = _coordinates(self._token(entries.row), self.batch_shape)
         where: Any = (*at, entries.column.clamp(min=0))
         return self.logits[where].to(self.acc_dtype)
 
@@ -304,10 +307,13 @@ def given_logits(
         _check_inplace_backward(logits)
     dims, strides = tuple(range(len(lead))), logits.stride()
     in_order = all(strides[dim] >= strides[dim + 1] for dim in dims[:-1])
+    order = dims if in_order else tuple(sorted(dims, key=lambda dim: -strides[dim]))
+    ordered = logits if in_order else logits.permute(*order, len(dims))
     options = GivenOptions(
         shard=shard,
         batch_shape=lead,
-        order=dims if in_order else tuple(sorted(dims, key=lambda dim: -strides[dim])),
+        order=order,
+        unjoined=_unjoined_dims(ordered) if len(dims) > 1 else 0,
         logit_scale=float(logit_scale),
         softcap=softcap,
         temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
@@ -379,11 +385,35 @@ class GivenGradient:
         return (self._flat if self._over else self._source.to_token_order(self._flat),)
 
 
-def _collapse(x: Tensor) -> list[Tensor]:
-    """2-D views that cover `[..., v]` in its order."""
-    if x.dim() == 2:
-        return [x]
-    try:
-        return [x.view(x.shape[:-1].numel(), x.shape[-1])]
-    except RuntimeError:  # the leading dimensions have no common stride
-        return [view for part in x.unbind(0) for view in _collapse(part)]
+def _coordinates(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Flat indices `[n]` into a shape, as one index per dimension.
+
+    `torch.unravel_index` copies the shape to the device, and waits for it.
+    """
+    at: list[Tensor] = []
+    for size in reversed(shape[1:]):
+        at.insert(0, flat % max(1, size))
+        flat = flat // max(1, size)
+    return (flat, *at) if shape else ()
+
+
+def _unjoined_dims(x: Tensor) -> int:
+    """How many outermost dimensions `x[..., v]` must be unbound along for one view of each part."""
+    shape, strides = x.shape[:-1], x.stride()
+    unjoined, inner = 0, None
+    for dim in range(len(shape) - 1, -1, -1):
+        if shape[dim] == 0:
+            return 0
+        if shape[dim] == 1:
+            continue
+        if inner is not None and strides[dim] != shape[inner] * strides[inner]:
+            unjoined = max(unjoined, dim + 1)
+        inner = dim
+    return unjoined
+
+
+def _collapse(x: Tensor, unjoined: int) -> list[Tensor]:
+    """2-D views that cover `[..., v]` in its order; `unjoined` as `_unjoined_dims` has it."""
+    if unjoined == 0:
+        return [x if x.dim() == 2 else x.view(x.shape[:-1].numel(), x.shape[-1])]
+    return [view for part in x.unbind(0) for view in _collapse(part, unjoined - 1)]

@@ -353,9 +353,10 @@ class HeadTile:
 
     def whole_rows(self) -> Iterator[ChunkAt]:
         """All columns of true vocabulary as one chunk, in new memory; the same bits as chunks'."""
-        columns = slice(0, self.head.shard.valid_width)
-        logits = self._new_logits(columns.stop)
-        yield ChunkAt(self.rows, columns, self.head.processing.chunk(logits, self.rows, columns))
+        head, columns = self.head, slice(0, self.head.shard.valid_width)
+        stride = row_stride(columns.stop, head.acc_dtype, head.device.type)
+        logits = self._new_logits(stride)[:, : columns.stop]
+        yield ChunkAt(self.rows, columns, head.processing.chunk(logits, self.rows, columns))
 
     def raw_logits(self) -> Tensor:
         """Raw logits `[rows, V/TP]` in the accumulation dtype, rounded to logits_dtype; new.

@@ -55,17 +55,33 @@ class HeldLogits:
                 of_all = slice(rows.start + part.start, rows.start + part.stop)
                 see(of_all, _logits(chunk.rows(part)))
 
-    def look_at(self, index: Tensor, look: Look) -> Tensor:
-        """What `look` gives of rows `[r]`, joined: `[..., r]`.
+    def rows_by_chunk(self, index: Tensor) -> list[tuple[Chunk, Tensor]]:
+        """The chunks, and which of their rows are among rows `[r]`: for `look_at`.
+
+        A host sync where there are several chunks.
 
         Args:
             index: `[r]` int64, ascending, not empty.
+        """
+        if len(self._chunks) == 1:
+            return [(self._chunks[0][1], index)]
+        ends = torch.tensor([rows.stop for rows, _ in self._chunks], device="cpu")
+        bounds = torch.searchsorted(index.cpu(), ends).tolist()  # the sync
+        return [
+            (chunk, index[first:last] - rows.start)
+            for (rows, chunk), first, last in zip(self._chunks, [0, *bounds], bounds, strict=False)
+        ]
+
+    def look_at(self, rows: list[tuple[Chunk, Tensor]], look: Look) -> Tensor:
+        """What `look` gives of r rows, joined: `[..., r]`.
+
+        Args:
+            rows: what `rows_by_chunk` gave.
             look: it may write over the logits it is given, new ones in `dtype`; its slice is of
-                the index.
+                the r rows.
         """
         looks, start = [], 0
-        for rows, chunk in self._chunks:
-            of_chunk = index[(index >= rows.start) & (index < rows.stop)] - rows.start
+        for chunk, of_chunk in rows:
             for part in row_chunks(of_chunk.shape[0], self._rows_at_a_time(chunk.valid)):
                 copy = _logits(replace(chunk, logits=chunk.logits[of_chunk[part]])).to(self.dtype)
                 looks.append(look(slice(start + part.start, start + part.stop), copy))

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_logprobs.kernels import reference
-from mcore_logprobs.ops.sampling_search import by_product
 from tests.kernels.common import DEVICE
 from tests.kernels.interpreter import interpreted
 
@@ -70,8 +69,3 @@ def test_one_pass_on_a_cpu_and_none_where_nothing_is_added(value: float, add: bo
     with Passes() as passes:
         reference.scale(grad, torch.tensor(value), out=out, add=add)
     assert passes.count == (0 if add and value == 0.0 else 1)
-
-
-def test_a_running_sum_by_a_product() -> None:
-    weight = torch.rand(5, 130, dtype=torch.float64)
-    torch.testing.assert_close(by_product(weight), weight.cumsum(-1), rtol=1e-14, atol=0)
