@@ -165,7 +165,7 @@ def _leaves(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.to(device), weight.to(device), target.to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("call", CALLS)
 def test_forward_and_backward_ask_the_device_for_nothing(
     call: Callable[..., Tensor], dtype: torch.dtype
@@ -236,7 +236,7 @@ def test_a_search_waits_once(strided: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_cuda_graph_of_forward_and_backward_replays(
     call: Callable[..., Tensor], dtype: torch.dtype

@@ -6,6 +6,7 @@ Cut graphs and learnt tensors raise; copies stay ours.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -419,36 +420,64 @@ def test_a_denominator_of_any_dtype_is_the_same_number(dtype):
             assert all(map(torch.equal, run(given), expected))
 
 
-@pytest.mark.parametrize("denominator", [1.0, 3.0 * 2**15])
-def test_a_loss_scale_lifts_the_gradient_of_float16(monkeypatch, denominator):
-    """Products of float16 as a GPU makes them, of gradients that are formed before the scale comes.
+ROWS = torch.arange(96)
+# What a token's gradient is times, by the token; over which denominator.
+SHARES = {
+    "plain": (torch.linspace(0.5, 2.0, 96), 1.0),
+    "large batch": (torch.linspace(0.5, 2.0, 96), 3.0 * 2**15),
+    "small weights": (torch.linspace(0.5, 2.0, 96) / 32768.0, 1.0),
+    "one large ratio": (torch.where(ROWS == 7, math.exp(12.0), 1.0), 1e6),
+    "tiles far apart": (4.0 ** (9.0 - 24.0 * (ROWS // 24)), 1.0),
+    "none in the first tiles": ((ROWS >= 48) * 1e-5, 1.0),
+}
 
-    A token's share of a large batch is below what float16 has: up to a tenth of the gradient was
-    lost.
-    """
+
+@pytest.mark.parametrize("kind", ["plain", "lora and bias", "segments"])
+@pytest.mark.parametrize("chunk_size", [None, 24], ids=["one tile", "tiles"])
+@pytest.mark.parametrize("shares", SHARES)
+def test_gradients_of_float16_are_formed_before_the_loss_scale(
+    monkeypatch, shares, chunk_size, kind
+):
+    """Products of float16 as a GPU makes them: whatever a token's share, none is lost, none inf."""
     products_as_on_a_gpu(monkeypatch)
     generator = torch.Generator().manual_seed(3)
     target = torch.randint(0, 512, (96,), generator=generator)
-    operands = [torch.randn(96, 16, generator=generator), torch.randn(512, 16, generator=generator)]
+    sizes = [(96, 16), (512, 16)] + [(512,), (3, 16), (512, 3)] * (kind == "lora and bias")
+    operands = [torch.randn(size, generator=generator) for size in sizes]
+    of_token, denominator = SHARES[shares]
     found = []
     for dtype in (torch.float16, torch.float64):
-        hidden, weight = (x.half().to(dtype).requires_grad_() for x in operands)
-        buffer = torch.ones(512, 16)
-        weight.main_grad = buffer
+        leaves = [x.half().to(dtype).requires_grad_() for x in operands]
+        hidden, weight, *others = leaves
+        options = {"lora": (*others[1:], 0.5), "bias": others[0]} if others else {}
+        if kind == "segments" and dtype == torch.float16:
+            options["invariant_segments"] = 2
+        if kind == "plain" and dtype == torch.float16:
+            weight.main_grad = torch.zeros(512, 16)
         loss, _ = linear_policy_loss(
             hidden,
             weight,
             target,
-            lambda logprobs, entropy: -logprobs * torch.linspace(0.5, 2.0, len(logprobs)),
+            lambda logprobs, entropy, share: -(logprobs + 0.01 * entropy) * share,
+            of_token.to(torch.float64 if dtype == torch.float64 else torch.float32),
+            entropy=True,
             denominator=denominator,
-            gradient_accumulation_fusion=dtype == torch.float16,
+            chunk_size=chunk_size,
+            gradient_accumulation_fusion=hasattr(weight, "main_grad"),
+            **options,
         )
-        (loss * denominator).backward()  # the largest gradient is near 1
-        of_weight = buffer - 1.0 if dtype == torch.float16 else weight.grad
-        found.append([loss * denominator, hidden.grad, of_weight])
+        # The trainer's scale: the largest gradient of a row is near 1.
+        (loss * (denominator / of_token.max())).backward()
+        grads = [x.grad for x in leaves]
+        grads[1] = getattr(weight, "main_grad", weight.grad)
+        found.append(grads)
     for got, expected in zip(*found, strict=True):
-        error = (got.double() - expected.double()).norm() / expected.double().norm()
+        error = (got.double() - expected).norm() / expected.norm()
         assert error < 1e-3
+    # Of a row: what the gradients' own dtype has of so small ones is lost only there.
+    got, expected = (grads[0].double() for grads in found)
+    rows = (got - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=2.0**-12)
+    assert rows.max() < (1e-2 if shares == "one large ratio" else 2e-3)
 
 
 def test_a_loss_in_low_precision_is_summed_in_float64():

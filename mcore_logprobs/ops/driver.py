@@ -363,19 +363,18 @@ class Objective(Protocol):
 
     Attributes:
         backward: whether a gradient is wanted.
-        gradient_scale: the gradients that it gives are times this, a power of two `[]`, so that
-            those of logits are within their dtype's range; None: 1.
     """
 
     @property
     def backward(self) -> bool: ...
-    @property
-    def gradient_scale(self) -> Tensor | None: ...
 
     def value_and_upstream(
         self, results: Any, tensors: Tensors, own: Tensors
-    ) -> tuple[Tensor, Results]:
-        """(a scalar, its gradient by each result or None) of some rows.
+    ) -> tuple[Tensor, Results, Tensor | None]:
+        """(a scalar, its gradient by each result or None, a scale) of some rows.
+
+        The gradients are times the scale, a power of two `[]` by which those of logits are within
+        their dtype's range; None: 1.
 
         Args:
             results, tensors: the operation's, of these rows.
@@ -413,12 +412,11 @@ def apply_eagerly(
 
 class _EagerContext(FunctionCtx):
     """Attributes:
-    gradients: (those of the source's tensors times the objective's gradient_scale, that), until the
-        first backward takes them.
+    gradients: those of the source's tensors, until the first backward takes them.
     dtypes: those of the source's tensors.
     """
 
-    gradients: tuple[tuple[Tensor | None, ...], Tensor | None] | None
+    gradients: tuple[Tensor | None, ...] | None
     dtypes: list[torch.dtype | None]
     main_grad: MainGrad | None
     backend: Backend
@@ -457,15 +455,17 @@ class _Eager(torch.autograd.Function):
                     run.see(placed)
                 run.end_tile(tile, own_rows)
                 results, saved = run.results()
-                value, upstream = objective.value_and_upstream(results, taken, others)
+                value, upstream, scale = objective.value_and_upstream(results, taken, others)
                 total += value
                 parts.append(results)
                 if any(needs):
+                    if scale is not None:
+                        gradient.scaled_by(scale)
                     backward = operation.backward(source, upstream, taken, saved)
                     for placed in chunks:
                         gradient.collect(tile, placed, backward.write)
                     gradient.end_tile(tile)
-            ctx.gradients = gradient.finish(), objective.gradient_scale
+            ctx.gradients = gradient.finish()
             if not parts:  # no rows
                 run = operation.forward(source, tuple(rows[:per_token]))
                 show(run, source)
@@ -498,9 +498,7 @@ class _Eager(torch.autograd.Function):
                 "linear_policy_loss: the gradients formed in the forward went to the first "
                 "backward; a second one needs a second forward"
             )
-        (formed, gradient_scale), ctx.gradients = ctx.gradients, None
-        if gradient_scale is not None:
-            upstream = (upstream / gradient_scale).to(upstream.dtype)
+        formed, ctx.gradients = ctx.gradients, None
         gradients: list[Tensor | None] = []
         for place, (grad, dtype) in enumerate(zip(formed, ctx.dtypes, strict=False)):
             if grad is not None and place == 1 and ctx.main_grad is not None:  # the weight's

@@ -38,19 +38,21 @@ class _Loss:
         denominator: a float64 scalar.
         grad_enabled: as the caller has it; an autograd function sees gradients disabled.
         backward: whether any input wants a gradient.
-        gradient_scale: as in `driver.Objective`.
+        slope: the largest dz / dy of a row, where gradients are scaled for float16; else None.
     """
 
     fn: LossFn
     denominator: Tensor
     grad_enabled: bool
     backward: bool
-    gradient_scale: Tensor | None
+    slope: float | Tensor | None
 
     def value_and_upstream(
         self, results: RowResults, tensors: Tensors, per_token: Tensors
-    ) -> tuple[Tensor, RowResults]:
-        """(sum of the rows' losses over the denominator, its gradients by logprobs and entropy)."""
+    ) -> tuple[Tensor, RowResults, Tensor | None]:
+        """(sum of the rows' losses over the denominator, its gradients by logprobs and entropy,
+        their scale).
+        """
         _, valid_mask = tensors
         with torch.set_grad_enabled(self.grad_enabled):
             leaves = RowResults(logprobs=results.logprobs, entropy=results.entropy).map(
@@ -65,7 +67,7 @@ class _Loss:
                 valid_mask=valid_mask,
                 denominator=self.denominator,
             )
-        upstream = RowResults()
+        upstream, scale = RowResults(), None
         if self.backward:
             statistics = [x for x in leaves if x is not None]
             gradients = torch.autograd.grad(total, statistics, allow_unused=True)
@@ -74,13 +76,26 @@ class _Loss:
                     "loss_fn: the backward of the loss gives no gradient to the log-probabilities "
                     "or the entropy: an autograd function of its own returns None for them"
                 )
-            if self.gradient_scale is not None:
-                gradients = tuple(
-                    None if grad is None else grad * self.gradient_scale for grad in gradients
-                )
             each = iter(gradients)
             upstream = leaves.map(lambda x: next(each))
-        return total.detach(), upstream
+            if self.slope is not None:
+                scale = _float16_scale(upstream, self.slope)
+                upstream = upstream.map(lambda grad: grad * scale)
+        return total.detach(), upstream, scale
+
+
+def _float16_scale(upstream: RowResults, slope: float | Tensor) -> Tensor:
+    """A power of two by which the largest gradient of a tile's logits is about 2^10, float32 `[]`.
+
+    The gradient of a logit by a row's log-probability is at most its upstream gradient times the
+    slope, and by its entropy some times that: float16 ends at 2^16. A factor of 2^40 is not
+    exceeded, so that sums over tiles stay within float32.
+    """
+    magnitudes = [x.abs() for x in upstream if x is not None]
+    largest = torch.cat(magnitudes).nan_to_num(nan=0.0, posinf=0.0).max() * slope
+    exponent = 10 - torch.frexp(largest.float()).exponent
+    bits = (exponent.clamp(-40, 40) + 127) << 23  # exact, which exp2 need not be
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def policy_loss(
@@ -111,17 +126,18 @@ def policy_loss(
     source = source.compacted(valid_mask)
     source = source.in_whole_rows(adds_per_tile=True, any_tp=source.options.segments is not None)
     wants = any(x is not None and x.requires_grad for x in source.tensors)
-    scale = None
+    slope = None
     if any(x is not None and x.dtype == torch.float16 for x in source.tensors):
-        # Over a large denominator the gradient of a logit is below what float16 has, and the loss
-        # scale that would lift it comes in the backward, too late.
-        scale = torch.exp2(divisor.log2().floor())
+        # The gradient of a logit may be outside what float16 has: over a large denominator, with
+        # small weights, or a large ratio. The trainer's loss scale comes in the backward, too late.
+        slope = source.processing.slope
+        slope = slope.max() if isinstance(slope, Tensor) and slope.numel() else slope
     loss = _Loss(
         fn=loss_fn,
         denominator=divisor,
         grad_enabled=torch.is_grad_enabled(),
         backward=torch.is_grad_enabled() and wants,
-        gradient_scale=scale,
+        slope=slope,
     )
     value, *results = apply_eagerly(wanted, source, loss, local_target, valid_mask, own=per_token)
     return value, TokenStats(**RowResults(*results)._asdict())
@@ -200,7 +216,9 @@ def linear_policy_loss(
     rows if 2.5 GiB hold them. Tiles have about the same number of rows.
 
     Cost: three GEMMs, where `linear_token_stats` with a backward takes four. Each tile
-    reads and writes dWeight in float32 once.
+    reads and writes dWeight in float32 once; with float16 operands twice. Their gradients are
+    formed before a trainer's loss scale is known, so that each tile has a scale of its own, a power
+    of two, which is taken out in float32.
 
     Collectives, all in the forward: one all-gather of `[k, rows]` over TP per tile; target_rank
     adds one all-reduce of `[rows]`, with a bias of `[2, rows]`. If hidden requires a gradient, one

@@ -369,6 +369,9 @@ class GivenGradient:
         out = placed.chunk.logits if self._over else self._flat[placed.rows, placed.columns]
         write(placed, out)
 
+    def scaled_by(self, scale: Tensor) -> None:
+        raise NotImplementedError  # the logits are no product: nothing is collected in the forward
+
     def collect_entries(self, tile: GivenLogits, entries: LogitIndices, upstream: Tensor) -> None:
         assert not self._over
         source, (row, column) = self._source, entries

@@ -84,9 +84,28 @@ class HeadGradient:
                 in_acc_dtype=in_acc_dtype,
                 sparse=sparse,
             )
+        self._scale: Tensor | None = None  # dLogits are times this
         self._tile: Tensor | None = None
         self._ended = -1  # the latest tile whose reduction was started
         self._parts: list[Tensor | None] = []
+
+    def scaled_by(self, scale: Tensor) -> None:
+        """A tile's dHidden is freed of its scale at its end; sums over tiles change to the new one.
+
+        That takes a pass over dWeight for each tile after the first, and one in the end.
+        """
+        if self._scale is not None:
+            self._multiply(scale / self._scale)
+        self._scale = scale
+
+    def _multiply(self, factor: Tensor) -> None:
+        """What is summed over tiles, in place."""
+        if self.weight is not None:
+            self.weight.multiply(factor)
+        if self._bias is not None:
+            self._bias.mul_(factor)
+        if self._lora is not None:
+            self._lora.multiply(factor)
 
     def collect(self, tile: HeadTile, placed: ChunkAt, write: Write) -> None:
         """Take dLogits of a chunk, over the logits where they fit there; up to three GEMMs."""
@@ -195,10 +214,14 @@ class HeadGradient:
         zeros = partial(torch.zeros_like, hidden, dtype=self._head.acc_dtype)
         if segments is not None:
             parts, self._parts = self._parts or [None] * segments.local, []
+            if self._scale is not None:
+                parts = [None if part is None else part.div_(self._scale) for part in parts]
             self.hidden.put_segments(number, [zeros() if part is None else part for part in parts])
             return
         if self._tile is None:  # no true vocabulary on this rank
             self._tile = zeros()
+        elif self._scale is not None:
+            self._tile.div_(self._scale)
         self.hidden.put(number, self._tile)
         self._tile = None
 
@@ -207,6 +230,8 @@ class HeadGradient:
 
         Where a LoRA's A is wanted, one all-reduce of `[r, h]` float32 over TP.
         """
+        if self._scale is not None:
+            self._multiply(self._scale.reciprocal())
         bias = self._bias
         if bias is not None and not self._in_acc_dtype:
             bias = bias.to(self._head.tensors.bias.dtype)  # type: ignore[union-attr]
@@ -350,6 +375,12 @@ class WeightGradient:
         part = hidden.new_empty((dlogits.shape[1], hidden.shape[1]), dtype=self._acc_dtype)
         product(dlogits.t(), hidden, part, low_precision=self._low_precision)
         block.copy_(part) if is_new else block.add_(part)
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the float32 sum of what was added; a tile's blocks have all been."""
+        assert self._sum is not None
+        assert self._main_grad is None
+        self._sum.mul_(factor)
 
     def add_rows(self, columns: Tensor, rows: Tensor) -> None:
         """Add `rows[i]` to the gradient's row `columns[i]`; `[e]`, `[e, h]` float32 or float64."""

@@ -174,6 +174,12 @@ class LoRAGradient:
                 self._inner = torch.zeros_like(inner)
             add_product(dlogits, self._matmul_input(self._lora.b[columns]), self._inner)
 
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply dA and dB of the tiles that have ended."""
+        for total in (self._a, self._b):
+            if total is not None:
+                total.mul_(factor)
+
     def add_entries(self, rows: Tensor, columns: Tensor, factor: Tensor, inner: Tensor) -> None:
         """Args: `[e]`, `[e]`, dLogits `[e, 1]` float32 or float64; U `[rows, r]`."""
         none = factor == 0

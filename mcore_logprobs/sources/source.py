@@ -90,6 +90,12 @@ class Gradient(Protocol):
                 where the gradient is formed in the forward. A tile's place is `tile.rows`.
         """
 
+    def scaled_by(self, scale: Tensor) -> None:
+        """What is collected from now on is times a power of two `[]`; the gradients are not.
+
+        Called between tiles, of recomputed sources with `in_acc_dtype`.
+        """
+
     def collect_entries(self, tile: Any, entries: LogitIndices, upstream: Tensor) -> None:
         """Take the gradient of processed logits at entries `[e]`, all others being 0."""
 
