@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,14 @@ def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor
     if group_size(group) == 1:
         return x, None
     return _all_gather_dim0(x, group, async_op=True)
+
+
+def all_gather_objects(x: object, group: ProcessGroup | None) -> list[Any]:
+    """What each rank gives, pickled, in rank order; for instruments: it waits for the device."""
+    given = [x] * group_size(group)
+    if group is not None and len(given) > 1:
+        dist.all_gather_object(given, x, group=group)
+    return given
 
 
 # Where the next line needs the result the collective is a synchronous one: it is issued on the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 
 import numpy as np
@@ -272,3 +273,35 @@ def test_an_error_in_a_group_is_raised_on_every_rank(ranks):
     errors = ranks(2).run_expecting_errors(_share, inputs, [slice(0, 2), slice(2, 4)])
     assert [type(e) for e in errors] == [ValueError, ValueError]
     assert all("expected no NaN" in str(e) for e in errors)
+
+
+def _mistaken(inputs: tuple, mistake: str) -> None:
+    train, rollout, mask, target = inputs
+    options: dict = {"target_rank": target}
+    if dist.get_rank() == 1:
+        if mistake == "no target_rank":
+            options = {}
+        elif mistake == "shape":
+            train = train[:1]
+        else:
+            options["percentiles"] = (101,)
+    compare_logprobs(train, rollout, mask, **options, group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("no target_rank", "target_rank: expected it on every rank .*, got None on rank 1"),
+        ("shape", r"rollout_logprobs: expected shape \[1, 5\], got \[4, 5\]"),
+        ("percentiles", "percentiles: expected values from 0 to 100, got 101"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_raised_on_every_rank(ranks, mistake, said):
+    """Not waited for until the group gives up."""
+    inputs = tuple(torch.as_tensor(x) for x in _inputs(4, 5))
+    errors = ranks(2).run_expecting_errors(_mistaken, inputs, mistake)
+    assert [type(e) for e in errors] == [ValueError, ValueError]
+    for rank, error in enumerate(errors):
+        assert re.search(said, str(error)), error
+        named = rank == 0 and mistake != "no target_rank"
+        assert str(error).startswith("rank 1 of the group: ") == named

@@ -204,6 +204,7 @@ REFUSED: list[tuple[str, int, str, tuple]] = [
     ("aggregation", 1, "mode", ("mean",)),
     ("aggregation", 1, "length", (3,)),
     ("aggregation", 1, "micro_batches", (0,)),
+    ("aggregation", 1, "count_empty", (1, True)),
     ("aggregation", 1, "dtype", (torch.int64, "float32", torch.float16)),
     ("cpo_loss", 2, "nll_coef", (-1.0,)),
     ("simpo_loss", 2, "gamma", (-1.0,)),
@@ -394,7 +395,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "aggregation": {
         "mode": "token", "length": None, "answers": None, "averaged_ranks": 1, "micro_batches": 1,
-        "seq_dim": 1, "group": None, "dtype": torch.float32,
+        "seq_dim": 1, "group": None, "dtype": torch.float32, "count_empty": False,
     },
     "cpo_loss": {"beta": 0.1, "nll_coef": 1.0},
     "simpo_loss": {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0},

@@ -306,6 +306,24 @@ def test_a_first_pass_is_deterministic(loss):
         x["new"].cumsum(0)
 
 
+def test_advantages_say_which_dimension_they_are_of():
+    """Of a square batch nothing else tells one of each sequence from one of each place."""
+    x = {name: value[:, :6] for name, value in _batch().items()}
+    each = x["a"][:, 0]
+    arguments = x["new"], x["old"], x["a"][:, :1], x["mask"]
+    objective = losses.GSPOLoss()
+    found = objective.second_pass(*arguments)["advantages"]
+    assert torch.equal(
+        found, objective.second_pass(x["new"], x["old"], x["a"], x["mask"])["advantages"]
+    )
+    with pytest.raises(
+        ValueError, match=r"advantages: expected 2 dimensions, one of each sequence"
+    ):
+        objective.second_pass(x["new"], x["old"], each, x["mask"])
+    with pytest.raises(ValueError, match=r"advantages: .*got shape \(6,\)"):
+        losses.off_policy_sequence_mask(x["new"], x["old"], each, x["mask"])
+
+
 def test_a_choice_has_one_host_sync(monkeypatch):
     """And none to find the counted tokens."""
     x = _batch()
@@ -393,6 +411,12 @@ def test_an_aggregation(name, seq_dim):
         total = torch.where(mask != 0, arguments[0] * weights, 0.0).sum() / found.denominator
         torch.testing.assert_close(total, _expected(name, x["new"], x["mask"]))
     assert losses.aggregation(arguments[1] & False, seq_dim=seq_dim, **MODES[name]).denominator > 0
+    if name != "token":  # six sequences, half of them without a token; three prompts, one without
+        every = losses.aggregation(
+            arguments[1], seq_dim=seq_dim, dtype=F64, count_empty=True, **MODES[name]
+        )
+        share = 2 / 3 if name == "prompt" else 3 / 6
+        torch.testing.assert_close(found.denominator, every.denominator * share)
     # By default nothing turns a float32 loss into a float64 one.
     single = losses.aggregation(arguments[1], seq_dim=seq_dim, **MODES[name])
     torch.testing.assert_close(single.denominator, found.denominator.float())

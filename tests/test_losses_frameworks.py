@@ -232,6 +232,61 @@ def test_clip_cov_drops_tokens_that_verl_may_drop():
     assert dropped[0].sum() == dropped[1].sum() == int(0.1 * x["mask"].sum())
 
 
+@pytest.mark.parametrize(
+    ("verl", "skyrl", "how"),
+    [
+        ("seq-mean-token-mean", "sequence_mean", SEQUENCES),
+        ("seq-mean-token-sum", None, {"mode": "constant", "length": 1}),
+        ("seq-mean-token-sum-norm", "seq_mean_token_sum_norm", {"mode": "constant", "length": 9}),
+        (None, "prompt_mean", {"mode": "prompt", "answers": 2}),
+    ],
+)
+def test_sequences_without_a_token_are_counted_as_their_trainers_do(verl, skyrl, how):
+    """verl's trainer gives the number of all sequences; a rejection mask leaves some empty."""
+    x = _batch()
+    loss, mask = x["new"][:4], x["mask"][:4].clone()
+    mask[2:] = 0.0
+    ours = losses.aggregation(mask, count_empty=True, dtype=F64, **how)
+    weights = mask if ours.weights is None else ours.weights
+    found = (loss * weights).sum() / ours.denominator
+    if verl:
+        functional = published("verl", "verl/utils/torch_functional.py", "masked_sum")
+        file = "verl/trainer/ppo/core_algos.py"
+        algos = published("verl", file, "agg_loss", verl_F=functional)
+        expected = algos.agg_loss(loss, mask, verl, global_batch_size=4)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=0)
+    if skyrl:
+        file = "skyrl/backends/skyrl_train/utils/ppo_utils.py"
+        utils = published("skyrl", file, "apply_loss_reduction_to_advantages_minibatch")
+        scaled = utils.apply_loss_reduction_to_advantages_minibatch(
+            loss, mask, skyrl, 4, 9, [(0, 2), (2, 4)]
+        )
+        torch.testing.assert_close(found, (scaled * mask).sum())
+
+
+def test_rollout_is_of_skyrl():
+    folder = "skyrl/backends/skyrl_train/utils"
+    utils = published("skyrl", f"{folder}/torch_utils.py", "masked_mean", "safe_exp_delta")
+    algos = published(
+        "skyrl",
+        f"{folder}/ppo_utils.py",
+        "rollout_is_policy_loss",
+        "reduce_loss",
+        apply_off_policy_correction=lambda loss, old, rollout, mask, config: (loss, mask, {}),
+        **vars(utils),
+    )
+    x = _batch()
+    config = Config(off_policy_correction=None, eps_clip_low=0.3, eps_clip_high=0.5)
+    new, same = (x["new"].clone().requires_grad_() for _ in range(2))
+    loss, _ = algos.rollout_is_policy_loss(new, None, x["a"], config, x["mask"], x["old"])
+    (expected,) = torch.autograd.grad(loss, new)
+    kept = losses.masked_importance_weights(x["new"], x["old"], low=0.7, high=1.5)
+    ours = losses.ReinforceLoss()(same, None, x["a"] * kept) * x["mask"]
+    (found,) = torch.autograd.grad(ours.sum(), same)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    assert (expected[x["mask"] > 0] == 0).any()
+
+
 # ---- corrections ---------------------------------------------------------------------------------
 
 VERL_REJECTION = [

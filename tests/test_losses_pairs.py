@@ -147,6 +147,9 @@ def test_kto():
         losses.kto_loss, new, ref_logprobs=ref, desirable=desirable, reference=z, **settings
     )
     torch.testing.assert_close(advantages, -grad)
+    assert z.requires_grad_().grad is None
+    losses.kto_loss(new, ref, desirable, z, **settings).sum().backward()
+    assert z.grad is None
     far = torch.tensor([-1e4, 1e4], requires_grad=True)
     value = losses.kto_loss(far, torch.zeros(2), torch.ones(2, dtype=torch.bool), 0.0)
     assert value.tolist() == [1.0, 0.0]

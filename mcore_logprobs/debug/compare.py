@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_integer
-from mcore_logprobs.collectives import all_gather_dim0
+from mcore_logprobs.collectives import all_gather_dim0, all_gather_objects
 
 PERCENTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
 
@@ -140,18 +140,20 @@ def compare_logprobs(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit; a mask that is neither 0 nor 1, or
-            that leaves no token; NaN at a token that counts (-inf in both is one).
+            that leaves no token; NaN at a token that counts (-inf in both is one). On every rank
+            of the group, also where one has the mistake, or alone has target_rank.
     """
-    if not isinstance(percentiles, Iterable):
-        raise ValueError(f"percentiles: expected a sequence of numbers, got {percentiles!r}")
-    percentiles = tuple(percentiles)
-    for p in percentiles:
-        if not isinstance(p, Real) or isinstance(p, bool) or not 0 <= p <= 100:
-            raise ValueError(f"percentiles: expected values from 0 to 100, got {p!r}")
-    train, rollout = torch.as_tensor(train_logprobs), torch.as_tensor(rollout_logprobs)
-    keep = torch.ones_like(train) if mask is None else torch.as_tensor(mask)
-    ranks = None if target_rank is None else torch.as_tensor(target_rank)
-    _check(train, rollout, keep, ranks, seq_dim)
+    error: Exception | None = None
+    try:
+        percentiles = _checked_percentiles(percentiles)
+        train, rollout = torch.as_tensor(train_logprobs), torch.as_tensor(rollout_logprobs)
+        keep = torch.ones_like(train) if mask is None else torch.as_tensor(mask)
+        ranks = None if target_rank is None else torch.as_tensor(target_rank)
+        _check(train, rollout, keep, ranks, seq_dim)
+        sequence = _sequence_numbers(train, seq_dim, cu_seqlens)
+    except Exception as mistake:  # the other ranks are told before it is raised
+        error = mistake
+    _agree(error, target_rank is not None, group)
 
     def flat(x: Tensor) -> Tensor:  # sequence after sequence
         return x.detach().to(train.device).movedim(seq_dim, -1).flatten()
@@ -159,8 +161,7 @@ def compare_logprobs(
     kept = flat(keep).bool()
     rollout = flat(rollout).double()[kept]
     d = flat(train).double()[kept] - rollout
-    sequence = _sequence_numbers(train, seq_dim, cu_seqlens)[kept]
-    lengths = sequence.unique_consecutive(return_counts=True)[1]
+    lengths = sequence[kept].unique_consecutive(return_counts=True)[1]
     d, rollout, lengths = (_concatenated(x, group) for x in (d, rollout, lengths))
     if ranks is not None:
         ranks = _concatenated(flat(ranks).to(torch.int64)[kept], group)
@@ -172,6 +173,32 @@ def compare_logprobs(
     if bad:
         raise ValueError(f"expected no NaN under the mask, got {bad} of {d.numel()} tokens")
     return _summary(d.cpu(), rollout.cpu(), lengths.cpu(), ranks, percentiles)
+
+
+def _checked_percentiles(percentiles: Any) -> tuple[float, ...]:
+    if not isinstance(percentiles, Iterable):
+        raise ValueError(f"percentiles: expected a sequence of numbers, got {percentiles!r}")
+    checked: tuple[Any, ...] = tuple(percentiles)
+    for p in checked:
+        if not isinstance(p, Real) or isinstance(p, bool) or not 0.0 <= float(p) <= 100.0:
+            raise ValueError(f"percentiles: expected values from 0 to 100, got {p!r}")
+    return checked
+
+
+def _agree(error: Exception | None, has_ranks: bool, group: ProcessGroup | None) -> None:
+    """Raise a rank's error on every rank of the group; one all-gather of it."""
+    told = all_gather_objects((error and str(error), has_ranks), group)
+    if error is not None:
+        raise error
+    for rank, (why, _) in enumerate(told):
+        if why is not None:
+            raise ValueError(f"rank {rank} of the group: {why}")
+    if len({given for _, given in told}) > 1:
+        without = [rank for rank, (_, given) in enumerate(told) if not given]
+        raise ValueError(
+            "target_rank: expected it on every rank of the group or on none, got None on rank "
+            f"{', '.join(map(str, without))}"
+        )
 
 
 def report(stats: MismatchStats, path: str | PathLike[str] | None = None) -> str:

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from mcore_logprobs.checks import (
     check_choice,
     check_count,
+    check_flag,
     check_floating,
     check_not_negative,
     check_number,
@@ -172,6 +173,7 @@ def aggregation(
     seq_dim: int = 1,
     group: ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
+    count_empty: bool = False,
 ) -> Aggregation:
     """The denominator, and where needed the tokens' weights, of a step's loss.
 
@@ -183,8 +185,9 @@ def aggregation(
                      all their answers (DAPO's eq. 8)
 
     length=1 of "constant" is the mean over sequences of their tokens' sums. Sequences and prompts
-    without a token are not counted. Weights are 0 outside the mask; where there are none, such
-    tokens need the label ignore_index.
+    without a token, such as those that a rejection mask leaves nothing of, are not counted; with
+    count_empty they are, as verl's trainer and SkyRL count them. Weights are 0 outside the mask;
+    where there are none, such tokens need the label ignore_index.
 
     The trainer divides too; the denominator is D / (averaged_ranks * micro_batches), so that what
     is left is the gradient of the sum over all ranks and micro-batches over D:
@@ -211,6 +214,7 @@ def aggregation(
         dtype: of denominator and weights. That of the loss, so that a division keeps the loss's
             dtype; not float16, in which more than 65504 tokens are inf. Counts are exact in float64
             before they are rounded to it.
+        count_empty: D counts sequences and prompts without a token too. Not with mode "token".
 
     Collectives: one all-reduce of one number over the group. No host sync.
     """
@@ -222,6 +226,9 @@ def aggregation(
             raise ValueError(f"{name}: expected {state} mode={needed!r}, got {value!r}")
     check_count("averaged_ranks", averaged_ranks)
     check_count("micro_batches", micro_batches)
+    check_flag("count_empty", count_empty)
+    if count_empty and mode == "token":
+        raise ValueError("count_empty: expected False with mode='token', got True")
     check_floating("dtype", dtype)
     if dtype == torch.float16:
         raise ValueError(
@@ -232,7 +239,7 @@ def aggregation(
     tokens = valid_mask.sum(seq_dim, keepdim=True)
     if mode == "prompt":
         tokens = _of_prompts(tokens, answers or 1)
-    counts = tokens if mode == "token" else tokens > 0
+    counts = tokens if mode == "token" else (tokens > 0) | count_empty
     total = counts.sum(dtype=torch.float64).reshape(1) / (answers or 1)
     total = all_reduce_sum(total, group).squeeze(0) * (length or 1)
     weights = None

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mcore_logprobs.checks import (
-    check_broadcasts,
     check_choice,
     check_flag,
     check_not_negative,
@@ -25,6 +24,7 @@ from mcore_logprobs.checks import (
 from mcore_logprobs.losses.base import (
     KL,
     binary_kl,
+    check_advantages,
     check_bounds,
     counted,
     log_ratio_of,
@@ -185,14 +185,14 @@ def off_policy_sequence_mask(
     A sequence whose mean is NaN has NaN there: whether it is far off is not known.
 
     Shape:
-        logprobs, rollout_logprobs, mask: as `sequence_sum`'s `[b, s]`; advantages broadcasts to
-        them -> `[b, s]`, without gradient.
+        logprobs, rollout_logprobs, mask: as `sequence_sum`'s `[b, s]`; advantages the same,
+        `[b, 1]` or a scalar -> `[b, s]`, without gradient.
 
     Args:
         delta: at least 0, in nats per token; a hyperparameter.
     """
     check_not_negative("delta", delta)
-    check_broadcasts("advantages", advantages, logprobs.shape, logprobs.device)
+    check_advantages(advantages, logprobs)
     drift = sequence_mean(log_ratio_of(rollout_logprobs, logprobs), mask, seq_dim=seq_dim)
     near = _inside(drift, -math.inf, delta, weighted=False)
     kept = torch.where(advantages.detach() < 0.0, near, 1.0)

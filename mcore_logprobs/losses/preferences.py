@@ -263,6 +263,8 @@ def kto_loss(
         raise ValueError(f"desirable: expected a bool tensor, got {desirable.dtype}")
     if isinstance(reference, Tensor) and reference.dim():
         raise ValueError(f"reference: expected a scalar, got shape {tuple(reference.shape)}")
+    if isinstance(reference, Tensor):
+        reference = reference.detach()
     gain = beta * (logprobs - ref_logprobs.detach() - reference)
     return torch.where(
         desirable,

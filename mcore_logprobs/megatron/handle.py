@@ -48,9 +48,9 @@ class PatchHandle:
     is patched too, with no block open.
 
     A patched model is called by one thread at a time: several take turns, by a lock around the
-    call, as a block changes the model for all of them. If an activation checkpoint wraps the
-    *whole* model, run the backward inside the block too, because it calls the model again. With
-    `use_reentrant=False` a backward outside it raises.
+    block and the call in it, as a block changes the model for all of them. If an activation
+    checkpoint wraps the *whole* model, run the backward inside the block too, because it calls the
+    model again. With `use_reentrant=False` a backward outside it raises.
 
     Attributes:
         reports: a `HeadReport` for each head of this rank (none on stages without one), as of
