@@ -92,8 +92,8 @@ def _float16_scale(upstream: RowResults, slope: float | Tensor) -> Tensor:
     exceeded, so that sums over tiles stay within float32.
     """
     magnitudes = [x.abs() for x in upstream if x is not None]
-    largest = torch.cat(magnitudes).nan_to_num(nan=0.0, posinf=0.0).max() * slope
-    exponent = 10 - torch.frexp(largest.float()).exponent
+    largest = torch.cat(magnitudes).nan_to_num(nan=0.0, posinf=0.0).max().double() * slope
+    exponent = 10 - torch.frexp(largest).exponent
     bits = (exponent.clamp(-40, 40) + 127) << 23  # exact, which exp2 need not be
     return bits.to(torch.int32).view(torch.float32)
 
