@@ -329,6 +329,18 @@ def test_rejection_is_verl_s(option, estimator, level):
     assert 0 < expected.sum() < x["mask"].sum()
 
 
+@pytest.mark.parametrize(("estimator", "high"), [("k1", 0.1), ("k2", 0.01), ("k3", 0.01)])
+def test_rejection_is_areal_s_of_the_two_exchanged(estimator, high):
+    """AReaL's estimators are of KL(p_train, p_rollout)."""
+    kl = published("areal", "areal/utils/data.py", "_compute_approx_kl")
+    x = _batch(spread=0.1)
+    train, rollout, mask = x["new"], x["old"], x["mask"]
+    expected = (kl._compute_approx_kl(train, rollout, estimator) <= high) & mask.bool()
+    found = losses.rejection_mask(rollout, train, mask, estimator=estimator, high=high)
+    assert torch.equal(found * mask, expected.to(found.dtype))
+    assert 0 < expected.sum() < mask.sum()
+
+
 def test_m2po_is_areal_s():
     file = "areal/trainer/ppo/actor.py"
     actor = published("areal", file, "_apply_m2po_masking", "_get_m2po_loss_mask")

@@ -66,8 +66,7 @@ def vocab_parallel_entropy_with_chunking(
 ) -> Tensor:
     """`vocab_parallel_entropy`, chunk_size tokens at a time.
 
-    verl cuts the second dimension, which of `[n, V/TP]` logits is the vocabulary; here it is tokens
-    in either shape.
+    verl's takes three dimensions alone; this one takes `[n, V/TP]` too.
     """
     return ours.vocab_parallel_entropy(vocab_parallel_logits, chunk_size=chunk_size)
 

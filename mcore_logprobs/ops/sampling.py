@@ -383,8 +383,9 @@ def vocab_parallel_sampling_logprobs(
       any. Its default, raw_logprobs, has neither filters nor temperature.
     - SGLang returns log-probabilities after the temperature and before the filters, or before the
       temperature if SGLANG_RETURN_ORIGINAL_LOGPROB is set: leave the filters off for those. Its
-      sampler keeps exactly k tokens, applies top-p to the probabilities before top-k, and min-p
-      last. With two filters it may keep more tokens than this function.
+      pytorch sampler keeps exactly k tokens, applies top-p to the probabilities before top-k, and
+      min-p last. With two filters it may keep more tokens than this function. Its flashinfer
+      sampler keeps ties, and with min-p applies top-p after top-k.
     - transformers applies min-p last: alone or with top-k the same tokens stay, with top-p at least
       as many.
 
