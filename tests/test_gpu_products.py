@@ -134,6 +134,96 @@ def test_a_policy_loss(dtype: torch.dtype, lora: bool) -> None:
     torch.testing.assert_close(stats.logprobs.double(), own, rtol=0.0, atol=1e-4)
 
 
+# ---- what float16 does not have ------------------------------------------------------------------
+
+
+def _adapted(hidden: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return hidden @ weight.T + scale * (hidden @ a.T) @ b.T
+
+
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "scale", "upstream"),
+    [
+        (1.0, 3e-4, 65536.0, 1e-4),  # U is beyond float16, dB near its end
+        (1.0 / 256.0, 4.0, 64.0, 1.0),  # dU is, once a policy loss has lifted dLogits
+        (2.0**-9, 1.0, 2.0**-9, 1e3),  # U is below what float16 has digits for
+    ],
+)
+def test_low_rank_products_outside_float16(
+    of_a: float, of_b: float, scale: float, upstream: float, policy: bool
+) -> None:
+    head = Head(torch.float16, lora=True)
+    hidden, weight, a, b = head.tensors
+    a, b = ((x.detach() * by).requires_grad_() for x, by in ((a, of_a), (b, of_b)))
+    head.tensors = [hidden, weight, a, b]
+    wide = [x.detach().double().requires_grad_() for x in head.tensors]
+    own = _adapted(*wide, scale).log_softmax(-1).gather(-1, head.target[:, None])[:, 0]
+    keywords = {"lora": (a, b, scale), "chunk_size": 32}
+    factor = torch.linspace(-1.0, 2.0, ROWS) * upstream
+    if policy:
+        found, stats = ml.linear_policy_loss(
+            hidden, weight, head.target, lambda x, _, f: x * f, factor, **keywords
+        )
+    else:
+        stats = ml.linear_token_stats(hidden, weight, head.target, **keywords)
+        found = (stats.logprobs * factor).sum()
+    torch.testing.assert_close(stats.logprobs.double(), own, rtol=1e-5, atol=1e-3)
+    assert_gradients(found, (own * factor.double()).sum(), head, wide)
+
+
+@HALF
+@pytest.mark.parametrize("logit_scale", [0.01, 1.0, 100.0])
+def test_a_softcap_before_a_learning_bias(dtype: torch.dtype, logit_scale: float) -> None:
+    """dz is rounded once the slope and the scale are on it."""
+    head = Head(dtype, lora=False)
+    bias = torch.linspace(-1.0, 1.0, VOCAB).to(dtype).requires_grad_()
+    hidden, weight = ((x.detach() * logit_scale**-0.5).requires_grad_() for x in head.tensors)
+    head.tensors = [hidden, weight, bias]
+    wide = [x.detach().double().requires_grad_() for x in head.tensors]
+    logits = 30.0 * torch.tanh((wide[0] @ wide[1].T) * logit_scale / 30.0) + wide[2]
+    own = logits.log_softmax(-1).gather(-1, head.target[:, None])[:, 0]
+    loss, _ = ml.linear_policy_loss(
+        *(hidden, weight, head.target, lambda x, _, f: x * f, torch.linspace(-1.0, 2.0, ROWS)),
+        bias=bias,
+        softcap=30.0,
+        logit_scale=logit_scale,
+    )
+    assert_gradients(loss, weighted(own), head, wide)
+
+
+def test_a_cold_row_that_does_not_count_costs_the_others_nothing() -> None:
+    """The scale of a float16 tile is of what its rows ask for, each at its temperature."""
+    head = Head(torch.float16, lora=False)
+    wide, logits = head.exact()
+    target, temperature = head.target.clone(), torch.ones(ROWS)
+    target[7], temperature[7] = -100, 1e-6
+    own = logits.log_softmax(-1).gather(-1, head.target[:, None])[:, 0]
+    factor = torch.linspace(-1.0, 2.0, ROWS) * (target >= 0)
+    loss, _ = ml.linear_policy_loss(
+        *(*head.tensors, target, lambda x, _, f: x * f, factor), temperature=temperature
+    )
+    assert_gradients(loss, (own * factor.double()).sum(), head, wide)
+
+
+@HALF
+def test_a_wider_low_rank_is_rounded_alike_everywhere(dtype: torch.dtype) -> None:
+    """Under autocast the blocks' B is rounded; that of single logits is too."""
+    head = Head(dtype, lora=True)
+    hidden, weight = (x.detach() for x in head.tensors[:2])
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(*size, generator=generator) * 0.25 for size in ((RANK, WIDTH), (VOCAB, 5)))
+    options = {"lora": (a, b, 2.0)}
+    with torch.autocast("cpu", dtype=dtype):
+        logits = ml.linear_map(hidden, weight, lambda z: z, **options)
+        stats = ml.linear_token_stats(
+            hidden, weight, logits.argmax(-1), target_rank=True, **options
+        )
+        single = ml.linear_gather(hidden, weight, head.target[:, None], **options)
+    assert not stats.target_rank.any()
+    torch.testing.assert_close(single, logits.gather(-1, head.target[:, None]), rtol=0, atol=1e-4)
+
+
 # ---- memory -------------------------------------------------------------------------------------
 
 

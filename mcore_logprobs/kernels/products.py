@@ -84,6 +84,18 @@ def add_product(a: Tensor, b: Tensor, out: Tensor, *, low_precision: bool = Fals
     return out.add_(product(a, b, torch.empty_like(out)))
 
 
+def range_scale(magnitudes: Tensor) -> Tensor:
+    """A power of two, float32 `[]`, by which the largest finite magnitude is about 2^10.
+
+    For float16, which ends at 2^16 and has full precision from 2^-14. From 2^-40 to 2^40, so that
+    a factor between two of them leaves float32 sums finite.
+    """
+    largest = magnitudes.nan_to_num(nan=0.0, posinf=0.0).max().double()
+    exponent = 10 - torch.frexp(largest).exponent
+    bits = (exponent.clamp(-40, 40) + 127) << 23  # exact, which exp2 need not be
+    return bits.to(torch.int32).view(torch.float32)
+
+
 def rounded_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """`out = a @ b`, all of one dtype: added in float32 or better, and rounded once."""
     if a.device.type != "cuda" or a.dtype not in _HALF:

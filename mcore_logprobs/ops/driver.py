@@ -369,7 +369,7 @@ class Objective(Protocol):
     def backward(self) -> bool: ...
 
     def value_and_upstream(
-        self, results: Any, tensors: Tensors, own: Tensors
+        self, results: Any, tensors: Tensors, own: Tensors, rows: slice
     ) -> tuple[Tensor, Results, Tensor | None]:
         """(a scalar, its gradient by each result or None, a scale) of some rows.
 
@@ -379,6 +379,7 @@ class Objective(Protocol):
         Args:
             results, tensors: the operation's, of these rows.
             own: the objective's own tensors.
+            rows: which of the source's rows they are.
         """
 
 
@@ -455,7 +456,9 @@ class _Eager(torch.autograd.Function):
                     run.see(placed)
                 run.end_tile(tile, own_rows)
                 results, saved = run.results()
-                value, upstream, scale = objective.value_and_upstream(results, taken, others)
+                value, upstream, scale = objective.value_and_upstream(
+                    results, taken, others, tile.rows
+                )
                 total += value
                 parts.append(results)
                 if any(needs):

@@ -13,6 +13,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mcore_logprobs.checks import check_per_token, check_target, global_to_local
+from mcore_logprobs.kernels.chunk import per_row
+from mcore_logprobs.kernels.products import range_scale
 from mcore_logprobs.kernels.stats import RowResults
 from mcore_logprobs.ops.driver import Tensors, apply_eagerly
 from mcore_logprobs.ops.keywords import HeadKeywords, shared_keywords
@@ -38,7 +40,7 @@ class _Loss:
         denominator: a float64 scalar.
         grad_enabled: as the caller has it; an autograd function sees gradients disabled.
         backward: whether any input wants a gradient.
-        slope: the largest dz / dy of a row, where gradients are scaled for float16; else None.
+        slope: dz / dy, a number or `[n]`, where gradients are scaled for float16; else None.
     """
 
     fn: LossFn
@@ -48,7 +50,7 @@ class _Loss:
     slope: float | Tensor | None
 
     def value_and_upstream(
-        self, results: RowResults, tensors: Tensors, per_token: Tensors
+        self, results: RowResults, tensors: Tensors, per_token: Tensors, rows: slice
     ) -> tuple[Tensor, RowResults, Tensor | None]:
         """(sum of the rows' losses over the denominator, its gradients by logprobs and entropy,
         their scale).
@@ -79,23 +81,12 @@ class _Loss:
             each = iter(gradients)
             upstream = leaves.map(lambda x: next(each))
             if self.slope is not None:
-                scale = _float16_scale(upstream, self.slope)
+                # The gradient of a logit by a row's log-probability is at most this, and by its
+                # entropy some times this.
+                slope = per_row(self.slope, rows)
+                scale = range_scale(torch.cat([x.abs() * slope for x in upstream if x is not None]))
                 upstream = upstream.map(lambda grad: grad * scale)
         return total.detach(), upstream, scale
-
-
-def _float16_scale(upstream: RowResults, slope: float | Tensor) -> Tensor:
-    """A power of two by which the largest gradient of a tile's logits is about 2^10, float32 `[]`.
-
-    The gradient of a logit by a row's log-probability is at most its upstream gradient times the
-    slope, and by its entropy some times that: float16 ends at 2^16. A factor of 2^40 is not
-    exceeded, so that sums over tiles stay within float32.
-    """
-    magnitudes = [x.abs() for x in upstream if x is not None]
-    largest = torch.cat(magnitudes).nan_to_num(nan=0.0, posinf=0.0).max().double() * slope
-    exponent = 10 - torch.frexp(largest).exponent
-    bits = (exponent.clamp(-40, 40) + 127) << 23  # exact, which exp2 need not be
-    return bits.to(torch.int32).view(torch.float32)
 
 
 def policy_loss(
@@ -131,7 +122,6 @@ def policy_loss(
         # The gradient of a logit may be outside what float16 has: over a large denominator, with
         # small weights, or a large ratio. The trainer's loss scale comes in the backward, too late.
         slope = source.processing.slope
-        slope = slope.max() if isinstance(slope, Tensor) and slope.numel() else slope
     loss = _Loss(
         fn=loss_fn,
         denominator=divisor,

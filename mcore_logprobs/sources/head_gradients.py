@@ -154,7 +154,9 @@ class HeadGradient:
         assert processing.softcap is not None
         slope = softcap_slope(raw, scale, processing.softcap, head.acc_dtype).mul_(scale)
         capped = replace(chunk, processing=Processing.of(scale, processing.softcap)).processed()
-        dz = _empty_like(raw, dtype)
+        dz = _empty_like(
+            raw, head.acc_dtype
+        )  # not rounded before the slope and the scale are on it
         rest = Processing.of(temperature=processing.temperature, bias=processing.bias)
         write(placed._replace(chunk=replace(chunk, logits=capped, processing=rest)), dz)
         bias[placed.columns] += dz.sum(0, dtype=bias.dtype)

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_logprobs.checks import check_float_tensor
 from mcore_logprobs.collectives import all_reduce_sum
-from mcore_logprobs.kernels.products import add_product, product
+from mcore_logprobs.kernels.products import add_product, product, range_scale
 
 LoRAInput = tuple[Tensor, Tensor, float]
 
@@ -81,7 +81,8 @@ def check_lora(
 class LowRank:
     """The LoRA's part of the logits; U of the latest tile is kept.
 
-    Products have the head's operands and float32 (float64 for float64) results.
+    Products have the head's operands and float32 (float64 for float64) results. U may be beyond
+    float16: then it is multiplied by a power of two, and B is divided by it.
 
     Args:
         dtype: of the results.
@@ -93,15 +94,20 @@ class LowRank:
     ) -> None:
         self.lora, self.dtype, self.matmul_input = lora, dtype, matmul_input
         self._a = matmul_input(lora.a)
-        self._latest: tuple[Tensor, Tensor, Tensor] | None = None  # tile, U, its `halves`
+        # Tile, U, its `halves`, what these are multiplied by.
+        self._latest: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
-    def _of_tile(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """(U, its `halves`) of a tile."""
+    def _of_tile(self, tile: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(U, its `halves`, what these are multiplied by or None) of a tile."""
         if self._latest is None or self._latest[0] is not tile:
             shape = (tile.shape[0], self._a.shape[0])
             inner = product(tile, self._a.t(), tile.new_empty(shape, dtype=self.dtype))
             inner.mul_(self.lora.scale)
-            self._latest = (tile, inner, halves(inner, self._a.dtype))
+            operand, shrink = inner, None
+            if self._a.dtype == torch.float16:
+                shrink = range_scale(inner.abs()).clamp(max=1.0)
+                operand = inner * shrink
+            self._latest = (tile, inner, halves(operand, self._a.dtype), shrink)
         return self._latest[1:]
 
     def inner(self, tile: Tensor) -> Tensor:
@@ -114,7 +120,9 @@ class LowRank:
 
     def add_logits(self, tile: Tensor, columns: slice, out: Tensor) -> None:
         """`out += U @ B[columns]^T`, `[rows, columns]` float32 or float64."""
-        block, inner = self.matmul_input(self.lora.b[columns]), self._of_tile(tile)[1]
+        block, (_, inner, shrink) = self.matmul_input(self.lora.b[columns]), self._of_tile(tile)
+        if shrink is not None:
+            block = (block / shrink).to(block.dtype)
         if inner.shape[1] > block.shape[1]:
             block = torch.cat([block, block], 1)
         add_product(inner, block.t(), out)
@@ -122,7 +130,7 @@ class LowRank:
     def entries(self, tile: Tensor, column: Tensor, rows: Tensor) -> Tensor:
         """The part of single entries, `[e]`; rows within the tile."""
         inner = self.inner(tile)[rows]
-        return (inner * self.lora.b.index_select(0, column)).sum(-1)
+        return (inner * self.matmul_input(self.lora.b.index_select(0, column))).sum(-1)
 
 
 def halves(inner: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,7 +175,11 @@ class LoRAGradient:
 
     def add_chunk(self, columns: slice, dlogits: Tensor, inner: Tensor) -> None:
         """Args: `[rows, columns]` as it is multiplied; U `[rows, r]`."""
-        if self._b is not None:
+        if self._b is not None and dlogits.dtype == torch.float16:
+            scale, shape = range_scale(inner.abs()), self._b[columns].shape
+            part = product(dlogits.t(), (inner * scale).to(dlogits.dtype), inner.new_empty(shape))
+            self._b[columns] += part.div_(scale)
+        elif self._b is not None:
             add_product(dlogits.t(), inner.to(dlogits.dtype), self._b[columns])
         if self._wants_inner:
             if self._inner is None:
@@ -190,20 +202,23 @@ class LoRAGradient:
                 self._inner = torch.zeros_like(inner)
                 self._asked = inner.new_zeros(inner.shape[0], 1)
             self._asked.index_add_(0, rows, (~none).to(inner.dtype))
-            part = self._lora.b[columns].to(self._acc) * factor
+            part = self._matmul_input(self._lora.b[columns]).to(self._acc) * factor
             self._inner.index_add_(0, rows, part.masked_fill_(none, 0.0))
 
     def end_tile(self, tile: Tensor, dtile: Tensor | None) -> None:
         """All of the tile's chunks were added; adds to dtile, `[rows, h]` float32 or float64."""
         if self._inner is None:  # no true vocabulary on this rank, or nothing that needs it
             return
-        inner = self._inner.mul_(self._lora.scale).to(tile.dtype)
+        inner, a = self._inner.mul_(self._lora.scale), self._matmul_input(self._lora.a)
+        if tile.dtype == torch.float16:  # which dU may be beyond; these products are small
+            tile, a = tile.to(inner.dtype), a.to(inner.dtype)
+        inner = inner.to(tile.dtype)
         if self._a is not None:
             if self._sparse:
                 tile = torch.where(self._asked != 0, tile, 0.0)
             add_product(inner.t(), tile, self._a)
         if dtile is not None:
-            add_product(inner, self._matmul_input(self._lora.a), dtile)
+            add_product(inner, a, dtile)
         self._inner = None
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
