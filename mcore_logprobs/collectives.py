@@ -117,7 +117,11 @@ def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor
 
 
 def all_gather_objects(x: object, group: ProcessGroup | None) -> list[Any]:
-    """What each rank gives, pickled, in rank order; for instruments: it waits for the device."""
+    """What each rank gives, pickled, in rank order. For diagnostics.
+
+    Two all-gathers and host syncs. NCCL sends by the process's current device: set it before
+    (`torch.cuda.set_device`).
+    """
     given = [x] * group_size(group)
     if group is not None and len(given) > 1:
         dist.all_gather_object(given, x, group=group)

@@ -316,12 +316,44 @@ def test_advantages_say_which_dimension_they_are_of():
     assert torch.equal(
         found, objective.second_pass(x["new"], x["old"], x["a"], x["mask"])["advantages"]
     )
-    with pytest.raises(
-        ValueError, match=r"advantages: expected 2 dimensions, one of each sequence"
-    ):
+    with pytest.raises(ValueError, match=r"advantages: expected 2 dimensions, \[b, 1\] for one"):
         objective.second_pass(x["new"], x["old"], each, x["mask"])
+    turned = [value.t() for value in (x["new"], x["old"], x["mask"])]
+    with pytest.raises(ValueError, match=r"advantages: .*\[1, b\] for one value per sequence"):
+        objective.second_pass(*turned[:2], each, turned[2], seq_dim=0)
+    scalar = objective.second_pass(x["new"], x["old"], each[:1], x["mask"])["advantages"]
+    assert (scalar == each[0])[x["mask"]].all()
     with pytest.raises(ValueError, match=r"advantages: .*got shape \(6,\)"):
         losses.off_policy_sequence_mask(x["new"], x["old"], each, x["mask"])
+
+
+def test_an_impossible_token_costs_m2po_no_other():
+    """-inf under both policies: log r is NaN, of one token in the middle of many."""
+    old = -torch.rand(2, 300, dtype=F64)
+    new, mask = old + 0.01, torch.ones(2, 300, dtype=torch.bool)
+    new[0, 3] = old[0, 3] = -torch.inf
+    new[1, 7] = 0.0
+    old[1, 7] = -torch.inf  # and an infinite square
+    for threshold in (0.04, 1e250):
+        loss = losses.M2POLoss(threshold=threshold)
+        kept = loss.second_pass(new, old, torch.ones_like(old), mask)["advantages"] != 0
+        assert kept.sum() == 598
+        assert not kept[0, 3]
+        assert not kept[1, 7]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_reaches_the_tokens_before_it_in_fipo(value):
+    x = _batch(rows=2, length=300)
+    new = torch.where(torch.arange(300) == 200, x["old"] + value, x["new"])
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    loss = losses.FIPOLoss(dual_clip=None, safety=None, high_only=False)
+    found = loss.second_pass(new, x["old"], x["a"], mask)["importance_weights"]
+    clean = loss.second_pass(x["new"], x["old"], x["a"], mask)["importance_weights"]
+    assert torch.equal(found[:, 201:], clean[:, 201:])
+    before = found[:, :201]
+    expected = {torch.inf: 1.2, -torch.inf: 0.8}.get(value)
+    assert before.isnan().all() if expected is None else (before == expected).all()
 
 
 def test_a_choice_has_one_host_sync(monkeypatch):
@@ -337,6 +369,7 @@ def test_a_choice_has_one_host_sync(monkeypatch):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if str(func).startswith("aten.index"):
                 seen.extend(i.dtype for i in args[1] if i is not None)
+            assert "_local_scalar_dense" not in str(func), "waits for one number"
             return func(*args, **(kwargs or {}))
 
     with Seen():

@@ -480,6 +480,25 @@ def test_gradients_of_float16_are_formed_before_the_loss_scale(
     assert rows.max() < (1e-2 if shares == "one large ratio" else 2e-3)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_row_of_float16_without_a_finite_gradient_spoils_no_other(monkeypatch, value):
+    """It has no part in the tile's scale."""
+    products_as_on_a_gpu(monkeypatch)
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randint(0, 512, (24,), generator=generator)
+    operands = [torch.randn(n, 16, generator=generator) for n in (24, 512)]
+    share = torch.full((24,), 1e-5)
+    grads = []
+    for of_row in (value, 1e-5):
+        hidden, weight = (x.half().requires_grad_(i == 0) for i, x in enumerate(operands))
+        share[5] = of_row
+        loss, _ = linear_policy_loss(hidden, weight, target, lambda x, _, f: x * f, share)
+        grads += torch.autograd.grad(loss * 1e5, hidden)
+    others = torch.arange(24) != 5
+    assert not grads[0][5].isfinite().all()
+    assert torch.equal(grads[0][others], grads[1][others])
+
+
 def test_a_loss_in_low_precision_is_summed_in_float64():
     """2047 different numbers, whose sum bf16 does not have."""
     count = 2047

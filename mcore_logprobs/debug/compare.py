@@ -134,14 +134,14 @@ def compare_logprobs(
         cu_seqlens: `[sequences + 1]` cumulative lengths, where several sequences are packed along
             seq_dim, ending at S.
         group: data-parallel group whose ranks hold different sequences; every rank gets the
-            statistics of all of them, exactly (all-gathers of the values that count). None: this
-            rank's alone. Where context-parallel ranks share a sequence, `context_parallel_gather`
-            the inputs first.
+            statistics of all of them, exactly (all-gathers of the values that count; under NCCL
+            set the process's device before). None: this rank's alone. Where context-parallel
+            ranks share a sequence, `context_parallel_gather` the inputs first.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit; a mask that is neither 0 nor 1, or
-            that leaves no token; NaN at a token that counts (-inf in both is one). On every rank
-            of the group, also where one has the mistake, or alone has target_rank.
+            that leaves no token; NaN at a token that counts (-inf in both is one). If one rank's
+            arguments are wrong, or only some ranks have target_rank, every rank raises.
     """
     error: Exception | None = None
     try:
@@ -186,7 +186,7 @@ def _checked_percentiles(percentiles: Any) -> tuple[float, ...]:
 
 
 def _agree(error: Exception | None, has_ranks: bool, group: ProcessGroup | None) -> None:
-    """Raise a rank's error on every rank of the group; one all-gather of it."""
+    """Raise a rank's error on every rank of the group."""
     told = all_gather_objects((error and str(error), has_ranks), group)
     if error is not None:
         raise error

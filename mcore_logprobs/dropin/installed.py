@@ -295,8 +295,8 @@ def check_installed(framework: Framework) -> str:
     texts = _texts(framework, roots)
     if not texts and not any(framework.module_name(f) in sys.modules for f in framework.files):
         return (
-            f"{framework.repository}: expected its files on sys.path, found none; a file that is "
-            "imported from elsewhere is replaced then"
+            f"{framework.repository}: expected its files on sys.path, found none; those that "
+            "are imported later from elsewhere are still replaced"
         )
     theirs: dict[str, str] = {}
     for file, text in texts.items():

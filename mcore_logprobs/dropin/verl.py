@@ -155,7 +155,7 @@ def _per_token(temperature: object, labels: Tensor) -> Any:
         return 1.0
     if isinstance(temperature, Tensor):
         if temperature.numel() == 1:
-            return temperature.reshape(())  # a CPU's is a number; a GPU's is not waited for
+            return float(temperature)  # what LogprobConfig takes; verl resolves it likewise
         if temperature.numel() == labels.numel():
             return temperature.reshape(labels.shape)
     return temperature

@@ -88,18 +88,19 @@ def log_ratio_of(logprobs: Tensor, other: Tensor) -> Tensor:
     return logprobs.detach() - other.detach()
 
 
-def check_advantages(advantages: Tensor, logprobs: Tensor) -> None:
+def check_advantages(advantages: Tensor, logprobs: Tensor, seq_dim: int) -> None:
     """Advantages that broadcast to the log-probabilities, and say along which dimension.
 
     Raises:
-        ValueError: another shape or device, or another number of dimensions: of a square batch
-            nothing else tells `[b]` from `[s]`.
+        ValueError: another shape or device, or several values in fewer dimensions: of a square
+            batch nothing else tells `[b]` from `[s]`.
     """
     check_broadcasts("advantages", advantages, logprobs.shape, logprobs.device)
-    if advantages.dim() not in (0, logprobs.dim()):
+    if advantages.numel() != 1 and advantages.dim() != logprobs.dim():
+        per_sequence = "[b, 1]" if seq_dim % max(1, logprobs.dim()) else "[1, b]"
         raise ValueError(
-            f"advantages: expected {logprobs.dim()} dimensions, one of each sequence as [b, 1], "
-            f"got shape {tuple(advantages.shape)}"
+            f"advantages: expected {logprobs.dim()} dimensions, {per_sequence} for one value per "
+            f"sequence, got shape {tuple(advantages.shape)}"
         )
 
 
@@ -151,7 +152,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     log_ratio = (ref_logprobs - logprobs).masked_fill(infinite, 0.0)
     # Both terms: log_ratio's alone has the gradient +1, which leads away from q.
     log_ratio = log_ratio.clamp(max=largest_exponent(log_ratio.dtype))
-    # expm1: near q = p the value is x^2 / 2. exp(x) - 1 - x would lose it, this is off by eps / x.
+    # expm1: near q = p the value is log_ratio^2 / 2, all of which exp(x) - 1 - x would round away.
     value = torch.expm1(log_ratio) - log_ratio
     return _or_infinite(value, infinite, logprobs, ref_logprobs)
 
@@ -267,7 +268,8 @@ class TokenLoss(SuggestsFields):
         Shape:
             logprobs, old_logprobs, mask (bool or 0/1): whole sequences `[b, s]` (`[s, b]` with
                 seq_dim=0), gathered under context parallelism (`context_parallel_gather`; shard
-                what comes back); advantages the same, `[b, 1]` or a scalar -> `[b, s]` each.
+                what comes back); advantages the same, `[b, 1]` (`[1, b]`) or a scalar -> `[b, s]`
+                each.
 
         Args:
             group: for objectives of a batch (`M2POLoss`, `ClipCovLoss`, `KLCovLoss`) the ranks
@@ -276,7 +278,7 @@ class TokenLoss(SuggestsFields):
         """
         if self.passes == 1:
             raise ValueError(f"second_pass: expected an objective of two passes, got {self}")
-        check_advantages(advantages, logprobs)
+        check_advantages(advantages, logprobs, seq_dim)
         first_pass: Given = {
             "logprobs": logprobs.detach(),
             "old_logprobs": old_logprobs.detach(),

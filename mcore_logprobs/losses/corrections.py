@@ -186,13 +186,13 @@ def off_policy_sequence_mask(
 
     Shape:
         logprobs, rollout_logprobs, mask: as `sequence_sum`'s `[b, s]`; advantages the same,
-        `[b, 1]` or a scalar -> `[b, s]`, without gradient.
+        `[b, 1]` (`[1, b]`) or a scalar -> `[b, s]`, without gradient.
 
     Args:
         delta: at least 0, in nats per token; a hyperparameter.
     """
     check_not_negative("delta", delta)
-    check_advantages(advantages, logprobs)
+    check_advantages(advantages, logprobs, seq_dim)
     drift = sequence_mean(log_ratio_of(rollout_logprobs, logprobs), mask, seq_dim=seq_dim)
     near = _inside(drift, -math.inf, delta, weighted=False)
     kept = torch.where(advantages.detach() < 0.0, near, 1.0)

@@ -365,7 +365,7 @@ class _OfBatch(TokenLoss):
         return {"chosen": chosen, "advantages": times(chosen, given["advantages"])}
 
 
-# Stands for an infinite (log r)^2, which `running_sum` does not take: no mean with it is kept.
+# Of (log r)^2, so that sums of them are finite.
 _LARGEST_SQUARE = 1e200
 
 
@@ -387,10 +387,11 @@ class M2POLoss(_OfBatch, ImportanceLoss):
 
     def choose(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
         ordered, order = (logprobs - old_logprobs).double().square().sort(stable=True)
-        total = running_sum(ordered.clamp(max=_LARGEST_SQUARE))
+        finite = ordered.isfinite()  # the others come last
+        total = running_sum(ordered.masked_fill(~finite, 0.0).clamp(max=_LARGEST_SQUARE))
         means = total / torch.arange(1, len(order) + 1, device=order.device)
         # The means rise: those below are a beginning.
-        kept = means < self.threshold
+        kept = finite & (means < self.threshold)
         kept[0] = True
         return torch.empty_like(kept).index_put_((order,), kept)
 

@@ -91,9 +91,10 @@ class Gradient(Protocol):
         """
 
     def scaled_by(self, scale: Tensor) -> None:
-        """What is collected from now on is times a power of two `[]`; the gradients are not.
+        """From now on what is collected is multiplied by a power of two `[]`.
 
-        Called between tiles, of recomputed sources with `in_acc_dtype`.
+        `finish` gives the gradients without it. Called between tiles, of recomputed sources with
+        `in_acc_dtype`.
         """
 
     def collect_entries(self, tile: Any, entries: LogitIndices, upstream: Tensor) -> None:

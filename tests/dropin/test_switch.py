@@ -462,7 +462,9 @@ def test_the_variables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, said: str, capsys) -> None:
+    path = list(sys.path)
     assert switch.main(arguments) == 2
+    assert sys.path == path
     printed = capsys.readouterr()
     assert printed.err.startswith("python -m mcore_logprobs.dropin: error: ")
     assert said in printed.err

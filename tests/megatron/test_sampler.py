@@ -161,7 +161,7 @@ def mistakes() -> None:
             with handle.replay((ids, offsets)), pytest.raises(ValueError, match=r"row \[\d+\]"):
                 step.model(**step.inputs, labels=step.labels)
             with (
-                handle.options(disallowed_ids=[2]),
+                handle.options(disallowed_ids=[9, 2, 5]),
                 handle.replay((ids, offsets), missing="full"),
                 pytest.raises(ValueError, match="no disallowed id in a record, got id 2 in row 0"),
             ):
