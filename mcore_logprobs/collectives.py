@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from mcore_logprobs.groups import group_size
+
+ObjectT = TypeVar("ObjectT")
 
 _SENT_AS_THEY_ARE = (
     torch.float64,
@@ -116,7 +118,7 @@ def all_gather_dim0_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor
     return _all_gather_dim0(x, group, async_op=True)
 
 
-def all_gather_objects(x: object, group: ProcessGroup | None) -> list[Any]:
+def all_gather_objects(x: ObjectT, group: ProcessGroup | None) -> list[ObjectT]:
     """What each rank gives, pickled, in rank order. For diagnostics.
 
     Two all-gathers and host syncs. NCCL sends by the process's current device: set it before

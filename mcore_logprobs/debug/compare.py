@@ -175,10 +175,10 @@ def compare_logprobs(
     return _summary(d.cpu(), rollout.cpu(), lengths.cpu(), ranks, percentiles)
 
 
-def _checked_percentiles(percentiles: Any) -> tuple[float, ...]:
+def _checked_percentiles(percentiles: Sequence[float]) -> tuple[float, ...]:
     if not isinstance(percentiles, Iterable):
         raise ValueError(f"percentiles: expected a sequence of numbers, got {percentiles!r}")
-    checked: tuple[Any, ...] = tuple(percentiles)
+    checked = tuple(percentiles)
     for p in checked:
         if not isinstance(p, Real) or isinstance(p, bool) or not 0.0 <= float(p) <= 100.0:
             raise ValueError(f"percentiles: expected values from 0 to 100, got {p!r}")

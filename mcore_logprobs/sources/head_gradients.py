@@ -90,7 +90,7 @@ class HeadGradient:
         self._parts: list[Tensor | None] = []
 
     def scaled_by(self, scale: Tensor) -> None:
-        """A tile's dHidden is freed of its scale at its end; sums over tiles change to the new one.
+        """Divide each tile's dHidden by its scale at the tile's end; change sums over tiles to it.
 
         That takes a pass over dWeight for each tile after the first, and one in the end.
         """
@@ -154,9 +154,7 @@ class HeadGradient:
         assert processing.softcap is not None
         slope = softcap_slope(raw, scale, processing.softcap, head.acc_dtype).mul_(scale)
         capped = replace(chunk, processing=Processing.of(scale, processing.softcap)).processed()
-        dz = _empty_like(
-            raw, head.acc_dtype
-        )  # not rounded before the slope and the scale are on it
+        dz = _empty_like(raw, head.acc_dtype)  # rounded below, once slope and scale are on it
         rest = Processing.of(temperature=processing.temperature, bias=processing.bias)
         write(placed._replace(chunk=replace(chunk, logits=capped, processing=rest)), dz)
         bias[placed.columns] += dz.sum(0, dtype=bias.dtype)
