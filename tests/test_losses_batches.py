@@ -1,4 +1,4 @@
-"""Of whole sequences and batches: weights and masks, choices over ranks, denominators."""
+"""Of whole sequences and batches: weights and masks, denominators."""
 
 from __future__ import annotations
 
@@ -10,29 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_logprobs import context_parallel_gather, context_parallel_shard, losses
-from tests.helpers.shards import on_ranks, world_group, world_rank, world_size
-
-F64 = torch.float64
-
-
-def _batch(rows: int = 6, length: int = 8) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    noise = torch.randn(rows, length, generator=generator, dtype=F64)
-    old = -torch.rand(rows, length, generator=generator, dtype=F64) * 3 - 0.05
-    spread = torch.linspace(0.02, 0.8, rows, dtype=F64).unsqueeze(1)
-    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
-    lengths[0], lengths[-1] = length, 0
-    return {
-        "old": old,
-        "new": torch.minimum(old + noise * spread, torch.tensor(-1e-3, dtype=F64)),
-        "a": torch.randn(rows, 1, generator=generator, dtype=F64).expand(rows, length),
-        "entropy": torch.rand(rows, length, generator=generator, dtype=F64) * 3,
-        "mask": torch.arange(length) < lengths.unsqueeze(1),
-    }
-
+from tests.helpers.shards import world_group, world_rank, world_size
+from tests.helpers.token_batches import F64, token_batch
 
 # ---- corrections ---------------------------------------------------------------------------------
 
@@ -55,7 +36,7 @@ LEVELS = {"token": None, "sum": sum, "mean": lambda x: sum(x) / len(x), "max": m
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_rejection(estimator, level, seq_dim):
     """p is the trainer's, q the rollout engine's."""
-    x, reduce = _batch(), LEVELS[level]
+    x, reduce = token_batch(), LEVELS[level]
     low, high = (-0.2, 0.15) if estimator == "k1" else (-math.inf, 0.02)
     train, rollout, mask = x["new"], torch.where(x["mask"], x["old"], torch.nan), x["mask"]
     arguments = [t if seq_dim else t.t() for t in (train, rollout, mask)]
@@ -98,7 +79,7 @@ def test_rejection_at_the_edge_of_certainty():
 @pytest.mark.parametrize("veto", [None, 0.6, 0.9])
 @pytest.mark.parametrize("ratio", ["product", "mean"])
 def test_sequence_weights(ratio, veto, seq_dim):
-    x = _batch()
+    x = token_batch()
     rollout = torch.where(x["mask"], x["old"], torch.nan)
     arguments = [t if seq_dim else t.t() for t in (x["new"], rollout, x["mask"])]
     found = losses.truncated_sequence_weights(
@@ -134,7 +115,7 @@ def test_sequence_weights(ratio, veto, seq_dim):
 
 @pytest.mark.parametrize("seq_dim", [0, 1])
 def test_sequence_sums_and_means(seq_dim):
-    x = _batch()
+    x = token_batch()
     values = torch.where(x["mask"], x["new"], torch.nan)
     values, mask = (values, x["mask"]) if seq_dim else (values.t(), x["mask"].t())
     sums = torch.stack([row[keep].sum() for row, keep in zip(x["new"], x["mask"], strict=True)])
@@ -150,7 +131,7 @@ def test_sequence_sums_and_means(seq_dim):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("ratio", ["product", "mean"])
 def test_masked_sequence_weights(ratio, weighted, seq_dim):
-    x = _batch()
+    x = token_batch()
     rollout = torch.where(x["mask"], x["old"], torch.nan)  # what is masked may be anything
     arguments = [t if seq_dim else t.t() for t in (x["new"], rollout, x["mask"])]
     arguments[0].requires_grad_()
@@ -169,7 +150,7 @@ def test_masked_sequence_weights(ratio, weighted, seq_dim):
 
 @pytest.mark.parametrize("seq_dim", [0, 1])
 def test_off_policy_sequence_mask(seq_dim):
-    x = _batch()
+    x = token_batch()
     drift = torch.tensor([[0.3], [0.3], [0.05], [-2.0], [0.05], [0.3]], dtype=F64)
     rollout = torch.where(x["mask"], x["new"] + drift, torch.nan)
     advantages = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0], [1.0], [-1.0]], dtype=F64)
@@ -186,226 +167,6 @@ def test_off_policy_sequence_mask(seq_dim):
     assert not value[0].any()
     assert not grad[0].any()
     assert grad[1:].any(1).all()
-
-
-# ---- choices among all tokens, on several ranks --------------------------------------------------
-
-
-def _rows_of_rank(tensor: Tensor) -> Tensor:
-    """Unequal parts: rank 0 has one row, the last the rest."""
-    start, end = world_rank(), world_rank() + 1
-    return tensor[start : end if end < world_size() else None]
-
-
-def _chosen(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    part = {name: _rows_of_rank(tensor) for name, tensor in x.items()}
-    arguments = [part[name] for name in ("new", "old", "a", "mask")]
-    group = world_group()
-    return {
-        "entropy": losses.top_entropy_mask(part["entropy"], part["mask"], share=0.3, group=group),
-        "m2po": losses.M2POLoss().second_pass(*arguments, group=group)["advantages"],
-        "clip-cov": losses.ClipCovLoss(share=0.2, low=-1.0, seed=3).second_pass(
-            *arguments, group=group
-        )["advantages"],
-        "kl-cov": losses.KLCovLoss(share=0.2).second_pass(*arguments, group=group)["chosen"],
-    }
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_choices_do_not_depend_on_the_ranks(ranks, world):
-    x = _batch()
-    whole = _chosen(x)
-    found = on_ranks(ranks, world, _chosen, x)
-    for name, expected in whole.items():
-        assert torch.equal(torch.cat([part[name] for part in found]), expected), name
-        assert expected[x["mask"]].count_nonzero() not in (0, x["mask"].sum())
-
-
-def test_the_top_of_the_entropy():
-    """As a quantile, ties included; masked tokens take no part."""
-    entropy = torch.tensor([[0.1, 0.9, 0.5, 0.5], [2.0, 9.0, 0.3, torch.nan]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0]])
-    counted = entropy[mask.bool()]
-    for share in (0.01, 0.2, 0.4, 0.5, 0.8, 1.0):
-        found = losses.top_entropy_mask(entropy, mask, share=share)
-        bound = torch.quantile(counted.double(), 1.0 - share)
-        assert torch.equal(found, ((entropy >= bound - 1e-9) & mask.bool()).float()), share
-    assert losses.top_entropy_mask(entropy, mask * 0).tolist() == [[0.0] * 4] * 2
-    entropy[0, 0] = torch.nan
-    assert losses.top_entropy_mask(entropy, mask)[mask.bool()].isnan().all()
-
-
-@pytest.mark.parametrize("seq_dim", [0, 1])
-@pytest.mark.parametrize("name", ["GSPOLoss", "LUSPOLoss", "GMPOLoss", "FIPOLoss"])
-def test_sequences_of_no_token_at_all(name, seq_dim):
-    loss = getattr(losses, name)()
-    shape = (3, 0) if seq_dim == 1 else (0, 3)
-    none = torch.zeros(shape, dtype=F64)
-    given = none, none, none, none.bool()
-    found = loss.second_pass(*given, seq_dim=seq_dim)
-    assert all(tensor.shape == shape for tensor in found.values())
-    tensors = (found.get(key, none) for key in loss.tensors)
-    assert loss(none, None, *tensors).shape == shape
-
-
-@pytest.mark.parametrize("name", ["GSPOLoss", "LUSPOLoss"])
-def test_a_masked_token_that_was_nan_in_the_first_pass_asks_for_nothing(name):
-    x, loss = _batch(), getattr(losses, name)(clip_low=0.9, clip_high=9.0)
-    first = torch.where(x["mask"], x["new"], torch.nan)
-    numbers = loss.second_pass(first, x["old"], x["a"], x["mask"])
-    clean = loss.second_pass(x["new"], x["old"], x["a"], x["mask"])
-    gradients = []
-    for given, second in ((numbers, first), (numbers, x["new"]), (clean, x["new"])):
-        logprobs = second.clone().requires_grad_()
-        value = loss(logprobs, None, *(given[key] for key in loss.tensors))
-        (grad,) = torch.autograd.grad((value * x["mask"]).sum(), logprobs)
-        gradients.append(grad)
-    assert gradients[2].any()
-    assert not gradients[0][~x["mask"]].any()
-    assert torch.equal(gradients[0], gradients[2])
-    assert torch.equal(gradients[1], gradients[2])
-
-
-def test_a_batch_without_a_token_and_one_with_a_nan():
-    x = _batch()
-    nothing = torch.zeros_like(x["mask"])
-    for loss in (losses.M2POLoss(), losses.ClipCovLoss(), losses.KLCovLoss()):
-        found = loss.second_pass(x["new"], x["old"], x["a"], nothing)
-        assert not any(found[name].any() for name in found if name in ("chosen", "m2po"))
-        spoilt = torch.where(torch.arange(48).view(6, 8) == 0, torch.nan, x["new"])
-        found = loss.second_pass(spoilt, x["old"], x["a"], x["mask"])
-        decided = found["chosen" if "chosen" in found else "advantages"]
-        assert decided[x["mask"]].isnan().all()
-        # An impossible token is one token.
-        never = torch.where(spoilt.isnan(), -torch.inf, x["new"])
-        found = loss.second_pass(never, x["old"], x["a"], x["mask"])
-        assert all(tensor.isfinite().all() for tensor in found.values())
-
-
-class _Varying(TorchDispatchMode):
-    """Refuses what raises on a GPU under torch.use_deterministic_algorithms(True)."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        assert not (name.startswith("aten.cumsum") and args[0].is_floating_point()), name
-        assert not any(word in name for word in ("kthvalue", "median", "histc", "aten.put_")), name
-        return func(*args, **(kwargs or {}))
-
-
-TWO_PASSES = [x for x in vars(losses).values() if getattr(x, "_passes", 1) == 2]
-
-
-@pytest.mark.parametrize("loss", TWO_PASSES, ids=lambda loss: loss.__name__)
-def test_a_first_pass_is_deterministic(loss):
-    x = _batch(rows=6, length=300)
-    for spoilt in (x["new"], torch.where(x["new"] < -2.0, -torch.inf, x["new"])):
-        with _Varying():
-            found = loss().second_pass(spoilt, x["old"], x["a"], x["mask"])
-        assert found
-    with pytest.raises(AssertionError, match=r"aten\.cumsum"), _Varying():
-        x["new"].cumsum(0)
-
-
-def test_advantages_say_which_dimension_they_are_of():
-    """Of a square batch nothing else tells one of each sequence from one of each place."""
-    x = {name: value[:, :6] for name, value in _batch().items()}
-    each = x["a"][:, 0]
-    arguments = x["new"], x["old"], x["a"][:, :1], x["mask"]
-    objective = losses.GSPOLoss()
-    found = objective.second_pass(*arguments)["advantages"]
-    assert torch.equal(
-        found, objective.second_pass(x["new"], x["old"], x["a"], x["mask"])["advantages"]
-    )
-    with pytest.raises(ValueError, match=r"advantages: expected 2 dimensions, \[b, 1\] for one"):
-        objective.second_pass(x["new"], x["old"], each, x["mask"])
-    turned = [value.t() for value in (x["new"], x["old"], x["mask"])]
-    with pytest.raises(ValueError, match=r"advantages: .*\[1, b\] for one value per sequence"):
-        objective.second_pass(*turned[:2], each, turned[2], seq_dim=0)
-    scalar = objective.second_pass(x["new"], x["old"], each[:1], x["mask"])["advantages"]
-    assert (scalar == each[0])[x["mask"]].all()
-    with pytest.raises(ValueError, match=r"advantages: .*got shape \(6,\)"):
-        losses.off_policy_sequence_mask(x["new"], x["old"], each, x["mask"])
-
-
-def test_an_impossible_token_costs_m2po_no_other():
-    """-inf under both policies: log r is NaN, of one token in the middle of many."""
-    old = -torch.rand(2, 300, dtype=F64)
-    new, mask = old + 0.01, torch.ones(2, 300, dtype=torch.bool)
-    new[0, 3] = old[0, 3] = -torch.inf
-    new[1, 7] = 0.0
-    old[1, 7] = -torch.inf  # and an infinite square
-    for threshold in (0.04, 1e250):
-        loss = losses.M2POLoss(threshold=threshold)
-        kept = loss.second_pass(new, old, torch.ones_like(old), mask)["advantages"] != 0
-        assert kept.sum() == 598
-        assert not kept[0, 3]
-        assert not kept[1, 7]
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_reaches_the_tokens_before_it_in_fipo(value):
-    x = _batch(rows=2, length=300)
-    new = torch.where(torch.arange(300) == 200, x["old"] + value, x["new"])
-    mask = torch.ones(2, 300, dtype=torch.bool)
-    loss = losses.FIPOLoss(dual_clip=None, safety=None, high_only=False)
-    found = loss.second_pass(new, x["old"], x["a"], mask)["importance_weights"]
-    clean = loss.second_pass(x["new"], x["old"], x["a"], mask)["importance_weights"]
-    assert torch.equal(found[:, 201:], clean[:, 201:])
-    before = found[:, :201]
-    expected = {torch.inf: 1.2, -torch.inf: 0.8}.get(value)
-    assert before.isnan().all() if expected is None else (before == expected).all()
-
-
-def test_a_choice_has_one_host_sync(monkeypatch):
-    """And none to find the counted tokens."""
-    x = _batch()
-    monkeypatch.setattr(Tensor, "nonzero", None)
-    lists = []
-    original = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda x: lists.append(x) or original(x))
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if str(func).startswith("aten.index"):
-                seen.extend(i.dtype for i in args[1] if i is not None)
-            assert "_local_scalar_dense" not in str(func), "waits for one number"
-            return func(*args, **(kwargs or {}))
-
-    with Seen():
-        found = losses.top_entropy_mask(x["entropy"], x["mask"])
-    assert found.sum() > 0
-    assert len(lists) == 1
-    assert set(seen) == {torch.int64}
-
-
-def _of_all_ranks(x: dict[str, Tensor]) -> tuple[float, ...]:
-    part = {name: _rows_of_rank(tensor) for name, tensor in x.items()}
-    control = losses.AdaptiveEntropy(target=0.5, step=0.1, value=0.15, high=0.3)
-    found = control.after(part["entropy"], part["mask"], group=world_group())
-    reference = losses.kto_reference(part["new"], part["old"] - 3.0, group=world_group())
-    return found.value, found.entropy, reference.item()
-
-
-def test_numbers_of_all_ranks(ranks):
-    x = _batch()
-    for found in on_ranks(ranks, 3, _of_all_ranks, x):
-        assert found == pytest.approx(_of_all_ranks(x))
-
-
-def test_adaptive_entropy():
-    control = losses.AdaptiveEntropy(target=0.5, step=0.1, high=0.2)
-    mask, seen = torch.tensor([1, 1, 0]), []
-    assert control.coef == 0.0
-    for mean in (0.3, 0.5, 0.4, 0.6, 0.6, 0.6, 0.2):
-        control = control.after(torch.tensor([mean - 0.1, mean + 0.1, 9.0], dtype=F64), mask)
-        assert control.entropy == pytest.approx(mean)
-        seen.append((round(control.value, 6), round(control.coef, 6)))
-    up, down = [(0.1, 0.1), (0.2, 0.2), (0.2, 0.2)], [(0.1, 0.0), (0.0, 0.0), (0.0, 0.0)]
-    assert seen == [*up, *down, (0.1, 0.1)]
-    assert control.after(torch.ones(3), mask * 0) is control
-    with pytest.raises(ValueError, match="entropy: expected finite numbers, got a mean of nan"):
-        control.after(torch.tensor([torch.nan, 1.0, 1.0]), mask)
 
 
 # ---- denominators --------------------------------------------------------------------------------
@@ -435,7 +196,7 @@ def _expected(name: str, loss: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("seq_dim", [0, 1])
 @pytest.mark.parametrize("name", MODES)
 def test_an_aggregation(name, seq_dim):
-    x = _batch()
+    x = token_batch()
     x["mask"][2:4] = False  # a prompt without a token
     arguments = [t if seq_dim else t.t() for t in (x["new"], x["mask"])]
     for mask in (arguments[1], arguments[1].long(), arguments[1].float()):
@@ -512,7 +273,7 @@ def _megatron_step(
 @pytest.mark.parametrize("name", MODES)
 def test_denominators_in_megatron_s_schedule(ranks, name, dp, cp):
     """Data and context parallelism, micro-batches, and each way to give Megatron the loss."""
-    x = _batch(12)
+    x = token_batch(12)
     new = x["new"].clone().requires_grad_()
     (expected,) = torch.autograd.grad(_expected(name, new, x["mask"]), new)
     for outputs, by_token in ((2, False), (3, False), (3, True)):
@@ -551,7 +312,7 @@ def _two_passes(name: str, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", OF_SEQUENCES)
 def test_two_passes_under_context_parallelism(ranks, name):
-    x = _batch()
+    x = token_batch()
     total, grad = _two_passes(name, x)
     assert grad.any()
     found = ranks(2).run(_two_passes, name, x)
@@ -566,7 +327,7 @@ def test_two_passes_under_context_parallelism(ranks, name):
 )
 def test_a_token_outside_the_mask_has_no_part(name: str, spoilt: float) -> None:
     """Whatever it holds, and though it has a label."""
-    batch, objective = _batch(), losses.OBJECTIVES[name]()
+    batch, objective = token_batch(), losses.OBJECTIVES[name]()
     mask, found = batch["mask"], []
     for value in (-0.5, spoilt):
         new, old, advantages = (
@@ -584,7 +345,7 @@ def test_a_token_outside_the_mask_has_no_part(name: str, spoilt: float) -> None:
 
 
 def test_weights_are_of_the_mask_s_tokens() -> None:
-    mask = _batch()["mask"]
+    mask = token_batch()["mask"]
     weights = losses.aggregation(mask, mode="sequence", dtype=F64).weights
     assert weights is not None
     torch.testing.assert_close(weights.sum(1), mask.any(1).to(F64))

@@ -172,15 +172,22 @@ class LoRAGradient:
         self._b = torch.zeros_like(self._lora.b, dtype=self._acc) if for_b else None
         self._wants_inner = for_hidden or for_a
         self._inner: Tensor | None = None
+        # U of the tile as dB's products take it, and what float16 has it multiplied by.
+        self._operand: tuple[Tensor, Tensor | None] | None = None
 
     def add_chunk(self, columns: slice, dlogits: Tensor, inner: Tensor) -> None:
         """Args: `[rows, columns]` as it is multiplied; U `[rows, r]`."""
-        if self._b is not None and dlogits.dtype == torch.float16:
-            scale, shape = range_scale(inner.abs()), self._b[columns].shape
-            part = product(dlogits.t(), (inner * scale).to(dlogits.dtype), inner.new_empty(shape))
-            self._b[columns] += part.div_(scale)
-        elif self._b is not None:
-            add_product(dlogits.t(), inner.to(dlogits.dtype), self._b[columns])
+        if self._b is not None:
+            if self._operand is None:
+                scale = range_scale(inner.abs()) if dlogits.dtype == torch.float16 else None
+                scaled = inner if scale is None else inner * scale
+                self._operand = scaled.to(dlogits.dtype), scale
+            operand, scale = self._operand
+            if scale is None:
+                add_product(dlogits.t(), operand, self._b[columns])
+            else:
+                part = torch.empty_like(self._b[columns])
+                self._b[columns] += product(dlogits.t(), operand, part).div_(scale)
         if self._wants_inner:
             if self._inner is None:
                 self._inner = torch.zeros_like(inner)
@@ -207,6 +214,7 @@ class LoRAGradient:
 
     def end_tile(self, tile: Tensor, dtile: Tensor | None) -> None:
         """All of the tile's chunks were added; adds to dtile, `[rows, h]` float32 or float64."""
+        self._operand = None
         if self._inner is None:  # no true vocabulary on this rank, or nothing that needs it
             return
         inner, a = self._inner.mul_(self._lora.scale), self._matmul_input(self._lora.a)
