@@ -72,17 +72,20 @@ def _verl(name: str) -> Callable[..., Tensor]:
     return call
 
 
-def _skyrl(name: str) -> Callable[..., Tensor]:
+def _skyrl_published(file: str, *names: str) -> SimpleNamespace:
     folder = "skyrl/backends/skyrl_train/utils"
     utils = published("skyrl", f"{folder}/torch_utils.py", "masked_mean", "safe_exp_delta")
-    algos = published(
+    return published(
         "skyrl",
-        f"{folder}/ppo_utils.py",
-        name,
-        "reduce_loss",
+        f"{folder}/{file}",
+        *names,
         apply_off_policy_correction=lambda loss, old, rollout, mask, config: (loss, mask, {}),
         **vars(utils),
     )
+
+
+def _skyrl(name: str) -> Callable[..., Tensor]:
+    algos = _skyrl_published("ppo_utils.py", name, "reduce_loss")
 
     def call(x: dict[str, Tensor], new: Tensor, **settings: Any) -> Tensor:
         config = Config(off_policy_correction=None, eps_clip_low=0.2, eps_clip_high=0.28)
@@ -265,16 +268,7 @@ def test_sequences_without_a_token_are_counted_as_their_trainers_do(verl, skyrl,
 
 
 def test_rollout_is_of_skyrl():
-    folder = "skyrl/backends/skyrl_train/utils"
-    utils = published("skyrl", f"{folder}/torch_utils.py", "masked_mean", "safe_exp_delta")
-    algos = published(
-        "skyrl",
-        f"{folder}/ppo_utils.py",
-        "rollout_is_policy_loss",
-        "reduce_loss",
-        apply_off_policy_correction=lambda loss, old, rollout, mask, config: (loss, mask, {}),
-        **vars(utils),
-    )
+    algos = _skyrl_published("ppo_utils.py", "rollout_is_policy_loss", "reduce_loss")
     x = _batch()
     config = Config(off_policy_correction=None, eps_clip_low=0.3, eps_clip_high=0.5)
     new, same = (x["new"].clone().requires_grad_() for _ in range(2))
@@ -375,15 +369,8 @@ def test_fipo_is_ms_swift_s(high_only):
 
 
 def test_sequence_weights_are_skyrl_s_and_ms_swift_s():
-    folder = "skyrl/backends/skyrl_train/utils"
-    utils = published("skyrl", f"{folder}/torch_utils.py", "masked_mean", "safe_exp_delta")
-    skyrl = published(
-        "skyrl",
-        f"{folder}/off_policy_correction_utils.py",
-        "compute_tis_ratio",
-        "compute_outlier_token_mask",
-        **vars(utils),
-    )
+    file = "off_policy_correction_utils.py"
+    skyrl = _skyrl_published(file, "compute_tis_ratio", "compute_outlier_token_mask")
     x = _batch()
     config = Config(
         sequence_tis_ratio_clip_high=1.1,

@@ -22,7 +22,7 @@ from mcore_logprobs.megatron import (
 )
 from mcore_logprobs.ops.token_stats import TokenStats
 from tests.dropin.frameworks import MAIN, source_root, versions
-from tests.dropin.test_switch import fresh
+from tests.dropin.switching import fresh
 from tests.megatron import test_hybrid as hybrid
 from tests.megatron import test_lazy, test_mtp, test_patch
 from tests.megatron.common import (
