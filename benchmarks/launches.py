@@ -2,8 +2,9 @@
 
 Small calls are bound by launches, and those can be counted and timed without a GPU. The calls run
 on CPU tensors through the code that CUDA tensors take: Triton compiles its kernels for a Hopper
-GPU (or a Blackwell one), binds their arguments and looks them up as always, and a dry driver stands
-where it would hand a launch to the CUDA driver. Nothing is computed. Triton 3.3 to 3.9 can be read.
+GPU (or a Blackwell or AMD one), binds their arguments and looks them up as always, and a dry driver
+stands where it would hand a launch to the GPU's own. Nothing is computed. Triton 3.3 to 3.9 can be
+read.
 What a GPU would run is
 
     Triton launches + torch's own kernels + collectives
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,15 +45,17 @@ from mcore_logprobs.ops.token_stats import (
     vocab_parallel_token_stats,
 )
 
-# Multiprocessors of a GPU of each target: H200, B200.
-_PROCESSORS = {"sm_90": 132, "sm_100": 148}
+# Multiprocessors of a GPU of each target: H200, B200, and AMD's MI300X and MI350X.
+_PROCESSORS = {"sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
 TARGETS = tuple(_PROCESSORS)
+AMD_TARGETS = tuple(target for target in TARGETS if target.startswith("gfx"))
+_SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # bytes of a block, at most; others: NVIDIA's
 
 
 @dataclass
 class Launched:
     """What was launched: how often each kernel, by name; of each launch the name, the machine code
-    and the bytes of shared memory."""
+    (AMD's: its assembly) and the bytes of shared memory."""
 
     counts: Counter[str] = field(default_factory=Counter)
     binaries: list[tuple[str, bytes, int]] = field(default_factory=list)
@@ -67,6 +71,7 @@ class Launched:
 @dataclass
 class _DryUtils:
     processors: int
+    shared: int
     binaries: list[bytes] = field(default_factory=list)
 
     def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[int, ...]:
@@ -81,7 +86,7 @@ class _DryUtils:
     def unload_module(self, _: Any) -> None: ...
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": self.processors}
+        return {"max_shared_mem": self.shared, "multiprocessor_count": self.processors}
 
 
 @dataclass
@@ -93,23 +98,22 @@ class _DryDriver:
     utils: _DryUtils = field(init=False)
 
     def __post_init__(self) -> None:
-        self.utils = _DryUtils(_PROCESSORS[self.target])
-
-    @property
-    def capability(self) -> int:
-        return int(self.target.removeprefix("sm_"))
+        self.utils = _DryUtils(_PROCESSORS[self.target], _SHARED.get(self.target, 232448))
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         name, launched, binaries = src.fn.__name__, self.launched, self.utils.binaries
+        amd = self.target in AMD_TARGETS
+        assembly = _cached_text(metadata, "amdgcn") if amd else None
 
         def launch(x: int, y: int, z: int, stream: int, function: int, *_: Any) -> None:
             launched.counts[name] += 1
-            launched.binaries.append((name, binaries[function], metadata.shared))
+            code = binaries[function] if assembly is None else assembly
+            launched.binaries.append((name, code, metadata.shared))
 
         return launch
 
     def get_current_device(self) -> int:
-        return self.capability  # a kernel keeps what was compiled for each device
+        return TARGETS.index(self.target)  # a kernel keeps what was compiled for each device
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -117,7 +121,18 @@ class _DryDriver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self.capability, 32)
+        if self.target in AMD_TARGETS:
+            return GPUTarget("hip", self.target, 64)
+        return GPUTarget("cuda", int(self.target.removeprefix("sm_")), 32)
+
+
+def _cached_text(metadata: Any, extension: str) -> bytes:
+    """What Triton has written of a compiled kernel besides its machine code."""
+    from triton.runtime.cache import get_cache_manager
+
+    path = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.{extension}")
+    assert path is not None, (metadata.name, extension)
+    return Path(path).read_bytes()
 
 
 # One of each: a compiled kernel keeps the launcher it was given first.

@@ -175,9 +175,11 @@ def _is_aligned(x: Tensor) -> bool:
 # ---- what torch can multiply -------------------------------------------------------------------
 
 # Since when torch gives float32 results of low-precision operands, on CUDA alone: `mm(out_dtype=)`,
-# and `addmm(out_dtype=)` to a float32 tensor, which the first releases with it refused. Each is
-# tried once; where nothing can be tried, the version says.
+# and `addmm(out_dtype=)` to a float32 tensor, which the first releases with it refused. On an AMD
+# GPU, where torch calls its device CUDA too, both came with pytorch/pytorch#162600. Each is tried
+# once; where nothing can be tried, the version says.
 _SINCE = {"mm": (2, 8), "addmm": (2, 10)}
+_SINCE_ON_AMD = (2, 10)
 # What torch says to operands that it does not multiply so. Any other error is one of the moment,
 # such as memory that is short, and no answer.
 _REFUSAL = re.compile(r"dtype|not implemented|support|could not run|keyword argument", re.I)
@@ -215,8 +217,15 @@ def _asked(name: str, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _by_version(name: str, dtype: torch.dtype, device: torch.device) -> bool:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return device.type == "cuda" and dtype in _HALF and version >= _SINCE[name]
+    return device.type == "cuda" and dtype in _HALF and _version() >= _since(name)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def _since(name: str) -> tuple[int, ...]:
+    return _SINCE[name] if torch.version.hip is None else _SINCE_ON_AMD
 
 
 def _works(call: Callable[[], Tensor]) -> bool:
@@ -232,14 +241,15 @@ def _works(call: Callable[[], Tensor]) -> bool:
 
 
 def _slow(name: str, dtype: torch.dtype) -> str:
-    major, minor = _SINCE[name]
+    since = _since(name)
+    later = "; torch {}.{} or later has it".format(*since) if _version() < since else ""
     cost = {
         "mm": "operands are cast to float32 and multiplied without tensor cores, ten times slower",
         "addmm": "each result is added in a pass of its own",
     }
     return (
         f"torch {torch.__version__} has no {name} of {dtype} operands with float32 results on this "
-        f"device: {cost[name]}; torch {major}.{minor} or later has it"
+        f"device: {cost[name]}{later}"
     )
 
 

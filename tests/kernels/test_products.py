@@ -78,12 +78,21 @@ def test_releases_of_torch_without_wide_results(has_mm, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "expected"), [("2.7.1+cu128", 0), ("2.9.0", 1), ("2.10.1", 3), ("2.13.0+cpu", 3)]
+    ("version", "hip", "expected"),
+    [
+        ("2.7.1+cu128", None, 0),
+        ("2.9.0", None, 1),
+        ("2.10.1", None, 3),
+        ("2.13.0+cpu", None, 3),
+        ("2.9.0+rocm6.4", "6.4", 0),
+        ("2.10.0+rocm7.1", "7.1", 3),
+    ],
 )
-def test_where_nothing_can_be_tried_the_version_says(version, expected, monkeypatch):
+def test_where_nothing_can_be_tried_the_version_says(version, hip, expected, monkeypatch):
     """Fakes of a GPU take every product, and a graph that is traced runs none."""
     monkeypatch.setattr(products, "_answers", {})
     monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
     asked = torch.bfloat16, torch.device("cuda")
 
     def numbered(x):
@@ -134,6 +143,9 @@ def test_a_probe_in_trouble_is_no_answer(trouble):
         RuntimeError('"addmm_impl" not implemented for BFloat16'),
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx"),
         TypeError("mm() got an unexpected keyword argument 'out_dtype'"),
+        RuntimeError(
+            "gemm input type at::BFloat16 and output type float is not supported for ROCm"
+        ),
     ],
     ids=str,
 )
@@ -144,8 +156,12 @@ def test_a_refusal_is_an_answer(refusal):
     assert not products._works(fails)
 
 
-def test_how_products_are_made_is_told():
+def test_how_products_are_made_is_told(monkeypatch):
     (text,) = products.explain(torch.device("cpu"))
     assert text.startswith("bfloat16 operands are multiplied in float32")
-    assert "2.8 or later has it" in products._slow("mm", torch.bfloat16)
+    assert "or later" not in products._slow("mm", torch.bfloat16)  # this torch is a later one
+    monkeypatch.setattr(torch, "__version__", "2.7.0")
+    assert products._slow("mm", torch.bfloat16).endswith("; torch 2.8 or later has it")
     assert "a pass of its own" in products._slow("addmm", torch.bfloat16)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert products._slow("mm", torch.bfloat16).endswith("; torch 2.10 or later has it")

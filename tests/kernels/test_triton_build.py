@@ -1,4 +1,4 @@
-"""What calls launch on a Hopper GPU, and what the compiler makes of it; needs no GPU.
+"""What calls launch on a Hopper GPU or an AMD one, and what the compiler makes of it; needs no GPU.
 
 A kernel that reads two bytes a thread, or that spills registers to memory, is right and slow: no
 other test would notice.
@@ -18,9 +18,9 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks import ahead, launches
+from benchmarks import ahead, amd, launches
 from benchmarks.ahead import Built, Case, cases, launched_code
-from benchmarks.launches import CALLS, count, dry_launches, one_of_ranks
+from benchmarks.launches import AMD_TARGETS, CALLS, count, dry_launches, one_of_ranks
 from mcore_logprobs import linear_token_stats, vocab_parallel_kl_div, vocab_parallel_token_stats
 from mcore_logprobs.kernels import triton as triton_backend
 from mcore_logprobs.kernels.chunk import Chunk
@@ -171,7 +171,8 @@ def test_no_call_of_a_run_compiles_a_variant() -> None:
     assert compiled == first
 
 
-def test_what_is_rare_is_built_without_spills() -> None:
+def _rare() -> dict[str, Callable[[], object]]:
+    """Calls that launch what no `Case` does, by the names of their kernels."""
     logits = torch.zeros(16, 4096, dtype=torch.bfloat16)
     out, row = torch.zeros_like(logits), torch.zeros(16)
     columns, norm = torch.zeros(16, 3, dtype=torch.int64), torch.zeros(4, 16)
@@ -181,7 +182,7 @@ def test_what_is_rare_is_built_without_spills() -> None:
     entries = GradientTerms(columns, columns.float(), row, coef, EVERYTHING)
     alone = GradientTerms(columns, columns.float(), None, None, StatsSpec())
     both = (chunk, exact, norm, row, row)
-    calls = {
+    return {
         "stats_kernel": lambda: triton_backend.stats(
             chunk, columns[:, 0], EVERYTHING, threshold=torch.stack([row, row])
         ),
@@ -189,7 +190,10 @@ def test_what_is_rare_is_built_without_spills() -> None:
         "entries_kernel": lambda: triton_backend.grad(chunk, alone, out=out),
         "pair_grad_kernel": lambda: triton_backend.pair_grad(*both, PairSpec("jsd"), out=out),
     }
-    for names, call in calls.items():
+
+
+def test_what_is_rare_is_built_without_spills() -> None:
+    for names, call in _rare().items():
         built = launched_code(call)
         assert " ".join(name for name, _ in built) == names
         assert all(code.spills == 0 for _, code in built)
@@ -293,3 +297,76 @@ def test_codes_and_scaling_are_wide_and_spill_nothing(
     ((_, built),) = launched_code(call, target)
     assert built.spills == 0
     assert max(built.narrow_anywhere) <= 2  # a row's or the call's own numbers
+
+
+# ---- AMD ----
+
+
+@pytest.mark.parametrize(
+    ("target", "case"),
+    [
+        pytest.param(
+            target,
+            case,
+            id=f"{target}, {case.name}, {case.what}, {case.dtypes}",
+            marks=()
+            if target == "gfx942" and case.what == "softcap" and _built_by_day(case)
+            else pytest.mark.night,
+        )
+        for target in AMD_TARGETS
+        for case in cases(1 << 14)
+        if case.what == "softcap" or _built_by_day(case)
+    ],
+)
+def test_kernels_fit_an_amd_gpu(target: str, case: Case) -> None:
+    ((_, built),) = amd.assembled(case.call, target)
+    assert built.spills == 0
+    assert built.registers <= 128
+    # A warp of 64 takes 8 bytes a thread of the bf16 tiles of two sides.
+    wide = 8 if case.sides == 2 and "gradient" in case.name else 16
+    loads, stores = built.accesses("load"), built.accesses("store")
+    assert loads[wide] >= case.sides
+    assert sum(count for size, count in loads.items() if size < 8) <= 8  # a row's own numbers
+    if "gradient" in case.name:
+        assert stores[wide] >= 1
+    assert sum(count for size, count in stores.items() if size < 8) <= 8
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("target", AMD_TARGETS)
+def test_what_is_rare_fits_an_amd_gpu(target: str) -> None:
+    rare = {"encode_kernel": _encoded, "decode_kernel": _decoded, **_rare()}
+    rare |= {"scale_kernel": partial(_scaled, True), "scale_kernel ": partial(_scaled, False)}
+    for names, call in rare.items():
+        launched = amd.assembled(call, target)
+        assert " ".join(name for name, _ in launched) == names.strip()
+        assert all((built.spills, built.registers <= 168) == (0, True) for _, built in launched)
+
+
+def test_the_command_prints_what_the_compiler_made_for_amd(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert amd.main(["--kernel", "gradient jsd", "--width", "8192"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()[1:]
+    assert "regs" in head
+    assert [line.split("bf16")[0].split() for line in lines] == [
+        ["pair", "gradient", "jsd", "logprob"],
+        ["pair", "gradient", "jsd", "softcap"],
+    ]
+    for line in lines:
+        registers, spills, *_ = line.split("bf16")[1].split()
+        assert (16 <= int(registers) <= 128, int(spills)) == (True, 0)
+
+
+def test_the_measure_of_an_amd_kernel() -> None:
+    text = """
+        global_load_dwordx4 v[0:3], v4, s[0:1]
+        buffer_load_ushort v5, v6, s[8:11], 0 offen
+        global_store_short_d16_hi v0, v5, s[0:1]
+        .private_segment_fixed_size: 8
+      - .vgpr_count:     60
+        .vgpr_spill_count: 2
+    """
+    built = amd.Assembly(text)
+    assert (built.registers, built.spills) == (60, 10)
+    assert (built.accesses("load"), built.accesses("store")) == ({16: 1, 2: 1}, {2: 1})

@@ -1,0 +1,91 @@
+"""What the compiler makes of the kernels for an AMD GPU: `python -m benchmarks.amd`.
+
+Triton's own compiler for AMD comes in its wheels, so that this runs on any machine. What is read
+are the launches themselves (`launches.dry_launches`): registers of a thread, what spills, and how
+wide its accesses of global memory are. A kernel here is bound by memory, so that these decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.ahead import cases
+from benchmarks.launches import AMD_TARGETS, dry_launches
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A kernel's assembly."""
+
+    text: str
+
+    @property
+    def registers(self) -> int:
+        """Vector registers of a thread: up to 128 of them, a processor holds 16 warps of 64."""
+        return self._number("vgpr_count")
+
+    @property
+    def spills(self) -> int:
+        """Vector registers that are kept in memory, and bytes of a thread's own memory."""
+        return self._number("vgpr_spill_count") + self._number("private_segment_fixed_size")
+
+    def accesses(self, direction: str) -> dict[int, int]:
+        """How many accesses of global memory there are, by their bytes: "load" or "store"."""
+        found: dict[int, int] = {}
+        sizes = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "byte": 1}
+        for width in re.findall(rf"\b(?:global|buffer)_{direction}_(\w+)", self.text):
+            size = next(size for name, size in sizes.items() if name in width)
+            found[size] = found.get(size, 0) + 1
+        return found
+
+    def _number(self, name: str) -> int:
+        found = re.findall(rf"^\s*-?\s*\.{name}:\s*(\d+)", self.text, re.M)
+        (number,) = found  # one kernel in each assembly
+        return int(number)
+
+
+def assembled(call: Callable[[], object], target: str) -> list[tuple[str, Assembly]]:
+    """(name, assembly) of each kernel that a call on CPU tensors would launch on an AMD GPU."""
+    with dry_launches(target) as launched:
+        call()
+        found = list(launched.binaries)
+    return [(name, Assembly(code.decode())) for name, code, _ in found]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.amd",
+        description="Registers, spills and widths of memory accesses of the Triton kernels as "
+        "calls launch them on an AMD GPU, as compiled; needs no GPU.",
+    )
+    parser.add_argument("--kernel", default="", help="only those whose name contains this")
+    parser.add_argument("--width", type=int, default=19008, help="columns, V/TP")
+    parser.add_argument("--valid", type=int, help="columns that are true vocabulary")
+    parser.add_argument("--target", choices=AMD_TARGETS, default="gfx942", help="MI300X, MI350X")
+    args = parser.parse_args(argv)
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("triton", "torch"))
+    print(f"{time.strftime('%Y-%m-%d')}, {', '.join(versions)}, {args.target}")
+    print(f"{'kernel':29} {'what':16} {'dtypes':10} {'regs':>4} {'spills':>6}  loads; stores")
+    for case in cases(args.width, args.valid):
+        if args.kernel not in case.name:
+            continue
+        ((_, built),) = assembled(case.call, args.target)
+        words = (
+            ", ".join(f"{count} of {size}" for size, count in sorted(found.items(), reverse=True))
+            for found in map(built.accesses, ("load", "store"))
+        )
+        print(
+            f"{case.name:29} {case.what:16} {case.dtypes:10} {built.registers:4} {built.spills:6}"
+            f"  {'; '.join(words)}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
