@@ -125,7 +125,8 @@ class LogprobConfig(SuggestsFields):
         ("keep", "off"),
         "'keep': multi-token prediction has its own losses, as without the patch: they count every "
         "token, also of label -100, unless the model is given a loss_mask; 'off': calls with "
-        "labels leave it out, so that reading log-probabilities does not train it.",
+        "labels leave it out, so that reading log-probabilities does not train it. Under "
+        "Megatron's DDP, which waits for all gradients, its parameters get those of 0.",
     )
     invariant_segments: int | None = fields.integer(
         None,
@@ -293,9 +294,9 @@ class LogprobConfig(SuggestsFields):
         fields are not repeated here. `patch_gpt_model` reads these itself, from the model it is
         given: `sequence_parallel` (whether hidden states are split over the sequence),
         `gradient_accumulation_fusion` (weight gradients go into `main_grad`),
-        `defer_embedding_wgrad_compute` and an FP8 output layer (both take the logits path, or
-        raise with fused="require"), and, through the model's `_scale_logits`, `use_mup` with
-        `mup_output_mult`.
+        `defer_embedding_wgrad_compute`, an FP8 output layer, and `batch_invariant_mode` without
+        `invariant_segments` (these take the logits path, or raise with fused="require"), and,
+        through the model's `_scale_logits`, `use_mup` with `mup_output_mult`.
 
         Raises:
             ValueError: a dictionary, list or text instead of a config, a misspelled attribute, or a

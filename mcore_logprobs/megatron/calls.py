@@ -458,12 +458,14 @@ class ForwardState:
         reached: whether the patched loss was called with these labels; without labels, whether the
             patched output layer was called.
         samples: whether a sampler makes the call, with its cache.
+        in_processor: whether the caller's own output_processor runs.
     """
 
     labels: object
     loss_mask: object
     reached: bool = False
     samples: bool = False
+    in_processor: bool = False
 
 
 NOT_PASSED: object = object()

@@ -167,6 +167,7 @@ class PatchHandle:
         Raises:
             ValueError: arguments of another kind, on every stage; in the call, shapes unlike
                 labels' and what `linear_map` raises.
+            TypeError: under the combined 1F1B schedule, fn gives anything but one tensor.
         """
         mapped = PerToken(fn, per_token_tensors)
         with self._during(lambda call: replace(call, mapped=mapped, policy=None)):

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from mcore_logprobs.config import LogprobConfig
 from mcore_logprobs.megatron.calls import NOT_PASSED, Call, ForwardState, OpenBlocks, check_shifted
@@ -33,7 +34,7 @@ from mcore_logprobs.megatron.heads import (
     require_fused,
     say_unfused,
     scale_reason,
-    softcap_reason,
+    settings_reason,
     unseen_reason,
 )
 from mcore_logprobs.megatron.lazy import lazy_logits, lazy_reason
@@ -117,7 +118,7 @@ class HeadPatch(DeferringHead):
         # Lazy logits are for calls without labels, which have no loss.
         if self.own_loss and config.output == "loss" and config.logits == "real":
             return HeadReport(False, loss_reason(self.model))
-        return head_report(self.model, softcap=config.softcap)
+        return head_report(self.model, config)
 
     @property
     def can_lend(self) -> bool:
@@ -264,7 +265,8 @@ class HeadPatch(DeferringHead):
         """In place of the model's: a plan whose head runs with the blocks that are open now."""
         plan = self.original("build_schedule_plan")(*args, **kwargs)
         call = self.call
-        carry_stats(plan, functools.partial(self.blocks.open, lambda _: call))
+        around = functools.partial(self.blocks.open, lambda _: call)
+        carry_stats(plan, around, mapped=call.mapped is not None)
         return plan
 
     @contextlib.contextmanager
@@ -318,13 +320,15 @@ class HeadPatch(DeferringHead):
             return "its model is gone"
         if not self._running:
             return "the output layer was called outside the model's own forward"
+        if self._running[-1].in_processor:
+            return "an output_processor takes the logits"
         config = self.call.config
         if self._without_labels and not self._wants_lazy:
             return "there are no labels"
         if not config.fused:
             return "fused=False"
-        return scale_reason(getattr(self.model, "_scale_logits", None)) or softcap_reason(
-            self.layer, config.softcap
+        return scale_reason(getattr(self.model, "_scale_logits", None)) or settings_reason(
+            self.layer, config
         )
 
     def why_real(self) -> str:
@@ -420,13 +424,16 @@ class _WithLabels:
         contexts = (arguments["inference_context"], arguments["inference_params"])
         samples = any(x is not None and x is not NOT_PASSED for x in contexts)
         running = ForwardState(labels, arguments["loss_mask"], samples=samples)
+        processor = arguments["output_processor"]
+        if callable(processor):
+            arguments["output_processor"] = functools.partial(_process, processor, running)
         with patch.running(running):
             if labels is None or mtp == "keep":
                 output = wrapped(*arguments.args, **arguments.kwargs)
             else:
                 with _without_mtp(patch.model, arguments):
                     output = wrapped(*arguments.args, **arguments.kwargs)
-        if callable(arguments["output_processor"]):
+        if callable(processor):
             return output
         if labels is None:
             patch.check_lazy(call, running)
@@ -434,6 +441,18 @@ class _WithLabels:
         if labels is not NOT_PASSED:
             patch.check_reached(call, running)
         return attach_backward_hooks(output, patch.model, patch.layer)
+
+
+def _process(processor: Callable[..., object], running: ForwardState, **given: object) -> object:
+    """Call an output processor, which may do anything with the logits that it asks for.
+
+    Our own (`logprob_output_processor`) has a forward of its own put in place of the patched one.
+    """
+    running.in_processor = True
+    try:
+        return processor(**given)
+    finally:
+        running.in_processor = False
 
 
 class _Arguments:
@@ -475,7 +494,7 @@ def _without_mtp(model: object, given: _Arguments) -> Iterator[None]:
     config = vars(model)["config"]
     vars(model)["config"] = copy.copy(config)
     vars(model)["config"].mtp_num_layers = None
-    vars(model)["mtp"] = _pass_through
+    vars(model)["mtp"] = functools.partial(_pass_through, vars(model)["_modules"].get("mtp"))
     try:
         yield
     finally:
@@ -483,5 +502,32 @@ def _without_mtp(model: object, given: _Arguments) -> Iterator[None]:
         del vars(model)["mtp"]
 
 
-def _pass_through(*args: object, hidden_states: Tensor, **kwargs: object) -> Tensor:
-    return hidden_states
+def _pass_through(
+    mtp: nn.Module | None, *args: object, hidden_states: Tensor, **kwargs: object
+) -> Tensor:
+    """In place of the MTP layers' call: the hidden states.
+
+    Megatron's DDP counts the gradients of each bucket, and raises where one is missing. So those of
+    its parameters, which have a `main_grad`, are 0; without it there are none.
+    """
+    if mtp is None or not hidden_states.requires_grad:
+        return hidden_states
+    parameters = (p for p in mtp.parameters() if p.requires_grad and hasattr(p, "main_grad"))
+    return _LeftOut.apply(hidden_states, *parameters)
+
+
+class _LeftOutContext(FunctionCtx):
+    parameters: tuple[Tensor, ...]
+
+
+class _LeftOut(torch.autograd.Function):
+    """Its first argument, and gradients of 0 for the others."""
+
+    @staticmethod
+    def forward(ctx: _LeftOutContext, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: _LeftOutContext, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad, *(p.new_zeros(()).expand_as(p) for p in ctx.parameters))

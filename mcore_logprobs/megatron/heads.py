@@ -97,18 +97,20 @@ def head_tp_group(layer: nn.Module) -> ProcessGroup | None:
     return resolve_tp_group(getattr(base_layer(layer), "tp_group", None))
 
 
-def head_report(model: object, *, softcap: float | None = None) -> HeadReport:
+def head_report(model: object, config: LogprobConfig | None = None) -> HeadReport:
     """Whether the head of `model` (wrapped or not) can take the fused path, and if not, why.
 
-    Stages without a head are fusable: there is nothing to do. `softcap` is that of the config to
-    come, if it has one. For `doctor` and for the patch.
+    Stages without a head are fusable: there is nothing to do. For `doctor` and for the patch.
+
+    Args:
+        config: the patch's; None: the defaults.
 
     Raises:
         ValueError: no language model is found in `model`.
     """
     for language_model in find_language_models(model):
         if has_head(language_model):
-            report = _model_report(language_model, softcap)
+            report = _model_report(language_model, config or LogprobConfig())
             if not report.fusable:
                 return report
     return HeadReport(True, "")
@@ -142,38 +144,31 @@ def check_head(layer: nn.Module, config: LogprobConfig) -> None:
         )
 
 
-def _model_report(language_model: LanguageModule, softcap: float | None) -> HeadReport:
+def _model_report(language_model: LanguageModule, config: LogprobConfig) -> HeadReport:
     layer = language_model.output_layer
     weight = getattr(base_layer(layer), "weight", None)
     if weight is None and hasattr(language_model, "shared_embedding_or_output_weight"):
         weight = language_model.shared_embedding_or_output_weight()
     scale_logits = getattr(language_model, "_scale_logits", None)
-    return layer_report(layer, weight, scale_logits, softcap=softcap, gathered_by_then=True)
-
-
-def layer_report(
-    layer: nn.Module,
-    weight: Tensor | None,
-    scale_logits: object,
-    *,
-    softcap: float | None,
-    gathered_by_then: bool = False,
-) -> HeadReport:
-    """The report of an output layer, the weight it is called with, and what scales its logits.
-
-    `gathered_by_then`: a weight that FSDP has sharded counts as what it is in a forward.
-    """
     reason = (
-        call_reason(layer, weight, gather=False, gathered_by_then=gathered_by_then)
+        # A weight that FSDP has sharded counts as what it is in a forward.
+        call_reason(layer, weight, gather=False, gathered_by_then=True)
         or scale_reason(scale_logits)
-        or softcap_reason(layer, softcap)
+        or settings_reason(layer, config)
     )
     return HeadReport(not reason, reason)
 
 
-def softcap_reason(layer: object, softcap: float | None) -> str:
-    if softcap is not None and base_layer(layer).bias is not None:
+def settings_reason(layer: object, config: LogprobConfig) -> str:
+    """Why this layer is not fused under these settings, or ""."""
+    base = base_layer(layer)
+    if config.softcap is not None and base.bias is not None:
         return "its bias would have to come before the softcap"
+    if config.invariant_segments is None and getattr(base.config, "batch_invariant_mode", False):
+        return (
+            "Megatron's batch_invariant_mode is on, whose matmuls a fused head does not use "
+            "(invariant_segments is its own)"
+        )
     return ""
 
 

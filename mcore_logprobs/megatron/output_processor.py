@@ -16,7 +16,7 @@ from mcore_logprobs.megatron.heads import (
     head_tp_group,
     kind_reason,
     scale_reason,
-    softcap_reason,
+    settings_reason,
 )
 from mcore_logprobs.ops.token_stats import TokenStats
 
@@ -47,7 +47,8 @@ def logprob_output_processor(
     TokenStats of [b, s] tensors or a [b, s] loss. With labels=None: logits [b, s, V/TP].
 
     `context` is a `LogprobConfig`; None reads the model's config. The output layer is called as a
-    module, so that its hooks run.
+    module, so that its hooks run. Under the combined 1F1B schedule (`build_schedule_plan`) with
+    output="loss" alone; a patched model gives its TokenStats there, too.
 
     Raises:
         ValueError: a context that is not a LogprobConfig; a head that cannot be fused under
@@ -81,7 +82,7 @@ class _Head(DeferringHead):
     def refusal(self) -> str:
         if not self._context.fused:
             return "fused=False"
-        return scale_reason(self._scale_logits) or softcap_reason(self.layer, self._context.softcap)
+        return scale_reason(self._scale_logits) or settings_reason(self.layer, self._context)
 
 
 def _call(

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from mcore_logprobs.ops.token_stats import TokenStats
+from mcore_logprobs.ops.result import TokenStats, flatten
 
 if TYPE_CHECKING:
     from megatron.core.models.common.model_chunk_schedule_plan import (
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class ScheduledStats(TokenStats):
-    """A TokenStats that a schedule node can take for a tensor: policy_loss is part of it here."""
+    """A TokenStats that a schedule node can take for a tensor.
+
+    Gradients go by the place of their tensor among the leaves: those that required one before a
+    node detached it, a policy loss and the top k's values among them.
+    """
+
+    def __post_init__(self) -> None:
+        self._learning: list[int] | None = None
 
     @classmethod
     def of(cls, stats: TokenStats) -> ScheduledStats:
@@ -36,43 +44,52 @@ class ScheduledStats(TokenStats):
         """Nodes copy views; these are none."""
         return None
 
+    def leaves(self) -> list[Tensor]:
+        return pytree.tree_leaves(self._tensors())
+
+    def detach(self) -> ScheduledStats:
+        detached = ScheduledStats.of(super().detach())
+        detached._learning = [i for i, x in enumerate(self.leaves()) if x.requires_grad]
+        return detached
+
     @property
     def requires_grad(self) -> bool:
-        return any(x.requires_grad for x in self._tensors().values())
+        return any(x.requires_grad for x in self.leaves())
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        """Of a detached one: whether the loss's gradients are to be found in `.grad`.
-
-        Those of a policy loss and a divergence alone where there is a policy loss: the statistics
-        are for information then.
-        """
-        if self.policy_loss is not None:
-            leaf = self.policy_loss.requires_grad_(value)
-            self._leaves = {"policy_loss": leaf}
-            if self.divergence is not None:
-                self._leaves["divergence"] = self.divergence.requires_grad_(value)
-            self.policy_loss = leaf.clone()  # Megatron scales what a loss function returns in place
-            return
-        self._leaves = {n: x for n, x in self._per_token().items() if x.is_floating_point()}
-        for x in self._leaves.values():
-            x.requires_grad_(value)
+        """Of a detached one: whether the loss's gradients are to be found in `.grad`."""
+        leaves = self.leaves()
+        assert self._learning is not None
+        self._leaves = {i: leaves[i].requires_grad_(value) for i in self._learning}
+        if self.policy_loss is not None:  # Megatron scales what a loss function returns in place
+            self.policy_loss = self.policy_loss.clone()
 
     @property
-    def grad(self) -> dict[str, Tensor | None]:
-        """Gradients by field."""
-        return {name: x.grad for name, x in self._leaves.items()}
+    def grad(self) -> Gradients:
+        return {i: x.grad for i, x in self._leaves.items()}
 
 
-Gradients = dict[str, Tensor | None]  # by field, as `ScheduledStats.grad` has them
+Gradients = dict[int, Tensor | None]  # by leaf, as `ScheduledStats.grad` has them
+
+pytree.register_pytree_node(ScheduledStats, flatten, lambda values, _: ScheduledStats(*values))
 
 
 def carry_stats(
-    plan: TransformerModelChunkSchedulePlan, around: Callable[[], AbstractContextManager[object]]
+    plan: TransformerModelChunkSchedulePlan,
+    around: Callable[[], AbstractContextManager[object]],
+    *,
+    mapped: bool = False,
 ) -> None:
     """Make a schedule plan's head node, if it has one, return a TokenStats that trains.
 
-    `around()` is a context manager for the node's forward, which runs long after the plan is made.
+    Args:
+        around: makes a context manager for the node's forward, which runs long after the plan is
+            made.
+        mapped: whether the output is that of a function of the caller's.
+
+    Raises:
+        TypeError: in that forward, if a caller's function gave anything but one tensor.
     """
     node = plan.post_process
     if node is None:
@@ -82,15 +99,19 @@ def carry_stats(
     def forward_func(*inputs: Tensor) -> object:
         with around():
             output = forward(*inputs)
+        if mapped and not isinstance(output, Tensor):
+            raise TypeError(
+                "PatchHandle.map in a schedule plan (combined 1F1B): expected fn to return one "
+                f"tensor, got {type(output).__name__}"
+            )
         return ScheduledStats.of(output) if isinstance(output, TokenStats) else output
 
     def backward_func(outputs: tuple[object, ...], grads: tuple[Gradients, ...]) -> object:
         (output,) = outputs
         if not isinstance(output, ScheduledStats):
             return backward(outputs, grads)
-        pairs = [
-            (getattr(output, name), grad) for name, grad in grads[0].items() if grad is not None
-        ]
+        leaves = output.leaves()
+        pairs = [(leaves[i], grad) for i, grad in grads[0].items() if grad is not None]
         torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
         return tuple(grad for _, grad in pairs)
 

@@ -69,6 +69,11 @@ class TokenStats:
     topk: tuple[Tensor, Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_base":  # which Megatron's nodes ask of what they pass on
+            raise AttributeError(
+                "a schedule plan (combined 1F1B) takes a TokenStats of a patched model alone: "
+                "expected output='loss', or patch_model instead of an output_processor"
+            )
         raise AttributeError(
             f"TokenStats has no attribute {name!r}: use .logprobs, a tensor; with output='loss' a "
             "patched model returns the loss itself"
@@ -261,7 +266,7 @@ def _integers(values: Tensor | Sequence[int], name: str) -> list[int]:
     return [int(v) for v in values]
 
 
-def _flatten(stats: TokenStats) -> tuple[list[object], None]:
+def flatten(stats: TokenStats) -> tuple[list[object], None]:
     return [getattr(stats, f.name) for f in fields(stats)], None
 
 
@@ -270,5 +275,5 @@ def _unflatten(values: Any, context: None) -> TokenStats:
 
 
 pytree.register_pytree_node(
-    TokenStats, _flatten, _unflatten, serialized_type_name="mcore_logprobs.TokenStats"
+    TokenStats, flatten, _unflatten, serialized_type_name="mcore_logprobs.TokenStats"
 )

@@ -98,6 +98,46 @@ def test_output_processor(ranks, layout, settings, config):
         assert max(errors.values()) < 1e-5
 
 
+def another_processor(tp: int) -> None:
+    """Somebody else's processor gets real logits; the main head's MTP losses stay fused."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    seen = []
+
+    def processor(
+        *, hidden_states: Any, output_layer: Any, output_weight: Any, labels: Any, **given: Any
+    ) -> Any:
+        logits = given["scale_logits"](output_layer(hidden_states, weight=output_weight)[0])
+        seen.append(type(logits))
+        if given["context"] == "callback":
+            return given["compute_language_model_loss"](labels, logits)
+        return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
+
+    with megatron(tp=tp) as parallel_state:
+        model = build(parallel_state, tp, tp > 1, True, **MTP)
+        batch = make_batch(parallel_state)
+        for how in ("by itself", "callback"):
+            hook = {"output_processor": processor, "output_processor_context": how}
+            expected, expected_grads = step(model, batch, **hook)
+            for settings in ({"output": "loss"}, {"logits": "lazy"}, {"output": "stats"}):
+                with patch_gpt_model(model, LogprobConfig(**settings)):
+                    got, grads = step(model, batch, **hook)
+                    assert relative(loss_of(got), expected) < 1e-5
+                    assert worst(grads, expected_grads) < 1e-5
+                with patch_gpt_model(model, LogprobConfig(**settings, fused="require")):
+                    if how == "callback":
+                        with pytest.raises(ValueError, match="an output_processor takes the"):
+                            step(model, batch, **hook)
+                    else:
+                        step(model, batch, **hook)
+        assert set(seen) == {torch.Tensor}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_another_output_processor(ranks, tp):
+    ranks(tp).run(another_processor, tp)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_lazy_logits_with_multi_token_prediction(ranks, tp):
     """Whose losses and acceptance a call without labels computes from its input ids."""

@@ -142,6 +142,10 @@ def other_reasons() -> None:
         layer.config.defer_embedding_wgrad_compute = True
         assert "deferred" in head_report(model).reason
         layer.config.defer_embedding_wgrad_compute = False
+        layer.config.batch_invariant_mode = True
+        assert "batch_invariant_mode" in head_report(model).reason
+        assert head_report(model, LogprobConfig(invariant_segments=2)) == (True, "")
+        layer.config.batch_invariant_mode = False
         layer.disable_grad_reduce = True
         assert "disable_grad_reduce" in head_report(model).reason
         layer.disable_grad_reduce = False

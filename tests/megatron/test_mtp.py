@@ -172,6 +172,39 @@ def switched_off(tp: int, fused: bool) -> None:
         assert all(a[k] is b[k] for a, b in zip(after, before, strict=True) for k in b)
 
 
+def counted_by_ddp() -> None:
+    """DDP with overlapping reductions waits for a gradient of every parameter."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    with megatron() as parallel_state:
+        config = tiny_config(mtp_num_layers=1)
+        model = mm.build_gpt_model(config, vocab_size=VOCAB, mtp=True)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=4000
+        )
+        wrapped = DistributedDataParallel(config, settings, model)
+        batch = make_batch(parallel_state)
+        with patch_gpt_model(model) as handle:
+            for mtp in ("keep", "off", "off"):
+                wrapped.zero_grad_buffer()
+                with handle.options(mtp=mtp):
+                    output = wrapped(**batch["inputs"], labels=batch["labels"])
+                (loss_of(output) * batch["weights"]).sum().backward()
+                finalize_model_grads([wrapped])
+                named = model.named_parameters()
+                learnt = {n: bool(p.main_grad.any()) for n, p in named if n.startswith("mtp.")}
+                assert any(learnt.values()) == (mtp == "keep")
+                assert model.decoder.layers[0].mlp.linear_fc1.weight.main_grad.any()
+
+
+def test_switched_off_under_ddp(ranks):
+    ranks(1).run(counted_by_ddp)
+
+
 @pytest.mark.parametrize(("tp", "fused"), [(1, False), (2, True)])
 def test_switched_off(ranks, tp, fused):
     ranks(tp).run(switched_off, tp, fused)

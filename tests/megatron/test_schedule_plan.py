@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from mcore_logprobs import LogprobConfig, TokenStats, patch_model
 from mcore_logprobs.cpu_megatron import models as mm
+from mcore_logprobs.megatron.schedule_plan import ScheduledStats
 from tests.megatron.common import (
     SEQ,
     VOCAB,
@@ -143,3 +145,96 @@ def errors(settings: dict[str, Any]) -> dict[str, float]:
 )
 def test_combined_1f1b(ranks, settings):
     assert max(ranks(1).run(errors, settings)[0].values()) < 1e-5
+
+
+IDS = [3, 70, 5]
+
+
+def beside(policy: bool, topk: bool) -> dict[str, float]:
+    """A loss of what `PatchHandle.also` gives, and of a policy loss."""
+    with megatron() as parallel_state, schedule_on_a_cpu():
+        config = tiny_config()
+        model = mm.build_gpt_model(config, vocab_size=VOCAB)
+        config.overlap_moe_expert_parallel_comm = True
+        batches = [make_batch(parallel_state, seed=i) for i in range(2)]
+
+        def total(candidates: Tensor, top: Tensor, loss: Tensor, batch: dict[str, Any]) -> Any:
+            value = (candidates[..., 0] * batch["weights"] + 0.5 * candidates[..., 2]).mean()
+            value = value + policy * loss + topk * (top[..., 1] * batch["weights"]).mean()
+            return value, value.detach().clone()
+
+        def by_hand(logits: Tensor, batch: dict[str, Any]) -> Any:
+            logp = logits.log_softmax(-1)
+            picked = logp.gather(-1, batch["target"].unsqueeze(-1))[..., 0]
+            loss = -(picked * batch["weights"]).mean()
+            return total(logp[..., IDS], logp.topk(2).values, loss, batch)
+
+        plain = [batch | {"target": batch["labels"], "labels": None} for batch in batches]
+        expected, expected_grads = train_step(config, model, plain, by_hand)
+
+        def of_stats(stats: TokenStats, batch: dict[str, Any]) -> Any:
+            assert isinstance(stats, ScheduledStats)
+            assert len(pytree.tree_leaves(stats)) > 10
+            assert stats.candidates is not None
+            top = stats.topk[0] if stats.topk else stats.logprobs[..., None].expand(-1, -1, 2)
+            loss = torch.zeros(()) if stats.policy_loss is None else stats.policy_loss
+            return total(stats.candidates, top, loss, batch)
+
+        with patch_model(model, LogprobConfig(entropy=True)) as handle:
+
+            @contextlib.contextmanager
+            def blocks(batch: dict[str, Any]) -> Iterator[None]:
+                with contextlib.ExitStack() as stack:
+                    ids = torch.tensor(IDS)
+                    stack.enter_context(handle.also(ids=ids, topk=2 if topk else None))
+                    if policy:
+                        weights, size = batch["weights"], batch["weights"].numel()
+                        block = handle.policy_loss(
+                            lambda lp, ent, w: -lp * w, weights, denominator=size
+                        )
+                        stack.enter_context(block)
+                    yield
+
+            got, grads = train_step(config, model, batches, of_stats, blocks)
+        pairs = zip(got, expected, strict=True)
+        return {
+            "loss": max(relative(g, e) for g, e in pairs),
+            "grad": worst(grads, expected_grads),
+        }
+
+
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("topk", [False, True])
+def test_candidates_and_the_top_k_learn(ranks, policy, topk):
+    assert max(ranks(1).run(beside, policy, topk)[0].values()) < 1e-5
+
+
+def mapped() -> None:
+    with megatron() as parallel_state, schedule_on_a_cpu():
+        config = tiny_config()
+        model = mm.build_gpt_model(config, vocab_size=VOCAB)
+        config.overlap_moe_expert_parallel_comm = True
+        batches = [make_batch(parallel_state)]
+
+        def loss(values: Tensor, batch: dict[str, Any]) -> Any:
+            value = (values * batch["weights"]).mean()
+            return value, value.detach().clone()
+
+        plain = [batches[0] | {"labels": None}]
+        expected, expected_grads = train_step(
+            config, model, plain, lambda logits, batch: loss(logits.logsumexp(-1), batch)
+        )
+        with patch_model(model) as handle:
+            got, grads = train_step(
+                config, model, batches, loss, lambda _: handle.map(lambda x: x.logsumexp(-1))
+            )
+            assert relative(got[0], expected[0]) < 1e-5
+            assert worst(grads, expected_grads) < 1e-5
+            with pytest.raises(TypeError, match="expected fn to return one tensor, got dict"):
+                train_step(
+                    config, model, batches, loss, lambda _: handle.map(lambda x: {"a": x.sum(-1)})
+                )
+
+
+def test_a_function_of_the_logits_gives_one_tensor(ranks):
+    ranks(1).run(mapped)
