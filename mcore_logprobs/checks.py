@@ -439,7 +439,8 @@ def global_to_local(
         inside,
         f"{name}: id outside [0, {shard.vocab_size})",
         lambda: ValueError(
-            f"{name}: expected ids in [0, {shard.vocab_size}) or ignore_index {ignore_index}, got "
+            f"{name}: expected ids in [0, {shard.vocab_size})"
+            f"{'' if ignore_index is None else f' or ignore_index {ignore_index}'}, got "
             f"{target[~inside][:8].tolist()}{'...' if (~inside).sum() > 8 else ''}"
         ),
     )

@@ -392,6 +392,11 @@ OPERATIONS = {
                 ({"generalized": 1}, "generalized: expected True or False"),
                 ({"teacher_lse": torch.zeros(5)}, "teacher_lse: expected shape (6, 2)"),
                 (
+                    {"teacher_lse": torch.full((6, 2), -50.0)},
+                    "teacher_lse: expected the log-sum-exp of the very logits in teacher_logprobs",
+                ),
+                ({"ids": lambda x: x * 0 + 1}, "ids: expected each id at most once per row"),
+                (
                     {"teacher_logprobs": lambda x: x * 0 + 1},
                     "teacher_logprobs: expected log-probabilities, got [1.0, 1.0, 1.0, 1.0]; of",
                 ),

@@ -12,6 +12,7 @@ from mcore_logprobs.checks import (
     check_choice,
     check_flag,
     check_float_tensor,
+    check_optional_integer,
     check_shape,
     check_target,
     check_values,
@@ -119,18 +120,25 @@ def topk_kl_div(
         raise ValueError(f"{name}: expected [..., k] with k >= 1, got k = 0")
     shape = torch.Size((*source.batch_shape, teacher.shape[-1]))
     check_shape(name, teacher, shape, source.device)
+    eps = torch.finfo(teacher.dtype).eps
     teacher = teacher.detach().to(acc_dtype(teacher.dtype))
-    if teacher_lse is not None:
-        lse = unwrap_rows(teacher_lse, "teacher_lse")
-        check_float_tensor("teacher_lse", lse, min_dim=0)
-        check_shape("teacher_lse", lse, source.batch_shape, source.device)
-        teacher = teacher - lse.detach().to(teacher.dtype).unsqueeze(-1)
     ids = check_target(ids, shape, source.device, name="ids")
+    check_optional_integer("ignore_index", ignore_index)
     valid_mask = (
         torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
     )
+    inside = (ids >= 0) & (ids < source.shard.vocab_size)  # `gather` refuses the others
+    _check_once(ids, valid_mask & inside)
     if teacher_lse is None:
         _check_logprobs(teacher, valid_mask)
+    else:
+        lse = unwrap_rows(teacher_lse, "teacher_lse")
+        check_float_tensor("teacher_lse", lse, min_dim=0)
+        check_shape("teacher_lse", lse, source.batch_shape, source.device)
+        eps = max(eps, torch.finfo(lse.dtype).eps)
+        lse = lse.detach().to(teacher.dtype).unsqueeze(-1)
+        _check_lse(teacher, lse, eps, valid_mask)
+        teacher = teacher - lse
     student = gather(source, ids, log_softmax=True, ignore_index=ignore_index)
 
     def value(student: Tensor, teacher: Tensor) -> Tensor:
@@ -152,6 +160,38 @@ def _check_logprobs(teacher: Tensor, valid_mask: Tensor) -> None:
         lambda: ValueError(
             f"teacher_logprobs: expected log-probabilities, got {teacher[above][:4].tolist()}; of "
             "logits pass their log-sum-exp too, as teacher_lse"
+        ),
+    )
+
+
+def _check_lse(logits: Tensor, lse: Tensor, eps: float, valid_mask: Tensor) -> None:
+    """No logit above the log-sum-exp by more than rounding: that of others is often taken for it.
+
+    Args:
+        logits: `[..., k]`, lse: `[..., 1]`.
+        eps: by which share of themselves they have been rounded.
+    """
+    above = (logits - lse > _ROUNDING + eps * logits.abs()) & valid_mask
+    check_values(
+        ~above,
+        "teacher_lse: a logit above it",
+        lambda: ValueError(
+            "teacher_lse: expected the log-sum-exp of the very logits in teacher_logprobs, of "
+            "the whole vocabulary and at one temperature, got "
+            f"{lse.expand_as(above)[above][:4].tolist()} under {logits[above][:4].tolist()}"
+        ),
+    )
+
+
+def _check_once(ids: Tensor, counts: Tensor) -> None:
+    """No id that counts twice in a row: its probability would, too."""
+    ascending = ids.masked_fill(~counts, -1).sort(-1).values
+    once = (ascending[..., 1:] != ascending[..., :-1]) | (ascending[..., 1:] < 0)
+    check_values(
+        once,
+        "ids: an id twice in one row",
+        lambda: ValueError(
+            "ids: expected each id at most once per row, ignore_index where there are fewer"
         ),
     )
 
@@ -208,7 +248,8 @@ def vocab_parallel_topk_kl_div(
 
     Raises:
         ValueError: before any collective; see `vocab_parallel_gather`. On CPU (on CUDA a
-            device-side assert) a log-probability above 0.
+            device-side assert) a log-probability above 0, a logit above teacher_lse, or an id twice
+            in one row.
     """
     source = given_logits(student_logits, name="student_logits", **shared)
     divergence = TopKDivergence.of(kind, beta, tail, generalized)
